@@ -388,7 +388,15 @@ def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(recipe, whole, 
 
 @pytest.mark.parametrize(
     "change_",
-    [{"noise": [1, "x"]}, {"norms": [1]}, {"sites": []}, {"sites": {"count": 0}}, {"loss_scale": 3}],
+    [
+        {"noise": [1, "x"]},
+        {"norms": [1]},
+        {"sites": []},
+        {"sites": {"count": 0}},
+        {"loss_scale": 3},
+        {"products": []},
+        {"products": {"processor": "x", "onednn": [1]}},
+    ],
 )
 def test_other_values_of_a_manifest_are_checked(whole, change_):
     reader = store.Reader(store.latest(whole))

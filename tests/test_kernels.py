@@ -1,13 +1,14 @@
 """Fused kernels against plain PyTorch in fp64: values and gradients, in fp32, bf16 and fp16, native and fallback."""
 
-import time
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fivefold import kernels
-from fivefold.kernels import fastest, native, private, sizes
+from fivefold.host.cpu import has_cpu_bf16
+from fivefold.kernels import fastest, matmul, native, private, sizes
 from fivefold.kernels.hollow import Hollow, Hollowing
 from fivefold.kernels.mixture import grouped_linear
 from fivefold.kernels.wide import widened
@@ -397,21 +398,32 @@ def test_linear_under_autocast():
         assert kernels.linear(torch.randn(3, 16), torch.randn(24, 16)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("library", ["mkl", "onednn"])
+@pytest.mark.parametrize("held", [(), *fastest.CASES, tuple(fastest.CASES)], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("lead", [(130,), (3, 43)])
-def test_gradients_of_a_linear_layer(library, dtype, lead, monkeypatch):
-    """They are what autograd computes, to the bit."""
-    monkeypatch.setattr(fastest, "weight_gradient", lambda: library)
-    x, weight = torch.randn(*lead, 64).to(dtype), torch.randn(24, 64).to(dtype)
-    dy = torch.randn(*lead, 24).to(dtype)
-    leaves = [x.requires_grad_(), weight.requires_grad_()]
-    wanted = torch.autograd.grad(kernels.linear(*leaves), leaves, dy)
-    with torch.no_grad():
-        assert torch.equal(kernels.input_gradient(dy, weight), wanted[0])
-        assert torch.equal(kernels.weight_gradient(dy, x), wanted[1])
-        exact = dy.flatten(0, -2).double().t() @ x.flatten(0, -2).double()
-        close(kernels.weight_gradient(dy, x), exact, dtype)
+def test_products_of_a_linear_layer(held, dtype, lead, monkeypatch):
+    """Whichever library computes them: F.linear up to rounding, and gradients that autograd computes, to the bit."""
+    monkeypatch.setattr(fastest, "LARGE_WEIGHT", 1000)
+    names = [held] if isinstance(held, str) else held
+    monkeypatch.setattr(fastest, "table", lambda: fastest.Table("", names))
+    called = []
+    monkeypatch.setattr(matmul, "onednn_linear", lambda *t: called.append(1) or private.onednn_linear(*t))
+    for features, biased in itertools.product((8, 24), (False, True)):  # a small weight and a large one
+        bias = torch.randn(features).to(dtype) if biased else None
+        x, weight = torch.randn(*lead, 64).to(dtype), torch.randn(features, 64).to(dtype)
+        dy = torch.randn(*lead, features).to(dtype)
+        leaves = [x.requires_grad_(), weight.requires_grad_()]
+        out = kernels.linear(*leaves, bias)
+        close(out, F.linear(x.double(), weight.double(), None if bias is None else bias.double()), dtype)
+        wanted = torch.autograd.grad(out, leaves, dy)
+        with torch.no_grad():
+            assert torch.equal(kernels.linear(*leaves, bias), out)
+            assert torch.equal(kernels.input_gradient(dy, weight), wanted[0])
+            assert torch.equal(kernels.weight_gradient(dy, x), wanted[1])
+            close(wanted[0], dy.double() @ weight.double(), dtype)
+            close(wanted[1], dy.flatten(0, -2).double().t() @ x.flatten(0, -2).double(), dtype)
+    if dtype == torch.float32 or (dtype == torch.bfloat16 and has_cpu_bf16()):
+        assert bool(called) == any(name.startswith(str(dtype)) for name in names)
 
 
 def test_exponentials_of_all_sizes():
@@ -432,12 +444,42 @@ def test_exponentials_of_all_sizes():
 def test_a_choice_is_measured_once_per_machine(monkeypatch, tmp_path):
     """Also by the process that measured: another rank may have been first."""
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
-    ways = {"slow": lambda: time.sleep(0.01), "quick": lambda: None}
-    assert fastest.chosen("test", lambda: ways) == "quick"
-    monkeypatch.setattr(fastest, "measured", lambda ways: "slow")
-    assert fastest.chosen("test", lambda: ways) == "quick"
+    monkeypatch.setattr(fastest, "machines", fastest.machines.__wrapped__)
+    name = next(iter(fastest.CASES))
+    monkeypatch.setattr(fastest, "clearly_faster", lambda: iter([name]))
+    found = fastest.machines(1)
+    assert found == (fastest.place(), [name])
+    monkeypatch.setattr(fastest, "clearly_faster", lambda: iter([]))
+    assert fastest.machines(1) == found
+    next((tmp_path / "cache" / "kernels").glob("*.json")).write_text('["this')
+    assert fastest.machines(1).onednn == fastest.UNMEASURED.onednn
     monkeypatch.setenv("FIVEFOLD_CACHE", "/proc/nowhere")
-    assert not fastest.chosen("test", lambda: ways)
+    assert fastest.machines(1).onednn == fastest.UNMEASURED.onednn
+
+
+def test_only_what_is_clearly_faster_is_chosen(monkeypatch):
+    """By the shortest times of ways that take turns."""
+    now, turns = [0.0], {"own": 0, "onednn": 0}
+
+    def takes(way, *seconds):
+        def work(*factors):
+            now[0] += seconds[min(turns[way], len(seconds) - 1)]
+            turns[way] += 1
+
+        return work
+
+    monkeypatch.setattr(fastest.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(fastest, "CASES", dict(list(fastest.CASES.items())[:1]))
+    for own, chosen in ((1.06, True), (1.04, False)):
+        turns.update(own=0, onednn=0)
+        monkeypatch.setattr(fastest.F, "linear", takes("own", 9.0, own, 2.0))
+        monkeypatch.setattr(fastest, "onednn_linear", takes("onednn", 3.0, 2.0, 1.0))
+        assert bool([*fastest.clearly_faster()]) == chosen
+        assert turns == {"own": fastest.REPEATS, "onednn": fastest.REPEATS}
+    monkeypatch.setattr(fastest, "SECONDS", -1.0)
+    turns.update(own=0, onednn=0)
+    assert not [*fastest.clearly_faster()]
+    assert turns == {"own": 2, "onednn": 2}
 
 
 def test_what_is_used_of_pytorch_that_is_not_documented():

@@ -157,7 +157,7 @@ def test_few_compiled_matmuls_are_kept_unless_the_user_says_how_many(monkeypatch
     assert os.environ[name] == "7"
     monkeypatch.delenv(name)
     memory.keep_few_primitives()
-    assert os.environ[name] == "64"
+    assert os.environ[name] == "128"
     monkeypatch.delenv(name)
 
 

@@ -1,22 +1,25 @@
 """The trainer: it learns; data parallelism and accumulation compute what one process computes; resuming is exact."""
 
+import json
 import math
 import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from launched import command
 from ranks import run_ranks
-from runs import assert_same_tensors, lines, ranks_of, train_rank
+from runs import after_each_step, assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.checkpoint import keep, store
 from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.host import machine
+from fivefold.kernels import fastest
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
@@ -105,6 +108,38 @@ def test_resume_is_bit_for_bit(text, tmp_path, mode, world):
     assert len(a.optimizer) == 2 * len(a.model)
     assert lines(whole, "loss") == lines(parts, "loss")
     assert lines(whole, "grad_norm") == lines(parts, "grad_norm")
+
+
+def on_other_machines(rank: int, world: int, recipe: Recipe, out: Path, tables: list[list[str]]) -> list[str]:
+    """A run, resumed if it can be, whose ranks' machines have these tables of libraries. Returns what held on this
+    rank."""
+    held = list[list[str]]()
+    own = fastest.Table(f"processor {rank}, 0", tables[rank])
+    with (
+        patch.object(fastest, "machines", lambda threads: own),
+        after_each_step(lambda state, when: held.append([*fastest.table().onednn])),
+    ):
+        train_rank(rank, world, recipe, out, resume=True)
+        assert fastest.table() == own, "not after the run"
+    assert held == held[:1] * len(held)
+    return held[0]
+
+
+def test_all_ranks_multiply_as_the_first_does_and_so_does_a_resumed_run(text, tmp_path, capsys):
+    """Though their machines differ, and though the first one has changed, which a line says."""
+    mine, other = ["float32, small: output"], ["float32, small: weight gradient"]
+    recipe = tiny(text, "precision.mode=fp32", "train.steps=2", "optim.schedule=constant")
+    two = change(recipe, ["layout.dp_replicate=2"])
+    assert run_ranks(2, on_other_machines, two, tmp_path / "run", [mine, other]) == [mine, mine]
+    facts = {"processor": "processor 0, 0", "onednn": mine}
+    assert json.loads((tmp_path / "run" / "products.json").read_text()) == facts
+    with patch.object(fastest, "place", lambda: "processor 0, 0"):
+        on_other_machines(0, 1, change(recipe, ["train.steps=3"]), tmp_path / "run", [other])
+        assert "processor 0" not in capsys.readouterr().out
+    assert on_other_machines(0, 1, change(recipe, ["train.steps=4"]), tmp_path / "run", [other]) == mine
+    said = "this run began on another processor (processor 0), so its last bits may differ here"
+    assert said in capsys.readouterr().out
+    assert store.Reader(store.latest(tmp_path / "run")).meta["products"] == facts
 
 
 def gradients(rank: int, world: int, recipe: Recipe, bucket_bytes: int) -> tuple[float, dict]:

@@ -42,23 +42,14 @@ __all__ = [
     "weight_gradient",
 ]
 
-_HOMES = {
-    "add_gradient": "elementwise",
-    "add_layer_norm": "elementwise",
-    "add_rms_norm": "elementwise",
-    "attention": "blockwise_attention",
-    "gelu": "elementwise",
-    "input_gradient": "matmul",
-    "latent_heads": "latent",
-    "layer_norm": "elementwise",
-    "linear": "matmul",
-    "linear_cross_entropy": "loss",
-    "qkv_attention": "blockwise_attention",
-    "rms_norm": "elementwise",
-    "rope": "elementwise",
-    "swiglu": "elementwise",
-    "weight_gradient": "matmul",
+_NAMES = {
+    "blockwise_attention": "attention qkv_attention",
+    "elementwise": "add_gradient add_layer_norm add_rms_norm gelu layer_norm rms_norm rope swiglu",
+    "latent": "latent_heads",
+    "loss": "linear_cross_entropy",
+    "matmul": "input_gradient linear weight_gradient",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,17 +1,14 @@
 """The three matmuls of a linear layer: its output, the gradient of its input, the gradient of its weight. Every layer
 uses them, even one that communicates or defers its weight gradient.
 
-With `fp8` they multiply numbers of 8 bits (fp8.py). Most CPUs multiply fp16 in fp32 (wide.py). In fp32 on CPUs the
-first two use oneDNN, which PyTorch itself uses only in lower precision: MKL takes 5 to 150% more time on the processors
-tried (benchmarks/products.py). For the weight gradient either may be faster (`fastest.py`). With a bias they use it in
-bf16, too: PyTorch first copies the bias into every row of the output, about a tenth of the product's time.
+With `fp8` they multiply numbers of 8 bits (fp8.py). Most CPUs multiply fp16 in fp32 (wide.py). On CPUs in fp32, and in
+bf16 with a bias, each goes to PyTorch's library or to oneDNN, whichever is faster on the processor (`fastest.py`).
 
 Legend: D input features, F output features.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.host.cpu import has_cpu_bf16
 from fivefold.kernels import fastest, native
+from fivefold.kernels.fastest import INPUT_GRADIENT, OUTPUT, PRODUCTS, WEIGHT_GRADIENT
 from fivefold.kernels.fp8 import Fp8
 from fivefold.kernels.private import onednn_linear
 from fivefold.kernels.wide import wide, widened
@@ -31,7 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: Fp8 | Non
     """x @ weight.T + bias. x (..., D), weight (F, D), bias (F) -> (..., F)."""
     if fp8 is None and _one_row(x, weight):
         return _matrix_vector(x, weight, bias)
-    if fp8 is None and not (_onednn(x, weight, bias) or (widened(x, weight) and _fits(x, weight))):
+    if fp8 is None and not (_onednn(PRODUCTS, x, weight, bias) or (widened(x, weight) and _fits(x, weight))):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _forward(x, weight, bias, fp8)
@@ -43,7 +40,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: Fp8 | Non
 
 def input_gradient(dy: Tensor, weight: Tensor, fp8: Fp8 | None = None) -> Tensor:
     """dy @ weight. dy (..., F), weight (F, D) -> (..., D)."""
-    return linear(dy, weight.t()) if fp8 is None else fp8.input_gradient(dy, weight)
+    if fp8 is not None:
+        return fp8.input_gradient(dy, weight)
+    return _product(dy, weight.t(), product=INPUT_GRADIENT)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, fp8: Fp8 | None = None) -> Tensor:
@@ -51,7 +50,7 @@ def weight_gradient(dy: Tensor, x: Tensor, fp8: Fp8 | None = None) -> Tensor:
     if fp8 is not None:
         return fp8.weight_gradient(dy, x)
     dy_FN, x_DN = wide(dy).flatten(0, -2).t(), wide(x).flatten(0, -2).t()
-    if _onednn(dy_FN, x_DN) and not getattr(dy, "hollow", False) and fastest.weight_gradient() == "onednn":
+    if _onednn((WEIGHT_GRADIENT,), dy_FN, x_DN, elements=len(dy_FN) * len(x_DN)):
         return onednn_linear(dy_FN, x_DN).to(dy.dtype)
     return (dy_FN @ x_DN.t()).to(dy.dtype)
 
@@ -63,10 +62,10 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None) ->
     return y if bias is None else y.add_(bias)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, without autograd."""
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, product: str = OUTPUT) -> Tensor:
+    """x @ weight.T + bias, without autograd. product: which of the three it is."""
     a, b, c = wide(x), wide(weight), None if bias is None else wide(bias)
-    return (onednn_linear if _onednn(a, b, c) else F.linear)(a, b, c).to(x.dtype)
+    return (onednn_linear if _onednn((product,), a, b, c) else F.linear)(a, b, c).to(x.dtype)
 
 
 def _one_row(x: Tensor, weight: Tensor) -> bool:
@@ -90,24 +89,19 @@ def _matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-@cache
-def _multiplies_bf16() -> bool:
-    return has_cpu_bf16()
-
-
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """True if oneDNN can and may compute this, and PyTorch would do it in another way, or with a copy of the bias."""
+def _onednn(
+    products: tuple[str, ...], x: Tensor, weight: Tensor, bias: Tensor | None = None, elements: int = 0
+) -> bool:
+    """True if oneDNN can and may compute this, and is faster in any of these products than PyTorch's own way. elements:
+    of the layer's weight, if it is not `weight`."""
     return (
         not torch.compiler.is_compiling()
         and x.dtype == weight.dtype
-        and (
-            x.dtype == torch.float32
-            or (x.dtype == torch.bfloat16 and bias is not None and _multiplies_bf16())
-        )
+        and fastest.usable(x.dtype)
         and x.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled
         and _fits(x, weight)
+        and fastest.by_onednn(products, x, elements or weight.numel(), bias is not None)
     )
 
 
@@ -140,7 +134,7 @@ class _Kept(Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = None
         if needs_x:
-            dx = _product(dy, weight.t()) if ctx.fp8 is None else ctx.fp8.input_gradient(dy, weight)
+            dx = input_gradient(dy, weight, ctx.fp8)
         dweight = weight_gradient(dy, x, ctx.fp8) if needs_weight else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if needs_bias else None, None
 

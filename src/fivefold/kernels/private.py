@@ -42,7 +42,7 @@ def assert_on_device(holds: Tensor, otherwise: str) -> None:
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias by oneDNN, without autograd. Without it fp32 on CPUs goes to MKL, 5 to 20% slower."""
+    """x @ weight.T + bias by oneDNN, without autograd. Without it fp32 on CPUs goes to MKL, slower on some."""
     bias = None if bias is None else bias.contiguous()  # the kernel ignores its stride
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from fivefold import kernels
 from fivefold.kernels.fp8 import Fp8
-from fivefold.kernels.mixture import assign, combine, dispatch, grouped_linear
+from fivefold.kernels.mixture import assign, combine, dispatch, evened, grouped_linear
 from fivefold.models.layers import RegionInput, RegionOutput, Sublayer
 from fivefold.models.section import ModelSection
 from fivefold.models.sublayers import SwiGLU
@@ -81,7 +81,7 @@ class Exchange(nn.Module):
     """Computes rows of experts on this rank. No parameters. Expert parallelism replaces it by a module that sends the
     rows to the ranks with the experts, and the results back, in `chunks` parts."""
 
-    chunks = 1
+    chunks, local = 1, True
 
     def forward(
         self, rows_MD: Tensor, counts_CE: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
@@ -172,6 +172,8 @@ class Mixture(nn.Module):
         x_ND = x_BTD.flatten(0, 1)
         chosen, weights, shares, logits = self.router(x_ND)
         way = assign(chosen, self.count, self.capacity(len(x_ND)), self.experts.exchange.chunks)
+        if self.experts.exchange.local:
+            way = evened(way, x_ND.dtype)
         inside_ND = self.enter(x_ND)
         y_ND = combine(self.experts(dispatch(inside_ND, way), way.counts_CE), self.enter(weights), way)
         if self.shared is not None:
@@ -196,7 +198,7 @@ class Mixture(nn.Module):
         with torch.set_grad_enabled(self.z_weight > 0):
             z = logits_NE.logsumexp(-1).square().mean()
         with torch.no_grad():
-            dropped = (chosen_E - counts_CE.sum(0)).sum()
+            dropped = (chosen_E - counts_CE.sum(0)).clamp(min=0).sum()
             facts = torch.cat([chosen_E, torch.stack([dropped, aux, z, torch.ones_like(aux)])])
         return _Attach.apply(y_ND, self.aux_weight * aux + self.z_weight * z, self.stats, facts)
 

@@ -78,7 +78,7 @@ class AllToAll(Exchange):
 
     def __init__(self, axis: Axis, chunks: int = 1):
         super().__init__()
-        self.axis, self.chunks = axis, chunks
+        self.axis, self.chunks, self.local = axis, chunks, False
         self.turns: Turns | None = None  # set if a pipeline runs forwards and backwards in pairs
 
     def forward(

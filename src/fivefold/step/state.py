@@ -16,6 +16,7 @@ from fivefold.comm.compress import CompressedSum
 from fivefold.errors import UserError
 from fivefold.host import memory_bytes
 from fivefold.host.machine import has_fast_bf16
+from fivefold.kernels.fastest import Table
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.models.layers import Output
@@ -73,6 +74,7 @@ class State:
     elsewhere: Elsewhere | None = None  # where the frozen weights are that checkpoints leave out
     brought: Brought = NOTHING  # the user's own in place of the recipe's
     forgotten: str = ""  # what a checkpoint had no place for, in words
+    products: Table | None = None  # which library multiplies, on all ranks; None: not known yet
 
     @property
     def module(self) -> nn.Module:

@@ -179,6 +179,7 @@ def _load(
     if meta.usual is None and meta.norms is not None:  # of an older version
         state.usual[NORM].copy_(torch.tensor(meta.norms, dtype=torch.float64))
     state.left_out = meta.left_out
+    state.products = meta.products or state.products
     if state.loss_scale is not None and meta.loss_scale is not None:
         state.loss_scale.set(*meta.loss_scale)
     gradient, trace = meta.noise or (0.0, 0.0)

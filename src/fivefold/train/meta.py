@@ -10,6 +10,7 @@ from typing import Any
 
 from fivefold.checkpoint.manifest import MANIFEST, Damaged
 from fivefold.checkpoint.store import Reader
+from fivefold.kernels.fastest import Table
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Meta:
     """step: optimizer steps. updates: those that changed the weights. skipped: the last ones in a row that did not.
     noise, usual, left_out, loss_scale: as in `step.State`; None: not saved. norms: of an older version, one row of
     usual. sites: how many the run has, whether all have the common weights, steps between outer steps, fragments.
-    compression: the layout whose residuals are saved."""
+    compression: the layout whose residuals are saved. products: which library multiplies; None: not saved."""
 
     step: int
     updates: int
@@ -32,6 +33,7 @@ class Meta:
     every: int
     fragments: int
     compression: str | None
+    products: Table | None
 
 
 def meta_of(checkpoint: Reader) -> Meta:
@@ -61,7 +63,17 @@ def meta_of(checkpoint: Reader) -> Meta:
         _whole(where, sites, "every", 1),
         _whole(where, sites, "fragments", 1),
         layout,
+        _products(where, meta),
     )
+
+
+def _products(where: Path, found: Mapping[str, Any]) -> Table | None:
+    match found.get("products"):
+        case None:
+            return None
+        case {"processor": str(processor), "onednn": [*names]} if all(type(name) is str for name in names):
+            return Table(processor, names)
+    raise Damaged(f"{where} is damaged: meta.products is not a processor and a list of names")
 
 
 def _whole(where: Path, found: Mapping[str, Any], name: str, default: int) -> int:

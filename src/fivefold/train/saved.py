@@ -53,6 +53,8 @@ def prepare(state: State, out: Path, meta: Mapping[str, Any]) -> write.Writing:
         masters |= {
             name: masters[name].to(state.parallel.computes) for name in frozen
         }  # rows of FSDP2 are fp32
+    if state.products is not None:
+        whole["products"] = state.products._asdict()
     if state.elsewhere is not None:
         whole[ELSEWHERE] = asdict(state.elsewhere)
     if state.outer is None:

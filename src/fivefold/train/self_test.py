@@ -1,5 +1,5 @@
-"""Tests fp8 when a run starts, and keeps what it found in RUN/fp8.json, which a resumed run reads: it multiplies as the
-run did before."""
+"""How a run multiplies, settled when it starts, for all ranks, so that it multiplies as before when it resumes: which
+library does (RUN/products.json and checkpoints), and which layers do so in fp8, by a test (RUN/fp8.json)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 
 import torch
 
-from fivefold.comm import Axis, everyone
+from fivefold.comm import Axis, everyone, told
 from fivefold.files import make_folder, read_json, understood, write_atomically
+from fivefold.kernels import fastest
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.parallel import products
@@ -16,13 +17,34 @@ from fivefold.step.self_test import PRODUCTS, Tested, fall_back, self_test
 from fivefold.step.state import State
 from fivefold.train.job import Job
 
-FILE = "fp8.json"
+FILE, LIBRARY = "fp8.json", "products.json"
 
 
 def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
-    """Decides which layers multiply in fp8. Returns what the console shall say. All ranks call it together.
+    """Decides which library multiplies, and which layers in fp8. Returns what the console shall say. All ranks call it
+    together.
 
     resumed: rank 0's counts."""
+    return [*_settle_library(state, job, ranks), *_settle_fp8(state, job, ranks, resumed)]
+
+
+def _settle_library(state: State, job: Job, ranks: Ranks) -> list[str]:
+    """Rank 0's checkpoint decides, or else its machine."""
+    if ranks.device.type != "cpu":
+        return []
+    mine = (state.products or fastest.table()) if ranks.first else fastest.UNMEASURED
+    text = told(json.dumps(mine._asdict(), indent=1), 0, everyone(ranks))
+    fastest.hold(now := fastest.Table(**json.loads(text)))
+    state.products = now
+    if ranks.first:
+        write_atomically(job.out / LIBRARY, text + "\n")
+    if now.processor == fastest.place():
+        return []
+    began = now.processor.rpartition(", ")[0]
+    return [f"this run began on another processor ({began}), so its last bits may differ here"]
+
+
+def _settle_fp8(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
     if job.module is not None or products.wanted(job.recipe) is None:
         return []
     axis = everyone(ranks)
