@@ -3,15 +3,18 @@
 Each site is a launch of its own, with its own process groups. The sites know each other only through a TCP store, which
 site 0 serves at an address that all are given. So site 0 must stay; any other may end, hang or return at any time.
 
-A **meeting** is one outer step. Its attempts are numbered, and each has keys of its own in the store:
+A **meeting** is one outer step. Its attempts are numbered:
 
-1. Members say that they are here. Site 0 waits for them, for `patience_s` at most, adds the sites that ask to join,
-   and writes who is a member now. Who comes later is left out, and may join again.
+1. Members say that they are here. Site 0 waits for them, adds the sites that ask to join, and writes who is a member
+   now. Who comes later is left out, and may join again.
 2. Members make process groups of this attempt, and send what they have to. A newcomer gets the common state.
-3. Each site votes whether it received everything. Only if all have, the step counts. Otherwise those that have voted
-   meet for another attempt.
+3. Each rank votes whether it received everything. Only if all have, the step counts. Otherwise the sites whose ranks
+   have voted meet for another attempt.
 
-So sites always agree on what the common weights are, whenever one is lost.
+So sites always agree on what the common weights are, whenever one is lost. How long who waits is one chain (`Waits`).
+
+The keys of the store name sites, not meetings, so it stays as small as it is. A value says of which meeting it is
+(`Meeting.at`). It is written again only after all ranks of the members have read it: before that they cannot vote.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -32,13 +35,14 @@ import torch.distributed as dist
 from fivefold.comm.axis import Axis
 from fivefold.comm.private import gloo_group
 from fivefold.comm.progress import progress
-from fivefold.comm.sealed import SECRET, sealed
-from fivefold.errors import CommunicationError, UserError
+from fivefold.comm.sealed import SECRET, Sealed, sealed
+from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.launch import network
 
 POLL_S = 0.02
 CPU = torch.device("cpu")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+Fits = Callable[[Mapping[str, Any]], bool]
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,40 @@ class Seat:
         return "--site", str(self.site), "--meet", str(self)
 
 
+@dataclass
+class Waits:
+    """How long who waits when sites meet, in seconds: one chain, in which each wait is longer than those that it waits
+    for. So no values of the fields let the loss of a site end another one.
+
+    patience: `sync.patience`. Site 0 waits so long for members that are not here. So long may take: making a group
+    between sites, and each message over it. timeout: `launch.timeout`, for what the ranks of a site do at about the
+    same time."""
+
+    patience: float
+    timeout: float
+
+    @property
+    def members(self) -> float:
+        """For site 0 to say who is a member: it waits for those that are not here."""
+        return self.patience + self.timeout
+
+    @property
+    def exchange(self) -> float:
+        """Of site 0 for the votes of others. One rank may fail at once, and another in the first message of a group
+        that it could hardly make."""
+        return 2 * self.patience
+
+    @property
+    def inside(self) -> float:
+        """Of site 0 for the votes of its own ranks, without which it ends."""
+        return self.exchange + self.timeout
+
+    @property
+    def outcome(self) -> float:
+        """For site 0 to say whether the step counts."""
+        return self.inside + self.exchange
+
+
 @dataclass(frozen=True)
 class Meeting:
     """An attempt of an outer step. step: the inner step after which it is; the members' first meeting has none, and is
@@ -85,30 +123,33 @@ class Meeting:
         return tuple(site for site in self.members if site not in self.new)
 
     @property
-    def key(self) -> str:
-        return f"{'first' if self.first else self.step}/{self.attempt}"
+    def at(self) -> list[int]:
+        """Grows from meeting to meeting."""
+        return [self.step, self.attempt]
 
 
 class Membership:
-    """One rank's part of a site's membership. inside: the axis of all ranks of the site. said: what all sites must have
-    in common, by name.
+    """One rank's part of a site's membership. inside: the axis of all ranks of the site, whose time-out is
+    `launch.timeout`. patience_s: `sync.patience`. said: what all sites must have in common, by name.
 
     Raises:
         UserError: the address cannot be served, or does not answer.
     """
 
     def __init__(self, seat: Seat, sites: int, inside: Axis, patience_s: float, said: Mapping[str, Any]):
-        self.seat, self.sites, self.inside, self.patience_s, self.said = seat, sites, inside, patience_s, said
+        self.seat, self.sites, self.inside, self.said = seat, sites, inside, said
+        self.waits = Waits(patience_s, inside.timeout_s)
         self.leads, self.hosts = inside.index == 0, seat.site == 0
         self.members: tuple[int, ...] = ()  # whom site 0 waits for
         self._new: set[int] = set()  # those of them that have no common state yet
         self._tokens: dict[int, str] = {}  # the starts of sites that site 0 has answered
+        self.votes = [f"/{rank}" for rank in range(inside.size)]  # of a site's ranks, behind its number
         self.store = self._connect()
         self.address = network.own_address(seat.host)
 
-    def _connect(self) -> dist.Store:
+    def _connect(self) -> Sealed:
         serves = self.hosts and self.leads
-        wait = timedelta(seconds=self.patience_s if not self.hosts else min(60.0, self.inside.timeout_s))
+        wait = timedelta(seconds=min(60.0, self.waits.timeout) if self.hosts else self.waits.patience)
         seat, at = self.seat, None
         if serves:  # at this address only
             at = network.listening(seat.host, seat.port, alone=seat.host in LOOPBACK)
@@ -118,9 +159,11 @@ class Membership:
             )
         except RuntimeError as error:
             said = str(error).splitlines()[0][:200]
-            why = "cannot serve the other sites" if serves else "finds no site 0"
-            raise UserError(f"site {self.seat.site} {why} at {self.seat}: {said}") from None
-        store.set_timeout(timedelta(seconds=self.inside.timeout_s))
+            why, kind = (
+                ("cannot serve the other sites", UserError) if serves else ("finds no site 0", BusyError)
+            )
+            raise kind(f"site {self.seat.site} {why} at {self.seat}: {said}") from None
+        store.set_timeout(timedelta(seconds=self.waits.timeout))
         return sealed(store)
 
     def come(self, step: int, digest: str) -> Meeting:
@@ -132,28 +175,28 @@ class Membership:
         """
         token, site = self._token(), self.seat.site
         if self.leads:
-            if self._has(f"left/{site}"):
-                self._ask(self.store.delete_key, f"left/{site}")
+            self._ask(self.store.delete_key, f"left/{site}")
             self._set(f"come/{site}", site=site, token=token, step=step, digest=digest, said=self.said)
             if self.hosts:
                 self._gather_first()
-        return self._meeting(f"seat/{token}", math.inf)
+        return self._meeting(f"seat/{site}", math.inf, lambda found: found["token"] == token)
 
     def meet(self, step: int, attempt: int = 0) -> Meeting:
         """The meeting of a member after inner step `step`.
 
         Raises:
-            UserError: the others have not waited for this site.
+            BusyError: the others have not waited for this site.
         """
+        at = [step, attempt]
         if self.leads:
-            self._set(f"here/{step}/{attempt}/{self.seat.site}")
+            self._set(f"here/{self.seat.site}", at=at)
             if self.hosts:
                 self._gather(step, attempt)
-        meeting = self._meeting(f"members/{step}/{attempt}", self.inside.timeout_s)
-        if self.seat.site not in meeting.members:
-            raise UserError(
+        meeting = self._meeting("members", self.waits.members, lambda found: found["at"] >= at)
+        if meeting.at != at or self.seat.site not in meeting.members:
+            raise BusyError(
                 f"site {self.seat.site} came too late to the outer step after inner step {step}: the others wait for "
-                f"sync.patience = {self.patience_s:g} s, and have gone on. Resume this site to join again"
+                f"sync.patience = {self.waits.patience:g} s, and have gone on. Resume this site to join again"
             )
         return meeting
 
@@ -172,27 +215,23 @@ class Membership:
         index = meeting.members.index(self.seat.site)
         group = None
         if len(meeting.members) > 1:
-            name = f"groups/{meeting.key}/{self.inside.index}"
-            size, patience = len(meeting.members), self.patience_s
+            name = f"groups/{meeting.step}/{meeting.attempt}/{self.inside.index}"
+            size, patience = len(meeting.members), self.waits.patience
             try:
                 group = gloo_group(self.store, name, index, size, self.address, patience)
             except RuntimeError as error:
                 raise CommunicationError(f"site {self.seat.site} cannot reach the others: {error}") from error
-        return Axis("sites", meeting.members, index, CPU, group, self.patience_s, watched=False)
+        return Axis("sites", meeting.members, index, CPU, group, self.waits.patience, watched=False)
 
     def vote(self, meeting: Meeting, received: bool) -> bool:
         """Says whether this rank received everything. Returns whether all ranks of all members did."""
-        yes = torch.tensor(int(received), device=self.inside.device)
-        self.inside.all_reduce(yes, "min")
-        if self.leads:
-            self._set(f"vote/{meeting.key}/{self.seat.site}", yes=bool(yes))
+        self._set(f"vote/{self.seat.site}/{self.inside.index}", at=meeting.at, yes=received)
         if self.leads and self.hosts:
-            voted = self._present(f"vote/{meeting.key}", meeting.members, 2 * self.patience_s)
-            votes = [self._get(f"vote/{meeting.key}/{site}")["yes"] for site in voted]
-            counts = len(voted) == len(meeting.members) and all(votes)
-            self.members, self._new = voted, set() if counts else self._new & {*voted}
-            self._set(f"outcome/{meeting.key}", counts=counts)
-        return self._get(f"outcome/{meeting.key}")["counts"]
+            self._count(meeting)
+        found = self._get("outcome", self.waits.outcome, lambda found: found["at"] >= meeting.at)
+        with suppress(CommunicationError):  # site 0 may have left since
+            self._ask(self.store.forget, "groups/")
+        return found["at"] == meeting.at and found["counts"]
 
     def leave(self, complete: bool) -> None:
         """Ends this site's part. At the end of the run site 0 waits until the others have read what it wrote last."""
@@ -203,14 +242,14 @@ class Membership:
             self._present("left", [site for site in self.members if site and complete])
             return
         with suppress(CommunicationError):  # site 0 has waited long enough
-            self._set(f"left/{self.seat.site}")
+            self._set(f"left/{self.seat.site}", at=None)
 
     # On site 0's first rank
 
     def _gather_first(self) -> None:
         """Waits for all sites to start. Those whose state differs from site 0's get it."""
         found = self._present("come", range(self.sites))
-        wishes = {site: self._get(f"come/{site}") for site in found}
+        wishes = {site: self._read(f"come/{site}") for site in found}
         own = wishes[0]
         fitting = [site for site in found if self._fits(wishes[site])]
         new = [site for site in fitting if any(wishes[site][key] != own[key] for key in ("step", "digest"))]
@@ -220,49 +259,70 @@ class Membership:
 
     def _gather(self, step: int, attempt: int) -> None:
         """Waits for the members, and adds the sites that ask to join."""
-        present = self._present(f"here/{step}/{attempt}", self.members)
+        present = self._present("here", self.members, [step, attempt])
         joining = {site: wish for site, wish in self._wishes().items() if self._fits(wish)}
         members = tuple(sorted({*present, *joining}))
         self._new = {*joining, *(self._new & {*present})}
         meeting = Meeting(step, False, attempt, members, tuple(sorted(self._new)))
-        self._set(f"members/{meeting.key}", **asdict(meeting))
+        self._set("members", at=meeting.at, **asdict(meeting))
         for site, wish in joining.items():
             self._seat(site, wish, meeting)
 
+    def _count(self, meeting: Meeting) -> None:
+        """Waits for the votes, and writes whether the step counts."""
+        if not self._present("vote", [0], meeting.at, self.waits.inside, self.votes):
+            raise CommunicationError(f"ranks of site 0 have not voted for {self.waits.inside:g} s")
+        voted = self._present("vote", meeting.members, meeting.at, self.waits.exchange, self.votes)
+        votes = [self._read(f"vote/{site}{rank}")["yes"] for site in voted for rank in self.votes]
+        counts = len(voted) == len(meeting.members) and all(votes)
+        self.members, self._new = voted, set() if counts else self._new & {*voted}
+        self._set("outcome", at=meeting.at, counts=counts)
+
     def _wishes(self) -> dict[int, dict[str, Any]]:
         """By site, the wishes to join that have no answer yet."""
-        asked = [site for site in range(1, self.sites) if self._has(f"come/{site}")]
-        wishes = {site: self._get(f"come/{site}") for site in asked}
-        return {site: wish for site, wish in wishes.items() if wish["token"] != self._tokens.get(site)}
+        asked = {site: self._read(f"come/{site}") for site in range(1, self.sites)}
+        return {
+            site: wish for site, wish in asked.items() if wish and wish["token"] != self._tokens.get(site)
+        }
 
     def _fits(self, wish: Mapping[str, Any]) -> bool:
         """True if a site that asks to join trains the same. Otherwise it is told why not."""
-        said = {key: (wish["said"].get(key), value) for key, value in self.said.items()}
+        both = {key: (wish["said"].get(key), value) for key, value in self.said.items()}
         other = [
-            f"{key} = {theirs!r}, not {ours!r}" for key, (theirs, ours) in said.items() if theirs != ours
+            f"{key} = {theirs!r}, not {ours!r}" for key, (theirs, ours) in both.items() if theirs != ours
         ]
         if other:
             self._tokens[wish["site"]] = wish["token"]
-            self._set(f"seat/{wish['token']}", refused=f"it does not fit site 0: {', '.join(other[:5])}")
+            said = f"it does not fit site 0: {', '.join(other[:5])}"
+            self._set(f"seat/{wish['site']}", token=wish["token"], refused=said)
         return not other
 
     def _seat(self, site: int, wish: Mapping[str, Any], meeting: Meeting) -> None:
         self._tokens[site] = wish["token"]
-        self._set(f"seat/{wish['token']}", **asdict(meeting))
+        self._set(f"seat/{site}", token=wish["token"], **asdict(meeting))
 
-    def _present(self, key: str, sites: Iterable[int], wait_s: float | None = None) -> tuple[int, ...]:
-        """Those of these sites that have written `key`. Waits for all of them, but not for those that have left or
-        started again, and for `wait_s` at most (`patience_s` if not given)."""
-        until = time.monotonic() + (self.patience_s if wait_s is None else wait_s)
-        sites = [*sites]
+    def _present(
+        self,
+        kind: str,
+        sites: Iterable[int],
+        at: list[int] | None = None,
+        wait_s: float | None = None,
+        ranks: Sequence[str] = ("",),
+    ) -> tuple[int, ...]:
+        """Those of these sites that have written a key of this kind, for the meeting `at`; all `ranks` of them. Waits
+        for all, but not for sites that have left or started again, and for `wait_s` at most (`sync.patience` if not
+        given)."""
+        until = time.monotonic() + (self.waits.patience if wait_s is None else wait_s)
+        keys = {site: [f"{kind}/{site}{rank}" for rank in ranks] for site in sites}
         while True:
-            here = tuple(site for site in sites if self._has(f"{key}/{site}"))
+            found = {site: [self._read(key) for key in some] for site, some in keys.items()}
+            here = tuple(s for s, said in found.items() if all(one and one.get("at") == at for one in said))
             gone = (
-                {site for site in sites if self._has(f"left/{site}")} | {*self._wishes()}
+                {site for site in keys if self._has(f"left/{site}")} | {*self._wishes()}
                 if self.members
                 else ()
             )
-            if {*here, *gone} >= {*sites} or time.monotonic() > until:
+            if {*here, *gone} >= {*keys} or time.monotonic() > until:
                 return here
             time.sleep(POLL_S)
 
@@ -273,21 +333,26 @@ class Membership:
         number = torch.tensor(secrets.randbits(62), device=self.inside.device)
         return f"{int(self.inside.broadcast(number, 0)):x}"
 
-    def _meeting(self, key: str, wait_s: float) -> Meeting:
-        found = self._get(key, wait_s)
+    def _meeting(self, key: str, wait_s: float, fits: Fits) -> Meeting:
+        found = self._get(key, wait_s, fits)
         if "refused" in found:
             raise UserError(f"site {self.seat.site} cannot join at {self.seat}: {found['refused']}")
         step, first, attempt = (found[name] for name in ("step", "first", "attempt"))
         return Meeting(step, first, attempt, tuple(found["members"]), tuple(found["new"]))
 
-    def _get(self, key: str, wait_s: float | None = None) -> dict[str, Any]:
-        """What a key says. Waits until it says something."""
-        limit = self.inside.timeout_s if wait_s is None else wait_s
-        until = time.monotonic() + limit
-        while not self._has(key):
+    def _get(self, key: str, wait_s: float, fits: Fits) -> dict[str, Any]:
+        """What a key says. Waits until it says what fits."""
+        until = time.monotonic() + wait_s
+        while not ((found := self._read(key)) and fits(found)):
             if time.monotonic() > until:
-                raise CommunicationError(f"site 0 at {self.seat} has not answered for {limit:g} s")
+                raise CommunicationError(f"site 0 at {self.seat} has not answered for {wait_s:g} s")
             time.sleep(POLL_S)
+        return found
+
+    def _read(self, key: str) -> dict[str, Any]:
+        """What a key says now; empty: nothing."""
+        if not self._has(key):
+            return {}
         try:
             return json.loads(self._ask(self.store.get, key))
         except UserError:
