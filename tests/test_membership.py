@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from fivefold.data import prepare
 from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import Recipe, change
+from fivefold.train import join as joining
+from fivefold.train.initial import Initial, write
 from fivefold.train.job import Job
 from fivefold.train.start import seat_of
 
@@ -164,7 +167,7 @@ def test_who_is_a_member() -> None:
     with pytest.raises(BusyError, match="site 1 came too late to the outer step after inner step 6"):
         one.meet(6, 1)
     assert zero.meet(9).members == (0,)
-    with pytest.raises(BusyError, match="too late .* Resume this site to join again"):
+    with pytest.raises(BusyError, match=r"too late .* Resume this site to join again"):
         one.meet(6, 1)
 
 
@@ -239,6 +242,28 @@ def test_a_secret_that_the_sites_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, "short")
     with pytest.raises(UserError, match="5 characters; use at least 16"):
         member(port, 1)
+
+
+def test_sites_compare_contents_not_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights to start from, and folders for what is offloaded, may lie elsewhere on each machine."""
+
+    def said(place: str, weights: str | None, *sets: str, fresh: bool = True) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        monkeypatch.setattr(joining, "Membership", lambda *arguments: found.update(arguments[-1]))
+        alone = SimpleNamespace(axis=lambda name: ALONE)
+        state = SimpleNamespace(mesh=alone, step=0, outer=SimpleNamespace(join=lambda *arguments: 0))
+        sets = (f"train.init_from={place}", f"layout.offload_dir={place}", *sets)
+        first = Initial(place, "", weights) if weights and fresh else None
+        recipe = change(tiny(tmp_path, "dp=2"), ["sync.method=diloco", *sets])
+        joining.join(state, Job(recipe, tmp_path / place, seat=Seat(1, "node0", 29600), initial=first))
+        return found
+
+    ours = said("here", "a hash")
+    assert said("there", "a hash") == ours
+    assert said("there", "other weights") != ours
+    assert said("there", "a hash", "optim.lr=0.5") != ours
+    write(tmp_path / "resumed", Initial("there", "", "a hash"))
+    assert said("resumed", "a hash", fresh=False) == ours, "a site that resumes knows it from its run folder"
 
 
 def test_options(tmp_path: Path) -> None:

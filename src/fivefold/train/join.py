@@ -7,9 +7,7 @@ import sys
 from fivefold.comm.membership import Membership
 from fivefold.step.state import State
 from fivefold.train.job import Job
-from fivefold.train.saved import identity
-
-SECTIONS = ("model", "train", "optim", "layout", "sync")
+from fivefold.train.saved import shared
 
 
 def join(state: State, job: Job) -> Membership:
@@ -21,14 +19,9 @@ def join(state: State, job: Job) -> Membership:
     seat, recipe, mesh = job.seat, job.recipe, state.mesh
     assert seat is not None
     assert state.outer is not None
-    said = {
-        f"{section}.{key}": value
-        for section in SECTIONS
-        for key, value in getattr(recipe, section).model_dump(mode="json").items()
-    }
     inside, count = mesh.axis("all"), recipe.sites.count
     if inside.index == 0:
         print(f"site {seat.site} of {count}: meets the others at {seat}", file=sys.stderr, flush=True)
-    membership = Membership(seat, count, inside, recipe.sync.patience, said | identity(job))
+    membership = Membership(seat, count, inside, recipe.sync.patience, shared(job))
     state.step = state.outer.join(membership, state.step, recipe.train.steps or 0)
     return membership
