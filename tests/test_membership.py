@@ -20,7 +20,7 @@ from test_sites import resolved, simulated
 
 from fivefold.checkpoint import store
 from fivefold.comm import ALONE, Axis
-from fivefold.comm.membership import Meeting, Membership, Seat
+from fivefold.comm.membership import Meeting, Membership, Seat, Waits
 from fivefold.comm.sealed import SECRET
 from fivefold.data import prepare
 from fivefold.errors import BusyError, CommunicationError, UserError
@@ -55,7 +55,7 @@ def launch(recipe: Recipe, out: Path, seat: Seat, resume: bool, dead: Path, dies
             dead.with_name("alone").touch()
             while not state.outer.membership._wishes():
                 time.sleep(0.02)
-            state.outer.membership.waits.patience = recipe.sync.patience
+            state.outer.membership.waits = Waits(recipe.sync.patience, 60)
         return take_step(state, *arguments)
 
     def dying(self, flats, axis, count):
@@ -67,7 +67,7 @@ def launch(recipe: Recipe, out: Path, seat: Seat, resume: bool, dead: Path, dies
         while len(calls) == 2 and not dead.exists():
             time.sleep(0.02)
         if len(calls) == 2:
-            self.membership.waits.patience = 0.2  # for its vote
+            self.membership.waits = Waits(0.2, 60)  # for its vote
         return means(self, flats, axis, count)
 
     calls: list[int] = []
@@ -160,7 +160,7 @@ def test_who_is_a_member() -> None:
     thread.join(20)
     assert came == [Meeting(6, False, 0, (0, 1), (1,))]
     assert came[0].giving == (0,)
-    zero.waits.patience = 0.1
+    zero.waits = Waits(0.1, 60)
     assert not zero.vote(Meeting(6, False, 0, (0, 1), (1,)), True), "site 1 does not vote"
     assert zero.meet(6, 1) == Meeting(6, False, 1, (0,), ())
     assert zero.vote(Meeting(6, False, 1, (0,), ()), True)
@@ -173,7 +173,7 @@ def test_who_is_a_member() -> None:
 
 def outer_step(member: Membership, step: int) -> bool:
     meeting = member.meet(step)
-    member.axis(meeting)
+    member.axis(meeting).all_reduce(torch.ones(1))
     return member.vote(meeting, True)
 
 
@@ -251,7 +251,7 @@ def test_sites_compare_contents_not_paths(tmp_path: Path, monkeypatch: pytest.Mo
         found: dict[str, Any] = {}
         monkeypatch.setattr(joining, "Membership", lambda *arguments: found.update(arguments[-1]))
         alone = SimpleNamespace(axis=lambda name: ALONE)
-        state = SimpleNamespace(mesh=alone, step=0, outer=SimpleNamespace(join=lambda *arguments: 0))
+        state: Any = SimpleNamespace(mesh=alone, step=0, outer=SimpleNamespace(join=lambda *arguments: 0))
         sets = (f"train.init_from={place}", f"layout.offload_dir={place}", *sets)
         first = Initial(place, "", weights) if weights and fresh else None
         recipe = change(tiny(tmp_path, "dp=2"), ["sync.method=diloco", *sets])
@@ -279,5 +279,7 @@ def test_options(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             seat_of(change(recipe, sets), site, address)
+    with pytest.raises(UserError, match=r"patience = 1e\+30: must be a number > 0 and <= 10000000"):
+        change(recipe, ["sync.patience=1e30"])
     with pytest.raises(BusyError, match="site 1 finds no site 0 at"):
         member(free_port(), 1, patience_s=0.2)

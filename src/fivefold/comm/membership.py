@@ -13,8 +13,8 @@ A **meeting** is one outer step. Its attempts are numbered:
 
 So sites always agree on what the common weights are, whenever one is lost. How long who waits is one chain (`Waits`).
 
-The keys of the store name sites, not meetings, so it stays as small as it is. A value says of which meeting it is
-(`Meeting.at`). It is written again only after all ranks of the members have read it: before that they cannot vote.
+Keys name sites, not meetings, so the store stays small. A value says of which meeting it is (`Meeting.at`), and is
+written again only after all ranks of the members have read it: they vote after that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -71,38 +71,19 @@ class Seat:
         return "--site", str(self.site), "--meet", str(self)
 
 
-@dataclass
 class Waits:
     """How long who waits when sites meet, in seconds: one chain, in which each wait is longer than those that it waits
-    for. So no values of the fields let the loss of a site end another one.
+    for. So no values of the fields let the loss of a site end another one. patience: `sync.patience`. timeout:
+    `launch.timeout`, for what the ranks of a site do at about the same time."""
 
-    patience: `sync.patience`. Site 0 waits so long for members that are not here. So long may take: making a group
-    between sites, and each message over it. timeout: `launch.timeout`, for what the ranks of a site do at about the
-    same time."""
-
-    patience: float
-    timeout: float
-
-    @property
-    def members(self) -> float:
-        """For site 0 to say who is a member: it waits for those that are not here."""
-        return self.patience + self.timeout
-
-    @property
-    def exchange(self) -> float:
-        """Of site 0 for the votes of others. One rank may fail at once, and another in the first message of a group
-        that it could hardly make."""
-        return 2 * self.patience
-
-    @property
-    def inside(self) -> float:
-        """Of site 0 for the votes of its own ranks, without which it ends."""
-        return self.exchange + self.timeout
-
-    @property
-    def outcome(self) -> float:
-        """For site 0 to say whether the step counts."""
-        return self.inside + self.exchange
+    def __init__(self, patience: float, timeout: float):
+        self.patience = patience  # site 0 for members; making a group between sites; each message over it
+        self.timeout = timeout
+        self.members = patience + timeout  # for site 0 to say who is a member
+        # Of site 0 for votes of others. A rank may fail at once, another in the first message of a group that was slow
+        self.exchange = 2 * patience
+        self.inside = self.exchange + timeout  # of site 0 for votes of its own ranks, without which it ends
+        self.outcome = self.inside + self.exchange  # for site 0 to say whether the step counts
 
 
 @dataclass(frozen=True)
@@ -133,7 +114,8 @@ class Membership:
     `launch.timeout`. patience_s: `sync.patience`. said: what all sites must have in common, by name.
 
     Raises:
-        UserError: the address cannot be served, or does not answer.
+        UserError: the address cannot be served.
+        BusyError: it does not answer.
     """
 
     def __init__(self, seat: Seat, sites: int, inside: Axis, patience_s: float, said: Mapping[str, Any]):
@@ -143,7 +125,6 @@ class Membership:
         self.members: tuple[int, ...] = ()  # whom site 0 waits for
         self._new: set[int] = set()  # those of them that have no common state yet
         self._tokens: dict[int, str] = {}  # the starts of sites that site 0 has answered
-        self.votes = [f"/{rank}" for rank in range(inside.size)]  # of a site's ranks, behind its number
         self.store = self._connect()
         self.address = network.own_address(seat.host)
 
@@ -159,10 +140,8 @@ class Membership:
             )
         except RuntimeError as error:
             said = str(error).splitlines()[0][:200]
-            why, kind = (
-                ("cannot serve the other sites", UserError) if serves else ("finds no site 0", BusyError)
-            )
-            raise kind(f"site {self.seat.site} {why} at {self.seat}: {said}") from None
+            kind, why = (UserError, "cannot serve the others") if serves else (BusyError, "finds no site 0")
+            raise kind(f"site {seat.site} {why} at {seat}: {said}") from None
         store.set_timeout(timedelta(seconds=self.waits.timeout))
         return sealed(store)
 
@@ -176,7 +155,8 @@ class Membership:
         token, site = self._token(), self.seat.site
         if self.leads:
             self._ask(self.store.delete_key, f"left/{site}")
-            self._set(f"come/{site}", site=site, token=token, step=step, digest=digest, said=self.said)
+            wish = {"site": site, "token": token, "step": step, "digest": digest, "said": self.said}
+            self._set(f"come/{site}", at=None, **wish)
             if self.hosts:
                 self._gather_first()
         return self._meeting(f"seat/{site}", math.inf, lambda found: found["token"] == token)
@@ -212,8 +192,7 @@ class Membership:
         Raises:
             CommunicationError: one of them does not answer.
         """
-        index = meeting.members.index(self.seat.site)
-        group = None
+        index, group = meeting.members.index(self.seat.site), None
         if len(meeting.members) > 1:
             name = f"groups/{meeting.step}/{meeting.attempt}/{self.inside.index}"
             size, patience = len(meeting.members), self.waits.patience
@@ -270,10 +249,10 @@ class Membership:
 
     def _count(self, meeting: Meeting) -> None:
         """Waits for the votes, and writes whether the step counts."""
-        if not self._present("vote", [0], meeting.at, self.waits.inside, self.votes):
+        if not self._present("vote", [0], meeting.at, self.waits.inside):
             raise CommunicationError(f"ranks of site 0 have not voted for {self.waits.inside:g} s")
-        voted = self._present("vote", meeting.members, meeting.at, self.waits.exchange, self.votes)
-        votes = [self._read(f"vote/{site}{rank}")["yes"] for site in voted for rank in self.votes]
+        voted = self._present("vote", meeting.members, meeting.at, self.waits.exchange)
+        votes = [self._read(key)["yes"] for site in voted for key in self._keys("vote", site)]
         counts = len(voted) == len(meeting.members) and all(votes)
         self.members, self._new = voted, set() if counts else self._new & {*voted}
         self._set("outcome", at=meeting.at, counts=counts)
@@ -281,9 +260,7 @@ class Membership:
     def _wishes(self) -> dict[int, dict[str, Any]]:
         """By site, the wishes to join that have no answer yet."""
         asked = {site: self._read(f"come/{site}") for site in range(1, self.sites)}
-        return {
-            site: wish for site, wish in asked.items() if wish and wish["token"] != self._tokens.get(site)
-        }
+        return {site: one for site, one in asked.items() if one and one["token"] != self._tokens.get(site)}
 
     def _fits(self, wish: Mapping[str, Any]) -> bool:
         """True if a site that asks to join trains the same. Otherwise it is told why not."""
@@ -302,31 +279,26 @@ class Membership:
         self._set(f"seat/{site}", token=wish["token"], **asdict(meeting))
 
     def _present(
-        self,
-        kind: str,
-        sites: Iterable[int],
-        at: list[int] | None = None,
-        wait_s: float | None = None,
-        ranks: Sequence[str] = ("",),
+        self, kind: str, sites: Sequence[int], at: list[int] | None = None, wait_s: float | None = None
     ) -> tuple[int, ...]:
-        """Those of these sites that have written a key of this kind, for the meeting `at`; all `ranks` of them. Waits
-        for all, but not for sites that have left or started again, and for `wait_s` at most (`sync.patience` if not
-        given)."""
+        """Those of these sites that have written their keys of this kind, for the meeting `at`. Waits for all, but not
+        for sites that have left or started again, and for `wait_s` at most (`sync.patience` if not given)."""
         until = time.monotonic() + (self.waits.patience if wait_s is None else wait_s)
-        keys = {site: [f"{kind}/{site}{rank}" for rank in ranks] for site in sites}
         while True:
-            found = {site: [self._read(key) for key in some] for site, some in keys.items()}
-            here = tuple(s for s, said in found.items() if all(one and one.get("at") == at for one in said))
-            gone = (
-                {site for site in keys if self._has(f"left/{site}")} | {*self._wishes()}
-                if self.members
-                else ()
-            )
-            if {*here, *gone} >= {*keys} or time.monotonic() > until:
+            said = {site: [self._read(key) for key in self._keys(kind, site)] for site in sites}
+            here = tuple(s for s, every in said.items() if all(one.get("at", ()) == at for one in every))
+            left = [site for site in sites if self._has(f"left/{site}")]
+            gone = {*left, *self._wishes()} if self.members else ()
+            if {*here, *gone} >= {*sites} or time.monotonic() > until:
                 return here
             time.sleep(POLL_S)
 
     # The store
+
+    def _keys(self, kind: str, site: int) -> list[str]:
+        """Each rank of a site votes; otherwise its first one speaks for it."""
+        ranks = [f"/{rank}" for rank in range(self.inside.size)] if kind == "vote" else [""]
+        return [f"{kind}/{site}{rank}" for rank in ranks]
 
     def _token(self) -> str:
         """A name for this start of the site, the same on all of its ranks."""
@@ -355,9 +327,7 @@ class Membership:
             return {}
         try:
             return json.loads(self._ask(self.store.get, key))
-        except UserError:
-            raise
-        except ValueError:
+        except (json.JSONDecodeError, UnicodeDecodeError):
             raise UserError(
                 f"a message to '{key}' is not understood; do all sites have the same {SECRET}?"
             ) from None

@@ -2,8 +2,7 @@
 
 PyTorch's stores believe everybody who reaches them. Here every value carries a code of its key and content (HMAC,
 RFC 2104). Others can still read values, remove keys, or keep the store busy.
-
-It also knows which keys it has written, gloo's too, so that they can be removed.
+The store also knows which keys were written through it, gloo's too, so that they can be removed.
 """
 
 from __future__ import annotations

@@ -304,9 +304,9 @@ class SyncSection(Section):
     overlap: int = Field(default=0, ge=0, le=LARGEST)
     """Inner steps that a site takes while the sum of an outer gradient is under way. It then takes the middle between
     its own and the common weights (arXiv 2501.18512). 0: it waits."""
-    patience: float = Field(default=60.0, gt=0)
+    patience: float = Field(default=60.0, gt=0, le=MOST_SECONDS)
     """Seconds that sites which are launches of their own (`fivefold train --site`) wait for each other in an outer
-    step. It must suffice for its messages."""
+    step. It must suffice for each of its messages. The ranks of a site wait for each other for longer."""
     outer_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Dtype in which outer gradients are sent. `int8` has a scale per 256 elements, and is summed in fp32."""
     outer_lr: float | None = Field(default=None, gt=0)

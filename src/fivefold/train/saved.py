@@ -26,9 +26,7 @@ from fivefold.train.job import Job
 OUTER = "outer."  # prefix of the outer optimizer's states
 OFFLOADED_SHARD_BYTES = 64 << 20  # a shard is in memory while it is written
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
-LOCAL = {
-    "data", "checkpoint", "observe", "launch", "train.init_from", "layout.offload_dir", "layout.recompute"
-}  # fmt: skip
+OWN = ("data", "checkpoint", "observe", "launch", "train.init_from", "layout.offload_dir", "layout.recompute")
 """Sections and fields in which the machines of a run may differ: paths (their contents count), what is kept and shown,
 how long ranks wait, and what is computed again, which each site may choose by its own speed."""
 STAGES = "data.stages"  # [place at which it begins, weight of each source] of each stage
@@ -174,13 +172,13 @@ def buffer_pieces(state: State) -> list[write.Piece]:
 
 def shared(job: Job) -> dict[str, Any]:
     """What all ranks of a run must have in common, its sites and servers included, by name: the recipe's fields but
-    those of `LOCAL`, and the contents of data and first weights, wherever they lie."""
+    those of `OWN`, and the contents of data and first weights, wherever they lie."""
     found = {
         f"{section}.{key}": value
         for section, fields in job.recipe.model_dump(mode="json").items()
-        if section not in LOCAL
+        if section not in OWN
         for key, value in fields.items()
-        if f"{section}.{key}" not in LOCAL
+        if f"{section}.{key}" not in OWN
     }
     first = job.initial.fingerprint if job.initial else recorded(job.out)
     return found | {"the first weights": first} | identity(job)
