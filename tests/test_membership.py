@@ -26,7 +26,7 @@ from fivefold.data import prepare
 from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import Recipe, change
-from fivefold.train import join as joining
+from fivefold.train import run as running
 from fivefold.train.initial import Initial, write
 from fivefold.train.job import Job
 from fivefold.train.start import seat_of
@@ -249,13 +249,13 @@ def test_sites_compare_contents_not_paths(tmp_path: Path, monkeypatch: pytest.Mo
 
     def said(place: str, weights: str | None, *sets: str, fresh: bool = True) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        monkeypatch.setattr(joining, "Membership", lambda *arguments: found.update(arguments[-1]))
+        monkeypatch.setattr(running, "Membership", lambda *arguments: found.update(arguments[-1]))
         alone = SimpleNamespace(axis=lambda name: ALONE)
         state: Any = SimpleNamespace(mesh=alone, step=0, outer=SimpleNamespace(join=lambda *arguments: 0))
         sets = (f"train.init_from={place}", f"layout.offload_dir={place}", *sets)
         first = Initial(place, "", weights) if weights and fresh else None
         recipe = change(tiny(tmp_path, "dp=2"), ["sync.method=diloco", *sets])
-        joining.join(state, Job(recipe, tmp_path / place, seat=Seat(1, "node0", 29600), initial=first))
+        running.join(state, Job(recipe, tmp_path / place, seat=Seat(1, "node0", 29600), initial=first))
         return found
 
     ours = said("here", "a hash")

@@ -73,15 +73,16 @@ class Seat:
 
 class Waits:
     """How long who waits when sites meet, in seconds: one chain, in which each wait is longer than those that it waits
-    for. So no values of the fields let the loss of a site end another one. patience: `sync.patience`. timeout:
-    `launch.timeout`, for what the ranks of a site do at about the same time."""
+    for. So no values of the fields let the loss of a site end another one. patience: `sync.patience`, of site 0 for
+    members, for making a group between sites, and for each message over it. timeout: `launch.timeout`, for what the
+    ranks of a site do at about the same time."""
 
     def __init__(self, patience: float, timeout: float):
-        self.patience = patience  # site 0 for members; making a group between sites; each message over it
-        self.timeout = timeout
+        self.patience, self.timeout = patience, timeout
         self.members = patience + timeout  # for site 0 to say who is a member
-        # Of site 0 for votes of others. A rank may fail at once, another in the first message of a group that was slow
-        self.exchange = 2 * patience
+        self.exchange = (
+            2 * patience
+        )  # of site 0 for votes of others, of which one may fail in a group made late
         self.inside = self.exchange + timeout  # of site 0 for votes of its own ranks, without which it ends
         self.outcome = self.inside + self.exchange  # for site 0 to say whether the step counts
 
@@ -130,14 +131,12 @@ class Membership:
 
     def _connect(self) -> Sealed:
         serves = self.hosts and self.leads
-        wait = timedelta(seconds=min(60.0, self.waits.timeout) if self.hosts else self.waits.patience)
-        seat, at = self.seat, None
-        if serves:  # at this address only
-            at = network.listening(seat.host, seat.port, alone=seat.host in LOOPBACK)
-        try:
-            store = dist.TCPStore(
-                seat.host, seat.port, None, serves, wait, wait_for_workers=False, master_listen_fd=at
-            )
+        seat, wait_s = self.seat, min(60.0, self.waits.timeout) if self.hosts else self.waits.patience
+        where, wait = (seat.host, seat.port), timedelta(seconds=wait_s)
+        try:  # it serves at this address only
+            alone = seat.host in LOOPBACK
+            at = network.listening(*where, alone) if serves else network.wait_for(*where, wait_s)
+            store = dist.TCPStore(*where, None, serves, wait, wait_for_workers=False, master_listen_fd=at)
         except RuntimeError as error:
             said = str(error).splitlines()[0][:200]
             kind, why = (UserError, "cannot serve the others") if serves else (BusyError, "finds no site 0")
@@ -215,13 +214,11 @@ class Membership:
     def leave(self, complete: bool) -> None:
         """Ends this site's part. At the end of the run site 0 waits until the others have read what it wrote last."""
         self.inside.barrier()
-        if not self.leads:
-            return
-        if self.hosts:
+        if self.leads and self.hosts:
             self._present("left", [site for site in self.members if site and complete])
-            return
-        with suppress(CommunicationError):  # site 0 has waited long enough
-            self._set(f"left/{self.seat.site}", at=None)
+        elif self.leads:
+            with suppress(CommunicationError):  # site 0 has waited long enough
+                self._set(f"left/{self.seat.site}", at=None)
 
     # On site 0's first rank
 
@@ -265,9 +262,7 @@ class Membership:
     def _fits(self, wish: Mapping[str, Any]) -> bool:
         """True if a site that asks to join trains the same. Otherwise it is told why not."""
         both = {key: (wish["said"].get(key), value) for key, value in self.said.items()}
-        other = [
-            f"{key} = {theirs!r}, not {ours!r}" for key, (theirs, ours) in both.items() if theirs != ours
-        ]
+        other = [f"{key} = {theirs!r}, not {own!r}" for key, (theirs, own) in both.items() if theirs != own]
         if other:
             self._tokens[wish["site"]] = wish["token"]
             said = f"it does not fit site 0: {', '.join(other[:5])}"
@@ -328,9 +323,8 @@ class Membership:
         try:
             return json.loads(self._ask(self.store.get, key))
         except (json.JSONDecodeError, UnicodeDecodeError):
-            raise UserError(
-                f"a message to '{key}' is not understood; do all sites have the same {SECRET}?"
-            ) from None
+            text = f"a message to '{key}' is not understood; do all sites have the same {SECRET}?"
+            raise UserError(text) from None
 
     def _has(self, key: str) -> bool:
         progress.mark()  # other launches take as long as they are given
