@@ -80,9 +80,7 @@ class Waits:
     def __init__(self, patience: float, timeout: float):
         self.patience, self.timeout = patience, timeout
         self.members = patience + timeout  # for site 0 to say who is a member
-        self.exchange = (
-            2 * patience
-        )  # of site 0 for votes of others, of which one may fail in a group made late
+        self.exchange = 2 * patience  # of site 0 for votes of others: a late group, then a message that fails
         self.inside = self.exchange + timeout  # of site 0 for votes of its own ranks, without which it ends
         self.outcome = self.inside + self.exchange  # for site 0 to say whether the step counts
 

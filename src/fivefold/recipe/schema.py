@@ -312,7 +312,7 @@ class SyncSection(Section):
     outer_lr: float | None = Field(default=None, gt=0)
     """Learning rate of the outer step. Unset: 1.0 for `local` (the mean weights), 0.7 for `diloco`."""
     outer_momentum: float | None = Field(default=None, gt=0, lt=1)
-    """Momentum of the outer step. `diloco` only. Unset: 0.9."""
+    """Momentum of the outer step. `diloco` only. Unset: 0.6. DiLoCo's paper has 0.9, for hundreds of outer steps."""
     servers: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Number of parameter servers: processes beside the layout's ranks, before them. Each keeps a share of the rows of
     every parameter. `server` only."""
