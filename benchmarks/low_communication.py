@@ -1,7 +1,12 @@
-"""Training on two sites that synchronise every 50 steps (DiLoCo) beside summing gradients in every step: bytes that
+r"""Training on two sites that synchronise every 50 steps (DiLoCo) beside summing gradients in every step: bytes that
 leave a rank, and the validation loss after the same tokens from the same initial weights.
 
-    python benchmarks/low_communication.py [--seeds 0 1 2] [--steps 1000] [--only diloco] [--out FILE.json]
+    python benchmarks/low_communication.py [--seeds 0 1 2] [--steps 1000] [--only METHOD ...] [--out FILE.json]
+
+The default of `sync.outer_momentum` is what this chose, with seeds that no other figure is from:
+
+    python benchmarks/low_communication.py --seeds 3 4 5 --only "diloco, momentum 0.3" "diloco, momentum 0.6" \
+        "diloco, momentum 0.9" --set model.layers=2 model.dim=64 model.heads=2 model.kv_heads=2 model.ffn_dim=176
 
 Bytes are counted over the whole run, also those of the figures that ranks agree on. Both sites run on this machine; how
 fast links between them would have to be is the planner's to say. Runs of the same length that FILE.json has already are
@@ -33,14 +38,14 @@ MODEL = [
     "optim.lr=2e-3", "precision.mode=fp32",
 ]  # fmt: skip
 DILOCO = ["sync.method=diloco", "sync.every=50"]
-FEW = [*DILOCO, "sync.outer_momentum=0.6"]  # for a run of few outer steps
-STREAMING = ["sync.fragments=4", "sync.outer_dtype=int8", "sync.overlap=2"]
+MOMENTA = {m: [*DILOCO, f"sync.outer_momentum={m}"] for m in (0.3, 0.6, 0.9)}
+INT8 = ["sync.fragments=4", "sync.outer_dtype=int8"]
 METHODS = {
     "all": [],
     "local": ["sync.method=local", "sync.every=50"],
-    "diloco": DILOCO,
-    "diloco, momentum 0.6": FEW,
-    "diloco, momentum 0.6, 4 fragments, int8, overlap 2": [*FEW, *STREAMING],
+    **{f"diloco, momentum {m}": sets for m, sets in MOMENTA.items()},
+    "diloco, momentum 0.9, 4 fragments, int8": [*MOMENTA[0.9], *INT8],
+    "diloco, momentum 0.6, 4 fragments, int8, overlap 2": [*MOMENTA[0.6], *INT8, "sync.overlap=2"],
 }
 
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from launched import command
 from marks import slow
 from ranks import run_ranks
@@ -242,6 +243,37 @@ def test_agents_of_torchrun_meet_on_one_machine(tmp_path, host, agents):
     said = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0] * agents
     assert said == [f"sum {agents}\n"] * agents
+
+
+def test_a_rank_that_waits_to_meet_leaves_on_a_signal(tmp_path, clean):
+    """The others may never come: it would outlive its agent, for launch.meet = 600 s."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    sets = [f"--set={o}" for o in (*TINY, f"data.source={tmp_path}/text.txt", f"data.cache={tmp_path}")]
+    run = command(
+        tmp_path / "log", "train", "quickstart", *sets, "--layout=dp=2", f"--out={tmp_path / 'run'}",
+        RANK="1", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    run.until(lambda: store.check(["fivefold/hello/1"]))
+    run.send(signal.SIGTERM)
+    assert run.wait(20) == 75, run.said
+    assert "before training; nothing is lost" in run.said
+
+
+def test_signals_come_while_nobody_listens():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    with pytest.raises(RuntimeError, match=r"nobody listens at 127\.0\.0\.1, port"):
+        network.wait_for("127.0.0.1", port, 0.1)
+    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(75))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(SystemExit):
+            network.wait_for("127.0.0.1", port, 60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

@@ -7,22 +7,27 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import tiny
-from ranks import PATIENCE, _servers
+from ranks import PATIENCE, _servers, run_ranks
 from runs import assert_close_tensors, assert_same_tensors, lines
 from test_sites import resolved, simulated
 
 from fivefold.checkpoint import store
-from fivefold.comm import ALONE
-from fivefold.comm.membership import Meeting, Membership, Seat
+from fivefold.comm import ALONE, Axis
+from fivefold.comm.membership import Meeting, Membership, Seat, Waits
 from fivefold.comm.sealed import SECRET
 from fivefold.data import prepare
-from fivefold.errors import CommunicationError, UserError
+from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import Recipe, change
+from fivefold.train import run as running
+from fivefold.train.initial import Initial, write
 from fivefold.train.job import Job
 from fivefold.train.start import seat_of
 
@@ -50,7 +55,7 @@ def launch(recipe: Recipe, out: Path, seat: Seat, resume: bool, dead: Path, dies
             dead.with_name("alone").touch()
             while not state.outer.membership._wishes():
                 time.sleep(0.02)
-            state.outer.membership.patience_s = recipe.sync.patience
+            state.outer.membership.waits = Waits(recipe.sync.patience, 60)
         return take_step(state, *arguments)
 
     def dying(self, flats, axis, count):
@@ -62,7 +67,7 @@ def launch(recipe: Recipe, out: Path, seat: Seat, resume: bool, dead: Path, dies
         while len(calls) == 2 and not dead.exists():
             time.sleep(0.02)
         if len(calls) == 2:
-            self.membership.patience_s = 0.2  # for its vote
+            self.membership.waits = Waits(0.2, 60)  # for its vote
         return means(self, flats, axis, count)
 
     calls: list[int] = []
@@ -155,12 +160,57 @@ def test_who_is_a_member() -> None:
     thread.join(20)
     assert came == [Meeting(6, False, 0, (0, 1), (1,))]
     assert came[0].giving == (0,)
-    zero.patience_s = 0.1
+    zero.waits = Waits(0.1, 60)
     assert not zero.vote(Meeting(6, False, 0, (0, 1), (1,)), True), "site 1 does not vote"
     assert zero.meet(6, 1) == Meeting(6, False, 1, (0,), ())
     assert zero.vote(Meeting(6, False, 1, (0,), ()), True)
-    with pytest.raises(UserError, match="site 1 came too late to the outer step after inner step 6"):
+    with pytest.raises(BusyError, match="site 1 came too late to the outer step after inner step 6"):
         one.meet(6, 1)
+    assert zero.meet(9).members == (0,)
+    with pytest.raises(BusyError, match=r"too late .* Resume this site to join again"):
+        one.meet(6, 1)
+
+
+def outer_step(member: Membership, step: int) -> bool:
+    meeting = member.meet(step)
+    member.axis(meeting).all_reduce(torch.ones(1))
+    return member.vote(meeting, True)
+
+
+def test_the_store_stays_as_small_as_it_is() -> None:
+    port, keys = free_port(), []
+    zero, one = member(port, 0), member(port, 1)
+    thread, _ = beside(one.come, 0, "same")
+    zero.come(0, "same")
+    thread.join(20)
+    for step in range(1, 7):
+        thread, counts = beside(outer_step, one, step)
+        assert outer_step(zero, step)
+        thread.join(20)
+        assert counts == [True]
+        keys.append(zero.store.store.num_keys())
+    assert keys[1] == keys[5], keys
+
+
+def loses_a_site(rank: int, world: int, port: int) -> Any:
+    """A rank of site 0. Site 1 comes, and is lost before it votes; then nothing is heard of it in a meeting."""
+    inside = Axis("all", [*range(world)], rank, torch.device("cpu"), dist.group.WORLD, 0.3 * PATIENCE)
+    if rank:
+        inside.barrier()  # so that site 0 serves already
+    mine = Membership(Seat(0, "127.0.0.1", port), 2, inside, 0.6 * PATIENCE, FITS)
+    if not rank:
+        inside.barrier()
+        beside(member(port, 1).come, 0, "same")
+    first = mine.come(0, "same")
+    counted, mine.members = mine.vote(first, True), first.members
+    second = mine.meet(3)
+    inside.barrier()  # rank 0 serves until both have read this
+    return first.members, counted, second.members
+
+
+def test_a_lost_site_ends_no_rank_whose_own_time_out_is_shorter() -> None:
+    """The ranks of a site wait for one another for longer than their first one waits for other sites."""
+    assert run_ranks(2, loses_a_site, free_port()) == [((0, 1), False, (0,))] * 2
 
 
 def test_a_secret_that_the_sites_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,15 +233,37 @@ def test_a_secret_that_the_sites_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv(SECRET)
     stranger = member(port, 1)
-    stranger._set("members/3/0", step=3, first=False, attempt=0, members=[0], new=[])
-    with pytest.raises(UserError, match=f"'members/3/0' was not written with our {SECRET}"):
-        zero._meeting("members/3/0", 5)
-    zero._set("members/4/0", step=4, first=False, attempt=0, members=[0], new=[])
+    stranger._set("members", at=[3, 0], step=3, first=False, attempt=0, members=[0], new=[])
+    with pytest.raises(UserError, match=f"'members' was not written with our {SECRET}"):
+        zero._read("members")
+    zero._set("members", at=[4, 0], step=4, first=False, attempt=0, members=[0], new=[])
     with pytest.raises(UserError, match=f"not understood; do all sites have the same {SECRET}"):
-        stranger._meeting("members/4/0", 5)
+        stranger._read("members")
     monkeypatch.setenv(SECRET, "short")
     with pytest.raises(UserError, match="5 characters; use at least 16"):
         member(port, 1)
+
+
+def test_sites_compare_contents_not_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights to start from, and folders for what is offloaded, may lie elsewhere on each machine."""
+
+    def said(place: str, weights: str | None, *sets: str, fresh: bool = True) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        monkeypatch.setattr(running, "Membership", lambda *arguments: found.update(arguments[-1]))
+        alone = SimpleNamespace(axis=lambda name: ALONE)
+        state: Any = SimpleNamespace(mesh=alone, step=0, outer=SimpleNamespace(join=lambda *arguments: 0))
+        sets = (f"train.init_from={place}", f"layout.offload_dir={place}", *sets)
+        first = Initial(place, "", weights) if weights and fresh else None
+        recipe = change(tiny(tmp_path, "dp=2"), ["sync.method=diloco", *sets])
+        running.join(state, Job(recipe, tmp_path / place, seat=Seat(1, "node0", 29600), initial=first))
+        return found
+
+    ours = said("here", "a hash")
+    assert said("there", "a hash") == ours
+    assert said("there", "other weights") != ours
+    assert said("there", "a hash", "optim.lr=0.5") != ours
+    write(tmp_path / "resumed", Initial("there", "", "a hash"))
+    assert said("resumed", "a hash", fresh=False) == ours, "a site that resumes knows it from its run folder"
 
 
 def test_options(tmp_path: Path) -> None:
@@ -207,5 +279,7 @@ def test_options(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             seat_of(change(recipe, sets), site, address)
-    with pytest.raises(UserError, match="site 1 finds no site 0 at"):
+    with pytest.raises(UserError, match=r"patience = 1e\+30: must be a number > 0 and <= 10000000"):
+        change(recipe, ["sync.patience=1e30"])
+    with pytest.raises(BusyError, match="site 1 finds no site 0 at"):
         member(free_port(), 1, patience_s=0.2)

@@ -158,6 +158,7 @@ def test_a_mistake_is_one_message_that_names_the_fix(
             "only the end is saved, beside what is due by checkpoint.minutes",
         ),
         (["train.steps=50", "optim.warmup_steps=40"], "the learning rate is below its peak most of the run"),
+        (["launch.timeout=20"], "launch.timeout = 20 is not longer than observe.hang_s = 30: a message"),
         (["train.steps=5000"], "passes over the same text: beyond 4"),
     ],
 )

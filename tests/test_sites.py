@@ -563,4 +563,4 @@ def test_recipes(room: Path) -> None:
     assert notes(change(base, ["sync.method=diloco"])) == []
     assert resolved(room, "dp=2", "sync.method=local").sync.outer_lr == 1.0
     diloco = resolved(room, "dp=2", "sync.method=diloco").sync
-    assert (diloco.outer_lr, diloco.outer_momentum) == (0.7, 0.9)
+    assert (diloco.outer_lr, diloco.outer_momentum) == (0.7, 0.6)

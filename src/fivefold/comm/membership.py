@@ -3,15 +3,18 @@
 Each site is a launch of its own, with its own process groups. The sites know each other only through a TCP store, which
 site 0 serves at an address that all are given. So site 0 must stay; any other may end, hang or return at any time.
 
-A **meeting** is one outer step. Its attempts are numbered, and each has keys of its own in the store:
+A **meeting** is one outer step. Its attempts are numbered:
 
-1. Members say that they are here. Site 0 waits for them, for `patience_s` at most, adds the sites that ask to join,
-   and writes who is a member now. Who comes later is left out, and may join again.
+1. Members say that they are here. Site 0 waits for them, adds the sites that ask to join, and writes who is a member
+   now. Who comes later is left out, and may join again.
 2. Members make process groups of this attempt, and send what they have to. A newcomer gets the common state.
-3. Each site votes whether it received everything. Only if all have, the step counts. Otherwise those that have voted
-   meet for another attempt.
+3. Each rank votes whether it received everything. Only if all have, the step counts. Otherwise the sites whose ranks
+   have voted meet for another attempt.
 
-So sites always agree on what the common weights are, whenever one is lost.
+So sites always agree on what the common weights are, whenever one is lost. How long who waits is one chain (`Waits`).
+
+Keys name sites, not meetings, so the store stays small. A value says of which meeting it is (`Meeting.at`), and is
+written again only after all ranks of the members have read it: they vote after that.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -32,13 +35,14 @@ import torch.distributed as dist
 from fivefold.comm.axis import Axis
 from fivefold.comm.private import gloo_group
 from fivefold.comm.progress import progress
-from fivefold.comm.sealed import SECRET, sealed
-from fivefold.errors import CommunicationError, UserError
+from fivefold.comm.sealed import SECRET, Sealed, sealed
+from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.launch import network
 
 POLL_S = 0.02
 CPU = torch.device("cpu")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+Fits = Callable[[Mapping[str, Any]], bool]
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,20 @@ class Seat:
         return "--site", str(self.site), "--meet", str(self)
 
 
+class Waits:
+    """How long who waits when sites meet, in seconds: one chain, in which each wait is longer than those that it waits
+    for. So no values of the fields let the loss of a site end another one. patience: `sync.patience`, of site 0 for
+    members, for making a group between sites, and for each message over it. timeout: `launch.timeout`, for what the
+    ranks of a site do at about the same time."""
+
+    def __init__(self, patience: float, timeout: float):
+        self.patience, self.timeout = patience, timeout
+        self.members = patience + timeout  # for site 0 to say who is a member
+        self.exchange = 2 * patience  # of site 0 for votes of others: a late group, then a message that fails
+        self.inside = self.exchange + timeout  # of site 0 for votes of its own ranks, without which it ends
+        self.outcome = self.inside + self.exchange  # for site 0 to say whether the step counts
+
+
 @dataclass(frozen=True)
 class Meeting:
     """An attempt of an outer step. step: the inner step after which it is; the members' first meeting has none, and is
@@ -85,20 +103,23 @@ class Meeting:
         return tuple(site for site in self.members if site not in self.new)
 
     @property
-    def key(self) -> str:
-        return f"{'first' if self.first else self.step}/{self.attempt}"
+    def at(self) -> list[int]:
+        """Grows from meeting to meeting."""
+        return [self.step, self.attempt]
 
 
 class Membership:
-    """One rank's part of a site's membership. inside: the axis of all ranks of the site. said: what all sites must have
-    in common, by name.
+    """One rank's part of a site's membership. inside: the axis of all ranks of the site, whose time-out is
+    `launch.timeout`. patience_s: `sync.patience`. said: what all sites must have in common, by name.
 
     Raises:
-        UserError: the address cannot be served, or does not answer.
+        UserError: the address cannot be served.
+        BusyError: it does not answer.
     """
 
     def __init__(self, seat: Seat, sites: int, inside: Axis, patience_s: float, said: Mapping[str, Any]):
-        self.seat, self.sites, self.inside, self.patience_s, self.said = seat, sites, inside, patience_s, said
+        self.seat, self.sites, self.inside, self.said = seat, sites, inside, said
+        self.waits = Waits(patience_s, inside.timeout_s)
         self.leads, self.hosts = inside.index == 0, seat.site == 0
         self.members: tuple[int, ...] = ()  # whom site 0 waits for
         self._new: set[int] = set()  # those of them that have no common state yet
@@ -106,21 +127,19 @@ class Membership:
         self.store = self._connect()
         self.address = network.own_address(seat.host)
 
-    def _connect(self) -> dist.Store:
+    def _connect(self) -> Sealed:
         serves = self.hosts and self.leads
-        wait = timedelta(seconds=self.patience_s if not self.hosts else min(60.0, self.inside.timeout_s))
-        seat, at = self.seat, None
-        if serves:  # at this address only
-            at = network.listening(seat.host, seat.port, alone=seat.host in LOOPBACK)
-        try:
-            store = dist.TCPStore(
-                seat.host, seat.port, None, serves, wait, wait_for_workers=False, master_listen_fd=at
-            )
+        seat, wait_s = self.seat, min(60.0, self.waits.timeout) if self.hosts else self.waits.patience
+        where, wait = (seat.host, seat.port), timedelta(seconds=wait_s)
+        try:  # it serves at this address only
+            alone = seat.host in LOOPBACK
+            at = network.listening(*where, alone) if serves else network.wait_for(*where, wait_s)
+            store = dist.TCPStore(*where, None, serves, wait, wait_for_workers=False, master_listen_fd=at)
         except RuntimeError as error:
             said = str(error).splitlines()[0][:200]
-            why = "cannot serve the other sites" if serves else "finds no site 0"
-            raise UserError(f"site {self.seat.site} {why} at {self.seat}: {said}") from None
-        store.set_timeout(timedelta(seconds=self.inside.timeout_s))
+            kind, why = (UserError, "cannot serve the others") if serves else (BusyError, "finds no site 0")
+            raise kind(f"site {seat.site} {why} at {seat}: {said}") from None
+        store.set_timeout(timedelta(seconds=self.waits.timeout))
         return sealed(store)
 
     def come(self, step: int, digest: str) -> Meeting:
@@ -132,28 +151,29 @@ class Membership:
         """
         token, site = self._token(), self.seat.site
         if self.leads:
-            if self._has(f"left/{site}"):
-                self._ask(self.store.delete_key, f"left/{site}")
-            self._set(f"come/{site}", site=site, token=token, step=step, digest=digest, said=self.said)
+            self._ask(self.store.delete_key, f"left/{site}")
+            wish = {"site": site, "token": token, "step": step, "digest": digest, "said": self.said}
+            self._set(f"come/{site}", at=None, **wish)
             if self.hosts:
                 self._gather_first()
-        return self._meeting(f"seat/{token}", math.inf)
+        return self._meeting(f"seat/{site}", math.inf, lambda found: found["token"] == token)
 
     def meet(self, step: int, attempt: int = 0) -> Meeting:
         """The meeting of a member after inner step `step`.
 
         Raises:
-            UserError: the others have not waited for this site.
+            BusyError: the others have not waited for this site.
         """
+        at = [step, attempt]
         if self.leads:
-            self._set(f"here/{step}/{attempt}/{self.seat.site}")
+            self._set(f"here/{self.seat.site}", at=at)
             if self.hosts:
                 self._gather(step, attempt)
-        meeting = self._meeting(f"members/{step}/{attempt}", self.inside.timeout_s)
-        if self.seat.site not in meeting.members:
-            raise UserError(
+        meeting = self._meeting("members", self.waits.members, lambda found: found["at"] >= at)
+        if meeting.at != at or self.seat.site not in meeting.members:
+            raise BusyError(
                 f"site {self.seat.site} came too late to the outer step after inner step {step}: the others wait for "
-                f"sync.patience = {self.patience_s:g} s, and have gone on. Resume this site to join again"
+                f"sync.patience = {self.waits.patience:g} s, and have gone on. Resume this site to join again"
             )
         return meeting
 
@@ -169,48 +189,41 @@ class Membership:
         Raises:
             CommunicationError: one of them does not answer.
         """
-        index = meeting.members.index(self.seat.site)
-        group = None
+        index, group = meeting.members.index(self.seat.site), None
         if len(meeting.members) > 1:
-            name = f"groups/{meeting.key}/{self.inside.index}"
-            size, patience = len(meeting.members), self.patience_s
+            name = f"groups/{meeting.step}/{meeting.attempt}/{self.inside.index}"
+            size, patience = len(meeting.members), self.waits.patience
             try:
                 group = gloo_group(self.store, name, index, size, self.address, patience)
             except RuntimeError as error:
                 raise CommunicationError(f"site {self.seat.site} cannot reach the others: {error}") from error
-        return Axis("sites", meeting.members, index, CPU, group, self.patience_s, watched=False)
+        return Axis("sites", meeting.members, index, CPU, group, self.waits.patience, watched=False)
 
     def vote(self, meeting: Meeting, received: bool) -> bool:
         """Says whether this rank received everything. Returns whether all ranks of all members did."""
-        yes = torch.tensor(int(received), device=self.inside.device)
-        self.inside.all_reduce(yes, "min")
-        if self.leads:
-            self._set(f"vote/{meeting.key}/{self.seat.site}", yes=bool(yes))
+        self._set(f"vote/{self.seat.site}/{self.inside.index}", at=meeting.at, yes=received)
         if self.leads and self.hosts:
-            voted = self._present(f"vote/{meeting.key}", meeting.members, 2 * self.patience_s)
-            votes = [self._get(f"vote/{meeting.key}/{site}")["yes"] for site in voted]
-            counts = len(voted) == len(meeting.members) and all(votes)
-            self.members, self._new = voted, set() if counts else self._new & {*voted}
-            self._set(f"outcome/{meeting.key}", counts=counts)
-        return self._get(f"outcome/{meeting.key}")["counts"]
+            self._count(meeting)
+        found = self._get("outcome", self.waits.outcome, lambda found: found["at"] >= meeting.at)
+        with suppress(CommunicationError):  # site 0 may have left since
+            self._ask(self.store.forget, "groups/")
+        return found["at"] == meeting.at and found["counts"]
 
     def leave(self, complete: bool) -> None:
         """Ends this site's part. At the end of the run site 0 waits until the others have read what it wrote last."""
         self.inside.barrier()
-        if not self.leads:
-            return
-        if self.hosts:
+        if self.leads and self.hosts:
             self._present("left", [site for site in self.members if site and complete])
-            return
-        with suppress(CommunicationError):  # site 0 has waited long enough
-            self._set(f"left/{self.seat.site}")
+        elif self.leads:
+            with suppress(CommunicationError):  # site 0 has waited long enough
+                self._set(f"left/{self.seat.site}", at=None)
 
     # On site 0's first rank
 
     def _gather_first(self) -> None:
         """Waits for all sites to start. Those whose state differs from site 0's get it."""
         found = self._present("come", range(self.sites))
-        wishes = {site: self._get(f"come/{site}") for site in found}
+        wishes = {site: self._read(f"come/{site}") for site in found}
         own = wishes[0]
         fitting = [site for site in found if self._fits(wishes[site])]
         new = [site for site in fitting if any(wishes[site][key] != own[key] for key in ("step", "digest"))]
@@ -220,82 +233,96 @@ class Membership:
 
     def _gather(self, step: int, attempt: int) -> None:
         """Waits for the members, and adds the sites that ask to join."""
-        present = self._present(f"here/{step}/{attempt}", self.members)
+        present = self._present("here", self.members, [step, attempt])
         joining = {site: wish for site, wish in self._wishes().items() if self._fits(wish)}
         members = tuple(sorted({*present, *joining}))
         self._new = {*joining, *(self._new & {*present})}
         meeting = Meeting(step, False, attempt, members, tuple(sorted(self._new)))
-        self._set(f"members/{meeting.key}", **asdict(meeting))
+        self._set("members", at=meeting.at, **asdict(meeting))
         for site, wish in joining.items():
             self._seat(site, wish, meeting)
 
+    def _count(self, meeting: Meeting) -> None:
+        """Waits for the votes, and writes whether the step counts."""
+        if not self._present("vote", [0], meeting.at, self.waits.inside):
+            raise CommunicationError(f"ranks of site 0 have not voted for {self.waits.inside:g} s")
+        voted = self._present("vote", meeting.members, meeting.at, self.waits.exchange)
+        votes = [self._read(key)["yes"] for site in voted for key in self._keys("vote", site)]
+        counts = len(voted) == len(meeting.members) and all(votes)
+        self.members, self._new = voted, set() if counts else self._new & {*voted}
+        self._set("outcome", at=meeting.at, counts=counts)
+
     def _wishes(self) -> dict[int, dict[str, Any]]:
         """By site, the wishes to join that have no answer yet."""
-        asked = [site for site in range(1, self.sites) if self._has(f"come/{site}")]
-        wishes = {site: self._get(f"come/{site}") for site in asked}
-        return {site: wish for site, wish in wishes.items() if wish["token"] != self._tokens.get(site)}
+        asked = {site: self._read(f"come/{site}") for site in range(1, self.sites)}
+        return {site: one for site, one in asked.items() if one and one["token"] != self._tokens.get(site)}
 
     def _fits(self, wish: Mapping[str, Any]) -> bool:
         """True if a site that asks to join trains the same. Otherwise it is told why not."""
-        said = {key: (wish["said"].get(key), value) for key, value in self.said.items()}
-        other = [
-            f"{key} = {theirs!r}, not {ours!r}" for key, (theirs, ours) in said.items() if theirs != ours
-        ]
+        both = {key: (wish["said"].get(key), value) for key, value in self.said.items()}
+        other = [f"{key} = {theirs!r}, not {own!r}" for key, (theirs, own) in both.items() if theirs != own]
         if other:
             self._tokens[wish["site"]] = wish["token"]
-            self._set(f"seat/{wish['token']}", refused=f"it does not fit site 0: {', '.join(other[:5])}")
+            said = f"it does not fit site 0: {', '.join(other[:5])}"
+            self._set(f"seat/{wish['site']}", token=wish["token"], refused=said)
         return not other
 
     def _seat(self, site: int, wish: Mapping[str, Any], meeting: Meeting) -> None:
         self._tokens[site] = wish["token"]
-        self._set(f"seat/{wish['token']}", **asdict(meeting))
+        self._set(f"seat/{site}", token=wish["token"], **asdict(meeting))
 
-    def _present(self, key: str, sites: Iterable[int], wait_s: float | None = None) -> tuple[int, ...]:
-        """Those of these sites that have written `key`. Waits for all of them, but not for those that have left or
-        started again, and for `wait_s` at most (`patience_s` if not given)."""
-        until = time.monotonic() + (self.patience_s if wait_s is None else wait_s)
-        sites = [*sites]
+    def _present(
+        self, kind: str, sites: Sequence[int], at: list[int] | None = None, wait_s: float | None = None
+    ) -> tuple[int, ...]:
+        """Those of these sites that have written their keys of this kind, for the meeting `at`. Waits for all, but not
+        for sites that have left or started again, and for `wait_s` at most (`sync.patience` if not given)."""
+        until = time.monotonic() + (self.waits.patience if wait_s is None else wait_s)
         while True:
-            here = tuple(site for site in sites if self._has(f"{key}/{site}"))
-            gone = (
-                {site for site in sites if self._has(f"left/{site}")} | {*self._wishes()}
-                if self.members
-                else ()
-            )
+            said = {site: [self._read(key) for key in self._keys(kind, site)] for site in sites}
+            here = tuple(s for s, every in said.items() if all(one.get("at", ()) == at for one in every))
+            left = [site for site in sites if self._has(f"left/{site}")]
+            gone = {*left, *self._wishes()} if self.members else ()
             if {*here, *gone} >= {*sites} or time.monotonic() > until:
                 return here
             time.sleep(POLL_S)
 
     # The store
 
+    def _keys(self, kind: str, site: int) -> list[str]:
+        """Each rank of a site votes; otherwise its first one speaks for it."""
+        ranks = [f"/{rank}" for rank in range(self.inside.size)] if kind == "vote" else [""]
+        return [f"{kind}/{site}{rank}" for rank in ranks]
+
     def _token(self) -> str:
         """A name for this start of the site, the same on all of its ranks."""
         number = torch.tensor(secrets.randbits(62), device=self.inside.device)
         return f"{int(self.inside.broadcast(number, 0)):x}"
 
-    def _meeting(self, key: str, wait_s: float) -> Meeting:
-        found = self._get(key, wait_s)
+    def _meeting(self, key: str, wait_s: float, fits: Fits) -> Meeting:
+        found = self._get(key, wait_s, fits)
         if "refused" in found:
             raise UserError(f"site {self.seat.site} cannot join at {self.seat}: {found['refused']}")
         step, first, attempt = (found[name] for name in ("step", "first", "attempt"))
         return Meeting(step, first, attempt, tuple(found["members"]), tuple(found["new"]))
 
-    def _get(self, key: str, wait_s: float | None = None) -> dict[str, Any]:
-        """What a key says. Waits until it says something."""
-        limit = self.inside.timeout_s if wait_s is None else wait_s
-        until = time.monotonic() + limit
-        while not self._has(key):
+    def _get(self, key: str, wait_s: float, fits: Fits) -> dict[str, Any]:
+        """What a key says. Waits until it says what fits."""
+        until = time.monotonic() + wait_s
+        while not ((found := self._read(key)) and fits(found)):
             if time.monotonic() > until:
-                raise CommunicationError(f"site 0 at {self.seat} has not answered for {limit:g} s")
+                raise CommunicationError(f"site 0 at {self.seat} has not answered for {wait_s:g} s")
             time.sleep(POLL_S)
+        return found
+
+    def _read(self, key: str) -> dict[str, Any]:
+        """What a key says now; empty: nothing."""
+        if not self._has(key):
+            return {}
         try:
             return json.loads(self._ask(self.store.get, key))
-        except UserError:
-            raise
-        except ValueError:
-            raise UserError(
-                f"a message to '{key}' is not understood; do all sites have the same {SECRET}?"
-            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            text = f"a message to '{key}' is not understood; do all sites have the same {SECRET}?"
+            raise UserError(text) from None
 
     def _has(self, key: str) -> bool:
         progress.mark()  # other launches take as long as they are given

@@ -2,11 +2,11 @@
 
 PyTorch's stores believe everybody who reaches them. Here every value carries a code of its key and content (HMAC,
 RFC 2104). Others can still read values, remove keys, or keep the store busy.
+The store also knows which keys were written through it, gloo's too, so that they can be removed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 from datetime import timedelta
@@ -20,16 +20,14 @@ LEAST = 16
 """Characters of a secret."""
 
 
-def sealed(store: dist.Store) -> dist.Store:
-    """The store, sealed with the secret of the environment if it has one.
+def sealed(store: dist.Store) -> Sealed:
+    """The store, sealed with the secret of the environment. Without one, values carry no code.
 
     Raises:
         UserError: the secret is short.
     """
     secret = os.environ.get(SECRET, "")
-    if not secret:
-        return store
-    if len(secret) < LEAST:
+    if 0 < len(secret) < LEAST:
         raise UserError(
             f"the environment variable {SECRET} has {len(secret)} characters; use at least {LEAST}"
         )
@@ -39,9 +37,10 @@ def sealed(store: dist.Store) -> dist.Store:
 class Sealed(dist.Store):
     def __init__(self, store: dist.Store, secret: bytes):
         super().__init__()
-        self.store, self.secret = store, secret
+        self.store, self.secret, self.written = store, secret, set[str]()
 
     def set(self, key: str, value: str | bytes) -> None:
+        self.written.add(key)
         content = value.encode() if isinstance(value, str) else bytes(value)
         self.store.set(key, self._code(key, content) + content)  # type: ignore[arg-type]
 
@@ -52,7 +51,7 @@ class Sealed(dist.Store):
             UserError: who wrote it does not know the secret.
         """
         found = self.store.get(key)
-        size = hashlib.sha256().digest_size
+        size = len(self._code(key, b""))
         code, content = found[:size], found[size:]
         if not hmac.compare_digest(code, self._code(key, content)):
             raise UserError(
@@ -70,8 +69,14 @@ class Sealed(dist.Store):
     def delete_key(self, key: str) -> bool:
         return self.store.delete_key(key)
 
+    def forget(self, prefix: str) -> None:
+        """Removes the keys with this prefix that were written here."""
+        for key in [key for key in self.written if key.startswith(prefix)]:
+            self.written.discard(key)
+            self.store.delete_key(key)
+
     def set_timeout(self, timeout: timedelta) -> None:
         self.store.set_timeout(timeout)
 
     def _code(self, key: str, content: bytes) -> bytes:
-        return hmac.digest(self.secret, key.encode() + b"\0" + content, "sha256")
+        return b"" if not self.secret else hmac.digest(self.secret, key.encode() + b"\0" + content, "sha256")

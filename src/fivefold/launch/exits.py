@@ -9,7 +9,7 @@ CODES = {
     DONE: "the last step was reached",
     FAILED: "a rank failed and the run could not be restarted, or a check failed",
     USER: "an error that the user can fix; trying again does not help",
-    BUSY: "a full disk, a folder in use, a host that does not answer: trying again may help",  # EX_IOERR of sysexits.h
+    BUSY: "a full disk, a folder in use, a host or site that does not answer: trying again may help",  # EX_IOERR
     STOPPED: "stopped by a signal with everything saved: start it again to go on",  # EX_TEMPFAIL of sysexits.h
     HUNG: "of a rank: a message did not end; its launcher restarts all ranks",
 }

@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -147,6 +148,20 @@ def interfaces(backend: str) -> str:
     """What to do about the network: the sentence that ends an error."""
     names = ", ".join(addresses())
     return f" Set {_variable(backend)} to the network interface between the hosts (here: {names or 'none'})"
+
+
+def wait_for(host: str, port: int, wait_s: float) -> None:
+    """Returns once somebody listens there. PyTorch's store waits, too, but lets no handler of a signal run meanwhile.
+
+    Raises:
+        RuntimeError: nobody does so in time.
+    """
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until:
+        with suppress(OSError), socket.create_connection((host, port), max(1.0, wait_s / 10)):
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"nobody listens at {host}, port {port}, after {wait_s:g} s")
 
 
 def listening(host: str, port: int, alone: bool = False) -> int:

@@ -168,7 +168,7 @@ def _store(rank: int, world: int, meet_s: float) -> dist.Store:
     if not on_one_host and not shared:  # torchrun's agent listens on all interfaces
         host = network.reachable(host, _backend())
     alone = on_one_host or network.only_here(host, _backend())
-    at = network.listening(host, port, alone) if serves else None
+    at = network.listening(host, port, alone) if serves else network.wait_for(host, port, meet_s)
     store = dist.TCPStore(host, port, world, serves, timeout, wait_for_workers=False, master_listen_fd=at)
     return dist.PrefixStore(_round(store, rank, world, meet_s), store)
 

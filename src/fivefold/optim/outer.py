@@ -2,7 +2,7 @@
 
 The outer gradient is the mean over sites of (common weights - a site's own weights). `local` takes the mean weights
 (local SGD, arXiv 1805.09767): a step of sgd with lr 1. `diloco` (arXiv 2311.08105) takes a step with Nesterov's
-momentum, with the paper's lr and momentum.
+momentum, with the paper's lr. Its momentum is the best of those measured (docs/parallelism/low_communication.md).
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ class OuterOptimizer:
 
 OUTER = {
     "local": OuterOptimizer(OPTIMIZERS["sgd"], 1.0),
-    "diloco": OuterOptimizer(OPTIMIZERS["nesterov"], 0.7, {"momentum": 0.9}),
+    "diloco": OuterOptimizer(OPTIMIZERS["nesterov"], 0.7, {"momentum": 0.6}),
 }
 """By `sync.method`."""

@@ -304,15 +304,15 @@ class SyncSection(Section):
     overlap: int = Field(default=0, ge=0, le=LARGEST)
     """Inner steps that a site takes while the sum of an outer gradient is under way. It then takes the mean of its own
     and the common weights (arXiv 2501.18512). 0: it waits."""
-    patience: float = Field(default=60.0, gt=0)
+    patience: float = Field(default=60.0, gt=0, le=MOST_SECONDS)
     """Seconds that sites which are launches of their own (`fivefold train --site`) wait for each other in an outer
-    step. It must suffice for its messages."""
+    step. It must suffice for each of its messages. The ranks of a site wait for each other for longer."""
     outer_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Dtype in which outer gradients are sent. `int8` has a scale per 256 elements, and is summed in fp32."""
     outer_lr: float | None = Field(default=None, gt=0)
     """Learning rate of the outer step. Unset: 1.0 for `local` (the mean weights), 0.7 for `diloco`."""
     outer_momentum: float | None = Field(default=None, gt=0, lt=1)
-    """Momentum of the outer step. `diloco` only. Unset: 0.9."""
+    """Momentum of the outer step. `diloco` only. Unset: 0.6. DiLoCo's paper has 0.9, for hundreds of outer steps."""
     servers: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Number of parameter servers: processes beside the layout's ranks, before them. Each keeps a share of the rows of
     every parameter. `server` only."""

@@ -19,7 +19,7 @@ MOST_CONTINUED = 6e-4
 
 def warnings(recipe: Recipe) -> list[str]:
     """One sentence per value that is most likely not meant, and what to do."""
-    return [*_rates(recipe), *_intervals(recipe)]
+    return [*_rates(recipe), *_intervals(recipe), *_waits(recipe)]
 
 
 def warning_of_passes(passes: float) -> list[str]:
@@ -65,3 +65,10 @@ def _intervals(recipe: Recipe) -> Iterator[str]:
         yield f"observe.profile_steps = {recipe.observe.profile_steps}: the run has {steps:,} steps"
     if warmup and warmup > MOST_WARMUP * steps:
         yield f"optim.warmup_steps = {warmup:,} of {steps:,} steps: the learning rate is below its peak most of the run"
+
+
+def _waits(recipe: Recipe) -> Iterator[str]:
+    timeout, hang_s = recipe.launch.timeout, recipe.observe.hang_s
+    if timeout <= hang_s:
+        what = f"launch.timeout = {timeout:g} is not longer than observe.hang_s = {hang_s:g}"
+        yield f"{what}: a message fails before the rank that is missing can be named. Nearest valid: {hang_s + 1:g}"

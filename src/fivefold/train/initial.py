@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from fivefold.checkpoint.source import Elsewhere, Source
 from fivefold.comm import all_or_none
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError, did_you_mean
-from fivefold.files import expanded, guard, make_folder, write_atomically
+from fivefold.files import expanded, guard, make_folder, read_json, write_atomically
 from fivefold.models.alike import differences
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.own import ModuleCard, OwnModel, buffers_of
@@ -228,3 +229,10 @@ def write(out: Path, found: Initial) -> None:
     make_folder(out)
     told = {key: value for key, value in asdict(found).items() if key != "frozen"}
     write_atomically(out / FILE, json.dumps(told, indent=2) + "\n")
+
+
+def recorded(out: Path) -> str | None:
+    """The hash of the weights with which the run in this folder began; None: they were random."""
+    with suppress(UserError, OSError, KeyError, TypeError):
+        return str(read_json(out / FILE)["fingerprint"])
+    return None

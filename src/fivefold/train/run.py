@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 from fivefold.checkpoint import store
+from fivefold.comm.membership import Membership
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
 from fivefold.data.mixture import amounts, facts, stages_in_words
@@ -35,12 +37,11 @@ from fivefold.train.hooks import RunHooks
 from fivefold.train.initial import load_initial, named_by
 from fivefold.train.initial import write as write_initial
 from fivefold.train.job import Job
-from fivefold.train.join import join
 from fivefold.train.out_of_memory import Told, foreseen, told
 from fivefold.train.prediction import Prediction
 from fivefold.train.resume import Resumed, resume
 from fivefold.train.rollback import train
-from fivefold.train.saved import tokenizer_to_keep
+from fivefold.train.saved import shared, tokenizer_to_keep
 from fivefold.train.self_test import settle
 
 
@@ -95,6 +96,24 @@ def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Resum
     if job.initial is not None and not resumed:
         load_initial(state, job.initial, named_by(job.card), frozen)
     return state, resumed
+
+
+def join(state: State, job: Job) -> Membership:
+    """Joins the other sites (`--site`, `--meet`), and sets the state to theirs if they are further.
+
+    Raises:
+        BusyError: the others cannot be reached.
+        UserError: they train something else.
+    """
+    seat, recipe, mesh = job.seat, job.recipe, state.mesh
+    assert seat is not None
+    assert state.outer is not None
+    inside, count = mesh.axis("all"), recipe.sites.count
+    if inside.index == 0:
+        print(f"site {seat.site} of {count}: meets the others at {seat}", file=sys.stderr, flush=True)
+    membership = Membership(seat, count, inside, recipe.sync.patience, shared(job))
+    state.step = state.outer.join(membership, state.step, recipe.train.steps or 0)
+    return membership
 
 
 def _opened(job: Job, ranks: Ranks, step: int, stack: ExitStack) -> tuple[Console, MetricsWriter | None]:

@@ -22,12 +22,16 @@ from fivefold.spread.layout_text import to_text
 from fivefold.spread.parts import Part, boxes
 from fivefold.spread.tiers import NOT_OFFLOADED
 from fivefold.step.state import State
+from fivefold.train.initial import recorded
 from fivefold.train.job import Job
 
 OUTER = "outer."  # prefix of the outer optimizer's states
 OFFLOADED_SHARD_BYTES = 64 << 20  # a shard is in memory while it is written
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
 ASYNCHRONOUS = "asynchronous"  # in what a checkpoint of asynchronous servers says: each share is an update
+OWN = ("data", "checkpoint", "observe", "launch", "train.init_from", "layout.offload_dir", "layout.recompute")
+"""Sections and fields in which the machines of a run may differ: paths (their contents count), what is kept and shown,
+how long ranks wait, and what is computed again, which each site may choose by its own speed."""
 STAGES = "data.stages"  # [place at which it begins, weight of each source] of each stage
 
 
@@ -177,8 +181,22 @@ def tokenizer_to_keep(job: Job) -> Tokenizer | None:
     return job.data.tokenizer if job.data and expanded("data.tokenizer", named).absolute() != own else None
 
 
+def shared(job: Job) -> dict[str, Any]:
+    """What all ranks of a run must have in common, its sites and servers included, by name: the recipe's fields but
+    those of `OWN`, and the contents of data and first weights, wherever they lie."""
+    found = {
+        f"{section}.{key}": value
+        for section, fields in job.recipe.model_dump(mode="json").items()
+        if section not in OWN
+        for key, value in fields.items()
+        if f"{section}.{key}" not in OWN
+    }
+    first = job.initial.fingerprint if job.initial else recorded(job.out)
+    return found | {"the first weights": first} | identity(job)
+
+
 def identity(job: Job) -> dict[str, Any]:
-    """Settings that determine the position in the data and the optimizer's states.
+    """Those of the `shared` settings that determine the position in the data and the optimizer's states.
 
     A run cannot resume exactly if one of them has changed.
     """

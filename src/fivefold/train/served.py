@@ -31,7 +31,6 @@ from fivefold.observe.metrics import MetricsWriter, drop_after
 from fivefold.observe.worker_picture import WORKERS
 from fivefold.parallel.link import Kind, Note, links
 from fivefold.parallel.server import Event, Server
-from fivefold.recipe import to_toml
 from fivefold.spread.servers import Shares
 from fivefold.step.served import assert_possible, server_state
 from fivefold.step.state import State
@@ -46,7 +45,7 @@ from fivefold.train.prediction import Prediction
 from fivefold.train.resume import resume
 from fivefold.train.rollback import FILE, read
 from fivefold.train.run import conclude, introduce, open_metrics, write_run_files
-from fivefold.train.saved import ASYNCHRONOUS, identity
+from fivefold.train.saved import ASYNCHRONOUS, identity, shared
 from fivefold.train.saver import Saver
 from fivefold.train.self_test import settle
 
@@ -85,14 +84,7 @@ def _role(rank: int, servers: int) -> str:
 
 def _assert_same_recipe(job: Job, ranks: Ranks) -> None:
     """Refuses a rank that has another recipe, or other data, than the first server."""
-    axis, section, mine = everyone(ranks), "", dict[str, str]()
-    for line in to_toml(job.recipe).splitlines():
-        if line.startswith("["):
-            section = line[1:-1]
-        elif section != "data" and " = " in line:  # paths may differ between machines
-            key, _, value = line.partition(" = ")
-            mine[f"{section}.{key}"] = value
-    mine |= {key: str(value) for key, value in identity(job).items()}
+    axis, mine = everyone(ranks), {key: str(value) for key, value in shared(job).items()}
     first = json.loads(told(json.dumps(mine), 0, axis))
     with all_or_none(axis):
         for key in sorted(first.keys() | mine.keys()):

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from fivefold.kernels.peak import ensure_matmul_rate
 from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
 from fivefold.launch.exits import STOPPED, unsaved
-from fivefold.launch.interrupt import Interrupt, run_complete
+from fivefold.launch.interrupt import Interrupt, Leaving, run_complete
 from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.restarted import LAUNCH, may_be_again, restarted_by
@@ -326,7 +326,9 @@ def _run_here(job: Job, interrupt: Interrupt, world: int) -> int | None:
     the ranks that train."""
     try:
         launch = job.recipe.launch
-        with ranks_.join(launch.timeout, launch.meet, members=world) as ranks:
+        with ExitStack() as stack:
+            with Leaving():  # the others may never come
+                ranks = stack.enter_context(ranks_.join(launch.timeout, launch.meet, members=world))
             return _part(job)(job, ranks)
     except KeyboardInterrupt:
         raise SystemExit(unsaved(SIGINT)) from None
