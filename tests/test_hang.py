@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -218,6 +220,43 @@ def test_how_long_a_message_may_take(watchdog: Watchdog) -> None:
     for seconds in (300.0, *[20.0] * 10, 300.0):  # the first one compiles
         progress.end_step(1, seconds, 0.0)
     assert pass_time(watchdog, 1000) == 60, "three usual steps"
+
+
+def test_it_watches_beside_more_open_files_than_select_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And after looks that fail, which it says once."""
+    left, fails, look = threading.Event(), [1, 2], Watchdog._look
+    monkeypatch.setattr(Watchdog, "_leave", lambda self, verdict: left.set())
+
+    def looks(self: Watchdog, seconds: float) -> None:
+        if fails:
+            raise OSError(fails.pop(), "no more files")
+        look(self, seconds)
+
+    monkeypatch.setattr(Watchdog, "_look", looks)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    progress.start()
+    other = post(1, None, 86400, begun={"0": 0})
+    found = Watchdog(Ranks(0, 2, 0, 2, CPU), 0.2, tmp_path, Board({1: other}))  # type: ignore[arg-type]
+    try:
+        assert found._bell.fileno() >= 1024
+        found.start()
+        assert left.wait(20)
+    finally:
+        found.close()
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    said = capfd.readouterr().err
+    assert said.count("WARNING: rank 0: the watchdog cannot watch (") == 1
+    assert "no more files" in said
+
+
+def test_a_rank_that_gets_on_while_it_judges_itself_names_nobody() -> None:
+    assert judged(post(0, None, 31, usual_s=20.0), post(1, None, 0)) is None
 
 
 def test_no_alarm_while_the_missing_rank_works_apart_or_moves(watchdog: Watchdog) -> None:

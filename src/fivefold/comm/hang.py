@@ -251,6 +251,8 @@ class Judge:
     def _nobody(self, waiting: Mapping[int, Wait], seen: Mapping[int, Seen]) -> Verdict | None:
         """All ranks of the chain wait, and have done so for long. In a phase, messages may be large, too."""
         posts = {rank: post for rank in waiting if (post := seen[rank].post)}
+        if self.rank not in waiting:  # it got on meanwhile
+            return None
         if any(post.still_s + seen[rank].silent_s < self._patience_s(post) for rank, post in posts.items()):
             return None
         wait, every = waiting[self.rank], dict(waiting)

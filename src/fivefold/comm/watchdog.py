@@ -22,7 +22,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -37,6 +36,7 @@ from fivefold.comm.hang import STEPS, Judge, Post, Seen, Verdict, Wait
 from fivefold.comm.private import default_store
 from fivefold.comm.progress import in_group, progress
 from fivefold.comm.sockets import Sending
+from fivefold.errors import printable
 from fivefold.files import make_folder, remove, write_atomically
 from fivefold.host import machine_id
 from fivefold.launch import verdict
@@ -95,6 +95,8 @@ class Watchdog:
             self._stack_path = f"/proc/{os.getpid()}/fd/{self._stack}"
         faulthandler.register(_SIGNAL, self._stack, all_threads=True)
         self._bell, self._wake = socket.socketpair()
+        self._bell.settimeout(self.tick_s)  # it waits by poll(), which takes any number of open files
+        self._blind = False
         self._before = _ring(self._wake)
         self._sending = Sending()
         self.cpu_s = 0.0
@@ -128,14 +130,27 @@ class Watchdog:
     def _run(self) -> None:
         last = time.monotonic()
         while True:
-            if select.select([self._bell], [], [], self.tick_s)[0]:
+            with contextlib.suppress(TimeoutError):
                 rung = self._bell.recv(64)
                 if not rung:
                     return
                 self._note(rung)
             now = time.monotonic()
-            self._look(min(now - last, 2 * self.tick_s))
+            try:
+                self._look(min(now - last, 2 * self.tick_s))
+                self._blind = False
+            except Exception as error:  # whatever it is, the run goes on, and the next look may work
+                self._cannot(error)
             last, self.cpu_s = now, time.thread_time()
+
+    def _cannot(self, error: Exception) -> None:
+        """Says once that this rank is not watched."""
+        if not self._blind:
+            self._blind = True
+            said = (
+                f"the watchdog cannot watch ({error!r:.300}), so hangs may only be found after launch.timeout"
+            )
+            print(printable(f"WARNING: rank {self.ranks.rank}: {said}"), file=sys.stderr, flush=True)
 
     def _note(self, rung: bytes) -> None:
         for number in rung:
