@@ -204,13 +204,13 @@ def test_weights_that_an_update_destroys_are_never_saved(base: Recipe, tmp_path:
     wild = change(recipe, ["train.steps=6", "optim.lr=1e300"])
     for _, said in run_on(wild, tmp_path, poisoned_rank, [], True):
         assert said.startswith("step 4: the update of step 3 has destroyed weights: they are not finite")
-        assert f"They are not saved. Resume from {store.latest(tmp_path)} with a smaller optim.lr" in said
+        assert "They are not saved. Resume from step 2 with a smaller optim.lr" in said
     assert [folder.name for folder in store.checkpoints(tmp_path)] == ["step-00000002"]
     run_on(change(recipe, ["train.steps=6"]), tmp_path, train_rank, True)
     assert all(loss is not None for loss in lines(tmp_path, "loss"))
     assert len(lines(tmp_path, "loss")) == 6
     for _, said in run_on(wild, tmp_path / "at once", poisoned_rank, []):
-        assert "They are not saved. There is no checkpoint yet: start again with a smaller optim.lr" in said
+        assert "They are not saved. Start again with a smaller optim.lr" in said
 
 
 def destroyed_rank(rank: int, world: int, recipe: Recipe, out: Path, value: float) -> str:

@@ -21,13 +21,10 @@ def prune(run: Path, last: int, every: int = 0) -> list[Path]:
     """Removes all checkpoints but the newest `last` and those of steps that `every` divides (0: none). Also removes
     what killed processes left of incomplete ones. Returns the checkpoints that were removed."""
     old = old_ones(checkpoints(run), last, every)
-    for folder in (run / "checkpoints").glob(".step-*"):
-        remove(folder)
     for folder in old:
-        gone = folder.with_name(f".{folder.name}.removed")
-        with suppress(OSError):
-            rename(folder, gone)  # so that nobody takes what is left of it for a checkpoint
-        remove(gone)
+        with suppress(OSError):  # under another name, nobody takes what is left of it for a checkpoint
+            rename(folder, folder.with_name(f".{folder.name}.removed"))
+    for folder in (*old, *(run / "checkpoints").glob(".step-*")):
         remove(folder)
     return old
 

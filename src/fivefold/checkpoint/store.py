@@ -164,26 +164,25 @@ class Reader:
         if wanted.keys() != tensors.keys():
             odd = sorted(wanted.keys() ^ tensors.keys())
             return f"it does not have the tensors that the manifest names: {odd[0]!r:.120}"
-        for key, (name, shape, dtype, buffer) in wanted.items():
-            tensor = tensors[key]
+        for key, (name, shape, entry) in wanted.items():
+            tensor, dtype = tensors[key], entry.dtype
             if tuple(tensor.shape) != shape or (dtype and str(tensor.dtype) != f"torch.{DTYPES[dtype]}"):
                 return (
                     f"{name!r:.120} is of {tensor.dtype}, shape {list(tensor.shape)}, unlike in the manifest"
                 )
-            if self.finite and (why := odd_numbers(tensor, buffer)):
+            if self.finite and (why := odd_numbers(tensor, entry.buffer)):
                 return f"{name!r:.120} {why}"
         return ""
 
     @cached_property
-    def _wanted(self) -> dict[str, dict[str, tuple[str, tuple[int, ...], str | None, bool]]]:
-        """{file: {key: (tensor, shape of the piece, dtype, is a buffer)}}"""
-        found: dict[str, dict[str, tuple[str, tuple[int, ...], str | None, bool]]] = {}
+    def _wanted(self) -> dict[str, dict[str, tuple[str, tuple[int, ...], Entry]]]:
+        """{file: {key: (tensor, shape of the piece, what there is of the tensor)}}"""
+        found: dict[str, dict[str, tuple[str, tuple[int, ...], Entry]]] = {}
         for tensors in self.manifest.tensors.values():
             for name, entry in tensors.items():
                 for piece in entry.pieces:
                     sizes = tuple(stop - start for start, stop in piece.box)
-                    wanted = name, sizes, entry.dtype, entry.buffer
-                    found.setdefault(piece.file, {})[piece.key] = wanted
+                    found.setdefault(piece.file, {})[piece.key] = (name, sizes, entry)
         return found
 
     def _tensors(self, file: str) -> dict[str, Tensor]:

@@ -35,8 +35,7 @@ _CODES = {name: code for code, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangular part of tensor `name`: the elements [start, stop) along each dim of its shape. buffer: it may hold
-    infinities."""
+    """A box of tensor `name`: the elements [start, stop) along each dim of its shape. buffer: as in `Entry`."""
 
     name: str
     tensor: Tensor

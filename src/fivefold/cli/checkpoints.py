@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,10 +57,9 @@ def checkpoints(
         found["copied"] = str(keep.copy(source, copy))
     if prune:
         found["removed"] = [str(folder) for folder in _prune(run)]
-    rows = ((folder, _row(folder, verify)) for folder in (*store.checkpoints(run), *keep.aside(run)))
-    found["checkpoints"] = [
-        row for folder, row in rows if folder.exists()
-    ]  # a run that trains has removed others
+    rows = [(folder, _row(folder, verify)) for folder in (*store.checkpoints(run), *keep.aside(run))]
+    # a run that trains has removed others meanwhile
+    found["checkpoints"] = [row for folder, row in rows if folder.exists()]
     print_json(found) if json else _print(found)
     damaged = [row for row in found["checkpoints"] if row["damage"] and not row["aside"]]
     if damaged:
@@ -94,7 +92,8 @@ def _row(folder: Path, verify: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"name": folder.name, "aside": step_of(folder.name) is None, "damage": ""}
     try:
         reader = store.Reader(folder)
-    except Damaged as error:
+        when = datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).astimezone()
+    except (Damaged, FileNotFoundError) as error:
         return row | {"damage": str(error)}
     row |= {
         "step": reader.meta.get("step"),
@@ -102,11 +101,8 @@ def _row(folder: Path, verify: bool) -> dict[str, Any]:
         "format": reader.manifest.format,
         "files": len(reader.files),
         "bytes": reader.manifest.bytes,
-        "saved": "",
+        "saved": when.isoformat(timespec="seconds"),
     }
-    with suppress(FileNotFoundError):  # it was removed meanwhile
-        when = datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).astimezone()
-        row["saved"] = when.isoformat(timespec="seconds")
     return row | {"damage": keep.verify(folder), "verified": True} if verify else row
 
 

@@ -140,17 +140,11 @@ class Watchdog:
                 self._look(min(now - last, 2 * self.tick_s))
                 self._blind = False
             except Exception as error:  # whatever it is, the run goes on, and the next look may work
-                self._cannot(error)
+                if not self._blind:
+                    said = f"the watchdog cannot watch ({error!r:.300}). A hang may only be found after launch.timeout"
+                    print(printable(f"WARNING: rank {self.ranks.rank}: {said}"), file=sys.stderr, flush=True)
+                self._blind = True
             last, self.cpu_s = now, time.thread_time()
-
-    def _cannot(self, error: Exception) -> None:
-        """Says once that this rank is not watched."""
-        if not self._blind:
-            self._blind = True
-            said = (
-                f"the watchdog cannot watch ({error!r:.300}), so hangs may only be found after launch.timeout"
-            )
-            print(printable(f"WARNING: rank {self.ranks.rank}: {said}"), file=sys.stderr, flush=True)
 
     def _note(self, rung: bytes) -> None:
         for number in rung:

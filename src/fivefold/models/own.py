@@ -46,15 +46,14 @@ class ModuleCard:
     named: Callable[[str], str] = str
 
 
-def buffers_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The persistent buffers of a module by name, which checkpoints keep, and the others."""
-    kept, others = dict(module.named_buffers()), dict[str, Tensor]()
-    for where, part in module.named_modules():
-        for name in part._non_persistent_buffers_set:  # PyTorch has no public name for it
-            full = f"{where}.{name}" if where else name
-            if full in kept:  # None is no buffer
-                others[full] = kept.pop(full)
-    return kept, others
+def buffers_of(module: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
+    """The persistent buffers of a module by name, which checkpoints keep, and the names of others."""
+    others = {
+        f"{where}.{name}".lstrip(".")
+        for where, part in module.named_modules()
+        for name in part._non_persistent_buffers_set  # PyTorch has no public name for it
+    }
+    return {name: b for name, b in module.named_buffers() if name not in others}, others
 
 
 class OwnModel:

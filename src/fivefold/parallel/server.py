@@ -209,11 +209,12 @@ class Server:
         except CommunicationError as lost:
             self._lose(worker, lost)
 
-    def keep_alive(self) -> None:
-        """Called every second, lets workers wait for longer than `launch.timeout`."""
+    def keep_alive(self, stopped: Callable[[], bool]) -> bool:
+        """Called every second, lets workers wait for longer than `launch.timeout`. Returns what `stopped` says."""
         for worker in range(len(self.links)):
             if not self._workers[worker].lost:
                 self.order(worker, Kind.ALIVE)
+        return stopped()
 
     def finished(self, step: int, timeout_s: float) -> tuple[float, float]:
         """Waits until a synchronous step has changed all weights: (this server's sum of squares of its gradient, number

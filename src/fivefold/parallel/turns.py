@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from threading import Semaphore
-
-
-class Ended(Exception):
-    """The other computation has failed, so this one ends where it gave way: it would wait for messages of other ranks,
-    and they for this rank's."""
 
 
 class Turns:
@@ -25,7 +20,6 @@ class Turns:
 
     def __init__(self, start: Callable[[], object] = lambda: None):
         self._start, self._thread = start, ThreadPoolExecutor(1, "turns")
-        self._gates = Semaphore(0), Semaphore(0)
         self._running: int | None = None  # None: not within `both`, or one has ended
         self._error: BaseException | None = None  # the first one
         self._seconds, self._since = [0.0, 0.0], 0.0
@@ -35,7 +29,7 @@ class Turns:
         of either ends both."""
         self._running, self._seconds, self._since = 0, [0.0, 0.0], time.perf_counter()
         self._gates = Semaphore(0), Semaphore(0)
-        other = self._thread.submit(self._second, second)
+        other = self._thread.submit(self._run, 1, second)
         self._run(0, first)
         other.result()
         error, self._error = self._error, None
@@ -44,29 +38,22 @@ class Turns:
         return self._seconds[0], self._seconds[1]
 
     def give_way(self) -> None:
-        """Lets the other computation run until it gives way or ends.
-
-        Raises:
-            Ended: it has failed.
-        """
+        """Lets the other computation run until it gives way or ends. Raises CancelledError if it fails."""
         me = self._running
         if me is not None:
             self._hand_over(me)
             self._gates[me].acquire()
         if self._error is not None:
-            raise Ended
-
-    def _second(self, compute: Callable[[], object]) -> None:
-        self._gates[1].acquire()
-        if self._error is None:
-            self._run(1, compute)
+            raise CancelledError
 
     def _run(self, me: int, compute: Callable[[], object]) -> None:
         try:
             if me == 1:
+                self._gates[1].acquire()
                 self._start()
-            compute()
-        except BaseException as error:  # whatever it is, the other one must not wait
+            if self._error is None:
+                compute()
+        except BaseException as error:  # the other one would wait for ranks that wait for this rank
             self._error = self._error or error
         self._count(me)
         if self._running is not None:  # the other one has not ended

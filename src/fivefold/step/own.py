@@ -53,8 +53,7 @@ def own_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = None)
     for where, buffer in buffers_of(module)[0].items():
         if why := odd_numbers(buffer, buffer=True):
             raise UserError(
-                f"{name}: the buffer {where} {why}, which checkpoints cannot hold. Change it, or register it with "
-                "persistent=False: then it is not saved"
+                f"{name}: the buffer {where} {why}, which no checkpoint holds. Register it with persistent=False"
             )
     optimizer = OPTIMIZERS[recipe.optim.name]
     if not any(optimizer.of(n, shape) is optimizer for n, shape in own.parameters.items()):

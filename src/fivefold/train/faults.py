@@ -18,7 +18,7 @@ from fivefold.observe.faults import GROWTH, described, found_in
 from fivefold.recipe import FaultsSection
 from fivefold.step.state import State
 from fivefold.step.step import last_update
-from fivefold.train.restart import there
+from fivefold.train.restart import newest
 
 MAX_SKIPPED = 5  # steps in a row with a non-finite loss or gradient before the run stops
 ADVICE = "a smaller optim.lr or optim.grad_clip"
@@ -44,15 +44,10 @@ class Fault(UserError):
         said = f"{self.said}. The run ends here, and this step could not be saved: {why}"
         return Fault(self.step, said, self.act, self.back_to, self.leaves_out, self.good)
 
-    def ended(self, run: Path) -> Fault:
-        """The same, which ends the run. It says where to go on if the weights are not good."""
-        if self.good:
-            return self
-        where = (
-            f"Resume from {found[-1]}" if (found := there(run)) else "There is no checkpoint yet: start again"
-        )
-        said = f"{self.said}. They are not saved. {where} with {ADVICE}"
-        return Fault(self.step, said, self.act, self.back_to, self.leaves_out, self.good)
+    def ended(self, run: Path) -> UserError:
+        """The error with which the run ends. It says what to do if the weights are not good."""
+        where = f"Resume from step {saved}" if (saved := newest(run)) else "Start again"
+        return self if self.good else UserError(f"{self.said}. They are not saved. {where} with {ADVICE}")
 
 
 def policy(faults: FaultsSection, kind: str) -> str:

@@ -117,9 +117,7 @@ class RunHooks:
         self.unsaid: list[int] = []  # steps that are being saved, of which callbacks do not know yet
         wanted = self.stop_wanted
         self.stop_wanted = lambda: bool(self.callbacks.stopped) or wanted()
-        self.saver = Saver(
-            self.state, self.job, self.alarm, self.flush, self.ranks.local_world, stopped=wanted
-        )
+        self.saver = Saver(self.state, self.job, self.alarm, self.flush, wanted, self.ranks.local_world)
 
     def save_due(self, step: int) -> bool:
         return due(self.job.recipe.checkpoint.every, step) or self.saver.tries_again(step)

@@ -138,15 +138,14 @@ def _fits(
     wrong = sorted(set(shapes) - saved | (saved - set(shapes) - unsaved if whole_model else set()))
     wrong += [name for name in shapes if name in saved and checkpoint.shape("model", name) != shapes[name]]
     wrong += [name for name in parts if name in saved and not _real(checkpoint, "model", name)]
-    wrong += [name for name in saved & parts.keys() if checkpoint.manifest.tensors["model"][name].buffer]
     if wrong:
         raise ValueError(f"these weights do not fit the model: {', '.join(wrong[:5])}")
 
 
 def _real(checkpoint: store.Reader, kind: str, name: str) -> bool:
-    """False for a tensor of whole numbers. Formats before 3 do not say."""
-    dtype = checkpoint.manifest.tensors[kind][name].dtype
-    return dtype is None or getattr(torch, DTYPES[dtype]).is_floating_point
+    """False for a tensor of whole numbers, or a buffer. Formats before 3 do not say."""
+    entry = checkpoint.manifest.tensors[kind][name]
+    return not entry.buffer and (entry.dtype is None or getattr(torch, DTYPES[entry.dtype]).is_floating_point)
 
 
 def _unsent(state: State, meta: Meta) -> dict[str, Tensor]:

@@ -165,15 +165,10 @@ def go_back_once(run: Path, chosen: Path) -> None:
 
 def newest(run: Path) -> int:
     """The step of the newest checkpoint; 0 without one, or if none can be seen."""
-    found = there(run)
-    return store.step_in(found[-1]) if found else 0
-
-
-def there(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first; none if they cannot be seen."""
     with suppress(UserError, OSError, ValueError):
-        return store.checkpoints(run)
-    return []
+        if found := store.checkpoints(run):
+            return store.step_in(found[-1])
+    return 0
 
 
 def last_step(run: Path) -> int:

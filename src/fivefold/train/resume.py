@@ -75,16 +75,14 @@ def resume(state: State, job: Job) -> Resumed | None:
 
 
 def _assert_updates(job: Job, checkpoint: store.Reader) -> None:
-    """Raises Damaged: something is missing, not of its type, or more updates than steps. Those of asynchronous servers
-    are shares; older versions do not say that they were."""
-    meta = meta_of(checkpoint)
-    shares = not job.recipe.servers.synchronous or bool(checkpoint.meta.get(ASYNCHRONOUS))
+    """Raises Damaged: as `meta_of`, or more updates than steps. Those of asynchronous servers are shares, though older
+    versions do not say whose they are."""
+    meta, shares = meta_of(checkpoint), not job.recipe.servers.synchronous
+    shares = bool(checkpoint.meta.get(ASYNCHRONOUS, shares))
     most = meta.step * (job.recipe.train.global_batch_size if shares else 1)
     if meta.updates > most:
-        where = checkpoint.folder / MANIFEST
-        raise Damaged(
-            f"{where} is damaged: meta.updates is {meta.updates}, and step {meta.step} has at most {most}"
-        )
+        said = f"meta.updates is {meta.updates}, and step {meta.step} has at most {most}"
+        raise Damaged(f"{checkpoint.folder / MANIFEST} is damaged: {said}")
 
 
 def _candidates(job: Job) -> list[Path]:

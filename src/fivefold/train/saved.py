@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fivefold.checkpoint import keep, store, write
+from fivefold.checkpoint import store, write
 from fivefold.checkpoint.source import ELSEWHERE, FROZEN, TOKENIZER
 from fivefold.data.mixture import amounts, order_of
 from fivefold.data.tokenizer import Tokenizer
@@ -82,11 +82,6 @@ def prepare(state: State, out: Path, meta: Mapping[str, Any]) -> write.Writing:
 
 def _copies(pieces: list[write.Piece]) -> list[write.Piece]:
     return [replace(piece, tensor=piece.tensor.detach().clone()) for piece in pieces]
-
-
-def prune(job: Job) -> None:
-    """Removes checkpoints that the recipe does not keep."""
-    keep.prune(job.out, job.recipe.checkpoint.keep_last, job.recipe.checkpoint.keep_every)
 
 
 def _pieces_of_site(state: State, outer: Outer) -> tuple[list[write.Piece], list[write.Piece]]:

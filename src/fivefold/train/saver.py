@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.background import Background
+from fivefold.checkpoint.keep import prune
 from fivefold.checkpoint.store import odd_numbers
 from fivefold.checkpoint.write import Writing
 from fivefold.comm import Started, all_or_none
@@ -24,7 +25,7 @@ from fivefold.errors import UserError
 from fivefold.host.memory import available
 from fivefold.step.state import State
 from fivefold.train.job import Job
-from fivefold.train.saved import prepare, prune
+from fivefold.train.saved import prepare
 
 COPY_ROOM = 1.25
 """Free memory that a copy of the state needs, relative to its bytes."""
@@ -39,9 +40,9 @@ class Saver:
 
     alarm: says on the console and in the report what failed in a step. flush: forces to the disk what a checkpoint
     needs beside itself; the first rank calls it before the checkpoint gets its name. beside: False where the state
-    changes outside of updates, so every save is complete before the run goes on. stopped: a signal has told this rank
-    to stop. waiting: called every second while the last save is tried again. seconds: for which steps waited for the
-    copies of saves. retry_at: the step after which a failed save is tried again; the same on all ranks.
+    changes outside of updates, so every save is complete before the run goes on. stopped: asked every second while the
+    last save is tried again: has a signal told this rank to stop? seconds: for which steps waited for the copies of
+    saves. retry_at: the step after which a failed save is tried again; the same on all ranks.
     """
 
     def __init__(
@@ -50,14 +51,12 @@ class Saver:
         job: Job,
         alarm: Callable[[int, str], None],
         flush: Callable[[], None] = lambda: None,
+        stopped: Callable[[], bool] = lambda: False,
         local_ranks: int = 1,
         beside: bool = True,
-        stopped: Callable[[], bool] = lambda: False,
-        waiting: Callable[[], None] = lambda: None,
     ):
         self.state, self.job, self.alarm, self.flush = state, job, alarm, flush
-        self.stopped, self.waiting = stopped, waiting
-        self.local_ranks = local_ranks
+        self.stopped, self.local_ranks = stopped, local_ranks
         self.beside = beside and job.recipe.checkpoint.asynchronous and state.parallel.disk is None
         self.axis = state.mesh.axis("run")
         self.under_way: Background | None = None
@@ -78,7 +77,8 @@ class Saver:
         """
         self.settle()
         self._began, self.retry_at = time.monotonic(), None  # this one is the next try
-        hooks = {"before": self.flush, "after": partial(prune, self.job)}
+        kept = self.job.recipe.checkpoint
+        hooks = {"before": self.flush, "after": partial(prune, self.job.out, kept.keep_last, kept.keep_every)}
         writing = replace(prepare(self.state, self.job.out, meta), **hooks)
         try:
             if ends or not self._beside(writing):
@@ -100,25 +100,20 @@ class Saver:
     def _save_later(self, writing: Writing, error: UserError) -> None:
         """The last save has failed with this error: tries again until it works, or raises the error."""
         every = (piece for pieces in writing.pieces.values() for piece in pieces)
-        odd = any(odd_numbers(piece.tensor, piece.buffer) for piece in every)
-        if self.state.step == 0 or self._any(odd or self.stopped()):
-            raise error
-        self.alarm(
-            self.state.step,
-            f"{error}. The run waits with what it has trained, and tries again every {AGAIN_S} s. Ctrl-C or SIGTERM "
-            "ends it without this save",
-        )
-        while True:
-            for _ in range(AGAIN_S):
-                time.sleep(1)
-                self.waiting()
-                if self._any(self.stopped()):
-                    raise error
-            try:
-                writing.save()
-                return
-            except UserError as again:
-                error = again
+        odd, waited = any(odd_numbers(piece.tensor, piece.buffer) for piece in every), 0
+        said = f"The run waits with what it has trained, and tries again every {AGAIN_S} s. Ctrl-C or SIGTERM ends it"
+        while self.state.step and not self._any(odd or self.stopped()):
+            if not waited:
+                self.alarm(self.state.step, f"{error}. {said} without this save")
+            time.sleep(1)
+            waited += 1
+            if waited % AGAIN_S == 0:
+                try:
+                    writing.save()
+                    return
+                except UserError as again:
+                    error = again
+        raise error
 
     def before_update(self) -> None:
         """The state is about to change: waits until it is copied."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty
 from statistics import fmean
 from typing import Any
@@ -113,19 +114,12 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], Non
     )
     server.start(state.step)
     progress.step = state.step
+    saver = partial(Saver, state, job, beside=False, stopped=partial(server.keep_alive, interrupt.wanted))
     if not ranks.first:
         settle(state, job, ranks, resumed is not None)
         begun()
         with names_step(state):
-            saver = Saver(
-                state,
-                job,
-                lambda step, text: None,
-                beside=False,
-                stopped=interrupt.wanted,
-                waiting=server.keep_alive,
-            )
-            return _follow(job, state, server, saver)
+            return _follow(job, state, server, saver(lambda step, text: None))
     with ExitStack() as stack:
         console = stack.enter_context(
             Console(steps, start_step=state.step, log_every=recipe.observe.log_every)
@@ -143,7 +137,7 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], Non
             console.note(note)
         for note in settle(state, job, ranks, resumed is not None):
             console.note(note)
-        leader = Leader(job, ranks, state, server, console, metrics, interrupt)
+        leader = Leader(job, ranks, state, server, console, metrics, interrupt, saver)
         for text in resumed.alarms if resumed else ():
             leader.alarm(state.step, text)
         begun()
@@ -200,8 +194,8 @@ def _save(job: Job, state: State, saver: Saver, updates: int, skipped: int, ends
             raise fault.ended(job.out)
         state.set_counts(updates, skipped)
         tokens = state.step * job.recipe.train.global_batch_size * job.recipe.model.seq_len
-        more = {} if job.recipe.servers.synchronous else {ASYNCHRONOUS: True}
-        saver.save(identity(job) | {"tokens": tokens} | more, bool(ends))
+        counts = {"tokens": tokens, ASYNCHRONOUS: not job.recipe.servers.synchronous}
+        saver.save(identity(job) | counts, bool(ends))
 
 
 @dataclass
@@ -215,6 +209,7 @@ class Leader:
     console: Console
     metrics: MetricsWriter
     interrupt: Interrupt
+    make_saver: Callable[..., Saver]
     chores: list[tuple[Kind, int]] = field(default_factory=list)
     doing: dict[int, tuple[Kind, int]] = field(default_factory=dict)
     stopping: bool = False
@@ -231,15 +226,7 @@ class Leader:
         self.applied: list[tuple[Note, int]] = []  # those of the step that is not complete
         self.reports: list[dict[str, Any]] = []
         self.updates, self.skipped = self.state.updates, self.state.skipped
-        self.saver = Saver(
-            self.state,
-            self.job,
-            self.alarm,
-            self.metrics.flush,
-            beside=False,
-            stopped=self.interrupt.wanted,
-            waiting=self.server.keep_alive,
-        )
+        self.saver = self.make_saver(self.alarm, self.metrics.flush)
         self.began = time.perf_counter()
 
     def run(self) -> bool:

@@ -59,7 +59,7 @@ from fivefold.train.job import BatchSource, Job
 from fivefold.train.out_of_memory import advice
 from fivefold.train.own import WITHOUT, Own
 from fivefold.train.prediction import add_exact
-from fivefold.train.restart import Restarts, go_back_once, grace_s, note_restart, there
+from fivefold.train.restart import Restarts, go_back_once, grace_s, newest, note_restart
 from fivefold.train.rollback import goes_back
 from fivefold.train.run import run_rank
 from fivefold.train.served import run_served
@@ -474,6 +474,6 @@ def _advice(job: Job, world: int, out_of_memory: bool) -> str:
 
 
 def _how_to_resume(job: Job) -> str:
-    if not there(job.out):
+    if not newest(job.out):
         return ""
     return f". Resume from the last checkpoint with: {job.resume_command}"
