@@ -49,7 +49,8 @@ def main() -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return work(*args.worker, args.seconds)
+        name, how = args.worker
+        return work(name, how, args.seconds)
     if args.choose:
         return choose(args.only, args.threads, args.seconds)
     # rounds of an earlier call are kept

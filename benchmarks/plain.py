@@ -95,21 +95,3 @@ class PlainGPT(nn.Module):
             x = block(x)
         logits = F.linear(self.norm(x), self.embed.weight)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def main() -> None:
-    """python benchmarks/plain.py --best: speeds of the yardstick (`plain_best.py`), in all its forms."""
-    import argparse
-    import os
-
-    from best import choose
-    from shapes import SHAPES
-
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--best", action="store_true", required=True)
-    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=SHAPES)
-    choose(parser.parse_args().only, len(os.sched_getaffinity(0)))
-
-
-if __name__ == "__main__":
-    main()
