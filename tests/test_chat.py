@@ -7,6 +7,8 @@ import io
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +29,11 @@ from fivefold.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, 
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
 from fivefold.models.build import build
-from fivefold.recipe import DataSection, ModelSection, Recipe, TrainSection, resolve, to_toml
+from fivefold.recipe import DataSection, ModelSection, Recipe, TrainSection, load, resolve, to_toml
 from fivefold.train.chat import Chat, open_chat
 from fivefold.train.generate import Sampling, until
+from fivefold.train.job import Job
+from fivefold.train.run import _next_commands
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -505,3 +509,11 @@ def test_a_step_weighs_all_answer_tokens_alike(tmp_path: Path):
         weights.append(store.load(store.latest(run), kinds=("model",)).model)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert_close_tensors(*weights)
+
+
+@pytest.mark.parametrize(("template", "command"), [("", "generate"), ("chatml", "chat")])
+def test_chat_is_offered_after_conversations_only(template: str, command: str) -> None:
+    """The tokenizer of a base model may have a template, too."""
+    recipe = load("quickstart", [f"data.chat_template={template}"])
+    data: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=TEMPLATES["chatml"].source))
+    assert _next_commands(Job(recipe, Path("r"), data))[0].startswith(f"fivefold {command} r")

@@ -277,7 +277,7 @@ def test_check(text_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "the recipe is valid" in out
     assert "5 steps x 64 tokens = 320 tokens" in out
-    assert "data     1 file(s)" in out
+    assert "data     1 file," in out
 
 
 @pytest.mark.parametrize(

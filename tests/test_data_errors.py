@@ -143,7 +143,7 @@ def test_a_file_without_permission(tmp_path: Path):
 
 def test_empty_sources(tmp_path: Path):
     path = write(tmp_path / "in" / "a.txt", "")
-    assert "holds no text: 1 empty file(s)" in error_of(recipe_of(path, tmp_path / "cache"))
+    assert "holds no text; empty files: 1" in error_of(recipe_of(path, tmp_path / "cache"))
     write(tmp_path / "in" / "b.jsonl", "\n\n" + json.dumps({"text": ""}))
     assert "holds no text" in error_of(recipe_of(tmp_path / "in", tmp_path / "cache"))
     (tmp_path / "nothing").mkdir()

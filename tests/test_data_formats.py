@@ -106,7 +106,7 @@ def test_a_folder_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         bytes(part[:-1].astype("u1")).decode() for part in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]
     ]
     assert texts == ["one", TEXT[:1_000_001], "three", "four", "five", "six", "seven"]
-    note = "note: 3 file(s) of other kinds left out: 2 .png, 1 .tar.gz"
+    note = "note: 3 files of other kinds left out: 2 .png, 1 .tar.gz"
     assert told.count(note) == 1
     assert note in check(recipe)
 

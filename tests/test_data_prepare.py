@@ -369,7 +369,7 @@ def test_check_estimates_first_and_knows_afterwards(tmp_path: Path):
     recipe = recipe_of(path, tmp_path / "cache", seq_len=9, batch=10, steps=200, val_fraction=0.1)
     facts = check(recipe)
     assert facts == [
-        "data: 1 file(s), 0.0 MB",
+        "data: 1 file, 0.0 MB",
         "tokens: about 9,000 for training (not tokenized yet)",
         "passes over the training set: about 2.00",
     ]

@@ -38,7 +38,7 @@ def test_nanogpt_files(tmp_path: Path):
     x, y, _ = Batches(data.train, 8, 2, 0).batch(0)
     assert ((y - x) % 500 == 1).all()
     assert (
-        check(recipe_of(f"tokens:{tmp_path}", tmp_path / "cache"))[0] == "data: 2 token file(s), 1,100 tokens"
+        check(recipe_of(f"tokens:{tmp_path}", tmp_path / "cache"))[0] == "data: 2 token files, 1,100 tokens"
     )
 
 

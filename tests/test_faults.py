@@ -364,7 +364,7 @@ def test_spikes_are_said_and_counted(
     used = "used all the same" if policy == "tell" else "skipped"
     assert "step 30: the loss is 199.1, and about 4" in said
     assert f"is usual; the update is {used}" in said
-    assert "unusual steps   1 spike(s) of the loss, 1 outlier(s) of the gradient's norm" in said
+    assert "unusual steps   1 spike of the loss, 1 outlier of the gradient's norm" in said
     assert store.load(store.latest(out)).meta["updates"] == 32 - (policy == "skip")
     assert "Unusual steps" in page(out)
     assert [line["step"] for line in map(json.loads, (out / "metrics.jsonl").open()) if "spike" in line] == [
@@ -429,10 +429,10 @@ def flipped_rank(
 @pytest.mark.parametrize(
     ("layout", "bad", "word", "who"),
     [
-        ("dp=2", 1, "blocks.1.mlp.down", "0 and rank(s) 1 have different bits"),
-        ("dp=2,tp=2", 2, "blocks.1.norm", "rank(s) 2 have other bits than 3 other ranks"),
-        ("dp_replicate=2,dp_shard=2,zero=3", 3, "embed", "1 and rank(s) 3 have different bits"),
-        pytest.param("dp=4", 3, "norm", "rank(s) 3 have other bits than 3", marks=pytest.mark.slow),
+        ("dp=2", 1, "blocks.1.mlp.down", "0 and rank 1 have different bits"),
+        ("dp=2,tp=2", 2, "blocks.1.norm", "rank 2 has other bits than 3 other ranks"),
+        ("dp_replicate=2,dp_shard=2,zero=3", 3, "embed", "1 and rank 3 have different bits"),
+        pytest.param("dp=4", 3, "norm", "rank 3 has other bits than 3", marks=pytest.mark.slow),
     ],
 )
 def test_a_flipped_bit_is_named(

@@ -179,7 +179,7 @@ def test_a_host_joins(hosts, tmp_path):
                 process.wait()
     first = said[0].read_text()
     assert "1 rank instead of 2: layout dp=1 for dp=2" in first
-    alone, joined = first.index("; 1 rank(s) on CPU"), first.index("; 2 rank(s) on CPU")
+    alone, joined = first.index("; 1 rank on CPU"), first.index("; 2 ranks on CPU")
     assert alone < first.index("resuming after step", joined)
     subprocess.run(command("dp=1", tmp_path / "one"), check=True, capture_output=True, timeout=120)
     across, one = lines(run, "loss"), lines(tmp_path / "one", "loss")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import runpy
+import traceback
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from steps import planned, tracked
 from steps import recipe_of as planned_recipe
 from torch import nn
 
+import fivefold
 from fivefold import ModuleCard
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
@@ -189,6 +191,40 @@ def test_what_a_module_lacks_is_said_before_any_process_starts(kind, card, layou
             recipe_of(layout, *more), out=tmp_path / "run", module=kind(), card=card, batches=Numbers()
         )
     assert not (tmp_path / "run").exists()
+
+
+class Lost(Plain):
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs + V, targets)  # beyond its embedding
+
+
+class Unsummed(Plain):
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs, targets).expand(2)
+
+
+class Kept(Plain):
+    """The second backward goes through the first one's graph, too."""
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.loss = super().forward(inputs, targets) + getattr(self, "loss", 0.0)
+        return self.loss
+
+
+@pytest.mark.parametrize(("module", "message"), [
+    (Lost(), r"Lost\(inputs, targets\) with tokens \d+ to \d+ of shape \(2, 16\) failed: IndexError: index out of "
+     r"range .*own_models.py:\d+: x = self.tokens\(inputs\)"),
+    (nn.Linear(3, 3), r"failed: TypeError: .*takes 2 positional arguments but 3 were given$"),
+    (Unsummed(), r"= a tensor \(2,\): must be the mean loss, a scalar tensor"),
+    (Kept(), r"backward of the loss of Kept failed: RuntimeError: .* a second time"),
+])  # fmt: skip
+def test_a_module_is_tried_before_anything_is_made(module, message, tmp_path):
+    """What a script sees ends at its own line."""
+    with pytest.raises(UserError, match=message) as raised:
+        fivefold.train(recipe_of("dp=1"), tmp_path / "run", model=module, data=Numbers(), nproc=1)
+    assert not (tmp_path / "run").exists()
+    assert len(traceback.extract_tb(raised.value.__traceback__)) <= 3
+    assert raised.value.__suppress_context__
 
 
 class Scaled(nn.Linear):

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -270,7 +271,9 @@ def test_the_run_as_an_object(
     assert repr(run).startswith(f"Run('{run.path}'): llama, ")
     assert "step 3 of 3, validation loss " in repr(run)
     assert "<td style='text-align:left'>3</td>" in run._repr_html_()
-    assert "[model]\narch = &quot;llama&quot;\n" in run.recipe._repr_html_()
+    assert "<pre>[model]\narch = &quot;llama&quot;\n" in run.recipe._repr_html_()
+    assert run.recipe._repr_html_().startswith("<details><summary>Recipe: llama, ")
+    assert re.fullmatch(r"Recipe: llama, .*; 3 steps, batch \d+; 1 rank", repr(run.recipe))
     first = run.at(1)
     assert "step=1" in repr(first)
     assert run.checkpoint.name == "step-00000003"

@@ -342,7 +342,7 @@ def test_killed_ranks_are_started_again(text: Path, tmp_path: Path, whole: Path)
     assert run.wait() == exits.DONE, run.said
     assert_same_run(out, whole)
     assert "was killed (SIGKILL), after step" in run.said
-    assert "Starting 2 rank(s) again from" in run.said
+    assert "Starting 2 ranks again from" in run.said
     assert "Traceback" not in run.said
     assert [line["kind"] for line in map(json.loads, (out / "restarts.jsonl").open())] == ["killed"] * 2
     assert "2 restarts." in (out / "report.html").read_text()
@@ -495,7 +495,7 @@ def test_a_death_that_repeats_uses_the_budget_up(text: Path, tmp_path: Path) -> 
     assert "died 2 times without a newer checkpoint" in said
     assert "Resume from the last checkpoint" in said
     assert run.said.count("Traceback") == 1
-    assert run.said.count("Starting 2 rank(s) again") <= 2, "the first death may come before step 2 is saved"
+    assert run.said.count("Starting 2 ranks again") <= 2, "the first death may come before step 2 is saved"
 
 
 @pytest.mark.slow

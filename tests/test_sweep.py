@@ -100,7 +100,7 @@ def test_environments_share_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> N
     assert running.environment(0, 1, 2, 8, ["0"]) == {}
     assert running.environment(1, 2, 2, 8, []) == {"OMP_NUM_THREADS": "2"}
     assert running.environment(1, 2, 2, 8, list("0123"))["CUDA_VISIBLE_DEVICES"] == "2,3"
-    with pytest.raises(UserError, match=r"a run needs 2 GPU.*Nearest valid: --jobs 1"):
+    with pytest.raises(UserError, match=r"a run needs 2.*Nearest valid: --jobs 1"):
         running.environment(0, 2, 2, 8, ["0", "1"])
 
 

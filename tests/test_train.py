@@ -436,7 +436,7 @@ def test_forked_ranks_and_their_errors(text, tmp_path):
         return done.said
 
     out = tmp_path / "run"
-    assert "2 rank(s) on CPU" in fivefold(0, "--nproc", "2", "--out", str(out))
+    assert "2 ranks on CPU" in fivefold(0, "--nproc", "2", "--out", str(out))
     assert len(lines(out, "loss")) == 6
     assert "global_batch_size" in fivefold(2, "--nproc", "17", "--out", str(tmp_path / "many"))
     next(store.latest(out).glob("model-*")).write_bytes(b"broken")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 LONGEST_MESSAGE = 4000
 """Characters of an error message."""
@@ -134,6 +135,28 @@ class CommunicationError(_Message):
 
 class RankFailed(_Message):
     """A rank died or hung, and the run was not restarted. One message, which names the rank: exit code 1."""
+
+
+def several(number: int, word: str) -> str:
+    """A number of things: `1 rank`, `1,024 ranks`."""
+    return f"{number:,} {word}{'s' * (number != 1)}"
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def brief(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, from which our errors come without its own frames: a traceback ends at the user's line."""
+
+    @wraps(function)
+    def outer(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except _Message as error:
+            raise error.with_traceback(None) from None
+
+    return outer
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

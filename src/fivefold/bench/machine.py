@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fivefold.bench import hardware, links, overhead
 from fivefold.bench.disk import bandwidth
 from fivefold.bench.encoding import encodings
-from fivefold.errors import BusyError, UserError
+from fivefold.errors import BusyError, UserError, several
 from fivefold.files import write
 from fivefold.host import cores, memory_bytes, tables
 from fivefold.host.machine import has_fast_bf16
@@ -60,7 +60,7 @@ def measure(say: Callable[[str], None] = lambda text: None, busy: bool = False) 
         for world in WORLDS:
             if gpus and world > gpus:
                 continue
-            say(f"{world} rank(s) on {units} {'GPU' if gpus else 'core'}(s)")
+            say(f"{several(world, 'rank')} on {several(units, 'GPU' if gpus else 'core')}")
             file = Path(folder, f"{world}.json")
             start_ranks(partial(_measure_rank, file, dtypes, world <= units), world, fork=not gpus)
             found[world] = json.loads(file.read_text())

@@ -121,8 +121,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
 
 
 def _memory(recipe: Recipe) -> dict[str, Any] | None:
-    """What the ranks' tensors need on CPUs, beside what this machine has. None: not planned, or the system tells no
-    limit."""
+    """What the ranks' tensors need on CPUs, beside what this machine has; None if either is not known."""
     from dataclasses import replace
 
     from fivefold.host.memory import limit
@@ -136,12 +135,13 @@ def _memory(recipe: Recipe) -> dict[str, Any] | None:
         return None
     if here is None:
         return None
-    fits = plan.peak_bytes * (plan.ranks if here.shared else 1) <= here.bytes
+    each, every = plan.peak_bytes, plan.peak_bytes * plan.ranks
+    fits = (every if here.shared else each) <= here.bytes
     line = (
-        f"{size(plan.peak_bytes)} of tensors per rank on CPUs, {size(plan.peak_bytes * plan.ranks)} in all; "
+        f"{size(each)} of tensors per rank on CPUs, {size(every)} in all; {here.what} is {size(here.bytes)}"
     )
-    line += f"{here.what} is {size(here.bytes)}" + ("" if fits else ": too little")
-    return {"rank_bytes": plan.peak_bytes, "here_bytes": here.bytes, "fits": fits, "line": line}
+    line += "" if fits else ": too little"
+    return {"rank_bytes": each, "here_bytes": here.bytes, "fits": fits, "line": line}
 
 
 def _recompute(recipe: Recipe) -> dict[str, Any] | None:

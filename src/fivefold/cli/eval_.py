@@ -21,7 +21,7 @@ from fivefold.cli.options import (
     require_writable,
     save_as,
 )
-from fivefold.errors import printable
+from fivefold.errors import printable, several
 
 EXAMPLES = [
     "fivefold eval runs/first my_texts/*.txt",
@@ -141,7 +141,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     for row in found["texts"]:
         lines.append(
             f"  {row['file']}: perplexity {_number(row['perplexity'])}, bits per byte {row['bits_per_byte']:.4f}  "
-            f"({row['documents']:,} documents, {row['tokens']:,} tokens, {row['bytes']:,} bytes)"
+            f"({several(row['documents'], 'document')}, {row['tokens']:,} tokens, {row['bytes']:,} bytes)"
         )
     for row in found["tasks"]:
         figures = f"accuracy {_share(row, 'accuracy')}"

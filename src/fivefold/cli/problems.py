@@ -53,7 +53,7 @@ def of_options(error: Exception, words: Sequence[str]) -> Problem | None:
 
 
 class Command(TyperCommand):
-    """A command. Of an unknown option that is the name of a recipe's field it says how to set the field."""
+    """A command. An unknown option that is the name of a recipe's field is refused with how to set it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)
@@ -65,8 +65,9 @@ class Command(TyperCommand):
                 from fivefold.recipe.words import home
 
                 if key := home(name.lstrip("-").replace("-", "_")):
-                    use = f"{name} is a field of the recipe. Use --set {key}={_typed(words, [name]) or '...'}"
-                    error.__dict__.update(message=use, possibilities=None)
+                    use = f"--set {key}={_typed(words, [name]) or '...'}"
+                    said = f"{name} is a field of the recipe. Use {use}"
+                    error.__dict__.update(message=said, possibilities=None)
             raise
 
 

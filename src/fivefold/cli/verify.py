@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
-from fivefold.errors import CheckFailed
+from fivefold.errors import CheckFailed, several
 from fivefold.precision import TRAINABLE
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def verify(
 def text(name: str, report: Report) -> list[str]:
     """The report for people."""
     lines = [
-        f"{name}: {report.layout} on {report.ranks} rank(s) against one process, {report.steps} step(s) in "
-        f"{report.mode}",
+        f"{name}: {report.layout} on {several(report.ranks, 'rank')} against one process, "
+        f"{several(report.steps, 'step')} in {report.mode}",
         f"  {'':14}  {'difference':>10}  {'allowed':>8}        largest at",
     ]
     for key, figure in report.figures.items():

@@ -108,7 +108,7 @@ def build(
             break
         setup, journal = other, None
     if sum(summary.documents) == 0 and not summary.bad_count:
-        raise UserError(f"data.source: {data.source} holds no text: {max(1, len(files))} empty file(s)")
+        raise UserError(f"data.source: {data.source} holds no text; empty files: {max(1, len(files))}")
     return {
         "format": FORMAT,
         "source": data.source,

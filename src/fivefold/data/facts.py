@@ -16,7 +16,7 @@ from fivefold.data.probe import require_ids, require_readable
 from fivefold.data.sources import find
 from fivefold.data.tasks import needs_datasets
 from fivefold.data.tokens import read_manifest
-from fivefold.errors import UserError
+from fivefold.errors import UserError, several
 from fivefold.files import cache_folder
 from fivefold.recipe import Recipe
 from fivefold.recipe.warnings import warning_of_passes
@@ -96,7 +96,7 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         train, val = tokenfiles.split(shards, recipe.data.val_fraction)
         amount = _amount(recipe, len(train), None if val is None else len(val))
         about = "about " * any(s.path.suffix == ".parquet" for s in shards)  # an empty row counts as one
-        fact = f"{len(shards)} token file(s), {about}{sum(s.tokens for s in shards):,} tokens"
+        fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
         return Found(fact, amount, exact=not about)
     mask = objective_of(recipe) == "mlm"
     check_tokenizer(recipe.data, mask)
@@ -106,9 +106,9 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
             raise UserError(needs_datasets(source.hub.name))
         return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")
     if source.size == 0 and all(f.size == 0 for f in source.files):
-        raise UserError(f"data.source: {recipe.data.source} holds no text: {len(source.files)} empty file(s)")
+        raise UserError(f"data.source: {recipe.data.source} holds no text; empty files: {len(source.files)}")
     require_ids(recipe, source, mask)
-    fact = f"{len(source.files):,} file(s), {source.size / 1e6:,.1f} MB"
+    fact = f"{several(len(source.files), 'file')}, {source.size / 1e6:,.1f} MB"
     if source.left_out:
         fact += f"\nnote: {source.left_out}"
     if recipe.data.stream:

@@ -297,8 +297,8 @@ def check_tokenizer(data: DataSection, mask: bool) -> None:
         name = "OWNER/NAME" if not spec or spec.endswith(".json") else spec
         raise UserError(
             f"data.tokenizer = {spec!r}: no such file; must be bpe:N, bytes, chars, or the path of a tokenizer.json. "
-            f"Of a Hugging Face repository: `hf download {name} tokenizer.json tokenizer_config.json --local-dir DIR` "
-            "and --set data.tokenizer=DIR/tokenizer.json"
+            f"Of a Hugging Face repository: `hf download {name} tokenizer.json tokenizer_config.json --local-dir DIR`, "
+            "then --set data.tokenizer=DIR/tokenizer.json"
         )
 
 

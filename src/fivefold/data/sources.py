@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fivefold.data import remote
-from fivefold.errors import UserError
+from fivefold.errors import UserError, several
 
 FileKind = Literal["text", "json", "jsonl", "parquet"]
 KINDS: dict[str, FileKind] = {
@@ -95,7 +95,7 @@ class Source(NamedTuple):
     def left_out(self) -> str:
         """The files of other kinds in words, or ""."""
         count = sum(self.unknown.values())
-        return f"{count:,} file(s) of other kinds left out: {_listed(self.unknown)}" if count else ""
+        return f"{several(count, 'file')} of other kinds left out: {_listed(self.unknown)}" if count else ""
 
 
 def find(spec: str) -> Source:
@@ -250,4 +250,7 @@ def _fixed_part(pattern: Path) -> Path:
 
 def _known(*paths: Path) -> str:
     hint = "; for token files write tokens:PATH" if any(p.suffix in (".bin", ".npy") for p in paths) else ""
+    if table := next((p for p in paths if p.suffix.lower() == ".csv"), None):
+        write = f"parquet.write_table(csv.read_csv({table.name!r}), {table.stem + '.parquet'!r})"
+        hint += f'; convert a table: python -c "from pyarrow import csv, parquet; {write}"'
     return f"known: {' '.join(KINDS)}, and texts as {' '.join(PACKED)}{hint}"

@@ -158,11 +158,8 @@ def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> Mod
 
 
 def _read(exchange: ModuleType, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of `[model]`, and what of the config our model does not compute.
-
-    Raises:
-        UserError: a key is missing, or has a value of the wrong type.
-    """
+    """The fields of `[model]`, and what of the config our model does not compute. Raises UserError for a key that is
+    missing or has a value of the wrong type."""
     found = []
     for key, allowed in exchange.SUPPORTED.items():
         if config.get(key, allowed[0]) not in allowed:
@@ -209,9 +206,9 @@ def _of_one_block(names: Iterable[str]) -> set[str]:
 
 def _weight_names(folder: Path) -> set[str]:
     """The names of a folder's weights; none if they cannot be read."""
-    with suppress(OSError, UserError, SafetensorError, AttributeError):
+    with suppress(OSError, UserError, SafetensorError, KeyError, TypeError):
         if (folder / INDEX).is_file():
-            return set(read_json(folder / INDEX, MOST_INDEX)["weight_map"].keys())
+            return set(read_json(folder / INDEX, MOST_INDEX)["weight_map"])
         with safe_open(folder / WEIGHTS, "pt") as opened:
             return set(opened.keys())
     return set()

@@ -58,8 +58,9 @@ def counts(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def in_words(found: Mapping[str, int]) -> str:
-    """Counts as text: "1 not finite, 2 spike(s) of the loss, 1 rollback(s)"."""
-    return ", ".join(f"{n} {KINDS.get(kind, 'rollback(s)')}" for kind, n in found.items())
+    """Counts as text: "1 not finite, 2 spikes of the loss, 1 rollback"."""
+    words = {kind: KINDS.get(kind, "rollback(s)").replace("(s)", "s" * (n != 1)) for kind, n in found.items()}
+    return ", ".join(f"{n} {words[kind]}" for kind, n in found.items())
 
 
 def events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:

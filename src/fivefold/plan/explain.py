@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fivefold.errors import several
 from fivefold.host.devices import GIB
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Saved
@@ -34,7 +35,7 @@ def summary(plan: Plan) -> list[str]:
     ]
     lines = [
         f"layout        {describe(plan.layout)}{_servers(plan)}",
-        f"microbatches  {s.microbatches} of {s.sizes.B} sequence(s), {s.mode} on {s.cluster.name}",
+        f"microbatches  {s.microbatches} of {several(s.sizes.B, 'sequence')}, {s.mode} on {s.cluster.name}",
         f"memory        {room} on {plan.place(worst)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
         f"step          {step.seconds:.4g} s: " + ", ".join(f"{name} {100 * x:.1f}%" for name, x in shares),
         f"speed         {plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / plan.ranks:,.0f} per device, "
@@ -56,7 +57,7 @@ def _servers(plan: Plan) -> str:
     if plan.service is None:
         return ""
     servers = plan.service.servers
-    return f" as workers, and {servers.count} server{'s' * (servers.count > 1)}"
+    return f" as workers, and {several(servers.count, 'server')}"
 
 
 def explain(plan: Plan) -> list[str]:

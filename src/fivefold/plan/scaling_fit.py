@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, several
 from fivefold.plan.scaling import FLOPS, Law
 
 Array = NDArray[np.float64]
@@ -84,8 +84,9 @@ def too_few(runs: Sequence[Run]) -> str:
     if len(runs) >= FEWEST_RUNS and min(sizes, lengths) >= FEWEST_VALUES:
         return ""
     return (
-        f"too few runs for a fit: {len(runs)} with {sizes} size(s) and {lengths} number(s) of tokens. Its {CONSTANTS} "
-        f"constants need at least {FEWEST_RUNS} runs with {FEWEST_VALUES} sizes and {FEWEST_VALUES} numbers of tokens"
+        f"too few runs for a fit: {len(runs)} with {several(sizes, 'size')} and {several(lengths, 'number')} of "
+        f"tokens. Its {CONSTANTS} constants need at least {FEWEST_RUNS} runs with {FEWEST_VALUES} sizes and "
+        f"{FEWEST_VALUES} numbers of tokens"
     )
 
 

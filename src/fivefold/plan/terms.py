@@ -282,7 +282,8 @@ def flops(asked: Asked) -> Iterator[Term]:
     rate, given = asked.how.flops or plan.model_flops_per_gpu, "given" if asked.how.flops else "predicted"
     yield Term("rate", rate, "FLOP/s", note=f"a device, {given}")
     work = budget.training_flops(x["N"], asked.tokens)
-    yield Term("days", work / (plan.ranks * rate * budget.DAY), "days", note=f"on {plan.ranks} device(s)")
+    note = f"on {plan.ranks:,} device{'s' * (plan.ranks > 1)}"
+    yield Term("days", work / (plan.ranks * rate * budget.DAY), "days", note=note)
     if asked.deadline:
         count = budget.devices_for(work, asked.deadline, rate)
         yield Term("devices", count, "devices", note=f"within {asked.deadline / budget.DAY:g} days")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fivefold.errors import LONGEST_WORD, Problem, UserError, did_you_mean, problem, shortened
+from fivefold.errors import LONGEST_WORD, Problem, UserError, brief, did_you_mean, problem, shortened
 from fivefold.files import read_text
 from fivefold.models.section import LARGEST
 from fivefold.recipe import words
@@ -38,6 +38,7 @@ OURS = "a shipped recipe"
 """The origin of what a user has not written."""
 
 
+@brief
 def load(
     name_or_path: str | Path,
     overrides: Sequence[str] = (),
@@ -63,6 +64,7 @@ def load(
     return _Draft(table, origins).finish(f"recipe {name_or_path}", overrides, layout, over)
 
 
+@brief
 def change(recipe: Recipe, overrides: Sequence[str] = (), layout: str | None = None) -> Recipe:
     """Returns a copy of a recipe with overrides, as in `load`.
 

@@ -9,6 +9,8 @@ from pydantic import model_validator
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import to_toml
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import describe
 
 
 class Recipe(Sections):
@@ -25,6 +27,13 @@ class Recipe(Sections):
             raise ValueError("; ".join(found))
         return self
 
+    def __repr__(self) -> str:
+        model, train = self.model, self.train
+        length = f"{train.steps:,} steps" if train.steps else f"{train.tokens:,} tokens"
+        shape = f"{model.arch}, {model.layers} layers, D {model.dim}, T {model.seq_len}"
+        layout = describe(Layout.from_recipe(self.layout))
+        return f"Recipe: {shape}; {length}, batch {train.global_batch_size}; {layout}"
+
     def _repr_html_(self) -> str:
-        """What a notebook shows: the recipe as TOML."""
-        return f"<pre>{escape(to_toml(self))}</pre>"
+        """What a notebook shows: a line, and behind it the recipe as TOML."""
+        return f"<details><summary>{escape(repr(self))}</summary><pre>{escape(to_toml(self))}</pre></details>"

@@ -41,10 +41,8 @@ def _rates(recipe: Recipe) -> Iterator[str]:
             effect = "training will most likely diverge" if lr > most else "the weights will hardly change"
             yield f"optim.{key} = {lr:g}: {effect}; {name} is used with {least:g} to {most:g}"
     if recipe.train.init_from and name == DEFAULT and recipe.optim.lr > MOST_CONTINUED:
-        yield (
-            f"optim.lr = {recipe.optim.lr:g} is a rate for random weights, and may undo what those of train.init_from "
-            "know; the recipe `continue` has a lower one"
-        )
+        why = "a rate for random weights, which may undo what those of train.init_from know"
+        yield f"optim.lr = {recipe.optim.lr:g} is {why}; the recipe `continue` has a lower one"
 
 
 def _intervals(recipe: Recipe) -> Iterator[str]:

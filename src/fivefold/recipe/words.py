@@ -33,14 +33,11 @@ KEYS: dict[str, FieldInfo] = {
 
 ELSEWHERE = {
     "train.global_batch_size": "batch_size batch train_batch_size",
-    "train.microbatch_size": "micro_batch_size per_device_train_batch_size",
     "train.steps": "max_steps max_iters iterations",
     "optim.lr": "learning_rate",
-    "model.layers": "num_layers n_layer n_layers num_hidden_layers",
+    "model.layers": "num_layers n_layer num_hidden_layers",
     "model.dim": "hidden_size n_embd d_model",
-    "model.heads": "num_heads n_head n_heads num_attention_heads",
     "model.seq_len": "context_length block_size sequence_length max_seq_len",
-    "data.source": "data dataset train_data",
 }
 """Names of fields in other trainers."""
 

@@ -11,7 +11,7 @@ from fivefold.spread.buckets import BUCKET_BYTES
 from fivefold.spread.layout import Layout
 from fivefold.spread.tiers import NOT_OFFLOADED
 
-ELSEWHERE = {"fsdp": "dp={},zero=3", "ddp": "dp={}", "tensor": "tp={}", "pipeline": "pp={}"}
+ELSEWHERE = {"fsdp": "dp={},zero=3", "ddp": "dp={}", "tensor": "tp={}"}
 """Names of axes in other programs, and what they are here."""
 
 
@@ -110,7 +110,8 @@ def describe(layout: Layout) -> str:
     if layout.sp:
         words.append("sequence parallel" + ", gathered again in backward" * layout.sp_regather)
     if layout.pp > 1:
-        words.append(f"schedule {layout.schedule} with {layout.stages_per_rank} stage(s) per rank")
+        stages = f"{layout.stages_per_rank} stage{'s' * (layout.stages_per_rank > 1)}"
+        words.append(f"schedule {layout.schedule} with {stages} per rank")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     if layout.offload != NOT_OFFLOADED:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ Metric = Callable[[Tensor, Tensor], Tensor | float]
 """metric(logits_nV, targets_n): of targets that count -> their mean, a scalar."""
 Schedule = Callable[[int, int], float]
 """schedule(step, steps): the learning rate of step 0 to steps - 1. It depends on nothing else, so resuming is exact."""
+
+NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""Folders whose code is not the user's."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,11 @@ def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"{what} failed: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-        ) from error
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [
+            f" ({f.filename}:{f.lineno}: {f.line})" for f in frames if not f.filename.startswith(NOT_THEIRS)
+        ]
+        raise UserError(f"{what} failed: {type(error).__name__}: {error}{(own or [''])[-1]}") from error
 
 
 def use_loss(stages: Iterable[nn.Module], loss: Loss) -> None:

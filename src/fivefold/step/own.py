@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.checkpoint.store import odd_numbers
+from fivefold.data import Batch
 from fivefold.errors import UserError
+from fivefold.host.memory import available
+from fivefold.kernels.documents import Documents
 from fivefold.models.own import ModuleCard, OwnModel, buffers_of, refuse
 from fivefold.models.recomputation import budget_of
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import products
 from fivefold.parallel.mesh import Mesh
 from fivefold.precision.fp8 import FP8
-from fivefold.recipe import Recipe
+from fivefold.recipe import Recipe, TrainSection
 from fivefold.spread.layout import Layout
 from fivefold.spread.tiers import OFFLOADS, partitions
+from fivefold.step.brought import called
 
 
 def own_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = None) -> OwnModel:
@@ -68,6 +77,39 @@ def own_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = None)
             "the rules of layouts read it"
         )
     return own
+
+
+def try_out(module: nn.Module, batches: Any, train: TrainSection) -> None:
+    """Forward and backward of a copy on the first two microbatches, so that what is wrong with a module is said before
+    anything is made of the run. Nothing is tried where it cannot be copied, or where memory is too short for that.
+
+    Raises:
+        UserError: it fails, or does not return a loss. The message has the user's own line.
+    """
+    name, room, B = type(module).__name__, available(), train.microbatch_size or 1
+    if room is not None and 3 * sum(p.nbytes for p in module.parameters()) > room:
+        return
+    try:
+        copied = deepcopy(module).train()
+    except Exception:  # whatever the user's own classes raise
+        return
+    with torch.random.fork_rng():
+        for row in range(0, train.global_batch_size, B)[:2]:
+            found = Batch(*batches.batch(0, range(row, row + B)))
+            inputs, targets = (torch.as_tensor(x).long() for x in (found.inputs, found.targets))
+            first = (
+                {}
+                if found.first is None
+                else {"documents": Documents(np.asarray(found.first), inputs.device)}
+            )
+            said = f"{name}(inputs, targets) with tokens {inputs.min()} to {inputs.max()} of shape {(*inputs.shape,)}"
+            loss = called(said, partial(copied, inputs, targets, **first))
+            if not isinstance(loss, Tensor) or loss.dim():
+                given = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+                raise UserError(
+                    f"{name}(inputs, targets) = {given:.60}: must be the mean loss, a scalar tensor"
+                )
+            called(f"backward of the loss of {name}", loss.backward)
 
 
 @torch.no_grad()

@@ -62,7 +62,11 @@ def _odd(values: dict[int, int]) -> str:
     count = Counter(values.values())
     (usual, most), *others = count.most_common()
     if others and others[0][1] == most:
-        groups = [", ".join(str(rank) for rank, v in values.items() if v == value) for value in count]
-        return f"rank(s) {' and rank(s) '.join(groups)} have different bits; which are right cannot be said"
-    odd = ", ".join(str(rank) for rank, value in values.items() if value != usual)
-    return f"rank(s) {odd} have other bits than {most} other ranks"
+        groups = [_those([rank for rank, v in values.items() if v == value]) for value in count]
+        return f"{' and '.join(groups)} have different bits; which are right cannot be said"
+    odd = [rank for rank, value in values.items() if value != usual]
+    return f"{_those(odd)} {'have' if len(odd) > 1 else 'has'} other bits than {most} other ranks"
+
+
+def _those(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint.source import Elsewhere
 from fivefold.comm.compress import CompressedSum
-from fivefold.errors import UserError
+from fivefold.errors import UserError, several
 from fivefold.host import memory_bytes
 from fivefold.host.machine import has_fast_bf16
 from fivefold.kernels.fastest import Table
@@ -338,7 +338,7 @@ def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
     if needed * ranks.local_world > memory_bytes():
         raise UserError(
             f"the model needs at least {needed / 2**30:,.1f} GiB per rank ({needed / kept:g} bytes per parameter) for "
-            f"{ranks.local_world} rank(s), and this machine has {memory_bytes() / 2**30:,.1f} GiB"
+            f"{several(ranks.local_world, 'rank')}, and this machine has {memory_bytes() / 2**30:,.1f} GiB"
         )
 
 

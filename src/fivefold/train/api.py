@@ -17,7 +17,7 @@ from fivefold.checkpoint import store
 from fivefold.checkpoint.hf import export_run
 from fivefold.checkpoint.source import weights_of
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.errors import UserError
+from fivefold.errors import UserError, brief
 from fivefold.launch.ranks import device_for
 from fivefold.models.base import LanguageModel
 from fivefold.models.own import ModuleCard
@@ -214,6 +214,7 @@ class Run:
         return f"<p>{escape(repr(self))}</p><table>{rows}</table>"
 
 
+@brief
 def train(
     recipe: Recipe,
     out: Path | str | None = None,
@@ -271,6 +272,7 @@ def train(
     return Run(found)
 
 
+@brief
 def resume(
     out: Path | str,
     recipe: Recipe | None = None,

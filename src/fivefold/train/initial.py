@@ -123,11 +123,6 @@ def _same_model(said: str, mine: ModelSection, theirs: ModelSection) -> tuple[st
     changed, wrong = differences(mine, theirs)
     if wrong:
         ours, other = getattr(mine, wrong), getattr(theirs, wrong)
-        if wrong == "vocab_size":
-            raise UserError(
-                f"{said}: its vocabulary has {other} tokens, and model.vocab_size = {ours}. Leave data.tokenizer and "
-                "model.vocab_size out of the recipe to take over its own"
-            )
         raise UserError(
             f"{said}: its model has {wrong} = {other}, and this recipe model.{wrong} = {ours}. Leave [model] out of "
             f"the recipe to take over the folder's (the recipe `continue` does), or set model.{wrong}={other}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from signal import Signals
 
 from fivefold.checkpoint import keep, store
-from fivefold.errors import UserError, printable
+from fivefold.errors import UserError, printable, several
 from fivefold.files import read_json, write_atomically
 from fivefold.launch.exits import STOPPED, unsaved
 from fivefold.launch.local import as_error
@@ -88,8 +88,8 @@ class Restarts:
         source = f"the checkpoint of step {self.saved}" if self.saved else "step 0"
         waiting = f" in {wait_s:g} s" if wait_s else ""
         said = (
-            f"{failure.text}, after step {self.died_after}. Starting {ranks} rank(s) again{waiting} from {source} "
-            f"({self.spent} of launch.restarts = {self.budget} used)"
+            f"{failure.text}, after step {self.died_after}. Starting {several(ranks, 'rank')} again{waiting} from "
+            f"{source} ({self.spent} of launch.restarts = {self.budget} used)"
         )
         print(printable(said), file=sys.stderr, flush=True)
         self._record(failure.kind, failure.text, ranks, self.died_after, self.saved, wait_s)

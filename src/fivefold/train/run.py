@@ -17,7 +17,7 @@ from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
 from fivefold.data.mixture import amounts, facts, stages_in_words
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
-from fivefold.errors import UserError
+from fivefold.errors import UserError, several
 from fivefold.files import guard, make_folder, write_atomically
 from fivefold.host.machine import describe, untried_torch
 from fivefold.kernels import fastest, native
@@ -125,7 +125,7 @@ def _opened(job: Job, ranks: Ranks, step: int, stack: ExitStack) -> tuple[Consol
     write_run_files(job)
     metrics = stack.enter_context(open_metrics(job, step))
     if metrics.damaged:
-        console.note(f"metrics.jsonl: {metrics.damaged} damaged line(s) are left out")
+        console.note(f"metrics.jsonl: {several(metrics.damaged, 'damaged line')} left out")
     return console, metrics
 
 
@@ -202,7 +202,7 @@ def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
     name = recipe.model.arch if job.module is None else type(job.module).__name__
     mode = compute_mode(recipe, ranks.device, job.module is not None)
     console.note(
-        f"{name}, {parameters:,} parameters, {mode.name}; {ranks.world} rank(s) on {where}; "
+        f"{name}, {parameters:,} parameters, {mode.name}; {several(ranks.world, 'rank')} on {where}; "
         f"{tokens_per_step(recipe):,} tokens per step; run folder {job.out}"
     )
     if job.data is not None and job.data.parts:
@@ -236,7 +236,7 @@ def _next_commands(job: Job) -> list[str]:
         return []
     commands = [f"fivefold export {job.out} exported/"]
     tokenizer = job.data.tokenizer if job.data is not None else None
-    if tokenizer is not None and tokenizer.chat_template:
+    if tokenizer is not None and job.recipe.data.chat_template:
         commands.insert(0, f"fivefold chat {job.out}")
     elif card_of(job.recipe.model).causal and tokenizer is not None:
         prompt = shlex.quote(job.recipe.train.sample_prompt or "The ")

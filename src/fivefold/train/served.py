@@ -413,7 +413,7 @@ class Leader:
                 self._set_limit()
         if self.skipped >= most:
             raise UserError(
-                f"loss or gradient were not finite in {most} step(s) in a row, up to step {self.state.step}: the "
+                f"loss or gradient were not finite in {most} steps in a row, up to step {self.state.step}: the "
                 "run has diverged. Resume with a smaller optim.lr or optim.grad_clip, or from an older checkpoint"
             )
         if not self.servers.synchronous:

@@ -18,7 +18,7 @@ from torch import nn
 from fivefold.checkpoint import store
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
-from fivefold.errors import CommunicationError, UserError
+from fivefold.errors import CommunicationError, UserError, several
 from fivefold.files import expanded, guard, numbered_folder, owned
 from fivefold.host.files import ensure_open_files
 from fivefold.host.machine import cores
@@ -51,7 +51,7 @@ from fivefold.spread.layout_nearest import validate
 from fivefold.spread.layout_text import to_text
 from fivefold.spread.sites import site_layout
 from fivefold.spread.tiers import OFFLOADS
-from fivefold.step.own import own_model
+from fivefold.step.own import own_model, try_out
 from fivefold.step.state import compute_mode
 from fivefold.train.elastic import Elastic
 from fivefold.train.initial import Initial, initial
@@ -63,7 +63,7 @@ from fivefold.train.restart import Restarts, go_back_once, grace_s, newest, note
 from fivefold.train.rollback import goes_back
 from fivefold.train.run import run_rank
 from fivefold.train.served import run_served
-from fivefold.train.share import streaming
+from fivefold.train.share import batches_of, streaming
 
 AUTO = "auto"  # `--resume-from auto`
 
@@ -113,6 +113,9 @@ def run_command(
     data, vocab_size = _data(recipe, module, batches, quiet)
     recipe = resolve(recipe, vocab_size=vocab_size)
     own = _own_model(recipe, module, card)
+    if module is not None and not resuming and not torch.cuda.is_available():
+        source = batches_of(recipe, data, module=module) if data is not None else batches
+        try_out(module, source, recipe.train)
     recipe = _within_budget(recipe, caller)
     found = _initial(recipe, data, own, out if resuming else None)
     out = _run_folder(out, name, resuming, caller)
@@ -408,7 +411,7 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
     if world is not None and recipe.servers.count:
         if world <= recipe.servers.count:
             raise UserError(
-                f"{world} rank(s) are too few for sync.servers = {recipe.servers.count} and at least one worker. "
+                f"{several(world, 'rank')}: too few for sync.servers = {recipe.servers.count} and at least one worker. "
                 f"Nearest valid: {recipe.servers.count + layout.ranks} ranks"
             )
         world -= recipe.servers.count

@@ -110,7 +110,7 @@ def environment(slot: int, jobs: int, ranks: int, cores: int, gpus: Sequence[str
         return {}
     if gpus and jobs * ranks > len(gpus):
         raise UserError(
-            f"--jobs {jobs}: a run needs {ranks} GPU(s), and this machine has {len(gpus)}. Nearest valid: --jobs "
+            f"--jobs {jobs}: of {len(gpus)} GPUs here a run needs {ranks}. Nearest valid: --jobs "
             f"{max(1, len(gpus) // ranks)}"
         )
     threads = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fivefold.errors import UserError, did_you_mean
+from fivefold.errors import UserError, did_you_mean, several
 from fivefold.schedules.pipeline.action import Action
 from fivefold.schedules.pipeline.generators import (
     breadth_first,
@@ -91,10 +91,10 @@ def stages_per_rank(name: str, virtual_stages: int) -> int:
     if least == most and virtual_stages == 1:
         return least
     if virtual_stages < least or (most and virtual_stages > most):
-        allowed = f"exactly {least}" if least == most else f"at least {least}"
+        allowed = f"{'exactly' if least == most else 'at least'} {several(least, 'stage')}"
         other = f", or schedule={SCHEDULES[name].instead}" if virtual_stages >= 1 else ""
         raise UserError(
-            f"layout.virtual_stages: schedule '{name}' needs {allowed} stage(s) per rank, not "
+            f"layout.virtual_stages: schedule '{name}' needs {allowed} per rank, not "
             f"{virtual_stages}. Nearest valid: virtual_stages={least}{other}"
         )
     return virtual_stages
