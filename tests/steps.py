@@ -26,7 +26,7 @@ V = 2048
 MODEL = [
     "model.layers=6", "model.dim=192", "model.heads=6", "model.kv_heads=6", "model.ffn_dim=512", "model.seq_len=256",
     f"model.vocab_size={V}", "train.microbatch_size=2", "train.sample_every=0", "train.steps=4",
-    "optim.warmup_steps=0", "observe.tensorboard=false",
+    "optim.warmup_steps=0", "observe.tracker=none",
 ]  # fmt: skip
 EXPERTS = ["model.experts=4", "model.expert_ffn_dim=256"]
 CASES = [

@@ -35,7 +35,7 @@ TINY = [
     "model.layers=1", "model.dim=16", "model.heads=2", "model.kv_heads=2", "model.seq_len=16",
     "data.tokenizer=bytes", "data.val_fraction=0.1", "train.global_batch_size=4", "train.microbatch_size=2",
     "train.steps=6", "train.val_sequences=4", "train.sample_tokens=4", "train.sample_every=0", "optim.lr=1e-2",
-    "optim.schedule=constant", "observe.tensorboard=false", "layout.dp_replicate=1", "checkpoint.every=2",
+    "optim.schedule=constant", "observe.tracker=none", "layout.dp_replicate=1", "checkpoint.every=2",
     "checkpoint.keep_last=9",
 ]  # fmt: skip
 

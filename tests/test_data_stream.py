@@ -179,7 +179,7 @@ def _read_on_rank(rank: int, world: int, recipe: Recipe, out: Path, steps: int, 
 TINY = [
     "model.dim=16", "model.layers=1", "model.heads=2", "model.kv_heads=2", f"model.seq_len={T}",
     "data.tokenizer=bytes", "data.val_fraction=0.1", "train.global_batch_size=8", "train.microbatch_size=4",
-    "train.val_sequences=16", "train.val_every=100", "precision.mode=fp32", "observe.tensorboard=false",
+    "train.val_sequences=16", "train.val_every=100", "precision.mode=fp32", "observe.tracker=none",
     "optim.schedule=constant", "data.stream=true", f"data.stream_window={WINDOW}", "train.sample_tokens=4",
 ]  # fmt: skip
 

@@ -200,7 +200,7 @@ TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=48", "model.seq_len=16",
     "data.tokenizer=bytes", "data.val_fraction=0.1", "train.global_batch_size=8", "train.microbatch_size=1",
     "train.steps=6", "train.val_sequences=7", "train.val_every=6", "train.sample_tokens=4", "optim.lr=1e-2",
-    "optim.warmup_steps=0", "optim.schedule=constant", "observe.tensorboard=false", "precision.mode=fp32",
+    "optim.warmup_steps=0", "optim.schedule=constant", "observe.tracker=none", "precision.mode=fp32",
     "optim.eps=1e-4",  # with a tiny one, an element without a gradient moves by rounding alone
 ]  # fmt: skip
 

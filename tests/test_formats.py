@@ -142,7 +142,7 @@ def test_a_run_writes_and_shows_its_numbers(tmp_path: Path, capsys: pytest.Captu
         "train.global_batch_size=4",
         "train.sample_every=0",
         "train.val_sequences=4",
-        "observe.tensorboard=false",
+        "observe.tracker=none",
         "checkpoint.every=0",
     ]
     run, empty = tmp_path / "run", tmp_path / "empty"

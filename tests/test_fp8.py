@@ -227,7 +227,7 @@ def test_verify_takes_fp8(room: Path, layout: str) -> None:
 
 
 def run_of(room: Path, layout: str, *sets: str) -> Recipe:
-    more = ["train.steps=4", "observe.tensorboard=false", "train.val_sequences=4", "optim.schedule=constant"]
+    more = ["train.steps=4", "observe.tracker=none", "train.val_sequences=4", "optim.schedule=constant"]
     return change(tiny(room, layout, mode="fp8"), [*more, *sets])
 
 

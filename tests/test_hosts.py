@@ -92,7 +92,7 @@ def train(folder: Path, *arguments: str) -> list[str]:
     sets = [*TINY, f"data.source={folder / 'text.txt'}", f"data.cache={folder / 'cache'}"]
     return [
         *(sys.executable, "-m", "fivefold.cli.main", "train", *arguments),
-        *(f"--set={setting}" for setting in (*sets, "observe.tensorboard=false", "precision.mode=fp32")),
+        *(f"--set={setting}" for setting in (*sets, "observe.tracker=none", "precision.mode=fp32")),
     ]
 
 

@@ -30,7 +30,7 @@ from fivefold.train.start import run_command
 SMALL = ["model.layers=2", "model.dim=32", "model.heads=4", "model.seq_len=32", "model.init_std=0.1"]
 SHORT = [
     "data.tokenizer=bytes", "train.steps=3", "train.global_batch_size=4", "train.val_sequences=4",
-    "precision.mode=fp32", "observe.tensorboard=false", "train.sample_every=1000", "train.sample_tokens=4",
+    "precision.mode=fp32", "observe.tracker=none", "train.sample_every=1000", "train.sample_tokens=4",
 ]  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_a_site_dies_and_returns(tmp_path: Path) -> None:
     """It is lost while sums are under way: the other tries again alone. Started again, it resumes its moments of step
     3, takes the common weights of step 12, and both end with the same. Equal to a simulation."""
     sets = ["sync.method=diloco", "sync.every=3", "sync.patience=20", "train.steps=15", "checkpoint.every=3"]
-    more = ["checkpoint.keep_last=9", "optim.eps=1e-4", "observe.tensorboard=false", "train.val_every=15"]
+    more = ["checkpoint.keep_last=9", "optim.eps=1e-4", "observe.tracker=none", "train.val_every=15"]
     recipe = resolved(tmp_path, "dp=2", *sets, *more)
     seats, dead = [Seat(site, "127.0.0.1", free_port()) for site in (0, 0)], tmp_path / "dead"
     seats = [seats[0], Seat(1, seats[0].host, seats[0].port)]

@@ -285,7 +285,7 @@ def test_flops_are_those_of_the_dense_model_that_a_token_sees():
 def recipe_of(text: Path, *overrides: str) -> Recipe:
     return load("quickstart", [
         "model.arch=moe", "model.layers=2", "model.dim=32", "model.heads=4", "model.experts=8",
-        "model.expert_ffn_dim=32", "train.val_sequences=8", "optim.lr=1e-2", "observe.tensorboard=false",
+        "model.expert_ffn_dim=32", "train.val_sequences=8", "optim.lr=1e-2", "observe.tracker=none",
         "model.seq_len=16", "data.tokenizer=bytes", "train.global_batch_size=8", "train.steps=40",
         "train.sample_tokens=8", "precision.mode=fp32", "layout.dp_replicate=1",
         f"data.source={text}", f"data.cache={text.parent / 'cache'}", "data.val_fraction=0.1", *overrides,

@@ -176,7 +176,7 @@ def test_a_run_resumes_exactly_whatever_its_tier(tmp_path, optimizer):
     sets = [
         "train.steps=3",
         "optim.schedule=constant",
-        "observe.tensorboard=false",
+        "observe.tracker=none",
         "train.val_every=2",
         *optimizer,
     ]

@@ -174,7 +174,7 @@ def command(tmp_path: Path, layout: str) -> list[str]:
     text.write_text("".join(f"{i} squared is {i * i}, and the next one follows. " for i in range(6000)))
     sets = [
         f"data.source={text}", "data.tokenizer=bytes", f"data.cache={tmp_path / 'cache'}", "train.steps=3",
-        "train.global_batch_size=64", "train.microbatch_size=32", "model.seq_len=512", "observe.tensorboard=false",
+        "train.global_batch_size=64", "train.microbatch_size=32", "model.seq_len=512", "observe.tracker=none",
     ]  # fmt: skip
     chosen = [word for one in sets for word in ("--set", one)]
     return [

@@ -39,7 +39,7 @@ from fivefold.train.start import run_command
 SIZES = [
     "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", f"model.seq_len={T}",
     f"model.vocab_size={V}", "train.global_batch_size=8", "train.microbatch_size=2", "train.steps=6",
-    "precision.mode=fp32", "optim.warmup_steps=0", "optim.grad_clip=0.5", "observe.tensorboard=false",
+    "precision.mode=fp32", "optim.warmup_steps=0", "optim.grad_clip=0.5", "observe.tracker=none",
 ]  # fmt: skip
 CARD = ModuleCard(cut=cut)
 GROUPS = "*norm*: lr=3, *head*: lr=0.5 decay=0, *last*: decay=2"

@@ -344,7 +344,7 @@ def test_validation_is_that_of_one_process(room, name, sequences):
 def test_a_run_moves_between_pipelines(room, tmp_path):
     """Saved at pp 2, gone on with at pp 4 and in one process: the losses are those of one process all along. On the
     way the timeline of a step is drawn."""
-    sets = ["model.layers=8", "optim.schedule=constant", "observe.tensorboard=false", "train.val_sequences=4"]
+    sets = ["model.layers=8", "optim.schedule=constant", "observe.tracker=none", "train.val_sequences=4"]
     recipe = tiny(room, "dp=1", *sets, "train.val_every=100", "data.val_fraction=0.1")
     train_rank(0, 1, change(recipe, ["train.steps=6"]), tmp_path / "one")
     run = tmp_path / "run"

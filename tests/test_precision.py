@@ -336,7 +336,7 @@ def trained(recipe: Recipe, layout: str, out: Path, steps: int, resume: bool = F
     return store.load(store.latest(out))
 
 
-RESUMED = ["optim.schedule=constant", "observe.tensorboard=false", "model.layers=2"]
+RESUMED = ["optim.schedule=constant", "observe.tracker=none", "model.layers=2"]
 
 
 @pytest.mark.parametrize(

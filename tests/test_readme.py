@@ -23,7 +23,6 @@ from test_imports import FILES, LINES, room_of
 
 import fivefold
 from fivefold.cli.main import app, main
-from fivefold.recipe import migrate
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 RUN = [page for page in PAGES if page.parent.name != "lectures"]  # test_lectures.py compares what those print
@@ -36,7 +35,7 @@ TINY = [
     "model.layers=2", "model.dim=32", "model.heads=2", "model.seq_len=16", "model.vocab_size=260",
     "data.source=my_texts/",
     "data.tokenizer=bytes", "train.global_batch_size=4", "train.val_sequences=4", "train.sample_tokens=8",
-    "observe.tensorboard=false", "layout.dp_replicate=1",
+    "observe.tracker=none", "layout.dp_replicate=1",
 ]  # fmt: skip
 SEVERAL_RANKS = re.compile(r"--nproc|--layout|torchrun")
 INSTEAD = {
@@ -295,12 +294,6 @@ def test_the_page_of_the_wheel_stands_alone() -> None:
 def test_a_page_names_every_recipe() -> None:
     text = (REPO / "docs" / "models.md").read_text(encoding="utf-8")
     assert [name for name in fivefold.shipped() if f"`{name}`" not in text] == []
-
-
-def test_the_upgrade_guide_names_what_is_migrated() -> None:
-    text = (REPO / "docs" / "upgrading.md").read_text(encoding="utf-8")
-    keys = {*migrate.RENAMED, *migrate.RENAMED.values(), *getattr(migrate, "ABSENT", ())}
-    assert [key for key in keys if f"`{key}" not in text] == []
 
 
 def test_the_terminal_shows_the_recorded_run() -> None:

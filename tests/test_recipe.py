@@ -34,7 +34,6 @@ from fivefold.recipe import (
     total_steps,
 )
 from fivefold.recipe.idle import notes
-from fivefold.recipe.migrate import RENAMED
 
 SHIPPED = [
     "bert-base-mlm", "bert-large-mlm", "bert-tiny", "continue", "deepseek-v3", "gpt2-1.5b", "gpt2-124m", "gpt2-355m",
@@ -598,22 +597,3 @@ def test_what_python_cannot_read_is_a_clear_error(tmp_path: Path, value: str) ->
 
 def test_unsetting_the_steps_keeps_the_tokens() -> None:
     assert load("gpt2-124m", ["train.steps=none"]) == load("gpt2-124m")
-
-
-def test_keys_of_older_versions_are_read_by_their_new_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(RENAMED, "optim.learning_rate", "optim.lr")
-    monkeypatch.setitem(RENAMED, "data.length", "model.seq_len")
-    old = "[optim]\nlearning_rate = 0.5\n[data]\nlength = 64\n[train]\nsteps = 5\n"
-    recipe = load(write(tmp_path, old))
-    assert (recipe.optim.lr, recipe.model.seq_len, recipe.train.steps) == (0.5, 64, 5)
-    wrong = errors(write(tmp_path, old.replace("0.5", '"much"')))
-    assert 'line 2: optim.lr = "much": must be a number' in wrong
-    both = errors(write(tmp_path, old.replace("0.5", "0.5\nlr = 0.1")))
-    assert "optim.learning_rate = 0.5: unknown key" in both
-    assert load(write(tmp_path, "[observe]\nmemory = true\n[train]\nsteps = 5\n")).observe.memory_step == 2
-    assert load("quickstart", ["observe.tensorboard=true"]).observe.tracker == "tensorboard"
-    for text, key in (("tensorboard = 1.0", "observe.tracker"), ("memory = 1", "observe.memory_step")):
-        wrong = errors(write(tmp_path, f"[observe]\n{text}\n[train]\nsteps = 5\n"))
-        assert f"line 2: observe.{text}: unknown key; did you mean '{key}'?" in wrong

@@ -49,7 +49,7 @@ from fivefold.train.job import Job
 from fivefold.train.served import run_served
 from fivefold.train.share import batches_of
 
-SERVER = ["sync.method=server", "observe.tensorboard=false"]
+SERVER = ["sync.method=server", "observe.tracker=none"]
 PLAIN = [
     "sync.method=all",
     "sync.servers=1",

@@ -408,7 +408,7 @@ def test_the_planner_prices_how_often_and_what_is_kept() -> None:
     assert kept[1] - kept[0] == 2 * (kept[2] - kept[0]) > 0, "without momentum half as much"
 
 
-RUN = ["train.val_every=4", "train.val_sequences=6", "observe.tensorboard=false", "optim.eps=1e-4"]
+RUN = ["train.val_every=4", "train.val_sequences=6", "observe.tracker=none", "optim.eps=1e-4"]
 
 
 def run(recipe: Recipe, layout: str, out: Path, steps: int, *sets: str, resume: bool = False) -> None:

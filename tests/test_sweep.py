@@ -22,7 +22,7 @@ from fivefold.train import sweep as running
 TINY = [
     "model.layers=1", "model.dim=16", "model.heads=2", "model.seq_len=16", "data.tokenizer=bytes",
     "data.val_fraction=0.1", "train.global_batch_size=4", "train.val_sequences=4", "train.sample_tokens=2",
-    "train.steps=3", "observe.tensorboard=false", "layout.dp_replicate=1",
+    "train.steps=3", "observe.tracker=none", "layout.dp_replicate=1",
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", f"model.seq_len={T}", f"model.vocab_size={V}",
     "model.init_std=0.1", "train.steps=6", f"train.global_batch_size={ROWS}", "train.microbatch_size=2",
     "train.sample_every=0", "optim.lr=1e-3", "optim.warmup_steps=1", "optim.grad_clip=0.5", "precision.mode=fp32",
-    "layout.dp_replicate=1", "observe.tensorboard=false",
+    "layout.dp_replicate=1", "observe.tracker=none",
 ]  # fmt: skip
 
 

@@ -184,7 +184,7 @@ def test_a_run_writes_and_draws_its_step(tmp_path: Path, capsys: pytest.CaptureF
         "train.global_batch_size=4",
         "train.sample_every=0",
         "train.val_sequences=4",
-        "observe.tensorboard=false",
+        "observe.tracker=none",
     ]
     run = tmp_path / "run"
     run_ranks(2, train_rank, load("quickstart", sets, "dp=2,zero=3"), run)

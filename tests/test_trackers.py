@@ -47,7 +47,7 @@ def test_a_recipe_names_one_or_several(tmp_path: Path) -> None:
     assert of('tracker = ["csv", "mlflow"]') == ["csv", "mlflow"]
     assert of("tracker = []") == of('tracker = "none"') == []
     # as earlier versions called it
-    assert of("tensorboard = false") == of("", "observe.tensorboard=false") == []
+    assert of("tensorboard = false") == of("", "observe.tracker=none") == []
     assert of("tensorboard = true") == of('tracker = "csv"', "observe.tensorboard=true") == ["tensorboard"]
 
 

@@ -34,7 +34,7 @@ TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.seq_len=16",
     "data.tokenizer=bytes", "train.global_batch_size=8", "train.microbatch_size=2", "train.steps=6",
     "train.val_sequences=8", "train.sample_tokens=8", "train.sample_every=0", "optim.lr=1e-2",
-    "observe.tensorboard=false", "layout.dp_replicate=1",
+    "observe.tracker=none", "layout.dp_replicate=1",
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ STEPS = 3
 TINY = [
     "model.layers=1", "model.dim=16", "model.heads=2", "model.kv_heads=2", "model.ffn_dim=16", "model.seq_len=8",
     "data.tokenizer=bytes", "data.val_fraction=0", "train.global_batch_size=4", f"train.steps={STEPS}",
-    "train.sample_every=0", "checkpoint.every=1", "checkpoint.keep_last=2", "observe.tensorboard=false",
+    "train.sample_every=0", "checkpoint.every=1", "checkpoint.keep_last=2", "observe.tracker=none",
     "optim.warmup_steps=0", "precision.mode=fp32", "layout.dp_replicate=1",
 ]  # fmt: skip
 

@@ -63,7 +63,7 @@ def _short(recipe: Recipe, layout: Layout, tokens: Path, steps: int) -> Recipe:
         "launch.restarts": 0,
         "optim.warmup_steps": 1,
         "observe.memory_step": 3,
-        "observe.tensorboard": "false",
+        "observe.tracker": "none",
     }
     return change(in_layout(recipe, layout), [f"{key}={value}" for key, value in values.items()])
 

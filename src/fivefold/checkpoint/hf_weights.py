@@ -13,9 +13,9 @@ from torch import Tensor
 from fivefold.checkpoint import store
 from fivefold.checkpoint.manifest import Box
 from fivefold.errors import UserError
-from fivefold.files import MOST_JSON, open_file, read_json
+from fivefold.files import MOST_INDEX, MOST_JSON, open_file, read_json
 from fivefold.models.card import card_of
-from fivefold.models.hf import INDEX, MOST_INDEX, WEIGHTS, made_from_hf
+from fivefold.models.hf import INDEX, WEIGHTS, made_from_hf
 from fivefold.models.section import ModelSection
 
 

@@ -4,6 +4,7 @@ from fivefold.files.guarded import guard, inside
 from fivefold.files.locks import Post, held, in_use, locked, owned, posts
 from fivefold.files.reading import (
     BROKEN,
+    MOST_INDEX,
     MOST_JSON,
     MOST_TRACE,
     open_file,
@@ -34,6 +35,7 @@ from fivefold.files.writing import (
 
 __all__ = [
     "BROKEN",
+    "MOST_INDEX",
     "MOST_JSON",
     "MOST_TRACE",
     "NO_ROOM",

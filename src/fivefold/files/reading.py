@@ -15,6 +15,8 @@ from fivefold.files.guarded import inside
 
 MOST_JSON = 16 << 20
 """Bytes of a JSON file. Objects in memory take about 20 times as much."""
+MOST_INDEX = 64 << 20
+"""Bytes of an index of weights: about 100 for each tensor of each expert."""
 MOST_TRACE = 256 << 20
 """Bytes of a step's timeline."""
 LONGEST_NUMBER = 40

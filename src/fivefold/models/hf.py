@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.files import read_json
+from fivefold.files import MOST_INDEX, read_json
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.registry import ARCHITECTURES, file_of
 from fivefold.models.rules import model_rules
@@ -29,8 +29,6 @@ from fivefold.precision import DTYPES, torch_dtype
 from fivefold.spread.parts import Shape
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-MOST_INDEX = 64 << 20
-"""Bytes of an index: about 100 for each tensor of each expert."""
 ANYWHERE = {"transformers_version", "use_cache", "bos_token_id", "eos_token_id", "dtype", "_name_or_path"}
 """Keys of config.json that change nothing of the computation, whatever the kind."""
 WRONG = "config.json has a wrong value (fields named as in our recipes)"

@@ -15,7 +15,6 @@ from fivefold.files import read_text
 from fivefold.models.section import LARGEST
 from fivefold.recipe import words
 from fivefold.recipe.initial import HERE, taken_over
-from fivefold.recipe.migrate import migrate, today
 from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.words import KEYS, SECTIONS, none_unsets, plain_type
@@ -138,7 +137,7 @@ def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         UserError: the file is not valid TOML, or its base is no shipped recipe.
     """
     text = read_text(path, MOST_BYTES)
-    table, origins = migrate(_parse(text, path), _lines(text))
+    table, origins = _parse(text, path), _lines(text)
     files = _files()
     if path in files.values():
         origins = {f"{section}.{name}": OURS for section, fields in table.items() for name in fields}
@@ -281,12 +280,12 @@ class _Draft:
         """Writes `section.key=value` texts, given after `option`, into the table."""
         given: set[str] = set()
         for text in overrides:
-            given_key, equals, raw = (part.strip() for part in text.partition("="))
-            key, value = today(given_key, _override_value(given_key, raw))
+            key, equals, raw = (part.strip() for part in text.partition("="))
+            value = _override_value(key, raw)
             section, dot, name = key.partition(".")
             if not (equals and section and dot and name):
                 said = shortened(text, LONGEST_WORD)
-                near = f"; did you mean {home}={raw}?" if (home := words.home(given_key)) and raw else ""
+                near = f"; did you mean {home}={raw}?" if (home := words.home(key)) and raw else ""
                 message = f"{option} {said}: must have the form section.key=value{near}"
                 self.problems.append(problem(message, option, said, "section.key=value"))
                 continue

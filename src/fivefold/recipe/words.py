@@ -15,7 +15,6 @@ from fivefold.errors import LONGEST_MESSAGE, LONGEST_WORD, did_you_mean, printab
 from fivefold.models.rules import meaning
 from fivefold.models.section import LARGEST
 from fivefold.precision.formats import FORMATS
-from fivefold.recipe.migrate import RENAMED
 from fivefold.recipe.schema import Section, Sections
 
 SHOWN = {form.multiplied for form in FORMATS.values()}
@@ -171,8 +170,7 @@ def unknown_key(key: str, value: Any) -> str:
     """A key that its section does not have."""
     section, _, name = key.partition(".")
     key = shortened(key, LONGEST_WORD)
-    today = f"; did you mean '{RENAMED[key]}'?" if key in RENAMED else ""
-    near = today or _home(name) or did_you_mean(name, SECTIONS[section].model_fields)
+    near = _home(name) or did_you_mean(name, SECTIONS[section].model_fields)
     return f"{key} = {short(value)}: unknown key" + (
         near or f"; valid keys in [{section}]: {', '.join(SECTIONS[section].model_fields)}"
     )
