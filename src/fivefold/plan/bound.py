@@ -3,6 +3,7 @@ pricing them. No bound may exceed the prediction of `predict.price`."""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 from fivefold.models.section import ModelSection
@@ -15,6 +16,7 @@ from fivefold.plan.software import Software
 from fivefold.plan.space import Choice, Space
 from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.schedules.pipeline import ends_upwards, splits_backward
+from fivefold.spread.layout import changed
 
 RankSeconds = tuple[float, float, float]
 """Seconds of a rank: gradient sums, weight gathers (both without overlap), and the optimizer."""
@@ -163,7 +165,7 @@ class Bounds:
         if key not in self._all:
             shape = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0)
             layouts = space.sharings(shape)
-            self._all[key] = tuple({self._sent(replace(c, layout=layout), at) for layout in layouts})
+            self._all[key] = _lowest({self._sent(changed(c, layout=layout), at) for layout in layouts})
         return min(self._unhidden(c, sums, forward, backward) for sums in self._all[key])
 
     def _unhidden(self, c: Choice, sums: RankSeconds, forward: float, backward: float) -> float:
@@ -208,3 +210,10 @@ def _beside(
     backward = blocks * (plain.input + plain.weight) + with_experts * (mixed.input + mixed.weight)
     backward += first * (begin.input + begin.weight) + last * (end.input + end.weight)
     return forward, backward
+
+
+def _lowest(found: set[RankSeconds]) -> tuple[RankSeconds, ...]:
+    """Those that no other one undercuts: exposed seconds grow with the seconds of messages."""
+    return tuple(
+        one for one in found if not any(other != one and all(map(operator.le, other, one)) for other in found)
+    )

@@ -98,7 +98,7 @@ def keeps_copies(layout: Layout) -> bool:
 
 
 def node_copies(
-    model: ModelSection, layout: Layout, mine: list[int], by_stage: Sequence[range], b: States
+    model: ModelSection, layout: Layout, mine: Sequence[int], by_stage: tuple[range, ...], b: States
 ) -> float:
     """Bytes of a rank's share of its node's copy: what one message across the nodes has brought."""
     if not keeps_copies(layout):
@@ -124,7 +124,7 @@ def update_scratch(optimizer: str, model: ModelSection, layout: Layout, position
 
 
 def sum_scratch(
-    model: ModelSection, layout: Layout, mine: list[int], by_stage: Sequence[range], b: States
+    model: ModelSection, layout: Layout, mine: Sequence[int], by_stage: tuple[range, ...], b: States
 ) -> float:
     """Bytes into which the messages of gradient sums are received, on the first rank of a group, as on one node: of
     each group the largest."""
@@ -146,7 +146,7 @@ def sum_scratch(
 
 
 def rounding_scratch(
-    model: ModelSection, layout: Layout, mine: list[int], by_stage: Sequence[range], b: States
+    model: ModelSection, layout: Layout, mine: Sequence[int], by_stage: tuple[range, ...], b: States
 ) -> float:
     """Bytes of the fp32 copies that an update with rounding works on (optim/rounded.py), on the first rank. A streamed
     one copies chunks (`offload.held`)."""
@@ -170,7 +170,7 @@ def _sharing(layout: Layout, local: Local) -> int:
 
 
 def compression(
-    model: ModelSection, layout: Layout, mine: list[int], by_stage: Sequence[range]
+    model: ModelSection, layout: Layout, mine: Sequence[int], by_stage: tuple[range, ...]
 ) -> tuple[int, int]:
     """Bytes on a rank with these stages: what compression keeps from step to step (residuals, PowerSGD's Q), and its
     first messages, given and taken, with the largest scratch."""

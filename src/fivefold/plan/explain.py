@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fivefold.errors import several
 from fivefold.host.devices import GIB
@@ -93,7 +93,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         )
 
 
-def _elements(plan: Plan) -> list[model_states.Elements]:
+def _elements(plan: Plan) -> Sequence[model_states.Elements]:
     s = plan.setting
     return model_states.rank_elements(s.model, s.layout, s.software.partition)
 

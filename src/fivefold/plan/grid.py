@@ -20,6 +20,7 @@ from fivefold.plan.devices import Cluster
 from fivefold.plan.documents import Documents, documents_of
 from fivefold.plan.predict import Plan, predict, resolved, with_load
 from fivefold.plan.software import Software, of
+from fivefold.plan.stage_costs import Parts
 from fivefold.recipe import Recipe
 from fivefold.schedules.pipeline import DEFAULT
 from fivefold.spread.layout import Layout
@@ -60,7 +61,7 @@ class Base:
 
     recipe: as given, with unset fields. full: the resolved recipe. layout: its layout. cluster: with its devices.
     named: the value of `--cluster`. software: the program's. tokens: the value of `--document-tokens`. documents: by
-    length of a sequence and batch, which say what a run reads."""
+    length of a sequence and batch, which say what a run reads. known: see `predict`."""
 
     recipe: Recipe
     full: Recipe
@@ -70,6 +71,7 @@ class Base:
     software: Software
     tokens: float | None = None
     documents: dict[tuple[int, int], Documents | None] = field(default_factory=dict, compare=False)
+    known: dict[object, Parts] = field(default_factory=dict, compare=False)
 
     @property
     def values(self) -> Values:
@@ -148,7 +150,7 @@ def plan_at(center: Base, values: Values) -> Plan:
     read = recipe.model.seq_len, recipe.train.global_batch_size
     if read not in center.documents:
         center.documents[read] = documents_of(recipe, center.tokens)
-    return predict(recipe, cluster, replace(center.software, documents=center.documents[read]))
+    return predict(recipe, cluster, replace(center.software, documents=center.documents[read]), center.known)
 
 
 def model_at(center: Base, values: Values) -> Values:

@@ -21,7 +21,7 @@ from fivefold.plan.buffers import (
     sum_scratch,
     update_scratch,
 )
-from fivefold.plan.model_states import Elements, more_states, rank_elements, rank_states
+from fivefold.plan.model_states import Elements, alike, more_states, rank_elements, rank_states
 from fivefold.plan.operations import Sums
 from fivefold.plan.partition import schedule, stages
 from fivefold.plan.software import Software
@@ -209,7 +209,9 @@ class Predictor:
         self.schedule, self.times = live_schedule(layout, microbatches)
         self.always = transfers(self.microbatch("none"), layout, microbatches) + extra
         ranks, known = rank_elements(model, layout, software.partition), {}
-        self.held = [self._held(position, own, microbatches, known) for position, own in enumerate(ranks)]
+        same = alike(model, layout, software.partition)
+        held = {n: self._held(n, ranks[n], microbatches, known) for n in dict.fromkeys(same)}
+        self.held = [held[number] for number in same]
 
     def microbatch(self, mode: str) -> MicrobatchBytes:
         """Bytes of a microbatch whose blocks all have this mode."""

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, placing
 from fivefold.plan.partition import stages
 from fivefold.plan.software import Partition, States
-from fivefold.spread.layout import Layout
+from fivefold.spread.layout import Layout, changed
 from fivefold.spread.parts import TIED, held, sharing_group, size_of, stages_of
 from fivefold.spread.units import local_parameters, scattered_once
 
 
-@dataclass(frozen=True)
-class Elements:
+class Elements(NamedTuple):
     """Elements of some parameters on a rank.
 
     computes: elements the rank computes with, after tensor and expert parallelism. keeps: elements it stores under
@@ -33,7 +32,7 @@ class Elements:
     experts_keep: float = 0
     frozen: tuple[float, float, float, float] = (0, 0, 0, 0)
 
-    def __add__(self, other: Elements) -> Elements:
+    def __add__(self, other: Elements) -> Elements:  # pyright: ignore[reportIncompatibleMethodOverride]
         return Elements(
             self.computes + other.computes,
             self.keeps + other.keeps,
@@ -151,15 +150,61 @@ def outside_blocks(model: ModelSection, layout: Layout, mine: Sequence[int], sta
     return sum([before] * first + [behind] * last + [tied] * (last and not first), Elements())
 
 
-def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balanced") -> list[Elements]:
+UNDIVIDED = Layout()
+
+
+def divided(layout: Layout) -> Layout:
+    """The layout by which a rank's part of the model is counted; many layouts have the same."""
+    return changed(
+        UNDIVIDED,
+        pp=layout.pp,
+        tp=layout.tp,
+        ep=layout.ep,
+        sp=layout.sp,
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        dp_shard=layout.shards,
+        zero=int(layout.zero > 0),
+    )
+
+
+def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balanced") -> Sequence[Elements]:
     """Elements per rank at each pipeline position."""
+    hashed: Any = model
+    return _rank_elements(hashed, divided(layout), how)
+
+
+@lru_cache(maxsize=1024)
+def _rank_elements(model: ModelSection, layout: Layout, how: Partition) -> Sequence[Elements]:
     blocks = elements(model, layout)[0]
     by_stage = stages(model, layout, how)
     found = []
-    for position in range(layout.pp):
+    for position, same in enumerate(alike(model, layout, how)):
+        if same < position:
+            found.append(found[same])
+            continue
         total, mine = Elements(), stages_of(layout, position)
         for stage in mine:
             for number in by_stage[stage]:
                 total += blocks[number]
         found.append(total + outside_blocks(model, layout, mine, len(by_stage)))
     return found
+
+
+def alike(model: ModelSection, layout: Layout, how: Partition = "balanced") -> tuple[int, ...]:
+    """For each pipeline position the first one whose ranks have blocks of the same kinds and the same ends of the
+    model, and so the same elements, messages and buffers."""
+    hashed: Any = model
+    return _alike(hashed, divided(layout), how)
+
+
+@lru_cache(maxsize=1024)
+def _alike(model: ModelSection, layout: Layout, how: Partition) -> tuple[int, ...]:
+    by_stage, mixed, first = stages(model, layout, how), card_of(model).mixed, dict[object, int]()
+    found = []
+    for position in range(layout.pp):
+        mine = stages_of(layout, position)
+        kinds = [tuple(i if model.freeze else mixed[i] for i in by_stage[stage]) for stage in mine]
+        ends = 0 in mine, len(by_stage) - 1 in mine
+        found.append(first.setdefault((tuple(kinds), ends), position))
+    return tuple(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +19,7 @@ def schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> S
     return build(name, ranks, microbatches, virtual_stages)
 
 
-def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> Sequence[range]:
+def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> tuple[range, ...]:
     """The blocks of each stage, cut as the trainer does or as other programs do (see `software.Partition`)."""
     hashed: Any = model  # frozen: pydantic gives it a hash
     name = layout.schedule if layout.pp > 1 else DEFAULT
@@ -30,7 +29,7 @@ def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> 
 @lru_cache(maxsize=4096)
 def _stages_of(
     model: ModelSection, pp: int, name: str, virtual_stages: int, how: Partition
-) -> Sequence[range]:
+) -> tuple[range, ...]:
     if how == "balanced":
         return stage_blocks(card_of(model), Layout(pp=pp, schedule=name, virtual_stages=virtual_stages))
     count = pp * stages_per_rank(name, virtual_stages) if pp > 1 else 1

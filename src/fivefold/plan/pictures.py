@@ -61,7 +61,7 @@ class Pictures:
     """costs: of each stage for one microbatch; shares, timeline: see the functions."""
 
     plan: Plan
-    costs: list[Cost]
+    costs: Sequence[Cost]
     roofline: Roofline
     shares: dict[str, float]
     timeline: Timeline | None
@@ -69,7 +69,7 @@ class Pictures:
 
 def pictures(plan: Plan) -> Pictures:
     """Everything that is drawn of a plan."""
-    costs = stage_costs.stage_costs(plan.setting)
+    costs = plan.step.costs
     found = roofline(plan, costs)
     return Pictures(plan, costs, found, shares(plan, found), timeline(plan, costs))
 

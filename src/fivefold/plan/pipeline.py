@@ -9,7 +9,7 @@ from functools import lru_cache
 from fivefold.plan import communication, partition
 from fivefold.plan.communication import group
 from fivefold.plan.cost import Cost, Setting
-from fivefold.schedules.pipeline import Costs, simulate, simulate_oversubscribed
+from fivefold.schedules.pipeline import SCHEDULES, Costs, simulate, simulate_oversubscribed
 
 PipelineTimer = Callable[[Setting, Sequence[Cost]], tuple[float, list[float], list[float]]]
 """(setting, costs of the stages) -> (makespan of the schedule, end of each rank, compute time of each), seconds."""
@@ -49,6 +49,8 @@ def pipeline_costs(costs: Sequence[tuple[float, ...]], transfers: Mapping[tuple[
 
 def hidden_by_pairs(s: Setting, costs: Sequence[Cost], rank: int) -> float:
     """Seconds per microbatch that a rank's pairs hide once the pipeline is full."""
+    if not SCHEDULES[s.layout.schedule].paired:
+        return 0.0
     schedule = partition.schedule(s.layout.schedule, s.layout.pp, 2 * s.layout.pp, s.layout.virtual_stages)
     price = pipeline_costs([cost.timed for cost in costs], {})
     pairs = {(a.stage, b.stage) for a, b in schedule.pairs.items() if schedule.rank_of[a.stage] == rank}

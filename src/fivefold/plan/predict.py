@@ -24,7 +24,7 @@ from fivefold.plan.recompute_budget import Budget, with_budget
 from fivefold.plan.recompute_budget import resolve as resolve_budget
 from fivefold.plan.slow_links import SlowLinks, compare
 from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software, States, of
-from fivefold.plan.stage_costs import Parts, recomputed
+from fivefold.plan.stage_costs import Parts, parts, recomputed
 from fivefold.plan.stalls import Stalls, stalls
 from fivefold.plan.time import Step, step
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, sent
@@ -177,8 +177,14 @@ def limit(cluster: Cluster) -> int:
     return int((cluster.device.memory - cluster.device.reserve) / (1 + FRAGMENTS))
 
 
-def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> Plan:
-    """Predicts a recipe with its layout. software: this program on the cluster's devices if None.
+def predict(
+    recipe: Recipe,
+    cluster: Cluster,
+    software: Software | None = None,
+    known: dict[object, Parts] | None = None,
+) -> Plan:
+    """Predicts a recipe with its layout. software: this program on the cluster's devices if None. known: costs of
+    operations by what they depend on, to share between recipes that differ in sizes and layout only.
 
     Raises:
         UserError: the layout does not fill the cluster; the vocabulary is unknown; the device lacks the dtype.
@@ -204,7 +210,12 @@ def predict(recipe: Recipe, cluster: Cluster, software: Software | None = None) 
     s = apart(together, full.sites) if full.sites.count > 1 else together
     s = with_budget(s, partial(_besides, s))
     together = replace(together, layout=replace(together.layout, recompute=s.layout.recompute))
-    plan = price(s)
+    shared = None
+    if known is not None:
+        key = s.sizes, s.layout.ranks
+        shared = known.get(key) or parts(s, card_of(s.model).work(s.sizes, s.software))
+        known[key] = shared
+    plan = price(s, shared)
     wait = stalls(full, plan.setting, plan.step.seconds)
     return replace(plan, stalls=wait, together=together if full.sites.count > 1 else None)
 

@@ -28,7 +28,7 @@ from fivefold.plan.time import step
 from fivefold.recipe import Recipe
 from fivefold.recipe.idle import PLAIN
 from fivefold.recipe.rules import with_layout
-from fivefold.spread.layout import Layout
+from fivefold.spread.layout import Layout, changed
 from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
 
 GLIMPSE = 32
@@ -118,16 +118,16 @@ class Search:
     def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
         lean = self.space.leanest(c.layout)
         for number, (name, virtual) in enumerate(self.space.schedules(c.layout.pp)):
-            smallest = replace(c, layout=replace(lean, schedule=name, virtual_stages=virtual))
+            smallest = changed(c, layout=changed(lean, schedule=name, virtual_stages=virtual))
             if self.bounds.bytes.of(smallest, buffers=False) > self.most:
-                self.lost += len(self.space.sharings(c.layout))
+                self.lost += len(self.space.ways_to_share(c.layout))
                 continue
-            one = replace(c, layout=replace(c.layout, schedule=name, virtual_stages=virtual))
+            one = changed(c, layout=changed(c.layout, schedule=name, virtual_stages=virtual))
             self._push(max(seconds, self.bounds.schedule(one, self.space)), 2, (*order, number), one)
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
         for number, layout in enumerate(self.space.sharings(c.layout)):
-            one = replace(c, layout=layout)
+            one = changed(c, layout=layout)
             if self.bounds.bytes.of(one) <= self.most:
                 self._push(max(seconds, self.bounds.sharing(one)), 3, (*order, number), one)
             else:

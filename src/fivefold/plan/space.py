@@ -21,7 +21,7 @@ from fivefold.recipe import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
 from fivefold.spread.divisors import divisors
-from fivefold.spread.layout import Layout
+from fivefold.spread.layout import Layout, changed
 from fivefold.spread.layout_rules import problems
 from fivefold.spread.shares import largest
 
@@ -127,20 +127,23 @@ class Space:
     def sharings(self, shape: Layout) -> tuple[Layout, ...]:
         """The shape with every sharding of states: none, or each ZeRO stage over each divisor of the data ranks."""
         return tuple(
-            replace(shape, dp_replicate=replicate, dp_shard=shard, zero=zero)
-            for replicate, shard, zero in _sharings(shape.dp_replicate, shape.cp, shape.ep, shape.ranks)
+            changed(shape, dp_replicate=replicate, dp_shard=shard, zero=zero)
+            for replicate, shard, zero in self.ways_to_share(shape)
         )
+
+    def ways_to_share(self, shape: Layout) -> tuple[tuple[int, int, int], ...]:
+        """(replicas, shards, ZeRO stage) of every sharding."""
+        return _sharings(shape.dp_replicate, shape.cp, shape.ep, shape.ranks)
 
     def leanest(self, shape: Layout) -> Layout:
         """The sharding with the least memory per rank."""
         if shape.dp_replicate * shape.cp == 1:
             return shape
-        return replace(shape, dp_replicate=1, dp_shard=shape.dp_replicate, zero=3)
+        return changed(shape, dp_replicate=1, dp_shard=shape.dp_replicate, zero=3)
 
     def kinds(self, shape: Layout) -> int:
         """Number of layouts with this shape, for one microbatch, recomputation and precision."""
-        sharings = _sharings(shape.dp_replicate, shape.cp, shape.ep, shape.ranks)
-        return len(sharings) * len(self.schedules(shape.pp))
+        return len(self.ways_to_share(shape)) * len(self.schedules(shape.pp))
 
     def schedules(self, pp: int) -> tuple[tuple[str, int], ...]:
         """(name, virtual stages) of every schedule for `pp` ranks."""
@@ -179,8 +182,8 @@ class Space:
         for shape in self.shapes:
             modes = [replace(shape, recompute=recompute) for recompute in self.modes]
             for B in self.microbatches(shape):
-                for changed in modes:
-                    yield from (self.choice(changed, B, mode) for mode in self.precisions)
+                for one in modes:
+                    yield from (self.choice(one, B, mode) for mode in self.precisions)
 
     @cached_property
     def size(self) -> int:

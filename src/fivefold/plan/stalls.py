@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from fivefold.host.devices import GB
 from fivefold.models.card import card_of
+from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, kept_in
 from fivefold.plan import rates
 from fivefold.plan.cost import Setting
@@ -69,9 +71,8 @@ def steps_between(recipe: Recipe, step: float) -> int:
 def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
     """The stalls of a resolved recipe whose steps take `step` seconds."""
     nodes = max(1, s.cluster.nodes)
-    card, shapes = OPTIMIZERS[recipe.optim.name], card_of(recipe.model).parameters
-    kept = kept_in(card, PRECISIONS[s.mode], recipe.precision.rounding)
-    states = sum(kept.state_bytes(name, shape) for name, shape in shapes.items())
+    hashed: Any = recipe.model
+    states = _state_bytes(recipe.optim.name, s.mode, recipe.precision.rounding, hashed)
     size = round((s.states.master or s.states.working) * count_parameters(recipe.model) + states)
     tokens = recipe.train.global_batch_size * recipe.model.seq_len
     reading = tokens * token_bytes(recipe.model.vocab_size or 0) / nodes / s.cluster.storage.read
@@ -83,3 +84,10 @@ def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
         waiting=max(0.0, reading - step),
         slowest=rates.slowest(s.layout.ranks, s.cluster.device.spread),
     )
+
+
+@lru_cache(maxsize=1024)
+def _state_bytes(optimizer: str, mode: str, rounding: str, model: ModelSection) -> float:
+    """Bytes of the optimizer's states of a whole model."""
+    kept = kept_in(OPTIMIZERS[optimizer], PRECISIONS[mode], rounding)
+    return sum(kept.state_bytes(name, shape) for name, shape in card_of(model).parameters.items())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fivefold.models.operations import Matmul
 from fivefold.optim import OPTIMIZERS, rounding_traffic, update_traffic
-from fivefold.plan import model_states, offload, outer, partition, rates, volume
-from fivefold.plan.cost import Setting
+from fivefold.plan import model_states, offload, outer, rates, volume
+from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.model_states import Elements
 from fivefold.plan.pipeline import PipelineTimer, hidden_by_pairs, pipeline
 from fivefold.plan.stage_costs import Parts, outside_blocks, stage_costs
@@ -21,7 +22,8 @@ class Step:
     """Seconds of one optimizer step.
 
     compute: seconds that the busiest rank computes, with the optimizer. exposed: exposed communication by axis. bubble:
-    the rest, in which it waits for other stages. terms: (name, seconds) of each part.
+    the rest, in which it waits for other stages. terms: (name, seconds) of each part. costs: of each pipeline stage
+    for one microbatch.
     """
 
     seconds: float
@@ -29,6 +31,7 @@ class Step:
     exposed: dict[str, float]
     bubble: float
     terms: list[tuple[str, float]] = field(default_factory=list)
+    costs: Sequence[Cost] = ()
 
 
 def optimizer(s: Setting, own: Elements) -> float:
@@ -74,24 +77,23 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     costs = stage_costs(s, shared)
     makespan, ends, busy = run(s, costs)
     p, m = s.layout.pp, s.microbatches
-    rank_of = partition.schedule(s.layout.schedule, p, 2, s.layout.virtual_stages).rank_of if p > 1 else (0,)
     extra, waits = 0.0, [0.0] * p
     ranks = model_states.rank_elements(s.model, s.layout, s.software.partition)
     reduced = gathered = updated = moved = 0.0
+    same, known = model_states.alike(s.model, s.layout, s.software.partition), {}
     for position in range(p):
-        mine = [costs[stage] for stage, rank in enumerate(rank_of) if rank == position]
-        backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
-        forward -= outside_blocks(s, stages_of(s.layout, position), len(costs)).sent_forward
-        r, g = per_step(s, ranks[position], backward, forward)
-        u = on_device(s, ranks[position], position)
-        away = offload.exposed(s, offload.Computing(forward, backward, u), ranks[position])
+        mine = [costs[stage] for stage in stages_of(s.layout, position)]
+        key = same[position], tuple(mine)
+        if key not in known:
+            known[key] = _behind(s, ranks[position], mine, position, len(costs))
+        r, g, u, away = known[key]
         waits[position] = m * (
             sum(c.sent for c in mine) - (hidden_by_pairs(s, costs, position) if p > 1 else 0.0)
         )
         late = ends[position] + r + g + u + away - makespan
         if late > extra:
             extra, reduced, gathered, updated, moved = late, r, g, u, away
-    tensor_sums, tied_sums = max((shared_sums(s, position) for position in range(p)), key=sum)
+    tensor_sums, tied_sums = max((shared_sums(s, position) for position in dict.fromkeys(same)), key=sum)
     worst = max(range(p), key=lambda position: busy[position])
     encoding = max(compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
     besides = fixed(s)
@@ -122,7 +124,19 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         ("fixed per step", besides),
         *([("outer steps of the sites, on average", apart)] if apart else []),
     ]
-    return Step(seconds, compute, exposed, max(0.0, bubble), terms)
+    return Step(seconds, compute, exposed, max(0.0, bubble), terms, costs)
+
+
+def _behind(
+    s: Setting, own: Elements, mine: Sequence[Cost], position: int, stages: int
+) -> tuple[float, float, float, float]:
+    """Seconds that gradient sums, weight gathers, the update and I/O add to a rank's step. mine: the costs of its
+    stages, of so many."""
+    backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
+    forward -= outside_blocks(s, stages_of(s.layout, position), stages).sent_forward
+    r, g = per_step(s, own, backward, forward)
+    u = on_device(s, own, position)
+    return r, g, u, offload.exposed(s, offload.Computing(forward, backward, u), own)
 
 
 def fixed(s: Setting) -> float:

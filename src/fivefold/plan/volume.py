@@ -27,6 +27,7 @@ from fivefold.plan import partition
 from fivefold.plan.communication import best_all_reduces, group, summed_by
 from fivefold.plan.conventions import WIDTH
 from fivefold.plan.cost import Setting
+from fivefold.plan.model_states import divided
 from fivefold.plan.software import Partition
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules import ring_attention
@@ -235,7 +236,7 @@ def _transfers(traffic: Traffic, s: Setting, position: int, stages: int) -> None
             traffic.add("receive", "pp", activation, s.microbatches)
 
 
-def _gradients(traffic: Traffic, s: Setting, rank: int, mine: list[int]) -> None:
+def _gradients(traffic: Traffic, s: Setting, rank: int, mine: Sequence[int]) -> None:
     """Adds weight gathers and gradient sums over the data axes. Compression is without ZeRO: only sums."""
     card, blocks = card_of(s.model), partition.stages(s.model, s.layout, s.software.partition)
     names = COLLECTIVES | {"scatter": s.software.scatter}
@@ -354,7 +355,7 @@ def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
     b = s.states
     # other programs sum whole gradients under ZeRO 1
     zero = s.layout.zero if b.cast or s.layout.zero > 1 else 0
-    of_rank = replace(s.layout, zero=zero, recompute="none", microbatches=None, cp_method="ring")
+    of_rank = divided(replace(s.layout, zero=zero))
     partial, tied = _shared(hashed, of_rank, s.software.partition, position, index)
     each = b.gradient
     found = [("all_reduce", "tp", elements * each) for elements in partial]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 A = TypeVar("A")
@@ -27,22 +28,22 @@ class Timeline(Generic[A]):
     def ranks(self) -> int:
         return len(self.rows)
 
-    @property
+    @cached_property
     def start(self) -> float:
         """When the first rank starts, in seconds."""
         return min((event.start for event in self.events()), default=0.0)
 
-    @property
+    @cached_property
     def end(self) -> float:
         """When the last rank ends, in seconds."""
         return max((event.end for event in self.events()), default=0.0)
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """Seconds from the first start to the last end."""
         return self.end - self.start
 
-    @property
+    @cached_property
     def bubble(self) -> float:
         """Share of all ranks' time in which they are idle, 0..1."""
         return sum(map(self.idle_share, range(self.ranks))) / self.ranks

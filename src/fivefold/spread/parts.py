@@ -18,6 +18,7 @@ from itertools import pairwise, product
 from typing import Protocol
 
 from fivefold.schedules.pipeline import SCHEDULES, cut, place
+from fivefold.schedules.pipeline.schedule import Placement
 from fivefold.schedules.ring_attention import turns
 from fivefold.spread.layout import Layout, index_in
 
@@ -138,12 +139,16 @@ def held(model: Model, layout: Layout, rank: int) -> dict[str, Part]:
     return {n: p if n in owned else replace(p, owned=False) for n, p in table.items() if n in names}
 
 
-def stages_of(layout: Layout, pp_index: int) -> list[int]:
+def stages_of(layout: Layout, pp_index: int) -> tuple[int, ...]:
     """The pipeline stages of the ranks with this index on the pp axis."""
     if layout.pp == 1:
-        return [0]
-    rank_of = place(SCHEDULES[layout.schedule].placement, layout.pp, layout.stages_per_rank)
-    return [stage for stage, owner in enumerate(rank_of) if owner == pp_index]
+        return (0,)
+    return _stages_of(SCHEDULES[layout.schedule].placement, layout.pp, layout.stages_per_rank, pp_index)
+
+
+@lru_cache(maxsize=4096)
+def _stages_of(placement: Placement, ranks: int, chunks: int, pp_index: int) -> tuple[int, ...]:
+    return tuple(stage for stage, owner in enumerate(place(placement, ranks, chunks)) if owner == pp_index)
 
 
 def stage_blocks(model: Model, layout: Layout) -> tuple[range, ...]:
@@ -159,7 +164,8 @@ def _stage_blocks(model: Model, stages: int) -> tuple[range, ...]:
     return cut(blocks, stages, first, last)
 
 
-def stage_parameters(model: Model, blocks: Sequence[range]) -> list[list[str]]:
+@lru_cache(maxsize=64)
+def stage_parameters(model: Model, blocks: tuple[range, ...]) -> tuple[tuple[str, ...], ...]:
     """Names of the parameters of each pipeline stage, in the module's order. The first stage has the embeddings; the
     last has the rest and a copy of a tied embedding. blocks: those of each stage."""
     stage_of = {str(block): stage for stage, part in enumerate(blocks) for block in part}
@@ -171,7 +177,7 @@ def stage_parameters(model: Model, blocks: Sequence[range]) -> list[list[str]]:
             found[0 if name.startswith(model.beginning) else -1].append(name)
         if name == TIED and model.tied and len(blocks) > 1:
             found[-1].append(name)
-    return found
+    return tuple(map(tuple, found))
 
 
 def _again(name: str, stage: int) -> bool:

@@ -165,7 +165,7 @@ class Keeping:
 
 
 def keepings(
-    model: Model, layout: Layout, stages: Sequence[int], blocks: Sequence[range] | None = None
+    model: Model, layout: Layout, stages: Sequence[int], blocks: tuple[range, ...] | None = None
 ) -> list[Keeping]:
     """The units and buffers of ranks with these pipeline stages. blocks: of every stage, if another program cuts
     them."""
@@ -237,7 +237,7 @@ def _frozen(model: Model, layout: Layout, names: set[str]) -> tuple[str, ...]:
 
 
 def compressed_buckets(
-    model: Model, layout: Layout, stages: Sequence[int], blocks: Sequence[range] | None = None
+    model: Model, layout: Layout, stages: Sequence[int], blocks: tuple[range, ...] | None = None
 ) -> Iterator[tuple[str, int, tuple[Shape, ...]]]:
     """(group, its number of ranks, shapes of the parameters) of each bucket whose sum is compressed
     (schedules/compression)."""

@@ -15,6 +15,7 @@ from fivefold.recipe.schema import Sections
 from fivefold.recipe.trackers import NONE, TRACKERS, unknown
 from fivefold.recipe.words import short, toml_value
 
+_INVALID = re.compile("[\0\ud800-\udfff]")
 _BPE = re.compile(r"bpe:(\d{1,7})", re.ASCII)
 
 
@@ -22,7 +23,7 @@ def texts(recipe: Sections) -> Iterator[Contradiction]:
     """Texts become paths, and parts of a TOML file."""
     for section, fields in recipe:
         for name, value in fields:
-            if any("\0" in text or any("\ud800" <= c <= "\udfff" for c in text) for text in _texts_in(value)):
+            if any(_INVALID.search(text) for text in _texts_in(value)):
                 yield (
                     {f"{section}.{name}"},
                     f"{section}.{name} must be valid Unicode, without the character 0",
