@@ -83,7 +83,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], list[str], tu
     ),
     "a misspelt field (DeepSpeed#653)": (
         texts, BOTH, ["quickstart", "--set", "optim.learning_rate=1e-3"],
-        ("optim.learning_rate", "valid keys in [optim]: name, lr"),
+        ("optim.learning_rate", "did you mean 'optim.lr'?"),
     ),
     "a batch that ranks and microbatches do not divide": (
         texts, BOTH, ["quickstart", "--set", "train.global_batch_size=10", "--set", "train.microbatch_size=4"],
