@@ -321,23 +321,6 @@ def test_older_formats_load(saved, version):
         store.load(folder)
 
 
-def test_pieces_of_format_2_load(tmp_path, monkeypatch):
-    """Their keys had a number instead of the box."""
-    w = torch.arange(12.0).view(6, 2)
-    pieces = [write.Piece("w", w[i : i + 3], (6, 2), ((i, i + 3), (0, 2))) for i in (0, 3)]
-    folder = write.save(store.folder_of(tmp_path, 1), pieces, [], {"step": 1})
-    path, file = folder / "manifest.json", next(folder.glob("model-*"))
-    tensors = load_file(file)
-    save_file({f"w#{number}": tensor for number, tensor in enumerate(tensors.values())}, file)
-    found = json.loads(path.read_text()) | {"format": 2}
-    del found["sha256"]
-    found["files"][file.name] = {"sha256": store.sha256(file), "bytes": file.stat().st_size}
-    for number, piece in enumerate(found["tensors"]["model"]["w"]["pieces"]):
-        piece["key"] = f"w#{number}"
-    path.write_text(json.dumps(found))
-    assert torch.equal(store.load(folder).model["w"], w)
-
-
 # Copies
 
 

@@ -71,10 +71,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor. dtype: safetensors' name; None in formats before 3. buffer: it may hold infinities."""
+    """A tensor. dtype: safetensors' name. buffer: it may hold infinities."""
 
     shape: tuple[int, ...]
-    dtype: str | None
+    dtype: str
     pieces: tuple[Stored, ...]
     buffer: bool = False
 
@@ -83,7 +83,6 @@ class Entry:
 class Manifest:
     """tensors: by kind ("model", "optimizer") and name."""
 
-    format: int
     meta: dict[str, Any]
     files: dict[str, File]
     tensors: dict[str, dict[str, Entry]]
@@ -135,7 +134,7 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def read(folder: Path) -> tuple[Manifest, bytes]:
-    """The manifest in a folder, and its bytes. Of format 1 the tensors are missing: they are in the files' headers.
+    """The manifest in a folder, and its bytes.
 
     Raises:
         Damaged: it is missing, or says anything that a manifest cannot say.
@@ -197,27 +196,25 @@ class _Parser:
         whole = self.object("the manifest", found)
         version = whole.get("format")
         if type(version) is int and version > FORMAT:
-            raise UserError(f"{self.path} is of format {version}, and this version reads up to {FORMAT}")
-        if type(version) is not int or version < 1 or hashed != (version >= 3):
+            raise UserError(f"{self.path} is of format {version}, and this version reads {FORMAT}")
+        if type(version) is not int or version < FORMAT or not hashed:
             self.fail(f"it has {'a' if hashed else 'no'} hash of its own, and format is {version!r:.40}")
         meta = self.object("meta", whole.get("meta"))
         for name in ("step", "updates", "skipped", "tokens"):
             if name in meta:
                 self.whole(f"meta.{name}", meta.get(name))
         files = {n: self.file(n, f) for n, f in self.object("files", whole.get("files")).items()}
-        if version == 1:
-            return Manifest(version, meta, files, {})
         kinds = self.object("tensors", whole.get("tensors"))
         if set(kinds) != set(KINDS):
             self.fail(f"tensors must have the parts {', '.join(KINDS)}, not {sorted(kinds)!s:.80}")
         tensors = {
             kind: {
-                name: self.entry(kind, name, entry, files, version)
+                name: self.entry(kind, name, entry, files)
                 for name, entry in self.object(f"tensors.{kind}", kinds[kind]).items()
             }
             for kind in KINDS
         }
-        return Manifest(version, meta, files, tensors)
+        return Manifest(meta, files, tensors)
 
     def file(self, name: str, found: Any) -> File:
         if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
@@ -228,34 +225,27 @@ class _Parser:
             self.fail(f"{what}.sha256 must be 64 hexadecimal digits")
         return File(digest, self.whole(f"{what}.bytes", file.get("bytes")))
 
-    def entry(self, kind: str, name: str, found: Any, files: Mapping[str, File], version: int) -> Entry:
+    def entry(self, kind: str, name: str, found: Any, files: Mapping[str, File]) -> Entry:
         what = f"{kind} tensor {name!r:.120}"
         entry = self.object(what, found)
         shape = tuple(self.whole(f"{what}: shape", size) for size in self.list(what, entry.get("shape")))
         if len(shape) > MOST_DIMS:
             self.fail(f"{what} has {len(shape)} dimensions, at most {MOST_DIMS} are possible")
         dtype = entry.get("dtype")
-        if version >= 3 and dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             self.fail(f"{what} has the dtype {dtype!r:.40}, not one of {', '.join(DTYPES)}")
         buffer = entry.get("buffer", False)
         if type(buffer) is not bool or (buffer and kind != "model"):
             self.fail(f"{what} has buffer = {buffer!r:.40}")
         pieces = tuple(
-            self.piece(what, kind, name, shape, piece, files, version)
+            self.piece(what, kind, name, shape, piece, files)
             for piece in self.list(what, entry.get("pieces"))
         )
         self.once(what, shape, [piece.box for piece in pieces])
-        return Entry(shape, dtype if version >= 3 else None, pieces, buffer)
+        return Entry(shape, dtype, pieces, buffer)
 
     def piece(
-        self,
-        what: str,
-        kind: str,
-        name: str,
-        shape: tuple[int, ...],
-        found: Any,
-        files: Mapping[str, File],
-        version: int,
+        self, what: str, kind: str, name: str, shape: tuple[int, ...], found: Any, files: Mapping[str, File]
     ) -> Stored:
         piece = self.object(what, found)
         file, key = piece.get("file"), piece.get("key")
@@ -269,7 +259,7 @@ class _Parser:
         if not len(spans) == len(box) == len(shape) or not all(inside):
             self.fail(f"{what}, shape {list(shape)}, has a piece at {piece.get('box')!s:.80}")
         wanted = key_of(name, shape, box)
-        if key != wanted and (version >= 3 or wanted == name or not str(key).startswith(f"{name}#")):
+        if key != wanted:
             self.fail(f"{what} has a piece with the key {key!r:.120} instead of {wanted!r:.120}")
         assert isinstance(key, str)
         return Stored(file, key, box)
@@ -324,4 +314,4 @@ def join(parts: Iterable[Mapping[str, Any]], meta: Mapping[str, Any]) -> Manifes
     tensors: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
     for (kind, name), (shape, dtype, buffer) in shapes.items():
         tensors[kind][name] = Entry(shape, dtype, tuple(pieces[kind, name]), buffer)
-    return Manifest(FORMAT, dict(meta), files, tensors)
+    return Manifest(dict(meta), files, tensors)

@@ -16,7 +16,7 @@ import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
@@ -32,7 +32,6 @@ from fivefold.checkpoint.manifest import (
     Damaged,
     Entry,
     File,
-    Manifest,
     Stored,
     folder_name,
     read,
@@ -76,15 +75,6 @@ class Reader:
         self.meta: dict[str, Any] = self.manifest.meta
         self._checked: set[str] = set()
         self._open: dict[str, dict[str, Tensor]] = {}
-        if self.manifest.format == 1:
-            self.manifest = self._with_tensors(self.manifest)
-
-    @property
-    def note(self) -> str:
-        """What the checkpoint's format cannot promise, in words."""
-        if self.manifest.format >= 3:
-            return ""
-        return f"{self.folder} is of format {self.manifest.format}: its manifest carries no hash of its own"
 
     def names(self, kind: str) -> list[str]:
         return list(self.manifest.tensors[kind])
@@ -166,7 +156,7 @@ class Reader:
             return f"it does not have the tensors that the manifest names: {odd[0]!r:.120}"
         for key, (name, shape, entry) in wanted.items():
             tensor, dtype = tensors[key], entry.dtype
-            if tuple(tensor.shape) != shape or (dtype and str(tensor.dtype) != f"torch.{DTYPES[dtype]}"):
+            if tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{DTYPES[dtype]}":
                 return (
                     f"{name!r:.120} is of {tensor.dtype}, shape {list(tensor.shape)}, unlike in the manifest"
                 )
@@ -190,18 +180,6 @@ class Reader:
         if file not in self._open:
             self._open[file] = _mapped(self.folder / file)
         return self._open[file]
-
-    def _with_tensors(self, manifest: Manifest) -> Manifest:
-        """The manifest of format 1 with the tensors, which are whole in its files."""
-        tensors: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
-        for file in manifest.files:
-            kind = file.partition("-")[0]
-            if kind in tensors:
-                _verify(self.folder / file, manifest.files[file])
-                for name, tensor in self._tensors(file).items():
-                    piece = Stored(file, name, all_of(tensor.shape))
-                    tensors[kind][name] = Entry(tuple(tensor.shape), None, (piece,))
-        return replace(manifest, tensors=tensors)
 
 
 def odd_numbers(tensor: Tensor, buffer: bool = False) -> str:

@@ -24,11 +24,9 @@ from fivefold.train.share import begin_streams
 
 @dataclass(frozen=True)
 class Resumed:
-    """folder: the checkpoint that was loaded. notes, alarms: what there is to say about it, and about others that were
-    damaged."""
+    """folder: the checkpoint that was loaded. alarms: what there is to say about others that were damaged."""
 
     folder: Path
-    notes: list[str]
     alarms: list[str]
 
 
@@ -64,8 +62,7 @@ def resume(state: State, job: Job) -> Resumed | None:
         steps = job.recipe.train.steps or 0
         if state.step > steps:
             raise UserError(f"train.steps = {steps}, but {folder} is beyond it; set at least {state.step}")
-        notes = [checkpoint.note] if checkpoint.note else []
-        return Resumed(folder, notes, _set_aside(damages, run.index == 0, state.step))
+        return Resumed(folder, _set_aside(damages, run.index == 0, state.step))
     if not folders:
         return None
     raise UserError(

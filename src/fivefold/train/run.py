@@ -141,7 +141,6 @@ def _beginning(state: State, job: Job, resumed: Resumed | None) -> Iterator[str]
     """From which step and with which weights the run begins."""
     if resumed is not None:
         yield f"resuming after step {state.step}"
-        yield from resumed.notes
     elif job.resume:
         yield "no checkpoint yet: starting from step 0"
     if job.initial is not None:

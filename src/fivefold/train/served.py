@@ -133,8 +133,6 @@ def _serve(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], Non
             console.note(
                 f"resuming after step {state.step}" if resumed else "no checkpoint yet: starting from step 0"
             )
-        for note in resumed.notes if resumed else ():
-            console.note(note)
         for note in settle(state, job, ranks, resumed is not None):
             console.note(note)
         leader = Leader(job, ranks, state, server, console, metrics, interrupt, saver)
