@@ -74,7 +74,7 @@ def test_kept_elements_are_those_of_the_parts(layout: Layout) -> None:
 
 def test_two_ends_that_share_an_embedding_are_kept_together() -> None:
     model, layout = card("model.tie_embeddings=true"), Layout(pp=2, schedule="zbv", virtual_stages=2)
-    assert [stages_of(layout, index) for index in (0, 1)] == [[0, 3], [1, 2]]
+    assert [stages_of(layout, index) for index in (0, 1)] == [(0, 3), (1, 2)]
     (both,) = keepings(model, layout, [0, 3])
     assert both.stages == (0, 3)
     (buffer,) = both.buffers

@@ -87,7 +87,7 @@ def _prune(run: Path) -> list[Path]:
 def _row(folder: Path, verify: bool) -> dict[str, Any]:
     """What there is to say about a checkpoint. damage: what is wrong, as far as it was looked at."""
     from fivefold.checkpoint import keep, store
-    from fivefold.checkpoint.manifest import MANIFEST, Damaged, step_of
+    from fivefold.checkpoint.manifest import FORMAT, MANIFEST, Damaged, step_of
 
     row: dict[str, Any] = {"name": folder.name, "aside": step_of(folder.name) is None, "damage": ""}
     try:
@@ -98,7 +98,7 @@ def _row(folder: Path, verify: bool) -> dict[str, Any]:
     row |= {
         "step": reader.meta.get("step"),
         "tokens": reader.meta.get("tokens"),
-        "format": reader.manifest.format,
+        "format": FORMAT,
         "files": len(reader.files),
         "bytes": reader.manifest.bytes,
         "saved": when.isoformat(timespec="seconds"),
