@@ -245,7 +245,7 @@ def schedules(ranks: int, microbatches: int) -> str:
         part = 1 / stages
         timelines.append((name, simulate(build(name, ranks, microbatches, stages), costs(part))))
     longest = max(timeline.makespan for _, timeline in timelines)
-    pictures = [to_svg(timeline, name, seconds=longest) for name, timeline in timelines]
+    pictures = [to_svg(timeline, name, seconds=longest, unit="forward") for name, timeline in timelines]
     return stack(pictures)
 
 

@@ -139,6 +139,19 @@ def test_command(tmp_path, capsys):
     assert set(found["pictures"]) == {"layout", "schedule"}
 
 
+def test_a_few_of_many_microbatches_are_drawn(tmp_path, capsys):
+    """1f1b with p ranks and m microbatches idles for (p - 1) / (m + p - 1) of the step."""
+    sets = [f"--set={change}" for change in (*SETS, "train.global_batch_size=64", "train.microbatch_size=1")]
+    text, pictures = drawn(capsys, tmp_path, "quickstart", *sets, "--layout=pp=2")
+    assert f"schedule 1f1b: {1 / 65:.1%} idle" in text
+    assert f"4 of 64 microbatches are drawn: 20.0% idle in these, {1 / 65:.1%} in the step" in text
+    assert not {"F4", "F63"} & set(re.findall(r"F\d+", text))
+    found = texts(pictures["schedule"])
+    assert f"1f1b, 4 of 64 microbatches (whole step: {1 / 65:.1%} idle)" in found
+    assert "2 ranks, 15 forwards, 20.0% idle" in found
+    assert not [words for words in found if words.endswith(" s")]
+
+
 def main_(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fivefold.plan.cost import Setting
     from fivefold.plan.servers import Service
     from fivefold.recipe import Recipe
-    from fivefold.schedules.pipeline import Timeline
     from fivefold.spread.layout import Layout
 
 EXAMPLES = [
@@ -71,20 +70,14 @@ def draw(
         return _show(*drawn, out, json)
     from fivefold.observe import layout_picture
     from fivefold.recipe import expected_vocab_size, load, resolve
-    from fivefold.schedules.pipeline import to_svg, to_text
     from fivefold.spread.layout import Layout
 
     loaded = load(recipe, set_ or [], layout)
     loaded = resolve(loaded, vocab_size=expected_vocab_size(loaded) or VOCABULARY)
     wanted = Layout.from_recipe(loaded.layout)
-    timeline, title = pipeline(loaded, wanted), Path(recipe).stem
-    text, pictures = layout_picture.to_text(loaded, wanted), {}
-    if timeline is not None:
-        color = sys.stdout.isatty() and not json
-        words = f"{timeline.bubble:.1%} idle, if backward takes twice as long as forward"
-        text += f"\nschedule {wanted.schedule}: {words}\n"
-        text += to_text(timeline, _columns(24), color)
-        pictures["schedule"] = to_svg(timeline, wanted.schedule)
+    title, text = Path(recipe).stem, layout_picture.to_text(loaded, wanted)
+    words, pictures = pipeline(loaded, wanted, sys.stdout.isatty() and not json)
+    text += words
     words, drawn = context(loaded, wanted, title)
     text, pictures = text + words, pictures | drawn
     if cluster is not None:
@@ -227,11 +220,22 @@ def context(recipe: Recipe, layout: Layout, title: str) -> tuple[str, dict[str, 
     return text, {"context": context_picture.to_svg(found, causal, words)}
 
 
-def pipeline(recipe: Recipe, layout: Layout) -> Timeline | None:
-    """The simulated timeline of one step. Forward takes 1, backward 2, transfers 0. None without a pipeline."""
+def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str, str]]:
+    """(text, picture) of the simulated schedule; neither without a pipeline. Forward takes 1, backward 2, transfers 0.
+    Of many microbatches, only some are simulated: further ones take as long each, and no rank waits for them."""
     from fivefold.recipe import microbatches_per_step
-    from fivefold.schedules.pipeline import build, simulate
+    from fivefold.schedules.pipeline import build, shown, simulate, to_svg, to_text
 
     if layout.pp == 1:
-        return None
-    return simulate(build(layout.schedule, layout.pp, microbatches_per_step(recipe), layout.virtual_stages))
+        return "", {}
+    title, most = layout.schedule, microbatches_per_step(recipe)
+    few = shown(most, layout.pp)
+    timeline = simulate(build(layout.schedule, layout.pp, few, layout.virtual_stages))
+    waits = timeline.bubble * timeline.makespan
+    idle = waits / (waits + (timeline.makespan - waits) * most / few)
+    text = f"\nschedule {layout.schedule}: {idle:.1%} idle, if backward takes twice as long as forward\n"
+    if few < most:
+        text += f"{few} of {most} microbatches are drawn: {timeline.bubble:.1%} idle in these, {idle:.1%} in the step\n"
+        title += f", {few} of {most} microbatches (whole step: {idle:.1%} idle)"
+    text += to_text(timeline, _columns(24), color)
+    return text, {"schedule": to_svg(timeline, title, unit="forward")}

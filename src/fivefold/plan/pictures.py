@@ -12,7 +12,7 @@ from fivefold.models.recomputation import of_blocks, region
 from fivefold.plan import model_states, partition, pipeline, rates, stage_costs, sync_costs
 from fivefold.plan.cost import Cost, Setting, operation
 from fivefold.plan.predict import Plan
-from fivefold.schedules.pipeline import Timeline, simulate
+from fivefold.schedules.pipeline import Timeline, shown, simulate
 from fivefold.spread.parts import stages_of
 
 
@@ -119,12 +119,8 @@ def timeline(plan: Plan, costs: Sequence[Cost]) -> Timeline | None:
 
 
 def drawn(s: Setting) -> int:
-    """Microbatches in the picture of a pipeline.
-
-    Twice as many as ranks show how it fills and drains. Each further one only repeats the middle.
-    """
-    p = s.layout.pp
-    return min(s.microbatches, 2 * p + s.microbatches % p)
+    """Microbatches in the picture of a pipeline."""
+    return shown(s.microbatches, s.layout.pp)
 
 
 def busiest(plan: Plan, costs: Sequence[Cost]) -> int:

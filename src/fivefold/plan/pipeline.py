@@ -9,7 +9,7 @@ from functools import lru_cache
 from fivefold.plan import communication, partition
 from fivefold.plan.communication import group
 from fivefold.plan.cost import Cost, Setting
-from fivefold.schedules.pipeline import SCHEDULES, Costs, simulate, simulate_oversubscribed
+from fivefold.schedules.pipeline import SCHEDULES, Costs, shown, simulate, simulate_oversubscribed
 
 PipelineTimer = Callable[[Setting, Sequence[Cost]], tuple[float, list[float], list[float]]]
 """(setting, costs of the stages) -> (makespan of the schedule, end of each rank, compute time of each), seconds."""
@@ -30,7 +30,7 @@ def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], lis
     once = [0.0] * p
     for stage, cost in enumerate(costs):
         once[rank_of[stage]] += cost.seconds
-    few = min(m, 2 * p + m % p)
+    few = shown(m, p)
     parts = tuple(cost.timed for cost in costs)
     at_once = p / oversubscription  # number of pipeline ranks that can compute at full speed
     makespan, ends = _simulated(s.layout.schedule, p, few, v, parts, tuple(transfers(s).items()), at_once)

@@ -12,6 +12,7 @@ from fivefold.schedules.pipeline.facts import (
     holds_all,
     most_live,
     peak_live,
+    shown,
     splits_backward,
 )
 from fivefold.schedules.pipeline.queues import QUEUES, check_queues
@@ -54,6 +55,7 @@ __all__ = [
     "peak_live",
     "place",
     "receives_ahead",
+    "shown",
     "simulate",
     "simulate_oversubscribed",
     "splits_backward",

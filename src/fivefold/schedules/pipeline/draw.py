@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from html import escape
 
 from fivefold.schedules.pipeline.action import Action
@@ -62,36 +64,41 @@ def _word(action: Action, width: int, later: bool, color: bool) -> str:
 
 
 def to_svg(
-    timeline: Timeline[Action], title: str = "", width: int = 960, seconds: float | None = None
+    timeline: Timeline[Action],
+    title: str = "",
+    width: int = 960,
+    seconds: float | None = None,
+    unit: str = "",
 ) -> str:
     """The timeline as an SVG document, `width` pixels wide.
 
     Each action shows its microbatch if there is room, and its text and times as a tooltip. A rank's later stages are
     paler. `seconds`: the time that the width stands for, if not the makespan, so that several timelines share a scale.
+    `unit`: what times count, if not seconds, such as "forward".
     """
     seconds = seconds or timeline.makespan or 1.0
     bottom = TOP + timeline.ranks * (ROW + GAP)
-    scale = (width - LEFT - RIGHT) / seconds
-    words = f"{timeline.ranks} ranks, {_time(timeline.makespan, seconds)}, {timeline.bubble:.1%} idle"
-    rows = "".join(_rank(timeline, rank, scale, seconds) for rank in range(timeline.ranks))
+    scale, time = (width - LEFT - RIGHT) / seconds, partial(_time, whole=seconds, unit=unit)
+    words = f"{timeline.ranks} ranks, {time(timeline.makespan)}, {timeline.bubble:.1%} idle"
+    rows = "".join(_rank(timeline, rank, scale, time) for rank in range(timeline.ranks))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeline" role="img" width="{width}" '
         f'height="{bottom + 26}" viewBox="0 0 {width} {bottom + 26}">\n<title>{escape(title)} ({words})</title>'
         f'<style>{STYLE}</style>\n<rect class="paper" width="100%" height="100%"/>\n'
         f'<text class="title" x="{LEFT}" y="22">{escape(title)}</text>'
         f'<text class="soft" x="{width - RIGHT}" y="22" text-anchor="end">{words}</text>\n'
-        f"{_legend(timeline)}{rows}{_axis(seconds, scale, bottom)}</svg>\n"
+        f"{_legend(timeline)}{rows}{_axis(seconds, scale, bottom, time)}</svg>\n"
     )
 
 
-def _rank(timeline: Timeline[Action], rank: int, scale: float, seconds: float) -> str:
+def _rank(timeline: Timeline[Action], rank: int, scale: float, time: Callable[[float], str]) -> str:
     """Draws one rank: its name, its actions and its idle share."""
     top = TOP + rank * (ROW + GAP)
     middle = top + ROW / 2 + 4
     stages = sorted({event.action.stage for event in timeline.rows[rank]})
     end = LEFT + timeline.makespan * scale
     cells = "".join(
-        _cell(event, timeline.start, top, scale, seconds, stages.index(event.action.stage) > 0)
+        _cell(event, timeline.start, top, scale, time, stages.index(event.action.stage) > 0)
         for event in timeline.rows[rank]
     )
     return (
@@ -101,12 +108,14 @@ def _rank(timeline: Timeline[Action], rank: int, scale: float, seconds: float) -
     )
 
 
-def _cell(event: Event[Action], origin: float, top: int, scale: float, seconds: float, later: bool) -> str:
+def _cell(
+    event: Event[Action], origin: float, top: int, scale: float, time: Callable[[float], str], later: bool
+) -> str:
     """Draws one action, with a small gap before the next."""
     action = event.action
     left, wide = LEFT + (event.start - origin) * scale, (event.end - event.start) * scale
     label = str(action.microbatch)
-    span = f"{_time(event.start - origin, seconds)} to {_time(event.end - origin, seconds)}"
+    span = f"{time(event.start - origin)} to {time(event.end - origin)}"
     text = f'<text class="label" x="{left + wide / 2:.2f}" y="{top + ROW / 2 + 4}">{label}</text>'
     return (
         f'<g><title>{action}: {span}</title><rect class="{action.kind}{" later" * later}" x="{left:.2f}" '
@@ -128,7 +137,7 @@ def _legend(timeline: Timeline[Action]) -> str:
     return "".join(parts) + "\n"
 
 
-def _axis(seconds: float, scale: float, bottom: int) -> str:
+def _axis(seconds: float, scale: float, bottom: int, time: Callable[[float], str]) -> str:
     """Draws a time axis with round numbers below the ranks."""
     step = 10 ** math.floor(math.log10(seconds / 4))
     step *= max(factor for factor in (1, 2, 5) if factor * step <= seconds / 4)
@@ -136,14 +145,16 @@ def _axis(seconds: float, scale: float, bottom: int) -> str:
     for number in range(int(seconds / step * 1.0001) + 1):
         left = LEFT + number * step * scale
         parts.append(f'<path class="tick" d="M{left:.2f} {bottom}v4"/>')
-        text = _time(number * step, seconds)
+        text = time(number * step)
         parts.append(
             f'<text class="soft" x="{left:.2f}" y="{bottom + 17}" text-anchor="middle">{text}</text>'
         )
     return "".join(parts) + "\n"
 
 
-def _time(value: float, whole: float) -> str:
-    """Formats a time in the unit that suits `whole`; both are in seconds."""
+def _time(value: float, whole: float, unit: str) -> str:
+    """Formats a time in this unit, or else in the one that suits `whole`; both are in seconds then."""
+    if unit:
+        return f"{value:.4g} {unit}{'s' * (value != 1)}"
     factor, unit = next(((f, u) for f, u in ((1, "s"), (1e3, "ms")) if whole * f >= 1), (1e6, "µs"))
     return f"{value * factor:.4g} {unit}"

@@ -24,6 +24,11 @@ def few(microbatches: int, ranks: int, rounds: int = FILLING) -> int:
     return min(microbatches, ranks * max(rounds, rest) + rest)
 
 
+def shown(microbatches: int, ranks: int) -> int:
+    """Microbatches that show how the pipeline fills and drains. Each further one only repeats the middle."""
+    return min(microbatches, FILLING * ranks + microbatches % ranks)
+
+
 @cache
 def splits_backward(name: str, ranks: int, chunks: int) -> bool:
     """True if the schedule computes weight gradients separately (I and W)."""
