@@ -253,13 +253,18 @@ def test_a_failed_check_exits_with_1(
 
 def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("recipes") == 0
-    assert "\n  quickstart " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith("small\n  quickstart "), "what a newcomer wants"
+    assert "\n  continue       folder's  Continues " in shown
     assert run("recipes", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert "llama2-7b" in found["recipes"]
+    assert list(found["families"])[:3] == ["small", "bert", "gpt"]
+    assert found["families"]["small"][:3] == ["quickstart", "moe-tiny", "bert-tiny"]
     assert found["families"]["llama"][::5] == ["llama2-7b", "llama3-405b"], "by size"
     assert found["parameters"]["llama2-7b"] == 6_738_415_616
     assert found["parameters"]["shakespeare"] is None, "its text is not there yet"
+    assert found["parameters"]["continue"] is None, "the model is the folder's"
 
 
 def test_a_printed_recipe_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import versions
@@ -24,6 +25,9 @@ from fivefold.host.machine import (
     untried_torch,
 )
 from fivefold.kernels import peak
+from fivefold.observe import report
+from fivefold.observe.console import summary_rows
+from fivefold.observe.summary import summarize
 
 
 def test_describe_is_json_and_plausible() -> None:
@@ -167,6 +171,38 @@ def test_a_disturbed_measurement_is_repeated_after_some_time_and_the_best_counts
         now[0] += 700
         assert peak._cached("key", measure, improve=True) == 3e9
     assert next(results) == (9e9, 1.0), "an undisturbed measurement is the last"
+
+
+def test_the_fastest_lap_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others take the cores in most laps: the peak, MFU's denominator, stays."""
+    now = [0.0]
+    laps = iter([9.0, 9.0, 0.3, 0.1, 0.3, 0.3])
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0] / 2)
+    monkeypatch.setattr(peak, "time", clock)
+
+    def work() -> None:
+        now[0] += next(laps)
+
+    assert peak._time(work, lambda: None, 1) == pytest.approx((0.1, 0.5))
+
+
+def test_a_peak_measured_on_a_busy_machine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
+    assert peak.busy_share("cpu", "fp32") is None, "no rate is known"
+    share = [0.47]
+    monkeypatch.setattr(peak, "measure_apart", lambda *_: {"rate": 2e9, "share": share[0]})
+    assert peak.device_peak("cpu", "fp32") == 2e9
+    assert (peak.busy_share("cpu", "fp32"), peak.busy_share("cuda", "fp32")) == (0.47, None)
+    lines = [{"step": 1, "mfu": 0.68, "tokens_per_s": 9.0, "peak_share": 0.47}]
+    rows = dict(summary_rows(summarize(lines)))
+    assert rows["MFU"] == "68.0% (the peak was measured while the machine was busy)"
+    assert "busy" in report._headline(summarize(lines))
+    later = [*lines, {"step": 2, "mfu": 0.4, "tokens_per_s": 9.0}]
+    share[0] = 1.0
+    monkeypatch.setattr(peak, "_DISTURBED_S", -1.0)
+    peak.ensure_matmul_rate("fp32", peak.cores())
+    assert peak.busy_share("cpu", "fp32") is None
+    assert "peak_share" in summarize(later), "a median over steps of both kinds"
 
 
 def test_a_broken_cache_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

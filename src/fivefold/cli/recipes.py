@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated
 
 import typer
@@ -20,7 +21,8 @@ def recipes(
 ) -> None:
     """List the shipped recipes by family with their parameters, or print one of them."""
     from fivefold.observe.format import short_number
-    from fivefold.recipe import families, shipped, source
+    from fivefold.recipe import families, load, shipped, source
+    from fivefold.recipe.load import FIRST
 
     if name is not None:
         text = source(name)
@@ -28,7 +30,8 @@ def recipes(
         return
     found, sizes = shipped(), {name: _parameters(name) for name in shipped()}
     groups = {
-        family: sorted(names, key=lambda name: sizes[name] or 0) for family, names in families().items()
+        family: sorted(names, key=lambda name: (name != FIRST, sizes[name] or inf))
+        for family, names in families().items()
     }
     if json:
         print_json({"recipes": found, "families": groups, "parameters": sizes})
@@ -37,14 +40,17 @@ def recipes(
     for family, names in groups.items():
         print(family)
         for name in names:
-            size = sizes[name]
-            print(f"  {name:{width}}  {short_number(size) if size else '':>7}  {found[name]}")
+            size = short_number(sizes[name]) if sizes[name] else ""
+            size = size or ("folder's" if load(name).train.init_from else "")
+            print(f"  {name:{width}} {size:>8}  {found[name]}")
 
 
 def _parameters(name: str) -> int | None:
-    """Parameters of a shipped recipe's model; None: they depend on the text's vocabulary."""
+    """Parameters of a shipped recipe's model; None: its folder's, or they depend on the text's vocabulary."""
     from fivefold.recipe import count_parameters, expected_vocab_size, load
 
     recipe = load(name)
+    if recipe.train.init_from:
+        return None
     size = expected_vocab_size(recipe)
     return count_parameters(recipe.model.model_copy(update={"vocab_size": size})) if size else None

@@ -14,9 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from fivefold.errors import UserError
@@ -29,6 +28,7 @@ MULTIPLIED = tuple(dtype.name for dtype in DTYPES.values() if dtype.multiplied)
 
 UNDISTURBED = 0.93
 """Share of its cores' time. A measurement that got less was disturbed by other processes."""
+_RATES = "matmul_rates.json"
 _DISTURBED_S = 600.0
 """A disturbed rate is kept for so long. Then the next run measures again, and the best counts."""
 
@@ -76,9 +76,17 @@ def _matmul_rate(dtype: str, threads: int, improve: bool) -> float:
     if dtype not in MULTIPLIED or threads < 1:
         allowed = f"{', '.join(MULTIPLIED)}; threads >= 1"
         raise UserError(f"matmul rate: dtype {dtype!r}, threads {threads}; allowed: {allowed}")
-    version = metadata.version("torch")
-    key = f"{cpu_model()} | {cores()} cores | torch {version} | {dtype}, fastest | {threads} threads"
-    return _cached(key, lambda: measure_apart(dtype, threads), improve)
+    return _cached(_key(dtype, threads), lambda: measure_apart(dtype, threads), improve)
+
+
+def busy_share(device: str, dtype: str) -> float | None:
+    """The share of the cores' time with which the cached rate of a CPU was measured, if others disturbed that."""
+    share = _read(cache_folder() / _RATES).get(_key(dtype, cores()), {"share": 1.0})["share"]
+    return share if device == "cpu" and share < UNDISTURBED else None
+
+
+def _key(dtype: str, threads: int) -> str:
+    return f"{cpu_model()} | {cores()} cores | torch {version('torch')} | {dtype}, fastest lap | {threads} threads"
 
 
 def measure_apart(dtype: str, threads: int) -> dict[str, Any]:
@@ -129,8 +137,8 @@ def _measure(device: str, dtype: str, threads: int) -> dict[str, Any]:
 
 
 def _time(work: Callable[[], object], wait: Callable[[], object], threads: int) -> tuple[float, float]:
-    """Median seconds of `work` over half a second, at least 3 times, after warming up; and the share of the
-    cores' time that this process got while it ran."""
+    """Seconds of the fastest `work` in half a second, at least 3 times, after warming up: the peak falls as little as
+    can be if others take the cores. And the share of the cores' time that this process got while it ran."""
     for _ in range(2):
         work()
         wait()
@@ -140,7 +148,7 @@ def _time(work: Callable[[], object], wait: Callable[[], object], threads: int) 
         work()
         wait()
         laps.append(time.perf_counter() - lap)
-    return median(laps), (time.process_time() - start_cpu) / (time.perf_counter() - start) / threads
+    return min(laps), (time.process_time() - start_cpu) / (time.perf_counter() - start) / threads
 
 
 def _cached(key: str, measure: Callable[[], dict[str, Any]], improve: bool = False) -> float:
@@ -148,7 +156,7 @@ def _cached(key: str, measure: Callable[[], dict[str, Any]], improve: bool = Fal
 
     improve: measure again what was disturbed some time ago.
     """
-    path = cache_folder() / "matmul_rates.json"
+    path = cache_folder() / _RATES
     known = _read(path).get(key)
     if known and not (
         improve and known["share"] < UNDISTURBED and abs(time.time() - known.get("at", 0)) > _DISTURBED_S

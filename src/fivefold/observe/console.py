@@ -22,7 +22,7 @@ from rich.text import Text
 from fivefold.errors import printable
 from fivefold.observe.faults import in_words
 from fivefold.observe.format import duration, short_number, size
-from fivefold.observe.summary import by_name
+from fivefold.observe.summary import BUSY, by_name
 
 QUIET = "FIVEFOLD_QUIET"  # environment variable, which ranks inherit: any text, and only alarms are printed
 VALIDATIONS = "validations"  # its value with which validations are printed, too
@@ -250,7 +250,7 @@ def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("val_losses", "by validation set", lambda v: ", ".join(f"{k} {x:.4f}" for k, x in v.items())),
         ("val_bits_per_byte", "bits per byte", lambda v: f"{v:.4f}" + best(v, "best_val_bits_per_byte")),
         ("tokens_per_s", "tokens/s", short_number),
-        ("mfu", "MFU", lambda v: f"{100 * v:.1f}%"),
+        ("mfu", "MFU", lambda v: f"{100 * v:.1f}%" + (f" ({BUSY})" if "peak_share" in figures else "")),
         ("data_wait", "data wait", lambda v: f"{100 * v:.2f}% of the time"),
         ("peak_memory_bytes", "peak memory", size),
         ("loss_scale", "loss scale", lambda v: f"2^{math.log2(v):.0f}"),

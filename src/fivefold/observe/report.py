@@ -31,7 +31,7 @@ from fivefold.observe.metrics import FILE, read_metrics
 from fivefold.observe.palette import css
 from fivefold.observe.run_charts import run_charts
 from fivefold.observe.sections import commands, compression, machine, recipe_text, sampled, samples
-from fivefold.observe.summary import column, summarize
+from fivefold.observe.summary import BUSY, column, summarize
 from fivefold.recipe import Recipe, count_parameters, load
 
 ALARMS = 20
@@ -153,7 +153,7 @@ def _headline(figures: Mapping[str, Any]) -> str:
         ("tokens", "Tokens", short_number, f"in {figures.get('steps', 0):,} steps"),
         ("train_s", "Time in steps", duration, ""),
         ("tokens_per_s", "Tokens per second", short_number, "median"),
-        ("mfu", "MFU", lambda v: f"{100 * v:.1f}%", "of the dense peak"),
+        ("mfu", "MFU", lambda v: f"{100 * v:.1f}%", BUSY if "peak_share" in figures else "of the dense peak"),
         ("peak_memory_bytes", "Peak memory", size, ""),
         ("noise_scale", "Noise scale", short_number, "tokens, about the critical batch size"),
         ("data_wait", "Waiting for data", lambda v: f"{100 * v:.2f}%", "of the time"),

@@ -9,6 +9,8 @@ from typing import Any
 
 from fivefold.observe.faults import counts
 
+BUSY = "the peak was measured while the machine was busy"
+
 
 def column(lines: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Steps and values of `key`, in order of steps; values may be NaN. `val_losses/web` is a value by its name."""
@@ -43,6 +45,7 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     val_loss (last), best_val_loss, best_val_step, val_bits_per_byte (last), best_val_bits_per_byte,
     val_losses (last, by validation set, if there are several), source_tokens (last, by source of a mixture),
     tokens_per_s and mfu (medians, after the first tenth of the steps, where caches and compilers warm up),
+    peak_share (last: the share of the cores' time that MFU's peak was measured with, if others took the rest),
     data_wait (share of the time in steps), noise_scale (last; in tokens), loss_scale and skipped_steps (last), faults
     (`faults.counts`), alarms (step, text), peak_memory_bytes, nonfinite (number of steps whose loss is NaN or
     infinite), nonfinite_step (the first).
@@ -94,6 +97,7 @@ def _speed(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         values = finite(column(lines, key)[1])
         if values:
             found[key] = median(values[len(values) // 10 :])
+    found |= {"peak_share": shares[-1]} if (shares := column(lines, "peak_share")[1]) else {}
     steps, seconds = column(lines, "step_s")
     total = math.fsum(finite(seconds))
     if total > 0:

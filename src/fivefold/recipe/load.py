@@ -33,6 +33,8 @@ _SHIPPED = Path(__file__).parent.parent / "recipes"
 """A folder for each family of models."""
 EARLIER = {"llama-7b": "llama2-7b"}
 """Names of shipped recipes in earlier versions."""
+FIRST = "quickstart"
+"""The recipe of who is new here."""
 OURS = "a shipped recipe"
 """The origin of what a user has not written."""
 
@@ -82,11 +84,11 @@ def shipped() -> dict[str, str]:
 
 
 def families() -> dict[str, list[str]]:
-    """The names of the shipped recipes by family, in alphabetical order."""
+    """The names of the shipped recipes by family, in alphabetical order; first the family of FIRST."""
     found: dict[str, list[str]] = {}
     for name, file in _files().items():
         found.setdefault(file.parent.name, []).append(name)
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items(), key=lambda item: (FIRST not in item[1], item[0])))
 
 
 def _files() -> dict[str, Path]:

@@ -20,7 +20,7 @@ from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.host import memory
 from fivefold.host.machine import peak_memory_bytes
-from fivefold.kernels.peak import device_peak, listed_peak
+from fivefold.kernels.peak import busy_share, device_peak, listed_peak
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.models.count import flops_per_token
@@ -70,6 +70,7 @@ class Speed:
         pairs = documents.pairs(causal) if documents else 1.0
         self.flops = flops_per_token(job.recipe.model, pairs) if job.module is None else None
         self.peak = _peak_flops(job.recipe, ranks) if self.flops else None
+        self.busy = busy_share(ranks.device.type, compute_mode(job.recipe, ranks.device).measured)
         self.amounts = amounts(job.recipe, job.data) if job.data is not None and job.data.parts else {}
         self.order = order_of(job.recipe, self.amounts) if self.amounts else None
 
@@ -79,6 +80,7 @@ class Speed:
         found: dict[str, Any] = {"tokens": seen, "tokens_per_s": own / seconds}
         if self.flops and self.peak:
             found["mfu"] = found["tokens_per_s"] * self.flops / self.peak
+            found |= {"peak_share": self.busy} if self.busy else {}
         if self.amounts:
             sources = mixture.seen(self.recipe, self.amounts, step, left_out, self.order)
             found["source_tokens"] = {name: one.tokens for name, one in sources.items()}
