@@ -17,6 +17,7 @@ import pytest
 from observe_page import check_contrast, check_drawn, check_structure
 from typer.testing import CliRunner
 
+from fivefold.cli.compare_tables import criteria_table
 from fivefold.cli.main import app, main
 from fivefold.errors import UserError
 from fivefold.models.section import ModelSection
@@ -119,6 +120,19 @@ def test_what_does_not_divide_is_said() -> None:
     small = rows_of("llama-7b", 64, "train.global_batch_size=7")
     assert small["DDP"].plan is None
     assert "64 data-parallel ranks need at least one microbatch each" in small["DDP"].why
+
+
+def test_what_sequence_parallelism_leaves_whole_is_said() -> None:
+    rows = rows_of("mixtral-8x7b", 8)
+    share, modules = rows["TP + SP"].undivided
+    assert modules == ["mlp.experts"]
+    parts = {name: model_states.rank_elements(row.plan.setting.model, row.plan.layout)[0].computes
+             for name, row in rows.items() if row.plan}  # fmt: skip
+    more = (parts["TP + SP"] - parts["TP"]) / parts["DDP"]
+    assert share * 7 / 8 == pytest.approx(more, rel=1e-9)
+    assert [name for name, row in rows.items() if row.plan and row.undivided[0]] == ["TP + SP"]
+    said = "\n".join(criteria_table([*rows.values()], ""))
+    assert f"TP + SP: tp does not divide {share:.1%} of the parameters (mlp.experts): with sp" in said
 
 
 def test_redundant_computing_by_reason(llama: dict[str, Row]) -> None:

@@ -89,6 +89,12 @@ def _notes(rows: list[Row]) -> list[str]:
         if row.why:
             instead = f"; {row.short} is shown" if row.plan else ""
             lines.append(f"  {row.technique}: {row.why}{instead}")
+        share, modules = row.undivided if row.plan else (0.0, [])
+        if share:
+            lines.append(
+                f"  {row.technique}: tp does not divide {share:.1%} of the parameters ({', '.join(modules)}): "
+                "with sp its ranks have different tokens there"
+            )
         if isinstance(row.measured, str):
             lines.append(f"  {row.technique}: was not measured: {row.measured}")
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from fivefold.spread.divisors import divisors
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_rules import problems
 from fivefold.spread.layout_text import parse, to_text
+from fivefold.spread.parts import block_of, cuts_in
 
 MICROBATCH = 1
 """Sequences of a microbatch, if the recipe leaves that open: the same for all layouts, so that they compare."""
@@ -101,6 +103,17 @@ class Row:
     def idle(self) -> float:
         """Share of the step in which ranks wait for other stages, on average."""
         return criteria.idle(self._plan.setting, self._plan.step)
+
+    @property
+    def undivided(self) -> tuple[float, list[str]]:
+        """(share of the parameters that its tensor parallelism divides only without sp, the modules they belong to)."""
+        card, layout = card_of(self._plan.setting.model), self._plan.layout
+        if layout.tp == 1 or not layout.sp:
+            return 0.0, []
+        names = [name for name, cut in card.cuts.items() if cuts_in(cut, True) != cuts_in(cut, False)]
+        within = (name.removeprefix(f"{card.stack}.{block_of(card, name)}.") for name in names)
+        modules = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[0] for name in within)
+        return sum(math.prod(card.parameters[name]) for name in names) / card.count, [*modules]
 
     @property
     def exposed(self) -> float:

@@ -29,8 +29,8 @@ class Redundant:
 
     useful: what one process would compute, spread over the ranks. operations: of activations that several ranks have
     whole (norms, residual sums and router without sequence parallelism, the order of rows between experts). recompute:
-    forward again. sums: gradients of a microbatch that several ranks add up (context parallelism). update: of states
-    that several ranks keep.
+    forward again. sums: gradients of a microbatch that several ranks add up (context parallelism; tp with sp, of
+    experts). update: of states that several ranks keep.
     """
 
     useful: float
