@@ -279,11 +279,11 @@ class RunHooks:
         """The sites' common weights, if there are several sites; otherwise there is nothing to change."""
         return self.state.outer.common() if self.state.outer else nullcontext()
 
-    def save(self, step: int, ends: bool) -> None:
+    def save(self, step: int, ends: bool, waits: bool = True) -> None:
         with progress.phase("saving"):
             known = stream_states(self.job, step, self.state.left_out) if self.ranks.first else {}
             tokens = {"tokens": tokens_before(self.job.recipe, step)}
-            self.saver.save(identity(self.job) | tokens | known, ends)
+            self.saver.save(identity(self.job) | tokens | known, ends, waits)
         if self.callbacks:
             self.unsaid.append(step)
 

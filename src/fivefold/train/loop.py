@@ -62,8 +62,9 @@ class Hooks(Protocol):
 
     def validate(self, step: int) -> None: ...
     def sample(self, step: int) -> None: ...
-    def save(self, step: int, ends: bool) -> None:
-        """Saves the state. ends: no step follows, so it is saved when this returns, or this raises UserError."""
+    def save(self, step: int, ends: bool, waits: bool = True) -> None:
+        """Saves the state. ends: no step follows, so it is saved when this returns, or this raises UserError. waits: it
+        is tried until it works."""
         ...
 
 
@@ -108,7 +109,7 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
             if fault is not None:
                 if fault.act == "abort" and fault.good:
                     try:
-                        hooks.save(state.step, ends=True)
+                        hooks.save(state.step, ends=True, waits=False)  # an error must not wait
                     except UserError as error:
                         raise fault.unsaved(error) from error
                 raise fault

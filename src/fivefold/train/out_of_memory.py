@@ -78,7 +78,7 @@ def _save(one: Told) -> list[str]:
     if hooks is None or one.local_ranks > 1 or hooks.state.mesh.axis("run").size > 1 or hooks.updating:
         return [f"Nothing that was saved is lost. {_resume(one.job)}"] if hooks else []
     with suppress(Exception):
-        hooks.save(hooks.state.step, ends=True)
+        hooks.save(hooks.state.step, ends=True, waits=False)
         return [f"Step {hooks.state.step} is saved. {_resume(one.job)}"]
     return [f"Step {hooks.state.step} could not be saved. {_resume(one.job)}"]
 

@@ -68,12 +68,13 @@ class Saver:
         self._awaited = False  # the answer is on its way to the host
         self._answer: tuple[float, float] | None = None
 
-    def save(self, meta: Mapping[str, Any], ends: bool) -> None:
-        """Saves the state as it is now. ends: the run ends here, so the save is complete when this returns.
+    def save(self, meta: Mapping[str, Any], ends: bool, waits: bool = True) -> None:
+        """Saves the state as it is now. ends: the run ends here, so the save is complete when this returns. waits: then
+        it is tried again until it works.
 
         Raises:
-            UserError: it failed, the run ends, and it was told to stop, has trained nothing, or has numbers that no
-                checkpoint may hold.
+            UserError: it failed, the run ends, and it does not wait, was told to stop, has trained nothing, or has
+                numbers that no checkpoint may hold.
         """
         self.settle()
         self._began, self.retry_at = time.monotonic(), None  # this one is the next try
@@ -90,10 +91,12 @@ class Saver:
                 if not self._settled:
                     self.seconds += self.under_way.wait_for_copy()
         except UserError as error:
-            if ends:
+            if not ends:
+                self._failed(error)
+            elif waits:
                 self._save_later(writing, error)
             else:
-                self._failed(error)
+                raise
         if self.state.parallel.disk is not None:
             self.state.parallel.disk.drop()
 
