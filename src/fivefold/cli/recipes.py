@@ -40,8 +40,8 @@ def recipes(
     for family, names in groups.items():
         print(family)
         for name in names:
-            size = short_number(sizes[name]) if sizes[name] else ""
-            size = size or ("folder's" if load(name).train.init_from else "")
+            count, folders = sizes[name], load(name).train.init_from
+            size = short_number(count) if count else "folder's" if folders else ""
             print(f"  {name:{width}} {size:>8}  {found[name]}")
 
 
