@@ -42,7 +42,7 @@ from fivefold.train.job import Job
 from fivefold.train.run import run_rank
 
 SETS = ["model.seq_len=128", "data.tokenizer=bytes", "train.global_batch_size=8", "train.val_sequences=256",
-        "train.sample_every=0", "train.sample_tokens=1", "observe.tensorboard=false"]  # fmt: skip
+        "train.sample_every=0", "train.sample_tokens=1", "observe.tracker=none"]  # fmt: skip
 TEXTS = ["none", "int8", "int4", "1bit", "topk:0.5", "topk:0.1", "topk:0.01", "randk:0.5", "randk:0.1",
          "powersgd:32", "powersgd:16", "powersgd:4"]  # fmt: skip
 

@@ -31,7 +31,7 @@ PARTS = {
 MODEL = [
     "model.arch=moe", "model.layers=4", "model.dim=512", "model.heads=8", "model.experts=8",
     "model.experts_per_token=2", "model.ffn_dim=256", "model.seq_len=256", "model.vocab_size=512",
-    "train.microbatch_size=4", "precision.mode=fp32", "observe.tensorboard=false",
+    "train.microbatch_size=4", "precision.mode=fp32", "observe.tracker=none",
 ]  # fmt: skip
 
 

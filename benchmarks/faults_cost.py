@@ -42,7 +42,7 @@ MODELS = {
 }
 RECIPE = [
     "data.tokenizer=bytes", "train.global_batch_size=8", "train.val_sequences=8", "train.sample_every=100000",
-    "train.val_every=100000", "observe.tensorboard=false",
+    "train.val_every=100000", "observe.tracker=none",
 ]  # fmt: skip
 OFF = ["observe.hang_s=0", "faults.spike_limit=0"]
 LAYOUTS = ("dp={}", "tp={}", "dp={},zero=3")

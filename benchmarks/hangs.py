@@ -41,7 +41,7 @@ WHERE = ("step", "forward", "data", "validation")
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.seq_len=16",
     "data.tokenizer=bytes", "train.global_batch_size=8", "train.microbatch_size=1", "train.steps=100000",
-    "train.val_sequences=8", "train.val_every=5", "train.sample_every=100000", "observe.tensorboard=false",
+    "train.val_sequences=8", "train.val_every=5", "train.sample_every=100000", "observe.tracker=none",
 ]  # fmt: skip
 LIMIT_S = 5  # beyond hang_s
 

@@ -130,7 +130,7 @@ def run(name: str, lr: float, seed: int, steps: int) -> dict[str, Any]:
 
 def fivefold(sets: list[str]) -> list[dict[str, Any]]:
     """The metrics of a quickstart run with these settings, on one core."""
-    sets = [*sets, "train.sample_every=1000000", "train.sample_tokens=1", "observe.tensorboard=false"]
+    sets = [*sets, "train.sample_every=1000000", "train.sample_tokens=1", "observe.tracker=none"]
     with tempfile.TemporaryDirectory() as folder:
         program = "from fivefold.cli.main import main; main()"
         command = [

@@ -47,7 +47,7 @@ def trained(mode: str, seed: int, steps: int) -> dict[str, Any]:
     """One run: its curve, the means of `EVERY` steps, and the final validation loss."""
     name, _, fields = mode.partition(":")
     sets = [f"precision.mode={name}", f"train.seed={seed}", f"train.steps={steps}", "train.sample_every=0"]
-    sets += [f"train.val_every={steps}", "observe.tensorboard=false"]
+    sets += [f"train.val_every={steps}", "observe.tracker=none"]
     sets += [f"precision.{field}" for field in fields.split(",") if field]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")

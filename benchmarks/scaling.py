@@ -26,7 +26,7 @@ LENGTHS, LENGTH = (131072, 262144, 524288, 1048576), 262144  # of the law, of th
 SETS = (
     "model.layers=2", "model.seq_len=128", "data.tokenizer=chars", "train.global_batch_size=8",
     "train.microbatch_size=8", "train.val_every=1000000", "train.val_sequences=400", "train.sample_tokens=1",
-    "checkpoint.keep_last=1", "observe.tensorboard=false", "layout.dp_replicate=1",
+    "checkpoint.keep_last=1", "observe.tracker=none", "layout.dp_replicate=1",
 )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def trained(folder: Path, layout: str) -> dict[str, Any]:
         "data.source": f"tokens:{folder / 'tokens.npy'}", "data.val_fraction": 0, "train.steps": STEPS,
         "train.global_batch_size": 8, "train.microbatch_size": 4, "train.val_every": 0, "train.sample_every": 0,
         "precision.mode": "fp32", "model.tie_embeddings": "false", "observe.trace_step": STEPS,
-        "observe.tensorboard": "false",
+        "observe.tracker": "none",
     }  # fmt: skip
     sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     fivefold("train", "quickstart", "--layout", layout, *sets, "--nproc", "2", "--out", str(run))

@@ -33,7 +33,7 @@ val_every = 0
 [layout]
 dp_replicate = 2
 [observe]
-tensorboard = false
+tracker = "none"
 """
 pytestmark = pytest.mark.slow
 

@@ -33,7 +33,7 @@ from fivefold.plan.documents import documents_of
 from fivefold.plan.explain import summary
 from fivefold.plan.predict import predict
 from fivefold.plan.software import FIVEFOLD
-from fivefold.recipe import Recipe, change, flops_per_token, load, resolve, to_toml
+from fivefold.recipe import Recipe, change, flops_per_token, load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import ring_columns
 
@@ -351,24 +351,6 @@ def test_a_recipe_says_how_documents_are_cut(tmp_path):
     assert cut_of(recipe, data, data.train, apart=False).read(np.arange(whole.count)).first is None
     best = cut_of(change(recipe, ["data.packing=best_fit"]), data, data.train)
     assert (best.read(np.arange(best.count)).targets >= 0).sum() == len(data.train)
-
-
-def test_old_run_folders_have_no_masks(tmp_path):
-    """A run that began without the key goes on as it was; a recipe that somebody writes today has masks."""
-    file = tmp_path / "recipe.toml"
-    old = (
-        to_toml(load("shakespeare"))
-        .replace("document_masks = true\n", "")
-        .replace('packing = "concat"\n', "")
-    )
-    file.write_text(old)
-    assert not load(file).data.document_masks
-    file.write_text(to_toml(load("shakespeare")))
-    assert load(file).data.document_masks
-    file.write_text(
-        '[data]\nsource = "stdlib"\n[model]\narch = "llama"\nlayers = 1\ndim = 32\nheads = 2\n[train]\nsteps = 1'
-    )
-    assert load(file).data.document_masks
 
 
 @pytest.mark.parametrize(

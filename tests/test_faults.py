@@ -372,18 +372,6 @@ def test_spikes_are_said_and_counted(
     ]
 
 
-def test_older_recipes_mean_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    path.write_text("[train]\nsteps = 9\n[optim]\nskip_outliers = 4.0\n")
-    faults = load(str(path)).faults
-    assert (faults.on_spike, faults.spike_limit) == ("skip", 4.0)
-    path.write_text("[train]\nsteps = 9\n[optim]\nskip_outliers = 0.0\n")
-    assert load(str(path)).faults.on_spike == "tell"
-    path.write_text("[train]\nsteps = 9\n[optim]\nskip_outliers = [4.0]\n")
-    with pytest.raises(UserError, match=r"faults\.spike_limit"):
-        load(str(path))
-
-
 def test_a_digest_sees_every_bit() -> None:
     """Also in the last, incomplete row, and a change of places; it does not depend on memory."""
     x = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))

@@ -35,7 +35,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         recipe_of(source, home / "cache", tokenizer="bytes", val_fraction=0.0),
         ["model.layers=1", "model.dim=16", "model.heads=2", "model.seq_len=16", "train.steps=2"],
     )
-    recipe = change(recipe, ["train.global_batch_size=2", "checkpoint.every=1", "observe.tensorboard=true"])
+    recipe = change(
+        recipe, ["train.global_batch_size=2", "checkpoint.every=1", "observe.tracker=tensorboard"]
+    )
     train_rank(0, 1, recipe, home / "run")
     return home / "run"
 

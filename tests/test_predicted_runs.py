@@ -155,7 +155,7 @@ def test_a_machine_without_a_table_is_predicted_from_the_first_steps(
     train_rank(0, 1, recipe_of(tmp_path, "dp=1", *sets), tmp_path / "run")
     said = capsys.readouterr().out
     assert (
-        "of tensors per rank; the time per step follows after step 10, because this machine is not me" in said
+        "of tensors per rank; the time per step follows after step 10, because this machine has not" in said
     )
     (line,) = (line for line in said.splitlines() if line.startswith("predicted from steps 3 to 10: "))
     assert line.endswith(" for 14 steps")

@@ -174,5 +174,5 @@ def test_the_measured_example_is_what_the_docs_say() -> None:
         for held, row in zip(found, wanted, strict=True):
             assert (held.name, held.measured) == (row["name"], row["measured"])
             assert held.predicted == pytest.approx(row["predicted"], abs=1e-4)
-            figures = f"| {held.predicted:.3f} | {held.low:.3f} to {held.high:.3f} | {held.measured:.3f} | "
+            figures = f"| {held.predicted:.3f} | {held.low:.3f} | {held.high:.3f} | {held.measured:.3f} | "
             assert f"{figures}{100 * held.error:+.1f}% |" in docs

@@ -498,6 +498,7 @@ def test_an_error_of_a_worker_says_its_step(room: Path, tmp_path: Path, monkeypa
 
     state, exchange = SimpleNamespace(step=7), SimpleNamespace(order=lambda: Note(Kind.TRAIN))
     monkeypatch.setattr(served_worker, "links", lambda *_: [])
+    monkeypatch.setattr(served_worker, "settle", lambda *_: [])
     monkeypatch.setattr(served_worker, "worker_state", lambda *_: (state, SimpleNamespace(exchange=exchange)))
     monkeypatch.setattr(served_worker, "_train", fails)
     with pytest.raises(OSError, match="away") as found:

@@ -172,7 +172,7 @@ def deep(found):
         (lambda m: m["meta"].pop("step"), "meta.step is missing"),
         (lambda m: m["meta"].update(step=True), "whole number"),
         (lambda m: m["meta"].update(tokens=1e9), "whole number"),
-        (lambda m: m.update(format=2), "a hash of its own, and format is 2"),
+        (lambda m: m.update(format=0), "a hash of its own, and format is 0"),
         (lambda m: m.update(meta=[]), "meta must be an object"),
         (lambda m: m["tensors"].update(other={}), "tensors must have the parts"),
         (lambda m: m["tensors"]["model"]["b"].update(dtype="F8"), "has the dtype 'F8'"),

@@ -46,9 +46,8 @@ def test_a_recipe_names_one_or_several(tmp_path: Path) -> None:
     assert of('tracker = "csv, wandb,csv"') == ["csv", "wandb"]
     assert of('tracker = ["csv", "mlflow"]') == ["csv", "mlflow"]
     assert of("tracker = []") == of('tracker = "none"') == []
-    # as earlier versions called it
-    assert of("tensorboard = false") == of("", "observe.tracker=none") == []
-    assert of("tensorboard = true") == of('tracker = "csv"', "observe.tensorboard=true") == ["tensorboard"]
+    assert of("", "observe.tracker=none") == []
+    assert of('tracker = "csv"', "observe.tracker=tensorboard") == ["tensorboard"]
 
 
 def test_csv_has_a_row_per_line(tmp_path: Path) -> None:

@@ -518,7 +518,8 @@ class Talking(Counting):
 def talking_rank(rank: int, world: int, recipe: Recipe, out: Path) -> int | None:
     torch.manual_seed(0)
     module = Talking()
-    module.group = torch.distributed.new_group(range(world))
+    # ranks of a pool may have made different numbers of groups before, by which torch would name this one
+    module.group = torch.distributed.new_group(range(world), use_local_synchronization=True)
     job = Job(resolve(recipe, vocab_size=16), out, None, module, Ones(), Ones())
     return run_rank(job, ranks_of(rank, world))
 

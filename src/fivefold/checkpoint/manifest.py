@@ -138,7 +138,7 @@ def read(folder: Path) -> tuple[Manifest, bytes]:
 
     Raises:
         Damaged: it is missing, or says anything that a manifest cannot say.
-        UserError: it cannot be read, or is of a newer format.
+        UserError: it cannot be read, or is of another format.
     """
     path = folder / MANIFEST
     try:
@@ -168,7 +168,7 @@ def unreadable(path: Path, error: OSError) -> UserError:
 def parse(content: bytes, path: Path) -> Manifest:
     """Raises:
     Damaged: it is not a manifest.
-    UserError: it is of a newer format.
+    UserError: it is of another format.
     """
     parser = _Parser(path)
     if content.startswith(_BEGIN):
@@ -195,9 +195,9 @@ class _Parser:
     def manifest(self, found: Any, hashed: bool) -> Manifest:
         whole = self.object("the manifest", found)
         version = whole.get("format")
-        if type(version) is int and version > FORMAT:
+        if type(version) is int and version > 0 and version != FORMAT:
             raise UserError(f"{self.path} is of format {version}, and this version reads {FORMAT}")
-        if type(version) is not int or version < FORMAT or not hashed:
+        if type(version) is not int or version < 1 or not hashed:
             self.fail(f"it has {'a' if hashed else 'no'} hash of its own, and format is {version!r:.40}")
         meta = self.object("meta", whole.get("meta"))
         for name in ("step", "updates", "skipped", "tokens"):

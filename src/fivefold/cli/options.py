@@ -92,9 +92,11 @@ def require_writable(option: str, path: Path | None) -> None:
 
 
 def save_as(option: str, path: Path, text: str) -> None:
-    """Writes the file of an option. A pipe or a device stays what it is. Raises UserError: it cannot be written."""
+    """Writes the file of an option. A link, a pipe or a device stays what it is. Raises UserError: it cannot be
+    written."""
     try:
-        (write_atomically if path.is_file() or not path.exists() else write)(path, text)
+        plain = not path.is_symlink() and (path.is_file() or not path.exists())
+        (write_atomically if plain else write)(path, text)
     except OSError as error:
         raise system_error(f"{option} {path}: cannot be written: {error.strerror}", error) from None
 

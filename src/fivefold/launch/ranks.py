@@ -97,9 +97,12 @@ def join(
         backend = _backend()
         try:
             store = _store(rank, launched, meet_s)
-            if world > local_world and not network.is_named(backend):
-                host, here = master()[0], _on_one_machine(store, rank, launched, meet_s)
-                network.name_interface(backend, host if here else network.reachable(host, backend), here)
+            if (
+                world > 1 and STORE_FILE not in os.environ
+            ):  # so on all ranks, whatever each one's host has named
+                host, here = master()[0], _on_one_machine(store, rank, world, meet_s)
+                if world > local_world and not network.is_named(backend):
+                    network.name_interface(backend, host if here else network.reachable(host, backend), here)
             if (
                 timeout_s < meet_s and STORE_FILE in os.environ
             ):  # else it is the time for local ranks to start

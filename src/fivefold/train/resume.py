@@ -18,7 +18,7 @@ from fivefold.train.checked import assert_same, damaged_together
 from fivefold.train.job import Job
 from fivefold.train.loaded import load_checkpoint
 from fivefold.train.meta import meta_of
-from fivefold.train.saved import ASYNCHRONOUS, FINGERPRINT, STAGES, identity
+from fivefold.train.saved import FINGERPRINT, STAGES, identity
 from fivefold.train.share import begin_streams
 
 
@@ -72,11 +72,10 @@ def resume(state: State, job: Job) -> Resumed | None:
 
 
 def _assert_updates(job: Job, checkpoint: store.Reader) -> None:
-    """Raises Damaged: as `meta_of`, or more updates than steps. Those of asynchronous servers are shares, though older
-    versions do not say whose they are."""
-    meta, shares = meta_of(checkpoint), not job.recipe.servers.synchronous
-    shares = bool(checkpoint.meta.get(ASYNCHRONOUS, shares))
-    most = meta.step * (job.recipe.train.global_batch_size if shares else 1)
+    """Raises Damaged: as `meta_of`, or more updates than sequences. Each share of an asynchronous server is an update,
+    and the run may have had some before."""
+    meta = meta_of(checkpoint)
+    most = meta.step * job.recipe.train.global_batch_size
     if meta.updates > most:
         said = f"meta.updates is {meta.updates}, and step {meta.step} has at most {most}"
         raise Damaged(f"{checkpoint.folder / MANIFEST} is damaged: {said}")

@@ -28,7 +28,6 @@ from fivefold.train.job import Job
 OUTER = "outer."  # prefix of the outer optimizer's states
 OFFLOADED_SHARD_BYTES = 64 << 20  # a shard is in memory while it is written
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
-ASYNCHRONOUS = "asynchronous"  # in what a checkpoint of asynchronous servers says: each share is an update
 OWN = ("data", "checkpoint", "observe", "launch", "train.init_from", "layout.offload_dir", "layout.recompute")
 """Sections and fields in which the machines of a run may differ: paths (their contents count), what is kept and shown,
 how long ranks wait, and what is computed again, which each site may choose by its own speed."""

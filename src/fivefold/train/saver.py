@@ -7,6 +7,7 @@ or the run is told to stop.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -105,7 +106,8 @@ class Saver:
         every = (piece for pieces in writing.pieces.values() for piece in pieces)
         odd, waited = any(odd_numbers(piece.tensor, piece.buffer) for piece in every), 0
         said = f"The run waits with what it has trained, and tries again every {AGAIN_S} s. Ctrl-C or SIGTERM ends it"
-        while self.state.step and not self._any(odd or self.stopped()):
+        deaf = threading.current_thread() is not threading.main_thread()  # no signal could end the wait
+        while self.state.step and not self._any(odd or deaf or self.stopped()):
             if not waited:
                 self.alarm(self.state.step, f"{error}. {said} without this save")
             time.sleep(1)

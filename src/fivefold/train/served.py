@@ -46,7 +46,7 @@ from fivefold.train.prediction import Prediction
 from fivefold.train.resume import resume
 from fivefold.train.rollback import FILE, read
 from fivefold.train.run import conclude, introduce, open_metrics, write_run_files
-from fivefold.train.saved import ASYNCHRONOUS, identity, shared
+from fivefold.train.saved import identity, shared
 from fivefold.train.saver import Saver
 from fivefold.train.self_test import settle
 
@@ -192,8 +192,7 @@ def _save(job: Job, state: State, saver: Saver, updates: int, skipped: int, ends
             raise fault.ended(job.out)
         state.set_counts(updates, skipped)
         tokens = state.step * job.recipe.train.global_batch_size * job.recipe.model.seq_len
-        counts = {"tokens": tokens, ASYNCHRONOUS: not job.recipe.servers.synchronous}
-        saver.save(identity(job) | counts, bool(ends))
+        saver.save(identity(job) | {"tokens": tokens}, bool(ends))
 
 
 @dataclass

@@ -113,7 +113,7 @@ def run_command(
     data, vocab_size = _data(recipe, module, batches, quiet)
     recipe = resolve(recipe, vocab_size=vocab_size)
     own = _own_model(recipe, module, card)
-    if module is not None and not resuming and not torch.cuda.is_available():
+    if module is not None and not (resuming or recipe.data.stream or torch.cuda.is_available()):
         source = batches_of(recipe, data, module=module) if data is not None else batches
         try_out(module, source, recipe.train)
     recipe = _within_budget(recipe, caller)
