@@ -38,6 +38,7 @@ from fivefold.launch.restarted import in_pod, restarted_by
 from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.observe import restarts
 from fivefold.recipe import change, load
+from fivefold.train.restart import newest
 from fivefold.train.start import run_command
 
 # What ranks do
@@ -493,9 +494,7 @@ def test_a_death_that_repeats_uses_the_budget_up(text: Path, tmp_path: Path) -> 
     said = run.value()
     assert said.startswith("RankFailed: rank 1 failed: KeyError: 'of rank 1', after step ")
     assert "died 2 times without a newer checkpoint" in said
-    assert ("Resume from the last checkpoint" in said) == bool(restarts.newest(tmp_path / "run")), (
-        "if one was saved"
-    )
+    assert ("Resume from the last checkpoint" in said) == bool(newest(tmp_path / "run")), "if one was saved"
     assert run.said.count("Traceback") == 1
     assert run.said.count("Starting 2 ranks again") <= 2, "the first death may come before step 2 is saved"
 
