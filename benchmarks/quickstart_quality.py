@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results" / "quickstart_quality.json"
+RESULTS = Path(__file__).parent / "results" / "quickstart_test.json"
 PROGRAM = Path(sys.executable).with_name("fivefold")
 T, SHORT, LONG, SEEDS, TEST_FILES = 256, 60, 150, (0, 1, 2), 40
 
@@ -82,6 +82,8 @@ def main() -> None:
         found = timed()
         write(args.out, found)
     if args.train:
+        if "step_seconds" not in found:
+            sys.exit(f"{args.out} has no seconds per step yet: run --time first, alone on the machine")
         last = time.monotonic() + 60 * args.minutes
         for name, run in due(found):
             if time.monotonic() > last:
