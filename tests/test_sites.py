@@ -65,6 +65,10 @@ def source_of(recipe: Recipe):
 def trained(rank: int, world: int, recipe: Recipe, count: int) -> dict[str, Any]:
     """Loss and norm of each step, the site's weights and the common ones after the last."""
     state, source = state_of(rank, world, recipe), source_of(recipe)
+    outer, sites = state.mesh.axis("outer"), state.mesh.axis("sites")
+    assert (outer.group is sites.group) == (not recipe.sites.overlap), (
+        "sums that overlap share no group with others"
+    )
     done = [take_step(state, recipe, share(state, recipe, source, step)) for step in range(count)]
     common = state.outer.weights if state.outer else state.masters()
     return {

@@ -202,7 +202,7 @@ NO_MANIFESTS = [
     b"null",
     b"{",
     b"[]",
-    b'{"format": 1}',
+    b'{"format": 0}',
 ]
 
 

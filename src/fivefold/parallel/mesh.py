@@ -26,10 +26,11 @@ class Mesh:
     """The axes of a site's layout as this rank sees them, by the names of `layout.groups`. All ranks must build it at
     the same time.
 
-    layout: of the whole run. sites: their number; one site is the whole run. Two more axes leave the site: "sites",
-    this rank's counterparts in all of them, and "run", all ranks. Attribute `layout` is the site's, and `rank` the
-    number in it. site: this launch's, if each site is a launch of its own: its mesh then has no other site (`apart`).
-    overlap: the axis "sites" has a process group of its own, so that other messages do not wait for its sums.
+    layout: of the whole run. sites: their number; one site is the whole run. Three more axes leave the site: "sites",
+    this rank's counterparts in all of them, "outer", the same for outer gradients, and "run", all ranks. Attribute
+    `layout` is the site's, and `rank` the number in it. site: this launch's, if each site is a launch of its own: its
+    mesh then has no other site (`apart`). overlap: the axis "outer" has a process group of its own: its sums are under
+    way on a thread while a step's figures are summed over "sites".
     """
 
     def __init__(
@@ -64,10 +65,8 @@ class Mesh:
         for name in groups(self.layout):
             members = [first + own for own in group_of(self.layout, name, self.rank)]
             add(name, members, index_in(self.layout, name, self.rank))
-        if alone is not None:
-            self._axes["sites"] = alone
-        else:
-            add("sites", every[self.rank] if together else [ranks.rank], index if together else 0)
+        add("sites", every[self.rank] if together else [ranks.rank], index if together else 0)
+        self._axes["outer"] = alone or self._axes["sites"]
         self._axes["run"] = self._axes["all"]
         if together:
             add("run", list(range(ranks.world)), ranks.rank)

@@ -213,7 +213,7 @@ def _outer(state: State, recipe: Recipe) -> Outer | None:
     fields = {name: getattr(sync, f"outer_{name}") for name in optimizer.fields}
     assert sync.outer_lr, "a resolved recipe has the outer fields"
     assert None not in fields.values(), "a resolved recipe has the outer fields"
-    return Outer(state.parallel.replicas, state.mesh.axis("sites"), sites, optimizer, sync.outer_lr, fields)
+    return Outer(state.parallel.replicas, state.mesh.axis("outer"), sites, optimizer, sync.outer_lr, fields)
 
 
 def with_optimizer(
