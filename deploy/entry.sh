@@ -18,13 +18,19 @@ fi
 export USER="${USER:-trainer}" LOGNAME="${LOGNAME:-trainer}" # this user may have no name in the image
 [ -w "${HOME:-/}" ] || export HOME=/tmp
 if [ ! -w "$runs" ]; then
-  case " $* " in *" $runs"* | *"=$runs"* | " train "*)
+  needed=""
+  case " $* " in
+    *" $runs"* | *"=$runs"*) needed=yes ;;
+    *" --out"*) ;; # it goes elsewhere
+    *" train "*) needed=yes ;;
+  esac
+  if [ "$needed" ]; then
     echo "error: user $(id -u) cannot write to $runs, which belongs to user $(stat -c %u "$runs"). Leave out --user, or" \
       "give the folder to that user: chown $(id -u) FOLDER on the host, fsGroup in Kubernetes" >&2
     exit 2
-    ;;
-  esac
-  export FIVEFOLD_CACHE=/tmp/cache # for commands that write no run, such as plan
+  fi
+  FIVEFOLD_CACHE=$(mktemp -d) # for what writes nothing there, such as plan
+  export FIVEFOLD_CACHE
 fi
 case ${1:-} in
   /*) exec "$@" ;;

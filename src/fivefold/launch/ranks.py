@@ -97,9 +97,7 @@ def join(
         backend = _backend()
         try:
             store = _store(rank, launched, meet_s)
-            if (
-                world > 1 and STORE_FILE not in os.environ
-            ):  # so on all ranks, whatever each one's host has named
+            if world > 1 and STORE_FILE not in os.environ:  # the same on all ranks
                 host, here = master()[0], _on_one_machine(store, rank, world, meet_s)
                 if world > local_world and not network.is_named(backend):
                     network.name_interface(backend, host if here else network.reachable(host, backend), here)

@@ -73,7 +73,7 @@ def _products(where: Path, found: Mapping[str, Any]) -> Table | None:
             return None
         case {"processor": str(processor), "onednn": [*names]} if all(type(name) is str for name in names):
             return Table(processor, names)
-    raise Damaged(f"{where} is damaged: meta.products is not a processor and a list of names")
+    raise Damaged(f"{where} is damaged: meta.products must name a processor and a list of matmuls")
 
 
 def _whole(where: Path, found: Mapping[str, Any], name: str, default: int) -> int:
