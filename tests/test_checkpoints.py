@@ -390,7 +390,7 @@ def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(recipe, whole, 
     "change_",
     [
         {"noise": [1, "x"]},
-        {"norms": [1]},
+        {"usual": [1]},
         {"sites": []},
         {"sites": {"count": 0}},
         {"loss_scale": 3},

@@ -429,22 +429,3 @@ def test_a_changed_byte_of_a_shard_is_noticed(tmp_path: Path):
     digests = shard.with_suffix(".digests")
     digests.write_bytes(digests.read_bytes()[::-1])
     assert not prepare(recipe).info["cached"]
-
-
-def test_shards_of_older_versions_get_digests(tmp_path: Path):
-    recipe = recipe_of(
-        write(tmp_path / "text.txt", "some words, again and again. " * 900), tmp_path / "cache"
-    )
-    folder = Path(prepare(recipe).info["folder"])
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for entries in manifest["shards"].values():
-        for entry in entries:
-            del entry["digests"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    for path in folder.glob("*.digests"):
-        path.unlink()
-    assert prepare(recipe).info["cached"]
-    shard = folder / "train-00000.bin"
-    shard.write_bytes(b"\1" + shard.read_bytes()[1:])
-    with pytest.raises(UserError, match="is damaged"):
-        prepare(recipe).train[:9]

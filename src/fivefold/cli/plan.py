@@ -72,7 +72,6 @@ def plan(
     noise_scale: plan_options.NoiseOption = None,
     calibrate: plan_options.CalibrateOption = False,
     exact: plan_options.ExactOption = False,
-    dry_run: plan_options.DryRunOption = False,
     memory_timeline: plan_options.MemoryTimelineOption = None,
     formulas: plan_options.FormulasOption = False,
     rank: plan_options.RankOption = 0,
@@ -105,7 +104,6 @@ def plan(
         _alone(context, "--formulas", {"recipe", "set_", "layout", "formulas", "svg", "json"})
         print_formulas(recipe, set_ or [], layout, json, svg)
         return
-    exact = exact or dry_run  # its name in earlier versions
     _agree(search, layout, exact, memory_timeline, rank)
     if precision is not None and not search:
         raise UserError("--precision lists modes for --search; of one layout, set --set precision.mode=MODE")
@@ -126,7 +124,7 @@ def plan(
     if search:
         draw_search(_search(request, top, precision), wanted, loaded, typed)
     else:
-        draw_plan(_predict(request, rank, exact, dry_run), wanted, loaded, typed)
+        draw_plan(_predict(request, rank, exact), wanted, loaded, typed)
 
 
 def _alone(context: typer.Context, option: str, beside: set[str]) -> None:
@@ -190,9 +188,8 @@ class Request:
     svg: Path | None = None
 
 
-def _predict(request: Request, rank: int, traces: bool, dry_run: bool = False) -> Plan:
-    """Predicts one layout and prints it. traces: `rank` is traced, too. dry_run: that was asked for by its earlier
-    name."""
+def _predict(request: Request, rank: int, traces: bool) -> Plan:
+    """Predicts one layout and prints it. traces: `rank` is traced, too."""
     from fivefold.plan.predict import predict
 
     result = predict(request.recipe, request.machine, request.software)
@@ -207,11 +204,10 @@ def _predict(request: Request, rank: int, traces: bool, dry_run: bool = False) -
     if request.json:
         besides = ({"terms": dict(result.step.terms)} if request.explain else {}) | answers
         besides |= plan_terms.answers(request.how, result, request.recipe, request.asked)
-        names = ("exact", "dry_run") if dry_run else ("exact",)
         print_json(
             result.as_json()
             | besides
-            | ({name: traced.as_json() for name in names} if traced else {})
+            | ({"exact": traced.as_json()} if traced else {})
             | ({"memory_timeline": [t.as_json() | {"name": name} for name, t in drawn]} if drawn else {})
             | ({"svg": request.svg} if request.svg else {})
         )

@@ -51,7 +51,6 @@ ExactOption = Annotated[
         "--exact", help="Trace the trainer's own step on one rank: exact bytes, messages and FLOPs."
     ),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", hidden=True)]
 MemoryTimelineOption = Annotated[
     Path | None,
     typer.Option(

@@ -27,7 +27,6 @@ from fivefold.data.tokens import (
     NAMES,
     Shard,
     Tokens,
-    add_digests,
     open_tokens,
     read_manifest,
     write_manifest,
@@ -105,8 +104,6 @@ def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
                 if manifest is None:
                     manifest = _make(source, data, mask, root, key, alone, workers, tell)
                     cached = False
-        elif not all("digests" in entry for split in NAMES for entry in manifest["shards"][split]):
-            manifest = _with_digests(folder, root / f"{key}.lock", manifest, tell)
     require_few_bad(manifest["skipped"], data.max_bad_fraction)
     tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
     tokenizer.chat_template = beside(folder) or ""
@@ -200,15 +197,6 @@ def _require_room(data: DataSection, now: stream.Progress, seq_len: int, most_va
             f"data.stream_gib = {data.stream_gib} is too small for data.stream_window = {data.stream_window}. Nearest "
             f"valid: stream_gib = {least * 1.001:.4g}"
         )
-
-
-def _with_digests(folder: Path, lock: Path, manifest: dict[str, Any], tell: Progress) -> dict[str, Any]:
-    """The manifest of an older version's folder, with digests from now on; as it is if the folder cannot be written."""
-    tell("hashing shards", 0, None)
-    with contextlib.suppress(OSError), locked(lock):
-        manifest = read_manifest(folder) or manifest  # another process may just have added them
-        add_digests(folder, manifest)
-    return manifest
 
 
 def _make(

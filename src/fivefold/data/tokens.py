@@ -258,29 +258,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             size = entry["tokens"] * (1 if entry["file"].startswith(FLAGS) else item)
             if (folder / entry["file"]).stat().st_size != size:
                 return None
-            digests = entry.get("digests")
-            if digests and read_digests(_digests_of(folder / entry["file"]), size, digests) is None:
+            if read_digests(_digests_of(folder / entry["file"]), size, entry["digests"]) is None:
                 return None
         if (folder / DAMAGED).exists():
             return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return manifest if manifest["format"] == FORMAT else None
-
-
-def add_digests(folder: Path, manifest: dict[str, Any]) -> bool:
-    """Adds digests to a folder that an older version has written. Returns False if it had them. They say what the
-    shards hold now."""
-    lacking = [e for split in NAMES for e in manifest["shards"][split] if "digests" not in e]
-    for entry in lacking:
-        hasher, path = BlockHasher(), folder / entry["file"]
-        with open(path, "rb") as file:
-            while content := file.read(1 << 20):
-                hasher.update(memoryview(content))
-        entry["digests"] = write_digests(path, hasher)
-    if lacking:
-        write_manifest(folder, manifest)
-    return bool(lacking)
 
 
 def open_tokens(folder: Path, manifest: dict[str, Any], split: str) -> Tokens:
@@ -293,8 +277,7 @@ def open_tokens(folder: Path, manifest: dict[str, Any], split: str) -> Tokens:
 def _shards(folder: Path, entries: list[dict[str, Any]], dtype: str) -> list[Shard]:
     item, shards = np.dtype(dtype).itemsize, []
     for entry in entries:
-        path, digests = folder / entry["file"], None
-        if "digests" in entry:
-            digests = read_digests(_digests_of(path), entry["tokens"] * item, entry["digests"])
+        path = folder / entry["file"]
+        digests = read_digests(_digests_of(path), entry["tokens"] * item, entry["digests"])
         shards.append(Shard(path, dtype, 0, entry["tokens"], digests, ADVICE))
     return shards

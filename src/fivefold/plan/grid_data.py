@@ -18,10 +18,10 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.plan import grid
 from fivefold.plan.grid import Base, Slider, Values
-from fivefold.plan.pictures import drawn, pictures
+from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import Plan
 from fivefold.schedules.memory_timeline import CATEGORIES
-from fivefold.schedules.pipeline import Timeline
+from fivefold.schedules.pipeline import Timeline, shown
 from fivefold.spread.layout_text import to_text
 
 HEAD = (
@@ -102,7 +102,7 @@ class _Rows:
         stages = found.costs if found.timeline else []
         roof = found.roofline
         head = [plan.step.seconds, plan.tokens_per_s, plan.mfu, plan.limit, roof.peak, roof.bandwidth]
-        head += [s.microbatches, drawn(s), length, len(stages)]
+        head += [s.microbatches, shown(s.microbatches, s.layout.pp), length, len(stages)]
         self.shares = list(found.shares)
         memory = [getattr(held, name) for held in plan.memory for name in MEMORY]
         durations = [seconds for c in stages for seconds in (c.forward, c.input, c.weight)]
@@ -113,7 +113,7 @@ class _Rows:
         work = self.work.setdefault(_key(values, WORK), {})
         work |= {p.name: (float(f"{p.intensity:.5g}"), float(f"{p.rate:.5g}")) for p in points}
         if found.timeline:
-            self._timeline(f"{s.layout.pp},{drawn(s)}", found.timeline)
+            self._timeline(f"{s.layout.pp},{shown(s.microbatches, s.layout.pp)}", found.timeline)
 
     def _timeline(self, key: str, timeline: Timeline) -> None:
         if key not in self.schedules:

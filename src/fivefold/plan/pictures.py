@@ -109,18 +109,14 @@ def shares(plan: Plan, found: Roofline) -> dict[str, float]:
 
 
 def timeline(plan: Plan, costs: Sequence[Cost]) -> Timeline | None:
-    """The pipeline of a step with each stage's planned times, for the first `drawn` microbatches. None without one."""
+    """The pipeline of a step with each stage's planned times, for the first `shown` microbatches. None without one."""
     s = plan.setting
     if s.layout.pp == 1:
         return None
     price = pipeline.pipeline_costs([cost.timed for cost in costs], pipeline.transfers(s))
     layout = s.layout
-    return simulate(partition.schedule(layout.schedule, layout.pp, drawn(s), layout.virtual_stages), price)
-
-
-def drawn(s: Setting) -> int:
-    """Microbatches in the picture of a pipeline."""
-    return shown(s.microbatches, s.layout.pp)
+    count = shown(s.microbatches, layout.pp)
+    return simulate(partition.schedule(layout.schedule, layout.pp, count, layout.virtual_stages), price)
 
 
 def busiest(plan: Plan, costs: Sequence[Cost]) -> int:

@@ -19,7 +19,6 @@ from fivefold.models.own import buffers_of
 from fivefold.optim.card import COMPENSATION
 from fivefold.parallel.outer import Outer
 from fivefold.spread.parts import Part, boxes, local_shape
-from fivefold.step.judge import NORM
 from fivefold.step.state import State
 from fivefold.train.checked import check_files
 from fivefold.train.meta import Meta, meta_of
@@ -143,9 +142,9 @@ def _fits(
 
 
 def _real(checkpoint: store.Reader, kind: str, name: str) -> bool:
-    """False for a tensor of whole numbers, or a buffer. Formats before 3 do not say."""
+    """False for a tensor of whole numbers, or a buffer."""
     entry = checkpoint.manifest.tensors[kind][name]
-    return not entry.buffer and (entry.dtype is None or getattr(torch, DTYPES[entry.dtype]).is_floating_point)
+    return not entry.buffer and getattr(torch, DTYPES[entry.dtype]).is_floating_point
 
 
 def _unsent(state: State, meta: Meta) -> dict[str, Tensor]:
@@ -175,8 +174,6 @@ def _load(
     state.set_counts(meta.updates, 0)  # a run that had diverged has all its tries again
     usual = torch.tensor(meta.usual or (0.0,) * 6, dtype=torch.float64, device=state.mesh.device)
     state.usual = usual.view(2, 3)
-    if meta.usual is None and meta.norms is not None:  # of an older version
-        state.usual[NORM].copy_(torch.tensor(meta.norms, dtype=torch.float64))
     state.left_out = meta.left_out
     state.products = meta.products or state.products
     if state.loss_scale is not None and meta.loss_scale is not None:

@@ -16,15 +16,13 @@ from fivefold.kernels.fastest import Table
 @dataclass(frozen=True)
 class Meta:
     """step: optimizer steps. updates: those that changed the weights. skipped: the last ones in a row that did not.
-    noise, usual, left_out, loss_scale: as in `step.State`; None: not saved. norms: of an older version, one row of
-    usual. sites: how many the run has, whether all have the common weights, steps between outer steps, fragments.
-    compression: the layout whose residuals are saved. products: which library multiplies; None: not saved."""
+    noise, usual, left_out, loss_scale: as in `step.State`; None: not saved. sites: how many the
+    run has, whether all have the common weights, steps between outer steps, fragments. compression: the layout whose residuals are saved. products: which library multiplies; None: not saved."""
 
     step: int
     updates: int
     skipped: int
     noise: tuple[float, ...] | None
-    norms: tuple[float, ...] | None
     usual: tuple[float, ...] | None
     left_out: tuple[tuple[int, int], ...]
     loss_scale: tuple[float, ...] | None
@@ -54,7 +52,6 @@ def meta_of(checkpoint: Reader) -> Meta:
         int(meta.get("updates", step)),
         int(meta.get("skipped", 0)),
         _numbers(where, meta, "noise", 2),
-        _numbers(where, meta, "norms", 3),
         _numbers(where, meta, "usual", 6),
         _left_out(where, meta),
         _numbers(where, meta, "loss_scale", 2, 3),
