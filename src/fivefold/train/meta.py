@@ -16,8 +16,9 @@ from fivefold.kernels.fastest import Table
 @dataclass(frozen=True)
 class Meta:
     """step: optimizer steps. updates: those that changed the weights. skipped: the last ones in a row that did not.
-    noise, usual, left_out, loss_scale: as in `step.State`; None: not saved. sites: how many the
-    run has, whether all have the common weights, steps between outer steps, fragments. compression: the layout whose residuals are saved. products: which library multiplies; None: not saved."""
+    noise, usual, left_out, loss_scale: as in `step.State`; None: not saved. sites: how many the run has, whether all
+    have the common weights, steps between outer steps, fragments. compression: the layout whose residuals are saved.
+    products: which library multiplies; None: not saved."""
 
     step: int
     updates: int
