@@ -4,6 +4,7 @@ import math
 import pickle
 import re
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,3 +293,11 @@ def test_the_run_as_an_object(
     assert both == [1, 3]
     with pytest.raises(UserError, match=r"step = 7: .* has no checkpoint of this step; it has 1, 2, 3"):
         run.at(7)
+
+
+def test_a_mistake_ends_near_the_users_line() -> None:
+    """Of our own frames a traceback has the one that raises, and none of what is behind it."""
+    with pytest.raises(UserError) as caught:
+        fivefold.load("quickstart", ["train.steps=many"])
+    ours = [frame for frame in traceback.extract_tb(caught.tb) if "/fivefold/" in frame.filename]
+    assert [frame.name for frame in ours] == ["outer"]
