@@ -386,7 +386,9 @@ def test_the_image_says_what_it_cannot_write(mounted: Path, owner: int) -> None:
         assert "chown 12345" in done.stderr
         assert done.stderr.count("\n") == 1
     done = entry(mounted, 12345, "/bin/sh", "-c", 'mkdir -p "$FIVEFOLD_CACHE" && echo "$HOME"')
-    assert (done.stdout, done.stderr) == ("/tmp\n", ""), "what writes no run goes on"
+    assert (done.stdout, done.stderr) == ("/tmp\n", ""), "what writes nothing there goes on"
+    done = entry(mounted, 12345, "/bin/echo", "train", "quickstart", "--out", "/data/first")
+    assert done.stdout == "train quickstart --out /data/first\n", "so does a run that goes to another folder"
 
 
 @pytest.mark.parametrize("script", ["torchrun.sh", "mpirun.sh", "slurm.sbatch"])
