@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from fivefold.cli import (
     export,
     generate,
     import_,
+    plan,
     recipes,
     report,
     terminal,
@@ -80,6 +82,23 @@ def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert f"Usage: fivefold {name}" in out
     examples = out.partition("Examples:\n")[2].split("\n")
     assert [line.strip() for line in examples if line.strip()] == COMMANDS[name].EXAMPLES
+
+
+def test_help_names_values_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("eval", "--help") == 0
+    assert "Usage: fivefold eval [OPTIONS] RUN [FILE...]\n" in capsys.readouterr().out
+    for name in (*COMMANDS, "plan", "compare", "verify", "sweep"):
+        assert run(name, "--help") == 0
+        assert [*re.findall(r"<[a-z ]+>|[{}]", capsys.readouterr().out)] == [], name
+
+
+def test_options_of_plan_stand_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "--help") == 0
+    out = capsys.readouterr().out
+    for title, names in plan.GROUPS.items():
+        section = out.split(f"\n{title}:\n")[1].split("\n\n")[0]
+        found = re.findall(r"^  --([a-z-]+)", section, re.MULTILINE)
+        assert {*found} == {name.replace("_", "-") for name in names}
 
 
 def test_check_does_not_import_torch() -> None:

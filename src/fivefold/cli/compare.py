@@ -38,7 +38,7 @@ ClusterOption = Annotated[
 ]
 RanksOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of ranks. [default: the cluster's, else a node]"),
+    typer.Option(min=1, metavar="N", help="Ranks. [default: the cluster's, else a node]"),
 ]
 LayoutsOption = Annotated[
     list[str] | None,
@@ -61,7 +61,7 @@ PageOption = Annotated[
 ]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run each layout here for a few steps.")]
 # At least 4 steps: the first two warm up, one is tracked and slower, and one is left
-StepsOption = Annotated[int, typer.Option(min=4, max=1000, help="Steps that --measure runs.")]
+StepsOption = Annotated[int, typer.Option(min=4, max=1000, metavar="N", help="Steps that --measure runs.")]
 
 
 def compare(

@@ -31,7 +31,7 @@ EXAMPLES = [
 TextsArgument = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="[FILE]...",
+        metavar="FILE",
         help="Text files: perplexity and bits per byte. A .jsonl holds one document per line.",
     ),
 ]

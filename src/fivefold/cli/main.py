@@ -9,6 +9,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, NoReturn
 
 import typer
@@ -86,7 +87,8 @@ for name, module, function in (
     ("import", import_, import_.import_),
 ):
     examples = "".join(f"\n  {example}" for example in module.EXAMPLES)
-    app.command(name, cls=problems.Command, epilog=f"\b\nExamples:{examples}")(function)
+    command = partial(problems.Command, groups=getattr(module, "GROUPS", {}))
+    app.command(name, cls=command, epilog=f"\b\nExamples:{examples}")(function)  # type: ignore[arg-type]
 app.add_typer(bench.bench, name="bench")
 
 

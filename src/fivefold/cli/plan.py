@@ -49,6 +49,7 @@ EXAMPLES = [
     "fivefold plan gpt2-124m --layout tp=4 --formulas",
     "fivefold plan llama2-7b --layout dp=64 --psi 7.5e9 --states paper --svg states.svg",
 ]
+GROUPS = plan_options.GROUPS
 
 
 def plan(

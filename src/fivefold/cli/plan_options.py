@@ -7,6 +7,17 @@ from typing import Annotated
 
 import typer
 
+GROUPS = {
+    "Search": ("search", "top", "precision"),
+    "Budget": ("tokens", "deadline", "price", "noise_scale"),
+    "The trainer's own step": ("exact", "memory_timeline", "rank"),
+    "Terms of papers and courses": (
+        "terms", "states", "activations", "bubble", "flops", "psi", "formulas", "svg",
+    ),
+    "Files": ("save", "pictures", "html", "json"),
+}  # fmt: skip
+"""Headings of the help, and the options below each."""
+
 MoreArgument = Annotated[list[str] | None, typer.Argument(hidden=True)]
 ClusterOption = Annotated[
     str,
@@ -17,7 +28,9 @@ ClusterOption = Annotated[
     ),
 ]
 SearchOption = Annotated[bool, typer.Option("--search", help="Find the fastest layouts that fit.")]
-TopOption = Annotated[int, typer.Option(min=1, max=1000, help="Number of layouts that --search lists.")]
+TopOption = Annotated[
+    int, typer.Option(min=1, max=1000, metavar="N", help="Number of layouts that --search lists.")
+]
 PrecisionOption = Annotated[
     str | None,
     typer.Option(
@@ -29,7 +42,9 @@ PrecisionOption = Annotated[
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Print every term of the prediction.")]
 SaveOption = Annotated[
     Path | None,
-    typer.Option("--save", help="Write the recipe with the planned (best) layout to this file."),
+    typer.Option(
+        "--save", metavar="FILE", help="Write the recipe with the planned (best) layout to this file."
+    ),
 ]
 PicturesOption = Annotated[
     bool, typer.Option("--pictures", help="Draw all pictures, even into a file or a pipe.")
@@ -66,7 +81,9 @@ FormulasOption = Annotated[
         help="Print the activation formulas of arXiv 2205.05198 for the recipe's sizes, beside measured bytes.",
     ),
 ]
-RankOption = Annotated[int, typer.Option("--rank", help="The rank that --exact and --memory-timeline trace.")]
+RankOption = Annotated[
+    int, typer.Option("--rank", metavar="N", help="The rank that --exact and --memory-timeline trace.")
+]
 ExpertLoadOption = Annotated[
     float | None,
     typer.Option(
@@ -86,20 +103,20 @@ DocumentTokensOption = Annotated[
 ]
 TokensOption = Annotated[
     float | None,
-    typer.Option("--tokens", help="Budget: tokens to train on, such as 1.4e12. [default: the recipe's]"),
+    typer.Option("--tokens", metavar="N", help="Tokens to train on, such as 1.4e12. [default: the recipe's]"),
 ]
 DeadlineOption = Annotated[
     str | None,
     typer.Option(
         "--deadline",
         metavar="TIME",
-        help="Budget: devices needed to finish within TIME, such as 30d (m, h, d, w).",
+        help="Devices needed to finish within TIME, such as 30d (m, h, d, w).",
     ),
 ]
-PriceOption = Annotated[float | None, typer.Option("--price", help="Budget: price per device-hour.")]
+PriceOption = Annotated[float | None, typer.Option("--price", metavar="X", help="Price per device-hour.")]
 NoiseOption = Annotated[
     float | None,
-    typer.Option("--noise-scale", help="Budget: gradient noise scale in tokens, as a run measured it."),
+    typer.Option("--noise-scale", metavar="N", help="Gradient noise scale in tokens, as a run measured it."),
 ]
 ParamsOption = Annotated[
     float | None,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from typer.core import TyperCommand
@@ -53,7 +54,33 @@ def of_options(error: Exception, words: Sequence[str]) -> Problem | None:
 
 
 class Command(TyperCommand):
-    """A command. An unknown option that is the name of a recipe's field is refused with how to set it."""
+    """A command. An unknown option that is the name of a recipe's field is refused with how to set it.
+
+    groups: headings of the help, and the names of the options below each.
+    """
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]] = MappingProxyType({}), **more: Any):
+        super().__init__(*args, **more)
+        self.headings = {name: title for title, names in groups.items() for name in names}
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        shown = [p for p in self.params if p.param_type_name == "argument" and not getattr(p, "hidden", False)]
+        words = [f"{p.metavar}..." if p.nargs == -1 else f"{p.metavar}" for p in shown]
+        return ["[OPTIONS]", *(w if p.required else f"[{w}]" for p, w in zip(shown, words, strict=True))]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        sections |= {title: [] for title in self.headings.values()}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                argument = param.param_type_name == "argument"
+                title = "Arguments" if argument else self.headings.get(param.name or "", "Options")
+                name = f"{param.metavar}" if argument else record[0]
+                sections[title].append((name, record[1]))
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)

@@ -24,7 +24,7 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...", help="Run folders, or a sweep's folder.", autocompletion=run_folders
+            metavar="RUN", help="Run folders, or a sweep's folder.", autocompletion=run_folders
         ),
     ],
     out: Annotated[

@@ -31,7 +31,7 @@ def verify(
     recipe: RecipeArgument,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps to compare.")] = 3,
     mode: Annotated[
         Mode,
         typer.Option(
