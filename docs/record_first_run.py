@@ -3,7 +3,7 @@
     python docs/record_first_run.py
 
 It runs `fivefold train quickstart` with an empty cache and notes when each line came. docs/make_pictures.py draws
-benchmarks/results/first_run.json. Of the lines of single steps a few are kept. Nothing else should run meanwhile.
+benchmarks/results/first_run.json. It prints a line a step, as on a terminal; a few of them are kept. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def main() -> None:
     began, lines = time.monotonic(), list[tuple[float, str]]()
     with tempfile.TemporaryDirectory() as folder:
         program = [sys.executable, "-c", "from fivefold.cli.main import main; main()", *COMMAND.split()[1:]]
+        program.append("--set=observe.log_every=1")
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "FIVEFOLD_CACHE": f"{folder}/cache"}
         with subprocess.Popen(
             program, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

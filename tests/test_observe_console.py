@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -56,6 +57,26 @@ def test_log_every_prints_multiples_and_the_last_step() -> None:
         False, lambda c: [c.step({"step": s, **LINE}) for s in range(1, 12)], total_steps=11, log_every=5
     )
     assert re.findall(r"step +(\d+)/", text) == ["5", "10", "11"]
+
+
+def test_a_file_gets_about_twenty_lines_and_one_a_minute() -> None:
+    def steps(terminal: bool, tick: float, **options) -> list[int]:
+        clock = (tick * i for i in count())
+        text = output(
+            terminal,
+            lambda c: [c.step({"step": s, **LINE}) for s in range(1, 601)],
+            total_steps=600,
+            clock=lambda: next(clock),
+            **options,
+        )
+        return [*dict.fromkeys(int(step) for step in re.findall(r"step +(\d+)/", text))]
+
+    assert steps(False, 0.01) == [1, *range(30, 601, 30)]
+    slow = steps(False, 5.0)
+    assert 1 < max(b - a for a, b in itertools.pairwise(slow)) <= 12
+    assert len(slow) < 200
+    assert steps(False, 5.0, log_every=100) == [*range(100, 601, 100)]
+    assert steps(True, 0.01, log_every=0) == [*range(1, 601)]
 
 
 def test_terminal_shows_colours_and_a_bar() -> None:

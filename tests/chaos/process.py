@@ -18,7 +18,7 @@ TINY = [
     "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=48", "model.seq_len=16",
     "data.tokenizer=bytes", "data.val_fraction=0.1", "train.global_batch_size=8", "train.microbatch_size=1",
     "train.val_sequences=7", "train.val_every=20", "train.sample_tokens=8", "train.sample_every=0",
-    "optim.warmup_steps=0", "optim.schedule=constant", "precision.mode=fp32",
+    "optim.warmup_steps=0", "optim.schedule=constant", "precision.mode=fp32", "observe.log_every=1",
 ]  # fmt: skip
 MOE = ["model.arch=moe", "model.experts=4", "model.experts_per_token=2"]
 MAIN = [sys.executable, "-m", "fivefold.cli.main"]

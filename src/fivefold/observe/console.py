@@ -1,4 +1,4 @@
-"""Prints a training run: one line per step, validation, samples, notes, and the summary at the end.
+"""Prints a training run: lines of steps, validation, samples, notes, and the summary at the end.
 
 A terminal gets coloured lines, cut to its width, above a progress bar. Files, pipes and CI get plain aligned lines
 without escape codes. Only rank 0 prints. Nothing here can stop a training run: a terminal that hangs up or a closed
@@ -28,6 +28,8 @@ QUIET = "FIVEFOLD_QUIET"  # environment variable, which ranks inherit: any text,
 VALIDATIONS = "validations"  # its value with which validations are printed, too
 # Seconds between redraws of the bar. A redraw takes about a millisecond, and steps may take less.
 _REDRAW_S = 0.25
+# Of a run that prints into a file or a pipe: lines of steps, and seconds between two of them at most.
+_LINES, _LONGEST_S = 20, 60.0
 
 # The fields that a narrow terminal drops first.
 _LEAST_IMPORTANT = ("wait", "mem", "norm", "lr", "mfu", "eta", "speed")
@@ -37,8 +39,8 @@ class Console:
     """Prints the run's progress.
 
     total_steps: last step of the run. start_step: the step from which it starts or resumes. rank: only 0 prints.
-    log_every: steps between lines (the last step always gets one). file: output file [default: stdout]. terminal: None
-    asks the file. clock: seconds, for the ETA.
+    log_every: steps between lines (the last step always gets one); 0: as `observe.log_every` says. file: output file
+    [default: stdout]. terminal: None asks the file. clock: seconds, for the ETA.
     """
 
     def __init__(
@@ -47,12 +49,12 @@ class Console:
         *,
         rank: int = 0,
         start_step: int = 0,
-        log_every: int = 1,
+        log_every: int = 0,
         file: TextIO | None = None,
         terminal: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total, self.silent, self.log_every = total_steps, rank != 0, log_every
+        self.total, self.silent = total_steps, rank != 0
         how = os.environ.get(QUIET, "")
         self.quiet, self._validations = bool(how), how == VALIDATIONS
         self._file = file or (sys.stderr if self.quiet and not self._validations else sys.stdout)
@@ -60,6 +62,9 @@ class Console:
         self._pace_from = (start_step, clock())
         able = self._file.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
         self.terminal = able if terminal is None else terminal
+        self._longest = math.inf if log_every or self.terminal else _LONGEST_S
+        self.log_every = log_every or (1 if self.terminal else max(1, total_steps // _LINES))
+        self._last_line = -math.inf  # the first step has one, unless asked otherwise
         self._rich = RichConsole(file=self._file, force_terminal=True) if self.terminal else None
         self._bar: Progress | None = None
 
@@ -68,10 +73,12 @@ class Console:
         if self.silent or self.quiet:
             return
         step = metrics["step"]
-        if step % self.log_every == 0 or step == self.total:
+        now = self._clock()
+        if step % self.log_every == 0 or step == self.total or now - self._last_line > self._longest:
+            self._last_line = now
             fields = self._fields(metrics)
             self._print(self._coloured(fields, metrics) if self._rich else "  ".join(fields.values()))
-        if self._rich and self._clock() - self._drawn > _REDRAW_S:
+        if self._rich and now - self._drawn > _REDRAW_S:
             self._redraw(step)
         if step == self._start + 1:  # the ETA leaves out the first step: start-up, compilation
             self._pace_from = (step, self._clock())

@@ -399,8 +399,9 @@ class FaultsSection(Section):
 
 
 class ObserveSection(Section):
-    log_every: int = Field(default=1, ge=1, le=LARGEST)
-    """Steps between console lines."""
+    log_every: int = Field(default=0, ge=0, le=LARGEST)
+    """Steps between console lines. 0: on a terminal every step; in a file or a pipe about 20 lines, at least one a
+    minute."""
     tracker: TrackerNames = "tensorboard"
     """Where the numbers of metrics.jsonl also go: `tensorboard` (event files in RUN/tensorboard), `csv`
     (RUN/metrics.csv), `wandb` (Weights & Biases; extra `wandb`), `mlflow` (MLflow; extra `mlflow`), `none`; several as
