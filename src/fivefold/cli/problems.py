@@ -64,7 +64,9 @@ class Command(TyperCommand):
         self.headings = {name: title for title, names in groups.items() for name in names}
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        shown = [p for p in self.params if p.param_type_name == "argument" and not getattr(p, "hidden", False)]
+        shown = [
+            p for p in self.params if p.param_type_name == "argument" and not getattr(p, "hidden", False)
+        ]
         words = [f"{p.metavar}..." if p.nargs == -1 else f"{p.metavar}" for p in shown]
         return ["[OPTIONS]", *(w if p.required else f"[{w}]" for p, w in zip(shown, words, strict=True))]
 

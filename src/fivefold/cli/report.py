@@ -23,9 +23,7 @@ COMPARISON = Path("comparison.html")
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUN", help="Run folders, or a sweep's folder.", autocompletion=run_folders
-        ),
+        typer.Argument(metavar="RUN", help="Run folders, or a sweep's folder.", autocompletion=run_folders),
     ],
     out: Annotated[
         Path | None,

@@ -3,5 +3,3 @@
 from fivefold.comm.agree import all_or_none, told
 from fivefold.comm.axis import ALONE, Axis, Started, everyone
 from fivefold.comm.sum import Beside, Summation
-
-__all__ = ["ALONE", "Axis", "Beside", "Started", "Summation", "all_or_none", "everyone", "told"]

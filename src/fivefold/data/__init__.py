@@ -36,20 +36,6 @@ _HOMES = {
     "prepare": "preparation",
     "progress_bar": "one_source",
 }
-__all__ = [
-    "NOT_COUNTED",
-    "Batch",
-    "Batches",
-    "DataSet",
-    "Prefetch",
-    "Tokenizer",
-    "Tokens",
-    "check",
-    "load_tokenizer",
-    "objective_of",
-    "prepare",
-    "progress_bar",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,24 +24,6 @@ if TYPE_CHECKING:
     from fivefold.kernels.loss import linear_cross_entropy
     from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 
-__all__ = [
-    "add_gradient",
-    "add_layer_norm",
-    "add_rms_norm",
-    "attention",
-    "gelu",
-    "input_gradient",
-    "latent_heads",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "qkv_attention",
-    "rms_norm",
-    "rope",
-    "swiglu",
-    "weight_gradient",
-]
-
 _NAMES = {
     "blockwise_attention": "attention qkv_attention",
     "elementwise": "add_gradient add_layer_norm add_rms_norm gelu layer_norm rms_norm rope swiglu",

@@ -148,11 +148,12 @@ def _extremes(indices: np.ndarray, values: np.ndarray) -> tuple[int, int]:
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Moving mean of the finite values in a window around each value. Values that are not finite give NaN.
 
-    Near the ends the window shrinks on both sides (to a tenth) and stays centred, so a falling curve keeps its start.
+    Near the start the window shrinks on both sides (to a tenth) and stays centred, so a falling curve keeps its start.
+    At the end it shrinks on the right only, so the last step's noise makes no tick.
     """
     array = np.asarray(values, float)
     finite, index = np.isfinite(array), np.arange(len(array))
-    reach = np.maximum(np.minimum(np.minimum(index, index[::-1]), window // 2), window // 20)
+    reach = np.maximum(np.minimum(index, window // 2), window // 20)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, array, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     low, high = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(array))

@@ -3,14 +3,3 @@
 from fivefold.optim.card import OptimizerCard, kept_in, rounding_traffic, update_traffic
 from fivefold.optim.registry import DEFAULT, FIELDS, OPTIMIZERS
 from fivefold.optim.schedules import learning_rate
-
-__all__ = [
-    "DEFAULT",
-    "FIELDS",
-    "OPTIMIZERS",
-    "OptimizerCard",
-    "kept_in",
-    "learning_rate",
-    "rounding_traffic",
-    "update_traffic",
-]

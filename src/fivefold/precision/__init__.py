@@ -15,19 +15,3 @@ from fivefold.precision.modes import (
     token_bytes,
     torch_dtype,
 )
-
-__all__ = [
-    "DTYPES",
-    "MASTER",
-    "MOST_IDS",
-    "PRECISIONS",
-    "ROUNDINGS",
-    "TRAINABLE",
-    "TRAINED",
-    "Dtype",
-    "Mode",
-    "chosen",
-    "sent",
-    "token_bytes",
-    "torch_dtype",
-]

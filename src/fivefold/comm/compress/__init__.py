@@ -16,6 +16,3 @@ def compressed_sum(
 ) -> CompressedSum:
     """The compressed sum of a bucket's gradients over an axis. shapes: of its parameters. number: the bucket's."""
     return import_module(f"{__name__}.{compressor.family}").Sum(compressor, shapes, axis, number)
-
-
-__all__ = ["CompressedSum", "compressed_sum"]

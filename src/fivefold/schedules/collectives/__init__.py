@@ -4,23 +4,3 @@ from fivefold.schedules.collectives.algorithm import Algorithm, Levels, Line, Sh
 from fivefold.schedules.collectives.check import check_order, prove
 from fivefold.schedules.collectives.move import Collective, Group, Move, Primitive, Round
 from fivefold.schedules.collectives.registry import ALGORITHMS, PRIMITIVES, algorithm, build, shape_of
-
-__all__ = [
-    "ALGORITHMS",
-    "PRIMITIVES",
-    "Algorithm",
-    "Collective",
-    "Group",
-    "Levels",
-    "Line",
-    "Move",
-    "Primitive",
-    "Round",
-    "Shape",
-    "Wire",
-    "algorithm",
-    "build",
-    "check_order",
-    "prove",
-    "shape_of",
-]

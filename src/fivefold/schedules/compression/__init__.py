@@ -3,5 +3,3 @@ parameters. `comm/compress` executes these sizes, and the planner reads them. No
 
 from fivefold.schedules.compression.compressor import Compressor, Wire
 from fivefold.schedules.compression.registry import NONE, TEXTS, compressor, problem
-
-__all__ = ["NONE", "TEXTS", "Compressor", "Wire", "compressor", "problem"]
