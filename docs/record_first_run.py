@@ -3,8 +3,8 @@
     python docs/record_first_run.py
 
 It runs `fivefold train quickstart` with an empty cache and notes when each line came. docs/make_pictures.py draws
-benchmarks/results/first_run.json. It prints a line a step, as on a terminal; a few of them are kept. Nothing else should
-run meanwhile.
+benchmarks/results/first_run.json. It prints a line a step, as on a terminal; a few of them are kept. Nothing else
+should run meanwhile.
 """
 
 from __future__ import annotations
