@@ -156,7 +156,7 @@ RUNS = (
         Option(name, [f"{name}={value}"], {}, lambda r, one, name=name: bool(_value(r, name)))
         for name, value in (
             ("train.batch_ramp", "4:1"), ("train.z_loss", "0.05"), ("observe.noise_scale", "true"),
-            ("faults.hash_every", "2"), ("faults.replay_every", "2"),
+            ("faults.hash_every", "2"),
         )
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 A file is hashed in blocks of 64 KiB while it is written or scanned. A process compares each block when it first reads
 from it, which costs about 40 microseconds per block and nothing later. So no cache is too large for it. What changes in
-memory after that is not noticed (`faults.replay_every` finds some of it).
+memory after that is not noticed.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ def _items(tokens: int, seq_len: int, overlap: int) -> int:
 
 
 _reading = threading.Lock()
-"""A run reads ahead in a thread, and may read again in another (`faults.replay_every`)."""
+"""A run reads ahead in a thread, and validates in another."""
 _started: dict[Path, subprocess.Popen[bytes]] = {}
 _starting = threading.Lock()
 

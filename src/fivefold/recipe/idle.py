@@ -112,11 +112,6 @@ IDLE = (
     *map(_fp8, ("fp8_scaling", "fp8_backward", "fp8_skip_first", "fp8_skip_last")),
     Idle("faults.hash_every", lambda r: not _kept_twice(r), "no two ranks keep the same weights"),
     Idle(
-        "faults.replay_every",
-        lambda r: r.layout.dp_replicate * r.layout.dp_shard // r.sites.count == 1,
-        "no other rank of a site has the same weights",
-    ),
-    Idle(
         "faults.on_spike",
         lambda r: not r.faults.spike_limit,
         "faults.spike_limit = 0 finds none",

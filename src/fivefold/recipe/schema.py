@@ -390,11 +390,8 @@ class FaultsSection(Section):
     """How often a run goes back, at most. Then it ends."""
     hash_every: int = Field(default=0, ge=0, le=LARGEST)
     """Steps between comparisons of the weights that several ranks keep, by a hash. 0: never."""
-    replay_every: int = Field(default=0, ge=0, le=LARGEST)
-    """Steps between replays: each data-parallel rank computes a microbatch of another one again, and loss and gradients
-    must have the same bits. 0: never. Not with pp, ep, offload of weights or parameter servers."""
     on_corruption: Literal["rollback", "abort"] = "abort"
-    """If hashes or a replay differ. `rollback`: the run goes back to the newest checkpoint up to the last step whose
+    """If hashes differ. `rollback`: the run goes back to the newest checkpoint up to the last step whose
     comparison was right, and takes the same data again. `abort`: it ends."""
 
 

@@ -32,14 +32,13 @@ from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.observe.slow import SlowRanks
 from fivefold.observe.summary import summarize
 from fivefold.parallel.microbatch import Microbatch
-from fivefold.recipe import LeftOut, Recipe, batch_size, count_parameters, tokens_before
+from fivefold.recipe import LeftOut, Recipe, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary
 from fivefold.step import replicas
 from fivefold.step.brought import measuring
 from fivefold.step.histogram import Counter
 from fivefold.step.recorder import Recorder
-from fivefold.step.replay import replay
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import validate
 from fivefold.train.chat import Chat
@@ -54,7 +53,7 @@ from fivefold.train.prediction import Prediction
 from fivefold.train.profile import ProfileWatch
 from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
-from fivefold.train.share import documents_of, stream_states, training_batches, validation_sets
+from fivefold.train.share import documents_of, stream_states, validation_sets
 
 GREETING = "Hello"  # what a model that has learned from conversations is told for a sample, if nothing else
 SQUARES, UNEVEN = "partial_squares", "partial_weights"  # the figures of a step that `NoiseScale.take` returns
@@ -171,24 +170,13 @@ class RunHooks:
         return {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}
 
     def compare(self, step: int) -> Fault | None:
-        faults, mesh, wrong = self.job.recipe.faults, self.state.mesh, ""
-        hashes, again = due(faults.hash_every, step), due(faults.replay_every, step)
-        if hashes and mesh.size("run") > 1:
-            wrong = replicas.compare(self.state)
-        if again and not wrong and mesh.size("dp") > 1:
-            wrong = replay(self.state, self.job.recipe.train.seed, step - 1, self._microbatches(step - 1))
-        if wrong:
+        faults = self.job.recipe.faults
+        if self.state.mesh.size("run") == 1 or not due(faults.hash_every, step):
+            return None
+        if wrong := replicas.compare(self.state):
             return Fault(step, wrong, faults.on_corruption, self.right, leaves_out=False, good=False)
-        if hashes or again:
-            self.right = step
+        self.right = step
         return None
-
-    def _microbatches(self, i: int) -> Callable[[int], Microbatch]:
-        """One microbatch of batch i for each data-parallel rank, by its index."""
-        mesh, train = self.state.mesh, self.job.recipe.train
-        batches = training_batches(self.job, self.state.left_out)
-        first, whole = mesh.site * mesh.size("dp"), batch_size(train, i) // (train.microbatch_size or 1)
-        return lambda index: batches(i, mesh, share=((first + index) % whole, whole))[0]
 
     def record(self, line: dict[str, Any]) -> None:
         self.saver.answer(line.pop(FAILED, None), line.pop(BUSY, None))

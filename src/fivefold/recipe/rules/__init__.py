@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from fivefold.models.card import Contradiction
 from fivefold.models.rules import model_rules
 from fivefold.recipe.idle import refused
-from fivefold.recipe.rules.apart import replays, servers, sites
+from fivefold.recipe.rules.apart import servers, sites
 from fivefold.recipe.rules.arithmetic import offload, optimizer, precision
 from fivefold.recipe.rules.batch import batch, length
 from fivefold.recipe.rules.layout import experts, layout_rules, recomputation
@@ -47,7 +47,6 @@ RULES = (
     sites,
     servers,
     offload,
-    replays,
     weights,
     layout_rules,
 )

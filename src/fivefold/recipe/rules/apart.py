@@ -1,4 +1,4 @@
-"""Rules of ranks that compute apart: sites, parameter servers, replays."""
+"""Rules of ranks that compute apart: sites, parameter servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
 from fivefold.spread.divisors import largest_divisor
 from fivefold.spread.servers import SERVER
-from fivefold.spread.tiers import OFFLOADS
 
 
 def sites(recipe: Sections) -> Iterator[Contradiction]:
@@ -95,7 +94,6 @@ def servers(recipe: Sections) -> Iterator[Contradiction]:
         ("faults.on_spike", faults.on_spike, "tell"),
         ("faults.on_nonfinite", "skip" if faults.on_nonfinite == "abort" else faults.on_nonfinite, "skip"),
         ("faults.hash_every", faults.hash_every, 0),
-        ("faults.replay_every", faults.replay_every, 0),
     ):
         if value != none:
             yield (
@@ -114,23 +112,4 @@ def servers(recipe: Sections) -> Iterator[Contradiction]:
             yield (
                 {"sync.method", f"observe.{name}"},
                 f"observe.{name} is not measured with {method}. Nearest valid: observe.{name} = {none}",
-            )
-
-
-def replays(recipe: Sections) -> Iterator[Contradiction]:
-    """A replay is one microbatch that data-parallel ranks compute apart from each other."""
-    layout, every = recipe.layout, recipe.faults.replay_every
-    if not every:
-        return
-    for key, value, none in (
-        ("layout.pp", layout.pp, 1),
-        ("layout.ep", layout.ep, 1),
-        ("layout.offload", layout.offload if OFFLOADS[layout.offload].streams else "none", "none"),
-    ):
-        if value != none:
-            yield (
-                {"faults.replay_every", key},
-                f"faults.replay_every = {every} is not supported with {key} = {toml_value(value)}: ranks compute a "
-                "microbatch together, or keep its gradients elsewhere. Nearest valid: faults.replay_every = 0 "
-                "(faults.hash_every compares weights in every layout)",
             )
