@@ -32,13 +32,13 @@ from fivefold.recipe import Recipe, load, resolve
 from fivefold.schedules.priority import ORDERS, Layer, Line, Simulation
 
 V, WARM_UP, PARTS = 256, 3, 40
-PARTITION, CREDITS = 1 << 17, 4
+PARTITION = 1 << 17
 FORWARD, BACKWARD = 0.06, 0.06  # seconds that a block sleeps
 MODEL = [
     "model.layers=8", "model.dim=192", "model.heads=6", "model.kv_heads=6", "model.ffn_dim=512", "model.seq_len=16",
     f"model.vocab_size={V}", "model.tie_embeddings=false", "train.global_batch_size=1", "train.microbatch_size=1",
     "precision.mode=fp32", "optim.grad_clip=0", "observe.tracker=none", "sync.method=server",
-    f"sync.partition={PARTITION}", f"sync.credits={CREDITS}",
+    f"sync.partition={PARTITION}",
 ]  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def simulated(found: dict[str, Any]) -> dict[str, Any]:
     layers = [Layer(**layer) for layer in found["layers"]]
     found["link"]["part"] = part_seconds(dict(found["traces"])["fifo"], layers, found["link"]["up"])
     for order in ORDERS:
-        line = Line(**found["link"], partition=PARTITION, credits=CREDITS, order=order)
+        line = Line(**found["link"], partition=PARTITION, order=order)
         found[order]["simulated_s"] = Simulation(layers, line, iterations=12).seconds
     gains = [found["fifo"][key] / found["priority"][key] for key in ("measured_s", "simulated_s")]
     found["gain"] = {"measured": gains[0], "simulated": gains[1], "ratio": gains[1] / gains[0]}

@@ -55,7 +55,6 @@ PLAIN = [
     "sync.servers=1",
     "sync.order=priority",
     "sync.partition=1048576",
-    "sync.credits=4",
 ]
 
 
@@ -232,7 +231,6 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
                 "optim.name=momentum",
                 "optim.grad_clip=0",
                 "sync.partition=4096",
-                "sync.credits=2",
                 "train.microbatch_size=6",
             ],
         ),

@@ -1,9 +1,8 @@
 """A worker of parameter servers: it pushes gradients while backward computes, and pulls weights before forward needs
 them (wait-free backpropagation, arXiv 1706.03292).
 
-Messages are cut into parts. Which part goes next is decided late: by `sync.order`, and only `sync.credits` parts are
-under way in each direction (ByteScheduler, SOSP 2019). The queue that decides is the simulator's, too
-(schedules/priority.py).
+Messages are cut into parts. Which part goes next is decided late: by `sync.order`, and only CREDITS parts are under way
+in each direction (ByteScheduler, SOSP 2019). The queue that decides is the simulator's, too (schedules/priority.py).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.flat import views
 from fivefold.parallel.link import ORDERS, TEXT_TAG, Kind, Link, Note, as_bytes, tag_of
-from fivefold.schedules.priority import Ready
+from fivefold.schedules.priority import CREDITS, Ready
 from fivefold.spread.servers import Message, Servers, pieces
 
 
@@ -194,7 +193,7 @@ class Exchange:
         self._all = {(m.number, part): m.unit for m in messages for part in range(len(m.parts))}
         self._held: set[tuple[int, int]] = set()  # pulls that wait for an order
         self._trained, self._looked = 0, False  # orders to train; any other order since the last
-        self._credits = {"push": servers.credits, "pull": servers.credits}
+        self._credits = {"push": CREDITS, "pull": CREDITS}
         self._sizes = {unit: sum(len(m.parts) for m in some) for unit, some in self._of_unit.items()}
         self._stale = dict(self._sizes)  # parts still to be pulled
         self._sending: dict[tuple[int, int], Started] = {}

@@ -109,7 +109,7 @@ def line(s: Service) -> Line:
         update /= s.servers.count
     return Line(
         up=1 / per_byte, down=1 / per_byte, latency=latency, update=update,
-        partition=size, credits=s.servers.credits,
+        partition=size,
         together=s.clips, order=s.servers.order,
     )  # fmt: skip
 

@@ -325,8 +325,6 @@ class SyncSection(Section):
     which the next forward needs first (ByteScheduler, SOSP 2019). `server` only."""
     partition: int = Field(default=1 << 20, ge=1 << 10, le=LARGEST)
     """Bytes of fp32 of the parts into which messages are cut. `server` only."""
-    credits: int = Field(default=4, ge=1, le=LARGEST)
-    """Parts of messages that a worker may have under way in each direction. `server` only."""
 
 
 class PrecisionSection(Section):
@@ -474,4 +472,4 @@ class Sections(Section):
         sync = self.sync
         if sync.method != SERVER:
             return Servers()
-        return Servers(sync.servers, sync.staleness, sync.order, sync.partition, sync.credits)
+        return Servers(sync.servers, sync.staleness, sync.order, sync.partition)

@@ -16,6 +16,8 @@ from itertools import count
 from typing import Any
 
 FIFO, PRIORITY = ORDERS = ("fifo", "priority")
+CREDITS = 4
+"""Parts that a worker has under way in each direction."""
 
 
 class Ready:
@@ -59,7 +61,7 @@ class Line:
     part: float = 0.0
     update: float = 0.0
     partition: float = 1 << 20
-    credits: int = 4
+    credits: int = CREDITS
     together: bool = False
     order: str = PRIORITY
 

@@ -28,13 +28,12 @@ UNBOUNDED = -1
 
 @dataclass(frozen=True)
 class Servers:
-    """How `count` servers serve. staleness, order, partition, credits: as in `[sync]`."""
+    """How `count` servers serve. staleness, order, partition: as in `[sync]`."""
 
     count: int = 0
     staleness: int = 0
     order: str = PRIORITY
     partition: int = 1 << 20
-    credits: int = 4
 
     @property
     def synchronous(self) -> bool:
