@@ -42,6 +42,7 @@ import torch
 RESULTS = Path(__file__).parent / "results" / "quickstart_test.json"
 PROGRAM = Path(sys.executable).with_name("fivefold")
 T, SHORT, LONG, SEEDS, TEST_FILES = 256, 60, 150, (0, 1, 2), 40
+AT_ONCE = 32  # windows
 
 
 @dataclass(frozen=True)
@@ -275,12 +276,15 @@ def bits(model: torch.nn.Module, texts: list[Any]) -> float:
     """Bits per byte: each text after an end token, in windows of T side by side, the last one as long as the others."""
     nats, size = 0.0, 0
     for text in texts:
-        ids = torch.tensor([256, *text])
+        ids, windows = torch.tensor([256, *text]), list[tuple[torch.Tensor, torch.Tensor]]()
         for start in range(0, len(text), T):
             first = max(0, min(start, len(text) - T))
             x, y = ids[first : first + T], ids[first + 1 : first + T + 1].clone()
             y[: start - first] = -100  # scored before
-            nats += model(x[None, : len(y)], y[None]).item() * int((y >= 0).sum())
+            windows.append((x[: len(y)], y))
+        for start in range(0, len(windows), AT_ONCE):
+            x, y = map(torch.stack, zip(*windows[start : start + AT_ONCE], strict=True))
+            nats += model(x, y).item() * int((y >= 0).sum())
         size += len(text)
     return nats / math.log(2) / size
 
