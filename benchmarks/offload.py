@@ -214,7 +214,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
 
     import torch
 
-    from fivefold.host.cpu import resident_bytes
+    from fivefold.host.machine import resident_bytes
     from fivefold.host.memory import keep_freed_memory, return_large_memory
     from fivefold.launch.ranks import Ranks
     from fivefold.parallel.microbatch import Microbatch

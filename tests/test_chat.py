@@ -28,7 +28,7 @@ from fivefold.data.cut import cut_of
 from fivefold.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
-from fivefold.models.build import build
+from fivefold.models.init import build
 from fivefold.recipe import DataSection, ModelSection, Recipe, TrainSection, load, resolve, to_toml
 from fivefold.train.chat import Chat, open_chat
 from fivefold.train.generate import Sampling, until

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from fivefold import kernels
 from fivefold.checkpoint.hf import export_run, import_folder
 from fivefold.errors import UserError
-from fivefold.models.build import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
+from fivefold.models.init import build
 from fivefold.models.layers import rope_table
 from fivefold.models.mixture import best_groups
 from fivefold.models.section import ModelSection

@@ -26,7 +26,7 @@ from fivefold.kernels import native
 from fivefold.kernels.documents import Documents
 from fivefold.kernels.sizes import shared_spans
 from fivefold.kernels.tiling import Columns, Sample
-from fivefold.models.build import build
+from fivefold.models.init import build
 from fivefold.plan.clusters import parse
 from fivefold.plan.documents import Documents as PlannedDocuments
 from fivefold.plan.documents import documents_of

@@ -23,7 +23,6 @@ from fivefold.optim import OPTIMIZERS, learning_rate
 from fivefold.optim.clip import clip_scale, sum_of_squares
 from fivefold.optim.eight_bit import decode, encode, table
 from fivefold.optim.muon import orthogonal
-from fivefold.optim.outliers import outlier
 from fivefold.optim.placing import gathered, places, planned_ways, state_bytes, ways
 from fivefold.optim.surfaces import SURFACES, path, tuned
 from fivefold.optim.updater import Updater
@@ -35,7 +34,7 @@ from fivefold.spread.layout_text import parse
 from fivefold.spread.matrices import exchanges, sizes_sent
 from fivefold.spread.parts import boxes, held, local_shape
 from fivefold.step import step as steps_of
-from fivefold.step.judge import NORM, judge
+from fivefold.step.judge import NORM, judge, outlier
 from fivefold.step.state import build_state
 
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]

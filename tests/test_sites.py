@@ -20,7 +20,7 @@ from torch import Tensor
 from fivefold.checkpoint import store
 from fivefold.data import prepare
 from fivefold.errors import UserError
-from fivefold.models.build import build
+from fivefold.models.init import build
 from fivefold.optim import OPTIMIZERS, learning_rate
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.outer import sum_int8

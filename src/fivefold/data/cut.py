@@ -27,7 +27,7 @@ from fivefold.data.stream import Stream
 from fivefold.data.tokens import COUNTED, ENDS, Tokens
 from fivefold.files import cache_folder, locked, writable, write_atomically
 from fivefold.models.card import card_of
-from fivefold.models.objective import Objective
+from fivefold.models.registry import Objective
 from fivefold.recipe import Recipe
 
 NOT_COUNTED = -100  # a target that the loss ignores (the convention of torch's cross entropy)

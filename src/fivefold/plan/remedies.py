@@ -11,8 +11,8 @@ from fivefold.plan.devices import Cluster
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.software import Software
 from fivefold.recipe import Recipe, change
-from fivefold.spread.divisors import divisors
 from fivefold.spread.layout import Layout
+from fivefold.spread.shares import divisors
 from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
 
 LESS = 0.98

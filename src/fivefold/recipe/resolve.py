@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.objective import predicted
+from fivefold.models.registry import predicted
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.recipe.ramp import ramp, sequences_before, steps_for

@@ -17,14 +17,13 @@ from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, ROUNDINGS, TRAINABLE, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry
-from fivefold.recipe.profiled import as_text
-from fivefold.recipe.trackers import joined
+from fivefold.recipe.observed import as_text, joined
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
-from fivefold.spread.buckets import BUCKET_BYTES
 from fivefold.spread.layout_rules import MOST_RANKS
 from fivefold.spread.servers import SERVER, UNBOUNDED, Servers
+from fivefold.spread.shares import BUCKET_BYTES
 from fivefold.spread.sites import ONE_SITE, Sites
 from fivefold.spread.tiers import NOT_OFFLOADED
 

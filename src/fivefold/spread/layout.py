@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.pipeline import DEFAULT, stages_per_rank
-from fivefold.spread.buckets import BUCKET_BYTES
+from fivefold.spread.shares import BUCKET_BYTES
 from fivefold.spread.tiers import NOT_OFFLOADED
 
 T = TypeVar("T")
@@ -73,6 +73,12 @@ class Layout:
     def dp(self) -> int:
         """Number of ranks that compute different sequences: `dp_replicate x dp_shard`."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def in_step(self) -> bool:
+        """True if ranks with different sequences exchange weights or rows in every microbatch. Then all compute equally
+        many: empty ones follow those of a smaller share."""
+        return self.zero > 0 or self.ep > 1
 
     @property
     def stages_per_rank(self) -> int:

@@ -9,8 +9,8 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
-from fivefold.spread.divisors import largest_divisor
 from fivefold.spread.servers import SERVER
+from fivefold.spread.shares import largest_divisor
 
 
 def sites(recipe: Sections) -> Iterator[Contradiction]:

@@ -13,10 +13,10 @@ from fivefold.models.section import ModelSection
 from fivefold.recipe.rules.texts import expected_vocab_size
 from fivefold.recipe.schema import Sections
 from fivefold.schedules.compression import NONE
-from fivefold.spread.divisors import divisors, largest_divisor
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_rules import problems
 from fivefold.spread.servers import SERVER
+from fivefold.spread.shares import divisors, largest_divisor
 
 
 def experts(recipe: Sections) -> Iterator[Contradiction]:
