@@ -21,6 +21,7 @@ from fivefold.recipe.observed import as_text, joined
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
+from fivefold.spread.layout import Counts
 from fivefold.spread.layout_rules import MOST_RANKS
 from fivefold.spread.servers import SERVER, UNBOUNDED, Servers
 from fivefold.spread.shares import BUCKET_BYTES
@@ -214,7 +215,7 @@ class OptimSection(Section):
     """Largest norm of the whole gradient. 0: no clipping."""
 
 
-class LayoutSection(Section):
+class LayoutSection(Section, Counts):
     dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Data-parallel replicas (DDP)."""
     dp_shard: int = Field(default=1, ge=1, le=MOST_RANKS)

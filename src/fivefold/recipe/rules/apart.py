@@ -80,7 +80,7 @@ def servers(recipe: Sections) -> Iterator[Contradiction]:
         yield (
             {"sync.method", *(f"layout.{name}" for name in wrong)},
             f"{method} combines with dp only: each worker has the whole model, and servers keep its states ({given}). "
-            f'Nearest valid: layout dp={mine.dp_replicate * mine.dp_shard}, or sync.method = "all"',
+            f'Nearest valid: layout dp={mine.dp}, or sync.method = "all"',
         )
     if card_of(recipe.model).has_experts:
         yield (

@@ -168,7 +168,7 @@ def _noise(recipe: Sections) -> Iterator[Contradiction]:
     """The noise scale needs ranks that see the whole gradient of a microbatch, or of their own share."""
     layout, model = recipe.layout, recipe.model
     tied = resolve_model(model, vocab_size=1).tie_embeddings
-    dp = layout.dp_replicate * layout.dp_shard
+    dp = layout.dp
     unequal = recipe.train.global_batch_size % (dp * (recipe.train.microbatch_size or 1)) > 0
     parts = (
         ({"train.global_batch_size", "layout.dp_replicate", "layout.dp_shard"}, unequal, "ranks "
