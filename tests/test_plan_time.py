@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fivefold.kernels.adamw import AdamW
-from fivefold.models.card import card_of
-from fivefold.models.count import flops_per_token
+from fivefold.models.card import card_of, flops_per_token
 from fivefold.models.operations import Matmul
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
