@@ -10,13 +10,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fivefold.draw.palette import LIGHT, css
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood
 from fivefold.observe.chart import STRETCHES, Chart, Series, draw, smooth
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
-from fivefold.observe.palette import LIGHT, css
 from fivefold.observe.summary import by_name, column, summarize
 from fivefold.recipe import Recipe, count_parameters, explain, flops_per_token, load
 

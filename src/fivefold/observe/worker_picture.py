@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from fivefold.draw.lanes import Box, Lane, lanes, strip
 from fivefold.files import understood
 from fivefold.observe.metrics import read_metrics
 from fivefold.schedules.priority import Simulation
@@ -15,30 +15,8 @@ WORKERS = "workers.jsonl"
 """A file of the run folder: a line per share, with who computed it when."""
 STEPS = 12  # of a run that are drawn: the last ones
 LETTERS = {"a": "A", "b": "B", "wait": ".", "push": ">", "pull": "<"}
-LEFT, TOP, ROW, GAP = 92, 34, 24, 6  # pixels: names of rows, title, height of a row, space between rows
-STYLE = """
-.workers { color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
-  --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --idle: #f0ede5; --on: #ffffff;
-  --a: #1d5b9c; --b: #2c7a5b; --wait: #d8b48a; --push: #9c5410; --pull: #6b4c9a; }
-@media (prefers-color-scheme: dark) { .workers { --paper: #171614; --ink: #e9e6df; --soft: #a49f95; --idle: #24221f;
-  --on: #171614; --a: #7fb2ea; --b: #79c9a3; --wait: #6d5a3f; --push: #f0b06a; --pull: #b79be0; } }
-.workers .paper { fill: var(--paper); } .workers text { fill: var(--ink); } .workers .soft { fill: var(--soft); }
-.workers .title { font-size: 14px; font-weight: 600; } .workers .idle { fill: var(--idle); }
-.workers .a { fill: var(--a); } .workers .b { fill: var(--b); } .workers .wait { fill: var(--wait); }
-.workers .push { fill: var(--push); } .workers .pull { fill: var(--pull); }
-.workers .label { fill: var(--on); font-size: 11px; text-anchor: middle; }
-"""
-
-
-class Box(NamedTuple):
-    """kind: "a", "b", "wait", "push" or "pull". label: shown if there is room."""
-
-    start: float
-    end: float
-    kind: str
-    label: str = ""
-
-
+COLORS = {"a": "blue", "b": "green", "wait": "orange half", "push": "orange", "pull": "purple"}
+"""Of the kinds of boxes: two that alternate, waits, messages to and from servers."""
 Rows = Mapping[str, Sequence[Box]]
 
 
@@ -131,15 +109,12 @@ def end_of(rows: Rows) -> float:
 
 def to_text(rows: Rows, columns: int = 100, seconds: float | None = None) -> str:
     """A line for each row in the letters of `LETTERS`. seconds: the time that `columns` stand for."""
-    scale, lines = columns / (seconds or end_of(rows) or 1.0), list[str]()
-    wide = max(map(len, rows), default=0)
+    lines, wide = list[str](), max(map(len, rows), default=0)
     for name, row in rows.items():
-        line = [" "] * columns
-        for box in row:
-            first = min(columns - 1, int(box.start * scale))
-            for column in range(first, min(columns, max(first + 1, round(box.end * scale)))):
-                line[column] = LETTERS[box.kind]
-        lines.append(f"{name:{wide}} │{''.join(line)}│")
+        letters = strip(
+            ((box.start, box.end, LETTERS[box.kind]) for box in row), columns, seconds or end_of(rows)
+        )
+        lines.append(f"{name:{wide}} │{''.join(letters)}│")
     return "\n".join(lines) + "\n"
 
 
@@ -154,41 +129,14 @@ def waited(rows: Rows) -> str:
 
 def to_svg(pictures: Mapping[str, Rows], title: str, width: int = 920) -> str:
     """Several pictures one under the other, by their titles, on one scale of time."""
-    seconds = max(map(end_of, pictures.values()), default=0.0) or 1.0
-    scale, top, parts = (width - LEFT - 70) / seconds, TOP, list[str]()
+    groups = []
     for name, rows in pictures.items():
         last = end_of(rows)
-        parts.append(f'<text x="{LEFT}" y="{top + 14}">{escape(name)}</text>')
-        parts.append(
-            f'<text class="soft" x="{LEFT + last * scale + 6:.1f}" y="{top + 38}">{last:.3g} s</text>'
-        )
-        top += 22
-        for row, boxes in rows.items():
-            middle = top + ROW / 2 + 4
-            parts.append(
-                f'<text class="soft" x="{LEFT - 8}" y="{middle}" text-anchor="end">{escape(row)}</text>'
-            )
-            parts.append(
-                f'<rect class="idle" x="{LEFT}" y="{top}" width="{last * scale:.1f}" height="{ROW}"/>'
-            )
-            parts += [_box(box, top, scale) for box in boxes]
-            top += ROW + GAP
-        top += 8
-    size = f'width="{width}" height="{top}" viewBox="0 0 {width} {top}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="workers" role="img" {size}>\n'
-        f'<title>{escape(title)}</title><style>{STYLE}</style>\n<rect class="paper" width="100%" height="100%"/>\n'
-        f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
-
-
-def _box(box: Box, top: int, scale: float) -> str:
-    left, wide = LEFT + box.start * scale, (box.end - box.start) * scale
-    label = (
-        f'<text class="label" x="{left + wide / 2:.1f}" y="{top + ROW / 2 + 4}">{escape(box.label)}</text>'
-    )
-    return (
-        f'<g><title>{escape(box.label)}: {box.start:.3f} to {box.end:.3f} s</title><rect class="{box.kind}" '
-        f'x="{left:.1f}" y="{top}" width="{max(0.3, wide - 0.6):.1f}" height="{ROW}"/>'
-        f"{label if box.label and wide > 4 + 6 * len(box.label) else ''}</g>"
-    )
+        words = [f"{last:.3g} s"] + [""] * len(rows)  # beside the first row
+        drawn = [
+            Lane(row, [[box._replace(kind=COLORS[box.kind]) for box in boxes]], last, after)
+            for (row, boxes), after in zip(rows.items(), words, strict=False)
+        ]
+        groups.append((name, drawn))
+    seconds = max(map(end_of, pictures.values()), default=0.0)
+    return lanes(title, groups, (), seconds, "{:.3g} s".format, width)
