@@ -5,6 +5,7 @@ It knows how wide words are, and grows with what is drawn, so nothing is outside
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -192,6 +193,18 @@ class Canvas:
     def reach(self, right: float, bottom: float) -> None:
         """The picture is at least as wide and high, with a margin at the right."""
         self.width, self.height = max(self.width, right + 12), max(self.height, bottom)
+
+
+def stacked(pictures: Iterable[str]) -> str:
+    """Documents of `Canvas.svg`, one under the other."""
+    parts, width, top = list[str](), 0, 0
+    for picture in pictures:
+        size = re.search('width="([0-9]+)" height="([0-9]+)"', picture)
+        assert size is not None
+        parts.append(picture.replace("<svg", f'<svg y="{top}"', 1))
+        width, top = max(width, int(size[1])), top + int(size[2])
+    size = f'width="{width}" height="{top}" viewBox="0 0 {width} {top}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "".join(parts) + "</svg>\n"
 
 
 def _tip(words: str) -> str:

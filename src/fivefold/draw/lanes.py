@@ -88,6 +88,13 @@ def _lane(
     return top + high + GAP
 
 
+def time_text(seconds: float, whole: float = 0.0, digits: int = 3) -> str:
+    """Seconds in the unit that suits `whole`, by default themselves: `1.25 ms`."""
+    whole = whole or seconds or 1.0
+    factor, unit = next(((f, u) for f, u in ((1, "s"), (1e3, "ms")) if whole * f >= 1), (1e6, "µs"))
+    return f"{seconds * factor:.{digits}g} {unit}"
+
+
 def strip(spans: Iterable[tuple[float, float, str]], columns: int, seconds: float) -> list[str]:
     """Letters over time for terminals. spans: (start, end, letter); `columns` stand for `seconds`."""
     letters, scale = [" "] * columns, columns / (seconds or 1.0)

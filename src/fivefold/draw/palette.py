@@ -58,7 +58,7 @@ STYLE = (
 .canvas .ring { fill: none; stroke: currentColor; stroke-width: 1.75; }
 .canvas .dashed { stroke-dasharray: 5 4; } .canvas .dotted { stroke-dasharray: 2 3; }
 .canvas .now { color: var(--soft); stroke-dasharray: 3 3; }
-.canvas .pale { opacity: 0.75; } .canvas .half { opacity: 0.5; } .canvas .faint { opacity: 0.2; }
+.canvas .pale { opacity: 0.78; } .canvas .half { opacity: 0.5; } .canvas .faint { opacity: 0.2; }
 """
 )
 """Every shape has the class of its colour. It is the same in all pictures, so that a page may hold several."""

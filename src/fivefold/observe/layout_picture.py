@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fivefold.draw.canvas import Canvas
 from fivefold.models.card import card_of
-from fivefold.observe.format import short_number
+from fivefold.observe.format import aligned, short_number
 from fivefold.observe.holding import Holding, holding, span_words, stage_words
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
@@ -28,12 +28,8 @@ def to_text(recipe: Recipe, layout: Layout) -> str:
     ranks = [holding(recipe, layout, rank) for rank in range(min(layout.ranks, MOST))]
     rows = [[*HEADS], *([*_cells(found, layout)] for found in ranks)]
     used = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
-    widths = [max(map(len, column)) for column in used]
-    lines = [describe(layout), equation(layout), ""]
-    for row in zip(*used, strict=True):
-        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, *_rest(layout)]) + "\n"
+    table = aligned(list(zip(*used, strict=True)))
+    return "\n".join([describe(layout), equation(layout), "", *table, *_rest(layout)]) + "\n"
 
 
 def _cells(found: Holding, layout: Layout) -> Iterator[str]:

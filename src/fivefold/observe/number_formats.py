@@ -11,6 +11,7 @@ from fivefold.draw.canvas import Canvas
 from fivefold.errors import UserError
 from fivefold.files import make_folder, read_json, understood, write_atomically
 from fivefold.host.devices import SHEETS
+from fivefold.observe.format import aligned
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import BLOCKS, FORMATS, Format
 from fivefold.precision.histogram import KINDS, Histogram, from_json
@@ -74,7 +75,7 @@ def to_text() -> str:
     for one in FORMATS.values():
         mode = ", ".join(modes(one)) or "shown, not trained"
         computed.append([one.name, ", ".join(name.partition(" (")[0] for name in generations(one)), mode])
-    return "\n".join(map(_aligned, (rows, scaled, computed)))
+    return "\n\n".join("\n".join(aligned(part)) for part in (rows, scaled, computed)) + "\n"
 
 
 def write(run: Path, step: int, found: Histogram) -> Path:
@@ -128,7 +129,7 @@ def histogram_text(found: Histogram, columns: int = 100) -> str:
             for p in places
         )
         lines.append(f"{form.name:>{width}}  {marks}".rstrip())
-    return "\n".join(lines) + "\n\n" + _aligned(_fates(found))
+    return "\n".join([*lines, "", *aligned(_fates(found)), ""])
 
 
 def histogram_svg(found: Histogram, title: str) -> str:
@@ -181,14 +182,13 @@ def _fates(found: Histogram) -> list[list[str]]:
     """Shares that formats round to zero, make subnormal and cannot hold, without a scale and with the best one."""
     rows = [["share of the numbers that become", *KINDS]]
     for form in RANGES:
-        for what in ("zero", "subnormal", "large"):
-            shares = [getattr(found.fate(kind, form), what) for kind in KINDS]
+        fates = [found.fate(kind, form) for kind in KINDS]
+        for what, word in (("zero", "zero"), ("subnormal", "subnormal"), ("large", "too large")):
+            shares = [getattr(fate, what) for fate in fates]
             if any(shares):
-                word = {"zero": "zero", "subnormal": "subnormal", "large": "too large"}[what]
                 rows.append([f"{form.name}: {word}", *map(_share, shares)])
-        scaled = [found.fate(kind, form, found.headroom(kind, form)).zero for kind in KINDS]
-        powers = [found.headroom(kind, form) for kind in KINDS]
-        cells = [f"{_share(one)} (x 2^{power})" for one, power in zip(scaled, powers, strict=True)]
+        powers = {kind: found.headroom(kind, form) for kind in KINDS}
+        cells = [f"{_share(found.fate(kind, form, by).zero)} (x 2^{by})" for kind, by in powers.items()]
         rows.append([f"{form.name}: zero, with the best scale", *cells])
     return rows
 
@@ -217,9 +217,3 @@ def _share(share: float) -> str:
 
 def _number(x: float) -> str:
     return f"{x:g}" if 1e-3 <= abs(x) < 1e6 else f"{x:.3g}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join(lines) + "\n"

@@ -44,10 +44,10 @@ def to_svg(paths: Paths) -> str:
 
 def _panel(surface: Surface, colors: Mapping[str, str], drawn: Mapping[str, tuple[float, Path]]) -> Canvas:
     """The contours of a surface, and the paths of optimizers with colours."""
-    panel, axes = Canvas(), _axes(surface)
+    panel, axes = Canvas(), _axes(surface, WIDTH, HEIGHT)
     panel.rect("frame", 0, 0, WIDTH, HEIGHT)
-    for piece in contours(surface):
-        panel.line("grid", map(axes.at, piece))
+    ends = (map(axes.at, piece) for piece in contours(surface))
+    panel.path("grid", "".join("M{:.1f} {:.1f}L{:.1f} {:.1f}".format(*a, *b) for a, b in ends))
     for number, (name, color) in enumerate(colors.items()):
         if name in drawn:
             lr, path = drawn[name]
@@ -60,17 +60,14 @@ def _panel(surface: Surface, colors: Mapping[str, str], drawn: Mapping[str, tupl
     return panel
 
 
-def _axes(surface: Surface) -> Axes:
+def _axes(surface: Surface, right: float, bottom: float) -> Axes:
     across, up = (Scale(*limits, ()) for limits in surface.limits)
-    return Axes(0, 0, WIDTH, HEIGHT, across, up)
+    return Axes(0, 0, right, bottom, across, up)
 
 
 def contours(surface: Surface) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
     """Pieces of the contours, by marching squares. Heights are spaced by squares, so that the bottom shows."""
-    (x0, x1), (y0, y1) = surface.limits
-    xs = [x0 + (x1 - x0) * i / COLUMNS for i in range(COLUMNS + 1)]
-    ys = [y0 + (y1 - y0) * i / ROWS for i in range(ROWS + 1)]
-    heights = [[float(surface.height(x, y)) for x in xs] for y in ys]
+    xs, ys, heights = surface.grid(COLUMNS + 1, ROWS + 1)
     low, high = min(map(min, heights)), max(map(max, heights))
     for level in (low + (high - low) * (i / LEVELS) ** 2 for i in range(1, LEVELS)):
         for row in range(ROWS):
@@ -95,30 +92,22 @@ def to_text(
     surface: Surface, drawn: Mapping[str, tuple[float, Path]], columns: int = 76, rows: int = 22
 ) -> str:
     """A surface by its height (the darker, the higher), and a path for each optimizer: its letter at every step."""
-    (x0, x1), (y0, y1) = surface.limits
-    heights = [
-        [
-            surface.height(x0 + (x1 - x0) * (i + 0.5) / columns, y1 - (y1 - y0) * (j + 0.5) / rows)
-            for i in range(columns)
-        ]
-        for j in range(rows)
-    ]
+    _, _, heights = surface.grid(columns, rows)
     low, high = min(map(min, heights)), max(map(max, heights))
-    shades = " .:-=+"
+    axes, shades = _axes(surface, columns - 1, rows - 1), " .:-=+"
     grid = [
         [shades[int(math.sqrt((h - low) / (high - low)) * (len(shades) - 1))] for h in row] for row in heights
     ]
     lines = []
     for letter, (name, (lr, path)) in zip("abcdefghijklmnopqrstuvwxyz", drawn.items(), strict=False):
         for x, y, height in path:
-            i, j = (x - x0) / (x1 - x0) * columns, (y1 - y) / (y1 - y0) * rows
-            if math.isfinite(height) and 0 <= i < columns and 0 <= j < rows:
-                grid[int(j)][int(i)] = letter
+            if math.isfinite(height):
+                i, j = map(round, axes.at((x, y)))
+                if 0 <= i < columns and 0 <= j < rows:
+                    grid[j][i] = letter
         first = next((n for n, at in enumerate(path) if at[2] <= low + 0.01 * (high - low)), None)
         near = (
-            f"near the lowest point after {first} steps"
-            if first is not None
-            else "never near the lowest point"
+            "never near the lowest point" if first is None else f"near the lowest point after {first} steps"
         )
         lines.append(f"  {letter} {name:10} lr {lr:<8g} ends at {path[-1][2]:.3g}; {near}")
     return "\n".join([f"{surface.title}: {surface.shows}", *map("".join, grid), *lines])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ STEPS = 12  # of a run that are drawn: the last ones
 LETTERS = {"a": "A", "b": "B", "wait": ".", "push": ">", "pull": "<"}
 COLORS = {"a": "blue", "b": "green", "wait": "orange half", "push": "orange", "pull": "purple"}
 """Of the kinds of boxes: two that alternate, waits, messages to and from servers."""
+EVENTS = {
+    "forward": ("computing", "a"), "backward": ("computing", "b"), "push": ("pushes", "push"), "pull": ("pulls", "pull")
+}  # fmt: skip
+"""Row and kind of what a worker does."""
 Rows = Mapping[str, Sequence[Box]]
 
 
@@ -51,38 +56,34 @@ def read(run: Path) -> dict[str, list[Box]]:
 
 def simulated(run: Simulation, steps: int = 2) -> dict[str, list[Box]]:
     """The rows of a simulated worker, from the backward that ends before its last steps to that of the last one."""
-    kinds = {"forward": ("computing", "a"), "backward": ("computing", "b")}
-    kinds |= {"push": ("pushes", "push"), "pull": ("pulls", "pull")}
-    found: dict[str, list[Box]] = {"computing": [], "pushes": [], "pulls": []}
-    origin, end = run.ends[-steps - 1], run.ends[-1]
-    for what, layer, start, stop in run.events:
-        row, kind = kinds[what]
-        if origin <= start < end:
-            found[row].append(Box(start - origin, min(stop, end) - origin, kind, str(layer)))
-    return found
+    return _rows(run.events, run.ends[-steps - 1], run.ends[-1])
 
 
 def exchange(trace: Iterable[Sequence[Any]], steps: int = 2) -> dict[str, list[Box]]:
     """The rows of a worker's trace (parallel/worker.py): forward and backward of each unit, pushes and pulls, in the
     last steps."""
-    events = sorted(trace, key=lambda event: event[3])
-    ends = [end for what, unit, _, end in events if what == "ready" and unit == 0]
-    origin = ends[-steps - 1] if len(ends) > steps else 0.0
-    found: dict[str, list[Box]] = {"computing": [], "pushes": [], "pulls": []}
-    last: tuple[str, int, float] | None = None
-    for what, unit, start, end in events:
+    events, last = list[tuple[str, int, float, float]](), ("", 0, 0.0)
+    for what, unit, start, end in sorted(trace, key=lambda event: event[3]):
         if what in ("push", "pull"):
-            found[what + ("es" if what == "push" else "s")].append(Box(start, end, what, str(unit)))
+            events.append((what, unit, start, end))
             continue
-        if what in ("need", "loss") and last and last[0] == "need":
-            found["computing"].append(Box(last[2], start, "a", str(last[1])))
-        if what == "ready" and last:
-            found["computing"].append(Box(last[2], end, "b", str(unit)))
+        if what in ("need", "loss") and last[0] == "need":
+            events.append(("forward", last[1], last[2], start))
+        if what == "ready" and last[0]:
+            events.append(("backward", unit, last[2], end))
         last = what, unit, end
-    return {
-        name: [Box(b.start - origin, b.end - origin, b.kind, b.label) for b in row if b.start >= origin]
-        for name, row in found.items()
-    }
+    ends = [end for what, unit, _, end in events if what == "backward" and unit == 0]
+    return _rows(events, ends[-steps - 1] if len(ends) > steps else 0.0, math.inf)
+
+
+def _rows(events: Iterable[tuple[str, int, float, float]], origin: float, end: float) -> dict[str, list[Box]]:
+    """What is computed, pushed and pulled, of events (what, unit, start, end) that begin from `origin` to `end`."""
+    rows: dict[str, list[Box]] = {row: [] for row, _ in EVENTS.values()}
+    for what, unit, start, stop in events:
+        if origin <= start < end:
+            row, kind = EVENTS[what]
+            rows[row].append(Box(start - origin, min(stop, end) - origin, kind, str(unit)))
+    return rows
 
 
 def one_at_a_time(rows: Rows) -> dict[str, list[Box]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from fivefold.draw.lanes import Box, Lane, lanes, strip
+from fivefold.draw.lanes import Box, Lane, lanes, strip, time_text
 from fivefold.schedules.overlap import COMPUTE, MESSAGE, WAIT, Span, StepTimeline
 
 FILL = {"forward": "F", "backward": "B", "update": "U", "other": "-", WAIT: "."}
@@ -18,8 +19,8 @@ MOST = 6  # messages of a lane drawn side by side
 def summary(timeline: StepTimeline) -> str:
     """`0.132 s; messages under way for 0.080 s, 71% of it beside computing; 0.021 s waited`."""
     return (
-        f"{_time(timeline.seconds)}; messages under way for {_time(timeline.under_way())}, "
-        f"{timeline.hidden():.0%} of it beside computing; {_time(timeline.waited)} waited"
+        f"{time_text(timeline.seconds)}; messages under way for {time_text(timeline.under_way())}, "
+        f"{timeline.hidden():.0%} of it beside computing; {time_text(timeline.waited)} waited"
     )
 
 
@@ -35,9 +36,7 @@ def to_text(timeline: StepTimeline, columns: int = 100, seconds: float | None = 
         sent = strip(((span.start, span.end, "=") for span in messages), columns, seconds)
         alone = (FILL[WAIT], " ")
         line = ("o" if x == "=" and beside in alone else x for x, beside in zip(sent, computed, strict=True))
-        words = (
-            f"{len(messages)} messages, {_time(timeline.under_way(lane))}, {timeline.hidden(lane):.0%} hidden"
-        )
+        words = f"{len(messages)} messages, {time_text(timeline.under_way(lane))}, {timeline.hidden(lane):.0%} hidden"
         lines.append(f"{lane:{width}} │{''.join(line)}│ {words}")
     return "\n".join(lines) + "\n"
 
@@ -51,7 +50,7 @@ def to_svg(timelines: Sequence[tuple[str, StepTimeline]], title: str = "", width
     ]
     there = {span.kind for _, timeline in timelines for span in timeline.spans} - {WAIT}
     legend = [(color, kind) for kind, color in COLORS.items() if kind in there]
-    return lanes(title, groups, legend, seconds, _time, width)
+    return lanes(title, groups, legend, seconds, partial(time_text, whole=seconds), width)
 
 
 def _lane(timeline: StepTimeline, lane: str) -> Lane:
@@ -79,11 +78,3 @@ def _side_by_side(spans: Sequence[Span]) -> list[list[Span]]:
             rows.append(row := [])
         (rows[-1] if row is None else row).append(span)
     return rows
-
-
-def _time(seconds: float) -> str:
-    """Seconds with a unit, three digits."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= unit or unit == 1e-6:
-            return f"{seconds / unit:.3g} {name}" if seconds else "0"
-    raise AssertionError

@@ -44,9 +44,7 @@ def roofline(found: Roofline, step: float, title: str) -> str:
     step: its seconds.
     """
     products = [p for p in found.points if p.flops]
-    low = min(found.ridge / 10, *(p.intensity for p in products)) / 1.5
-    high = max(found.ridge * 10, *(p.intensity for p in products)) * 1.5
-    bottom, top = min(low * found.bandwidth, *(p.rate for p in products)) / 1.5, found.peak * 1.6
+    (low, high, bottom), top = found.ends, found.peak * 1.6
     axes = Axes(LEFT + 60, TOP, WIDTH - 24, FLOOR, _decades(low, high), _decades(bottom, top))
     canvas = Canvas(title, LEFT, WIDTH)
     canvas.legend(LEFT, 46, [(color, f"{name}-bound") for name, color in BOUND.items()])

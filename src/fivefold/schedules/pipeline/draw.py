@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fivefold.draw.lanes import Box, Lane, lanes
+from fivefold.draw.lanes import Box, Lane, lanes, time_text
 from fivefold.schedules.pipeline.action import Action
 from fivefold.schedules.timeline import Timeline
 
@@ -82,8 +82,5 @@ def to_svg(
 
 
 def _time(value: float, whole: float, unit: str) -> str:
-    """Formats a time in this unit, or else in the one that suits `whole`; both are in seconds then."""
-    if unit:
-        return f"{value:.4g} {unit}{'s' * (value != 1)}"
-    factor, unit = next(((f, u) for f, u in ((1, "s"), (1e3, "ms")) if whole * f >= 1), (1e6, "µs"))
-    return f"{value * factor:.4g} {unit}"
+    """A time that counts this unit, or else in seconds, in the unit that suits `whole`."""
+    return f"{value:.4g} {unit}{'s' * (value != 1)}" if unit else time_text(value, whole, 4)
