@@ -58,8 +58,8 @@ def test_formulas_are_drawn(tmp_path: Path) -> None:
         ]
         result = CliRunner().invoke(app, [*command, "--svg", str(path)])
         assert result.output.endswith(f"{path}\n"), result.output
-        bars = [node for node in ET.parse(path).findall(".//{*}rect") if node.get("class") == "activations"]
-        lengths[tp] = [float(bar.get("width", 0)) for bar in bars]
+        bars = [node for node in ET.parse(path).findall(".//{*}rect") if node.find("{*}title") is not None]
+        lengths[tp] = [float(bar.get("width", 0)) + 0.6 for bar in bars]  # with the gap behind each
         words = " ".join(node.text or "" for node in ET.parse(path).findall(".//{*}text"))
         assert "a block (1): 34 s b h + 5 a b s^2" in words
         assert "2.9 GB" in words

@@ -31,7 +31,7 @@ LINES = [
     {"spread"},
     {"schedules"},
     {"host"},
-    {"files"},
+    {"files", "draw"},
     {"errors", "precision"},
 ]
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
@@ -41,6 +41,7 @@ LIGHT = {
     "__init__",
     "cli",
     "data",
+    "draw",
     "errors",
     "files",
     "host",

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fivefold.host.devices import BY_NAME, GB, GIB, PCIE, SHEETS, Sheet
+from fivefold.observe.format import aligned
 from fivefold.plan.clusters import PRESETS
 from fivefold.plan.devices import Cluster
 from fivefold.precision.formats import FORMATS
@@ -240,12 +241,4 @@ def _tera(rate: float | None) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
     """left: the columns of text; those of numbers end below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = (
-        [
-            cell.ljust(w) if i in left else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    )
-    return "".join(f"  {'  '.join(cells)}".rstrip() + "\n" for cells in padded)
+    return "".join(f"  {line}\n" for line in aligned(rows, left))

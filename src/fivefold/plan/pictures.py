@@ -51,6 +51,14 @@ class Roofline:
         """FLOPs per byte above which an operation is compute-bound."""
         return self.peak / self.bandwidth
 
+    @property
+    def ends(self) -> tuple[float, float, float]:
+        """Of what pictures show: the lowest and the highest FLOPs per byte, and the lowest FLOP/s."""
+        products = [point for point in self.points if point.flops]
+        low = min(self.ridge / 10, *(point.intensity for point in products)) / 1.5
+        high = max(self.ridge * 10, *(point.intensity for point in products)) * 1.5
+        return low, high, min(low * self.bandwidth, *(point.rate for point in products)) / 1.5
+
     def bound(self, point: Point) -> str:
         """The bound of an operation: "compute" or "memory"."""
         return "compute" if point.intensity >= self.ridge else "memory"

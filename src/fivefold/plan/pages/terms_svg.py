@@ -1,39 +1,35 @@
-"""Draws terms of a plan as bars: states by ZeRO stage, activations of a block by formula. They work in light and dark
-mode."""
+"""Draws terms of a plan as bars: states by ZeRO stage, activations of a block by formula."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 
-from fivefold.plan.pages.svg import caption, document, legend
+from fivefold.draw.canvas import Canvas, text_width
+from fivefold.observe.memory_picture import COLORS
 from fivefold.plan.terms import KINDS
 from fivefold.plan.terms_text import scaled
 
 WIDTH, ROW, RIGHT = 760, 28, 80  # pixels: a picture, a row, room for a sum behind its bar
 STATES: dict[str, str] = dict(zip(KINDS, ("weights", "gradients", "masters, moments"), strict=True))
-"""Words for each kind of state, by its colour."""
+"""Words for each kind of state."""
 ACTIVATIONS = {"activations": ""}
 
 
 def bars(rows: Mapping[str, Mapping[str, float]], kinds: Mapping[str, str], title: str) -> str:
-    """A bar for each row: its bytes of each kind side by side, and their sum. kinds: words by colour."""
-    most = max(sum(row.values()) for row in rows.values())
-    left, top = 32 + 6.6 * max(map(len, rows)), 60 if len(kinds) > 1 else 40
-    scale = (WIDTH - left - RIGHT) / most
-    parts = [legend(list(kinds), list(kinds.values()), 20)] if len(kinds) > 1 else []
+    """A bar for each row: its bytes of each kind side by side, and their sum. kinds: with their words."""
+    canvas, left = Canvas(title, width=WIDTH), 32 + max(map(text_width, rows))
+    scale = (WIDTH - left - RIGHT) / max(sum(row.values()) for row in rows.values())
+    if len(kinds) > 1:
+        canvas.legend(20, 46, [(COLORS[kind], words) for kind, words in kinds.items()])
     for number, (name, row) in enumerate(rows.items()):
-        x, y = left, top + ROW * number
-        parts.append(caption(20, y + 15, name))
-        for kind in kinds:
-            wide, words = row[kind] * scale, f"{name}: {kinds[kind]} {scaled(row[kind], 1000, 'B')}"
-            parts.append(
-                f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{wide:.2f}" height="20">'
-                f"<title>{escape(words)}</title></rect>"
-            )
-            x += wide
-        parts.append(caption(x + 6, y + 15, scaled(sum(row.values()), 1000, "B")))
-    return document(title, "".join(parts), top + ROW * len(rows) + 8, WIDTH, 20)
+        y = (60 if len(kinds) > 1 else 40) + ROW * number
+        canvas.text(20, y + 15, name)
+        parts = [
+            (COLORS[kind], row[kind] * scale, f"{name}: {words} {scaled(row[kind], 1000, 'B')}")
+            for kind, words in kinds.items()
+        ]
+        canvas.bar(left, y, 20, parts, scaled(sum(row.values()), 1000, "B"))
+    return canvas.svg()
 
 
 def states(found: Mapping[str, Mapping[str, float]], title: str) -> str:
