@@ -20,14 +20,14 @@ import loss_pictures
 import terminal_picture
 
 from fivefold.cli.main import main as fivefold
+from fivefold.lessons import criteria_svg
+from fivefold.lessons.compare import compare
 from fivefold.observe import layout_picture, memory_picture, number_formats, optimizer_paths, worker_picture
 from fivefold.observe.report import write_report
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.surfaces import SURFACES, tuned
 from fivefold.plan.clusters import parse
-from fivefold.plan.compare import compare
 from fivefold.plan.frontier import as_rows, frontier
-from fivefold.plan.pages import criteria_svg
 from fivefold.plan.pages import svg as plan_svg
 from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_picture
 from fivefold.plan.pictures import pictures

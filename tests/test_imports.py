@@ -17,7 +17,7 @@ SRC = Path(fivefold.__file__).parent
 LINES = [
     {"__init__", "__main__"},
     {"cli"},
-    {"train"},
+    {"train", "lessons"},
     {"bench", "trace"},
     {"step"},
     {"plan"},
@@ -54,6 +54,20 @@ LIGHT_FILES = (
     "kernels/__init__.py",
     "kernels/peak.py",
     "kernels/sizes.py",
+    *(
+        f"lessons/{name}.py"
+        for name in (
+            "__init__",
+            "compare",
+            "conventions",
+            "criteria",
+            "criteria_svg",
+            "nutshell",
+            "overlap",
+            "terms",
+            "terms_svg",
+        )
+    ),
     *(f"launch/{name}.py" for name in ("exits", "interrupt", "launchers", "restarted", "scratch", "verdict")),
     "models/__init__.py",
     "models/*/__init__.py",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from fivefold.cli import budget, plan_options, plan_terms
-from fivefold.cli.formulas import print_formulas
 from fivefold.cli.local import ensure_measured, run_calibration
 from fivefold.cli.options import (
     JsonOption,
@@ -25,7 +24,7 @@ from fivefold.cli.plan_pictures import Typed, Wanted, draw_plan, draw_search
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.plan.conventions import Conventions
+    from fivefold.lessons.conventions import Conventions
     from fivefold.plan.devices import Cluster
     from fivefold.plan.predict import Plan
     from fivefold.plan.questions import Questions
@@ -103,7 +102,7 @@ def plan(
     require_writable("--svg", svg)
     if formulas:
         _alone(context, "--formulas", {"recipe", "set_", "layout", "formulas", "svg", "json"})
-        print_formulas(recipe, set_ or [], layout, json, svg)
+        plan_terms.print_formulas(recipe, set_ or [], layout, json, svg)
         return
     _agree(search, layout, exact, memory_timeline, rank)
     if precision is not None and not search:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation
@@ -25,7 +25,6 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.optim.placing import planned_ways
 from fivefold.plan import partition
 from fivefold.plan.communication import best_all_reduces, group, summed_by
-from fivefold.plan.conventions import WIDTH
 from fivefold.plan.cost import Setting
 from fivefold.plan.model_states import divided
 from fivefold.plan.software import Partition
@@ -161,119 +160,169 @@ def leaving(found: Counted, layout: Layout, count: int = 1) -> dict[str, int]:
     return dict(total)
 
 
+class Moment(NamedTuple):
+    """Messages of a rank at a moment of a step. what: the operation. size, calls: of them together at one such moment.
+    times: such moments in a step."""
+
+    when: str
+    what: str
+    axis: str
+    size: float
+    calls: int = 1
+    times: int = 1
+
+
+Piece = tuple[str, str, float, int]
+"""(operation, axis, bytes, calls)."""
+
+
 def _traffic(s: Setting, rank: int) -> Traffic:
-    traffic, position = Traffic(), index_in(s.layout, "pp", rank)
-    by_stage = partition.stages(s.model, s.layout, s.software.partition)
-    mine = stages_of(s.layout, position)
-    card = card_of(s.model)
-    modes = of_blocks(s.layout.recompute, s.model.layers)
-    blocks = Counter((card.is_mixed(number), modes[number]) for stage in mine for number in by_stage[stage])
-    for (mixed, mode), count in blocks.items():
-        _operations(
-            traffic,
-            s,
-            rank,
-            card.block_operations(s.sizes, s.software, mixed),
-            count,
-            mode,
-        )
-        if partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
-            traffic.add("all_gather", "tp", s.sizes.n * s.model.dim * s.sizes.e, count * s.microbatches)
-    if 0 in mine:
-        _operations(traffic, s, rank, card.begin_operations(s.sizes, s.software), 1, "none")
-    if len(by_stage) - 1 in mine:
-        _operations(traffic, s, rank, card.end_operations(s.sizes, s.software), 1, "none")
-    _transfers(traffic, s, position, len(by_stage))
-    _gradients(traffic, s, rank, mine)
-    sums = shared(s, position, index_in(s.layout, "shard", rank))
-    for what, axis, size in [*sums, *control(s), *matrices(s, rank)]:
-        traffic.add(what, axis, size)
+    traffic = Traffic()
+    for moment in moments(s, rank):
+        traffic.add(moment.what, moment.axis, moment.size, moment.times, moment.calls)
     return traffic
 
 
-def _operations(
-    traffic: Traffic, s: Setting, rank: int, ops: Iterable[Operation], count: int, recompute: str
-) -> None:
-    """Adds the messages of `count` equal blocks, over all microbatches."""
+def moments(s: Setting, rank: int = 0) -> Iterator[Moment]:
+    """All messages of a rank in a step but those of outer steps, with the moments when they are sent."""
+    position = index_in(s.layout, "pp", rank)
+    by_stage = partition.stages(s.model, s.layout, s.software.partition)
+    mine, card = stages_of(s.layout, position), card_of(s.model)
+    modes = of_blocks(s.layout.recompute, s.model.layers)
+    blocks = Counter((card.is_mixed(number), modes[number]) for stage in mine for number in by_stage[stage])
+    for (mixed, mode), count in blocks.items():
+        name = "a block with experts" if mixed else "a block"
+        ops = card.block_operations(s.sizes, s.software, mixed)
+        yield from of_operations(s, rank, ops, mode, name, count * s.microbatches)
+        if partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
+            size = s.sizes.n * s.model.dim * s.sizes.e
+            yield Moment(f"backward of {name}", "all_gather", "tp", size, 1, count * s.microbatches)
+    if 0 in mine:
+        ops = card.begin_operations(s.sizes, s.software)
+        yield from of_operations(s, rank, ops, "none", "the embedding", s.microbatches)
+    if len(by_stage) - 1 in mine:
+        ops = card.end_operations(s.sizes, s.software)
+        yield from of_operations(s, rank, ops, "none", "the output layer and loss", s.microbatches)
+    yield from _transfers(s, position, len(by_stage))
+    yield from _gradients(s, rank, mine)
+    for when, sent in (
+        (GRADIENTS, shared(s, position, index_in(s.layout, "shard", rank))),
+        ("end of the step", control(s)),
+        ("update", matrices(s, rank)),
+    ):
+        yield from (Moment(when, *message) for message in sent)
+
+
+GRADIENTS = "last backward"
+"""The moment of what is sent once per step for gradients."""
+
+
+def of_operations(
+    s: Setting, rank: int, ops: Iterable[Operation], recompute: str, name: str, times: int
+) -> Iterator[Moment]:
+    """Messages of a rank within these operations: in forward, in backward, and what recomputation repeats there. name:
+    of their part of the model."""
+    again = region(recompute, s.software)
+    parts: dict[str, list[Piece]] = {"forward of": [], "backward of": [], "forward again, of": []}
     for op in ops:
-        forward = 1 + region(recompute, s.software).repeats_messages(op)
-        for times, messages, back in ((forward, op.sent_forward, False), (1, op.sent_backward, True)):
-            for message in messages:
-                for what, size, calls in _pieces(message, s, rank, back):
-                    traffic.add(what, message.axis, size, times * count * s.microbatches, calls)
+        forward = [piece for message in op.sent_forward for piece in _pieces(message, s, rank, False)]
+        parts["forward of"] += forward
+        parts["forward again, of"] += forward * again.repeats_messages(op)
+        parts["backward of"] += [
+            piece for message in op.sent_backward for piece in _pieces(message, s, rank, True)
+        ]
+    for when, pieces in parts.items():
+        yield from _together(f"{when} {name}", pieces, times)
 
 
-def of_operations(s: Setting, ops: Iterable[Operation], recompute: str = "none", rank: int = 0) -> Counted:
-    """Messages of a rank for one microbatch of these operations: forward, backward, and what recomputation repeats."""
-    traffic = Traffic()
-    _operations(traffic, replace(s, microbatches=1), rank, ops, 1, recompute)
-    return traffic.found
+def _together(when: str, pieces: Iterable[Piece], times: int) -> Iterator[Moment]:
+    """Messages of one moment, added up by operation and axis."""
+    sizes, number = defaultdict[tuple[str, str], float](float), Counter[tuple[str, str]]()
+    for what, axis, size, calls in pieces:
+        if size:
+            sizes[what, axis] += size
+            number[what, axis] += calls
+    for (what, axis), calls in number.items():
+        yield Moment(when, what, axis, sizes[what, axis], calls, times)
 
 
-def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator[tuple[str, float, int]]:
-    """Splits a message into collectives: (operation, bytes, calls)."""
+def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator[Piece]:
+    """Splits a message into collectives."""
     if message.what != "ring":
-        yield message.what, message.size, message.calls
+        yield message.what, message.axis, message.size, message.calls
         return
     moved = ring_attention.messages(
         s.layout.cp, index_in(s.layout, "cp", rank), card_of(s.model).causal, backward
     )
     keys = message.size / len(moved)
-    yield "send", keys * sum(sent for sent, _ in moved), len(moved)
-    yield "receive", keys * sum(received for _, received in moved), len(moved)
+    yield "send", message.axis, keys * sum(sent for sent, _ in moved), len(moved)
+    yield "receive", message.axis, keys * sum(received for _, received in moved), len(moved)
 
 
-def _transfers(traffic: Traffic, s: Setting, position: int, stages: int) -> None:
-    """Adds activations and their gradients, sent between neighbouring stages on different ranks."""
+def _transfers(s: Setting, position: int, stages: int) -> Iterator[Moment]:
+    """Activations and their gradients, sent between neighbouring stages on different ranks."""
     if s.layout.pp == 1:
         return
     rank_of = partition.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
     activation = s.sizes.n * s.model.dim * s.sizes.e
-    for stage in range(stages - 1):
-        ends = rank_of[stage], rank_of[stage + 1]
+    for ends in itertools.pairwise(rank_of[:stages]):
         if ends[0] != ends[1] and position in ends:  # one way in forward, the other in backward
-            traffic.add("send", "pp", activation, s.microbatches)
-            traffic.add("receive", "pp", activation, s.microbatches)
+            there, back = ("forward", "backward") if position == ends[0] else ("backward", "forward")
+            yield Moment(f"behind the {there} of a stage", "send", "pp", activation, 1, s.microbatches)
+            yield Moment(f"ahead of the {back} of a stage", "receive", "pp", activation, 1, s.microbatches)
 
 
-def _gradients(traffic: Traffic, s: Setting, rank: int, mine: Sequence[int]) -> None:
-    """Adds weight gathers and gradient sums over the data axes. Compression is without ZeRO: only sums."""
+def _gradients(s: Setting, rank: int, mine: Sequence[int]) -> Iterator[Moment]:
+    """Weight gathers and gradient sums over the data axes. Compression is without ZeRO: only sums."""
     card, blocks = card_of(s.model), partition.stages(s.model, s.layout, s.software.partition)
-    names = COLLECTIVES | {"scatter": s.software.scatter}
     compress = compressor(s.layout.compress)
     if compress is not None:
-        for name, ranks, shapes in compressed_buckets(card, s.layout, mine, blocks):
-            for wire in compress.messages(shapes, ranks):
-                traffic.add(wire.what, name, wire.size)
+        buckets = compressed_buckets(card, s.layout, mine, blocks)
+        wires = ((wire, name) for name, n, shapes in buckets for wire in compress.messages(shapes, n))
+        yield from _together(GRADIENTS, ((wire.what, name, wire.size, 1) for wire, name in wires), 1)
         return
     for keeping in keepings(card, s.layout, mine, blocks):
-        parts = [(unit.padded, unit.trained, unit.group, unit.shares) for unit in keeping.units]
-        parts += [
-            (size, size, buffer.group, ()) for buffer in keeping.buffers for size in buffer.bucket_sizes
-        ]
-        for whole, trained, name, shares in parts:
-            for sync, size in synced(s, whole, name in ("eshard", "edp"), shares, trained):
-                if sync.what == "sum":
-                    _sum(traffic, s, rank, sync, size)
-                else:
-                    what = "all_to_all" if sync.what == "scatter" and sync.blocks else names[sync.what]
-                    traffic.add(what, sync.group, size, sync.each * s.microbatches or 1)
+        for unit in keeping.units:
+            for sync, size in synced(s, unit.padded, unit.group == "eshard", unit.shares, unit.trained):
+                yield from _of_unit(s, rank, sync, size, unit.module)
+        for buffer in keeping.buffers:
+            sums = (
+                piece
+                for elements in buffer.bucket_sizes
+                for sync, size in synced(s, elements, buffer.group == "edp", (), elements)
+                for piece in _sum(s, rank, sync, size)
+            )
+            yield from _together(GRADIENTS, sums, 1)
 
 
-def _sum(traffic: Traffic, s: Setting, rank: int, sync: Sync, size: float) -> None:
-    """Adds the messages that sum `size` bytes over a group by the layout's algorithm."""
+def _of_unit(s: Setting, rank: int, sync: Sync, size: float, module: str) -> Iterator[Moment]:
+    """A message of an FSDP unit. module: "" is what no block has."""
+    name = "a block" if module else "the rest of the model"
+    if sync.what == "sum":
+        yield from _together(f"{GRADIENTS} of {name}", _sum(s, rank, sync, size), 1)
+        return
+    if sync.what == "gather":
+        what = "all_gather"
+        ways = ("forward", "backward")[: sync.each] or ("first forward",)
+    else:
+        what = "all_to_all" if sync.blocks else s.software.scatter
+        ways = ("backward",) if sync.each else (GRADIENTS,)
+    for way in ways:
+        yield Moment(f"{way} of {name}", what, sync.group, size, 1, s.microbatches if sync.each else 1)
+
+
+def _sum(s: Setting, rank: int, sync: Sync, size: float) -> Iterator[Piece]:
+    """The messages that sum `size` bytes over a group by the layout's algorithm."""
     among = group(s.layout, s.cluster, sync.group)
     best, how = best_all_reduces(among, s.cluster), summed_by(s.layout.all_reduce, among, s.cluster)
     schedule = chosen(how, among.ranks, among.local, round(size), best)
     if schedule is None:
-        traffic.add("all_reduce", sync.group, size)
+        yield "all_reduce", sync.group, size, 1
         return
-    b = s.states
-    each = b.gradient if sync.rows else b.reduce
+    each = s.states.gradient if sync.rows else s.states.reduce
     for step in messages_of(schedule, index_in(s.layout, sync.group, rank), round(size / each)).steps:
         for what, some in (("send", step.sends), ("receive", step.receives)):
-            for message in some:
-                traffic.add(what, sync.group, message.size * each)
+            yield from ((what, sync.group, message.size * each, 1) for message in some)
 
 
 def synced(
@@ -295,27 +344,6 @@ def synced(
         elif group(s.layout, s.cluster, sync.group).ranks > 1:
             width = b.working if sync.what == "gather" else b.reduce
             yield sync, sync.size(own, width, shares or (math.ceil(own / ranks),), ranks)
-
-
-COLLECTIVES = {"gather": "all_gather", "scatter": "reduce_scatter", "sum": "all_reduce"}
-"""What each kind of message is with one algorithm of the library."""
-
-
-def data_units(layout: Layout) -> tuple[float, float]:
-    """What data parallelism sends per parameter, in numbers of 16 bits: (once per step, per microbatch), without the
-    factor (n - 1) / n (arXiv 1910.02054, section 7). With ZeRO++ it is what a node sends to others, without the scales
-    of quantised blocks."""
-    across = layout.zeropp != Layout().zeropp
-    once = each = 0.0
-    for sync in syncs(layout):
-        if across and sync.group != "across":
-            continue
-        part = 1.0 if across else sync.part  # every rank of a node sends its part
-        part /= sharing_group(layout)[1] if sync.rows else 1
-        size = part * 2 * SENT[COLLECTIVES[sync.what]](2)
-        size *= sync.blocks.bits / (8 * WIDTH) if sync.blocks else 1.0
-        once, each = once + size * (not sync.each), each + size * sync.each
-    return once, each
 
 
 def compressed(s: Setting, expert: bool) -> list[Sent]:

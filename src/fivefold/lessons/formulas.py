@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+from fivefold.lessons.conventions import evaluate
 
 P = 0.1  # dropout; its value changes no size
 STATISTICS = 16  # bytes per token: mean and 1 / deviation of two norms, in fp32
@@ -32,15 +34,6 @@ class Shape:
     h: int
     a: int
     t: int = 1
-
-    @property
-    def sbh(self) -> float:
-        return self.s * self.b * self.h
-
-    @property
-    def squares(self) -> float:
-        """Bytes of what grows with s^2: softmax, dropout's mask, dropout's result."""
-        return 5 * self.a * self.s**2 * self.b
 
 
 @dataclass(frozen=True)
@@ -149,32 +142,29 @@ def _counting(block: Block) -> Iterator[Counter[str]]:
 
 
 def rows(n: Shape) -> list[Row]:
-    """All formulas for one block and one microbatch."""
-    one = Shape(n.s, n.b, n.h, n.a)
+    """All formulas for one block and one microbatch. What grows with s^2 is softmax, dropout's mask and its result."""
+    one = replace(n, t=1)
     parts = saved(Block(one))
-    sbh, squares, t = n.sbh, n.squares, n.t
-    norms = f"{STATISTICS} s b: mean and 1 / deviation of both norms, in fp32"
-    found = [
-        Row("attention", "11 s b h + 5 a b s^2", 11 * sbh + squares, parts["attention"], ""),
-        Row("MLP", "19 s b h", 19 * sbh, parts["mlp"], ""),
-        Row("layer norms", "4 s b h", 4 * sbh, parts["norms"], norms),
-        Row("a block (1)", "34 s b h + 5 a b s^2", 34 * sbh + squares, parts.total(), norms),
-        Row("full", "2 s b h", 2 * sbh, saved(Block(one), full=True).total(), ""),
-        Row("selective", "34 s b h", 34 * sbh, saved(Block(one, selective=True)).total(), norms),
-    ]
-    if t == 1:
-        return found
-    whole, pieces, selective = (saved(Block(n, *how)).total() for how in ((), (True,), (True, True)))
-    shared = f"{STATISTICS} s b / t: the same of a rank's piece"
-    return [
-        *found,
-        Row(
-            "tp (2)",
-            "10 s b h + (24 s b h + 5 a b s^2) / t",
-            10 * sbh + (24 * sbh + squares) / t,
-            whole,
-            norms,
-        ),
-        Row("tp, sp (4)", "(34 s b h + 5 a b s^2) / t", (34 * sbh + squares) / t, pieces, shared),
-        Row("tp, sp, selective (6)", "34 s b h / t", 34 * sbh / t, selective, shared),
-    ]
+    measured = {
+        ("attention", "11 s b h + 5 a b s^2"): parts["attention"],
+        ("MLP", "19 s b h"): parts["mlp"],
+        ("layer norms", "4 s b h"): parts["norms"],
+        ("a block (1)", "34 s b h + 5 a b s^2"): parts.total(),
+        ("full", "2 s b h"): saved(Block(one), full=True).total(),
+        ("selective", "34 s b h"): saved(Block(one, selective=True)).total(),
+    }
+    if n.t > 1:
+        measured |= {
+            ("tp (2)", "10 s b h + (24 s b h + 5 a b s^2) / t"): saved(Block(n)).total(),
+            ("tp, sp (4)", "(34 s b h + 5 a b s^2) / t"): saved(Block(n, True)).total(),
+            ("tp, sp, selective (6)", "34 s b h / t"): saved(Block(n, True, True)).total(),
+        }
+    return [_row(name, formula, n, size) for (name, formula), size in measured.items()]
+
+
+def _row(name: str, formula: str, n: Shape, measured: int) -> Row:
+    size = evaluate(formula, vars(n))
+    why = f"{STATISTICS} s b: mean and 1 / deviation of both norms, in fp32"
+    if "sp" in name:
+        why = f"{STATISTICS} s b / t: the same of a rank's piece"
+    return Row(name, formula, size, measured, why if measured != size else "")

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from fivefold.errors import printable
+from fivefold.lessons import criteria_svg
+from fivefold.lessons.compare import TECHNIQUES, Row, Technique, alike, by_dimension
+from fivefold.lessons.criteria import words
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import memory_text, short_number, size
 from fivefold.observe.layout_picture import icons
 from fivefold.plan import timeline
-from fivefold.plan.compare import TECHNIQUES, Row, Technique, alike, by_dimension
-from fivefold.plan.pages import criteria_svg
 from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import resolved
 from fivefold.recipe import Recipe, count_parameters
@@ -161,7 +162,7 @@ def _costs(rows: Sequence[Row]) -> str:
 
 def _sent(rows: Sequence[Row]) -> Iterator[str]:
     cells = [
-        [row.technique, moment.when, moment.words, size(moment.size), f"{moment.times:,}"]
+        [row.technique, moment.when, words(moment), size(moment.size), f"{moment.times:,}"]
         for row in rows
         for moment in row.moments
     ]
@@ -188,10 +189,9 @@ def _hides(rows: Sequence[Row]) -> str:
     parts = []
     for row in rows:
         for rule in row.rules:
-            symbols = ", ".join(f"{name} = {short_number(value)}" for name, value in rule.inputs.items())
             parts.append(
                 f'<div>{criteria_svg.one(rule)}<p class="formula"><code>{escape(rule.formula)}</code><br>'
-                f"{escape(symbols)}<br>{escape(rule.source)}</p></div>"
+                f"{escape(rule.source)}</p></div>"
             )
     note = (
         '<p class="aside">Seconds of messages over seconds of the computing beside them. Line: the formula. Dots: the '

@@ -9,11 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from fivefold.errors import UserError
+from fivefold.lessons import criteria, overlap
+from fivefold.lessons.criteria import Moment, Redundant
+from fivefold.lessons.overlap import Rule
 from fivefold.models.card import card_of
-from fivefold.plan import criteria, memory, overlap_rules, volume
-from fivefold.plan.criteria import Moment, Redundant
+from fivefold.plan import memory, volume
 from fivefold.plan.devices import Cluster
-from fivefold.plan.overlap_threshold import Rule
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.software import Software
 from fivefold.recipe import Recipe
@@ -96,7 +97,7 @@ class Row:
     @cached_property
     def rules(self) -> list[Rule]:
         """When its messages hide: those of its dimension, or of all axes if it has several."""
-        found = overlap_rules.rules(self._plan.setting)
+        found = overlap.rules(self._plan.setting)
         return [rule for rule in found if self.dimension in ("", DIMENSION_OF[rule.axis])]
 
     @cached_property
@@ -136,7 +137,7 @@ class Row:
         if self.plan is None:
             return found
         s = self.plan.setting
-        once, each = volume.data_units(s.layout)
+        once, each = criteria.data_units(s.layout)
         return found | {
             "redundant": self.redundant.as_json(),
             "idle": self.idle,

@@ -1,4 +1,4 @@
-"""Conventions of papers and courses as data. They say how `fivefold plan` prints its terms (`plan/terms.py`); no
+"""Conventions of papers and courses as data. They say how `fivefold plan` prints its terms (`lessons/terms.py`); no
 prediction and no search depends on them.
 
 Symbols: n_v vocabulary, d or h width, f feed-forward, L layers, a heads, s tokens of a sequence, b sequences of a

@@ -12,8 +12,8 @@ from fivefold.observe.scale import log_scale
 from fivefold.plan.pages.svg import KINDS, beside, caption, document, legend
 
 if TYPE_CHECKING:
-    from fivefold.plan.compare import Row
-    from fivefold.plan.overlap_threshold import Rule
+    from fivefold.lessons.compare import Row
+    from fivefold.lessons.overlap import Rule
 
 WIDTH, LEFT, PANEL, BAR, ROW = 860, 96, 255, 160, 26  # pixels: bars of a panel, and their values beside them
 TOP = 108

@@ -1,26 +1,25 @@
 """Three criteria of a layout: redundant computing, peak memory, and what is sent when.
 
-Memory, bytes and prices are those of the planner. This file adds what they leave open: which share of the computing is
-redundant, and at which moment of a step each message is sent.
+Memory, messages and prices are those of the planner. This file adds which share of the computing is redundant.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Sizes
 from fivefold.models.recomputation import of_blocks, region
-from fivefold.plan import model_states, operations, partition, pipeline, stage_costs, sync_costs, time, volume
+from fivefold.plan import model_states, operations, pipeline, stage_costs, sync_costs, time, volume
 from fivefold.plan.cost import Cost, Setting, operation
-from fivefold.plan.model_states import Elements
 from fivefold.plan.time import Step
-from fivefold.schedules.compression import NONE
+from fivefold.plan.volume import Moment
 from fivefold.spread.layout import Layout
-from fivefold.spread.parts import sharing_group, stages_of
+from fivefold.spread.parts import sharing_group
+from fivefold.spread.units import syncs
 
 
 @dataclass(frozen=True)
@@ -157,112 +156,32 @@ def idle(s: Setting, step: Step) -> float:
     return (step.bubble + max(busy) - sum(busy) / len(busy)) / step.seconds
 
 
-class Moment(NamedTuple):
-    """Messages of a rank at some moment of a step. calls, size: of them together at one such moment; bytes are counted
-    as in `volume`. times: such moments in a step."""
-
-    when: str
-    what: str
-    axis: str
-    calls: int
-    size: float
-    times: int
-
-    @property
-    def words(self) -> str:
-        """`2 all_reduce over tp`."""
-        return f"{self.calls} {self.what} over {'dp' if self.axis in volume.DATA else self.axis}"
-
-
 def moments(s: Setting) -> list[Moment]:
-    """When the first rank of a pipeline's first stage sends what. What ranks agree on once per step is left out: a few
-    numbers, and sums of shared gradients."""
-    return [*_in_blocks(s), *_at_ends(s), *_between_stages(s), *_of_data(s)]
+    """When the first rank of a pipeline's first stage sends what. Equal messages at equal moments are counted together;
+    what it receives, and the few numbers on which all ranks agree, are left out."""
+    times = Counter[Moment]()
+    for moment in volume.moments(s):
+        if moment.what != "receive" and moment.axis != "all":
+            times[moment._replace(times=0)] += moment.times
+    return [moment._replace(times=count) for moment, count in times.items()]
 
 
-def _in_blocks(s: Setting) -> Iterator[Moment]:
-    """Messages of tensor, context and expert parallelism in the blocks of the first stage."""
-    card, modes = card_of(s.model), of_blocks(s.layout.recompute, s.model.layers)
-    blocks = Counter((card.is_mixed(number), modes[number]) for number in _own_blocks(s))
-    for (mixed, mode), count in blocks.items():
-        name = "a block with experts" if mixed else "a block"
-        ops = card.block_operations(s.sizes, s.software, mixed)
-        yield from _both_ways(s, ops, mode, name, count * s.microbatches)
+def words(moment: Moment) -> str:
+    """`2 all_reduce over tp`."""
+    return f"{moment.calls} {moment.what} over {'dp' if moment.axis in volume.DATA else moment.axis}"
 
 
-def _own_blocks(s: Setting) -> list[int]:
-    by_stage = partition.stages(s.model, s.layout, s.software.partition)
-    return [number for stage in stages_of(s.layout, 0) for number in by_stage[stage]]
-
-
-def _at_ends(s: Setting) -> Iterator[Moment]:
-    card = card_of(s.model)
-    yield from _both_ways(
-        s, card.begin_operations(s.sizes, s.software), "none", "the embedding", s.microbatches
-    )
-    if len(partition.stages(s.model, s.layout, s.software.partition)) - 1 in stages_of(s.layout, 0):
-        ops = card.end_operations(s.sizes, s.software)
-        yield from _both_ways(s, ops, "none", "the output layer and loss", s.microbatches)
-
-
-def _both_ways(s: Setting, ops: Sequence[Operation], mode: str, name: str, times: int) -> Iterator[Moment]:
-    forward = [replace(op, sent_backward=()) for op in ops]
-    backward = [replace(op, sent_forward=()) for op in ops]
-    once = volume.of_operations(s, forward)
-    ways = {
-        f"forward of {name}": once,
-        f"backward of {name}": volume.of_operations(s, backward),
-        f"backward of {name}, forward again": {
-            key: (calls - once[key][0], size - once[key][1])
-            for key, (calls, size) in volume.of_operations(s, forward, mode).items()
-        },
-    }
-    for when, found in ways.items():
-        for (what, axis), (calls, size) in found.items():
-            if calls:
-                yield Moment(when, what, axis, calls, size, times)
-
-
-def _between_stages(s: Setting) -> Iterator[Moment]:
-    """Activations to the next stage and their gradients to the one before, if another rank has it."""
-    if s.layout.pp == 1:
-        return
-    rank_of = partition.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
-    size, mine = s.sizes.n * s.model.dim * s.sizes.e, stages_of(s.layout, 0)
-    for when, step in (("behind the forward of a stage", 1), ("behind the backward of a stage", -1)):
-        others = [
-            stage + step for stage in mine if 0 <= stage + step < len(rank_of) and rank_of[stage + step]
-        ]
-        if others:
-            yield Moment(when, "send", "pp", 1, size, len(others) * s.microbatches)
-
-
-def _of_data(s: Setting) -> Iterator[Moment]:
-    """Messages of data parallelism: of a block in every microbatch, or of all parameters once per step."""
-    blocks = model_states.elements(s.model, s.layout)[0]
-    mine = _own_blocks(s)
-    stages = len(partition.stages(s.model, s.layout, s.software.partition))
-    rest = model_states.outside_blocks(s.model, s.layout, stages_of(s.layout, 0), stages)
-    total = sum((blocks[number] for number in mine), rest)
-    for own, name, count in ((blocks[mine[0]], "a block", len(mine)), (rest, "the rest of the model", 1)):
-        for what, group, each, size in _synced(s, own):
-            ways = ("forward", "backward")[-each:] if each else ()
-            for way in ways:
-                yield Moment(f"{way} of {name}", what, group, 1, size, count * s.microbatches)
-    for what, group, each, size in _synced(s, total):
-        if not each:
-            units = sync_costs.summed_pieces(s, total) if what == "all_reduce" else len(mine) + 1
-            when = "first forward, ahead of each block" if what == "all_gather" else "last backward"
-            yield Moment(when, what, group, units, size, 1)
-
-
-def _synced(s: Setting, own: Elements) -> Iterator[tuple[str, str, int, float]]:
-    """(operation, group, times per microbatch, bytes) of data parallelism for these elements of a rank."""
-    names = volume.COLLECTIVES | {"scatter": s.software.scatter}
-    for computes, keeps, expert in own.groups():
-        if s.layout.compress != NONE:
-            yield from ((what, axis, 0, size * computes) for what, axis, size in volume.compressed(s, expert))
+def data_units(layout: Layout) -> tuple[float, float]:
+    """What data parallelism sends per parameter, in numbers of 16 bits: (once per step, per microbatch), without the
+    factor (n - 1) / n (arXiv 1910.02054, section 7). With ZeRO++ it is what a node sends to others, without the scales
+    of quantised blocks."""
+    across = layout.zeropp != Layout().zeropp
+    once = each = 0.0
+    for sync in syncs(layout):
+        if across and sync.group != "across":
             continue
-        for sync, size in volume.synced(s, keeps * sharing_group(s.layout, expert)[1], expert):
-            if size and s.group(sync.group).ranks > 1:
-                yield names[sync.what], sync.group, sync.each, size
+        part = 1.0 if across else sync.part  # every rank of a node sends its part
+        part /= sharing_group(layout)[1] if sync.rows else 1
+        size = part * (2 if sync.what == "sum" else 1) * (sync.blocks.bits / 16 if sync.blocks else 1)
+        once, each = once + size * (not sync.each), each + size * sync.each
+    return once, each

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
+from fivefold.lessons.terms import KINDS, scaled
 from fivefold.plan.pages.svg import caption, document, legend
-from fivefold.plan.terms import KINDS
-from fivefold.plan.terms_text import scaled
 
 WIDTH, ROW, RIGHT = 760, 28, 80  # pixels: a picture, a row, room for a sum behind its bar
 STATES: dict[str, str] = dict(zip(KINDS, ("weights", "gradients", "masters, moments"), strict=True))

@@ -11,13 +11,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from fivefold.models.card import card_of
-from fivefold.models.operations import Operation, Sizes
-from fivefold.models.parameters import part_of
-from fivefold.models.recomputation import region
-from fivefold.optim import OPTIMIZERS
-from fivefold.plan import budget, conventions, memory, model_states, partition, stage_costs, volume
-from fivefold.plan.conventions import (
+from fivefold.lessons import conventions
+from fivefold.lessons.conventions import (
     ACTIVATIONS,
     ADAM,
     BUBBLES,
@@ -28,10 +23,17 @@ from fivefold.plan.conventions import (
     Conventions,
     evaluate,
 )
+from fivefold.lessons.criteria import data_units
+from fivefold.models.card import card_of
+from fivefold.models.operations import Operation, Sizes
+from fivefold.models.parameters import part_of
+from fivefold.models.recomputation import region
+from fivefold.optim import OPTIMIZERS
+from fivefold.plan import budget, memory, model_states, partition, stage_costs, volume
 from fivefold.plan.cost import Setting
 from fivefold.plan.predict import Plan, price
 from fivefold.plan.software import Software, States
-from fivefold.plan.volume import SENT, data_units
+from fivefold.plan.volume import SENT
 from fivefold.recipe import active_parameters
 from fivefold.schedules.pipeline import few, simulate
 from fivefold.spread.layout import Layout, groups
@@ -39,8 +41,8 @@ from fivefold.spread.layout import Layout, groups
 
 @dataclass(frozen=True)
 class Term:
-    """A named value. formula: in the symbols of `plan/conventions.py`; "" if it has none. unit: "parameters", "bytes",
-    "FLOPs", "Psi", "share", or a word. note: a remark. more: further values."""
+    """A named value. formula: in the symbols of conventions.py, or "". unit: "parameters", "bytes", "FLOPs", "Psi",
+    "share", or a word. note: a remark. more: further values."""
 
     name: str
     value: float
@@ -50,8 +52,8 @@ class Term:
     more: Mapping[str, float] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        found = {"formula": self.formula, "value": self.value, "unit": self.unit, "note": self.note}
-        return found | dict(self.more or {})
+        figures = {"formula": self.formula, "value": self.value, "unit": self.unit, "note": self.note}
+        return figures | dict(self.more or {})
 
 
 Symbols = dict[str, float]
@@ -384,14 +386,14 @@ def block_messages(asked: Asked) -> Iterator[Term]:
 
 def _leaving(s: Setting, ops: Sequence[Operation], way: InBlocks, rank: int) -> tuple[float, str]:
     """(bytes that leave a rank by these operations' messages of a way, its messages in words)."""
-    size, words = 0.0, []
-    for name, other in (("forward", "backward"), ("backward", "forward")):
-        one_way = [replace(op, **{f"sent_{other}": ()}) for op in ops]
-        found = volume.of_operations(s, one_way, rank=rank)
-        sent = {what: one for (what, axis), one in found.items() if axis == way.axis and what in way.what}
-        size += sum(SENT[what](groups(s.layout)[way.axis][0]) * moved for what, (_, moved) in sent.items())
-        words.append(f"{name} " + ", ".join(f"{calls} {what}" for what, (calls, _) in sent.items()))
-    return size, "; ".join(words)
+    moments = volume.of_operations(s, rank, ops, "none", "a block", 1)
+    sent = [one for one in moments if one.axis == way.axis and one.what in way.what]
+    size = sum(SENT[one.what](groups(s.layout)[way.axis][0]) * one.size for one in sent)
+    words = {
+        when: ", ".join(f"{one.calls} {one.what}" for one in sent if one.when.startswith(when))
+        for when in ("forward", "backward")
+    }
+    return size, "; ".join(f"{when} {messages}" for when, messages in words.items())
 
 
 def pipeline_messages(asked: Asked) -> Iterator[Term]:
@@ -456,7 +458,16 @@ def terms(asked: Asked) -> dict[str, list[Term]]:
 
 def as_json(asked: Asked, found: dict[str, list[Term]]) -> dict[str, Any]:
     """The conventions, and the terms by section and name."""
-    how = {"states": asked.how.states, "activations": asked.how.activations, "bubble": asked.how.bubble}
-    return {"chosen": how | {"flops": asked.how.flops, "psi": asked.how.psi}} | {
+    chosen = {name: value for name, value in vars(asked.how).items() if name != "sections"}
+    return {"chosen": chosen} | {
         section: {term.name: term.as_json() for term in some} for section, some in found.items()
     }
+
+
+def scaled(size: float, base: int, unit: str) -> str:
+    """Bytes with a prefix, decimal (base 1000, unit "B") or binary (1024, "iB"). Giga stays until ten tera: the papers'
+    states are thousands of GB."""
+    for prefix, power, least in (("T", 4, 10), ("G", 3, 1), ("M", 2, 0.1), ("K", 1, 0)):
+        if size >= least * base**power:
+            return f"{size / base**power:,.1f} {prefix}{unit}"
+    raise AssertionError(size)
