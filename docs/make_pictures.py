@@ -27,12 +27,11 @@ from fivefold.observe.report import write_report
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.surfaces import SURFACES, tuned
 from fivefold.plan.clusters import parse
-from fivefold.plan.frontier import as_rows, frontier
 from fivefold.plan.pages import svg as plan_svg
 from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_picture
 from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
-from fivefold.plan.search import search
+from fivefold.plan.search import as_rows, frontier, search
 from fivefold.plan.sweep_results import results as results_of
 from fivefold.plan.timeline import timeline
 from fivefold.precision.histogram import from_json as histogram_of

@@ -10,9 +10,9 @@ from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.host.devices import BY_NAME, PCIE
 from fivefold.plan import communication, measured
-from fivefold.plan.assumed import table
 from fivefold.plan.clusters import PRESETS, of_gpu, parse
 from fivefold.plan.devices import Storage
+from fivefold.plan.measured import assumed_table
 from fivefold.plan.predict import mode_of, predict
 from fivefold.plan.topology import topology
 from fivefold.precision import DTYPES
@@ -152,7 +152,7 @@ def test_clusters_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_this_machine_is_a_cluster(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measured, "load", lambda: table(cores=4))
+    monkeypatch.setattr(measured, "load", lambda: assumed_table(cores=4))
     run("clusters", "local:2")
     text = capsys.readouterr().out
     assert "2 devices" in text

@@ -24,10 +24,10 @@ from fivefold.lessons.compare import TECHNIQUES, Row, compare, named
 from fivefold.models.section import ModelSection
 from fivefold.observe import format as words_of
 from fivefold.plan import cost, measured, memory, model_states, stage_costs, sync_costs, time, volume
-from fivefold.plan.assumed import table
 from fivefold.plan.clusters import parse
 from fivefold.plan.cost import Setting
 from fivefold.plan.devices import Cluster
+from fivefold.plan.measured import assumed_table
 from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD
 from fivefold.plan.timeline import timeline
@@ -541,7 +541,7 @@ def test_a_curve_for_each_rule(llama: dict[str, Row]) -> None:
 
 @pytest.fixture
 def measured_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "load", lambda: table(cores=2))
+    monkeypatch.setattr(measured, "load", lambda: assumed_table(cores=2))
 
 
 HERE = {"memory_bytes": 40 * 2**20, "sent_bytes": {"dp": 5 * 2**20}, "step_s": 1.25}

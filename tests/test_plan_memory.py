@@ -17,9 +17,9 @@ from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan import memory, model_states, operations, volume
-from fivefold.plan.assumed import table
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import of_table
+from fivefold.plan.measured import assumed_table
 from fivefold.plan.predict import held as at_peak
 from fivefold.plan.predict import predict
 from fivefold.plan.search import apply, search
@@ -333,7 +333,7 @@ def test_search_plan_and_run_say_the_same(
     """One formula: `plan --search`, `plan` and plan.json, on this machine and on GPUs."""
     sets = [f"model.arch={arch}", "model.layers=4", "model.vocab_size=4096", f"precision.mode={dtype}"]
     recipe = load("quickstart", [*sets, "train.global_batch_size=16", "train.microbatch_size=none"], "dp=1")
-    machine = replace(of_table(table(4)), devices=4) if cluster == "local:4" else parse(cluster)
+    machine = replace(of_table(assumed_table(4)), devices=4) if cluster == "local:4" else parse(cluster)
     found = search(recipe, machine, 12)
     assert len({plan.layout for plan in found.plans}) > 4
     for plan in found.plans:

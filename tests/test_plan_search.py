@@ -11,10 +11,10 @@ import pytest
 
 from fivefold.errors import UserError
 from fivefold.plan import software
-from fivefold.plan.assumed import table
 from fivefold.plan.bound import Bounds
 from fivefold.plan.clusters import parse
 from fivefold.plan.devices import Cluster, of_table
+from fivefold.plan.measured import assumed_table
 from fivefold.plan.predict import Plan, held, predict, price
 from fivefold.plan.search import Search, apply, search, space_of
 from fivefold.plan.space import SEQUENCES, Choice, Space
@@ -113,7 +113,7 @@ def priced(case: str) -> tuple[Space, Bounds, list[tuple[Choice, Plan]]]:
     if case not in _priced:
         overrides, cluster = (CASES | SLOW)[case]
         machine = (
-            replace(of_table(table(4)), devices=int(cluster[6:]))
+            replace(of_table(assumed_table(4)), devices=int(cluster[6:]))
             if cluster[:6] == "local:"
             else parse(cluster)
         )

@@ -57,8 +57,7 @@ def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> N
     """Prints and writes the pictures of a search: its frontier and the best plan."""
     if not found.plans or not (wanted.printed or wanted.html):
         return
-    from fivefold.plan.frontier import frontier
-    from fivefold.plan.search import apply
+    from fivefold.plan.search import apply, frontier
 
     best, plans = found.plans[0], frontier(found)
     if wanted.printed:
@@ -119,11 +118,11 @@ def write_page(
     """
     from fivefold.observe.format import short_number
     from fivefold.plan import grid
-    from fivefold.plan.frontier import as_rows
     from fivefold.plan.grid_data import as_data
     from fivefold.plan.pages import page as plan_page
     from fivefold.plan.pages import svg as plan_svg
     from fivefold.plan.pictures import pictures
+    from fivefold.plan.search import as_rows
     from fivefold.recipe import count_parameters
     from fivefold.schedules.pipeline import to_svg
 

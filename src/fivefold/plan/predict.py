@@ -14,7 +14,7 @@ from fivefold.models.operations import WHOLE_SEQUENCES, Sizes
 from fivefold.models.recomputation import budget_of, of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, OptimizerCard, kept_in
-from fivefold.plan import memory, model_states, offload, outer, servers, volume
+from fivefold.plan import memory, model_states, offload, servers, sync_costs, volume
 from fivefold.plan.clusters import of_gpu, parse
 from fivefold.plan.cost import Setting, matmul_dtype
 from fivefold.plan.devices import Cluster, Device, of_table
@@ -275,7 +275,7 @@ def _besides(s: Setting, found: list[Memory]) -> list[Memory]:
     if s.sites.count == 1:
         return found
     ranks = model_states.rank_elements(s.model, s.layout, s.software.partition)
-    buffers = (outer.buffers(s, position) for position in range(s.layout.pp))
+    buffers = (sync_costs.outer_buffers(s, position) for position in range(s.layout.pp))
     pairs = zip(found, ranks, buffers, strict=True)
     return [one.with_outer(s.sites.kept * own.keeps, more, s.sites.overlap > 0) for one, own, more in pairs]
 

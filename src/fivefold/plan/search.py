@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -29,6 +29,7 @@ from fivefold.recipe import Recipe
 from fivefold.recipe.idle import PLAIN
 from fivefold.recipe.rules import with_layout
 from fivefold.spread.layout import Layout, changed
+from fivefold.spread.layout_text import to_text
 from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
 
 GLIMPSE = 32
@@ -266,3 +267,31 @@ def apply(recipe: Recipe, plan: Plan) -> Recipe:
     changed = with_layout(recipe, plan.layout, microbatch_size=s.sizes.B)
     precision = changed.precision.model_copy(update={"mode": s.mode})
     return changed.model_copy(update={"precision": precision})
+
+
+FRONTIER_STEPS = 32
+
+
+def frontier(found: Found) -> list[Plan]:
+    """The fastest layout for each memory size, from the least memory to the most: no other beats them in both.
+
+    It starts with the best plan. Each next one is the fastest that takes less memory, by at least 1/32 of the best
+    plan's.
+    """
+    plans = found.plans[:1]
+    gap = plans[0].peak_bytes / FRONTIER_STEPS if plans else 0
+    while plans and (following := found.within(plans[-1].peak_bytes - gap)):
+        plans.append(following)
+    return plans[::-1]
+
+
+def as_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Rows of the page's table, one per plan."""
+    return [
+        {
+            "peak": plan.peak_bytes,
+            "tokens_per_s": plan.tokens_per_s,
+            "words": f"{to_text(plan.layout)}, microbatch {plan.setting.sizes.B}",
+        }
+        for plan in plans
+    ]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fivefold.plan import outer
 from fivefold.plan.cost import Setting
 from fivefold.plan.devices import Link
+from fivefold.plan.sync_costs import outer_seconds
 from fivefold.plan.time import step
 
 EVEN = 1.05
@@ -71,7 +71,7 @@ def compare(apart: Setting, together: Setting) -> SlowLinks:
     )  # its table prices messages, whatever the link
     even = None if measured else crossing(ratio)
     seconds = step(apart).seconds, step(together).seconds
-    return SlowLinks(outer.seconds(apart), *seconds, even, None if measured else wire.bandwidth)
+    return SlowLinks(outer_seconds(apart), *seconds, even, None if measured else wire.bandwidth)
 
 
 def crossing(ratio: Callable[[float], float], tries: int = 24) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fivefold.models.operations import Matmul
 from fivefold.optim import OPTIMIZERS, rounding_traffic, update_traffic
-from fivefold.plan import model_states, offload, outer, rates, volume
+from fivefold.plan import model_states, offload, rates, sync_costs, volume
 from fivefold.plan.cost import Cost, Setting
 from fivefold.plan.model_states import Elements
 from fivefold.plan.pipeline import PipelineTimer, hidden_by_pairs, pipeline
@@ -98,7 +98,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     encoding = max(compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
     besides = fixed(s)
     inner = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides
-    apart = outer.seconds(s, inner) / s.sites.every
+    apart = sync_costs.outer_seconds(s, inner) / s.sites.every
     seconds = inner + apart
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
     exposed = {"model": waits[worst] + tensor_sums, "data": data} | ({"sites": apart} if apart else {})

@@ -19,7 +19,6 @@ from fivefold.plan import (
     cost,
     model_states,
     offload,
-    outer,
     rates,
     stage_costs,
     sync_costs,
@@ -315,7 +314,7 @@ class _Step:
         if not self.loads.hidden:
             self._update()
         self.compute("other", "fixed", time.fixed(s))
-        self.send("sites", "outer step, on average", outer.seconds(s) / s.sites.every)
+        self.send("sites", "outer step, on average", sync_costs.outer_seconds(s) / s.sites.every)
 
 
 def _priced(operations: list[Operation], s: Setting) -> list[tuple[Operation, Cost]]:

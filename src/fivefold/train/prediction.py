@@ -22,11 +22,10 @@ from fivefold.observe.format import duration, size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.parallel.mesh import Mesh
-from fivefold.plan import assumed
 from fivefold.plan.clusters import of_gpu
 from fivefold.plan.devices import Cluster, of_table
 from fivefold.plan.documents import Documents
-from fivefold.plan.measured import FACTORS, Measured, load
+from fivefold.plan.measured import FACTORS, Measured, assumed_table, load
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.software import of
 from fivefold.plan.timeline import timeline
@@ -148,7 +147,7 @@ class Prediction:
             return of_table(self.assumed)
         table = load()
         if table is None:
-            table = self.assumed = assumed.table(cores(), memory_bytes())
+            table = self.assumed = assumed_table(cores(), memory_bytes())
         return of_table(table)
 
     def timeline(self, step: int) -> StepTimeline | None:
