@@ -30,12 +30,12 @@ from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.observe.report import page
 from fivefold.parallel.mesh import Mesh
-from fivefold.plan import volume
-from fivefold.plan.clusters import parse
-from fivefold.plan.devices import of_table
-from fivefold.plan.measured import assumed_table
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import of_table
+from fivefold.plan.cluster.measured import assumed_table
+from fivefold.plan.messages import volume
+from fivefold.plan.messages.volume import SENT
 from fivefold.plan.predict import held, predict
-from fivefold.plan.volume import SENT
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.recipe.idle import notes
 from fivefold.schedules.compression import TEXTS, compressor

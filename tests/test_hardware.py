@@ -20,9 +20,9 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.operations import Rate
 from fivefold.observe.prediction import read, rows, section, step_seconds
 from fivefold.parallel.offload.disk import SPAN, File
-from fivefold.plan import measured
-from fivefold.plan.devices import of_table
-from fivefold.plan.measured import assumed_table
+from fivefold.plan.cluster import measured
+from fivefold.plan.cluster.devices import of_table
+from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.predict import predict
 
 CPU = torch.device("cpu")

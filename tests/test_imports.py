@@ -166,7 +166,10 @@ def test_light_rooms_have_no_torch_at_module_level(file: Path) -> None:
         ("import fivefold.recipe, fivefold.spread.layout", ["torch", "numpy", "typer", "rich"]),
         ("import fivefold.optim, fivefold.precision", ["torch", "numpy", "pydantic"]),
         ("import fivefold.schedules.pipeline", ["torch", "numpy", "pydantic"]),
-        ("import fivefold.plan.search, fivefold.plan.explain", ["torch", "numpy", "typer", "rich"]),
+        (
+            "import fivefold.plan.search.search, fivefold.plan.advice.explain",
+            ["torch", "numpy", "typer", "rich"],
+        ),
         ("import fivefold.kernels.sizes", ["torch", "numpy"]),
         ("import fivefold.data", ["torch", "transformers", "datasets"]),
     ],

@@ -23,14 +23,17 @@ from fivefold.lessons import criteria, criteria_svg, overlap
 from fivefold.lessons.compare import TECHNIQUES, Row, compare, named
 from fivefold.models.section import ModelSection
 from fivefold.observe import format as words_of
-from fivefold.plan import cost, measured, memory, model_states, stage_costs, sync_costs, time, volume
-from fivefold.plan.clusters import parse
-from fivefold.plan.cost import Setting
-from fivefold.plan.devices import Cluster
-from fivefold.plan.measured import assumed_table
+from fivefold.plan.cluster import measured
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.cluster.measured import assumed_table
+from fivefold.plan.memory import memory, model_states
+from fivefold.plan.messages import volume
 from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD
-from fivefold.plan.timeline import timeline
+from fivefold.plan.time import cost, stage_costs, sync_costs, time
+from fivefold.plan.time.cost import Setting
+from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, load, resolve_model
 from fivefold.schedules.overlap import COMPUTE, WAIT
 from fivefold.spread.layout import Layout
@@ -294,7 +297,7 @@ def ideally(layout: str, m: int = 1, on: Cluster | None = None, B: int = 4, **ch
         "tp=8",
         "pp=4",
         "dp=2,pp=2,schedule=interleaved,virtual_stages=2",
-    ],  # fmt: skip
+    ],
 )
 def test_formula_and_planner_agree_under_its_assumptions(layout: str) -> None:
     """Within 4%: matmuls start and end their tiles, and stages with the embedding or the output layer have more to

@@ -8,13 +8,14 @@ import pytest
 from fivefold.cli.main import main
 from fivefold.errors import UserError
 from fivefold.host import tables
-from fivefold.plan import communication, measured
-from fivefold.plan.clusters import parse
-from fivefold.plan.communication import Group
-from fivefold.plan.devices import Cluster
-from fivefold.plan.measured import assumed_table
+from fivefold.plan.cluster import measured
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.cluster.measured import assumed_table
+from fivefold.plan.cluster.topology import topology
+from fivefold.plan.messages import communication
+from fivefold.plan.messages.communication import Group
 from fivefold.plan.predict import predict
-from fivefold.plan.topology import topology
 from fivefold.recipe import load
 
 HOSTS = 'base = "local"\ndevices_per_node = 2\ninter_gb_s = 0.025\ninter_latency_us = 100\n'

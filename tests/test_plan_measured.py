@@ -13,14 +13,16 @@ from fivefold.cli import local
 from fivefold.errors import BusyError, UserError
 from fivefold.host import tables
 from fivefold.models.operations import Matmul
-from fivefold.plan import communication, measured, rates
-from fivefold.plan.calibrate import FinishedRun, fit
-from fivefold.plan.clusters import parse
-from fivefold.plan.communication import Group
-from fivefold.plan.devices import Storage, of_table
-from fivefold.plan.measured import ASSUMED_FLOPS, assumed_table
+from fivefold.plan.cluster import measured
+from fivefold.plan.cluster.calibrate import FinishedRun, fit
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import Storage, of_table
+from fivefold.plan.cluster.measured import ASSUMED_FLOPS, assumed_table
+from fivefold.plan.messages import communication
+from fivefold.plan.messages.communication import Group
 from fivefold.plan.predict import Plan, predict
-from fivefold.plan.search import search
+from fivefold.plan.search.search import search
+from fivefold.plan.time import rates
 from fivefold.recipe import Recipe, load
 from fivefold.schedules.pipeline import Costs, build, simulate, simulate_oversubscribed
 

@@ -16,13 +16,14 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan import memory, model_states, operations, volume
-from fivefold.plan.clusters import parse
-from fivefold.plan.devices import of_table
-from fivefold.plan.measured import assumed_table
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import of_table
+from fivefold.plan.cluster.measured import assumed_table
+from fivefold.plan.memory import memory, model_states, operations
+from fivefold.plan.messages import volume
 from fivefold.plan.predict import held as at_peak
 from fivefold.plan.predict import predict
-from fivefold.plan.search import apply, search
+from fivefold.plan.search.search import apply, search
 from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states
 from fivefold.recipe import Recipe, count_parameters, load, resolve_model
 from fivefold.spread.layout import Layout

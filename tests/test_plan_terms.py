@@ -14,7 +14,7 @@ from fivefold.lessons.conventions import Conventions, evaluate
 from fivefold.lessons.terms import SECTIONS, Asked, terms
 from fivefold.models.card import card_of
 from fivefold.models.parameters import part_of
-from fivefold.plan.clusters import parse
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import load
 

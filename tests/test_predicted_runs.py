@@ -12,6 +12,7 @@ from runs import lines, train_rank
 from fivefold.cli.draw import of_run
 from fivefold.observe import memory_picture
 from fivefold.observe.prediction import rows
+from fivefold.plan.cluster.measured import assumed_table
 from fivefold.recipe import Recipe, load
 from fivefold.train import prediction
 from fivefold.train.job import Job

@@ -20,11 +20,11 @@ from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.models.recomputation import budget_of, of_blocks, runs_of
 from fivefold.plan import predict as planner
-from fivefold.plan.clusters import parse
-from fivefold.plan.devices import of_table
-from fivefold.plan.measured import assumed_table
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import of_table
+from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.predict import budget, predict, priced_here, within
-from fivefold.plan.search import search
+from fivefold.plan.search.search import search
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.recipe import Recipe, change, load, microbatches_per_step
 from fivefold.spread.layout import Layout

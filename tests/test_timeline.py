@@ -20,13 +20,13 @@ from fivefold.errors import UserError
 from fivefold.models.section import ModelSection
 from fivefold.observe import step_timeline
 from fivefold.parallel import context
-from fivefold.plan import time
-from fivefold.plan.clusters import parse
-from fivefold.plan.devices import of_table
-from fivefold.plan.measured import assumed_table
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import of_table
+from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.predict import setting
 from fivefold.plan.software import of
-from fivefold.plan.timeline import timeline
+from fivefold.plan.time import time
+from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, change, load, resolve_model
 from fivefold.schedules.overlap import (
     COMPUTE,

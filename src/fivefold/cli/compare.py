@@ -18,7 +18,7 @@ from fivefold.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.lessons.compare import Row
-    from fivefold.plan.devices import Cluster
+    from fivefold.plan.cluster.devices import Cluster
     from fivefold.recipe import Recipe
 
 EXAMPLES = [
@@ -137,7 +137,7 @@ def _recompute(recipe: str, sets: list[str]) -> str:
 def _sized(named: str, ranks: int | None) -> Cluster:
     """The cluster with its number of devices: its own, `ranks`, or a node."""
     from fivefold.host import cores
-    from fivefold.plan.clusters import parse
+    from fivefold.plan.cluster.clusters import parse
 
     machine = parse(named)
     if ranks and machine.devices and ranks != machine.devices:

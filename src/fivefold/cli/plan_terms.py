@@ -14,8 +14,8 @@ from fivefold.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from fivefold.lessons.conventions import Conventions
     from fivefold.lessons.terms import Asked, Term
+    from fivefold.plan.advice.questions import Questions
     from fivefold.plan.predict import Plan
-    from fivefold.plan.questions import Questions
     from fivefold.recipe import Recipe
 
 DRAWN = ("a block (1)", "selective", "tp (2)", "tp, sp (4)", "tp, sp, selective (6)", "full")

@@ -13,8 +13,9 @@ from fivefold.lessons import criteria, overlap
 from fivefold.lessons.criteria import Moment, Redundant
 from fivefold.lessons.overlap import Rule
 from fivefold.models.card import card_of
-from fivefold.plan import memory, volume
-from fivefold.plan.devices import Cluster
+from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.memory import memory
+from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.software import Software
 from fivefold.recipe import Recipe

@@ -13,10 +13,12 @@ from typing import Any
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Sizes
 from fivefold.models.recomputation import of_blocks, region
-from fivefold.plan import model_states, operations, pipeline, stage_costs, sync_costs, time, volume
-from fivefold.plan.cost import Cost, Setting, operation
-from fivefold.plan.time import Step
-from fivefold.plan.volume import Moment
+from fivefold.plan.memory import model_states, operations
+from fivefold.plan.messages import volume
+from fivefold.plan.messages.volume import Moment
+from fivefold.plan.time import pipeline, stage_costs, sync_costs, time
+from fivefold.plan.time.cost import Cost, Setting, operation
+from fivefold.plan.time.time import Step
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import sharing_group
 from fivefold.spread.units import syncs

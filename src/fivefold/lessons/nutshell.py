@@ -13,9 +13,9 @@ from fivefold.lessons.criteria import words
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import memory_text, short_number, size
 from fivefold.observe.layout_picture import icons
-from fivefold.plan import timeline
-from fivefold.plan.pictures import pictures
+from fivefold.plan.pages.pictures import pictures
 from fivefold.plan.predict import resolved
+from fivefold.plan.time import timeline
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.recipe.fit import in_layout
 from fivefold.recipe.rules import contradictions

@@ -23,18 +23,10 @@ from typing import Any, NamedTuple
 from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation
 from fivefold.models.recomputation import of_blocks
-from fivefold.plan import (
-    cost,
-    model_states,
-    operations,
-    partition,
-    pipeline,
-    rates,
-    stage_costs,
-    sync_costs,
-    time,
-)
-from fivefold.plan.cost import Cost, Setting
+from fivefold.plan import partition
+from fivefold.plan.memory import model_states, operations
+from fivefold.plan.time import cost, pipeline, rates, stage_costs, sync_costs, time
+from fivefold.plan.time.cost import Cost, Setting
 from fivefold.spread.parts import stages_of
 from fivefold.spread.units import scattered_once
 

@@ -29,11 +29,15 @@ from fivefold.models.operations import Operation, Sizes
 from fivefold.models.parameters import part_of
 from fivefold.models.recomputation import region
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan import budget, memory, model_states, partition, stage_costs, volume
-from fivefold.plan.cost import Setting
+from fivefold.plan import partition
+from fivefold.plan.advice import budget
+from fivefold.plan.memory import memory, model_states
+from fivefold.plan.messages import volume
+from fivefold.plan.messages.volume import SENT
 from fivefold.plan.predict import Plan, price
 from fivefold.plan.software import Software, States
-from fivefold.plan.volume import SENT
+from fivefold.plan.time import stage_costs
+from fivefold.plan.time.cost import Setting
 from fivefold.recipe import active_parameters
 from fivefold.schedules.pipeline import few, simulate
 from fivefold.spread.layout import Layout, groups

@@ -14,7 +14,7 @@ from fivefold.observe.scale import linear_scale, tick_labels
 from fivefold.schedules.memory_timeline import CATEGORIES
 
 if TYPE_CHECKING:
-    from fivefold.plan.pictures import Point, Roofline
+    from fivefold.plan.pages.pictures import Point, Roofline
     from fivefold.plan.predict import Plan
 
 WIDTH, LEFT, RIGHT, TOP = 760, 84, 96, 62  # pixels
