@@ -15,7 +15,7 @@ and the first or last piece, which has nothing to run beside. Symbols:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -96,38 +96,111 @@ class Ratios(NamedTuple):
     formula: float
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A rule for any setting. size: the value of `variable`. resized: the setting with the size times a factor, or None
-    if that is not possible."""
+def rules(s: Setting) -> list[Rule]:
+    """The rules for the axes that a layout has."""
+    return [*_of_data(s), *_of_blocks(s), *_of_pipeline(s)]
 
-    technique: Callable[[Setting], str]
-    axis: str
-    what: Callable[[Setting], str]
-    variable: str
-    formula: Callable[[Setting], str]
-    source: str
-    applies: Callable[[Setting], bool]
-    overlaps: Callable[[Setting], bool]
-    size: Callable[[Setting], float]
-    ratios: Callable[[Setting], Ratios]
-    resized: Callable[[Setting, float], Setting | None]
-    limit: float = 1.0
 
-    def rule(self, s: Setting) -> Rule:
-        ratios, now = self.ratios(s), self.size(s)
-        sized = [other for factor in FACTORS if (other := self.resized(s, factor))]
-        points = tuple((self.size(other), self.ratios(other).planned) for other in sized)
-        needed = now * ratios.formula / self.limit
-        return Rule(
-            self.technique(s), self.axis, self.what(s), self.variable, now, needed, ratios.planned, self.limit,
-            self.overlaps(s), self.formula(s), self.source, points,
+def _rule(
+    s: Setting,
+    ratios: Callable[[Setting], Ratios],
+    size: Callable[[Setting], float],
+    resized: Callable[[Setting, float], Setting | None],
+    limit: float = 1.0,
+    **fields: Any,
+) -> Rule:
+    """size: the value of the variable. resized: the setting with the size times a factor, or None if that is not
+    possible. fields: the other ones of the rule."""
+    here, now = ratios(s), size(s)
+    sized = [other for factor in FACTORS if (other := resized(s, factor))]
+    points = tuple((size(other), ratios(other).planned) for other in sized)
+    needed = now * here.formula / limit
+    return Rule(now=now, needed=needed, planned=here.planned, limit=limit, points=points, **fields)
+
+
+def _of_data(s: Setting) -> Iterator[Rule]:
+    layout, formula, gathers = s.layout, "N >= g P F / (4 A W')", ""
+    if layout.dp * layout.cp == 1:
+        return
+    technique = "DDP" if layout.dp > 1 else "gradients of CP"
+    if layout.shards > 1:
+        technique, gathers = f"ZeRO-{layout.zero}", ", weights behind forward"
+        gradients = "(g P / W' + e P / W) F / (4 A)" if layout.zero == 3 else "g P F / (4 A W')"
+        formula = f"N >= max(e P F / (2 A W), {gradients})"
+    yield _rule(
+        s, _data, lambda s: s.sizes.N, _more_tokens,
+        technique=technique,
+        axis="dp",
+        what="gradients behind backward" + gathers,
+        variable="tokens per device and microbatch",
+        overlaps=s.software.overlap_data and (s.software.overlap_scatter or not layout.zero),
+        formula=formula,
+        source=f"arXiv 1910.02054, section 7; {PLAYBOOK}",
+    )  # fmt: skip
+
+
+def _of_blocks(s: Setting) -> Iterator[Rule]:
+    layout = s.layout
+    if layout.tp > 1:
+        yield _rule(
+            s, _tensor, lambda s: s.model.dim, _wider,
+            technique="TP + SP" if layout.sp else "TP",
+            axis="tp",
+            what="sums of activations behind a block's forward",
+            variable="width of the model",
+            overlaps=False,
+            formula="D >= n e F / (c W), c = parameters of a block / D^2",
+            source=f"arXiv 1909.08053; arXiv 2205.05198; {PLAYBOOK}",
+        )  # fmt: skip
+    if layout.cp > 1:
+        # one of Ulysses' all-to-alls comes before attention and one behind it: they hide only behind other heads
+        turns = "keys and values behind the attention of a turn"
+        yield _rule(
+            s, _context, lambda s: s.model.seq_len, _longer,
+            technique="CP",
+            axis="cp",
+            what=turns if _rings(s) else "heads on their way behind the attention of others",
+            variable="tokens of a sequence",
+            overlaps=_rings(s),
+            formula=f"T >= {'(n - 1) k' if _rings(s) else '(1 + k)'} e F / (2 c W), c = 1/2 if causal",
+            source="arXiv 2310.01889, section 3; arXiv 2309.14509, section 3.2",
+        )  # fmt: skip
+    if layout.ep > 1:
+        yield _rule(
+            s, _experts, lambda s: card_of(s.model).expert_features()[1], _wider_experts,
+            technique="EP",
+            axis="ep",
+            what="rows on their way behind the experts' matmuls",
+            variable="width of an expert",
+            overlaps=layout.expert_chunks > 1,
+            formula="E >= e F / (3 W)",
+            source="arXiv 2006.16668; arXiv 2412.19437, section 3.2",
         )  # fmt: skip
 
 
-def rules(s: Setting) -> list[Rule]:
-    """The rules for the axes that a layout has."""
-    return [kind.rule(s) for kind in KINDS if kind.applies(s)]
+def _of_pipeline(s: Setting) -> Iterator[Rule]:
+    if s.layout.pp == 1:
+        return
+    yield _rule(
+        s, _bubble, lambda s: s.microbatches, _more_microbatches, IDLE / (1 - IDLE),
+        technique="PP",
+        axis="pp",
+        what=f"idle time of at most {IDLE:.0%} of the step",
+        variable="microbatches per step",
+        overlaps=True,
+        formula="m >= (p - 1) (1 - x) / (v x)",
+        source="arXiv 1811.06965; arXiv 2104.04473, section 2.2",
+    )  # fmt: skip
+    yield _rule(
+        s, _transfer, _per_stage, _deeper,
+        technique="PP",
+        axis="pp",
+        what="an activation's transfer behind a stage's forward",
+        variable="blocks per stage",
+        overlaps=s.software.overlap_pipeline,
+        formula="l >= e D F / (2 A W)",
+        source=PLAYBOOK,
+    )  # fmt: skip
 
 
 def _matmuls(ops: Iterable[Operation], s: Setting) -> float:
@@ -200,19 +273,6 @@ def _stage_operations(s: Setting, mine: Iterable[int]) -> list[Operation]:
         for op in card.block_operations(s.sizes, s.software, card.is_mixed(number))
     ]
     return ops + (card.end_operations(s.sizes, s.software) if len(by_stage) - 1 in mine else [])
-
-
-def _data_formula(s: Setting) -> str:
-    if s.layout.shards == 1:
-        return "N >= g P F / (4 A W')"
-    gradients = "(g P / W' + e P / W) F / (4 A)" if s.layout.zero == 3 else "g P F / (4 A W')"
-    return f"N >= max(e P F / (2 A W), {gradients})"
-
-
-def _data_name(s: Setting) -> str:
-    if s.layout.shards > 1:
-        return f"ZeRO-{s.layout.zero}"
-    return "DDP" if s.layout.dp > 1 else "gradients of CP"
 
 
 def _more_tokens(s: Setting, factor: float) -> Setting | None:
@@ -313,98 +373,6 @@ def _experts(s: Setting) -> Ratios:
     )
 
 
-def _expert_width(s: Setting) -> float:
-    return card_of(s.model).expert_features()[1]
-
-
 def _wider_experts(s: Setting, factor: float) -> Setting | None:
     name, width = card_of(s.model).expert_features()
     return _resized(s, **{name: int(width * factor)}) if width * factor == int(width * factor) else None
-
-
-KINDS = (
-    Kind(
-        technique=_data_name,
-        axis="dp",
-        what=lambda s: "gradients behind backward" + ", weights behind forward" * (s.layout.shards > 1),
-        variable="tokens per device and microbatch",
-        formula=_data_formula,
-        source=f"arXiv 1910.02054, section 7; {PLAYBOOK}",
-        applies=lambda s: s.layout.dp * s.layout.cp > 1,
-        overlaps=lambda s: s.software.overlap_data and (s.software.overlap_scatter or not s.layout.zero),
-        size=lambda s: s.sizes.N,
-        ratios=_data,
-        resized=_more_tokens,
-    ),
-    Kind(
-        technique=lambda s: "TP + SP" if s.layout.sp else "TP",
-        axis="tp",
-        what=lambda s: "sums of activations behind a block's forward",
-        variable="width of the model",
-        formula=lambda s: "D >= n e F / (c W), c = parameters of a block / D^2",
-        source=f"arXiv 1909.08053; arXiv 2205.05198; {PLAYBOOK}",
-        applies=lambda s: s.layout.tp > 1,
-        overlaps=lambda s: False,
-        size=lambda s: s.model.dim,
-        ratios=_tensor,
-        resized=_wider,
-    ),
-    Kind(
-        technique=lambda s: "CP",
-        axis="cp",
-        # one all-to-all comes before attention and one behind it, so they hide only behind other heads
-        what=lambda s: (
-            "keys and values behind the attention of a turn"
-            if _rings(s)
-            else "heads on their way behind the attention of others"
-        ),
-        variable="tokens of a sequence",
-        formula=lambda s: f"T >= {'(n - 1) k' if _rings(s) else '(1 + k)'} e F / (2 c W), c = 1/2 if causal",
-        source="arXiv 2310.01889, section 3; arXiv 2309.14509, section 3.2",
-        applies=lambda s: s.layout.cp > 1,
-        overlaps=_rings,
-        size=lambda s: s.model.seq_len,
-        ratios=_context,
-        resized=_longer,
-    ),
-    Kind(
-        technique=lambda s: "PP",
-        axis="pp",
-        what=lambda s: f"idle time of at most {IDLE:.0%} of the step",
-        variable="microbatches per step",
-        formula=lambda s: "m >= (p - 1) (1 - x) / (v x)",
-        source="arXiv 1811.06965; arXiv 2104.04473, section 2.2",
-        applies=lambda s: s.layout.pp > 1,
-        overlaps=lambda s: True,
-        size=lambda s: s.microbatches,
-        ratios=_bubble,
-        resized=_more_microbatches,
-        limit=IDLE / (1 - IDLE),
-    ),
-    Kind(
-        technique=lambda s: "PP",
-        axis="pp",
-        what=lambda s: "an activation's transfer behind a stage's forward",
-        variable="blocks per stage",
-        formula=lambda s: "l >= e D F / (2 A W)",
-        source=PLAYBOOK,
-        applies=lambda s: s.layout.pp > 1,
-        overlaps=lambda s: s.software.overlap_pipeline,
-        size=_per_stage,
-        ratios=_transfer,
-        resized=_deeper,
-    ),
-    Kind(
-        technique=lambda s: "EP",
-        axis="ep",
-        what=lambda s: "rows on their way behind the experts' matmuls",
-        variable="width of an expert",
-        formula=lambda s: "E >= e F / (3 W)",
-        source="arXiv 2006.16668; arXiv 2412.19437, section 3.2",
-        applies=lambda s: s.layout.ep > 1,
-        overlaps=lambda s: s.layout.expert_chunks > 1,
-        size=_expert_width,
-        ratios=_experts,
-        resized=_wider_experts,
-    ),
-)
