@@ -30,7 +30,7 @@ def check_resume(folder: Path, printed: str) -> None:
 
 
 def check_own_model(folder: Path, printed: str) -> None:
-    assert re.search(r"Recall, .* parameters, .* 2 rank\(s\)", printed)
+    assert re.search(r"Recall, .* parameters, .* 2 ranks", printed)
     losses = column(folder / "runs" / "run-1", "val_loss")
     assert losses[-1] < 0.8 * losses[0]
 

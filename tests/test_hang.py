@@ -98,6 +98,9 @@ def test_ranks_that_hang_while_nobody_waits() -> None:
     missing, said = judged(*stuck, ahead=True) or ((), "")
     assert missing == (2,)
     assert said.endswith("in work. Rank 0 waits in results of the device")
+    several = [post(rank, None, begun={"0": 9 - rank}) for rank in range(3)]
+    missing, _ = judged(*several, ahead=True) or ((), "")
+    assert missing == (2,), "of the two behind this rank, the one that is furthest behind"
     assert judged(*stuck[:2], replace(stuck[2], phase="saving", patience=10), ahead=True) is None
     missing, said = judged(*stuck[:2], ahead=True) or ((), "")
     assert missing == (0, 1)

@@ -13,6 +13,7 @@ from fivefold.spread.layout import AXES, GROUP_NAMES, Layout, first_names, group
 from fivefold.spread.layout_nearest import nearest, validate
 from fivefold.spread.layout_rules import problems
 from fivefold.spread.layout_text import describe, parse, to_text
+from fivefold.spread.shares import largest, share
 
 sizes = st.integers(1, 4)
 layouts = st.builds(
@@ -137,6 +138,13 @@ def test_contradictions(layout: Layout, message: str) -> None:
     with pytest.raises(UserError) as error:
         validate(layout, ranks=2)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("microbatches", "ranks"), [(7, 3), (8, 4), (2, 5), (13, 4)])
+def test_every_microbatch_has_one_rank(microbatches: int, ranks: int) -> None:
+    parts = [share(microbatches, index, ranks) for index in range(ranks)]
+    assert [i for part in parts for i in part] == [*range(microbatches)]
+    assert max(map(len, parts)) == largest(microbatches, ranks) <= min(map(len, parts)) + 1
 
 
 def test_valid_layouts_pass() -> None:

@@ -116,6 +116,13 @@ def test_limits_of_control_groups_are_read(tmp_path: Path, monkeypatch: pytest.M
     assert memory.oom_kills() == 3
 
 
+def test_what_is_left_is_that_of_the_narrowest_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.current").write_text("600000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 50000\n")
+    monkeypatch.setattr(memory, "_group_limits", lambda: [(tmp_path / "memory.max", 1_000_000)])
+    assert memory.available() == 1_000_000 - 600_000 + 50_000
+
+
 def test_a_limit_of_address_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the tensors fit no layout helps: the libraries, stacks and arenas do not."""
     recipe, room = resolve(recipe_of(tmp_path, "dp=1"), vocab_size=260), 1 << 30

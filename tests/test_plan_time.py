@@ -10,6 +10,7 @@ import torch
 
 from fivefold.kernels.adamw import AdamW
 from fivefold.models.card import card_of
+from fivefold.models.count import flops_per_token
 from fivefold.models.operations import Matmul
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
@@ -203,3 +204,20 @@ def test_pairs_hide_rows() -> None:
         "dualpipev_paired", 4, 40, 1, tuple(c.timed for c in costs), tuple(pipeline.transfers(many).items())
     )
     assert pipeline.pipeline(many, costs)[0] == pytest.approx(exact, rel=2e-3)
+
+
+def test_full_recomputation_repeats_a_third() -> None:
+    """Forward is a third of forward and backward. All blocks are repeated, the loss is not."""
+    card = resolve_model(load("llama-7b").model, vocab_size=32000)
+    shares = []
+    for mode in ("none", "full", "full*16/none*16"):
+        shares.append(stage_costs.recomputed(setting(card, Layout(recompute=mode), parse("h100:1"), 1, 1)))
+    head = 2 * 4096 * 32000 / (flops_per_token(card) / 3)
+    assert shares == pytest.approx([0.0, (1 - head) / 3, (1 - head) / 6], rel=2e-3)
+
+
+def test_a_named_all_reduce_takes_as_long_as_its_bytes() -> None:
+    cluster = parse("h100:8x8")
+    ranks = group(Layout(dp_replicate=64), cluster, "dp")
+    small, large = (communication.sum_gradients(size, ranks, cluster, "ring") for size in (1e9, 2e9))
+    assert large == pytest.approx(2 * small, rel=0.02)

@@ -217,6 +217,22 @@ def test_what_is_no_manifest_is_one_clear_error(saved):
         store.load(folder)
 
 
+def test_a_part_is_read_from_the_pieces_that_it_meets(tmp_path):
+    """Pieces that share rows or columns with it, but no element, are not opened."""
+    whole, halves = torch.arange(16.0).view(4, 4), ((0, 2), (2, 4))
+    pieces = [
+        write.Piece("w", whole[slice(*rows), slice(*columns)], (4, 4), (rows, columns))
+        for rows in halves
+        for columns in halves
+    ]
+    folder = write.save(store.folder_of(tmp_path, 1), pieces, [], {"step": 1})
+    reader = store.Reader(folder)
+    assert [common for _, common in reader._pieces("model", "w", ((1, 2), (0, 4)))] == [
+        ((1, 2), (0, 2)),
+        ((1, 2), (2, 4)),
+    ]
+
+
 def test_pieces_may_not_overlap(tmp_path):
     """Two rows twice and two never: as many elements as the tensor has."""
     boxes = [((0, 2), (0, 2)), ((2, 4), (0, 1)), ((2, 4), (1, 2)), ((4, 6), (0, 2))]

@@ -36,9 +36,11 @@ from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.restarted import in_pod, restarted_by
 from fivefold.launch.supervisor import Attempt, Outcome
+from fivefold.launch.verdict import Failure
 from fivefold.observe import restarts
 from fivefold.recipe import change, load
-from fivefold.train.restart import newest
+from fivefold.train.job import Job
+from fivefold.train.restart import Restarts, newest
 from fivefold.train.start import run_command
 
 # What ranks do
@@ -654,3 +656,22 @@ def test_a_launch_of_torchrun_goes_back_once(
         said = capsys.readouterr()
         assert ("so it is set aside" in said.err) == goes_back, one
         assert ("resuming after step 2" in said.out) == goes_back, one
+
+
+def test_restarts_wait_longer_each_time_and_end_at_the_same_traceback(tmp_path: Path) -> None:
+    job = Job(change(load("quickstart"), ["launch.restarts=100"]), tmp_path)
+
+    def again(*failures: Failure) -> list[float | None]:
+        tried = Restarts(job, lambda _: Attempt(lambda ranks: None, 1))
+        followed = [tried.again(failure) for failure in failures]
+        return [one[0] if one else None for one in followed]
+
+    killed = Failure(0, "killed", "rank 0 was killed")
+    assert again(*[killed] * 9) == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    first, second = (Failure(0, "error", "an error", f"ValueError: {word}") for word in ("this", "that"))
+    assert again(first, second) == [0.0, 1.0], "another error may pass"
+    assert again(first, first) == [0.0, None], "the same one would come every time"
+
+
+def test_a_signal_that_lost_steps_has_its_own_code() -> None:
+    assert exits.unsaved(signal.SIGTERM) == 143

@@ -20,6 +20,7 @@ from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.host import machine
 from fivefold.kernels import fastest
+from fivefold.parallel.mesh import axis_between
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
@@ -518,8 +519,8 @@ class Talking(Counting):
 def talking_rank(rank: int, world: int, recipe: Recipe, out: Path) -> int | None:
     torch.manual_seed(0)
     module = Talking()
-    # ranks of a pool may have made different numbers of groups before, by which torch would name this one
-    module.group = torch.distributed.new_group(range(world), use_local_synchronization=True)
+    # not by torch.distributed.new_group: it counts groups to name them, and ranks of a pool may have made others before
+    module.group = axis_between("talk", range(world), ranks_of(rank, world), apart=True).group
     job = Job(resolve(recipe, vocab_size=16), out, None, module, Ones(), Ones())
     return run_rank(job, ranks_of(rank, world))
 

@@ -28,7 +28,7 @@ LAYOUTS = {"dp=4": 3, "dp=4,zero=3": 3, "dp=2,tp=2": 2, "dp=4,zero=1": 3, "pp=2,
 STEPS, EVERY, ROUNDS = 300, 10, 3
 MOST = 8  # times as far from four ranks as one rank is
 SETS = ["optim.eps=1e-4"]  # with a tiny one, an element without a gradient moves by rounding alone
-RANKS = re.compile(r"; (\d+) rank\(s\) on ")
+RANKS = re.compile(r"; (\d+) ranks? on ")
 
 
 def trial(seed: int, number: int, folder: Path, rounds: int = ROUNDS) -> dict[str, Any]:

@@ -25,7 +25,7 @@ MAIN = [sys.executable, "-m", "fivefold.cli.main"]
 MARKER = "FIVEFOLD_CHAOS"  # in the environment of all processes of a run
 STEP = re.compile(r"step +(\d+)/(\d+) ")
 BEGIN = re.compile(r"; run folder ")  # a line of every start of the ranks
-BACK_OFF = re.compile(r"rank\(s\) again in ([\d.]+) s ")  # the launcher waits
+BACK_OFF = re.compile(r"ranks? again in ([\d.]+) s ")  # the launcher waits
 
 
 def overrides(folder: Path, layout: str, steps: int, every: int) -> list[str]:
