@@ -24,7 +24,7 @@ from fivefold.models.init import build
 from fivefold.models.layers import rope_table
 from fivefold.models.mixture import best_groups
 from fivefold.models.section import ModelSection
-from fivefold.plan import volume
+from fivefold.plan.messages import volume
 from fivefold.recipe import active_parameters, count_parameters, load, resolve_model
 from fivefold.spread.layout_text import to_text
 from fivefold.trace.depth import exact

@@ -27,10 +27,10 @@ from fivefold.kernels.documents import Documents
 from fivefold.kernels.sizes import shared_spans
 from fivefold.kernels.tiling import Columns, Sample
 from fivefold.models.init import build
-from fivefold.plan.clusters import parse
+from fivefold.plan.advice.explain import summary
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.documents import Documents as PlannedDocuments
 from fivefold.plan.documents import documents_of
-from fivefold.plan.explain import summary
 from fivefold.plan.predict import predict
 from fivefold.plan.software import FIVEFOLD
 from fivefold.recipe import Recipe, change, flops_per_token, load, resolve

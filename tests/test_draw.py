@@ -12,9 +12,9 @@ from fivefold.cli.main import main
 from fivefold.observe import context_picture, worker_picture
 from fivefold.observe.holding import holding
 from fivefold.observe.layout_picture import COLORS, to_svg, to_text
-from fivefold.plan.clusters import parse
-from fivefold.plan.offload import ways
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
+from fivefold.plan.time.offload import ways
 from fivefold.recipe import count_parameters, load, resolve
 from fivefold.schedules.offload import busy
 from fivefold.schedules.priority import Layer, Line, Simulation

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fivefold.cli.formulas import DRAWN
 from fivefold.cli.main import app
+from fivefold.cli.plan_terms import DRAWN
 from fivefold.errors import UserError
-from fivefold.trace.formulas import STATISTICS, Shape, rows
+from fivefold.lessons.formulas import STATISTICS, Shape, rows
 
 GPT3 = [
     "model.layers=96",

@@ -27,7 +27,7 @@ TABLES = (
 ROOMS = ("plan", "models")
 DISTINCT = 1 << 20  # smaller numbers mean many things: there the name must give it away
 POWERS = {10.0**n for n in range(6, 16)}  # units, not sizes
-OTHERS = {"LARGEST = 2**29\n"}  # plan/measured.py: the largest matmul that is timed
+OTHERS = {"LARGEST = 2**29\n"}  # plan/cluster/measured.py: the largest matmul that is timed
 OPERATORS = {
     ast.LShift: operator.lshift,
     ast.Mult: operator.mul,

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
+from fivefold.lessons.conventions import Conventions, evaluate
+from fivefold.lessons.terms import SECTIONS, Asked, terms
 from fivefold.models.card import card_of
 from fivefold.models.parameters import part_of
-from fivefold.plan.clusters import parse
-from fivefold.plan.conventions import Conventions, evaluate
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
-from fivefold.plan.terms import SECTIONS, Asked, terms
 from fivefold.recipe import load
 
 DOCS = Path(__file__).parent.parent / "docs" / "planner.md"

@@ -14,12 +14,13 @@ from fivefold.models.operations import Matmul
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
-from fivefold.plan import communication, pipeline, rates, stage_costs, time, volume
-from fivefold.plan.clusters import parse
-from fivefold.plan.communication import group
-from fivefold.plan.cost import message, operation
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.messages import communication, volume
+from fivefold.plan.messages.communication import group
 from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD, Software
+from fivefold.plan.time import pipeline, rates, stage_costs, time
+from fivefold.plan.time.cost import message, operation
 from fivefold.recipe import count_parameters, load, resolve_model
 from fivefold.spread.layout import Layout
 

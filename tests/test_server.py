@@ -39,7 +39,7 @@ from fivefold.observe import worker_picture
 from fivefold.parallel import products
 from fivefold.parallel.link import Kind, Link, Note
 from fivefold.parallel.server import Shard
-from fivefold.plan.clusters import parse
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.spread.servers import Servers, Shares, messages, pieces, units

@@ -14,7 +14,7 @@ from fivefold.observe.format import memory_text
 from fivefold.observe.memory_picture import COLORS
 
 if TYPE_CHECKING:
-    from fivefold.plan.pictures import Point, Roofline
+    from fivefold.plan.pages.pictures import Point, Roofline
     from fivefold.plan.predict import Plan
 
 WIDTH, LEFT, RIGHT, TOP, FLOOR = 760, 84, 96, 62, 330  # pixels: margins, lower edge of two axes

@@ -17,8 +17,8 @@ from fivefold.observe import compare
 from fivefold.observe.compare import ComparedRun
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import short_number
-from fivefold.plan.scaling import BESIROGLU, FLOPS, HOFFMANN, Law
-from fivefold.plan.sweep_results import COUNTED, Curve, Results, iso_flops, notes
+from fivefold.plan.advice.scaling import BESIROGLU, FLOPS, HOFFMANN, Law
+from fivefold.plan.advice.sweep_results import COUNTED, Curve, Results, iso_flops, notes
 from fivefold.recipe import sweep as sweep_table
 
 PUBLISHED = {"Hoffmann et al. (arXiv 2203.15556)": HOFFMANN, "Besiroglu et al. (arXiv 2404.10102)": BESIROGLU}

@@ -16,8 +16,8 @@ from fivefold.schedules.pipeline import to_text as timeline_text
 from fivefold.spread.layout_text import to_text as layout_text
 
 if TYPE_CHECKING:
-    from fivefold.plan.memory import Memory
-    from fivefold.plan.pictures import Pictures, Point, Roofline
+    from fivefold.plan.memory.memory import Memory
+    from fivefold.plan.pages.pictures import Pictures, Point, Roofline
     from fivefold.plan.predict import Plan
 
 KINDS = {
