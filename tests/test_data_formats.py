@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 import gzip
 import importlib
@@ -70,6 +71,28 @@ def test_rows_of_each_kind_are_the_same(tmp_path: Path, expected: np.ndarray, ki
     ending = kind.rpartition(".")[2]
     path = write(tmp_path / f"a.{kind}", packed(ending, content) if ending in ("gz", "zst") else content)
     np.testing.assert_array_equal(tokens(path, tmp_path / "cache"), expected)
+
+
+def test_a_csv_gives_the_tokens_of_its_rows(tmp_path: Path, expected: np.ndarray):
+    """Texts with quotes and line breaks, from a place on, too; a fault has its row."""
+    table = io.StringIO()
+    writer = csv.writer(table)
+    writer.writerows([("id", "text"), *enumerate(DOCUMENTS)])
+    for name, content in (
+        ("a.csv", table.getvalue().encode()),
+        ("b.csv.gz", gzip.compress(table.getvalue().encode())),
+    ):
+        np.testing.assert_array_equal(tokens(write(tmp_path / name, content), tmp_path / "cache"), expected)
+    file = find(str(tmp_path / "a.csv")).files[0]
+    (task, place), *_ = KINDS["csv"].tasks(0, file, 0, None, 1799, True, Fields("text"))
+    assert (task[0].value, place) == ({"text": DOCUMENTS[1799]}, 1800)  # type: ignore[union-attr]
+    for row, reason in ((b'"never ends\n', "row 1: not CSV"), (b"\xff\n", "row 1: not UTF-8: byte 0xff")):
+        with pytest.raises(UserError, match=reason):
+            prepare(
+                recipe_of(
+                    write(tmp_path / "c.csv", b"text\nfine\n" + row), tmp_path / "cache", val_fraction=0.0
+                )
+            )
 
 
 @pytest.mark.parametrize(("kind", "fraction"), [("gz", 0.3), ("zst", 0.0)])

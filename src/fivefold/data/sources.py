@@ -174,7 +174,4 @@ def _fixed_part(pattern: Path) -> Path:
 
 def _known(*paths: Path) -> str:
     hint = "; for token files write tokens:PATH" if any(p.suffix in (".bin", ".npy") for p in paths) else ""
-    if table := next((p for p in paths if p.suffix.lower() == ".csv"), None):
-        write = f"parquet.write_table(csv.read_csv({table.name!r}), {table.stem + '.parquet'!r})"
-        hint += f'; convert a table: python -c "from pyarrow import csv, parquet; {write}"'
     return f"known: {' '.join(SUFFIXES)}, and texts as {' '.join(PACKED)}{hint}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from fivefold.data.kinds.csv import Csv
 from fivefold.data.kinds.hub import HubRows
 from fivefold.data.kinds.json import Json
 from fivefold.data.kinds.jsonl import JsonLines
@@ -18,6 +19,7 @@ KINDS: dict[str, Kind] = {
     for kind in (
         Text(),
         Json(),
+        Csv(),
         JsonLines(),
         Parquet(),
         HubRows(),
