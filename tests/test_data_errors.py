@@ -63,7 +63,7 @@ def test_a_bad_line_of_json(tmp_path: Path, line: bytes, reason: str):
 
 
 def test_a_json_line_too_long_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fivefold.data.documents.LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("fivefold.data.kinds.jsonl.LONGEST_LINE", 1 << 20)
     path = write(tmp_path / "a.jsonl", f"{GOOD}\n" + "x" * 3_000_000 + f"\n{GOOD}\n")
     assert f"line 2 (byte {len(GOOD) + 1}): a line of more than 1 MiB" in error_of(
         recipe_of(path, tmp_path / "cache")

@@ -15,7 +15,7 @@ from test_cli import run as command
 
 from fivefold.checkpoint import store, write
 from fivefold.checkpoint.hf import export_run, import_folder
-from fivefold.data.items import Item, prompts, read_items
+from fivefold.data.eval_docs import Item, prompts, read_items
 from fivefold.data.tokenizer import load_tokenizer, train_bpe
 from fivefold.errors import UserError
 from fivefold.models.init import build

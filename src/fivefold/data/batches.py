@@ -15,8 +15,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from fivefold.data.cut import NOT_COUNTED, Batch, Concatenated, Cut, count_sequences
 from fivefold.data.order import Order, hash_keys, item_numbers, seed_of
+from fivefold.data.packing import NOT_COUNTED, Batch, Concatenated, Cut, count_sequences
 from fivefold.data.stream import Stream
 from fivefold.data.tokens import Tokens
 from fivefold.models.card import card_of

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from fivefold.comm.progress import progress
 from fivefold.data import NOT_COUNTED, Batch, Batches, DataSet, Prefetch, Tokens
 from fivefold.data.batches import objective_of
-from fivefold.data.cut import cut_of
-from fivefold.data.known import sample
+from fivefold.data.facts import sample
 from fivefold.data.mixture import amounts, order_of
+from fivefold.data.packing import cut_of
 from fivefold.data.stream import Commit, Stream
 from fivefold.errors import UserError
 from fivefold.files import BROKEN

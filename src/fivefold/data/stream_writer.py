@@ -74,7 +74,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(NICE)
     try:
-        Growing(folder, DataSection.model_validate_json(line["data"]), line).run()
+        StreamWriter(folder, DataSection.model_validate_json(line["data"]), line).run()
     except UserError as error:
         write_atomically(folder / ERROR, str(error))
     except Exception as error:
@@ -103,7 +103,7 @@ class _StartAgain(Exception):
         self.low = low
 
 
-class Growing:
+class StreamWriter:
     """The folder of a stream while it grows. facts: mask, val (tokens that validation keeps), shard (tokens)."""
 
     def __init__(self, folder: Path, data: DataSection, facts: dict[str, Any]):

@@ -61,7 +61,7 @@ def _like(part: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return all(part.get(key) == value for key, value in wanted.items())
 
 
-class Words:
+class BpeCache:
     """A table of chunks and their ids. inner: the `tokenizers.Tokenizer` that encodes those which it lacks."""
 
     def __init__(self, inner: Any):

@@ -8,9 +8,9 @@ import random
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from fivefold.data import bpe_cache
 from fivefold.data import tokenizer as ours
-from fivefold.data import words
-from fivefold.data.words import LLAMA3, QWEN2, Words, applies
+from fivefold.data.bpe_cache import LLAMA3, QWEN2, BpeCache, applies
 
 TEXT = (
     "The quick brown fox can't jump; it'll WAIT for 12345 years, naïvely.\n\n    def f(self, x): return x\t# ümlaut\n"
@@ -50,10 +50,10 @@ def trained(pattern: str | None) -> Tokenizer:
 @pytest.mark.parametrize("slots", [1 << 18, 1 << 6])
 def test_ids_are_those_of_the_library(pattern: str | None, slots: int, monkeypatch: pytest.MonkeyPatch):
     """Of random texts, again and again, so that words are looked up; with a table that is full, too."""
-    monkeypatch.setattr(words, "SLOTS", slots)
-    monkeypatch.setattr(words, "MOST_WORDS", slots)
+    monkeypatch.setattr(bpe_cache, "SLOTS", slots)
+    monkeypatch.setattr(bpe_cache, "MOST_WORDS", slots)
     inner, randomness = trained(pattern), random.Random(slots)
-    table = Words(inner)
+    table = BpeCache(inner)
     for _ in range(150):
         text = "".join(randomness.choices(ALPHABET, k=randomness.randrange(120)))
         text += " ".join(randomness.choices(TEXT.split(" "), k=randomness.randrange(40)))
@@ -64,9 +64,9 @@ def test_ids_are_those_of_the_library(pattern: str | None, slots: int, monkeypat
 def test_a_tokenizer_of_ours_uses_the_table_and_others_do_not():
     bpe = ours.train_bpe([TEXT * 9], 400)
     text = TEXT * 20
-    assert bpe._words is None
+    assert bpe._cache is None
     long = bpe.encode(text)
-    assert bpe._words is not None
+    assert bpe._cache is not None
     assert long == bpe._inner.encode(text, add_special_tokens=False).ids
     spec = json.loads(bpe.to_json())
     assert not applies(spec, ()), "another pattern"

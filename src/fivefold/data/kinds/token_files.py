@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.data import megatron
 from fivefold.data.batches import objective_of
-from fivefold.data.blocks import BlockHasher, read_digests
-from fivefold.data.dataset import DataSet
 from fivefold.data.fingerprint import Memo, remembered, sha256_file, stat_of
-from fivefold.data.sources import BROKEN_PARQUET, nearest
-from fivefold.data.tokens import Shard, Tokens
+from fivefold.data.kinds import megatron
+from fivefold.data.kinds.parquet import BROKEN as BROKEN_PARQUET
+from fivefold.data.packing import DataSet
+from fivefold.data.sources import nearest
+from fivefold.data.tokens import BlockHasher, Shard, Tokens, read_digests
 from fivefold.errors import UserError
 from fivefold.files import (
     BROKEN,
@@ -38,6 +38,7 @@ from fivefold.files import (
 )
 from fivefold.recipe import Recipe
 
+PREFIX = "tokens:"
 # llm.c: 256 int32 (magic, version, number of tokens, ...), then the ids.
 KINDS = (".bin", ".npy", ".parquet")
 LLMC_HEADER = 256 * 4
@@ -112,7 +113,7 @@ def _unreadable(error: OSError) -> Any:
 def find_files(spec: str) -> list[Path]:
     """The token files of `tokens:PATH`, sorted. PATH is a file, a folder with token files, a glob, or a name without
     .bin, as Megatron-LM has them."""
-    given = spec.removeprefix("tokens:")
+    given = spec.removeprefix(PREFIX)
     if not given:
         raise UserError("data.source = 'tokens:': the path is missing; write tokens:PATH")
     pattern = Path(os.path.expanduser(given))

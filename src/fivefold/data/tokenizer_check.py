@@ -32,7 +32,7 @@ MOST_GROWTH = 256
 """How many times longer a text may become by normalizing. NFKC makes 18 characters of one."""
 CHILD_BYTES = 6 << 30
 CHILD_SECONDS = 60
-COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.foreign import child; child()"]
+COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.tokenizer_check import child; child()"]
 PROBE = "".join(map(chr, [*range(1, 0x3000, 3), *range(0xFB00, 0xFE00), *range(0x1F300, 0x1F600)])) + (
     "The quick brown fox jumps over the lazy dog, 12345 times\n\n\t  " * 100 + "e" * 2000
 )

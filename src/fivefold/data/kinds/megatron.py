@@ -8,19 +8,20 @@ dtype that Megatron-LM chooses.
 
 from __future__ import annotations
 
+import struct
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from fivefold.data.borders import DTYPES, HEADER, MAGIC, VERSION
 from fivefold.errors import UserError
 from fivefold.files import flush, stream
 
-if TYPE_CHECKING:
-    from fivefold.data.tokens import Tokens
-
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
 SMALL_VOCABULARY = 65500  # below it Megatron-LM writes uint16, else int32
 LONGEST = 1 << 30  # tokens of a sequence that we write; a longer document is several
@@ -29,6 +30,35 @@ CHUNK = 1 << 22
 
 def index_of(path: Path) -> Path:
     return path.with_suffix(".idx")
+
+
+class DocIndex:
+    """Where documents end, by an index that `read_index` has accepted. It is searched where it lies, so a border costs
+    no memory."""
+
+    def __init__(self, index: Path):
+        with open(index, "rb") as file:
+            _, _, code, n, m = HEADER.unpack(file.read(HEADER.size))
+        self._item = np.dtype(DTYPES[code]).itemsize
+        # Sequences have a length and a first byte. Documents are numbers of sequences.
+        parts = (("<i4", n), ("<i8", n), ("<i8", m))
+        offset, maps = HEADER.size, []
+        for dtype, count in parts:
+            maps.append(np.memmap(index, dtype, "r", offset, (count,)) if count else np.empty(0, dtype))
+            offset += count * np.dtype(dtype).itemsize
+        self._lengths, self._begins, self._documents = maps
+
+    def ends(self, a: int, b: int) -> np.ndarray:
+        """The tokens of a .. b that are the last of a document: int64, sorted."""
+        borders = range(1, len(self._documents))  # the first one is the beginning
+        low, high = (bisect_right(borders, at, key=self._behind) + 1 for at in (a, b))
+        last = np.asarray(self._documents[low:high]) - 1  # the last sequence of each document
+        return np.unique(self._begins[last] // self._item + self._lengths[last]) - 1
+
+    def _behind(self, border: int) -> int:
+        """The token behind a document."""
+        last = int(self._documents[border]) - 1
+        return int(self._begins[last]) // self._item + int(self._lengths[last]) if last >= 0 else 0
 
 
 def read_index(path: Path) -> tuple[str, int]:
@@ -88,7 +118,17 @@ def _read(index: Path, dtype: str, offset: int, count: int) -> Iterator[np.ndarr
             yield values[start : start + CHUNK]
 
 
-def write(path: Path, tokens: Tokens, vocab_size: int, end_id: int | None) -> None:
+class Ids(Protocol):
+    """What is written: `tokens.Tokens`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, window: slice) -> np.ndarray: ...
+
+    def ends(self, a: int, b: int, end: int | None) -> np.ndarray: ...
+
+
+def write(path: Path, tokens: Ids, vocab_size: int, end_id: int | None) -> None:
     """Writes NAME.bin and then NAME.idx. A document ends with an end token, or where the index of `tokens` says it.
     Neither: all is one document."""
     dtype = "<u2" if vocab_size < SMALL_VOCABULARY else "<i4"
