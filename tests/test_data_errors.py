@@ -170,9 +170,9 @@ def test_sources_that_do_not_exist(tmp_path: Path, look):
         tmp_path / "*": ["only folders match"],
         tmp_path / "corpus" / "image.png": [
             "unknown kind of file .png",
-            ".txt .md .py .json .jsonl .parquet",
+            ".txt .md .py .json .csv .jsonl .parquet",
         ],
-        tmp_path / "corpus" / "*.png": ["found 1 .png", ".txt .md .py .json .jsonl .parquet"],
+        tmp_path / "corpus" / "*.png": ["found 1 .png", ".txt .md .py .json .csv .jsonl .parquet"],
         tmp_path / "corpus" / "train.bin": ["unknown kind of file .bin", "write tokens:PATH"],
         "hf:": ["the name is missing"],
     }.items():

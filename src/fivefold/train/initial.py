@@ -17,6 +17,7 @@ from fivefold.errors import UserError, did_you_mean
 from fivefold.files import expanded, guard, make_folder, read_json, write_atomically
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.own import ModuleCard, OwnModel, buffers_of
+from fivefold.models.rules import differences
 from fivefold.models.section import ModelSection
 from fivefold.observe.initial import FILE
 from fivefold.recipe import Recipe, load
@@ -231,38 +232,3 @@ def recorded(out: Path) -> str | None:
     with suppress(UserError, OSError, KeyError, TypeError):
         return str(read_json(out / FILE)["fingerprint"])
     return None
-
-
-FREE = {
-    "freeze",
-    "dropout",
-    "init_std",
-    "capacity_factor",
-    "aux_loss_weight",
-    "balance_rate",
-    "z_loss_weight",
-}
-"""Fields that only say how a run trains."""
-EXTENDED = {
-    "rope_theta",
-    "rope_factor",
-    "rope_scaling",
-    "rope_mscale",
-    "rope_low",
-    "rope_high",
-    "rope_context",
-}
-"""Fields that may change on purpose, for longer contexts."""
-
-
-def differences(mine: ModelSection, theirs: ModelSection) -> tuple[list[str], str]:
-    """Fields that differ on purpose, and the first that must not differ ("": none does). Both models are resolved."""
-    changed = []
-    for name in ModelSection.model_fields:
-        same = getattr(mine, name) == getattr(theirs, name)
-        if same or name in FREE or (name == "seq_len" and card_of(mine).rotary):
-            continue
-        if name not in EXTENDED:
-            return changed, name
-        changed.append(name)
-    return changed, ""
