@@ -32,8 +32,8 @@ from fivefold.data import prepare
 from fivefold.host.machine import describe
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
-from fivefold.plan import volume
-from fivefold.plan.clusters import parse
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.messages import volume
 from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.recipe import Recipe, expected_vocab_size, load, resolve

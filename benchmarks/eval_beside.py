@@ -125,7 +125,7 @@ def hub_form(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def ours(run: Path, folder: Path) -> dict[str, Any]:
-    from fivefold.data.items import prompts, read_items
+    from fivefold.data.eval_docs import prompts, read_items
     from fivefold.train.evaluate import Evaluation, evaluate
 
     rows, found = {}, {}

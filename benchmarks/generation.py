@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fivefold.models.build import build
+from fivefold.models.init import build
 from fivefold.recipe import load, resolve
 from fivefold.train.generate import Sampling, generate
 

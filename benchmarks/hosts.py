@@ -242,7 +242,7 @@ def left_host() -> int:
 
 def planned(found: dict[str, Any]) -> dict[str, Any]:
     """Adds what the planner predicts for each layout on these hosts: seconds of a step, and bytes that leave one."""
-    from fivefold.plan.clusters import parse
+    from fivefold.plan.cluster.clusters import parse
     from fivefold.plan.predict import predict
 
     lines = [
@@ -266,8 +266,8 @@ def planned(found: dict[str, Any]) -> dict[str, Any]:
 
 def planned_bytes(plan: Any, local: int) -> float:
     """Bytes that leave the first host in a step: the planner's messages, each by its algorithm or by gloo's."""
-    from fivefold.plan import volume
-    from fivefold.plan.communication import GLOO, on_hosts, summed_by
+    from fivefold.plan.messages import volume
+    from fivefold.plan.messages.communication import GLOO, on_hosts, summed_by
     from fivefold.schedules.collectives import ALGORITHMS, build, shape_of
     from fivefold.schedules.collectives.cost import simulate
     from fivefold.spread.layout import index_in

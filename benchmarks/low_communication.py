@@ -114,7 +114,7 @@ def measured(recipe: Recipe, data: DataSet) -> dict[str, Any]:
 
 def rank(recipe: Recipe, data: DataSet, out: Path, ranks: Ranks) -> int | None:
     """A rank's part of a run. The first writes the figures."""
-    from fivefold.plan.volume import leaving
+    from fivefold.plan.messages.volume import leaving
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step, validate
     from fivefold.trace.traffic import Collectives

@@ -84,8 +84,8 @@ def compared(
     args: argparse.Namespace, none: dict[str, Any], away: dict[str, Any], disk: dict[str, float], offload: str
 ) -> dict[str, Any]:
     """Checks that losses and norms are the same, and relates the steps after the first two: the first update, in the
-    second step's forward, reads no states. predicted: by the planner (plan/offload.py), from the seconds of forward,
-    backward and update in memory and the bandwidth of the disk."""
+    second step's forward, reads no states. predicted: by the planner (plan/time/offload.py), from the seconds of
+    forward, backward and update in memory and the bandwidth of the disk."""
     steps, others = none["steps"], away["steps"]
     assert [(s["loss"], s["norm"]) for s in steps] == [(s["loss"], s["norm"]) for s in others], "other bits"
 
@@ -107,10 +107,10 @@ def compared(
 
 
 def planned(args: argparse.Namespace, parts: list[float], disk: dict[str, float], offload: str) -> float:
-    from fivefold.plan import offload as prices
-    from fivefold.plan.clusters import parse
-    from fivefold.plan.memory import rank_elements
+    from fivefold.plan.cluster.clusters import parse
+    from fivefold.plan.memory.memory import rank_elements
     from fivefold.plan.predict import resolved, setting
+    from fivefold.plan.time import offload as prices
 
     recipe = resolved(recipe_of(args, offload))
     layout = Layout.from_recipe(recipe.layout)
@@ -214,7 +214,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
 
     import torch
 
-    from fivefold.host.cpu import resident_bytes
+    from fivefold.host.machine import resident_bytes
     from fivefold.host.memory import keep_freed_memory, return_large_memory
     from fivefold.launch.ranks import Ranks
     from fivefold.parallel.microbatch import Microbatch

@@ -30,7 +30,7 @@ from fivefold.host.machine import current_memory_bytes, peak_memory_bytes
 from fivefold.host.memory import keep_freed_memory
 from fivefold.kernels import blockwise_attention
 from fivefold.models.base import LanguageModel
-from fivefold.models.build import build
+from fivefold.models.init import build
 from fivefold.parallel import recompute
 from fivefold.recipe import load, resolve
 from fivefold.trace.memory import Tracker

@@ -160,9 +160,9 @@ def planned_messages(
     recipe: Any, ranks: Any, counted: dict[tuple[str, str], tuple[int, int]]
 ) -> tuple[dict[tuple[str, str], tuple[int, int]], float, float]:
     """The planner's messages of this rank. Of the counted ones, the bytes that leave a host, and Psi between nodes."""
-    from fivefold.plan import volume
-    from fivefold.plan.clusters import parse
-    from fivefold.plan.communication import group
+    from fivefold.plan.cluster.clusters import parse
+    from fivefold.plan.messages import volume
+    from fivefold.plan.messages.communication import group
     from fivefold.plan.predict import predict
     from fivefold.plan.software import FIVEFOLD_CPU
     from fivefold.recipe import count_parameters

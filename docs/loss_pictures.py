@@ -8,20 +8,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from fivefold.observe import palette
-from fivefold.observe.scale import linear_scale, tick_labels
+from fivefold.draw.canvas import Axes, Canvas
+from fivefold.draw.curves import Line, draw_line
+from fivefold.draw.curves import legend as draw_legend
+from fivefold.draw.scale import Scale, linear_scale
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-STYLE = (
-    ".losses { color-scheme: light dark; --paper: #fdfcf8; --ink: #333; --rule: #ddd8cc; "
-    + " ".join(f"--c{i}: {color};" for i, color in enumerate(palette.LIGHT))
-    + " }\n@media (prefers-color-scheme: dark) { .losses { --paper: #171614; --ink: #e9e6df; --rule: #45423b; "
-    + " ".join(f"--c{i}: {color};" for i, color in enumerate(palette.DARK))
-    + " } }\n.paper { fill: var(--paper); } text { fill: var(--ink); } .grid { stroke: var(--rule); }\n"
-)
-DASHES = ("", "6 3", "2 3")
 Curve = Sequence[tuple[float, float]]
-WIDE, LEFT, TOP, BOTTOM, LEGEND = 760, 60, 44, 50, 190
+WIDE, HIGH, LEFT, TOP, BOTTOM, LEGEND = 760, 380, 60, 44, 50, 190  # pixels: of a panel, margins
 
 
 def precision() -> str:
@@ -71,61 +65,26 @@ def together(runs: Sequence[dict[str, Any]]) -> list[tuple[int, int, list[float]
 def picture(title: str, legend: str, panels: Mapping[str, Mapping[str, Curve]], skip: float = 0.0) -> str:
     """A panel under the other, by what goes across. skip: the share of each curve, at its beginning, that may be higher
     than the panel."""
-    height = 380
+    canvas = Canvas(title, width=WIDE)
     names = list(next(iter(panels.values())))
-    parts = [text(20, 24, title, "600"), text(WIDE - LEGEND + 14, TOP + 2, legend)]
-    for number, name in enumerate(names):
-        spot = TOP + 10 + 18 * number
-        color, dash = style(number)
-        parts.append(
-            f'<path d="M{WIDE - LEGEND + 14} {spot + 6}h16" style="stroke: {color}" stroke-width="2.4"{dash}/>'
-        )
-        parts.append(text(WIDE - LEGEND + 36, spot + 11, name))
+    lines = {name: Line(name, (), number) for number, name in enumerate(names)}
+    canvas.text(WIDE - LEGEND + 14, TOP + 2, legend)
+    draw_legend(canvas, WIDE - LEGEND + 14, TOP + 22, list(lines.values()))
     for number, (label, curves) in enumerate(panels.items()):
-        parts += panel(
-            label, {names.index(name): curve for name, curve in curves.items()}, number * height, height, skip
-        )
-    size = f'width="{WIDE}" height="{height * len(panels)}" viewBox="0 0 {WIDE} {height * len(panels)}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="losses" {size}><style>{STYLE}</style>'
-        f'<rect width="100%" height="100%" class="paper"/>{"".join(parts)}</svg>\n'
-    )
+        panel(canvas, label, {lines[name]: curve for name, curve in curves.items()}, number * HIGH, skip)
+    return canvas.svg()
 
 
-def panel(label: str, curves: Mapping[int, Curve], down: int, height: int, skip: float) -> list[str]:
-    """Curves by their numbers in the legend."""
+def panel(canvas: Canvas, label: str, curves: Mapping[Line, Curve], down: int, skip: float) -> None:
+    """Curves in the styles of their lines."""
     end = max(curve[-1][0] for curve in curves.values())
     low = min(loss for curve in curves.values() for _, loss in curve)
     high = max(loss for curve in curves.values() for at, loss in curve if at > skip * end)
-    up, across = linear_scale(low, high, zero=False), linear_scale(0, end, zero=True)
-    room, bottom = WIDE - LEGEND - LEFT, down + height - BOTTOM
-
-    def x(at: float) -> float:
-        return LEFT + room * at / end
-
-    def y(loss: float) -> float:
-        return bottom - (height - TOP - BOTTOM) * min(1.0, up.height(loss))
-
-    parts = [text(LEFT, down + height - 10, label)]
-    for tick, words in zip(up.ticks, tick_labels(up.ticks), strict=True):
-        parts.append(f'<path d="M{LEFT} {y(tick):.1f}h{room}" class="grid"/>{text(20, y(tick) + 4, words)}')
-    for tick, words in zip(across.ticks, tick_labels(across.ticks), strict=True):
-        if tick <= end:
-            parts.append(text(x(tick) - 8, bottom + 20, words))
-    for number, curve in curves.items():
+    up, rounded = linear_scale(low, high, zero=False), linear_scale(0, end, zero=True)
+    across = Scale(0, end, [tick for tick in rounded.ticks if tick <= end])
+    axes = Axes(LEFT, down + TOP, WIDE - LEGEND, down + HIGH - BOTTOM, across, up)
+    canvas.axes(axes, label, "")
+    for line, curve in curves.items():
         begin = next((i for i, (_, loss) in enumerate(curve) if loss <= up.ticks[-1]), len(curve) - 1)
-        line = "L".join(f"{x(at):.1f} {y(loss):.1f}" for at, loss in curve[begin:])
-        color, dash = style(number)
-        parts.append(f'<path d="M{line}" fill="none" style="stroke: {color}" stroke-width="1.6"{dash}/>')
-    return parts
-
-
-def style(number: int) -> tuple[str, str]:
-    """Colour and dashes of a curve."""
-    dash = DASHES[number // len(palette.LIGHT) % len(DASHES)]
-    return f"var(--c{number % len(palette.LIGHT)})", f' stroke-dasharray="{dash}"' if dash else ""
-
-
-def text(x: float, y: float, words: str, weight: str = "400") -> str:
-    style = f'font-family="sans-serif" font-size="13" font-weight="{weight}"'
-    return f'<text x="{x:g}" y="{y:g}" {style}>{words}</text>'
+        points = [(at, min(loss, up.high)) for at, loss in curve[begin:]]
+        draw_line(canvas, axes, line, points)

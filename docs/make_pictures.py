@@ -20,21 +20,21 @@ import loss_pictures
 import terminal_picture
 
 from fivefold.cli.main import main as fivefold
+from fivefold.draw.canvas import stacked
+from fivefold.lessons import criteria_svg
+from fivefold.lessons.compare import compare
 from fivefold.observe import layout_picture, memory_picture, number_formats, optimizer_paths, worker_picture
 from fivefold.observe.report import write_report
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.surfaces import SURFACES, tuned
-from fivefold.plan.clusters import parse
-from fivefold.plan.compare import compare
-from fivefold.plan.frontier import as_rows, frontier
-from fivefold.plan.pages import criteria_svg
+from fivefold.plan.advice.sweep_results import results as results_of
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.pages import svg as plan_svg
+from fivefold.plan.pages.pictures import pictures
 from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_picture
-from fivefold.plan.pictures import pictures
 from fivefold.plan.predict import predict
-from fivefold.plan.search import search
-from fivefold.plan.sweep_results import results as results_of
-from fivefold.plan.timeline import timeline
+from fivefold.plan.search.search import as_rows, frontier, search
+from fivefold.plan.time.timeline import timeline
 from fivefold.precision.histogram import from_json as histogram_of
 from fivefold.recipe import load, resolve
 from fivefold.recipe.sweep import Row, Sweep
@@ -246,23 +246,11 @@ def schedules(ranks: int, microbatches: int) -> str:
         timelines.append((name, simulate(build(name, ranks, microbatches, stages), costs(part))))
     longest = max(timeline.makespan for _, timeline in timelines)
     pictures = [to_svg(timeline, name, seconds=longest, unit="forward") for name, timeline in timelines]
-    return stack(pictures)
+    return stacked(pictures)
 
 
 def costs(part: float) -> Costs:
     return Costs(forward=part, input=part, weight=part)
-
-
-def stack(pictures: list[str]) -> str:
-    """SVG pictures of equal width, one under the other."""
-    top, parts, width = 0.0, [], 0.0
-    for picture in pictures:
-        head = picture[: picture.index(">")]
-        wide, high = (float(head.split(f'{key}="')[1].split('"')[0]) for key in ("width", "height"))
-        parts.append(picture.replace("<svg", f'<svg y="{top}"', 1))
-        top, width = top + high, max(width, wide)
-    size = f'width="{width:g}" height="{top:g}" viewBox="0 0 {width:g} {top:g}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "\n".join(parts) + "\n</svg>\n"
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fivefold.data import prepare
 from fivefold.data.batches import NOT_COUNTED
 from fivefold.launch.ranks import Ranks
-from fivefold.models.objective import predicted
-from fivefold.plan.clusters import parse
-from fivefold.plan.cost import Setting
+from fivefold.models.registry import predicted
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import apart, for_recipe, setting
 from fivefold.plan.software import FIVEFOLD_CPU
+from fivefold.plan.time.cost import Setting
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.step.state import State, build_state

@@ -21,9 +21,10 @@ from fivefold.errors import CommunicationError, UserError
 from fivefold.host import tables
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
-from fivefold.plan import communication, memory, volume
-from fivefold.plan.clusters import parse
-from fivefold.plan.communication import Group
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.memory import memory
+from fivefold.plan.messages import communication, volume
+from fivefold.plan.messages.communication import Group
 from fivefold.plan.predict import predict
 from fivefold.recipe import change, load, resolve
 from fivefold.recipe.idle import notes

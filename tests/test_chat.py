@@ -24,11 +24,11 @@ from fivefold.cli.main import main
 from fivefold.data import NOT_COUNTED, Batches, prepare
 from fivefold.data.chat import ChatTemplate, open_template
 from fivefold.data.conversations import TEMPLATES, NotAConversation, messages_of
-from fivefold.data.cut import cut_of
+from fivefold.data.packing import cut_of
 from fivefold.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
-from fivefold.models.build import build
+from fivefold.models.init import build
 from fivefold.recipe import DataSection, ModelSection, Recipe, TrainSection, load, resolve, to_toml
 from fivefold.train.chat import Chat, open_chat
 from fivefold.train.generate import Sampling, until

@@ -30,12 +30,12 @@ from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.observe.report import page
 from fivefold.parallel.mesh import Mesh
-from fivefold.plan import volume
-from fivefold.plan.assumed import table
-from fivefold.plan.clusters import parse
-from fivefold.plan.devices import of_table
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import of_table
+from fivefold.plan.cluster.measured import assumed_table
+from fivefold.plan.messages import volume
+from fivefold.plan.messages.volume import SENT
 from fivefold.plan.predict import held, predict
-from fivefold.plan.volume import SENT
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.recipe.idle import notes
 from fivefold.schedules.compression import TEXTS, compressor
@@ -595,7 +595,7 @@ def test_prices() -> None:
 
 def test_encoding_costs_what_was_measured() -> None:
     """Between measured numbers linearly; a table of an older version has none, and memory traffic is counted."""
-    machine, points = table(2), {"topk": [[0.01, 2e-9], [0.11, 4e-9]], "int8": [[0.0, 1e-9]]}
+    machine, points = assumed_table(2), {"topk": [[0.01, 2e-9], [0.11, 4e-9]], "int8": [[0.0, 1e-9]]}
     shares = {n: replace(share, encodings=points) for n, share in machine.shares.items()}
     cluster = of_table(replace(machine, shares=shares))
     recipe = load("quickstart", [], "dp=2")

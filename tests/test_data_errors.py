@@ -63,7 +63,7 @@ def test_a_bad_line_of_json(tmp_path: Path, line: bytes, reason: str):
 
 
 def test_a_json_line_too_long_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fivefold.data.documents.LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("fivefold.data.kinds.jsonl.LONGEST_LINE", 1 << 20)
     path = write(tmp_path / "a.jsonl", f"{GOOD}\n" + "x" * 3_000_000 + f"\n{GOOD}\n")
     assert f"line 2 (byte {len(GOOD) + 1}): a line of more than 1 MiB" in error_of(
         recipe_of(path, tmp_path / "cache")
@@ -170,9 +170,9 @@ def test_sources_that_do_not_exist(tmp_path: Path, look):
         tmp_path / "*": ["only folders match"],
         tmp_path / "corpus" / "image.png": [
             "unknown kind of file .png",
-            ".txt .md .py .json .jsonl .parquet",
+            ".txt .md .py .json .csv .jsonl .parquet",
         ],
-        tmp_path / "corpus" / "*.png": ["found 1 .png", ".txt .md .py .json .jsonl .parquet"],
+        tmp_path / "corpus" / "*.png": ["found 1 .png", ".txt .md .py .json .csv .jsonl .parquet"],
         tmp_path / "corpus" / "train.bin": ["unknown kind of file .bin", "write tokens:PATH"],
         "hf:": ["the name is missing"],
     }.items():

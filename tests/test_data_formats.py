@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 import gzip
 import importlib
@@ -20,13 +21,14 @@ import numpy as np
 import pytest
 from data_recipes import recipe_of, write
 
-from fivefold.data import check, documents, megatron, one_source, prepare, remote
-from fivefold.data.cut import Packed, cut_of, pieces
+from fivefold.data import check, one_source, prepare
 from fivefold.data.encode import to_line
-from fivefold.data.finish import write_megatron
-from fivefold.data.sequential import _Text, row_tasks
-from fivefold.data.sequential import rows as rows_in
-from fivefold.data.sources import Hub, find
+from fivefold.data.kinds import KINDS, Fields, megatron, parquet, remote
+from fivefold.data.kinds.hub import Hub, parse
+from fivefold.data.kinds.json import _Characters
+from fivefold.data.packing import Packed, cut_of, pieces
+from fivefold.data.preparation import write_megatron
+from fivefold.data.sources import find
 from fivefold.data.tokenizer import train_bpe
 from fivefold.data.tokens import Tokens
 from fivefold.errors import UserError
@@ -69,6 +71,28 @@ def test_rows_of_each_kind_are_the_same(tmp_path: Path, expected: np.ndarray, ki
     ending = kind.rpartition(".")[2]
     path = write(tmp_path / f"a.{kind}", packed(ending, content) if ending in ("gz", "zst") else content)
     np.testing.assert_array_equal(tokens(path, tmp_path / "cache"), expected)
+
+
+def test_a_csv_gives_the_tokens_of_its_rows(tmp_path: Path, expected: np.ndarray):
+    """Texts with quotes and line breaks, from a place on, too; a fault has its row."""
+    table = io.StringIO()
+    writer = csv.writer(table)
+    writer.writerows([("id", "text"), *enumerate(DOCUMENTS)])
+    for name, content in (
+        ("a.csv", table.getvalue().encode()),
+        ("b.csv.gz", gzip.compress(table.getvalue().encode())),
+    ):
+        np.testing.assert_array_equal(tokens(write(tmp_path / name, content), tmp_path / "cache"), expected)
+    file = find(str(tmp_path / "a.csv")).files[0]
+    (task, place), *_ = KINDS["csv"].tasks(0, file, 0, None, 1799, True, Fields("text"))
+    assert (task[0].value, place) == ({"text": DOCUMENTS[1799]}, 1800)  # type: ignore[union-attr]
+    for row, reason in ((b'"never ends\n', "row 1: not CSV"), (b"\xff\n", "row 1: not UTF-8: byte 0xff")):
+        with pytest.raises(UserError, match=reason):
+            prepare(
+                recipe_of(
+                    write(tmp_path / "c.csv", b"text\nfine\n" + row), tmp_path / "cache", val_fraction=0.0
+                )
+            )
 
 
 @pytest.mark.parametrize(("kind", "fraction"), [("gz", 0.3), ("zst", 0.0)])
@@ -152,12 +176,17 @@ def test_a_fault_has_a_place_behind_it(tmp_path: Path):
     pq.write_table(pa.table({"text": bad}), tmp_path / "b.parquet")
     for path, places in ((write(tmp_path / "a.json", content), [50_001]), (tmp_path / "b.parquet", [3])):
         file = find(str(path)).files[0]
-        done = list(row_tasks(rows_in(0, file, "text", False, 0), "text", False))
+        done = list(KINDS[file.kind].tasks(0, file, 0, None, 0, True, Fields("text")))
         assert [place for _, place in done] == places
         for begin in (places[0] - 1, places[0]):
-            left = [row.number for row in rows_in(0, file, "text", False, begin)]
+            left = [
+                row.number
+                for task, _ in KINDS[file.kind].tasks(0, file, 0, None, begin, True, Fields("text"))
+                for row in task
+            ]
             assert left == list(range(begin, places[0]))
-    values = [row.value for row in rows_in(0, find(str(tmp_path / "b.parquet")).files[0], "text", False, 0)]
+    file = find(str(tmp_path / "b.parquet")).files[0]
+    values = [value for _, value in KINDS["parquet"].rows(file, Fields("text"), 0)]
     assert [isinstance(value, dict) for value in values] == [True, False, True]
     recipe = recipe_of(tmp_path / "b.parquet", tmp_path / "cache", val_fraction=0.0, max_bad_fraction=0.5)
     assert prepare(recipe).info["documents"]["train"] == 2, "the rows behind a bad one are read"
@@ -171,14 +200,15 @@ def test_a_parquet_file_of_many_row_groups_is_opened_once(
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"text": DOCUMENTS}), tmp_path / "a.parquet", row_group_size=30)
-    opened, inner = [], documents._open_parquet
-    monkeypatch.setattr(documents, "_open_parquet", lambda path: opened.append(path) or inner(path))
+    opened, inner = [], parquet._open
+    monkeypatch.setattr(parquet, "_open", lambda path: opened.append(path) or inner(path))
     np.testing.assert_array_equal(tokens(tmp_path / "a.parquet", tmp_path / "cache"), expected)
     assert len(opened) < 4, "of 60 row groups; once to count them"
 
 
 def test_an_object_too_long_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fivefold.data.sequential.LONGEST_LINE", 1 << 20)
+    for kind in ("json", "jsonl"):
+        monkeypatch.setattr(f"fivefold.data.kinds.{kind}.LONGEST_LINE", 1 << 20)
     line = json.dumps({"text": "x" * 3_000_000})
     for name, content in (("a.json", f"[{line}]"), ("a.jsonl.gz", gzip.compress(line.encode()))):
         with pytest.raises(UserError, match="of more than 1 MiB"):
@@ -186,8 +216,8 @@ def test_an_object_too_long_is_not_held_in_memory(tmp_path: Path, monkeypatch: p
 
 
 def test_blanks_between_objects_are_not_held_in_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fivefold.data.sequential.SPAN", 1 << 10)
-    text = _Text(io.BytesIO(b" " * 100_000 + b'{"a": 1}'))
+    monkeypatch.setattr("fivefold.data.kinds.json.SPAN", 1 << 10)
+    text = _Characters(io.BytesIO(b" " * 100_000 + b'{"a": 1}'))
     at = text.past_blanks(0)
     assert text.decoded(at)[0] == {"a": 1}
     assert len(text.text) < 3000
@@ -465,7 +495,7 @@ def test_splits_and_rows_of_a_hub_set(tmp_path: Path, monkeypatch: pytest.Monkey
 
     assert texts("hf:some/set::test[:6]") == [f"row {i}" for i in range(6)]  # after it broke off at row 3
     assert texts("hf:some/set::test[2:4]") == ["row 2", "row 3"]
-    assert find("hf:a:b:c[5:]").hub == Hub("a", "b", "c", 5, None)
+    assert parse("hf:a:b:c[5:]") == Hub("a", "b", "c", 5, None)
     for wrong in ("hf:a:b:c[5]", "hf:a[3:2]", "hf::x"):
         with pytest.raises(UserError, match=r"data\.source = 'hf:"):
             find(wrong)

@@ -15,11 +15,10 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import Batches, check, prepare
-from fivefold.data.blocks import BLOCK
-from fivefold.data.dataset import DataSet
 from fivefold.data.one_source import prepare_source
+from fivefold.data.packing import DataSet
 from fivefold.data.tokenizer import train_bpe
-from fivefold.data.tokens import SHARD_TOKENS, ShardWriter
+from fivefold.data.tokens import BLOCK, SHARD_TOKENS, ShardWriter
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
 

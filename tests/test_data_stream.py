@@ -18,7 +18,7 @@ from ranks import run_ranks
 from runs import lines, ranks_of
 
 from fivefold.data import Batches, DataSet, prepare
-from fivefold.data.finish import finished
+from fivefold.data.preparation import finished
 from fivefold.data.stream import BUILDER, Stream, _started, commits, read_progress
 from fivefold.errors import UserError
 from fivefold.files import Post

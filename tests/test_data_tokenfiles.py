@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from data_recipes import recipe_of
 
-from fivefold.data import Batches, check, prepare, remote
+from fivefold.data import Batches, check, prepare
+from fivefold.data.kinds import remote
 from fivefold.errors import UserError
 
 IDS = np.arange(1000) % 500

@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from fivefold import kernels
 from fivefold.checkpoint.hf import export_run, import_folder
 from fivefold.errors import UserError
-from fivefold.models.build import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
+from fivefold.models.init import build
 from fivefold.models.layers import rope_table
 from fivefold.models.mixture import best_groups
 from fivefold.models.section import ModelSection
-from fivefold.plan import volume
+from fivefold.plan.messages import volume
 from fivefold.recipe import active_parameters, count_parameters, load, resolve_model
 from fivefold.spread.layout_text import to_text
 from fivefold.trace.depth import exact

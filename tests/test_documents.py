@@ -18,19 +18,20 @@ from ranks import run_ranks
 from torch.nn.functional import scaled_dot_product_attention
 
 from fivefold import kernels
-from fivefold.data import NOT_COUNTED, Batches, megatron, prepare
-from fivefold.data.cut import Concatenated, Packed, best_fit, cut_of, pieces
+from fivefold.data import NOT_COUNTED, Batches, prepare
+from fivefold.data.kinds import megatron
+from fivefold.data.packing import Concatenated, Packed, best_fit, cut_of, pieces
 from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.documents import Documents
 from fivefold.kernels.sizes import shared_spans
 from fivefold.kernels.tiling import Columns, Sample
-from fivefold.models.build import build
-from fivefold.plan.clusters import parse
+from fivefold.models.init import build
+from fivefold.plan.advice.explain import summary
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.documents import Documents as PlannedDocuments
 from fivefold.plan.documents import documents_of
-from fivefold.plan.explain import summary
 from fivefold.plan.predict import predict
 from fivefold.plan.software import FIVEFOLD
 from fivefold.recipe import Recipe, change, flops_per_token, load, resolve
@@ -462,7 +463,7 @@ def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path, monkeypatch
     assert found_in(rows).source == "unknown", "its ids are not copied for a plan"
     packed = change(recipe, ["data.packing=best_fit"])
     assert found_in(packed).source == "data"
-    monkeypatch.setattr("fivefold.data.known.MOST_PACKED", len(data.train) - 1)
+    monkeypatch.setattr("fivefold.data.facts.MOST_PACKED", len(data.train) - 1)
     assert found_in(packed).source == "unknown", "nor are so many tokens packed"
     with open(data.train.shards[0].path, "r+b") as file:
         file.write(b"\xff\xff")

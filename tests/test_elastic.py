@@ -29,7 +29,7 @@ from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.slots import Slots, between
 from fivefold.launch.supervisor import Attempt, Outcome
-from fivefold.plan.clusters import parse
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, fit, load, microbatches_per_step, resolve
 from fivefold.recipe.fit import nearest_layout

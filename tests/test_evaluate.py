@@ -15,10 +15,10 @@ from test_cli import run as command
 
 from fivefold.checkpoint import store, write
 from fivefold.checkpoint.hf import export_run, import_folder
-from fivefold.data.items import Item, prompts, read_items
+from fivefold.data.eval_docs import Item, prompts, read_items
 from fivefold.data.tokenizer import load_tokenizer, train_bpe
 from fivefold.errors import UserError
-from fivefold.models.build import build
+from fivefold.models.init import build
 from fivefold.recipe import ModelSection, Recipe, TrainSection, load, resolve, resolve_model, to_toml
 from fivefold.step.state import build_state
 from fivefold.train import likelihood

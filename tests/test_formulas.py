@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fivefold.cli.formulas import DRAWN
 from fivefold.cli.main import app
+from fivefold.cli.plan_terms import DRAWN
 from fivefold.errors import UserError
-from fivefold.trace.formulas import STATISTICS, Shape, rows
+from fivefold.lessons.formulas import STATISTICS, Shape, rows
 
 GPT3 = [
     "model.layers=96",
@@ -58,8 +58,8 @@ def test_formulas_are_drawn(tmp_path: Path) -> None:
         ]
         result = CliRunner().invoke(app, [*command, "--svg", str(path)])
         assert result.output.endswith(f"{path}\n"), result.output
-        bars = [node for node in ET.parse(path).findall(".//{*}rect") if node.get("class") == "activations"]
-        lengths[tp] = [float(bar.get("width", 0)) for bar in bars]
+        bars = [node for node in ET.parse(path).findall(".//{*}rect") if node.find("{*}title") is not None]
+        lengths[tp] = [float(bar.get("width", 0)) + 0.6 for bar in bars]  # with the gap behind each
         words = " ".join(node.text or "" for node in ET.parse(path).findall(".//{*}text"))
         assert "a block (1): 34 s b h + 5 a b s^2" in words
         assert "2.9 GB" in words

@@ -30,9 +30,8 @@ from fivefold.data import prepare
 from fivefold.launch import verdict
 from fivefold.launch.exits import HUNG
 from fivefold.launch.ranks import Ranks
-from fivefold.observe.slow import SlowRanks, section
+from fivefold.observe.slow import SECONDS, SlowRanks, section
 from fivefold.spread.layout import Layout
-from fivefold.spread.seconds import SECONDS
 
 CPU = torch.device("cpu")
 SLEPT_S = 0.1  # by the slow rank in a step: much more than a busy machine takes away

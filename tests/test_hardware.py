@@ -20,9 +20,9 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.operations import Rate
 from fivefold.observe.prediction import read, rows, section, step_seconds
 from fivefold.parallel.offload.disk import SPAN, File
-from fivefold.plan import measured
-from fivefold.plan.assumed import table
-from fivefold.plan.devices import of_table
+from fivefold.plan.cluster import measured
+from fivefold.plan.cluster.devices import of_table
+from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.predict import predict
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_what_axes_take_beyond_the_sum_of_a_block_s_parts() -> None:
         name: [[elements, 1.0 + number] for number, (elements, _) in enumerate(points)]
         for name, points in blocks.items()
     }
-    machine = table()
+    machine = assumed_table()
     found = replace(machine, axes=_axes(machine, {2: {"blocks": blocks}}, "fp32"))
     cluster = of_table(measured.from_json(measured.as_json(found)) or machine)
     for name, points in blocks.items():

@@ -18,7 +18,7 @@ from fivefold.recipe import load, resolve
 SRC = Path(fivefold.__file__).parent
 TABLES = (
     "kernels/sizes.py",
-    "spread/buckets.py",
+    "spread/shares.py",
     "spread/units.py",
     "spread/regions.py",
     "precision/modes.py",
@@ -27,7 +27,7 @@ TABLES = (
 ROOMS = ("plan", "models")
 DISTINCT = 1 << 20  # smaller numbers mean many things: there the name must give it away
 POWERS = {10.0**n for n in range(6, 16)}  # units, not sizes
-OTHERS = {"LARGEST = 2**29\n"}  # plan/measured.py: the largest matmul that is timed
+OTHERS = {"LARGEST = 2**29\n"}  # plan/cluster/measured.py: the largest matmul that is timed
 OPERATORS = {
     ast.LShift: operator.lshift,
     ast.Mult: operator.mul,
@@ -180,7 +180,7 @@ OTHER_WRITES = {  # what is written another way, and why
             ("launch/verdict.py", "touch"),
             ("launch/local.py", "mkdir"),
         ]
-        + [("launch/scratch.py", call) for call in ("open", "os.open", "os.replace", "shutil.rmtree")],
+        + [("launch/local.py", call) for call in ("open", "os.open", "os.replace", "shutil.rmtree")],
         "a temporary folder of the launcher, gone with it",
     ),
     ("comm/board.py", "os.open"): "what ranks post, in a temporary folder of the launcher",

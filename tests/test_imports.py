@@ -17,7 +17,7 @@ SRC = Path(fivefold.__file__).parent
 LINES = [
     {"__init__", "__main__"},
     {"cli"},
-    {"train"},
+    {"train", "lessons"},
     {"bench", "trace"},
     {"step"},
     {"plan"},
@@ -31,7 +31,7 @@ LINES = [
     {"spread"},
     {"schedules"},
     {"host"},
-    {"files"},
+    {"files", "draw"},
     {"errors", "precision"},
 ]
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
@@ -41,6 +41,7 @@ LIGHT = {
     "__init__",
     "cli",
     "data",
+    "draw",
     "errors",
     "files",
     "host",
@@ -54,6 +55,20 @@ LIGHT_FILES = (
     "kernels/__init__.py",
     "kernels/peak.py",
     "kernels/sizes.py",
+    *(
+        f"lessons/{name}.py"
+        for name in (
+            "__init__",
+            "compare",
+            "conventions",
+            "criteria",
+            "criteria_svg",
+            "nutshell",
+            "overlap",
+            "terms",
+            "terms_svg",
+        )
+    ),
     *(f"launch/{name}.py" for name in ("exits", "interrupt", "launchers", "restarted", "scratch", "verdict")),
     "models/__init__.py",
     "models/*/__init__.py",
@@ -152,7 +167,10 @@ def test_light_rooms_have_no_torch_at_module_level(file: Path) -> None:
         ("import fivefold.recipe, fivefold.spread.layout", ["torch", "numpy", "typer", "rich"]),
         ("import fivefold.optim, fivefold.precision", ["torch", "numpy", "pydantic"]),
         ("import fivefold.schedules.pipeline", ["torch", "numpy", "pydantic"]),
-        ("import fivefold.plan.search, fivefold.plan.explain", ["torch", "numpy", "typer", "rich"]),
+        (
+            "import fivefold.plan.search.search, fivefold.plan.advice.explain",
+            ["torch", "numpy", "typer", "rich"],
+        ),
         ("import fivefold.kernels.sizes", ["torch", "numpy"]),
         ("import fivefold.data", ["torch", "transformers", "datasets"]),
     ],

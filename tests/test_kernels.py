@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from fivefold import kernels
-from fivefold.host.cpu import has_cpu_bf16
+from fivefold.host.machine import has_cpu_bf16
 from fivefold.kernels import fastest, matmul, native, private, sizes
 from fivefold.kernels.hollow import Hollow, Hollowing
+from fivefold.kernels.matmul import widened
 from fivefold.kernels.mixture import grouped_linear
-from fivefold.kernels.wide import widened
 from fivefold.trace.memory import Tracker
 
 # bf16 keeps 8 bits: an operation rounds by up to 2^-9, and the longest chain here (PyTorch's own attention with

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.models.build import build
-from fivefold.models.init import fill_normal_, init_box
+from fivefold.models.init import build, fill_normal_, init_box
 from fivefold.recipe import ModelSection, resolve_model
 
 N = 1 << 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.plan.clusters import parse
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import active_parameters, count_parameters, load, shipped
 

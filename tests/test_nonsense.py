@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.plan.clusters import parse as parse_cluster
+from fivefold.plan.cluster.clusters import parse as parse_cluster
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import allows

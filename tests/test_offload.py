@@ -22,8 +22,8 @@ from fivefold.parallel.offload.activations import Activations
 from fivefold.parallel.offload.disk import THREADS, Disk
 from fivefold.parallel.offload.update import _Second
 from fivefold.parallel.parallelize import Parallel
-from fivefold.plan import volume
-from fivefold.plan.offload import streams
+from fivefold.plan.messages import volume
+from fivefold.plan.time.offload import streams
 from fivefold.recipe import change, resolve
 from fivefold.spread import tiers
 from fivefold.spread.layout import Layout

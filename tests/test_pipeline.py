@@ -20,8 +20,8 @@ from runs import lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
-from fivefold.models.build import build as build_model
 from fivefold.models.card import card_of
+from fivefold.models.init import build as build_model
 from fivefold.models.init import init_weights
 from fivefold.models.section import Arch
 from fivefold.observe.pipeline_trace import write_pipeline_trace

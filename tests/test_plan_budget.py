@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.plan import budget
-from fivefold.plan.clusters import parse
+from fivefold.plan.advice import budget
+from fivefold.plan.advice.questions import Questions, answer, fewest_devices, lines, seconds
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
-from fivefold.plan.questions import Questions, answer, fewest_devices, lines, seconds
 from fivefold.recipe import change, count_parameters, load
 
 RUNNER = CliRunner()

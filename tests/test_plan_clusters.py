@@ -9,12 +9,13 @@ import pytest
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.host.devices import BY_NAME, PCIE
-from fivefold.plan import communication, measured
-from fivefold.plan.assumed import table
-from fivefold.plan.clusters import PRESETS, of_gpu, parse
-from fivefold.plan.devices import Storage
+from fivefold.plan.cluster import measured
+from fivefold.plan.cluster.clusters import PRESETS, of_gpu, parse
+from fivefold.plan.cluster.devices import Storage
+from fivefold.plan.cluster.measured import assumed_table
+from fivefold.plan.cluster.topology import topology
+from fivefold.plan.messages import communication
 from fivefold.plan.predict import mode_of, predict
-from fivefold.plan.topology import topology
 from fivefold.precision import DTYPES
 from fivefold.recipe import load
 from fivefold.schedules.collectives.cost import compare
@@ -152,7 +153,7 @@ def test_clusters_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_this_machine_is_a_cluster(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measured, "load", lambda: table(cores=4))
+    monkeypatch.setattr(measured, "load", lambda: assumed_table(cores=4))
     run("clusters", "local:2")
     text = capsys.readouterr().out
     assert "2 devices" in text

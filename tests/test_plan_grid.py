@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from fivefold.errors import UserError
-from fivefold.plan import grid
-from fivefold.plan.clusters import parse
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.documents import documents_of
-from fivefold.plan.grid_data import HEAD, MEMORY, as_data
-from fivefold.plan.pictures import pictures
+from fivefold.plan.pages import grid
+from fivefold.plan.pages.grid_data import HEAD, MEMORY, as_data
+from fivefold.plan.pages.pictures import pictures
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.software import of
 from fivefold.recipe import Recipe, load

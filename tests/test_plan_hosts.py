@@ -8,13 +8,14 @@ import pytest
 from fivefold.cli.main import main
 from fivefold.errors import UserError
 from fivefold.host import tables
-from fivefold.plan import communication, measured
-from fivefold.plan.assumed import table
-from fivefold.plan.clusters import parse
-from fivefold.plan.communication import Group
-from fivefold.plan.devices import Cluster
+from fivefold.plan.cluster import measured
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.cluster.measured import assumed_table
+from fivefold.plan.cluster.topology import topology
+from fivefold.plan.messages import communication
+from fivefold.plan.messages.communication import Group
 from fivefold.plan.predict import predict
-from fivefold.plan.topology import topology
 from fivefold.recipe import load
 
 HOSTS = 'base = "local"\ndevices_per_node = 2\ninter_gb_s = 0.025\ninter_latency_us = 100\n'
@@ -25,7 +26,7 @@ SETS = ["train.sample_every=0", "model.vocab_size=4096", "train.microbatch_size=
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache with a made-up table of this machine."""
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
-    measured.save(table())
+    measured.save(assumed_table())
     return tmp_path
 
 

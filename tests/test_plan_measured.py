@@ -13,14 +13,16 @@ from fivefold.cli import local
 from fivefold.errors import BusyError, UserError
 from fivefold.host import tables
 from fivefold.models.operations import Matmul
-from fivefold.plan import communication, measured, rates
-from fivefold.plan.assumed import FLOPS, table
-from fivefold.plan.calibrate import FinishedRun, fit
-from fivefold.plan.clusters import parse
-from fivefold.plan.communication import Group
-from fivefold.plan.devices import Storage, of_table
+from fivefold.plan.cluster import measured
+from fivefold.plan.cluster.calibrate import FinishedRun, fit
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import Storage, of_table
+from fivefold.plan.cluster.measured import ASSUMED_FLOPS, assumed_table
+from fivefold.plan.messages import communication
+from fivefold.plan.messages.communication import Group
 from fivefold.plan.predict import Plan, predict
-from fivefold.plan.search import search
+from fivefold.plan.search.search import search
+from fivefold.plan.time import rates
 from fivefold.recipe import Recipe, load
 from fivefold.schedules.pipeline import Costs, build, simulate, simulate_oversubscribed
 
@@ -38,11 +40,11 @@ def recipe(layout: str, *sets: str) -> Recipe:
 
 
 def plan(layout: str, *sets: str, cores: int = 2) -> Plan:
-    return predict(recipe(layout, *sets), of_table(table(cores)))
+    return predict(recipe(layout, *sets), of_table(assumed_table(cores)))
 
 
 def test_rates_between_and_beyond_what_was_measured() -> None:
-    share = table().shares[1]
+    share = assumed_table().shares[1]
     grid = share.products["bf16"]["forward"]
     grid["512x512x512"], grid["1536x512x512"], grid["4096x192x512"] = 1e11, 4e11, 7e11
     assert share.product(512, 512, 512, "bf16", "forward") == pytest.approx(1e11)
@@ -52,14 +54,14 @@ def test_rates_between_and_beyond_what_was_measured() -> None:
 
 
 def test_a_product_too_large_to_measure_has_the_rate_of_a_smaller_one() -> None:
-    share = table().shares[1]
+    share = assumed_table().shares[1]
     assert "4096x4096x4096" not in share.products["fp32"]["forward"]
     share.products["fp32"]["forward"]["1536x192x1536"] = 3e11
     assert share.product(4096, 192, 4096, "fp32", "forward") == pytest.approx(3e11)
 
 
 def test_messages_follow_their_points() -> None:
-    machine = table()
+    machine = assumed_table()
     for size, seconds in (
         (1, 1e-4 + 4096 / 1e9),
         (3 << 20, 1e-4 + (3 << 20) / 1e9),
@@ -73,12 +75,12 @@ def test_messages_follow_their_points() -> None:
         assert per_byte == pytest.approx(1e-9)
     # two pairs of ranks on two cores get half of them each; on four cores they do not meet
     assert machine.message("all_gather", 1 << 20, 2, 4) == 2 * machine.message("all_gather", 1 << 20, 2, 2)
-    four = table(4)
+    four = assumed_table(4)
     assert four.message("all_gather", 1 << 20, 2, 4) == four.message("all_gather", 1 << 20, 2, 2)
 
 
 def test_waits_of_an_axis_are_added_to_each_block_and_microbatch() -> None:
-    machine = table(4)
+    machine = assumed_table(4)
     points = [[0.0, 1e-3], [1e9, 1e-3]]
     waiting = replace(machine, axes={2: {"tp": points}, 4: {"tp": [[0.0, -9.0], [1e9, -9.0]]}})
     for layout, more in (("dp=2", 0.0), ("tp=2", 8 * 1e-3), ("tp=2,recompute=full", 8 * 1.4e-3)):
@@ -91,33 +93,33 @@ def test_waits_of_an_axis_are_added_to_each_block_and_microbatch() -> None:
 
 
 def test_part_of_a_message_cannot_be_hidden() -> None:
-    copying = communication.held(1.0, Group(2, 2), of_table(table()))
+    copying = communication.held(1.0, Group(2, 2), of_table(assumed_table()))
     assert communication.exposed(1.0, copying, 100.0) == pytest.approx(0.75)
     assert communication.exposed(1.0, copying, 0.0) == pytest.approx(1.0)
     assert communication.exposed(1.0, communication.held(1.0, Group(2, 2), parse("h100:8")), 100.0) == 0.0
 
 
 def test_ranks_share_the_machine() -> None:
-    cluster = of_table(table(4))
+    cluster = of_table(assumed_table(4))
     product = Matmul(512, 512, 512)
     for ranks, cores in ((1, 4), (2, 2), (3, 1), (4, 1), (8, 1)):
         device = cluster.for_ranks(ranks).device
         assert device.memory == 16e9 / ranks
-        assert device.peak["fp32"] == pytest.approx(4 * FLOPS["fp32"] / ranks)
+        assert device.peak["fp32"] == pytest.approx(4 * ASSUMED_FLOPS["fp32"] / ranks)
         seconds = rates.products(product, device, "fp32", 4)[0]
-        assert seconds == pytest.approx(2 * 512**3 / (FLOPS["fp32"] * cores))
-    assert table(4).oversubscription(3) == 1
-    assert table(4).oversubscription(8) == 2
+        assert seconds == pytest.approx(2 * 512**3 / (ASSUMED_FLOPS["fp32"] * cores))
+    assert assumed_table(4).oversubscription(3) == 1
+    assert assumed_table(4).oversubscription(8) == 2
 
 
 def test_mfu_is_at_most_all_of_it() -> None:
     """Also if the peak was measured on a busy machine, or calibration says that all is faster."""
     for factor in (1.0, 0.5):
-        machine = replace(table(), peak=dict.fromkeys(FLOPS, 1e9))
+        machine = replace(assumed_table(), peak=dict.fromkeys(ASSUMED_FLOPS, 1e9))
         machine = replace(machine, factors=machine.factors | {"compute": factor})
         plan = predict(recipe("dp=2"), of_table(machine).for_ranks(2))
         assert 0.05 < plan.mfu <= 1
-    assert of_table(machine).device.peak["fp32"] == pytest.approx(2 * 2 * FLOPS["fp32"])
+    assert of_table(machine).device.peak["fp32"] == pytest.approx(2 * 2 * ASSUMED_FLOPS["fp32"])
 
 
 def test_a_machine_is_measured_only_if_a_person_says_so(
@@ -153,7 +155,7 @@ def test_a_busy_machine_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gradient_reduction_of_zero_is_not_gloo_s() -> None:
-    machine = table()
+    machine = assumed_table()
     machine.links[2]["scatter_gradients"] = [[4096.0, 5.0], [8192.0, 5.0]]
     cluster = of_table(machine).for_ranks(2)
     assert communication.scatter_gradients(4096, Group(2, 2), cluster) == 5.0
@@ -161,7 +163,7 @@ def test_a_gradient_reduction_of_zero_is_not_gloo_s() -> None:
 
 
 def test_a_step_is_its_flops_where_nothing_else_takes_time() -> None:
-    machine = table()
+    machine = assumed_table()
     for share in machine.shares.values():
         for kinds in share.streams.values():
             kinds |= {kind: [1e30, 1e30] for kind in kinds}
@@ -170,7 +172,7 @@ def test_a_step_is_its_flops_where_nothing_else_takes_time() -> None:
     found = predict(recipe("dp=1"), of_table(machine))
     model = found.setting.model
     products = 8 * (4 * model.dim**2 + 3 * model.dim * (model.ffn_dim or 0)) + 4096 * model.dim
-    seconds = 6 * products * found.tokens / (2 * FLOPS["bf16"])
+    seconds = 6 * products * found.tokens / (2 * ASSUMED_FLOPS["bf16"])
     assert found.step.seconds == pytest.approx(seconds, rel=0.03)  # kv_heads, norms
 
 
@@ -193,7 +195,7 @@ def test_pipelines_on_oversubscribed_cores() -> None:
 
 
 def test_zero_pipelines_and_recompute_add_their_python() -> None:
-    machine = table()
+    machine = assumed_table()
     base = {
         layout: predict(recipe(layout), of_table(machine)).step.seconds for layout in ("dp=2,zero=3", "pp=2")
     }
@@ -239,9 +241,9 @@ def test_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert measured.load() is None
     with pytest.raises(UserError, match="bench hardware"):
         parse("local")
-    measured.save(table())
-    measured.save(replace(table(), machine="another"))
-    assert measured.as_json(measured.load() or table(4)) == measured.as_json(table())
+    measured.save(assumed_table())
+    measured.save(replace(assumed_table(), machine="another"))
+    assert measured.as_json(measured.load() or assumed_table(4)) == measured.as_json(assumed_table())
     assert parse("local:4").devices == 4
     with pytest.raises(UserError, match="one node"):
         parse("local:2x2")
@@ -252,7 +254,7 @@ def test_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_calibration_finds_the_factors() -> None:
-    machine = table()
+    machine = assumed_table()
     machine.host.update(block=2e-3, step=5e-3)
     true = replace(machine, factors={"compute": 1.2, "messages": 0.7, "host": 1.5})
     layouts = ["dp=1", "dp=2", "tp=2", "tp=2,sp=true", "dp=2,zero=3", "cp=2", "pp=2"]
@@ -282,7 +284,7 @@ def test_checkpoints_and_data_hold_up_a_run() -> None:
     short = plan("dp=2", "train.steps=2").stalls
     assert short is not None
     assert short.every == 0, "it ends before"
-    slow = replace(table(), disk=1000.0)
+    slow = replace(assumed_table(), disk=1000.0)
     waits = predict(recipe("dp=2"), of_table(slow)).stalls
     assert waits is not None
     assert waits.waiting == pytest.approx(
@@ -292,17 +294,21 @@ def test_checkpoints_and_data_hold_up_a_run() -> None:
 
 def test_each_way_of_the_disk_has_its_rate() -> None:
     """Also for hosts like this machine. A table of an older version has one rate for all."""
-    old = {k: v for k, v in measured.as_json(replace(table(), disk=2e9)).items() if not k.startswith("disk_")}
+    old = {
+        k: v
+        for k, v in measured.as_json(replace(assumed_table(), disk=2e9)).items()
+        if not k.startswith("disk_")
+    }
     loaded = measured.from_json(json.loads(json.dumps(old)))
     assert loaded is not None
     assert of_table(loaded).for_ranks(2).storage == Storage(2e9, 2e9, 2e9)
-    new = replace(table(), disk=2.03e9, disk_read=1.08e9, disk_both=1.53e9)
+    new = replace(assumed_table(), disk=2.03e9, disk_read=1.08e9, disk_both=1.53e9)
     cluster = of_table(new).for_ranks(2)
     assert cluster.storage == Storage(read=1.08e9, write=2.03e9, both=1.53e9)
     reading = [predict(recipe("dp=2"), of_table(one)).stalls.reading for one in (new, replace(new, disk=1e3))]
     assert reading[0] == reading[1] > 0, "data are read"
     away = recipe("dp=1", "layout.offload=all:disk")
-    quick = replace(table(), disk=1e12, disk_read=1e12, disk_both=1e12)
+    quick = replace(assumed_table(), disk=1e12, disk_read=1e12, disk_both=1e12)
     fast = predict(away, of_table(quick)).step.seconds
     slower = [
         predict(away, of_table(one)).step.seconds
@@ -313,7 +319,7 @@ def test_each_way_of_the_disk_has_its_rate() -> None:
 
 
 def test_the_search_knows_the_machine() -> None:
-    found = search(recipe("dp=1"), of_table(table()).for_ranks(2), top=3)
+    found = search(recipe("dp=1"), of_table(assumed_table()).for_ranks(2), top=3)
     best = found.plans[0]
     assert best.layout.ranks == 2
     assert best.setting.cluster.name == "local"

@@ -16,13 +16,14 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan import memory, model_states, operations, volume
-from fivefold.plan.assumed import table
-from fivefold.plan.clusters import parse
-from fivefold.plan.devices import of_table
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import of_table
+from fivefold.plan.cluster.measured import assumed_table
+from fivefold.plan.memory import memory, model_states, operations
+from fivefold.plan.messages import volume
 from fivefold.plan.predict import held as at_peak
 from fivefold.plan.predict import predict
-from fivefold.plan.search import apply, search
+from fivefold.plan.search.search import apply, search
 from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states
 from fivefold.recipe import Recipe, count_parameters, load, resolve_model
 from fivefold.spread.layout import Layout
@@ -333,7 +334,7 @@ def test_search_plan_and_run_say_the_same(
     """One formula: `plan --search`, `plan` and plan.json, on this machine and on GPUs."""
     sets = [f"model.arch={arch}", "model.layers=4", "model.vocab_size=4096", f"precision.mode={dtype}"]
     recipe = load("quickstart", [*sets, "train.global_batch_size=16", "train.microbatch_size=none"], "dp=1")
-    machine = replace(of_table(table(4)), devices=4) if cluster == "local:4" else parse(cluster)
+    machine = replace(of_table(assumed_table(4)), devices=4) if cluster == "local:4" else parse(cluster)
     found = search(recipe, machine, 12)
     assert len({plan.layout for plan in found.plans}) > 4
     for plan in found.plans:

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from steps import planned, recipe_of
 
-from fivefold.plan import offload
-from fivefold.plan.clusters import parse
-from fivefold.plan.devices import Storage
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import Storage
 from fivefold.plan.predict import held, predict
-from fivefold.plan.search import search
+from fivefold.plan.search.search import search
+from fivefold.plan.time import offload
 from fivefold.recipe import load
 from fivefold.spread import tiers
 from fivefold.spread.tiers import OFFLOADS, flows

@@ -18,9 +18,9 @@ from fivefold.cli.main import app
 from fivefold.cli.plan_pictures import write_page
 from fivefold.errors import UserError
 from fivefold.observe.format import memory_text
-from fivefold.plan import grid
-from fivefold.plan.clusters import parse
-from fivefold.plan.pictures import pictures
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.pages import grid
+from fivefold.plan.pages.pictures import pictures
 from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import load
 

@@ -11,14 +11,13 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.observe.format import memory_text
-from fivefold.plan.clusters import parse
-from fivefold.plan.frontier import as_rows, frontier
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.pages import svg as plan_svg
 from fivefold.plan.pages import text as plan_text
-from fivefold.plan.pictures import Pictures, pictures
+from fivefold.plan.pages.pictures import Pictures, pictures
 from fivefold.plan.predict import Plan, predict
-from fivefold.plan.search import search
-from fivefold.plan.stage_costs import stage_costs
+from fivefold.plan.search.search import as_rows, frontier, search
+from fivefold.plan.time.stage_costs import stage_costs
 from fivefold.recipe import load
 from fivefold.spread.layout_text import to_text as layout_text
 

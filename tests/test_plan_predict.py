@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.plan import model_states, volume
-from fivefold.plan.clusters import parse
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.memory import model_states
+from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import change, load
 

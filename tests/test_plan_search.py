@@ -11,19 +11,18 @@ import pytest
 
 from fivefold.errors import UserError
 from fivefold.plan import software
-from fivefold.plan.assumed import table
-from fivefold.plan.bound import Bounds
-from fivefold.plan.clusters import parse
-from fivefold.plan.devices import Cluster, of_table
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import Cluster, of_table
+from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.predict import Plan, held, predict, price
-from fivefold.plan.search import Search, apply, search, space_of
-from fivefold.plan.space import SEQUENCES, Choice, Space
+from fivefold.plan.search.bound import Bounds
+from fivefold.plan.search.search import Search, apply, search, space_of
+from fivefold.plan.search.space import SEQUENCES, Choice, Space
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.spread.divisors import divisors
 from fivefold.spread.layout import Layout
-from fivefold.spread.shares import largest
+from fivefold.spread.shares import divisors, largest
 
 LLAMA = load("llama-7b", ["train.global_batch_size=512"])
 SMALL = [
@@ -113,7 +112,7 @@ def priced(case: str) -> tuple[Space, Bounds, list[tuple[Choice, Plan]]]:
     if case not in _priced:
         overrides, cluster = (CASES | SLOW)[case]
         machine = (
-            replace(of_table(table(4)), devices=int(cluster[6:]))
+            replace(of_table(assumed_table(4)), devices=int(cluster[6:]))
             if cluster[:6] == "local:"
             else parse(cluster)
         )

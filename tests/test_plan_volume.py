@@ -11,7 +11,7 @@ from steps import counted, planned
 from sweep import candidates
 
 from fivefold.models.card import card_of
-from fivefold.plan import volume
+from fivefold.plan.messages import volume
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import to_text

@@ -25,7 +25,7 @@ from fivefold.optim.loss_scale import HIGHEST, LOWEST, LossScale
 from fivefold.optim.rounded import Rounded
 from fivefold.optim.rounding import Rounder, Rounding, round_stochastic_
 from fivefold.optim.updater import Updater
-from fivefold.plan.clusters import parse
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import held, predict
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve

@@ -12,7 +12,7 @@ from runs import lines, train_rank
 from fivefold.cli.draw import of_run
 from fivefold.observe import memory_picture
 from fivefold.observe.prediction import rows
-from fivefold.plan.assumed import table
+from fivefold.plan.cluster.measured import assumed_table
 from fivefold.recipe import Recipe, load
 from fivefold.train import prediction
 from fivefold.train.job import Job
@@ -34,7 +34,7 @@ def recipe_of(folder: Path, layout: str, *overrides: str) -> Recipe:
 
 def on_a_known_machine(rank: int, world: int, recipe: Recipe, out: Path) -> int | None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prediction, "load", table)
+        patch.setattr(prediction, "load", assumed_table)
         return train_rank(rank, world, recipe, out)
 
 
@@ -60,7 +60,7 @@ def test_memory_and_bytes_are_those_predicted(tmp_path: Path, layout: str, mode:
         assert first.bytes["optimizer"][0] < later.bytes["optimizer"][0] == later.bytes["optimizer"][-1]
         if rank == 0:
             assert later.peak == json.loads((out / "plan.json").read_text())["measured"]["memory_bytes"]
-    assert 'class="held"' in (out / "report.html").read_text()
+    assert "step 2, rank 0: peak" in (out / "report.html").read_text()
     text, pictures = of_run(out)
     assert "step 2, rank 0: peak" in text
     assert list(pictures) == ["memory"]

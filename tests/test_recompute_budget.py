@@ -20,11 +20,11 @@ from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.models.recomputation import budget_of, of_blocks, runs_of
 from fivefold.plan import predict as planner
-from fivefold.plan.assumed import table
-from fivefold.plan.clusters import parse
-from fivefold.plan.devices import of_table
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import of_table
+from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.predict import budget, predict, priced_here, within
-from fivefold.plan.search import search
+from fivefold.plan.search.search import search
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.recipe import Recipe, change, load, microbatches_per_step
 from fivefold.spread.layout import Layout
@@ -70,7 +70,7 @@ def test_blocks_of_different_modes_give_the_same_gradients(layout: str, arch: st
 
 
 def on_cpu(recipe: Recipe):
-    return replace(of_table(table(4)), devices=None), FIVEFOLD_CPU
+    return replace(of_table(assumed_table(4)), devices=None), FIVEFOLD_CPU
 
 
 CASES = [
@@ -159,11 +159,13 @@ def test_the_search_recomputes_no_more_than_it_must() -> None:
 
 
 def test_a_run_stays_within_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "load_table", table)
+    monkeypatch.setattr(planner, "load_table", assumed_table)
     sizes = ["model.seq_len=256", "model.vocab_size=257", "train.microbatch_size=4", "train.steps=2"]
     recipe = run_recipe(tmp_path, "dp=1", *sizes)
     whole, least = (
-        predict(change(recipe, [f"layout.recompute={how}"]), replace(of_table(table()), devices=1)).peak_bytes
+        predict(
+            change(recipe, [f"layout.recompute={how}"]), replace(of_table(assumed_table()), devices=1)
+        ).peak_bytes
         for how in ("none", "full")
     )
     allowed = int((whole + least) / 2 / 0.95)

@@ -10,10 +10,10 @@ import pytest
 from commands import REPO
 
 from fivefold.errors import UserError
-from fivefold.plan import budget
-from fivefold.plan.scaling import BESIROGLU, FLOPS, HOFFMANN, Law
-from fivefold.plan.scaling_fit import Run, fit
-from fivefold.plan.sweep_results import iso_flops, results
+from fivefold.plan.advice import budget
+from fivefold.plan.advice.scaling import BESIROGLU, FLOPS, HOFFMANN, Law
+from fivefold.plan.advice.scaling_fit import Run, fit
+from fivefold.plan.advice.sweep_results import iso_flops, results
 from fivefold.recipe.sweep import FINISHED, Row, Sweep
 
 SIZES, LENGTHS = (1e7, 4e7, 1.6e8, 6.4e8), (1e9, 4e9, 1.6e10, 6.4e10)

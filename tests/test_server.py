@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fivefold.checkpoint import store, write
 from fivefold.data import prepare
+from fivefold.draw.lanes import Box
 from fivefold.errors import BusyError, UserError
 from fivefold.launch.local import launch
 from fivefold.launch.supervisor import Attempt, Outcome
@@ -38,7 +39,7 @@ from fivefold.observe import worker_picture
 from fivefold.parallel import products
 from fivefold.parallel.link import Kind, Link, Note
 from fivefold.parallel.server import Shard
-from fivefold.plan.clusters import parse
+from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.spread.servers import Servers, Shares, messages, pieces, units
@@ -647,21 +648,21 @@ def test_pictures() -> None:
         {"worker": 1, "step": 1, "share": 1, "begin": 10.5, "end": 12.0, "waited_s": 0.0},
     ]
     assert worker_picture.shares(lines) == {
-        "worker 0": [(0.0, 0.25, "wait", ""), (0.25, 1.0, "b", "1")],
-        "worker 1": [(0.5, 2.0, "b", "1")],
+        "worker 0": [Box(0.0, 0.25, "wait"), Box(0.25, 1.0, "b", "1")],
+        "worker 1": [Box(0.5, 2.0, "b", "1")],
     }
     trace = [
         ("need", 0, 0.0, 0.5), ("need", 1, 0.7, 0.7), ("loss", 0, 1.0, 1.0), ("ready", 1, 1.5, 1.5),
         ("push", 1, 1.5, 2.5), ("ready", 0, 2.0, 2.0), ("push", 0, 2.0, 3.0), ("pull", 1, 2.6, 3.5),
     ]  # fmt: skip
     rows = worker_picture.one_at_a_time(worker_picture.exchange(trace))
-    assert rows["computing"] == [
+    assert [box[:4] for box in rows["computing"]] == [
         (0.5, 0.7, "a", "0"),
         (0.7, 1.0, "a", "1"),
         (1.0, 1.5, "b", "1"),
         (1.5, 2.0, "b", "0"),
     ]
-    assert rows["pushes"] == [(1.5, 2.5, "push", "1"), (2.5, 3.0, "push", "0")]
-    assert rows["pulls"] == [(2.6, 3.5, "pull", "1")]
+    assert [box[:4] for box in rows["pushes"]] == [(1.5, 2.5, "push", "1"), (2.5, 3.0, "push", "0")]
+    assert [box[:4] for box in rows["pulls"]] == [(2.6, 3.5, "pull", "1")]
     picture = ElementTree.fromstring(worker_picture.to_svg({"one <run>": rows}, "A & B"))
-    assert len(picture.findall(".//{*}g")) == 7
+    assert len(picture.findall(".//{*}rect/{*}title")) == 7

@@ -20,13 +20,13 @@ from torch import Tensor
 from fivefold.checkpoint import store
 from fivefold.data import prepare
 from fivefold.errors import UserError
-from fivefold.models.build import build
+from fivefold.models.init import build
 from fivefold.optim import OPTIMIZERS, learning_rate
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.outer import sum_int8
-from fivefold.plan import volume
-from fivefold.plan.clusters import parse
-from fivefold.plan.devices import Cluster
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.recipe.idle import notes

@@ -31,10 +31,10 @@ from fivefold.checkpoint import store
 from fivefold.cli.main import main
 from fivefold.errors import RankFailed, UserError
 from fivefold.files import owned
-from fivefold.launch import exits, interrupt, scratch, supervisor, verdict
+from fivefold.launch import exits, interrupt, local, supervisor, verdict
+from fivefold.launch.launchers import in_pod, restarted_by
 from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
-from fivefold.launch.restarted import in_pod, restarted_by
 from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.launch.verdict import Failure
 from fivefold.observe import restarts
@@ -249,14 +249,14 @@ def test_folders_of_killed_launchers_are_removed(tmp_path: Path, monkeypatch: py
     (tmp_path / "fivefold-other").mkdir()  # not of a launcher
     code = (
         "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-        "from fivefold.launch.scratch import scratch_folder\n"
+        "from fivefold.launch.local import scratch_folder\n"
         "with scratch_folder(): os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert len([*tmp_path.iterdir()]) == 2, "it was left behind"
-    with scratch.scratch_folder() as own:
+    with local.scratch_folder() as own:
         assert {path.name for path in tmp_path.iterdir()} == {"fivefold-other", own.name}
-        assert scratch.remove_stale() == [], "its owner lives"
+        assert local.remove_stale() == [], "its owner lives"
     assert [path.name for path in tmp_path.iterdir()] == ["fivefold-other"]
 
 

@@ -20,13 +20,13 @@ from fivefold.errors import UserError
 from fivefold.models.section import ModelSection
 from fivefold.observe import step_timeline
 from fivefold.parallel import context
-from fivefold.plan import time
-from fivefold.plan.assumed import table
-from fivefold.plan.clusters import parse
-from fivefold.plan.devices import of_table
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import of_table
+from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.predict import setting
 from fivefold.plan.software import of
-from fivefold.plan.timeline import timeline
+from fivefold.plan.time import time
+from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, change, load, resolve_model
 from fivefold.schedules.overlap import (
     COMPUTE,
@@ -282,7 +282,7 @@ def test_the_planned_timeline_is_the_planned_step(device: str, microbatches: int
         cluster = replace(cluster, device=replace(cluster.device, spread=0.0))
     else:
         cluster, sizes = (
-            of_table(table()),
+            of_table(assumed_table()),
             ModelSection(layers=6, dim=192, heads=6, ffn_dim=512, seq_len=256),
         )
     model = resolve_model(sizes, vocab_size=2048)
@@ -302,7 +302,7 @@ def test_the_planned_timeline_is_the_planned_step(device: str, microbatches: int
 def test_the_planned_timeline_has_what_offload_waits_for(device: str, microbatches: int) -> None:
     """It takes the planned step, and waits as long. Gradient sums of replicas hide a little more than in the plan,
     which adds them to a phase that waits."""
-    cluster = parse("h100") if device == "gpu" else of_table(table())
+    cluster = parse("h100") if device == "gpu" else of_table(assumed_table())
     cluster = replace(cluster, device=replace(cluster.device, spread=0.0))
     sizes = ModelSection(layers=8, dim=1024, heads=8, ffn_dim=4096, seq_len=1024)
     model, waits = resolve_model(sizes, vocab_size=2048), 0

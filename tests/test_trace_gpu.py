@@ -18,8 +18,8 @@ from fivefold.kernels import native
 from fivefold.kernels.hollow import CPU, Hollow, Hollowing
 from fivefold.models.card import card_of
 from fivefold.optim.registry import OPTIMIZERS
-from fivefold.plan.clusters import parse
-from fivefold.plan.memory import Memory
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.memory.memory import Memory
 from fivefold.plan.predict import predict
 from fivefold.precision import PRECISIONS, chosen
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve

@@ -6,10 +6,10 @@ import pytest
 
 from fivefold.models.card import Card, card_of
 from fivefold.recipe import load, resolve
-from fivefold.spread.buckets import buckets
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import parse
 from fivefold.spread.parts import held, size_of, stages_of
+from fivefold.spread.shares import buckets
 from fivefold.spread.units import keepings, kept_elements, scattered_once, summed_over_tp, syncs
 
 SIZES = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", "model.seq_len=16"]

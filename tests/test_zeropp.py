@@ -26,8 +26,8 @@ from fivefold.kernels.quantize import Quantizer
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zeropp import Gathers, Scatters
-from fivefold.plan import volume
-from fivefold.plan.clusters import parse as parse_cluster
+from fivefold.plan.cluster.clusters import parse as parse_cluster
+from fivefold.plan.messages import volume
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load
 from fivefold.recipe.idle import notes

@@ -137,7 +137,7 @@ def ranks(layout: str) -> int:
 
 def calibrated(folder: Path, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Fits to every second run, and predicts the others again."""
-    from fivefold.plan.clusters import parse
+    from fivefold.plan.cluster.clusters import parse
     from fivefold.plan.predict import predict
     from fivefold.recipe import load
 

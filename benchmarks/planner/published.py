@@ -22,12 +22,12 @@ from typing import Any
 from fivefold.host.devices import GIB
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
-from fivefold.plan import time
-from fivefold.plan.clusters import parse
-from fivefold.plan.cost import Setting, part
-from fivefold.plan.devices import Cluster
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.predict import price, setting
 from fivefold.plan.software import PAPER, Software, States
+from fivefold.plan.time import time
+from fivefold.plan.time.cost import Setting, part
 from fivefold.recipe import resolve_model
 from fivefold.schedules.pipeline import Costs, build, simulate
 from fivefold.spread.layout import Layout

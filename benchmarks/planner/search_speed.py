@@ -2,8 +2,8 @@
 
     python benchmarks/planner/search_speed.py [--out benchmarks/results/planner_search.json]
 
-Processor time of `fivefold.plan.search.search` for the ten best, and time by the clock; the import of the planner does
-not count.
+Processor time of `fivefold.plan.search.search.search` for the ten best, and time by the clock; the import of the
+planner does not count.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import json
 import time
 from pathlib import Path
 
-from fivefold.plan.clusters import parse
-from fivefold.plan.search import search
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.search.search import search
 from fivefold.recipe import Recipe, change, load
 from fivefold.spread.layout_text import to_text
 

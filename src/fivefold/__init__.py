@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fivefold.errors import RankFailed, UserError
     from fivefold.models.base import LanguageModel
-    from fivefold.models.build import build
+    from fivefold.models.init import build
     from fivefold.models.own import ModuleCard
     from fivefold.observe.metrics import read_metrics
     from fivefold.recipe import Recipe, change, load, shipped, to_toml
@@ -63,7 +63,7 @@ _HOMES = {
     "Recipe": "fivefold.recipe",
     "Run": "fivefold.train.api",
     "UserError": "fivefold.errors",
-    "build": "fivefold.models.build",
+    "build": "fivefold.models.init",
     "change": "fivefold.recipe",
     "load": "fivefold.recipe",
     "read_metrics": "fivefold.observe.metrics",

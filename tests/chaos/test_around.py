@@ -97,9 +97,7 @@ def test_a_worker_of_parameter_servers_that_hangs(tmp_path: Path, staleness: int
     finally:
         run.close()
     said = "\n".join(line for _, line in run.lines)
-    assert re.search(r"rank 2 \(worker 1\) is missing: it is stopped .* Starting 3 ranks again", said), (
-        said
-    )
+    assert re.search(r"rank 2 \(worker 1\) is missing: it is stopped .* Starting 3 ranks again", said), said
     assert [*run.out.glob("traces/hang-step-*.txt")]
     assert staleness or not kills.difference(wanted, run.out)
 

@@ -8,12 +8,12 @@ import torch
 
 from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
-from fivefold.models.build import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
-from fivefold.plan.clusters import parse
+from fivefold.models.init import build
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.messages.volume import counted
 from fivefold.plan.predict import predict
-from fivefold.plan.volume import counted
 from fivefold.recipe import active_parameters, change, count_parameters, flops_per_token, load, resolve
 from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout

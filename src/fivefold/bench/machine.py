@@ -31,8 +31,8 @@ from fivefold.kernels.peak import UNDISTURBED, device_peak, measure_apart
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.offload.disk import folder_of
-from fivefold.plan import devices, measured
-from fivefold.plan.measured import Measured, Share
+from fivefold.plan.cluster import devices, measured
+from fivefold.plan.cluster.measured import Measured, Share
 from fivefold.plan.predict import predict
 from fivefold.precision import MASTER, TRAINED
 

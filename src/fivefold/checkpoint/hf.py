@@ -16,8 +16,8 @@ from fivefold.checkpoint.hf_weights import read_config, read_weights
 from fivefold.checkpoint.source import tokenizer_of, weights_of
 from fivefold.data.chat import ChatTemplate
 from fivefold.data.conversations import TEMPLATE_FILE, beside
-from fivefold.data.foreign import MOST_BYTES as MOST_TOKENIZER
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
+from fivefold.data.tokenizer_check import MOST_BYTES as MOST_TOKENIZER
 from fivefold.errors import UserError
 from fivefold.files import MOST_JSON, flush_all, guard, make_folder, own_word, read_bytes, remove, rename
 from fivefold.files import write as write_file

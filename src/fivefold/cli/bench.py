@@ -11,7 +11,7 @@ from fivefold.cli.options import JsonOption, bytes_of, print_json
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.plan.measured import Measured
+    from fivefold.plan.cluster.measured import Measured
 
 EXAMPLES = ["fivefold bench hardware", "fivefold bench hardware --json"]
 COLLECTIVES_EXAMPLES = ["fivefold bench collectives", "fivefold bench collectives --ranks 2 --sizes 4K,1M"]
@@ -39,7 +39,7 @@ def hardware(
     """
     from fivefold.bench.machine import measure
     from fivefold.host import tables
-    from fivefold.plan import measured
+    from fivefold.plan.cluster import measured
 
     table = measure(lambda text: print(f"measuring {text}", file=sys.stderr), busy)
     if json:
@@ -158,7 +158,7 @@ def _links(table: Measured) -> list[str]:
 
 
 def _host(table: Measured) -> list[str]:
-    from fivefold.plan.devices import of_table
+    from fivefold.plan.cluster.devices import of_table
 
     disk = of_table(table).storage
     cells = [f"{name} {1e3 * seconds:.2f}" for name, seconds in table.host.items()]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.plan.devices import Cluster
+    from fivefold.plan.advice.questions import Questions
+    from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.predict import Plan
-    from fivefold.plan.questions import Questions
     from fivefold.plan.software import Software
     from fivefold.recipe import Recipe
 
@@ -18,7 +18,7 @@ def questions(
     """The budget questions asked on the command line, or None."""
     if all(value is None for value in (tokens, deadline, price, noise_scale)):
         return None
-    from fivefold.plan.questions import ask
+    from fivefold.plan.advice.questions import ask
 
     return ask(tokens, deadline, price, noise_scale, run_tokens(recipe))
 
@@ -39,7 +39,7 @@ def answers(
     """
     if asked is None:
         return {}
-    from fivefold.plan.questions import answer, fewest_devices
+    from fivefold.plan.advice.questions import answer, fewest_devices
     from fivefold.spread.layout_text import to_text
 
     found = answer(plan, asked)
@@ -57,7 +57,7 @@ def answers(
 
 def print_answers(found: dict[str, Any]) -> None:
     if found:
-        from fivefold.plan.questions import lines
+        from fivefold.plan.advice.questions import lines
 
         print("\n".join(f"  {line}" for line in lines(found["budget"])))
 
@@ -66,7 +66,7 @@ def sized(recipe: Recipe, params: float | None) -> Recipe:
     """The recipe with its model resized to about `params` parameters (unchanged for None)."""
     if params is None:
         return recipe
-    from fivefold.plan.budget import shape
+    from fivefold.plan.advice.budget import shape
     from fivefold.plan.predict import resolved
 
     return recipe.model_copy(update={"model": shape(params, resolved(recipe).model)})

@@ -30,10 +30,10 @@ def check(
     json: JsonOption = False,
 ) -> None:
     """Check a recipe and its data, and summarize the training run."""
-    from fivefold.recipe import load, trackers
+    from fivefold.recipe import load, observed
 
     loaded = load(recipe, set_ or [], layout)
-    trackers.require(trackers.chosen(loaded.observe.tracker))
+    observed.require(observed.chosen(loaded.observe.tracker))
     _weights(loaded)
     result = summary(loaded)
     result["memory"] = _memory(loaded)

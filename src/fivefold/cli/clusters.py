@@ -27,8 +27,8 @@ def clusters(
     With a name: that cluster with all its links, from the device's memory to the disk.
     """
     from fivefold.host.devices import SHEETS
-    from fivefold.plan import catalog
-    from fivefold.plan.clusters import PRESETS, parse
+    from fivefold.plan.cluster import catalog
+    from fivefold.plan.cluster.clusters import PRESETS, parse
 
     if name is not None:
         cluster = parse(name)

@@ -17,8 +17,8 @@ from fivefold.cli.options import JsonOption, RecipeArgument, SetOption, print_js
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.plan.compare import Row
-    from fivefold.plan.devices import Cluster
+    from fivefold.lessons.compare import Row
+    from fivefold.plan.cluster.devices import Cluster
     from fivefold.recipe import Recipe
 
 EXAMPLES = [
@@ -82,8 +82,8 @@ def compare(
     There is a row for one device and for each technique at the cluster's size. Where a technique does not divide the
     model, its row says why and shows the most ranks that do. Time and MFU are predicted, too.
     """
-    from fivefold.plan import compare as compared
-    from fivefold.plan.pages import nutshell
+    from fivefold.lessons import compare as compared
+    from fivefold.lessons import nutshell
     from fivefold.recipe import load
 
     for option, path in (("--picture", picture), ("--page", page)):
@@ -137,7 +137,7 @@ def _recompute(recipe: str, sets: list[str]) -> str:
 def _sized(named: str, ranks: int | None) -> Cluster:
     """The cluster with its number of devices: its own, `ranks`, or a node."""
     from fivefold.host import cores
-    from fivefold.plan.clusters import parse
+    from fivefold.plan.cluster.clusters import parse
 
     machine = parse(named)
     if ranks and machine.devices and ranks != machine.devices:
@@ -162,6 +162,6 @@ def _run(recipe: Recipe, rows: list[Row], steps: int) -> list[Row]:
 
 
 def _drawn(rows: list[Row], title: str, overlap: bool) -> str:
-    from fivefold.plan.pages import criteria_svg
+    from fivefold.lessons import criteria_svg
 
     return criteria_svg.overlap(rows, title) if overlap else criteria_svg.criteria(rows, title)

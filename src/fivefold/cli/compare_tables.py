@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.plan.compare import Row
-    from fivefold.plan.overlap_threshold import Rule
+    from fivefold.lessons.compare import Row
+    from fivefold.lessons.overlap import Rule
 
 REASONS = {"operations": "norms", "recompute": "recompute", "sums": "sums", "update": "updates"}
 
@@ -108,8 +108,6 @@ def _notes(rows: list[Row]) -> list[str]:
 
 def overlap_table(rows: list[Row], title: str) -> list[str]:
     """The rules of all layouts as a table, and their formulas."""
-    from fivefold.observe.format import short_number
-
     cells = [("", "what hides", "needs", "planner", "has", "now", "")]
     for row in rows:
         for rule in row.rules if row.plan else ():
@@ -128,10 +126,9 @@ def overlap_table(rows: list[Row], title: str) -> list[str]:
     lines = [f"{title}: when communication hides behind computing", ""]
     for row in cells:
         lines.append("  " + "  ".join(f"{c:{w}}" for c, w in zip(row, widths, strict=True)).rstrip())
-    lines += ["", "  formulas with the numbers of this cluster, and where they come from:"]
-    for rule in (rule for row in rows if row.plan for rule in row.rules):
-        symbols = ", ".join(f"{name} {short_number(value)}" for name, value in rule.inputs.items())
-        lines.append(f"    {rule.technique}: {rule.formula}; {symbols}; {rule.source}")
+    lines += ["", "  formulas, and where they come from:"]
+    rules = [rule for row in rows if row.plan for rule in row.rules]
+    lines += dict.fromkeys(f"    {rule.technique}: {rule.formula}; {rule.source}" for rule in rules)
     return [
         *lines,
         "  needs: by the formula; planner: with all that it prices; now: seconds of messages over those of computing",

@@ -16,8 +16,8 @@ from fivefold.errors import UserError, printable
 from fivefold.files import guard, make_folder, understood
 
 if TYPE_CHECKING:
-    from fivefold.plan.cost import Setting
-    from fivefold.plan.servers import Service
+    from fivefold.plan.time.cost import Setting
+    from fivefold.plan.time.servers import Service
     from fivefold.recipe import Recipe
     from fivefold.spread.layout import Layout
 
@@ -149,9 +149,9 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
     Raises:
         UserError: the layout has a pipeline, whose timeline is drawn without --cluster, or does not fit the cluster.
     """
-    from fivefold.plan.clusters import parse
+    from fivefold.plan.cluster.clusters import parse
     from fivefold.plan.predict import predict
-    from fivefold.plan.timeline import timeline
+    from fivefold.plan.time.timeline import timeline
     from fivefold.schedules.overlap_draw import LEGEND, summary, to_svg, to_text
 
     plan = predict(recipe, parse(cluster))
@@ -175,7 +175,7 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
 
 def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of the ways to order updates on the host; neither if the host does not update."""
-    from fivefold.plan.offload import ways
+    from fivefold.plan.time.offload import ways
     from fivefold.schedules.offload import WAYS, busy
     from fivefold.schedules.overlap_draw import to_svg
 
@@ -191,7 +191,7 @@ def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
 def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of two planned steps of a worker, in each order of its messages."""
     from fivefold.observe.worker_picture import end_of, one_at_a_time, simulated, to_svg, to_text
-    from fivefold.plan.servers import simulation, step
+    from fivefold.plan.time.servers import simulation, step
     from fivefold.schedules.priority import ORDERS
 
     ways = {order: replace(s, servers=replace(s.servers, order=order)) for order in ORDERS}

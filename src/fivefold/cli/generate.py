@@ -82,7 +82,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         UserError: the file cannot be read, or a line has neither.
     """
     from fivefold.data.conversations import NotAConversation, messages_of
-    from fivefold.data.whole import documents, json_lines
+    from fivefold.data.eval_docs import documents, json_lines
 
     if path.suffix.lower() != ".jsonl":
         for text in documents(path):

@@ -18,7 +18,7 @@ def ensure_measured(cluster: str) -> None:
     Raises:
         UserError: there is no terminal to ask, or the measurement failed.
     """
-    from fivefold.plan import measured
+    from fivefold.plan.cluster import measured
 
     if cluster.lower().partition(":")[0] != "local" or measured.load() is not None:
         return
@@ -37,8 +37,8 @@ def ensure_measured(cluster: str) -> None:
 
 def run_calibration(names: Sequence[str], json: bool) -> None:
     """Runs `--calibrate RUN...` or `--calibrate reset`."""
-    from fivefold.plan import measured
-    from fivefold.plan.calibrate import describe, fit
+    from fivefold.plan.cluster import measured
+    from fivefold.plan.cluster.calibrate import describe, fit
 
     table = measured.load()
     if table is None:
@@ -59,7 +59,7 @@ def run_calibration(names: Sequence[str], json: bool) -> None:
 def _run(folder: Path):
     from fivefold.observe.metrics import read_metrics
     from fivefold.observe.prediction import step_seconds
-    from fivefold.plan.calibrate import FinishedRun
+    from fivefold.plan.cluster.calibrate import FinishedRun
     from fivefold.recipe import load
 
     require_run(folder)

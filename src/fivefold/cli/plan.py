@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from fivefold.cli import budget, plan_options, plan_terms
-from fivefold.cli.formulas import print_formulas
 from fivefold.cli.local import ensure_measured, run_calibration
 from fivefold.cli.options import (
     JsonOption,
@@ -25,11 +24,11 @@ from fivefold.cli.plan_pictures import Typed, Wanted, draw_plan, draw_search
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.plan.conventions import Conventions
-    from fivefold.plan.devices import Cluster
+    from fivefold.lessons.conventions import Conventions
+    from fivefold.plan.advice.questions import Questions
+    from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.predict import Plan
-    from fivefold.plan.questions import Questions
-    from fivefold.plan.search import Found
+    from fivefold.plan.search.search import Found
     from fivefold.plan.software import Software
     from fivefold.recipe import Recipe
     from fivefold.schedules.memory_timeline import MemoryTimeline
@@ -103,7 +102,7 @@ def plan(
     require_writable("--svg", svg)
     if formulas:
         _alone(context, "--formulas", {"recipe", "set_", "layout", "formulas", "svg", "json"})
-        print_formulas(recipe, set_ or [], layout, json, svg)
+        plan_terms.print_formulas(recipe, set_ or [], layout, json, svg)
         return
     _agree(search, layout, exact, memory_timeline, rank)
     if precision is not None and not search:
@@ -158,7 +157,7 @@ def _read(
     document_tokens: float | None,
 ) -> tuple[Recipe, Cluster, Software]:
     """The recipe, the cluster and the software that the plan is for."""
-    from fivefold.plan.clusters import parse
+    from fivefold.plan.cluster.clusters import parse
     from fivefold.plan.documents import documents_of
     from fivefold.plan.predict import with_load
     from fivefold.plan.software import of
@@ -271,7 +270,7 @@ def _exact(recipe: Recipe, result: Plan, rank: int) -> Exact:
 
 def _search(request: Request, top: int, precision: str | None) -> Found:
     """Searches for the fastest layouts and prints them."""
-    from fivefold.plan.search import search
+    from fivefold.plan.search.search import search
 
     modes = tuple(part.strip() for part in precision.split(",")) if precision is not None else ()
     found = search(request.recipe, request.machine, top, request.software, modes)
@@ -302,8 +301,8 @@ def _search(request: Request, top: int, precision: str | None) -> Found:
 
 
 def _text(name: str, result: Plan, explain: bool, traced: Exact | None = None) -> list[str]:
-    from fivefold.plan.explain import explain as terms
-    from fivefold.plan.explain import summary
+    from fivefold.plan.advice.explain import explain as terms
+    from fivefold.plan.advice.explain import summary
 
     lines = [f"{name}: predicted", *(f"  {line}" for line in summary(result))]
     if traced:
@@ -354,7 +353,7 @@ def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
 
 def _save(path: Path, recipe: Recipe, result: Plan) -> None:
     """Writes the recipe with the planned layout, for `fivefold train`."""
-    from fivefold.plan.search import apply
+    from fivefold.plan.search.search import apply
     from fivefold.recipe import to_toml
 
     text = to_toml(apply(recipe, result), comment=f"{result.layout.ranks} ranks, as planned by fivefold plan")

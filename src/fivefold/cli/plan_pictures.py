@@ -14,7 +14,7 @@ from fivefold.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.plan.predict import Plan
-    from fivefold.plan.search import Found
+    from fivefold.plan.search.search import Found
     from fivefold.recipe import Recipe
 
 Typed = tuple[str, list[str], str]
@@ -57,8 +57,7 @@ def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> N
     """Prints and writes the pictures of a search: its frontier and the best plan."""
     if not found.plans or not (wanted.printed or wanted.html):
         return
-    from fivefold.plan.frontier import frontier
-    from fivefold.plan.search import apply
+    from fivefold.plan.search.search import apply, frontier
 
     best, plans = found.plans[0], frontier(found)
     if wanted.printed:
@@ -88,7 +87,7 @@ def print_pictures(plan: Plan | None, full: bool, frontier: Sequence[Plan] = ())
     from rich.console import Console
 
     from fivefold.plan.pages import text as plan_text
-    from fivefold.plan.pictures import pictures
+    from fivefold.plan.pages.pictures import pictures
 
     width = max(plan_text.NARROWEST, shutil.get_terminal_size().columns)
     console = Console(file=sys.stdout, width=width, highlight=False)
@@ -118,12 +117,12 @@ def write_page(
         UserError: as `predict`, or the file cannot be written.
     """
     from fivefold.observe.format import short_number
-    from fivefold.plan import grid
-    from fivefold.plan.frontier import as_rows
-    from fivefold.plan.grid_data import as_data
+    from fivefold.plan.pages import grid
     from fivefold.plan.pages import page as plan_page
     from fivefold.plan.pages import svg as plan_svg
-    from fivefold.plan.pictures import pictures
+    from fivefold.plan.pages.grid_data import as_data
+    from fivefold.plan.pages.pictures import pictures
+    from fivefold.plan.search.search import as_rows
     from fivefold.recipe import count_parameters
     from fivefold.schedules.pipeline import to_svg
 

@@ -36,7 +36,7 @@ def tokenize(
     The tokens go to the cache, where `fivefold train` finds them. An interrupted command resumes where it stopped.
     """
     from fivefold.data import prepare, progress_bar
-    from fivefold.data.finish import finished, write_megatron
+    from fivefold.data.preparation import finished, write_megatron
     from fivefold.recipe import load
 
     loaded = load(recipe, set_ or [], layout)

@@ -32,9 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.comm.failure import Place, caller, verdict
 from fivefold.comm.private import all_gather_single, reduce_scatter_single
-from fivefold.comm.progress import Ops, progress
+from fivefold.comm.progress import Ops, Place, caller, progress, verdict
 from fivefold.comm.span import message
 from fivefold.comm.watch import UNIT, Work, watched
 from fivefold.errors import CommunicationError

@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fivefold.data.batches import Batches, Prefetch, objective_of
-    from fivefold.data.cut import NOT_COUNTED, Batch
-    from fivefold.data.dataset import DataSet
     from fivefold.data.facts import check
     from fivefold.data.one_source import progress_bar
+    from fivefold.data.packing import NOT_COUNTED, Batch, DataSet
     from fivefold.data.preparation import prepare
     from fivefold.data.tokenizer import Tokenizer, load_tokenizer
     from fivefold.data.tokens import Tokens
 
 _HOMES = {
-    "NOT_COUNTED": "cut",
-    "Batch": "cut",
+    "NOT_COUNTED": "packing",
+    "Batch": "packing",
     "Batches": "batches",
-    "DataSet": "dataset",
+    "DataSet": "packing",
     "Prefetch": "batches",
     "Tokenizer": "tokenizer",
     "Tokens": "tokens",

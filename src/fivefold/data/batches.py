@@ -15,12 +15,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from fivefold.data.cut import NOT_COUNTED, Batch, Concatenated, Cut, count_sequences
 from fivefold.data.order import Order, hash_keys, item_numbers, seed_of
+from fivefold.data.packing import NOT_COUNTED, Batch, Concatenated, Cut, count_sequences
 from fivefold.data.stream import Stream
 from fivefold.data.tokens import Tokens
 from fivefold.models.card import card_of
-from fivefold.models.objective import Objective, predicted
+from fivefold.models.registry import Objective, predicted
 from fivefold.recipe import Recipe, total_steps
 
 # Of the positions that `mlm` predicts 80% become the mask token, 10% a random one, 10% stay.

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fivefold.data.conversations import read_template, special_of
-from fivefold.data.documents import Bad, row_groups
 from fivefold.data.encode import (
     MIN_PARALLEL,
     Chunk,
@@ -27,9 +26,10 @@ from fivefold.data.encode import (
     summary_from,
     training_texts,
 )
-from fivefold.data.sequential import SPAN, opened
-from fivefold.data.sources import File, Source
-from fivefold.data.tasks import VAL, Place, Task, hub_tasks, samples, split_files, tasks
+from fivefold.data.kinds import Fields, File, Task, describe_bad
+from fivefold.data.kinds.kind import SPAN, VAL
+from fivefold.data.sources import Source
+from fivefold.data.tasks import Place, samples, split_files, tasks
 from fivefold.data.tokenizer import (
     Tokenizer,
     bytes_tokenizer,
@@ -55,25 +55,19 @@ class Work:
     """The tasks of a source. files: what they name."""
 
     def __init__(self, source: Source, data: DataSection):
-        self.hub, self.text_key, self.chat = source.hub, data.text_key, bool(data.chat_template)
+        self.hub, self.fields = source.hub, Fields(data.text_key, bool(data.chat_template))
         self.files, self.size = source.files, None if source.hub else source.size
-        if source.hub:
-            self.files = [File(source.spec, Path(source.spec), "text", 0)]
-            return
-        groups = {i: row_groups(f) for i, f in enumerate(self.files) if f.kind == "parquet" and not f.url}
-        self.split = split_files(self.files, data.val_fraction, groups, data.stream)
+        self.split = split_files(self.files, data.val_fraction, data.stream)
 
     def tasks(self, start: Place) -> Iterator[tuple[Task, Place]]:
         """Those from a place on, and the place behind each."""
-        if self.hub:
-            return hub_tasks(self.hub, self.text_key, self.chat, start)
-        return tasks(self.split, self.text_key, self.chat, start)
+        return tasks(self.split, self.fields, start)
 
     def samples(self, wanted: int) -> Iterator[Task]:
         """About so many, spread over the source; a hub data set gives its beginning."""
         if self.hub:
-            return (task for task, _ in hub_tasks(self.hub, self.text_key, self.chat, []))
-        return samples(self.split, self.text_key, self.chat, wanted)
+            return (task for task, _ in self.tasks([]))
+        return samples(self.split, self.fields, wanted)
 
 
 def noted(work: Iterable[tuple[Task, Place]], places: deque[Place]) -> Iterator[Task]:
@@ -112,7 +106,7 @@ def build(
     return {
         "format": FORMAT,
         "source": data.source,
-        "files": len(source.files),
+        "files": 0 if source.hub else len(source.files),
         "documents": dict(zip(NAMES, summary.documents, strict=True)),
         "bytes": dict(zip(NAMES, summary.bytes, strict=True)),
         "tokens": {split: sum(e["tokens"] for e in shards[split]) for split in NAMES},
@@ -120,7 +114,7 @@ def build(
             "bad": summary.bad_count,
             "pieces": summary.pieces,
             "first_bad": describe_bad(files, summary.bad[0]) if summary.bad else "",
-            "empty": summary.empty + sum(f.size == 0 for f in source.files),
+            "empty": summary.empty + (0 if source.hub else sum(f.size == 0 for f in source.files)),
             "ignored": sum(source.unknown.values()),
         },
         "dtype": setup.dtype,
@@ -157,21 +151,6 @@ def with_tokenizer(setup: Setup, folder: Path) -> Setup:
 def is_named(tokenizer: str) -> bool:
     """True if data.tokenizer is one of Fivefold's own, not a path."""
     return tokenizer in ("bytes", "chars") or tokenizer.startswith("bpe:")
-
-
-def describe_bad(files: list[File], bad: Bad) -> str:
-    """Place and reason as text: 'FILE: line 3 (byte 120): not JSON: ...'."""
-    file = files[bad.file]
-    where = f"byte {bad.place}"
-    if file.kind == "jsonl" and not file.url and not bad.reason.startswith("cannot be"):
-        with opened(file) as f:  # count lines only for the document that is shown
-            line, left = 1, bad.place
-            while left and (chunk := f.read(min(1 << 20, left))):
-                line, left = line + chunk.count(b"\n"), left - len(chunk)
-        where = f"line {line} ({where})"
-    elif file.kind in ("json", "parquet") or file.size == 0:
-        where = f"row {bad.place}"
-    return f"{file.where}: {where}: {bad.reason}"
 
 
 def require_few_bad(skipped: dict[str, Any], max_bad_fraction: float) -> None:

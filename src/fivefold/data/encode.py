@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from fivefold.data.conversations import Message, NotAConversation
-from fivefold.data.documents import Bad, Document, read_block, read_row, read_span
-from fivefold.data.sequential import SPAN, Block, Row
-from fivefold.data.sources import File
-from fivefold.data.tasks import BY_RULE, TRAIN, VAL, FileSpan, Task, document_hash
+from fivefold.data.kinds import Bad, Block, Document, Fields, File, FileSpan, Row, Task, kind_of, read_task
+from fivefold.data.kinds.kind import BY_RULE, SPAN, TRAIN, VAL
+from fivefold.data.tasks import document_hash
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.data.tokens import COUNTED, ENDS
 from fivefold.errors import UserError
@@ -192,18 +191,7 @@ def training_texts(task: Task, setup: Setup) -> Iterator[str]:
 
 
 def _documents(task: Task, setup: Setup) -> Iterator[Document | Bad]:
-    return read_task(task, setup.files, setup.text_key, bool(setup.template))
-
-
-def read_task(task: Task, files: list[File], text_key: str, chat: bool) -> Iterator[Document | Bad]:
-    """The documents of a task."""
-    for item in task:
-        if isinstance(item, FileSpan):
-            yield from read_span(files, item, text_key, chat)
-        elif isinstance(item, Block):
-            yield from read_block(files, item, text_key, chat)
-        else:
-            yield read_row(item, text_key, chat)
+    return read_task(task, setup.files, Fields(setup.text_key, bool(setup.template)))
 
 
 def _read_size(files: list[File], item: Any) -> int:
@@ -211,7 +199,7 @@ def _read_size(files: list[File], item: Any) -> int:
         return len(item.content)
     if isinstance(item, Row):
         return len(str(item.value))
-    if files[item.file].kind == "parquet":
+    if not kind_of(files[item.file]).by_bytes:
         return files[item.file].size * (item.stop - item.start) // max(1, item.high)
     return item.stop - item.start
 

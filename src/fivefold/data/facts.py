@@ -1,28 +1,43 @@
-"""Checks a recipe's data in a fraction of a second, before anything is tokenized."""
+"""What is known of a recipe's data in a fraction of a second: faults, sizes, and the tokens if they are cached."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext
-from importlib.util import find_spec
+from contextlib import nullcontext, suppress
+from itertools import islice
 from typing import NamedTuple
 
-from fivefold.data import mixture, preparation, tokenfiles
-from fivefold.data.batches import items_in, objective_of, steps_of
-from fivefold.data.mixture import Amount
-from fivefold.data.one_source import cache_key, check_tokenizer
-from fivefold.data.probe import require_ids, require_readable
-from fivefold.data.sources import find
-from fivefold.data.tasks import needs_datasets
-from fivefold.data.tokens import read_manifest
+import numpy as np
+
+from fivefold.data import mixture, preparation
+from fivefold.data.batches import Batches, items_in, objective_of, steps_of
+from fivefold.data.build import is_named
+from fivefold.data.conversations import special_of
+from fivefold.data.kinds import Bad, Fields, describe_bad, from_start, hub, kind_of, read_task, token_files
+from fivefold.data.kinds.megatron import index_of
+from fivefold.data.mixture import Amount, amounts, order_of
+from fivefold.data.one_source import cache_key, check_tokenizer, require_vocabulary
+from fivefold.data.packing import DataSet, cut_of
+from fivefold.data.sources import Source, find
+from fivefold.data.stream import Stream
+from fivefold.data.tasks import beginning
+from fivefold.data.tokenizer import load_tokenizer
+from fivefold.data.tokens import open_tokens, read_manifest
 from fivefold.errors import UserError, several
-from fivefold.files import cache_folder
-from fivefold.recipe import Recipe
+from fivefold.files import cache_folder, expanded
+from fivefold.kernels.tiling import Sample
+from fivefold.recipe import Recipe, place
 from fivefold.recipe.warnings import warning_of_passes
 
 WARNING = "warning: "
 HASHED_AT_ONCE = 256 << 20  # bytes; the tokens of a larger source are estimated
+PROBED = 16 << 20  # bytes that are read in all: about 0.1 s
+LEAST = 1 << 16  # bytes that are read of each file
+ROWS = 64  # rows read of a file whose bytes cannot be counted, and sequences of a sample
+ENOUGH = 100  # bytes of text per token with which BPE finds as many tokens as it may
+MOST_HASHED = 64 << 20  # bytes of a source that are hashed again, to see whether it has changed: 0.04 s
+MOST_PACKED = 1 << 24  # tokens whose best-fit packing is computed to know it
 BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0}
 
 
@@ -88,12 +103,12 @@ def _amount(recipe: Recipe, tokens: int, held_out: int | None, documents: int | 
 
 def _found(recipe: Recipe, tokenizer: str) -> Found:
     """What is known of the only source of a recipe. tokenizer: the one that several sources share."""
-    if recipe.data.source.startswith("tokens:"):
+    if recipe.data.source.startswith(token_files.PREFIX):
         shards = [
-            tokenfiles.read_header(p, recipe.data.token_dtype)
-            for p in tokenfiles.find_files(recipe.data.source)
+            token_files.read_header(p, recipe.data.token_dtype)
+            for p in token_files.find_files(recipe.data.source)
         ]
-        train, val = tokenfiles.split(shards, recipe.data.val_fraction)
+        train, val = token_files.split(shards, recipe.data.val_fraction)
         amount = _amount(recipe, len(train), None if val is None else len(val))
         about = "about " * any(s.path.suffix == ".parquet" for s in shards)  # an empty row counts as one
         fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
@@ -102,8 +117,7 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
     check_tokenizer(recipe.data, mask)
     source = find(recipe.data.source)
     if source.hub:
-        if not find_spec("datasets"):
-            raise UserError(needs_datasets(source.hub.name))
+        hub.require_library(source.spec)
         return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")
     if source.size == 0 and all(f.size == 0 for f in source.files):
         raise UserError(f"data.source: {recipe.data.source} holds no text; empty files: {len(source.files)}")
@@ -129,7 +143,9 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
     most = source.size + len(source.files)  # at most one token per byte, and one end token per file
     likely = int(most * (1 - recipe.data.val_fraction) / bytes_per_token(recipe.data.tokenizer))
     fact += f"\ntokens: about {likely:,} for training (not tokenized yet)"
-    bounded = not any(f.kind == "parquet" or f.packed or f.url for f in source.files)  # else it may be larger
+    bounded = not any(
+        f.packed or f.url or not kind_of(f).packs for f in source.files
+    )  # else it may be larger
     return Found(fact, _amount(recipe, likely, None), most=most if bounded else None)
 
 
@@ -157,3 +173,109 @@ def _passes(recipe: Recipe, amounts: Mapping[str, Amount], exact: bool) -> list[
         f"{name}: {about}{100 * row.share:.1f}% of the run, {row.epochs:.2f} passes"
         for name, row in seen.items()
     ] + warnings
+
+
+def require_readable(recipe: Recipe, source: Source) -> None:
+    """Raises UserError if a document in the beginning of the source cannot be read and none may be bad."""
+    data = recipe.data
+    if data.max_bad_fraction:
+        return
+    each = max(LEAST, PROBED // max(1, len(source.files)))
+    whole = source.size <= PROBED
+    for number, file in enumerate(source.files[: PROBED // LEAST] if not whole else source.files):
+        if file.url:  # `check` uses no network but to list them
+            continue
+        fields = Fields(data.text_key, bool(data.chat_template))
+        task = beginning(source.files, number, fields, file.size if whole else min(file.size, each))
+        documents = read_task(task, source.files, fields)
+        counted = kind_of(file).by_bytes and not from_start(file)
+        for document in documents if counted else islice(documents, ROWS):
+            if isinstance(document, Bad):
+                raise UserError(
+                    f"{describe_bad(source.files, document)} "
+                    "(set data.max_bad_fraction to skip a share of bad documents)"
+                )
+
+
+def require_ids(recipe: Recipe, source: Source, mask: bool) -> None:
+    """Raises UserError if the model certainly has fewer ids than the tokenizer."""
+    data = recipe.data
+    special = (2 if mask else 1) + len(special_of(data.chat_template))
+    if data.tokenizer == "bytes":
+        require_vocabulary(recipe, 256 + special)
+    elif data.tokenizer.startswith("bpe:"):
+        size = int(data.tokenizer.removeprefix("bpe:"))
+        if source.size > ENOUGH * size:
+            require_vocabulary(recipe, size)
+    elif not is_named(data.tokenizer):
+        tokenizer = load_tokenizer(expanded("data.tokenizer", data.tokenizer), mask)
+        if data.chat_template:
+            from fivefold.data.chat import open_template  # Jinja takes a moment to import
+
+            tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
+        require_vocabulary(recipe, tokenizer.vocab_size)
+
+
+def sample(recipe: Recipe, data: DataSet) -> Sample | None:
+    """Sequences from all parts of a run, evenly spaced; None: they are tokenized while it goes on, or a source has not
+    even one."""
+    tokens = list(data.sources.values())
+    if any(isinstance(one, Stream) for one in tokens):
+        return None
+    cuts = [cut_of(recipe, data, one) for one in tokens]
+    if min(one.count for one in cuts) < 1:
+        return None
+    train, steps = recipe.train, steps_of(recipe)
+    batches = Batches(
+        cuts, recipe.model.seq_len, train.global_batch_size, train.seed,
+        objective_of(recipe), data.mask_id, data.vocab_size, order=order_of(recipe, amounts(recipe, data)),
+    )  # fmt: skip
+    places = place(train, steps) if steps else batches.sequences
+    return Sample(batches.first(np.linspace(0, places - 1, min(ROWS, places)).astype(np.int64)))
+
+
+class _Work(Exception):
+    """Something would have to be read or tokenized first."""
+
+
+def known(recipe: Recipe) -> DataSet | None:
+    """The training data of `data.source`, if they are tokenized. None also if much would have to be read to know it,
+    and for several sources, streams and sources elsewhere."""
+    data = recipe.data
+    if data.sources or data.stream or "://" in data.source or data.source.startswith(hub.PREFIX):
+        return None
+    with suppress(_Work, UserError, OSError):
+        return _known_files(recipe) if data.source.startswith(token_files.PREFIX) else _known_text(recipe)
+    return None
+
+
+def _known_files(recipe: Recipe) -> DataSet:
+    data, paths = recipe.data, token_files.find_files(recipe.data.source)
+    if data.packing == "best_fit":
+        raise _Work("a packing is kept by the hash of all tokens")
+    if any(path.suffix == ".parquet" for path in paths):
+        raise _Work("its ids are copied")
+    shards = [token_files.read_header(path, data.token_dtype) for path in paths]
+    for n, index in enumerate(map(index_of, paths)):
+        if index.is_file():
+            shards[n] = shards[n]._replace(index=(index, ""))
+    mask_id = (recipe.model.vocab_size or 1) - 1
+    return DataSet(token_files.split(shards, data.val_fraction)[0], None, None, mask_id + 1, mask_id, {})
+
+
+def _known_text(recipe: Recipe) -> DataSet | None:
+    data, mask = recipe.data, objective_of(recipe) == "mlm"
+    root = cache_folder(data.cache) / "data"
+    folder = root / cache_key(find(data.source), data, mask, root, _refuse)
+    if (manifest := read_manifest(folder)) is None:
+        return None
+    tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
+    tokens = open_tokens(folder, manifest, "train")
+    if data.packing == "best_fit" and len(tokens) > MOST_PACKED:
+        raise _Work("packing")
+    return DataSet(tokens, None, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
+
+
+def _refuse(stage: str, done: int, total: int | None) -> None:
+    if total is None or total > MOST_HASHED:
+        raise _Work(stage)

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fivefold.data.batches import items_in, steps_of
-from fivefold.data.cut import cut_of
-from fivefold.data.dataset import DataSet
 from fivefold.data.order import Order, Stage, whole_weights
+from fivefold.data.packing import DataSet, cut_of
 from fivefold.data.stream import ENDLESS
 from fivefold.errors import UserError
 from fivefold.recipe import DataSection, LeftOut, Recipe, batch_size, place, sequences_before

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fivefold.data import stream, tokenfiles
+from fivefold.data import stream
 from fivefold.data.batches import objective_of
 from fivefold.data.build import JOURNAL, Progress, build, is_named, require_few_bad
 from fivefold.data.conversations import beside, read_template, special_of
-from fivefold.data.dataset import DataSet
 from fivefold.data.fingerprint import Memo, remembered, sampled_sha256, sha256_file
+from fivefold.data.kinds import hub, token_files
+from fivefold.data.packing import DataSet
 from fivefold.data.sources import Source, find
-from fivefold.data.tasks import hub_fingerprint
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import (
     FORMAT,
@@ -61,8 +61,8 @@ def prepare_source(recipe: Recipe, progress: Progress | None = None, workers: in
     every fault of the source, with file and offset.
     """
     tell = progress or (lambda stage, done, total: None)
-    if recipe.data.source.startswith("tokens:"):
-        data = tokenfiles.open_files(recipe, tell)
+    if recipe.data.source.startswith(token_files.PREFIX):
+        data = token_files.open_files(recipe, tell)
     else:
         data = _prepare_text(recipe, tell, workers or cores())
     require_vocabulary(recipe, data.vocab_size)
@@ -243,7 +243,7 @@ def _make(
 def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: Progress) -> str:
     """Hash of everything that determines the shards: format, content of the source, tokenizer, settings."""
     if source.hub:
-        content: Any = hub_fingerprint(source.hub)
+        content: Any = hub.fingerprint(source.spec)
     else:
         local, done = [f for f in source.files if not f.url], 0
 

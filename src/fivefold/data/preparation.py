@@ -16,22 +16,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fivefold.data import tokenfiles
 from fivefold.data.batches import objective_of
 from fivefold.data.build import Progress, learn, text_of
-from fivefold.data.cut import cut_of
-from fivefold.data.dataset import DataSet, Part
+from fivefold.data.kinds import megatron, token_files
 from fivefold.data.mixture import amounts, require_enough, require_sequence, weights_of
 from fivefold.data.one_source import cache_key, check_tokenizer, prepare_source
+from fivefold.data.packing import DataSet, Part, cut_of, end_of
 from fivefold.data.sources import find
+from fivefold.data.stream import Stream, read_progress
 from fivefold.data.tokenizer import Tokenizer
+from fivefold.data.tokens import Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, locked, make_folder, writable
 from fivefold.host import cores
 from fivefold.recipe import Recipe
 from fivefold.recipe.entries import SourceEntry, ValidationEntry
 
-TOKENS = "tokens:"
 TOKENIZERS = 1
 """Of tokenizers that several sources share: raise it when the same sources would give another one."""
 
@@ -142,8 +142,8 @@ def of_entry(recipe: Recipe, entry: SourceEntry | ValidationEntry) -> Recipe:
 
 def require_whole(entry: ValidationEntry) -> None:
     """Raises UserError if only a part of a validation set is for validation by its name."""
-    if entry.source.startswith(TOKENS):
-        tokenfiles.require_one_split(entry.source)
+    if entry.source.startswith(token_files.PREFIX):
+        token_files.require_one_split(entry.source)
 
 
 def each(recipe: Recipe) -> dict[str, Recipe]:
@@ -219,7 +219,7 @@ def shared_tokenizer(recipe: Recipe, most: int) -> str:
     if not shared or not (cache_folder(section.cache) / "data").is_dir():
         return section.tokenizer
     every = [*each(recipe).values(), *each_validation(recipe).values()]
-    sources = [find(one.data.source) for one in every if not one.data.source.startswith(TOKENS)]
+    sources = [find(one.data.source) for one in every if not one.data.source.startswith(token_files.PREFIX)]
     if any(source.hub for source in sources) or sum(source.size for source in sources) > most:
         return section.tokenizer
     return _learned(recipe, None, None, make=False)
@@ -241,7 +241,7 @@ def _learned(recipe: Recipe, progress: Progress | None, workers: int | None, mak
     texts = [
         (name, one.data, find(one.data.source))
         for name, one in recipes.items()
-        if not one.data.source.startswith(TOKENS)
+        if not one.data.source.startswith(token_files.PREFIX)
     ]
     if not texts:  # no tokenizer is needed
         return section.tokenizer
@@ -283,3 +283,62 @@ def _shares_of_sample(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, flo
                 found[name] = math.fsum(share * weights[number] for share, weights in stages)
     total = math.fsum(found.values())
     return {name: value / total if total else 1 / len(found) for name, value in found.items()}
+
+
+def finished(data: DataSet, recipe: Recipe, tell: Progress) -> DataSet:
+    """The data set with all tokens of its streams.
+
+    Raises:
+        UserError: a stream keeps only some of them.
+    """
+    if not recipe.data.stream:
+        return data
+    if recipe.data.stream_gib:
+        raise UserError(
+            f"data.stream_gib = {recipe.data.stream_gib}: the tokens of such a stream are not kept, so they cannot be "
+            "made ahead. Nearest valid: stream_gib = 0"
+        )
+    if data.parts:
+        found = [part._replace(**_whole(part.train, part.info, tell)) for part in data.parts]
+        info = data.info | {"sources": {part.name: part.info for part in found}}
+        return replace(data, train=found[0].train, parts=tuple(found), info=info)
+    return replace(data, **_whole(data.train, data.info, tell))
+
+
+def _whole(tokens: Tokens | Stream, info: dict[str, Any], tell: Progress) -> dict[str, Any]:
+    """The fields `train` and `info` of a source when it is tokenized."""
+    if isinstance(tokens, Tokens):
+        return {"train": tokens, "info": info}
+    tokens.finish(tell)
+    now = read_progress(tokens.folder)
+    assert now is not None
+    assert now.total is not None
+    starts = range(0, now.total, now.shard)
+    paths = [tokens.folder / f"train-{i:05d}.bin" for i in range(len(starts))]
+    shards = [
+        Shard(p, now.dtype, 0, min(now.shard, now.total - s)) for p, s in zip(paths, starts, strict=True)
+    ]
+    return {"train": Tokens(shards), "info": info | {"tokens": {"train": now.total, "val": now.val}}}
+
+
+def write_megatron(data: DataSet, recipe: Recipe, name: Path) -> list[Path]:
+    """Writes NAME_train and NAME_val, as .bin and .idx; of a mixture those of each source, behind whose name they are
+    called: NAME_web_train. Returns the paths of the .bin.
+
+    Raises:
+        UserError: the data are conversations; these files cannot say what counts in the loss.
+    """
+    if data.train.flags is not None:
+        raise UserError(
+            "--megatron: files of Megatron-LM cannot say which tokens of a conversation count in the loss. Nearest "
+            'valid: data.chat_template = ""'
+        )
+    make_folder(name.parent)
+    paths = []
+    for source in data.parts or (Part("", data.train, data.val, {}),):
+        for split, tokens in (("train", source.train), ("val", source.val)):
+            if isinstance(tokens, Tokens):
+                words = filter(None, (name.name, source.name, split))
+                paths.append(name.with_name(f"{'_'.join(words)}.bin"))
+                megatron.write(paths[-1], tokens, data.vocab_size, end_of(recipe, data))
+    return paths

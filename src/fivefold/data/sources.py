@@ -5,87 +5,33 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-import re
 import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from fivefold.data import remote
+from fivefold.data.kinds import SUFFIXES, File, hub, named, remote
+from fivefold.data.kinds.opening import PACKED
 from fivefold.errors import UserError, several
-
-FileKind = Literal["text", "json", "jsonl", "parquet"]
-KINDS: dict[str, FileKind] = {
-    ".txt": "text",
-    ".md": "text",
-    ".py": "text",
-    ".json": "json",
-    ".jsonl": "jsonl",
-    ".parquet": "parquet",
-}
-BROKEN_PARQUET = (ValueError, NotImplementedError)
-"""What pyarrow raises for a file that is broken, or has what it does not read."""
-PACKED = (".gz", ".zst")
-"""Compressions, of any kind but parquet, which has its own."""
 
 # `stdlib` leaves out installed packages, tests (many distributions do not install them, so the set would differ between
 # machines), and generated tables (encodings, documentation topics, build variables). 10 MB in 600 files remain.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
-class File(NamedTuple):
-    """A file of the source.
-
-    name: path below the source's root. It decides order and split, so the same tree gives the same data anywhere.
-    size: bytes as they lie there, or -1 if the file cannot be read. packed: its compression, one of PACKED or "".
-    url: its address, if it lies elsewhere; version: what its server says of the content.
-    """
-
-    name: str
-    path: Path
-    kind: FileKind
-    size: int
-    packed: str = ""
-    url: str = ""
-    version: str = ""
-
-    @property
-    def where(self) -> str:
-        return self.url or str(self.path)
-
-    @property
-    def from_start(self) -> bool:
-        """It is read once, from its start on, by one process: no part of it can be found without what is before."""
-        return bool(self.packed or self.url or self.kind == "json")
-
-
-class Hub(NamedTuple):
-    """Rows first .. stop of a split of a Hugging Face data set. stop None: all."""
-
-    name: str
-    config: str | None = None
-    split: str = "train"
-    first: int = 0
-    stop: int | None = None
-
-
-_HUB = re.compile(
-    r"hf:(?P<name>[^:\[\]]+)(:(?P<config>[^:\[\]]*))?(:(?P<split>[^:\[\]]+))?(\[(?P<first>\d*):(?P<stop>\d*)\])?"
-)
-
-
 class Source(NamedTuple):
     """The files of a source.
 
-    spec: the recipe's text. unknown: number of files of other kinds, by extension. hub: a hub data set instead.
+    spec: the recipe's text. unknown: number of files of other kinds, by extension. hub: it is a data set of Hugging
+    Face, one file without a size.
     """
 
     spec: str
     files: list[File]
     unknown: dict[str, int] = {}  # noqa: RUF012
-    hub: Hub | None = None
+    hub: bool = False
 
     @property
     def size(self) -> int:
@@ -106,8 +52,9 @@ def find(spec: str) -> Source:
     """
     if spec == "stdlib":
         return _stdlib()
-    if spec.startswith("hf:"):
-        return Source(spec, [], hub=_hub(spec))
+    if spec.startswith(hub.PREFIX):
+        hub.parse(spec)
+        return Source(spec, [hub.file_of(spec)], hub=True)
     if not spec:
         raise UserError("data.source is empty; use a file, a folder, a glob, stdlib, tokens:PATH or hf:NAME")
     if remote.is_address(spec):
@@ -116,7 +63,7 @@ def find(spec: str) -> Source:
     if path.is_dir():
         return _below(spec, path, _walk(path))
     if path.is_file():
-        if kind_of(path.name) is None:
+        if named(path.name) is None:
             raise UserError(
                 f"data.source: {spec}: unknown kind of file {_extension(path.name)}; {_known(path)}"
             )
@@ -132,29 +79,6 @@ def find(spec: str) -> Source:
         raise UserError(f"data.source: {spec!r} is neither a regular file nor a folder")
     hint = "; known words: stdlib, tokens:PATH, hf:NAME" if os.sep not in spec else ""
     raise UserError(f"data.source: no such file or folder: {spec!r}; {nearest(path)}{hint}")
-
-
-def kind_of(name: str) -> tuple[FileKind, str] | None:
-    """(kind, compression) by the name of a file: ("jsonl", ".gz") of a.jsonl.gz. None: it is not known."""
-    stem, packed = os.path.splitext(name.lower())
-    if packed not in PACKED:
-        stem, packed = name.lower(), ""
-    kind = KINDS.get(os.path.splitext(stem)[1])
-    return None if kind is None or (packed and kind == "parquet") else (kind, packed)
-
-
-def _hub(spec: str) -> Hub:
-    found = _HUB.fullmatch(spec)
-    if not found:
-        what = "the name is missing" if spec == "hf:" else "cannot be read"
-        raise UserError(
-            f"data.source = {spec!r}: {what}; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT, and [FROM:TO] "
-            "behind it for some of the rows"
-        )
-    first, stop = int(found["first"] or 0), int(found["stop"]) if found["stop"] else None
-    if stop is not None and stop <= first:
-        raise UserError(f"data.source = {spec!r}: the rows end before they begin; FROM must be below TO")
-    return Hub(found["name"], found["config"] or None, found["split"] or "train", first, stop)
 
 
 def nearest(path: Path) -> str:
@@ -204,13 +128,13 @@ def _of_kind(spec: str, found: list[tuple[str, Path, remote.Entry | None]]) -> S
     files: list[File] = []
     unknown: Counter[str] = Counter()
     for name, path, entry in found:
-        kind = kind_of(name)
+        kind = named(name)
         if kind is None:
             unknown[_extension(name)] += 1
         elif entry is None:
-            files.append(File(name, path.absolute(), kind[0], _size(path), kind[1]))
+            files.append(File(name, path.absolute(), kind[0].name, _size(path), kind[1]))
         else:
-            files.append(File(name, path, kind[0], entry.size, kind[1], entry.url, entry.version))
+            files.append(File(name, path, kind[0].name, entry.size, kind[1], entry.url, entry.version))
     if not files:
         here = _listed(unknown) or "nothing"
         raise UserError(
@@ -250,7 +174,4 @@ def _fixed_part(pattern: Path) -> Path:
 
 def _known(*paths: Path) -> str:
     hint = "; for token files write tokens:PATH" if any(p.suffix in (".bin", ".npy") for p in paths) else ""
-    if table := next((p for p in paths if p.suffix.lower() == ".csv"), None):
-        write = f"parquet.write_table(csv.read_csv({table.name!r}), {table.stem + '.parquet'!r})"
-        hint += f'; convert a table: python -c "from pyarrow import csv, parquet; {write}"'
-    return f"known: {' '.join(KINDS)}, and texts as {' '.join(PACKED)}{hint}"
+    return f"known: {' '.join(SUFFIXES)}, and texts as {' '.join(PACKED)}{hint}"

@@ -1,6 +1,6 @@
 """Tokens that a process beside the training is still writing (`data.stream`), and how they are read.
 
-One process per machine tokenizes (`growing.py`). It appends to shards in a folder of the cache, and says in
+One process per machine tokenizes (`stream_writer.py`). It appends to shards in a folder of the cache, and says in
 `progress.json` which tokens are there. A reader posts which ones it needs, waits until they are there, and starts that
 process if there is none. Tokens depend on the source and the settings alone, so all ranks read the same ones, whenever
 they ask, on whatever machine.
@@ -30,7 +30,7 @@ from fivefold.files import BROKEN, Post, held, own_word, parse_json, remove
 PROGRESS, ERROR, BUILDER, COMMITS = "progress.json", "error.txt", "builder.lock", "commits.jsonl"
 ENDLESS = 1 << 62
 """Length of a stream whose end is not known yet."""
-COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.growing import main; main()"]
+COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.stream_writer import main; main()"]
 POLL_S = 0.02
 TOLD_S, AGAIN_S = 1.0, 60.0  # a wait that is longer is said, but not more often
 LOOK_S = 1.0  # between looks whether the tokenizing process lives
@@ -107,7 +107,7 @@ def commits(folder: Path) -> list[Commit]:
 
 
 class Stream:
-    """The training tokens of a stream. setup: a line for `growing.main`. window: tokens."""
+    """The training tokens of a stream. setup: a line for `stream_writer.main`. window: tokens."""
 
     def __init__(self, folder: Path, window: int, setup: dict[str, Any]):
         self.folder, self.window, self.setup = folder, window, setup

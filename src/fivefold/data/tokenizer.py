@@ -19,8 +19,8 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from fivefold.data import foreign
-from fivefold.data.words import Words, applies
+from fivefold.data import tokenizer_check
+from fivefold.data.bpe_cache import BpeCache, applies
 from fivefold.errors import UserError
 from fivefold.files import parse_json, read_bytes, read_json, write_atomically
 
@@ -75,7 +75,7 @@ class Tokenizer:
         self.special_tokens = {t["content"]: t["id"] for t in spec["added_tokens"] if t["special"]}
         self.chat_template = ""
         self._is_bytes = _is_plain_bytes(spec)
-        self._has_words, self._words = applies(spec, (WORDS,)), None
+        self._has_cache, self._cache = applies(spec, (WORDS,)), None
         self._char_ids = _character_table(spec)
         self.token_bytes = self._count_bytes(spec, vocab)
         self.prefixes = _prefixes(spec)
@@ -98,9 +98,9 @@ class Tokenizer:
             return self._encode_characters(text)
         ids = [np.empty(0, np.int64)]
         for piece in cut_text(text):
-            if self._has_words and len(piece) >= LONG:
-                self._words = self._words or Words(self._inner)
-                ids.append(self._words.encode(piece))
+            if self._has_cache and len(piece) >= LONG:
+                self._cache = self._cache or BpeCache(self._inner)
+                ids.append(self._cache.encode(piece))
                 continue
             (encoding,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
             ids.append(np.array(encoding.ids, np.int64))
@@ -226,15 +226,15 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
 
     tokenizer_config.json beside it names the end and mask tokens (eos_token, mask_token). Without it the usual names
     are tried. mask: a mask token is required. Raises UserError if the file or a token is missing, or if the file takes
-    too much memory or time (`foreign.py`).
+    too much memory or time (`tokenizer_check.py`).
     """
     path = path / "tokenizer.json" if path.is_dir() else path
     config_path = path.with_name("tokenizer_config.json")
     try:
-        content = read_bytes(path, foreign.MOST_BYTES)
+        content = read_bytes(path, tokenizer_check.MOST_BYTES)
         spec = parse_json(content)
         config = read_json(config_path) if config_path.exists() else {}
-        foreign.require_harmless(path, content, spec, _is_ours(spec))
+        tokenizer_check.require_harmless(path, content, spec, _is_ours(spec))
         vocab = _vocabulary(spec)
         end = _find_token(path, vocab, config.get("eos_token"), KNOWN_ENDS, "end")
         named_mask = config.get("mask_token")

@@ -1,4 +1,9 @@
-"""Tokens on disk: shards of raw little-endian ids with a manifest, read as one long array."""
+"""Tokens on disk: shards of raw little-endian ids with a manifest, read as one long array.
+
+A byte that a disk or a cable has changed is not trained on. A file is hashed in blocks of 64 KiB while it is written or
+scanned. A process compares each block when it first reads from it, which costs about 40 microseconds per block and
+nothing later. So no cache is too large for it. What changes in memory after that is not noticed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,11 +19,12 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from fivefold.data.blocks import BlockHasher, Blocks, read_digests
-from fivefold.data.borders import Borders
+from fivefold.data.kinds.megatron import DocIndex
 from fivefold.errors import UserError
 from fivefold.files import flush, stream, stream_on, write_atomically
 
+BLOCK = 1 << 16
+DIGEST = 8  # bytes of a block's SHA-256 that are kept
 OPEN_MAPS = 256  # each mapping holds a file descriptor; a process has 1024 by default
 
 
@@ -56,7 +62,7 @@ class Tokens:
         assert 0 <= self._start <= self._stop <= self._starts[-1]
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
         self._blocks: dict[int, Blocks] = {}
-        self._borders: dict[int, Borders] = {}
+        self._indexes: dict[int, DocIndex] = {}
 
     @property
     def indexed(self) -> bool:
@@ -70,9 +76,9 @@ class Tokens:
         for number, start, stop in self._spans(a, b):
             shard, base = self.shards[number], self._starts[number] - self._start
             if shard.index is not None:
-                if number not in self._borders:
-                    self._borders[number] = Borders(shard.index[0])
-                found.append(self._borders[number].ends(start, stop) + base)
+                if number not in self._indexes:
+                    self._indexes[number] = DocIndex(shard.index[0])
+                found.append(self._indexes[number].ends(start, stop) + base)
             elif end is not None:
                 found.append(np.flatnonzero(self._map(number)[start:stop] == end) + start + base)
         return np.concatenate(found)
@@ -170,6 +176,63 @@ MANIFEST = "manifest.json"
 DAMAGED = "damaged"
 """A file beside shards in which a process has found another content than was written."""
 ADVICE = "The disk may be failing. Run again: the text is tokenized anew"
+
+
+class BlockHasher:
+    """Hashes a file, piece by piece as it is written."""
+
+    def __init__(self) -> None:
+        self._whole, self._current, self._missing = bytearray(), hashlib.sha256(), BLOCK
+
+    def update(self, content: memoryview) -> None:
+        """content: bytes, flat."""
+        while len(content):
+            taken = content[: self._missing]
+            self._current.update(taken)
+            self._missing -= len(taken)
+            content = content[len(taken) :]
+            if not self._missing:
+                self._end()
+
+    def _end(self) -> None:
+        self._whole += self._current.digest()[:DIGEST]
+        self._current, self._missing = hashlib.sha256(), BLOCK
+
+    def digests(self) -> bytes:
+        """Those of all blocks, one after the other."""
+        if self._missing < BLOCK:
+            self._end()
+        return bytes(self._whole)
+
+
+class Blocks:
+    """The hashes of a file's blocks, and which of them have been compared. wrong: called with the first and the last
+    byte of a block that differs; it raises."""
+
+    def __init__(self, digests: bytes, wrong: Callable[[int, int], None]):
+        self.digests, self.wrong = digests, wrong
+        self.compared = np.zeros(len(digests) // DIGEST, bool)
+
+    def compare(self, content: np.ndarray, start: int, stop: int) -> None:
+        """Compares the blocks of bytes start .. stop. content: all bytes of the file (uint8)."""
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        for block in np.flatnonzero(~self.compared[first:last]) + first:
+            here = content[block * BLOCK : (block + 1) * BLOCK]
+            known = self.digests[block * DIGEST : (block + 1) * DIGEST]
+            if hashlib.sha256(here.data).digest()[:DIGEST] != known:
+                self.wrong(int(block) * BLOCK, int(block) * BLOCK + len(here))
+            self.compared[block] = True
+
+
+def read_digests(path: Path, size: int, sha256: str) -> bytes | None:
+    """The digests of a file of `size` bytes. None if they are missing or damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if len(content) != -(-size // BLOCK) * DIGEST or hashlib.sha256(content).hexdigest() != sha256:
+        return None
+    return content
 
 
 class ShardWriter:

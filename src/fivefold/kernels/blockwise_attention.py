@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.kernels import native
 from fivefold.kernels.documents import Documents, Tile, sums_dtype, whole_tiles
 from fivefold.kernels.elementwise import rope
+from fivefold.kernels.matmul import wide
 from fivefold.kernels.sizes import any_length, keeps_probabilities
-from fivefold.kernels.wide import wide
 
 
 def attention(

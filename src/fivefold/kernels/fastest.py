@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fivefold.files import cache_folder, locked, make_folder, write_atomically
 from fivefold.host import cpu_model
-from fivefold.host.cpu import has_cpu_bf16
+from fivefold.host.machine import has_cpu_bf16
 from fivefold.kernels.native import processor
 from fivefold.kernels.private import onednn_linear
 

@@ -1,7 +1,7 @@
 """The three matmuls of a linear layer: its output, the gradient of its input, the gradient of its weight. Every layer
 uses them, even one that communicates or defers its weight gradient.
 
-With `fp8` they multiply numbers of 8 bits (fp8.py). Most CPUs multiply fp16 in fp32 (wide.py). On CPUs in fp32, and in
+With `fp8` they multiply numbers of 8 bits (fp8.py). Most CPUs multiply fp16 in fp32 (`wide`). On CPUs in fp32, and in
 bf16 with a bias, each goes to PyTorch's library or to oneDNN, whichever is faster on the processor (`fastest.py`).
 
 Legend: D input features, F output features.
@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from fivefold.host.machine import has_cpu_fp16
 from fivefold.kernels import fastest, native
 from fivefold.kernels.fastest import INPUT_GRADIENT, OUTPUT, PRODUCTS, WEIGHT_GRADIENT
 from fivefold.kernels.fp8 import Fp8
 from fivefold.kernels.private import onednn_linear
-from fivefold.kernels.wide import wide, widened
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: Fp8 | None = None) -> Tensor:
@@ -161,3 +161,16 @@ class _Whole(_Kept):
         ctx.save_for_backward(x, weight)
         ctx.fp8 = fp8
         return _forward(x, weight, bias, fp8)
+
+
+def widened(*tensors: Tensor) -> bool:
+    """True if matmuls take these in fp32. What PyTorch's compiler traces stays as it is."""
+    for x in tensors:  # asked at every matmul: the dtype alone decides most often
+        if x.dtype != torch.float16 or x.device.type != "cpu":
+            return False
+    return not torch.compiler.is_compiling() and not has_cpu_fp16()
+
+
+def wide(x: Tensor) -> Tensor:
+    """x as matmuls take it. Nobody should keep it: backward converts the saved tensor again."""
+    return x.float() if widened(x) else x

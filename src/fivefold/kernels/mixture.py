@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import fp8
 from fivefold.kernels.fp8 import Fp8
-from fivefold.kernels.wide import wide, widened
+from fivefold.kernels.matmul import wide, widened
 
 
 class Assignment(NamedTuple):

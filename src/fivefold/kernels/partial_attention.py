@@ -22,8 +22,8 @@ from fivefold.kernels import native
 from fivefold.kernels.blockwise_attention import _flat, _heads_first, _heads_last, _keys
 from fivefold.kernels.documents import Tile, sums_dtype, whole_tiles
 from fivefold.kernels.elementwise import rope
+from fivefold.kernels.matmul import wide
 from fivefold.kernels.private import flash_attention, flash_attention_backward
-from fivefold.kernels.wide import wide
 
 LOWEST = torch.finfo(torch.float32).min
 

@@ -5,10 +5,15 @@ They meet in files of a private folder and communicate over the loopback interfa
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -16,7 +21,6 @@ from fivefold.errors import BusyError, RankFailed, UserError
 from fivefold.host import cores
 from fivefold.launch.exits import unsaved
 from fivefold.launch.ranks import Ranks
-from fivefold.launch.scratch import scratch_folder
 from fivefold.launch.supervisor import Attempt, Outcome, Signals, Supervisor
 from fivefold.launch.verdict import Failure
 
@@ -105,3 +109,35 @@ def _environment(world: int) -> Iterator[None]:
     finally:
         for key in own:
             os.environ.pop(key, None)
+
+
+PREFIX, OWNER = "fivefold-", "owner"
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A new folder, which is removed at the end."""
+    remove_stale()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        with open(folder / ".owner", "w") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: the folder may stay
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.replace(folder / ".owner", folder / OWNER)  # locked before others see it
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_stale() -> list[Path]:
+    """Removes this user's folders whose launcher and ranks have ended."""
+    removed = []
+    for owner in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{OWNER}"):
+        with contextlib.suppress(OSError):
+            if owner.parent.is_symlink() or owner.parent.stat().st_uid != os.getuid():
+                continue
+            with open(os.open(owner, os.O_RDWR | os.O_NOFOLLOW)) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(owner.parent)
+                removed.append(owner.parent)
+    return removed

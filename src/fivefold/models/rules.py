@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fivefold.models.card import Card, Contradiction, card_of
 from fivefold.models.registry import ARCHITECTURES, file_of
 from fivefold.models.section import FACTS, ModelSection
-from fivefold.spread.divisors import divisors
+from fivefold.spread.shares import divisors
 
 PLAIN = ModelSection()
 
@@ -141,3 +141,38 @@ def _listed(names: Iterable[str], word: str = "and") -> str:
 
 def _closest(number: int, choices: Sequence[int]) -> int:
     return min(choices, key=lambda choice: (abs(choice - number), choice))
+
+
+FREE = {
+    "freeze",
+    "dropout",
+    "init_std",
+    "capacity_factor",
+    "aux_loss_weight",
+    "balance_rate",
+    "z_loss_weight",
+}
+"""Fields that only say how a run trains."""
+EXTENDED = {
+    "rope_theta",
+    "rope_factor",
+    "rope_scaling",
+    "rope_mscale",
+    "rope_low",
+    "rope_high",
+    "rope_context",
+}
+"""Fields that may change on purpose, for longer contexts."""
+
+
+def differences(mine: ModelSection, theirs: ModelSection) -> tuple[list[str], str]:
+    """Fields that differ on purpose, and the first that must not differ ("": none does). Both models are resolved."""
+    changed = []
+    for name in ModelSection.model_fields:
+        same = getattr(mine, name) == getattr(theirs, name)
+        if same or name in FREE or (name == "seq_len" and card_of(mine).rotary):
+            continue
+        if name not in EXTENDED:
+            return changed, name
+        changed.append(name)
+    return changed, ""

@@ -16,8 +16,8 @@ from html import escape
 
 import numpy as np
 
+from fivefold.draw.scale import Scale, linear_scale, log_scale, tick_labels, ticks
 from fivefold.observe.format import short_number
-from fivefold.observe.scale import Scale, linear_scale, log_scale, tick_labels, ticks
 
 # The x axis is divided into this many stretches. A line keeps at most four points of each (first, lowest, highest,
 # last). It looks the same as with all points, with its spikes (M4, VLDB 2014, doi 10.14778/2732951.2732953).

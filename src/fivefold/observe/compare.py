@@ -10,13 +10,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fivefold.draw.palette import LIGHT, css
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood
 from fivefold.observe.chart import STRETCHES, Chart, Series, draw, smooth
 from fivefold.observe.document import asset, document
-from fivefold.observe.format import duration, short_number, size
+from fivefold.observe.format import aligned, duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
-from fivefold.observe.palette import LIGHT, css
 from fivefold.observe.summary import by_name, column, summarize
 from fivefold.recipe import Recipe, count_parameters, explain, flops_per_token, load
 
@@ -173,28 +173,16 @@ def text(runs: Sequence[ComparedRun]) -> str:
     rows = [["", *(FIGURES[key][0] for key in keys)]]
     rows += [[run.name, *_cells(f, keys)] for run, f in zip(runs, all_figures, strict=True)]
     changed = differences(runs)
-    lines = _columns(rows)
+    lines = aligned(rows, (0,))
     if changed:
         table = [["", *(run.name for run in runs)]]
         table += [[key, *(_value(value) for value in values)] for key, values in changed.items()]
-        lines += ["", "differences", *_columns(table)]
+        lines += ["", "differences", *aligned(table, (0,))]
     return "\n".join([*lines, *(f"note: {note}" for note in notes(runs))])
 
 
 def _cells(figures: Mapping[str, float], keys: Sequence[str]) -> list[str]:
     return [FIGURES[key][1](figures[key]) if key in figures else "" for key in keys]
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _value(value: Any) -> str:

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 
-from fivefold.observe.palette import DARK, LIGHT
+from fivefold.draw.canvas import Canvas
+from fivefold.draw.palette import NAMES
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import token_spans
 
 MOST = 16  # ranks drawn
 CELL, LEFT, TOP, SIDE = 22, 40, 70, 130  # pixels: a pair of chunks, margins, room for words beside a picture
-COLORS = len(LIGHT)
-
-
-def _colors(values: Sequence[str]) -> str:
-    return " ".join(f"--c{number}: {value};" for number, value in enumerate(values))
-
-
-STYLE = f"""
-.context {{ color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
-  --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; {_colors(LIGHT)} }}
-@media (prefers-color-scheme: dark) {{ .context {{ --paper: #171614; --ink: #e9e6df; --soft: #a49f95;
-  {_colors(DARK)} }} }}
-.context .paper {{ fill: var(--paper); }} .context text {{ fill: var(--ink); }}
-.context .soft {{ fill: var(--soft); font-size: 11px; text-anchor: end; }}
-.context .title {{ font-size: 15px; font-weight: 600; }}
-""" + "".join(f".context .c{number} {{ fill: var(--c{number}); }}\n" for number in range(COLORS))
 Plans = Mapping[str, Sequence[int]]
 
 
@@ -69,32 +53,19 @@ def to_text(found: Plans, causal: bool) -> str:
 def to_svg(found: Plans, causal: bool, title: str) -> str:
     """Queries down, keys across, a square for each pair of chunks that attention computes, in the colour of its rank;
     paler where half of the pairs are seen."""
-    parts, left, chunks = list[str](), LEFT, len(next(iter(found.values())))
+    canvas, left, chunks = Canvas(title), LEFT, len(next(iter(found.values())))
+    canvas.text(LEFT - 20, 40, "queries down, keys across; ranks of the queries at the left")
+    colors = [NAMES[rank % len(NAMES)] for rank in range(chunks)]
     for name, owners in found.items():
-        parts.append(f'<text x="{left}" y="{TOP - 10}">{escape(name)}</text>')
+        canvas.text(left, TOP - 10, name)
         for query, key, seen in tiles(chunks, causal):
-            parts.append(
-                f'<rect class="c{owners[query] % COLORS}" x="{left + key * CELL}" y="{TOP + query * CELL}" '
-                f'width="{CELL - 2}" height="{CELL - 2}" opacity="{seen:g}">'
-                f"<title>rank {owners[query]}: queries {query}, keys {key}</title></rect>"
-            )
+            kind = colors[owners[query]] + " half" * (seen < 1)
+            tip = f"rank {owners[query]}: queries {query}, keys {key}"
+            canvas.rect(kind, left + key * CELL, TOP + query * CELL, CELL - 2, CELL - 2, tip)
         beside = left + chunks * CELL + 8
         for rank, share in enumerate(work(owners, causal)):
-            y = TOP + 4 + rank * CELL
-            parts.append(f'<rect class="c{rank % COLORS}" x="{beside}" y="{y}" width="12" height="12"/>')
-            parts.append(f'<text x="{beside + 18}" y="{y + 10}">rank {rank}: {share:.0%}</text>')
-        parts += [
-            f'<text class="soft" x="{left - 6}" y="{TOP + query * CELL + 14}">{owner}</text>'
-            for query, owner in enumerate(owners)
-        ]
+            canvas.legend(beside, TOP + 14 + rank * CELL, [(colors[rank], f"rank {rank}: {share:.0%}")])
+        for query, owner in enumerate(owners):
+            canvas.text(left - 6, TOP + query * CELL + 14, str(owner), "soft small end")
         left += chunks * CELL + SIDE + 30
-    width, height = left - 10, TOP + chunks * CELL + 14
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="context" role="img" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}">\n<title>{escape(title)}</title><style>{STYLE}</style>\n'
-        f'<rect class="paper" width="100%" height="100%"/>\n'
-        f'<text class="title" x="{LEFT - 20}" y="22">{escape(title)}</text>\n'
-        f'<text x="{LEFT - 20}" y="40">queries down, keys across; ranks of the queries at the left</text>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
+    return canvas.svg()

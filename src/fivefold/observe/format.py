@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Sequence
 
 
 def short_number(value: float) -> str:
@@ -39,3 +40,16 @@ def duration(seconds: float) -> str:
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     return f"{days}d{h:02d}h" if days else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Container[int] | None = None) -> list[str]:
+    """Rows of a table as lines, all with as many cells. left: the columns of text, by default all; the cells of others
+    end below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:{width}}" if left is None or place in left else f"{cell:>{width}}"
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 
+from fivefold.draw.canvas import Canvas
 from fivefold.models.card import card_of
-from fivefold.observe.format import short_number
+from fivefold.observe.format import aligned, short_number
 from fivefold.observe.holding import Holding, holding, span_words, stage_words
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
@@ -20,20 +20,7 @@ ICON = 74  # pixels: height of the two small pictures in it
 HEADS = (
     "rank", "place", "layers", "of each matrix", "states kept", "sequences", "tokens", "between matmuls", "experts"
 )  # fmt: skip
-STYLE = """
-.layout { color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
-  --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --rule: #d8d3c8; --idle: #f0ede5; --has: #a9c3de; --keeps: #1d5b9c;
-  --sees: #2c7a5b; --whole: #a8cdbd; --lent: #dbe5f0; }
-@media (prefers-color-scheme: dark) { .layout { --paper: #171614; --ink: #e9e6df; --soft: #a49f95; --rule: #45423b;
-  --idle: #24221f; --has: #33557a; --keeps: #7fb2ea; --sees: #79c9a3; --whole: #2f5646;
-  --lent: #26333f; } }
-.layout .paper { fill: var(--paper); } .layout text { fill: var(--ink); font-variant-numeric: tabular-nums; }
-.layout .soft { fill: var(--soft); font-size: 11px; } .layout .title { font-size: 15px; font-weight: 600; }
-.layout .name { font-weight: 600; } .layout .box { fill: none; stroke: var(--rule); }
-.layout .idle { fill: var(--idle); }
-.layout .has { fill: var(--has); } .layout .keeps { fill: var(--keeps); } .layout .sees { fill: var(--sees); }
-.layout .whole { fill: var(--whole); } .layout .lent { fill: var(--lent); }
-"""
+COLORS = {"has": "blue half", "lent": "blue faint", "keeps": "blue", "whole": "green half", "sees": "green"}
 
 
 def to_text(recipe: Recipe, layout: Layout) -> str:
@@ -41,12 +28,8 @@ def to_text(recipe: Recipe, layout: Layout) -> str:
     ranks = [holding(recipe, layout, rank) for rank in range(min(layout.ranks, MOST))]
     rows = [[*HEADS], *([*_cells(found, layout)] for found in ranks)]
     used = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
-    widths = [max(map(len, column)) for column in used]
-    lines = [describe(layout), equation(layout), ""]
-    for row in zip(*used, strict=True):
-        cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, *_rest(layout)]) + "\n"
+    table = aligned(list(zip(*used, strict=True)))
+    return "\n".join([describe(layout), equation(layout), "", *table, *_rest(layout)]) + "\n"
 
 
 def _cells(found: Holding, layout: Layout) -> Iterator[str]:
@@ -93,51 +76,37 @@ def to_svg(recipe: Recipe, layout: Layout, title: str = "") -> str:
     panels = [[r for r in ranks if r.coordinates["pp"] == pp] for pp in range(layout.pp)]
     columns = _columns(layout, max(map(len, panels)))
     side_by_side = max(1, COLUMNS // columns)
-    legend, wide = _legend(_kinds(layout))
-    width = max(740, round(wide), 20 + min(side_by_side, len(panels)) * (columns * (WIDE + GAP) + 20))
-    top, parts = 96, []
+    canvas = Canvas(title, width=740, about=f" ({describe(layout)})")
+    canvas.text(20, 42, equation(layout), "soft")
+    canvas.legend(20, 66, [(COLORS[kind], words) for kind, words in _kinds(layout).items()])
+    top = 96
     for start in range(0, len(panels), side_by_side):
         row = [panel for panel in panels[start : start + side_by_side] if panel]
         for place, panel in enumerate(row):
-            parts.append(
-                _panel(panel, layout, recipe, 20 + place * (columns * (WIDE + GAP) + 20), top, columns)
-            )
+            left = 20 + place * (columns * (WIDE + GAP) + 20)
+            _panel(canvas, panel, layout, recipe, left, top, columns)
         top += 58 + max((-(-len(panel) // columns) for panel in row), default=0) * (HIGH + GAP)
-    more = f'<text class="soft" x="20" y="{top + 4}">{_rest(layout)[0]}</text>' if _rest(layout) else ""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="layout" role="img" width="{width}" height="{top + 16}" '
-        f'viewBox="0 0 {width} {top + 16}">\n<title>{escape(title)} ({escape(describe(layout))})</title>'
-        f'<style>{STYLE}</style>\n<rect class="paper" width="100%" height="100%"/>\n'
-        f'<text class="title" x="20" y="24">{escape(title)}</text>'
-        f'<text class="soft" x="20" y="42">{escape(equation(layout))}</text>\n{legend}{"".join(parts)}{more}</svg>\n'
-    )
+    canvas.text(20, top + 4, "".join(_rest(layout)), "soft small")
+    return canvas.svg()
 
 
 def icons(recipe: Recipe, layout: Layout, title: str) -> str:
     """The first few ranks side by side: each one's part of the model (layers downwards, the width of matrices across;
     experts are the lower part of a layer) and of the batch (sequences downwards, tokens across). recipe: resolved."""
-    ranks = [holding(recipe, layout, rank) for rank in range(min(layout.ranks, 4))]
-    each, high = 2 * ICON + 30, ICON + 44
-    width = len(ranks) * each - 6
-    parts = []
-    for number, found in enumerate(ranks):
-        left = number * each + 8
-        words = (
-            f"experts {span_words((found.experts.start, found.experts.stop))}"
-            if layout.ep > 1 and found.experts
-            else ""
-        )
-        parts.append(f'<text class="name" x="{left}" y="18">rank {found.rank}</text>')
-        parts.append(f'<text class="soft" x="{left + 48}" y="18">{words}</text>')
-        parts.append(
-            _model(found, recipe, layout, left, 26) + _batch(found, recipe, layout, left + ICON + 6, 26)
-        )
-        parts.append(f'<text class="soft" x="{left}" y="{high - 4}">model</text>')
-        parts.append(f'<text class="soft" x="{left + ICON + 6}" y="{high - 4}">batch</text>\n')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="layout" role="img" width="{width}" height="{high}" '
-        f'viewBox="0 0 {width} {high}">\n<title>{escape(title)}</title><style>{STYLE}</style>{"".join(parts)}</svg>\n'
-    )
+    canvas = Canvas(about=title)
+    for rank in range(min(layout.ranks, 4)):
+        found, left = holding(recipe, layout, rank), rank * (2 * ICON + 30) + 8
+        canvas.text(left, 18, f"rank {rank}", "name")
+        canvas.text(left + 48, 18, _experts(found) if layout.ep > 1 else "", "soft small")
+        _model(canvas, found, recipe, layout, left, 26)
+        _batch(canvas, found, recipe, layout, left + ICON + 6, 26)
+        canvas.text(left, ICON + 40, "model", "soft small")
+        canvas.text(left + ICON + 6, ICON + 40, "batch", "soft small")
+    return canvas.svg()
+
+
+def _experts(found: Holding) -> str:
+    return f"experts {span_words((found.experts.start, found.experts.stop))}" if found.experts else ""
 
 
 def _columns(layout: Layout, ranks: int) -> int:
@@ -160,59 +129,46 @@ def _kinds(layout: Layout) -> dict[str, str]:
     }
 
 
-def _legend(kinds: dict[str, str]) -> tuple[str, float]:
-    """The legend as SVG, and its width."""
-    left, parts = 20.0, []
-    for kind, words in kinds.items():
-        parts.append(f'<rect class="{kind}" x="{left:g}" y="56" width="11" height="11"/>')
-        parts.append(f'<text class="soft" x="{left + 16:g}" y="66">{words}</text>')
-        left += 34 + 5.6 * len(words)
-    return "".join(parts) + "\n", left
-
-
 def _panel(
-    ranks: Sequence[Holding], layout: Layout, recipe: Recipe, left: int, top: int, columns: int
-) -> str:
+    canvas: Canvas,
+    ranks: Sequence[Holding],
+    layout: Layout,
+    recipe: Recipe,
+    left: float,
+    top: float,
+    columns: int,
+) -> None:
     """The ranks of one place on the pipeline axis."""
     first, name = ranks[0], "the whole model"
     if layout.pp > 1:
         numbers = " and ".join(map(str, first.stages))
         name = f"pp {first.coordinates['pp']}: stage{'s' * (len(first.stages) > 1)} {numbers}"
-    boxes = (
-        _box(found, layout, recipe, left + i % columns * (WIDE + GAP), top + 26 + i // columns * (HIGH + GAP))
-        for i, found in enumerate(ranks)
-    )
-    words = f'<text class="soft" x="{left}" y="{top + 16}">{escape(stage_words(first))}</text>'
-    return f'<text x="{left}" y="{top}">{name}</text>{words}\n{"".join(boxes)}'
+    canvas.text(left, top, name)
+    canvas.text(left, top + 16, stage_words(first), "soft small")
+    for i, found in enumerate(ranks):
+        row, column = divmod(i, columns)
+        _box(canvas, found, layout, recipe, left + column * (WIDE + GAP), top + 26 + row * (HIGH + GAP))
 
 
-def _box(found: Holding, layout: Layout, recipe: Recipe, left: float, top: float) -> str:
-    """The box of a rank: its name and place, its parts of the model and the batch, and numbers."""
-    model, batch = left + 10, left + 10 + ICON + 14
+def _box(canvas: Canvas, found: Holding, layout: Layout, recipe: Recipe, left: float, top: float) -> None:
+    """One rank: its place, its part of the model and of the batch, and both in numbers."""
     axes = [f"{a} {i}" for a, i in found.coordinates.items() if a != "pp" and layout.sizes[a] > 1]
-    place = ", ".join(_site(found) + axes)
-    experts = f"experts {span_words((found.experts.start, found.experts.stop))}" if found.experts else ""
+    rows, tokens = span_words(found.rows), _tokens(found.tokens)
+    tip = (
+        f"rank {found.rank}: {_place(found, layout)}; {stage_words(found)}; sequences {rows}, tokens {tokens}"
+    )
+    canvas.rect("frame", left, top, WIDE, HIGH, tip)
+    canvas.text(left + 10, top + 18, f"rank {found.rank}", "name")
+    canvas.text(left + 10, top + 33, ", ".join(_site(found) + axes), "soft small")
+    _model(canvas, found, recipe, layout, left + 10, top + 44)
+    _batch(canvas, found, recipe, layout, left + ICON + 24, top + 44)
     keeps = "all" if found.keeps == found.computes else short_number(found.keeps)
-    lines = [
-        f"{short_number(found.computes)} weights, keeps {keeps}",
-        f"tokens {_tokens(found.tokens)}",
-        experts,
-    ]
-    texts = "".join(
-        f'<text class="soft" x="{left + 10}" y="{top + 137 + 15 * i}">{line}</text>'
-        for i, line in enumerate(lines)
-    )
-    return (
-        f"<g><title>rank {found.rank}: {_place(found, layout)}; {stage_words(found)}; sequences "
-        f"{span_words(found.rows)}, tokens {_tokens(found.tokens)}</title>"
-        f'<rect class="box" x="{left}" y="{top}" width="{WIDE}" height="{HIGH}" rx="4"/>'
-        f'<text class="name" x="{left + 10}" y="{top + 18}">rank {found.rank}</text>'
-        f'<text class="soft" x="{left + 10}" y="{top + 33}">{place}</text>'
-        f"{_model(found, recipe, layout, model, top + 44)}{_batch(found, recipe, layout, batch, top + 44)}{texts}</g>\n"
-    )
+    numbers = f"{short_number(found.computes)} weights, keeps {keeps}", f"tokens {tokens}", _experts(found)
+    for line, words in enumerate(numbers):
+        canvas.text(left + 10, top + 137 + 15 * line, words, "soft small")
 
 
-def _model(found: Holding, recipe: Recipe, layout: Layout, left: float, top: float) -> str:
+def _model(canvas: Canvas, found: Holding, recipe: Recipe, layout: Layout, left: float, top: float) -> None:
     """The model from embedding (top) to head, as wide as its matrices.
 
     It shows this rank's layers, its slice of them, and the part of the slice that it stores. In layers with experts the
@@ -220,15 +176,15 @@ def _model(found: Holding, recipe: Recipe, layout: Layout, left: float, top: flo
     """
     layers, card = recipe.model.layers + 2, card_of(recipe.model)  # the embedding, the blocks, the head
     (index, of), high = found.tensor, ICON / layers
-    computes = "lent" if layout.zero == 3 else "has"
-    parts = [_rect("idle", left, top, ICON, ICON)]
+    computes = COLORS["lent" if layout.zero == 3 else "has"]
+    canvas.rect("idle", left, top, ICON, ICON)
 
     def draw(y: float, tall: float, start: float, stop: float, shard: tuple[int, int]) -> None:
         """A tensor rank's slice of the columns [start, stop), as shares of the width."""
         wide = ICON * (stop - start) / of
         at = left + ICON * start + wide * index
-        parts.append(_rect(computes, at, y, wide, tall))
-        parts.append(_rect("keeps", at + wide * shard[0] / shard[1], y, wide / shard[1], tall))
+        canvas.rect(computes, at, y, wide, tall)
+        canvas.rect(COLORS["keeps"], at + wide * shard[0] / shard[1], y, wide / shard[1], tall)
 
     rows = [0] * found.first + [b + 1 for blocks in found.stages.values() for b in blocks]
     for row in [*rows, *[layers - 1] * found.last]:
@@ -239,21 +195,15 @@ def _model(found: Holding, recipe: Recipe, layout: Layout, left: float, top: flo
             draw(y, tall / 2, 0, 1, found.shard)
             count, (start, stop) = recipe.model.experts or 1, (found.experts.start, found.experts.stop)
             draw(y + tall / 2, tall / 2, start / count, stop / count, found.expert_shard)
-    return "".join(parts)
 
 
-def _batch(found: Holding, recipe: Recipe, layout: Layout, left: float, top: float) -> str:
+def _batch(canvas: Canvas, found: Holding, recipe: Recipe, layout: Layout, left: float, top: float) -> None:
     """The global batch with one line per sequence: this rank's sequences, and its tokens in them. With sp those that it
     has between tensor-parallel regions are darker."""
     sequences, T = recipe.train.global_batch_size, recipe.model.seq_len
     start, stop = found.rows
     y, high = top + ICON * start / sequences, ICON * (stop - start) / sequences
-    spans = [("whole", found.tokens)] * layout.sp + [("sees", found.between)]
-    filled = (
-        _rect(kind, left + ICON * a / T, y, ICON * (b - a) / T, high) for kind, part in spans for a, b in part
-    )
-    return "".join([_rect("idle", left, top, ICON, ICON), *filled])
-
-
-def _rect(kind: str, left: float, top: float, wide: float, high: float) -> str:
-    return f'<rect class="{kind}" x="{left:.2f}" y="{top:.2f}" width="{wide:.2f}" height="{high:.2f}"/>'
+    canvas.rect("idle", left, top, ICON, ICON)
+    for kind, part in [("whole", found.tokens)] * layout.sp + [("sees", found.between)]:
+        for a, b in part:
+            canvas.rect(COLORS[kind], left + ICON * a / T, y, ICON * (b - a) / T, high)

@@ -4,15 +4,15 @@ RUN/traces."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence, Set
-from html import escape
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from fivefold.draw.canvas import Axes, Canvas
+from fivefold.draw.scale import linear_scale
 from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write_atomically
 from fivefold.observe.format import size
-from fivefold.observe.scale import linear_scale
-from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, PHASES, MemoryTimeline, from_json
+from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, MemoryTimeline, from_json
 
 LETTERS = {"params": "W", "gradients": "G", "optimizer": "S", "activations": "A", "buffers": "b"}
 PHASE_LETTERS = {"forward": "F", "backward": "B", "update": "U", "other": "-"}
@@ -20,26 +20,13 @@ LEGEND = ", ".join(
     [f"{LETTERS[name]} {words}" for name, words in CATEGORIES.items()]
     + [f"{letter} {kind}" for kind, letter in PHASE_LETTERS.items()]
 )
-LIGHT = "--params: #1d5b9c; --gradients: #2c7a5b; --optimizer: #9c5410; --activations: #7b4fa3; --buffers: #5d6873;"
-DARK = "--params: #7fb2ea; --gradients: #79c9a3; --optimizer: #f0b06a; --activations: #c4a1e6; --buffers: #a3b1bd;"
-"""Colours of the categories in light and dark mode, in all pictures of memory."""
+COLORS = {
+    "params": "blue", "gradients": "green", "optimizer": "orange", "activations": "purple", "buffers": "grey"
+}  # fmt: skip
+"""Of the categories, in all pictures of memory."""
+PHASE_COLORS = {"forward": "blue", "backward": "green", "update": "purple", "other": "grey"}
+AWAY_COLORS = {"host": "line red", "disk": "line ink"}
 WIDTH, LEFT, RIGHT, TOP, HIGH, BAND, GAP = 960, 84, 24, 62, 200, 14, 58  # pixels
-STYLE = f"""
-.held {{ color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
-  --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --rule: #d8d3c8; --on: #ffffff;
-  --forward: #6f9ccb; --backward: #77ab94; --update: #ab8cc6; --other: #b9b3a8; --host: #b3262e; --disk: #22211f;
-  {LIGHT} }}
-@media (prefers-color-scheme: dark) {{ .held {{ --paper: #171614; --ink: #e9e6df; --soft: #a49f95; --rule: #45423b;
-  --on: #171614; --forward: #47729f; --backward: #437460; --update: #715490; --other: #5d594f; --host: #ff8a85;
-  --disk: #e9e6df; {DARK} }} }}
-.held .paper {{ fill: var(--paper); }} .held text {{ fill: var(--ink); font-variant-numeric: tabular-nums; }}
-.held .soft {{ fill: var(--soft); }} .held .title {{ font-size: 15px; font-weight: 600; }}
-.held .end {{ text-anchor: end; }} .held .middle {{ text-anchor: middle; }}
-.held .grid {{ stroke: var(--rule); fill: none; }}
-.held .peak {{ stroke: var(--ink); stroke-dasharray: 3 3; fill: none; }}
-.held .host {{ stroke: var(--host); stroke-width: 2; fill: none; }}
-.held .disk {{ stroke: var(--disk); stroke-width: 2; fill: none; }}
-""" + "\n".join(f".held .{name} {{ fill: var(--{name}); }}" for name in (*CATEGORIES, *PHASES))
 Named = Sequence[tuple[str, MemoryTimeline]]
 
 
@@ -81,83 +68,50 @@ def _stack(timeline: MemoryTimeline, column: int, columns: int, scale: float) ->
 def to_svg(timelines: Named, title: str = "") -> str:
     """Timelines under each other on one scale of bytes. What is offloaded is a line: it is not part of the sum."""
     most = max((max(t.peak, *map(max, t.away.values()), 0) for _, t in timelines), default=0) or 1
-    parts, top = [_legend({name for _, timeline in timelines for name in timeline.away})], TOP
+    canvas, top = Canvas(title, LEFT, WIDTH), float(TOP)
+    away = {name for _, timeline in timelines for name in timeline.away}
+    shown = [(COLORS[name], words) for name, words in CATEGORIES.items()]
+    canvas.legend(LEFT, 43, shown + [(AWAY_COLORS[name], AWAY[name]) for name in AWAY if name in away])
     for name, timeline in timelines:
-        parts.append(f'<text x="{LEFT}" y="{top + 12}">{escape(f"{name}: {summary(timeline)}")}</text>\n')
-        parts.append(_timeline(timeline, top + 22, most))
+        canvas.text(LEFT, top + 12, f"{name}: {summary(timeline)}")
+        _timeline(canvas, timeline, top + 22, most)
         top += 22 + HIGH + BAND + GAP
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="held" role="img" width="{WIDTH}" height="{top}" '
-        f'viewBox="0 0 {WIDTH} {top}">\n<title>{escape(title)}</title><style>{STYLE}</style>\n'
-        f'<rect class="paper" width="100%" height="100%"/>\n'
-        f'<text class="title" x="{LEFT}" y="22">{escape(title)}</text>{"".join(parts)}</svg>\n'
-    )
+    return canvas.svg()
 
 
-def _timeline(timeline: MemoryTimeline, top: float, most: int) -> str:
+def _timeline(canvas: Canvas, timeline: MemoryTimeline, top: float, most: int) -> None:
     unit = next(u for u in (2**40, 2**30, 2**20, 2**10, 1) if most >= u)
     scale = linear_scale(0.0, most / unit, zero=True)
-    wide, bottom = WIDTH - LEFT - RIGHT, top + HIGH
-
-    def y(held: float) -> float:
-        return bottom - HIGH * scale.height(held / unit)
-
-    parts = []
-    for tick in scale.ticks:
-        at = y(tick * unit)
-        parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{LEFT + wide}"/>')
-        parts.append(f'<text class="soft end" x="{LEFT - 8}" y="{at + 4:.1f}">{size(tick * unit)}</text>')
+    axes = Axes(LEFT, top, WIDTH - RIGHT, top + HIGH, linear_scale(0.0, 1.0, zero=True), scale)
+    canvas.levels(axes, [size(tick * unit) for tick in scale.ticks])
     below = [0] * len(timeline.totals)
     for name, sizes in timeline.bytes.items():
         above = [a + b for a, b in zip(below, sizes, strict=True)]
         if any(sizes):
-            there = _edge(above, y, wide)
-            back = _edge(below, y, wide)[::-1]
-            points = "L".join(f"{x:.1f} {at:.1f}" for x, at in (*there, *back))
-            parts.append(
-                f'<path class="{name}" d="M{points}Z"><title>{CATEGORIES[name]}: at most {size(max(sizes))}'
-                "</title></path>\n"
-            )
+            outline = (*_steps(above, unit), *reversed(_steps(below, unit)))
+            tip = f"{CATEGORIES[name]}: at most {size(max(sizes))}"
+            canvas.line(f"area {COLORS[name]}", map(axes.at, outline), tip)
         below = above
     for name, sizes in timeline.away.items():
-        points = "L".join(f"{x:.1f} {at:.1f}" for x, at in _edge(sizes, y, wide))
-        parts.append(f'<path class="{name}" d="M{points}"><title>{AWAY[name]}</title></path>\n')
-    parts.append(f'<path class="peak" d="M{LEFT} {y(timeline.peak):.1f}H{LEFT + wide}"/>')
+        canvas.line(AWAY_COLORS[name], map(axes.at, _steps(sizes, unit)), AWAY[name])
+    peak = axes.y(timeline.peak / unit)
+    canvas.line("line ink dashed", [(axes.left, peak), (axes.right, peak)])
     for phase in timeline.phases:
-        x, end = (LEFT + wide * at / timeline.length for at in (phase.start, phase.end))
-        name = phase.kind if end - x > 8 * len(phase.kind) else ""
-        parts.append(
-            f'<g><title>{phase.kind}</title><rect class="{phase.kind}" x="{x:.1f}" y="{bottom + 3}" '
-            f'width="{max(0.2, end - x):.1f}" height="{BAND}"/>'
-            f'<text class="middle" x="{(x + end) / 2:.1f}" y="{bottom + BAND}">{name}</text></g>\n'
-        )
+        x, end = (axes.x(at / timeline.length) for at in (phase.start, phase.end))
+        color = PHASE_COLORS[phase.kind]
+        canvas.box(color, x, axes.bottom + 3, max(0.2, end - x), BAND, phase.kind, phase.kind)
     words = f"{timeline.length:.3g} s" if timeline.unit == "s" else f"{timeline.length:,.0f} {timeline.unit}"
-    parts.append(f'<text class="soft end" x="{LEFT + wide}" y="{bottom + BAND + 17}">{words}</text>')
-    return "".join(parts)
+    canvas.text(axes.right, axes.bottom + BAND + 17, words, "soft end")
 
 
-def _edge(values: Sequence[float], y: Callable[[float], float], wide: float) -> list[tuple[float, float]]:
-    """Corners of the steps at these heights."""
+def _steps(values: Sequence[float], unit: int) -> list[tuple[float, float]]:
+    """Corners of the steps at these heights, in units; from 0 to 1 across."""
     points, at = [], 0
     for value, equal in groupby(values):
         end = at + len(list(equal))
-        points += [(LEFT + wide * at / len(values), y(value)), (LEFT + wide * end / len(values), y(value))]
+        points += [(at / len(values), value / unit), (end / len(values), value / unit)]
         at = end
     return points
-
-
-def _legend(away: Set[str]) -> str:
-    """The categories, and what is offloaded."""
-    left, parts = LEFT, []
-    shown = CATEGORIES | {name: words for name, words in AWAY.items() if name in away}
-    for name, words in shown.items():
-        if name in AWAY:
-            parts.append(f'<path class="{name}" d="M{left} 39h12"/>')
-        else:
-            parts.append(f'<rect class="{name}" x="{left}" y="33" width="12" height="12"/>')
-        parts.append(f'<text class="soft" x="{left + 18}" y="43">{words}</text>')
-        left += 42 + 6.5 * len(words)
-    return "".join(parts) + "\n"
 
 
 def write(run: Path, timeline: MemoryTimeline) -> Path:

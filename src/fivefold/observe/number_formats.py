@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
+from fivefold.draw.canvas import Canvas
 from fivefold.errors import UserError
 from fivefold.files import make_folder, read_json, understood, write_atomically
 from fivefold.host.devices import SHEETS
+from fivefold.observe.format import aligned
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import BLOCKS, FORMATS, Format
 from fivefold.precision.histogram import KINDS, Histogram, from_json
@@ -20,18 +21,6 @@ RANGES = tuple(one for one in FORMATS.values() if one.bits <= 16)
 BARS = " ▁▂▃▄▅▆▇█"
 DECADES = 8  # powers of ten of a bar's height
 WIDTH, LEFT, TOP, HIGH, ROW = 760, 132, 40, 74, 18  # pixels
-STYLE = """
-.formats { color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
-  --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --rule: #d8d3c8; --bar: #1d5b9c; --normal: #2c7a5b;
-  --subnormal: #b9d8cb; }
-@media (prefers-color-scheme: dark) { .formats { --paper: #171614; --ink: #e9e6df; --soft: #a49f95; --rule: #45423b;
-  --bar: #7fb2ea; --normal: #79c9a3; --subnormal: #34584a; } }
-.formats .paper { fill: var(--paper); } .formats text { fill: var(--ink); font-variant-numeric: tabular-nums; }
-.formats .soft { fill: var(--soft); font-size: 11px; } .formats .title { font-size: 15px; font-weight: 600; }
-.formats .end { text-anchor: end; } .formats .middle { text-anchor: middle; }
-.formats .grid { stroke: var(--rule); fill: none; } .formats .bar { fill: var(--bar); }
-.formats .normal { fill: var(--normal); } .formats .subnormal { fill: var(--subnormal); }
-"""
 
 
 def generations(form: Format) -> list[str]:
@@ -86,7 +75,7 @@ def to_text() -> str:
     for one in FORMATS.values():
         mode = ", ".join(modes(one)) or "shown, not trained"
         computed.append([one.name, ", ".join(name.partition(" (")[0] for name in generations(one)), mode])
-    return "\n".join(map(_aligned, (rows, scaled, computed)))
+    return "\n\n".join("\n".join(aligned(part)) for part in (rows, scaled, computed)) + "\n"
 
 
 def write(run: Path, step: int, found: Histogram) -> Path:
@@ -140,61 +129,42 @@ def histogram_text(found: Histogram, columns: int = 100) -> str:
             for p in places
         )
         lines.append(f"{form.name:>{width}}  {marks}".rstrip())
-    return "\n".join(lines) + "\n\n" + _aligned(_fates(found))
+    return "\n".join([*lines, "", *aligned(_fates(found)), ""])
 
 
 def histogram_svg(found: Histogram, title: str) -> str:
     """The same as a picture: a panel for each kind, and under them the formats' ranges on the same axis."""
     low, high = _ends(found)
     each = (WIDTH - LEFT - 24) / (high - low + 1)
-    bottom, parts = TOP, []
+    canvas, top = Canvas(title, width=WIDTH), TOP
+
+    def bar(kind: str, first: int, last: int, y: float, tall: float, tip: str) -> None:
+        """Over the exponents from `first` to `last`, as far as they are drawn."""
+        first, last = max(first, low), min(last, high)
+        if first <= last:
+            canvas.rect(kind, LEFT + (first - low) * each, y, (last - first + 1) * each - 0.6, tall, tip)
+
     for kind in KINDS:
-        parts.append(_panel(found, kind, low, each, bottom))
-        bottom += HIGH + 16
+        canvas.text(LEFT - 10, top + HIGH - 4, kind, "end")
+        canvas.text(LEFT - 10, top + 10, "log of the share", "soft small end")
+        exponents = found.exponents(kind)
+        total = sum(exponents.values()) or 1
+        for e, n in exponents.items():
+            tall = HIGH * _height(n / total)
+            bar("blue", e, e, top + HIGH - tall, tall, f"2^{e}: {n / total:.3g} of {kind}")
+        canvas.line("grid", [(LEFT, top + HIGH), (WIDTH - 24, top + HIGH)])
+        top += HIGH + 16
     for form in RANGES:
-        parts.append(_range(form, low, high, each, bottom))
-        bottom += ROW
+        canvas.text(LEFT - 10, top + 13, form.name, "end")
+        lowest = form.lowest - form.fraction
+        bar("green half", lowest, form.lowest - 1, top + 3, ROW - 6, f"{form.name}: subnormal")
+        bar("green", form.lowest, form.highest, top + 3, ROW - 6, f"{form.name}: normal")
+        top += ROW
     for exponent in range(low - low % -10, high + 1, 10):
         x = LEFT + (exponent - low) * each
-        parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}"/>')
-        parts.append(f'<text class="soft middle" x="{x:.1f}" y="{bottom + 14}">2^{exponent}</text>')
-    height = bottom + 24
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="formats" role="img" width="{WIDTH}" height="{height}" '
-        f'viewBox="0 0 {WIDTH} {height}">\n<title>{escape(title)}</title><style>{STYLE}</style>\n'
-        f'<rect class="paper" width="100%" height="100%"/>\n'
-        f'<text class="title" x="20" y="24">{escape(title)}</text>{"".join(parts)}</svg>\n'
-    )
-
-
-def _panel(found: Histogram, kind: str, low: int, each: float, top: int) -> str:
-    exponents = found.exponents(kind)
-    total = sum(exponents.values()) or 1
-    bars = "".join(
-        f'<rect class="bar" x="{LEFT + (e - low) * each:.1f}" y="{top + HIGH * (1 - _height(n / total)):.1f}" '
-        f'width="{max(0.3, each - 0.6):.1f}" height="{HIGH * _height(n / total):.1f}">'
-        f"<title>2^{e}: {n / total:.3g} of {kind}</title></rect>"
-        for e, n in exponents.items()
-        if e >= low
-    )
-    label = f'<text class="end" x="{LEFT - 10}" y="{top + HIGH - 4}">{kind}</text>'
-    scale = f'<text class="soft end" x="{LEFT - 10}" y="{top + 10}">log of the share</text>'
-    return f'{label}{scale}{bars}<path class="grid" d="M{LEFT} {top + HIGH}H{WIDTH - 24}"/>\n'
-
-
-def _range(form: Format, low: int, high: int, each: float, top: int) -> str:
-    def bar(kind: str, first: int, last: int) -> str:
-        first, last = max(first, low), min(last, high)
-        if first > last:
-            return ""
-        return (
-            f'<rect class="{kind}" x="{LEFT + (first - low) * each:.1f}" y="{top + 3}" '
-            f'width="{(last - first + 1) * each:.1f}" height="{ROW - 6}"><title>{form.name}: {kind}</title></rect>'
-        )
-
-    label = f'<text class="end" x="{LEFT - 10}" y="{top + 13}">{form.name}</text>'
-    subnormal = bar("subnormal", form.lowest - form.fraction, form.lowest - 1)
-    return f"{label}{subnormal}{bar('normal', form.lowest, form.highest)}\n"
+        canvas.line("grid", [(x, TOP), (x, top)])
+        canvas.text(x, top + 14, f"2^{exponent}", "soft small middle")
+    return canvas.svg()
 
 
 def _ends(found: Histogram) -> tuple[int, int]:
@@ -212,14 +182,13 @@ def _fates(found: Histogram) -> list[list[str]]:
     """Shares that formats round to zero, make subnormal and cannot hold, without a scale and with the best one."""
     rows = [["share of the numbers that become", *KINDS]]
     for form in RANGES:
-        for what in ("zero", "subnormal", "large"):
-            shares = [getattr(found.fate(kind, form), what) for kind in KINDS]
+        fates = [found.fate(kind, form) for kind in KINDS]
+        for what, word in (("zero", "zero"), ("subnormal", "subnormal"), ("large", "too large")):
+            shares = [getattr(fate, what) for fate in fates]
             if any(shares):
-                word = {"zero": "zero", "subnormal": "subnormal", "large": "too large"}[what]
                 rows.append([f"{form.name}: {word}", *map(_share, shares)])
-        scaled = [found.fate(kind, form, found.headroom(kind, form)).zero for kind in KINDS]
-        powers = [found.headroom(kind, form) for kind in KINDS]
-        cells = [f"{_share(one)} (x 2^{power})" for one, power in zip(scaled, powers, strict=True)]
+        powers = {kind: found.headroom(kind, form) for kind in KINDS}
+        cells = [f"{_share(found.fate(kind, form, by).zero)} (x 2^{by})" for kind, by in powers.items()]
         rows.append([f"{form.name}: zero, with the best scale", *cells])
     return rows
 
@@ -248,9 +217,3 @@ def _share(share: float) -> str:
 
 def _number(x: float) -> str:
     return f"{x:g}" if 1e-3 <= abs(x) < 1e6 else f"{x:.3g}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+from fivefold.draw.canvas import stacked
 from fivefold.files import make_folder, write_atomically
 from fivefold.schedules.pipeline import Costs, Schedule, Timeline, simulate, to_svg
 
@@ -20,9 +21,13 @@ def write_pipeline_trace(folder: Path, step: int, schedule: Schedule, measured: 
     make_folder(folder)
     planned = simulate(schedule, costs(schedule, measured))
     path = folder / f"pipeline-step-{step:08d}.svg"
-    write_atomically(path, _beside(planned, measured, f"{schedule.name}, step {step}"))
+    both = {"planned": planned, "measured": measured}
+    seconds = max(timeline.makespan for timeline in both.values())  # they share a scale
+    title = f"{schedule.name}, step {step}"
+    pictures = (to_svg(timeline, f"{title}: {name}", seconds=seconds) for name, timeline in both.items())
+    write_atomically(path, stacked(pictures))
     facts = {"step": step, "schedule": schedule.name, "microbatches": schedule.microbatches}
-    for name, timeline in (("planned", planned), ("measured", measured)):
+    for name, timeline in both.items():
         rows = [[[str(action), start, end] for action, start, end in row] for row in timeline.rows]
         facts[name] = {"makespan_s": timeline.makespan, "idle_share": timeline.bubble, "rows": rows}
     write_atomically(path.with_suffix(".json"), json.dumps(facts) + "\n")
@@ -39,15 +44,3 @@ def costs(schedule: Schedule, measured: Timeline) -> Costs:
         for kind in "FBIW"
     }
     return Costs(forward=of["F"], backward=of["B"], input=of["I"], weight=of["W"])
-
-
-def _beside(planned: Timeline, measured: Timeline, title: str) -> str:
-    """Both timelines, one below the other, with the same scale."""
-    seconds, width = max(planned.makespan, measured.makespan), 960
-    above = to_svg(planned, f"{title}: planned", width, seconds)
-    below = to_svg(measured, f"{title}: measured", width, seconds)
-    height = int(above.split(' height="', 1)[1].split('"', 1)[0])
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{2 * height}" '
-        f'viewBox="0 0 {width} {2 * height}">\n{above}<g transform="translate(0 {height})">{below}</g></svg>\n'
-    )

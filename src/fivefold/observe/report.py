@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fivefold.draw.palette import css
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood, write_atomically
 from fivefold.observe import (
@@ -28,7 +29,6 @@ from fivefold.observe import (
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
-from fivefold.observe.palette import css
 from fivefold.observe.run_charts import run_charts
 from fivefold.observe.sections import commands, compression, machine, recipe_text, sampled, samples
 from fivefold.observe.summary import BUSY, column, summarize

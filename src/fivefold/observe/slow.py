@@ -1,4 +1,4 @@
-"""Names a rank that the others wait for, by the seconds that ranks share every few steps (spread/seconds.py)."""
+"""Names a rank that the others wait for, by the seconds that ranks share every few steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from statistics import median, median_low
 from typing import Any
 
 from fivefold.spread.layout import Layout, index_in
-from fivefold.spread.seconds import SECONDS
 
 KINDS = ("computing", "data", "network")
 SHARE = 0.2
@@ -128,3 +127,10 @@ def section(lines: Sequence[dict[str, Any]]) -> str:
         "<p>The other ranks waited for these, per step.</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table>"
     )
+
+
+SECONDS = ("computing", "data", "messages", "network", "to")
+"""Seconds of a step of one rank. `network`: of `messages`, in which the network took no data from this rank; `to`: from
+it to which IPv4 address, as a number."""
+SHARED_EVERY = 10
+"""Steps between two times that they do."""

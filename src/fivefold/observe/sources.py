@@ -8,11 +8,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fivefold.draw.palette import LIGHT
 from fivefold.errors import UserError, printable
 from fivefold.files import read_json
 from fivefold.observe.chart import Chart, Series
 from fivefold.observe.format import short_number
-from fivefold.observe.palette import LIGHT
 from fivefold.observe.summary import by_name, column
 
 FILE, SETS = "data.json", "sets"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from fivefold.draw.lanes import Box, Lane, lanes, strip
 from fivefold.files import understood
 from fivefold.observe.metrics import read_metrics
 from fivefold.schedules.priority import Simulation
@@ -15,30 +16,12 @@ WORKERS = "workers.jsonl"
 """A file of the run folder: a line per share, with who computed it when."""
 STEPS = 12  # of a run that are drawn: the last ones
 LETTERS = {"a": "A", "b": "B", "wait": ".", "push": ">", "pull": "<"}
-LEFT, TOP, ROW, GAP = 92, 34, 24, 6  # pixels: names of rows, title, height of a row, space between rows
-STYLE = """
-.workers { color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
-  --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --idle: #f0ede5; --on: #ffffff;
-  --a: #1d5b9c; --b: #2c7a5b; --wait: #d8b48a; --push: #9c5410; --pull: #6b4c9a; }
-@media (prefers-color-scheme: dark) { .workers { --paper: #171614; --ink: #e9e6df; --soft: #a49f95; --idle: #24221f;
-  --on: #171614; --a: #7fb2ea; --b: #79c9a3; --wait: #6d5a3f; --push: #f0b06a; --pull: #b79be0; } }
-.workers .paper { fill: var(--paper); } .workers text { fill: var(--ink); } .workers .soft { fill: var(--soft); }
-.workers .title { font-size: 14px; font-weight: 600; } .workers .idle { fill: var(--idle); }
-.workers .a { fill: var(--a); } .workers .b { fill: var(--b); } .workers .wait { fill: var(--wait); }
-.workers .push { fill: var(--push); } .workers .pull { fill: var(--pull); }
-.workers .label { fill: var(--on); font-size: 11px; text-anchor: middle; }
-"""
-
-
-class Box(NamedTuple):
-    """kind: "a", "b", "wait", "push" or "pull". label: shown if there is room."""
-
-    start: float
-    end: float
-    kind: str
-    label: str = ""
-
-
+COLORS = {"a": "blue", "b": "green", "wait": "orange half", "push": "orange", "pull": "purple"}
+"""Of the kinds of boxes: two that alternate, waits, messages to and from servers."""
+EVENTS = {
+    "forward": ("computing", "a"), "backward": ("computing", "b"), "push": ("pushes", "push"), "pull": ("pulls", "pull")
+}  # fmt: skip
+"""Row and kind of what a worker does."""
 Rows = Mapping[str, Sequence[Box]]
 
 
@@ -73,38 +56,34 @@ def read(run: Path) -> dict[str, list[Box]]:
 
 def simulated(run: Simulation, steps: int = 2) -> dict[str, list[Box]]:
     """The rows of a simulated worker, from the backward that ends before its last steps to that of the last one."""
-    kinds = {"forward": ("computing", "a"), "backward": ("computing", "b")}
-    kinds |= {"push": ("pushes", "push"), "pull": ("pulls", "pull")}
-    found: dict[str, list[Box]] = {"computing": [], "pushes": [], "pulls": []}
-    origin, end = run.ends[-steps - 1], run.ends[-1]
-    for what, layer, start, stop in run.events:
-        row, kind = kinds[what]
-        if origin <= start < end:
-            found[row].append(Box(start - origin, min(stop, end) - origin, kind, str(layer)))
-    return found
+    return _rows(run.events, run.ends[-steps - 1], run.ends[-1])
 
 
 def exchange(trace: Iterable[Sequence[Any]], steps: int = 2) -> dict[str, list[Box]]:
     """The rows of a worker's trace (parallel/worker.py): forward and backward of each unit, pushes and pulls, in the
     last steps."""
-    events = sorted(trace, key=lambda event: event[3])
-    ends = [end for what, unit, _, end in events if what == "ready" and unit == 0]
-    origin = ends[-steps - 1] if len(ends) > steps else 0.0
-    found: dict[str, list[Box]] = {"computing": [], "pushes": [], "pulls": []}
-    last: tuple[str, int, float] | None = None
-    for what, unit, start, end in events:
+    events, last = list[tuple[str, int, float, float]](), ("", 0, 0.0)
+    for what, unit, start, end in sorted(trace, key=lambda event: event[3]):
         if what in ("push", "pull"):
-            found[what + ("es" if what == "push" else "s")].append(Box(start, end, what, str(unit)))
+            events.append((what, unit, start, end))
             continue
-        if what in ("need", "loss") and last and last[0] == "need":
-            found["computing"].append(Box(last[2], start, "a", str(last[1])))
-        if what == "ready" and last:
-            found["computing"].append(Box(last[2], end, "b", str(unit)))
+        if what in ("need", "loss") and last[0] == "need":
+            events.append(("forward", last[1], last[2], start))
+        if what == "ready" and last[0]:
+            events.append(("backward", unit, last[2], end))
         last = what, unit, end
-    return {
-        name: [Box(b.start - origin, b.end - origin, b.kind, b.label) for b in row if b.start >= origin]
-        for name, row in found.items()
-    }
+    ends = [end for what, unit, _, end in events if what == "backward" and unit == 0]
+    return _rows(events, ends[-steps - 1] if len(ends) > steps else 0.0, math.inf)
+
+
+def _rows(events: Iterable[tuple[str, int, float, float]], origin: float, end: float) -> dict[str, list[Box]]:
+    """What is computed, pushed and pulled, of events (what, unit, start, end) that begin from `origin` to `end`."""
+    rows: dict[str, list[Box]] = {row: [] for row, _ in EVENTS.values()}
+    for what, unit, start, stop in events:
+        if origin <= start < end:
+            row, kind = EVENTS[what]
+            rows[row].append(Box(start - origin, min(stop, end) - origin, kind, str(unit)))
+    return rows
 
 
 def one_at_a_time(rows: Rows) -> dict[str, list[Box]]:
@@ -131,15 +110,12 @@ def end_of(rows: Rows) -> float:
 
 def to_text(rows: Rows, columns: int = 100, seconds: float | None = None) -> str:
     """A line for each row in the letters of `LETTERS`. seconds: the time that `columns` stand for."""
-    scale, lines = columns / (seconds or end_of(rows) or 1.0), list[str]()
-    wide = max(map(len, rows), default=0)
+    lines, wide = list[str](), max(map(len, rows), default=0)
     for name, row in rows.items():
-        line = [" "] * columns
-        for box in row:
-            first = min(columns - 1, int(box.start * scale))
-            for column in range(first, min(columns, max(first + 1, round(box.end * scale)))):
-                line[column] = LETTERS[box.kind]
-        lines.append(f"{name:{wide}} │{''.join(line)}│")
+        letters = strip(
+            ((box.start, box.end, LETTERS[box.kind]) for box in row), columns, seconds or end_of(rows)
+        )
+        lines.append(f"{name:{wide}} │{''.join(letters)}│")
     return "\n".join(lines) + "\n"
 
 
@@ -154,41 +130,14 @@ def waited(rows: Rows) -> str:
 
 def to_svg(pictures: Mapping[str, Rows], title: str, width: int = 920) -> str:
     """Several pictures one under the other, by their titles, on one scale of time."""
-    seconds = max(map(end_of, pictures.values()), default=0.0) or 1.0
-    scale, top, parts = (width - LEFT - 70) / seconds, TOP, list[str]()
+    groups = []
     for name, rows in pictures.items():
         last = end_of(rows)
-        parts.append(f'<text x="{LEFT}" y="{top + 14}">{escape(name)}</text>')
-        parts.append(
-            f'<text class="soft" x="{LEFT + last * scale + 6:.1f}" y="{top + 38}">{last:.3g} s</text>'
-        )
-        top += 22
-        for row, boxes in rows.items():
-            middle = top + ROW / 2 + 4
-            parts.append(
-                f'<text class="soft" x="{LEFT - 8}" y="{middle}" text-anchor="end">{escape(row)}</text>'
-            )
-            parts.append(
-                f'<rect class="idle" x="{LEFT}" y="{top}" width="{last * scale:.1f}" height="{ROW}"/>'
-            )
-            parts += [_box(box, top, scale) for box in boxes]
-            top += ROW + GAP
-        top += 8
-    size = f'width="{width}" height="{top}" viewBox="0 0 {width} {top}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="workers" role="img" {size}>\n'
-        f'<title>{escape(title)}</title><style>{STYLE}</style>\n<rect class="paper" width="100%" height="100%"/>\n'
-        f'<text class="title" x="{LEFT}" y="20">{escape(title)}</text>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
-
-
-def _box(box: Box, top: int, scale: float) -> str:
-    left, wide = LEFT + box.start * scale, (box.end - box.start) * scale
-    label = (
-        f'<text class="label" x="{left + wide / 2:.1f}" y="{top + ROW / 2 + 4}">{escape(box.label)}</text>'
-    )
-    return (
-        f'<g><title>{escape(box.label)}: {box.start:.3f} to {box.end:.3f} s</title><rect class="{box.kind}" '
-        f'x="{left:.1f}" y="{top}" width="{max(0.3, wide - 0.6):.1f}" height="{ROW}"/>'
-        f"{label if box.label and wide > 4 + 6 * len(box.label) else ''}</g>"
-    )
+        words = [f"{last:.3g} s"] + [""] * len(rows)  # beside the first row
+        drawn = [
+            Lane(row, [[box._replace(kind=COLORS[box.kind]) for box in boxes]], last, after)
+            for (row, boxes), after in zip(rows.items(), words, strict=False)
+        ]
+        groups.append((name, drawn))
+    seconds = max(map(end_of, pictures.values()), default=0.0)
+    return lanes(title, groups, (), seconds, "{:.3g} s".format, width)

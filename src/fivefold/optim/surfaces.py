@@ -32,6 +32,13 @@ class Surface:
     limits: tuple[Point, Point]
     shows: str
 
+    def grid(self, columns: int, rows: int) -> tuple[list[float], list[float], list[list[float]]]:
+        """(x of the columns, y of the rows from the top, heights by row), from edge to edge of the picture."""
+        (x0, x1), (y0, y1) = self.limits
+        xs = [x0 + (x1 - x0) * i / (columns - 1) for i in range(columns)]
+        ys = [y1 - (y1 - y0) * j / (rows - 1) for j in range(rows)]
+        return xs, ys, [[float(self.height(x, y)) for x in xs] for y in ys]
+
 
 SURFACES = {
     surface.name: surface

@@ -10,12 +10,12 @@ from torch import nn
 from fivefold.kernels.fp8 import Fp8
 from fivefold.models.layers import Linear
 from fivefold.models.mixture import Experts
-from fivefold.parallel.tensor import ColumnLinear, RowLinear
+from fivefold.parallel.tensor import CutLinear
 from fivefold.precision import PRECISIONS
 from fivefold.precision.fp8 import FP8, GRADIENTS
 from fivefold.recipe import Recipe
 
-Layer = Linear | ColumnLinear | RowLinear | Experts
+Layer = Linear | CutLinear | Experts
 
 
 def wanted(recipe: Recipe) -> Fp8 | None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fivefold.models.base import LanguageModel
-from fivefold.models.build import build
 from fivefold.models.card import card_of
+from fivefold.models.init import build
 from fivefold.models.section import ModelSection
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica

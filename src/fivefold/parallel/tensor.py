@@ -124,7 +124,7 @@ def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
 def _compile_around(stage: nn.Module) -> None:
     """Excludes the layers that communicate from compilation; the code between them is compiled."""
     for module in stage.modules():
-        if isinstance(module, ColumnLinear | RowLinear | CutRMSNorm | EnterRegion | LeaveRegion):
+        if isinstance(module, CutLinear | CutRMSNorm | EnterRegion | LeaveRegion):
             as_it_is: Any = torch.compiler.disable(module.forward)
             module.forward = as_it_is
 
@@ -152,39 +152,79 @@ def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: 
     return reduction
 
 
-class ColumnLinear(nn.Module):
-    """A linear layer with this rank's output features. x whole, or with sp a piece of the sequence -> (B, T, F/tp)."""
+class _Column(Function):
+    """The input is kept whole; or with `regather` as a piece, which backward gathers while dx is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, *more: Any
+    ) -> Tensor:
+        """more: the deferred weight gradients and the fp8 of the layer."""
+        whole = axis.start_whole(x)()
+        ctx.save_for_backward(x if axis.regather else whole)
+        ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.fp8) = weight, axis, bias is not None, more
+        return kernels.linear(whole, weight, bias, ctx.fp8)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
+        whole = axis.start_again(x)
+        dx = kernels.input_gradient(dy, weight, ctx.fp8)
+        x = whole()
+        dx = axis.start_sum(dx)  # overlaps with the gradients that need no communication
+        dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.fp8)
+        dbias = dy.sum((0, 1)) if ctx.has_bias else None
+        return dx(), dweight, dbias, None, None, None
+
+
+class _Row(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, *more: Any
+    ) -> Tensor:
+        """more: as of `_Column`."""
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.fp8) = weight, axis, bias is not None, more
+        y = axis.start_sum(kernels.linear(x, weight, None, ctx.fp8))()
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
+        dbias = dy.sum((0, 1)) if ctx.has_bias else None  # with sp, of this piece
+        dy = axis.start_whole(dy)()
+        dx = kernels.input_gradient(dy, weight, ctx.fp8)
+        return dx, weight_gradient(ctx.deferred, weight, dy, x, ctx.fp8), dbias, None, None, None
+
+
+class CutLinear(nn.Module):
+    """A linear layer of which this rank has some features. function: computes it, and its gradients."""
+
+    function: type[Function]
 
     def __init__(self, linear: nn.Linear, axis: TensorAxis):
         super().__init__()
-        self.weight, self.bias, self.axis, self.fp8 = (
-            linear.weight,
-            linear.bias,
-            axis,
-            getattr(linear, "fp8", None),
-        )
+        self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.fp8: Fp8 | None = getattr(linear, "fp8", None)
         self.deferred: Deferred | None = None  # set if a pipeline defers weight gradients
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Column.apply(x, self.weight, self.bias, self.axis, self.deferred, self.fp8)
+        return self.function.apply(x, self.weight, self.bias, self.axis, self.deferred, self.fp8)
 
 
-class RowLinear(nn.Module):
+class ColumnLinear(CutLinear):
+    """A linear layer with this rank's output features. x whole, or with sp a piece of the sequence -> (B, T, F/tp)."""
+
+    function = _Column
+
+
+class RowLinear(CutLinear):
     """A linear layer with this rank's input features. x (B, T, D/tp) -> the sum over ranks, whole (B, T, F) or with sp
     a piece of the sequence. The bias is added once, after the sum."""
 
-    def __init__(self, linear: nn.Linear, axis: TensorAxis):
-        super().__init__()
-        self.weight, self.bias, self.axis, self.fp8 = (
-            linear.weight,
-            linear.bias,
-            axis,
-            getattr(linear, "fp8", None),
-        )
-        self.deferred: Deferred | None = None  # set if a pipeline defers weight gradients
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Row.apply(x, self.weight, self.bias, self.axis, self.deferred, self.fp8)
+    function = _Row
 
 
 class EnterRegion(nn.Module):
@@ -207,75 +247,6 @@ class LeaveRegion(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Leave.apply(x, self.axis)
-
-
-class _Column(Function):
-    """The input is kept whole; or with `regather` as a piece, which backward gathers while dx is computed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: TensorAxis,
-        deferred: Deferred | None,
-        fp8: Fp8 | None,
-    ) -> Tensor:
-        whole = axis.start_whole(x)()
-        ctx.save_for_backward(x if axis.regather else whole)
-        ctx.weight, ctx.axis, ctx.has_bias, ctx.deferred, ctx.fp8 = (
-            weight,
-            axis,
-            bias is not None,
-            deferred,
-            fp8,
-        )
-        return kernels.linear(whole, weight, bias, fp8)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
-        whole = axis.start_again(x)
-        dx = kernels.input_gradient(dy, weight, ctx.fp8)
-        x = whole()
-        dx = axis.start_sum(dx)  # overlaps with the gradients that need no communication
-        dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.fp8)
-        dbias = dy.sum((0, 1)) if ctx.has_bias else None
-        return dx(), dweight, dbias, None, None, None
-
-
-class _Row(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: TensorAxis,
-        deferred: Deferred | None,
-        fp8: Fp8 | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.has_bias, ctx.deferred, ctx.fp8 = (
-            weight,
-            axis,
-            bias is not None,
-            deferred,
-            fp8,
-        )
-        y = axis.start_sum(kernels.linear(x, weight, None, fp8))()
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
-        dbias = dy.sum((0, 1)) if ctx.has_bias else None  # with sp, of this piece
-        dy = axis.start_whole(dy)()
-        dx = kernels.input_gradient(dy, weight, ctx.fp8)
-        return dx, weight_gradient(ctx.deferred, weight, dy, x, ctx.fp8), dbias, None, None, None
 
 
 class PiecePositions(nn.Module):

@@ -109,7 +109,7 @@ def documents_of(recipe: Recipe, tokens: float | None = None) -> Documents | Non
 
 
 def _known(recipe: Recipe) -> Documents:
-    from fivefold.data.known import known, sample
+    from fivefold.data.facts import known, sample
 
     with suppress(UserError):  # tokens on this disk may be damaged, which is no fault of a plan
         if (data := known(recipe)) is not None and (found := sample(recipe, data)) is not None:

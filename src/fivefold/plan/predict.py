@@ -14,19 +14,21 @@ from fivefold.models.operations import WHOLE_SEQUENCES, Sizes
 from fivefold.models.recomputation import budget_of, of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, OptimizerCard, kept_in
-from fivefold.plan import memory, model_states, offload, outer, servers, volume
-from fivefold.plan.clusters import of_gpu, parse
-from fivefold.plan.cost import Setting, matmul_dtype
-from fivefold.plan.devices import Cluster, Device, of_table
-from fivefold.plan.measured import load as load_table
-from fivefold.plan.memory import Memory
-from fivefold.plan.recompute_budget import Budget, with_budget
-from fivefold.plan.recompute_budget import resolve as resolve_budget
-from fivefold.plan.slow_links import SlowLinks, compare
+from fivefold.plan.advice.slow_links import SlowLinks, compare
+from fivefold.plan.advice.stalls import Stalls, stalls
+from fivefold.plan.cluster.clusters import of_gpu, parse
+from fivefold.plan.cluster.devices import Cluster, Device, of_table
+from fivefold.plan.cluster.measured import load as load_table
+from fivefold.plan.memory import memory, model_states
+from fivefold.plan.memory.memory import Memory
+from fivefold.plan.messages import volume
+from fivefold.plan.search.recompute_budget import Budget, with_budget
+from fivefold.plan.search.recompute_budget import resolve as resolve_budget
 from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software, States, of
-from fivefold.plan.stage_costs import Parts, parts, recomputed
-from fivefold.plan.stalls import Stalls, stalls
-from fivefold.plan.time import Step, step
+from fivefold.plan.time import offload, servers, sync_costs
+from fivefold.plan.time.cost import Setting, matmul_dtype
+from fivefold.plan.time.stage_costs import Parts, parts, recomputed
+from fivefold.plan.time.time import Step, step
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, sent
 from fivefold.precision.fp8 import FP8
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
@@ -275,7 +277,7 @@ def _besides(s: Setting, found: list[Memory]) -> list[Memory]:
     if s.sites.count == 1:
         return found
     ranks = model_states.rank_elements(s.model, s.layout, s.software.partition)
-    buffers = (outer.buffers(s, position) for position in range(s.layout.pp))
+    buffers = (sync_costs.outer_buffers(s, position) for position in range(s.layout.pp))
     pairs = zip(found, ranks, buffers, strict=True)
     return [one.with_outer(s.sites.kept * own.keeps, more, s.sites.overlap > 0) for one, own, more in pairs]
 

@@ -12,7 +12,7 @@ from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.precision import DTYPES, MASTER, PRECISIONS
 
 if TYPE_CHECKING:
-    from fivefold.plan.devices import Cluster
+    from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.documents import Documents
 
 

@@ -1,7 +1,6 @@
 """Recipes: strict TOML, clear errors, and the numbers derived from them. No torch."""
 
-from fivefold.models.card import resolve_model
-from fivefold.models.count import active_parameters, count_parameters, flops_per_token
+from fivefold.models.card import active_parameters, count_parameters, flops_per_token, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.recipe.load import change, families, load, shipped, source
 from fivefold.recipe.ramp import LeftOut, batch_size, leave_out, place, sequences_before

@@ -11,7 +11,7 @@ from fivefold.models.card import Contradiction
 from fivefold.optim.outer import OUTER
 from fivefold.precision import PRECISIONS
 from fivefold.precision.fp8 import FP8
-from fivefold.recipe.schema import LayoutSection, Sections
+from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
 from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE
@@ -32,14 +32,9 @@ class Idle:
     by: str = ""
 
 
-def _ranks(layout: LayoutSection) -> int:
-    return layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
-
-
 def _summing(recipe: Sections) -> int:
     """Number of ranks that sum gradients in every step."""
-    layout = recipe.layout
-    return layout.dp_replicate * layout.dp_shard * layout.cp // recipe.sites.count
+    return recipe.layout.dp * recipe.layout.cp // recipe.sites.count
 
 
 def _sums(recipe: Sections) -> list[str]:
@@ -121,7 +116,7 @@ IDLE = (
     Idle("layout.virtual_stages", lambda r: r.layout.pp == 1, "stages need pp > 1"),
     Idle("layout.cp_method", lambda r: r.layout.cp == 1, "it needs cp > 1"),
     Idle("layout.expert_chunks", lambda r: r.layout.ep == 1, "experts exchange rows with ep > 1 only"),
-    Idle("layout.zero", lambda r: _ranks(r.layout) == 1, "one rank shares its states with nobody"),
+    Idle("layout.zero", lambda r: r.layout.ranks == 1, "one rank shares its states with nobody"),
     Idle(
         "precision.reduce",
         lambda r: _summing(r) == 1,
@@ -154,7 +149,7 @@ IDLE = (
         lambda r: _summing(r) == 1,
         "gradients are summed with dp > 1 or cp > 1 only",
     ),
-    Idle("layout.zeropp", lambda r: _ranks(r.layout) == 1, "one rank shares its states with nobody"),
+    Idle("layout.zeropp", lambda r: r.layout.ranks == 1, "one rank shares its states with nobody"),
     Idle(
         "layout.ranks_per_node",
         lambda r: r.layout.zeropp == NONE,
@@ -247,7 +242,7 @@ def notes(recipe: Sections) -> list[str]:
 def _waiting(recipe: Sections) -> list[str]:
     """Says how long ranks wait for the one with the largest share, if shares are unequal."""
     size, B, layout = recipe.train.global_batch_size, recipe.train.microbatch_size or 1, recipe.layout
-    ranks = layout.dp_replicate * layout.dp_shard
+    ranks = layout.dp
     most = largest(size // B, ranks) * B
     if most * ranks == size:
         return []

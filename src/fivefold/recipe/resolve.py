@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.objective import predicted
+from fivefold.models.registry import predicted
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.recipe.ramp import ramp, sequences_before, steps_for
@@ -51,7 +51,7 @@ def microbatches_per_step(recipe: Recipe) -> int:
     """Microbatches in an optimizer step of the data-parallel rank that has most."""
     train, layout = recipe.train, recipe.layout
     whole = train.global_batch_size // (train.microbatch_size or 1)
-    return largest(whole, layout.dp_replicate * layout.dp_shard)
+    return largest(whole, layout.dp)
 
 
 def resolve(recipe: Recipe, *, vocab_size: int) -> Recipe:
@@ -112,14 +112,13 @@ def microbatch_size(recipe: Recipe) -> int:
     if recipe.train.microbatch_size:
         return recipe.train.microbatch_size
     if recipe.layout.microbatches:
-        dp = recipe.layout.dp_replicate * recipe.layout.dp_shard
-        return recipe.train.global_batch_size // dp // recipe.layout.microbatches
+        return recipe.train.global_batch_size // recipe.layout.dp // recipe.layout.microbatches
     return best_microbatch_size(recipe, 8)
 
 
 def best_microbatch_size(recipe: Recipe, most: int) -> int:
     """The largest microbatch size up to `most` that delays no step."""
-    dp = recipe.layout.dp_replicate * recipe.layout.dp_shard
+    dp = recipe.layout.dp
     sizes = [recipe.train.global_batch_size, *(size for size, _ in ramp(recipe.train))]
     slowest = [largest(size, dp) for size in sizes]
     share = math.gcd(*slowest)

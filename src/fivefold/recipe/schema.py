@@ -17,14 +17,14 @@ from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, ROUNDINGS, TRAINABLE, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry
-from fivefold.recipe.profiled import as_text
-from fivefold.recipe.trackers import joined
+from fivefold.recipe.observed import as_text, joined
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
-from fivefold.spread.buckets import BUCKET_BYTES
+from fivefold.spread.layout import Counts
 from fivefold.spread.layout_rules import MOST_RANKS
 from fivefold.spread.servers import SERVER, UNBOUNDED, Servers
+from fivefold.spread.shares import BUCKET_BYTES
 from fivefold.spread.sites import ONE_SITE, Sites
 from fivefold.spread.tiers import NOT_OFFLOADED
 
@@ -47,7 +47,7 @@ MOST_SECONDS = 10**7
 class DataSection(Section):
     source: str = "stdlib"
     """Source of the text: `stdlib` (the source code of this machine's Python standard library), a file,
-    folder or glob of .txt .md .py .json .jsonl .parquet, texts also as .gz or .zst, here or at an address (https,
+    folder or glob of .txt .md .py .json .jsonl .csv .parquet, texts also as .gz or .zst, here or at an address (https,
     s3); `tokens:PATH` (token files: .bin of nanoGPT or llm.c, .npy, .bin with the .idx of Megatron, .parquet with
     a column `input_ids`); `hf:NAME:CONFIG:SPLIT[FROM:TO]` (rows of a Hugging Face data set; all but the name may be
     left out). Relative paths start at the current folder, not at the recipe's."""
@@ -57,7 +57,7 @@ class DataSection(Section):
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
     """Share of the text held out for validation: whole documents, or the end of a single document."""
     text_key: str = "text"
-    """Name of the text field in .json, .jsonl and .parquet files and in `hf:` data sets."""
+    """Name of the text field in .json, .jsonl, .csv and .parquet files and in `hf:` data sets."""
     stream: bool = False
     """Train while the text is still being tokenized, instead of tokenizing all of it first. Sequences are shuffled
     within windows of `stream_window` tokens, not over the whole set."""
@@ -215,7 +215,7 @@ class OptimSection(Section):
     """Largest norm of the whole gradient. 0: no clipping."""
 
 
-class LayoutSection(Section):
+class LayoutSection(Section, Counts):
     dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Data-parallel replicas (DDP)."""
     dp_shard: int = Field(default=1, ge=1, le=MOST_RANKS)

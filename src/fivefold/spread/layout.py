@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.pipeline import DEFAULT, stages_per_rank
-from fivefold.spread.buckets import BUCKET_BYTES
+from fivefold.spread.shares import BUCKET_BYTES
 from fivefold.spread.tiers import NOT_OFFLOADED
 
 T = TypeVar("T")
@@ -27,8 +27,22 @@ class LayoutFields(Protocol):
     def model_dump(self) -> dict[str, Any]: ...
 
 
+class Counts:
+    """What follows from the sizes of the axes, for a `Layout` and for the `[layout]` of a recipe."""
+
+    @property
+    def dp(self: Any) -> int:
+        """Number of ranks that compute different sequences: `dp_replicate x dp_shard`."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def ranks(self: Any) -> int:
+        """Number of ranks: the product of the axes."""
+        return self.pp * self.dp * self.cp * self.tp
+
+
 @dataclass(frozen=True)
-class Layout:
+class Layout(Counts):
     """The sizes of the axes and how they are used. The fields are those of a recipe's `[layout]`."""
 
     pp: int = 1
@@ -60,19 +74,15 @@ class Layout:
         return cls(**section.model_dump())
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks: the product of the axes."""
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
-
-    @property
     def shards(self) -> int:
         """Number of ranks that share the states of a parameter; 1 without ZeRO."""
         return self.dp_shard * self.cp if self.zero else 1
 
     @property
-    def dp(self) -> int:
-        """Number of ranks that compute different sequences: `dp_replicate x dp_shard`."""
-        return self.dp_replicate * self.dp_shard
+    def in_step(self) -> bool:
+        """True if ranks with different sequences exchange weights or rows in every microbatch. Then all compute equally
+        many: empty ones follow those of a smaller share."""
+        return self.zero > 0 or self.ep > 1
 
     @property
     def stages_per_rank(self) -> int:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.compression.blocks import Blocks
-from fivefold.spread.buckets import buckets
 from fivefold.spread.layout import Layout, groups, index_in
 from fivefold.spread.parts import (
     Model,
@@ -27,6 +26,7 @@ from fivefold.spread.parts import (
     stage_blocks,
     stage_parameters,
 )
+from fivefold.spread.shares import buckets
 from fivefold.spread.zeropp import zeropp
 
 

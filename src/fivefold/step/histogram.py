@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fivefold.models.base import LanguageModel
 from fivefold.models.mixture import Experts
-from fivefold.parallel.tensor import ColumnLinear, RowLinear
+from fivefold.parallel.tensor import CutLinear
 from fivefold.precision.histogram import BINS, KINDS, LOWEST, Histogram
 from fivefold.spread.parts import Part, local_shape
 from fivefold.step.state import State
@@ -76,7 +76,7 @@ class Counter:
         for name, module in stage.named_modules():
             if blocks and not name.startswith("blocks."):
                 continue
-            if isinstance(module, nn.Linear | ColumnLinear | RowLinear | Experts):
+            if isinstance(module, nn.Linear | CutLinear | Experts):
                 rows, columns = _cut(parts.get(f"{name}.weight"))
                 if columns or self.once:
                     self._hook(module.register_forward_pre_hook, self._input)

@@ -7,6 +7,7 @@ host does not wait for it. It reads it with the loss, and then acts (train/fault
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from fivefold.checkpoint.store import LARGEST
 from fivefold.observe.faults import GROWTH, USUAL
-from fivefold.optim.outliers import outlier
 from fivefold.recipe import FaultsSection
 
 LOSS, NORM = range(2)  # rows of the statistics
@@ -42,7 +42,7 @@ def destroyed(largest: Tensor, limit: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def judge(usual: Tensor, loss: Tensor, norm: Tensor, faults: FaultsSection, ruined: Tensor) -> Verdict:
-    """usual: (2, 3) fp64, the statistics of loss and norm (optim/outliers.py). loss, norm, ruined (> 0 if the last
+    """usual: (2, 3) fp64, the statistics of loss and norm (step/judge.py). loss, norm, ruined (> 0 if the last
     update has destroyed weights): fp64 scalars, equal on all ranks."""
     ruined = (ruined > 0).float()
     bad = 1 - (loss.isfinite() & norm.isfinite()).float()
@@ -55,3 +55,28 @@ def judge(usual: Tensor, loss: Tensor, norm: Tensor, faults: FaultsSection, ruin
     means = after[:, 1].exp()
     figures = {"destroyed": ruined, "spike": found[LOSS], "outlier": found[NORM]}
     return Verdict(bad, skip, after, {**figures, **dict(zip(USUAL, means.unbind(), strict=True))})
+
+
+STEPS = 50  # that the averages cover
+FIRST = 20  # steps before anything is an outlier
+LEAST = math.log(1.2)  # above the mean: a curve without noise has a tiny deviation
+
+
+def outlier(stats: Tensor, value: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """(1 where a value is an outlier, else 0: fp64, the statistics with it). stats: (..., 3) fp64: how many values they
+    have seen, mean and variance of their logarithms. value: (...). limit: in standard deviations.
+
+    An outlier counts as one at the limit, so that a value which stays high becomes the usual one. A value that is not
+    finite or 0 counts as nothing.
+    """
+    count, mean, variance = stats.unbind(-1)
+    value = value.double().log()
+    most = mean + (limit * variance.sqrt()).clamp(min=LEAST)
+    found = (value > most) & (count >= FIRST) & value.isfinite()
+    value = torch.where(found, most, value)
+    share = (1 / (count + 1)).clamp(min=1 / STEPS)
+    apart = value - mean
+    after = torch.stack(
+        [count + 1, mean + share * apart, (1 - share) * (variance + share * apart.square())], -1
+    )
+    return found.double(), torch.where(value.isfinite().unsqueeze(-1), after, stats)

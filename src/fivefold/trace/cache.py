@@ -14,7 +14,7 @@ import torch
 
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, writable, write_atomically
-from fivefold.host.cpu import has_cpu_bf16, has_cpu_fp16
+from fivefold.host.machine import has_cpu_bf16, has_cpu_fp16
 from fivefold.kernels import native
 from fivefold.launch.ranks import threads_of
 from fivefold.recipe import Recipe

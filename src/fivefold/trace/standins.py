@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fivefold.kernels.hollow import Hollowing
+from fivefold.parallel.offload import disk
 from fivefold.trace import private
 
 DEVICE = torch.device("cuda", 0)
@@ -155,3 +156,26 @@ class Creating(TorchFunctionMode):
             if func is torch.tensor:
                 return func(*args, **{**kwargs, "device": "cpu"}).to(device)
             return func(*args, **kwargs)
+
+
+class HollowFile(disk.File):
+    """A file whose bytes are a hollow tensor. It takes no room on the disk."""
+
+    def __init__(self, owner: disk.Disk, size: int, what: str):
+        self.disk, self.size, self.what = owner, size, what
+        self.flat = torch.empty(size, dtype=torch.uint8)
+
+    def drop(self) -> None: ...
+    def read(self, offset: int, into: Tensor) -> None: ...
+    def write(self, offset: int, data: Tensor) -> None: ...
+    def close(self) -> None: ...
+
+
+@contextmanager
+def hollow_files() -> Iterator[None]:
+    """Files that are made inside are hollow. Enter `Hollowing` where they are made."""
+    real, disk.File = disk.File, HollowFile
+    try:
+        yield
+    finally:
+        disk.File = real

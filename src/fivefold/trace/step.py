@@ -27,7 +27,7 @@ from torch import Tensor
 from fivefold.kernels.hollow import CPU, Hollow, Hollowing, is_mask
 from fivefold.launch.ranks import Ranks, threads_of
 from fivefold.models.card import card_of
-from fivefold.models.objective import predicted
+from fivefold.models.registry import predicted
 from fivefold.models.section import ModelSection
 from fivefold.optim.updater import Updater
 from fivefold.parallel.context import take
@@ -40,9 +40,9 @@ from fivefold.spread.layout import Layout
 from fivefold.step.state import State, assemble
 from fivefold.step.step import forward_backward, take_step
 from fivefold.trace import private, standins
-from fivefold.trace.files import hollow_files
 from fivefold.trace.flops import Flops
 from fivefold.trace.memory import Peak, Tracker, states_of, tensors_in
+from fivefold.trace.standins import hollow_files
 from fivefold.trace.traffic import Collectives
 
 aten = torch.ops.aten

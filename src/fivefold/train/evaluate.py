@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from fivefold.checkpoint import store
-from fivefold.data.items import Item, prompts, read_items, require_enough
+from fivefold.data.eval_docs import Item, documents, prompts, read_items, require_enough, require_readable
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.data.whole import documents, require_readable
 from fivefold.errors import UserError
 from fivefold.files import guard
 from fivefold.host.machine import has_fast_bf16

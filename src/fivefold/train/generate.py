@@ -15,10 +15,10 @@ from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.files import guard
 from fivefold.models.base import LanguageModel
-from fivefold.models.build import build
 from fivefold.models.cache import Cache
 from fivefold.models.card import card_of
 from fivefold.models.hf import require_weights
+from fivefold.models.init import build
 from fivefold.models.rules import having
 from fivefold.recipe import ModelSection, Recipe, load
 

@@ -22,8 +22,7 @@ from fivefold.host import memory
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.kernels.peak import busy_share, device_peak, listed_peak
 from fivefold.launch.ranks import Ranks
-from fivefold.models.card import card_of
-from fivefold.models.count import flops_per_token
+from fivefold.models.card import card_of, flops_per_token
 from fivefold.observe import number_formats, step_timeline
 from fivefold.observe.console import Console
 from fivefold.observe.faults import KINDS, USUAL

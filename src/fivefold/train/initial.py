@@ -15,11 +15,12 @@ from fivefold.comm import all_or_none
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError, did_you_mean
 from fivefold.files import expanded, guard, make_folder, read_json, write_atomically
-from fivefold.models.alike import differences
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.own import ModuleCard, OwnModel, buffers_of
+from fivefold.models.rules import differences
+from fivefold.models.section import ModelSection
 from fivefold.observe.initial import FILE
-from fivefold.recipe import ModelSection, Recipe, load
+from fivefold.recipe import Recipe, load
 from fivefold.recipe.initial import hf_model, required
 from fivefold.spread.parts import Shape, boxes
 from fivefold.step.state import State

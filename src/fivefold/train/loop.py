@@ -20,7 +20,7 @@ from fivefold.comm.span import span
 from fivefold.errors import UserError
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import FaultsSection, Recipe, batch_size
-from fivefold.recipe.profiled import steps
+from fivefold.recipe.observed import steps
 from fivefold.step.state import State
 from fivefold.step.step import Done, take_step
 from fivefold.train.faults import Fault, judged, weights_fault
@@ -103,16 +103,7 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
             sampling = last or due(train.sample_every, state.step)
             late.add(state.step, done, waited, at_once=saving or validating or sampling or traced)
             ends, saving = late.stop or last, saving or late.save
-            fault = late.fault or hooks.compare(state.step)
-            if (ends or saving or late.bad) and (fault is None or (fault.act == "abort" and fault.good)):
-                fault = weights_fault(state, recipe.faults) or fault
-            if fault is not None:
-                if fault.act == "abort" and fault.good:
-                    try:
-                        hooks.save(state.step, ends=True, waits=False)  # an error must not wait
-                    except UserError as error:
-                        raise fault.unsaved(error) from error
-                raise fault
+            _raise_fault(state, recipe, hooks, late, look=ends or saving or late.bad)
             if ends or saving:
                 hooks.save(state.step, ends=ends)  # first, because the sender of a signal may not wait long
             if late.stop:
@@ -122,6 +113,22 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
             if sampling:
                 hooks.sample(state.step)
     return True
+
+
+def _raise_fault(state: State, recipe: Recipe, hooks: Hooks, late: _Late, look: bool) -> None:
+    """Raises what is wrong after a step, if anything is. An end that leaves good weights saves them first. look: at the
+    weights, too, because they are about to be saved."""
+    fault = late.fault or hooks.compare(state.step)
+    if look and (fault is None or (fault.act == "abort" and fault.good)):
+        fault = weights_fault(state, recipe.faults) or fault
+    if fault is None:
+        return
+    if fault.act == "abort" and fault.good:
+        try:
+            hooks.save(state.step, ends=True, waits=False)  # an error must not wait
+        except UserError as error:
+            raise fault.unsaved(error) from error
+    raise fault
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch import Tensor
 from fivefold.errors import UserError
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.share import Share
-from fivefold.plan.budget import noise_parts
+from fivefold.plan.advice.budget import noise_parts
 from fivefold.recipe import Recipe, microbatches_per_step, tokens_per_step
 from fivefold.spread.parts import Part, size_of
 from fivefold.spread.units import scattered_once

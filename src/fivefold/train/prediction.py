@@ -22,15 +22,14 @@ from fivefold.observe.format import duration, size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.parallel.mesh import Mesh
-from fivefold.plan import assumed
-from fivefold.plan.clusters import of_gpu
-from fivefold.plan.devices import Cluster, of_table
+from fivefold.plan.cluster.clusters import of_gpu
+from fivefold.plan.cluster.devices import Cluster, of_table
+from fivefold.plan.cluster.measured import FACTORS, Measured, assumed_table, load
 from fivefold.plan.documents import Documents
-from fivefold.plan.measured import FACTORS, Measured, load
+from fivefold.plan.messages.volume import AXES, leaving, sent
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.software import of
-from fivefold.plan.timeline import timeline
-from fivefold.plan.volume import AXES, leaving, sent
+from fivefold.plan.time.timeline import timeline
 from fivefold.recipe.ramp import ramp
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.spread.layout import Layout
@@ -148,7 +147,7 @@ class Prediction:
             return of_table(self.assumed)
         table = load()
         if table is None:
-            table = self.assumed = assumed.table(cores(), memory_bytes())
+            table = self.assumed = assumed_table(cores(), memory_bytes())
         return of_table(table)
 
     def timeline(self, step: int) -> StepTimeline | None:

@@ -20,7 +20,7 @@ from fivefold.files import NO_ROOM, make_folder, own_word, remove, rename, strea
 from fivefold.launch.ranks import Ranks
 from fivefold.observe import profile as page
 from fivefold.observe.profile import LONGEST, Operator
-from fivefold.recipe.profiled import steps
+from fivefold.recipe.observed import steps
 from fivefold.train.job import Job
 
 QUIET = "KINETO_LOG_LEVEL", "6"

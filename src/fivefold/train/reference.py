@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fivefold.launch.ranks import Ranks
 from fivefold.models.base import LanguageModel
-from fivefold.models.build import build
 from fivefold.models.card import card_of
+from fivefold.models.init import build
 from fivefold.optim.updater import Updater
 from fivefold.parallel import products
 from fivefold.parallel.expert import Balance

@@ -20,8 +20,8 @@ from fivefold.checkpoint import keep, store
 from fivefold.errors import UserError, printable, several
 from fivefold.files import read_json, write_atomically
 from fivefold.launch.exits import STOPPED, unsaved
+from fivefold.launch.launchers import launch_id
 from fivefold.launch.local import as_error
-from fivefold.launch.restarted import launch_id
 from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.launch.verdict import Failure
 from fivefold.observe import restarts as record

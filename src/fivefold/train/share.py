@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from fivefold.comm.progress import progress
 from fivefold.data import NOT_COUNTED, Batch, Batches, DataSet, Prefetch, Tokens
 from fivefold.data.batches import objective_of
-from fivefold.data.cut import cut_of
-from fivefold.data.known import sample
+from fivefold.data.facts import sample
 from fivefold.data.mixture import amounts, order_of
+from fivefold.data.packing import cut_of
 from fivefold.data.stream import Commit, Stream
 from fivefold.errors import UserError
 from fivefold.files import BROKEN
@@ -217,7 +217,7 @@ def share_of(
     whole = size // microbatch
     mine = shares.share(whole, index, ranks)
     parts = [range(number * microbatch, (number + 1) * microbatch) for number in mine]
-    empty = shares.largest(whole, ranks) - len(parts) if shares.in_step(mesh.layout) else 0
+    empty = shares.largest(whole, ranks) - len(parts) if mesh.layout.in_step else 0
     found = [_rows(batches, i, rows, mesh) for rows in parts]
     if getattr(batches, "uneven", False):
         average = max(1, batches.counted(i, size)) / whole  # type: ignore[attr-defined]

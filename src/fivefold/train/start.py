@@ -20,9 +20,9 @@ from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import CommunicationError, UserError, several
 from fivefold.files import expanded, guard, numbered_folder, owned
-from fivefold.host.files import ensure_open_files
 from fivefold.host.machine import cores
 from fivefold.host.memory import (
+    ensure_open_files,
     keep_few_primitives,
     keep_freed_memory,
     let_segments_grow,
@@ -33,16 +33,16 @@ from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
 from fivefold.launch.exits import STOPPED, unsaved
 from fivefold.launch.interrupt import Interrupt, Leaving, run_complete
+from fivefold.launch.launchers import LAUNCH, may_be_again, restarted_by
 from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
-from fivefold.launch.restarted import LAUNCH, may_be_again, restarted_by
 from fivefold.launch.supervisor import Attempt
 from fivefold.models.card import card_of
 from fivefold.models.own import ModuleCard, OwnModel
 from fivefold.models.recomputation import budget_of
 from fivefold.observe.console import QUIET
 from fivefold.plan.predict import budget, priced_here
-from fivefold.recipe import Recipe, change, resolve, trackers
+from fivefold.recipe import Recipe, change, observed, resolve
 from fivefold.recipe.fit import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
 from fivefold.recipe.rules.weights import wrong_patterns
@@ -90,7 +90,7 @@ def run_command(
     (`train/elastic.py`). Under torchrun or Slurm their ranks are used.
     out: run folder; None: a new one, runs/NAME-N. resume: continue from its last checkpoint.
     resume_from: AUTO: continue if there is a checkpoint, else start; the default for ranks that another launcher may
-    have started before (`launch/restarted.py`). A path: continue from this checkpoint.
+    have started before (`launch/launchers.py`). A path: continue from this checkpoint.
     fork: forks local ranks. This is quick, but only safe in a process that has used neither torch's threads nor a GPU,
     such as the command line's. Otherwise ranks are spawned, and their arguments are pickled.
     module, card, batches, val_batches: the user's own model and data instead of the recipe's.
@@ -105,7 +105,7 @@ def run_command(
     caller = Caller.of_this_process()
     resuming = Resuming.asked(resume, resume_from, out)
     span = nproc if isinstance(nproc, tuple) and caller.world is None else None
-    trackers.require(trackers.chosen(recipe.observe.tracker))
+    observed.require(observed.chosen(recipe.observe.tracker))
     recipe, asked = _for_ranks(_located(recipe), nproc, caller, resuming, seat)
     started = caller.world is None and (bool(span) or Layout.from_recipe(recipe.layout).ranks > 1)
     brings.check(recipe, module, travels=started)

@@ -35,7 +35,7 @@ from fivefold.launch.supervisor import Signals
 from fivefold.observe.format import duration, short_number
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.summary import summarize
-from fivefold.plan.budget import training_flops
+from fivefold.plan.advice.budget import training_flops
 from fivefold.recipe import active_parameters, resolve, tokens_before, total_steps
 from fivefold.recipe import sweep as table
 from fivefold.recipe.sweep import Row, Sweep

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.models.hf_map import Entry, same
+from fivefold.models.hf import Entry, same
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "gpt2"

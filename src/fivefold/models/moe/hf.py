@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.models.hf_map import Entry, experts, refuse, same
+from fivefold.models.hf import Entry, experts, refuse, same
 from fivefold.models.llama import hf as llama
 from fivefold.models.section import ModelSection
 

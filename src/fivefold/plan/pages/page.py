@@ -1,4 +1,4 @@
-"""The page of a plan: one HTML file that opens offline, with sliders over a grid of predictions (plan/grid.py).
+"""The page of a plan: one HTML file that opens offline, with sliders over a grid of predictions (plan/pages/grid.py).
 
 Everything from outside (the recipe's name, messages) is escaped; see `document`. Without scripts the page shows
 pictures of the recipe's own plan.

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
+from fivefold.draw.curves import Line, picture
 from fivefold.errors import printable
 from fivefold.files import guard, write_atomically
 from fivefold.observe import compare
 from fivefold.observe.compare import ComparedRun
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import short_number
-from fivefold.observe.xy_picture import Line, to_svg
-from fivefold.plan.scaling import BESIROGLU, FLOPS, HOFFMANN, Law
-from fivefold.plan.sweep_results import COUNTED, Curve, Results, iso_flops, notes
+from fivefold.plan.advice.scaling import BESIROGLU, FLOPS, HOFFMANN, Law
+from fivefold.plan.advice.sweep_results import COUNTED, Curve, Results, iso_flops, notes
 from fivefold.recipe import sweep as sweep_table
 
 PUBLISHED = {"Hoffmann et al. (arXiv 2203.15556)": HOFFMANN, "Besiroglu et al. (arXiv 2404.10102)": BESIROGLU}
@@ -132,7 +132,7 @@ def iso_flop_picture(found: Results) -> str:
         if law is not None:
             lines.append(_iso_line(law, flops, points, color))
     words = "Equal FLOPs: loss by size, " + ("runs (points) and the law (lines)" if law else "runs")
-    return to_svg(words, lines, "parameters N", "loss", (True, False))
+    return picture(words, lines, "parameters N", "loss", (True, False))
 
 
 def _iso_line(law: Law, flops: float, points: Sequence[tuple[float, float]], color: int) -> Line:
@@ -165,7 +165,7 @@ def length_picture(found: Results) -> str:
             lengths = np.geomspace(own[0][0], own[-1][0], 30)
             lines.append(Line("", [(float(D), law.loss(N, float(D))) for D in lengths], color))
     words = "Loss by tokens and size" + (": runs (points) and the law (lines)" if law else "")
-    return to_svg(words + "; rings: held out" * bool(rings), lines, "tokens D", "loss", (True, True))
+    return picture(words + "; rings: held out" * bool(rings), lines, "tokens D", "loss", (True, True))
 
 
 def _curves(curves: Sequence[Curve]) -> str:
@@ -186,4 +186,4 @@ def curve_picture(key: str, curves: Sequence[Curve]) -> str:
         Line(curve.label or key, curve.points, number, dots=True, marks=[curve.best])
         for number, curve in enumerate(curves)
     ]
-    return to_svg(f"Loss by {key}; rings: the best of each line", lines, key, "loss", (log, False))
+    return picture(f"Loss by {key}; rings: the best of each line", lines, key, "loss", (log, False))

@@ -16,8 +16,8 @@ from fivefold.schedules.pipeline import to_text as timeline_text
 from fivefold.spread.layout_text import to_text as layout_text
 
 if TYPE_CHECKING:
-    from fivefold.plan.memory import Memory
-    from fivefold.plan.pictures import Pictures, Point, Roofline
+    from fivefold.plan.memory.memory import Memory
+    from fivefold.plan.pages.pictures import Pictures, Point, Roofline
     from fivefold.plan.predict import Plan
 
 KINDS = {
@@ -135,10 +135,7 @@ def _operation(found: Roofline, point: Point, mark: str, step: float) -> Text:
 
 def _plot(found: Roofline, points: Sequence[Point], marks: Mapping[str, str], width: int) -> Iterator[Text]:
     """The roofline's plot. Both axes are logarithmic: FLOPs per byte to the right, FLOP/s upwards."""
-    there = [p for p in points if p.flops]
-    low = min(found.ridge / 10, *(p.intensity for p in there)) / 1.5
-    high = max(found.ridge * 10, *(p.intensity for p in there)) * 1.5
-    bottom = min(low * found.bandwidth, *(p.rate for p in there)) / 1.5
+    low, high, bottom = found.ends
     room = width - 14
 
     def column(intensity: float) -> int:
@@ -154,7 +151,7 @@ def _plot(found: Roofline, points: Sequence[Point], marks: Mapping[str, str], wi
         y = line(min(found.peak, intensity * found.bandwidth))
         if y < HEIGHT:
             rows[y][x] = Text("─" if flat else "╱", "dim")
-    for p in reversed(there):  # the largest on top
+    for p in reversed([p for p in points if p.flops]):  # the largest on top
         rows[line(p.rate)][column(p.intensity)] = Text(marks.get(p.name, "+"), "bold")
     for number, row in enumerate(rows):
         rate = found.peak / (found.peak / bottom) ** (number / (HEIGHT - 1))

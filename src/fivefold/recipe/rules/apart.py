@@ -9,8 +9,8 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
-from fivefold.spread.divisors import largest_divisor
 from fivefold.spread.servers import SERVER
+from fivefold.spread.shares import largest_divisor
 
 
 def sites(recipe: Sections) -> Iterator[Contradiction]:
@@ -80,7 +80,7 @@ def servers(recipe: Sections) -> Iterator[Contradiction]:
         yield (
             {"sync.method", *(f"layout.{name}" for name in wrong)},
             f"{method} combines with dp only: each worker has the whole model, and servers keep its states ({given}). "
-            f'Nearest valid: layout dp={mine.dp_replicate * mine.dp_shard}, or sync.method = "all"',
+            f'Nearest valid: layout dp={mine.dp}, or sync.method = "all"',
         )
     if card_of(recipe.model).has_experts:
         yield (

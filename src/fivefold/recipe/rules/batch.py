@@ -38,7 +38,7 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
     """Every rank has microbatches, whole ones. Only some kinds of training need equally many on all."""
     train, count = recipe.train, recipe.layout.microbatches
     size, micro = train.global_batch_size, train.microbatch_size
-    dp = recipe.layout.dp_replicate * recipe.layout.dp_shard
+    dp = recipe.layout.dp
     sizes = {name: getattr(recipe.layout, name) for name in ("dp_replicate", "dp_shard")}
     ranks = " x ".join(f"layout.{name} {n}" for name, n in sizes.items() if n > 1)
     equal = count or recipe.servers.count or recipe.sites.count > 1

@@ -13,10 +13,10 @@ from fivefold.models.section import ModelSection
 from fivefold.recipe.rules.texts import expected_vocab_size
 from fivefold.recipe.schema import Sections
 from fivefold.schedules.compression import NONE
-from fivefold.spread.divisors import divisors, largest_divisor
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_rules import problems
 from fivefold.spread.servers import SERVER
+from fivefold.spread.shares import divisors, largest_divisor
 
 
 def experts(recipe: Sections) -> Iterator[Contradiction]:
@@ -168,7 +168,7 @@ def _noise(recipe: Sections) -> Iterator[Contradiction]:
     """The noise scale needs ranks that see the whole gradient of a microbatch, or of their own share."""
     layout, model = recipe.layout, recipe.model
     tied = resolve_model(model, vocab_size=1).tie_embeddings
-    dp = layout.dp_replicate * layout.dp_shard
+    dp = layout.dp
     unequal = recipe.train.global_batch_size % (dp * (recipe.train.microbatch_size or 1)) > 0
     parts = (
         ({"train.global_batch_size", "layout.dp_replicate", "layout.dp_shard"}, unequal, "ranks "

@@ -10,9 +10,8 @@ from fivefold.errors import did_you_mean
 from fivefold.models.card import Contradiction, card_of, round_up
 from fivefold.models.section import Section
 from fivefold.precision import MOST_IDS
-from fivefold.recipe.profiled import steps
+from fivefold.recipe.observed import NONE, TRACKERS, steps, unknown
 from fivefold.recipe.schema import Sections
-from fivefold.recipe.trackers import NONE, TRACKERS, unknown
 from fivefold.recipe.words import short, toml_value
 
 _INVALID = re.compile("[\0\ud800-\udfff]")

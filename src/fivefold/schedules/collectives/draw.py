@@ -7,34 +7,16 @@ contains, and empty if the rank does not have it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 
+from fivefold.draw.canvas import Canvas
 from fivefold.schedules.collectives.check import State, prove
-from fivefold.schedules.collectives.move import Collective, Move, Round, ranges
+from fivefold.schedules.collectives.move import Collective, Round, ranges
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MOST_CELLS = 16  # more chunks share cells
-LEFT, TOP, ROW, CELL, HIGH = (
-    92,
-    66,
-    54,
-    9,
-    14,
-)  # pixels: margins, height of a round, a cell's width and height
-KINDS = (("reduce", "adds", True), ("copy", "copies", False))
-STYLE = """
-.collective { color-scheme: light dark; font: 12px system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif;
-  --paper: #fdfcf9; --ink: #22211f; --soft: #66625b; --rule: #d8d3c8; --cell: #e9e5da; --full: #9c5410;
-  --reduce: #1d5b9c; --copy: #2c7a5b; }
-@media (prefers-color-scheme: dark) { .collective { --paper: #171614; --ink: #e9e6df; --soft: #a49f95;
-  --rule: #45423b; --cell: #2b2925; --full: #f0b06a; --reduce: #7fb2ea; --copy: #79c9a3; } }
-.collective .paper { fill: var(--paper); } .collective text { fill: var(--ink); font-variant-numeric: tabular-nums; }
-.collective .soft { fill: var(--soft); } .collective .title { font-size: 15px; font-weight: 600; }
-.collective .cell { fill: var(--cell); } .collective .full { fill: var(--full); }
-.collective path { fill: none; stroke-width: 1.4; } .collective .reduce { stroke: var(--reduce); }
-.collective .copy { stroke: var(--copy); } .collective .tip.reduce { fill: var(--reduce); stroke: none; }
-.collective .tip.copy { fill: var(--copy); stroke: none; }
-"""
+LEFT, TOP, ROW, CELL, HIGH = 92, 66, 54, 9, 14  # pixels: margins, a round's height, a cell's width and height
+KINDS = {True: ("blue", "adds"), False: ("green", "copies")}
+"""Colour of an arrow, and what its target does."""
 
 
 def shares(collective: Collective, states: list[State] | None = None) -> list[list[list[float]]]:
@@ -118,65 +100,36 @@ def _wrapped(begin: str, parts: list[str], columns: int) -> list[str]:
 def to_svg(collective: Collective, title: str = "") -> str:
     """The rounds as an SVG document: a column for each rank, time downwards, an arrow for each message."""
     levels = shares(collective)
-    cells = max(len(row) for row in levels[0])
-    lane = max(60, cells * CELL + 26)
-    width = max(LEFT + collective.ranks * lane, 28 + 9 * len(title or head(collective)))  # letters of 15 px
-    height = TOP + len(collective.rounds) * ROW + 40
-    rows = "".join(_row(ranks, number, lane) for number, ranks in enumerate(levels))
-    arrows = "".join(
-        _arrow(move, number, lane)
-        for number, moves in enumerate(collective.rounds)
-        for move in _merged(moves)
+    lane = max(60, max(len(row) for row in levels[0]) * CELL + 26)
+    canvas = Canvas(title or head(collective), 14)
+    there = {move.reduce for moves in collective.rounds for move in moves}
+    canvas.legend(
+        LEFT, 36, [(f"line {color}", word) for kind, (color, word) in KINDS.items() if kind in there]
     )
-    names = "".join(
-        f'<text x="{LEFT + rank * lane}" y="{TOP - 12}">rank {rank}</text>'
-        for rank in range(collective.ranks)
-    )
-    kinds = {move.reduce for moves in collective.rounds for move in moves}
-    there = [(name, word) for name, word, kind in KINDS if kind in kinds]
-    legend = "".join(
-        f'<path class="{name}" d="M{LEFT + 70 * i} 32h18"/>'
-        f'<text class="soft" x="{LEFT + 70 * i + 24}" y="36">{word}</text>'
-        for i, (name, word) in enumerate(there)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="collective" role="img" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}">\n<title>{escape(title or head(collective))}</title><style>{STYLE}</style>\n'
-        f'<rect class="paper" width="100%" height="100%"/>\n<text class="title" x="14" y="20">'
-        f"{escape(title or head(collective))}</text>{legend}\n{names}\n{rows}{arrows}</svg>\n"
-    )
+    for rank in range(collective.ranks):
+        canvas.text(LEFT + rank * lane, TOP - 12, f"rank {rank}")
+    for number, ranks in enumerate(levels):
+        canvas.text(14, TOP + number * ROW + 11, f"round {number}" if number else "start", "soft")
+        for rank, cells in enumerate(ranks):
+            _cells(canvas, cells, LEFT + rank * lane, TOP + number * ROW)
+    for number, moves in enumerate(collective.rounds):
+        for source, target, adds in dict.fromkeys((move.source, move.target, move.reduce) for move in moves):
+            apart = 8 * (source > target)  # both directions stay visible
+            x, y = (LEFT + rank * lane + 16 + apart for rank in (source, target))
+            _arrow(canvas, KINDS[adds][0], x, y, TOP + number * ROW + HIGH + 3)
+    return canvas.svg()
 
 
-def _row(ranks: list[list[float]], number: int, lane: int) -> str:
-    """Draws what the ranks have after a round."""
-    top = TOP + number * ROW
-    parts = [f'<text class="soft" x="14" y="{top + 11}">{f"round {number}" if number else "start"}</text>']
-    for rank, cells in enumerate(ranks):
-        for i, share in enumerate(cells):
-            left = LEFT + rank * lane + i * CELL
-            parts.append(f'<rect class="cell" x="{left}" y="{top}" width="{CELL - 1}" height="{HIGH}"/>')
-            if share:
-                high = round(share * HIGH, 1)
-                where = f'y="{round(top + HIGH - high, 1)}" width="{CELL - 1}" height="{high}"'
-                parts.append(f'<rect class="full" x="{left}" {where}/>')
-    return "".join(parts) + "\n"
+def _cells(canvas: Canvas, cells: list[float], left: float, top: float) -> None:
+    """What a rank has after a round."""
+    for i, share in enumerate(cells):
+        canvas.rect("idle", left + i * CELL, top, CELL - 1, HIGH)
+        if share:
+            canvas.rect("orange", left + i * CELL, top + HIGH * (1 - share), CELL - 1, HIGH * share)
 
 
-def _merged(moves: Round) -> Iterator[Move]:
-    """One move for each pair of ranks and kind."""
-    seen: dict[tuple[int, int, bool], Move] = {}
-    for move in moves:
-        seen.setdefault((move.source, move.target, move.reduce), move)
-    yield from seen.values()
-
-
-def _arrow(move: Move, number: int, lane: int) -> str:
-    top, bottom = TOP + number * ROW + HIGH + 3, TOP + (number + 1) * ROW - 4
-    x, y = (LEFT + rank * lane + 16 for rank in move[:2])
-    if move.source > move.target:  # both directions stay visible
-        x, y = x + 8, y + 8
-    kind = "reduce" if move.reduce else "copy"
-    return (
-        f'<path class="{kind}" d="M{x} {top}L{y} {bottom - 4}"/>'
-        f'<path class="tip {kind}" d="M{y} {bottom + 1}l-3.5 -6h7z"/>\n'
-    )
+def _arrow(canvas: Canvas, color: str, x: float, end: float, top: float) -> None:
+    """From `x` at one round to `end` at the next."""
+    bottom = top + ROW - HIGH - 7
+    canvas.line(f"line {color}", [(x, top), (end, bottom - 4)])
+    canvas.line(f"area tip {color}", [(end, bottom + 1), (end - 3.5, bottom - 5), (end + 3.5, bottom - 5)])

@@ -1,0 +1,308 @@
+"""What evaluations read: whole documents, and items of multiple-choice and completion tasks with their prompts.
+
+Training cuts files into spans (`tasks.py`) and keeps tokens only. An evaluation also needs the raw text, whose bytes it
+counts, and says where an error stands by the number of its line.
+
+A task is a file of JSON lines in one of the schemas of `SCHEMAS`: two of our own, and those in which HellaSwag (arXiv
+1905.07830), ARC (arXiv 1803.05457) and LAMBADA (arXiv 1606.06031) are published. The prompts of the published ones are
+those of lm-evaluation-harness 0.4.13 (lm_eval/tasks/hellaswag, arc and lambada), so that accuracies compare.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fivefold.data.sources import nearest
+from fivefold.errors import UserError, did_you_mean, shortened
+from fivefold.files import BROKEN, open_file, parse_json
+
+MOST_ITEMS = 1_000_000
+MOST_CHOICES = 100
+BETWEEN = "\n\n"
+"""Text between the examples of a few-shot prompt."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question: which of `choices` continues context + join? Their number `answer` does.
+
+    An item with a single choice is a completion: is it what the model would write? line: where it stands in its file.
+    """
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+    join: str = " "
+    line: int = field(default=0, compare=False)
+
+    @property
+    def solved(self) -> str:
+        """The text with the right choice, as an example of a few-shot prompt."""
+        return f"{self.context}{self.join}{self.choices[self.answer]}"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """One form of items. mark: the key that only this schema has. keys: all that a row may have; (): any."""
+
+    name: str
+    mark: str
+    item: Callable[[Mapping[str, Any]], Item]
+    keys: tuple[str, ...] = ()
+
+
+class _Wrong(Exception):
+    """What is wrong with a row."""
+
+
+def read_items(path: Path) -> tuple[str, list[Item]]:
+    """The name of a task file's schema, and its items. The first row decides the schema.
+
+    Raises:
+        UserError: the file cannot be read, or a row is not of the schema. The message names file and line.
+    """
+    schema: Schema | None = None
+    items: list[Item] = []
+    for number, row in json_lines(path):
+        try:
+            schema = schema or _schema_of(row)
+            items.append(_item(schema, row, number))
+        except _Wrong as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+        if len(items) > MOST_ITEMS:
+            raise UserError(f"{path} has more than {MOST_ITEMS:,} items")
+    if schema is None:
+        raise UserError(f"{path} has no items")
+    return schema.name, items
+
+
+def prompts(
+    items: Sequence[Item], shots: int, pool: Sequence[Item], seed: int, *, same: bool
+) -> Iterator[str]:
+    """The context of each item behind `shots` solved examples that are drawn from the pool.
+
+    same: the pool is the file of the items, and an item is no example of itself. One generator draws for all items in
+    turn, in the way of lm-evaluation-harness 0.4.13 (lm_eval/api/samplers.py, ContextSampler). So its prompts with
+    `fewshot_random_seed` = seed are these.
+    """
+    randomness = random.Random(seed)
+    for item in items:
+        drawn: list[Item] = []
+        if shots and not same:
+            drawn = randomness.sample(pool, shots)
+        elif shots:
+            drawn = [other for other in randomness.sample(pool, shots + 1) if other != item][:shots]
+            if len(drawn) < shots:  # the pool has the item more than once
+                drawn = randomness.sample([other for other in pool if other != item], shots)
+        yield "".join(example.solved + BETWEEN for example in drawn) + item.context
+
+
+def require_enough(shots: int, path: Path, pool: Sequence[Item], *, same: bool) -> None:
+    """Raises UserError if the pool, which `path` holds, has fewer than `shots` examples for some item."""
+    enough = len(pool) - (max(Counter(pool).values()) if same else 0)
+    if shots > enough:
+        raise UserError(
+            f"shots = {shots}: {path} has {enough} examples for an item; name more with shots_from"
+        )
+
+
+def _schema_of(row: Mapping[str, Any]) -> Schema:
+    for schema in SCHEMAS:
+        if schema.mark in row:
+            return schema
+    known = ", ".join(f"'{schema.mark}' ({schema.name})" for schema in SCHEMAS)
+    raise _Wrong(f"an item of no known schema: it has none of the fields {known}")
+
+
+def _item(schema: Schema, row: Mapping[str, Any], line: int) -> Item:
+    for key in row if schema.keys else ():
+        if key not in schema.keys:
+            near = did_you_mean(key, schema.keys)
+            raise _Wrong(f"unknown field '{shortened(key, 100)}'; known: {', '.join(schema.keys)}{near}")
+    item = schema.item(row)
+    if not 1 <= len(item.choices) <= MOST_CHOICES:
+        raise _Wrong(f"{len(item.choices)} choices; must be 1 to {MOST_CHOICES}")
+    if not all(item.choices):
+        raise _Wrong(f"choice {item.choices.index('')} is empty")
+    return Item(item.context, item.choices, item.answer, item.join, line)
+
+
+def _own_choices(row: Mapping[str, Any]) -> Item:
+    choices = _texts(row, "choices")
+    if len(choices) < 2:
+        raise _Wrong("choices must be 2 or more; a single text to complete with is called 'target'")
+    answer = _index(_field(row, "answer"), "answer", len(choices))
+    return Item(_text(row, "context"), choices, answer, _text(row, "join", " "))
+
+
+def _own_completion(row: Mapping[str, Any]) -> Item:
+    return Item(_text(row, "context"), (_text(row, "target"),), 0, _text(row, "join", " "))
+
+
+def _hellaswag(row: Mapping[str, Any]) -> Item:
+    """{"activity_label", "ctx_a", "ctx_b", "endings": [4 texts], "label": 0 to 3, ...}"""
+    if "label" not in row:
+        raise _Wrong(
+            "no 'label': HellaSwag's test split is published without answers. Use hellaswag_val.jsonl"
+        )
+    endings = _texts(row, "endings")
+    begun = f"{_text(row, 'activity_label')}: {_text(row, 'ctx_a')} {_text(row, 'ctx_b').capitalize()}"
+    return Item(_cleaned(begun), tuple(map(_cleaned, endings)), _index(row["label"], "label", len(endings)))
+
+
+def _cleaned(text: str) -> str:
+    """WikiHow's text without its marks: "[title]" begins a sentence, other brackets go."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
+
+
+def _arc(row: Mapping[str, Any]) -> Item:
+    """{"question": {"stem", "choices": [{"text", "label"}, ...]}, "answerKey": a label}. On the Hugging Face hub the
+    same has the form {"question": text, "choices": {"text": [...], "label": [...]}, "answerKey"}."""
+    question, key = _field(row, "question"), _text(row, "answerKey")
+    if isinstance(question, dict):
+        stem, given = _text(question, "stem"), _field(question, "choices")
+        if not isinstance(given, list) or not all(isinstance(choice, dict) for choice in given):
+            raise _Wrong("question.choices must be a list of objects with 'text' and 'label'")
+        texts = tuple(_text(choice, "text") for choice in given)
+        labels = tuple(_text(choice, "label") for choice in given)
+    else:
+        stem, given = _text(row, "question"), _field(row, "choices")
+        if not isinstance(given, dict):
+            raise _Wrong("choices must be an object with the lists 'text' and 'label'")
+        texts, labels = _texts(given, "text"), _texts(given, "label")
+    if len(texts) != len(labels) or key not in labels:
+        raise _Wrong(
+            f"answerKey = '{shortened(key, 20)}' must be one of the labels {', '.join(labels)[:200]}"
+        )
+    return Item(f"Question: {stem}\nAnswer:", texts, labels.index(key))
+
+
+def _lambada(row: Mapping[str, Any]) -> Item:
+    """{"text"}: its last word is the target."""
+    context, blank, word = _text(row, "text").rpartition(" ")
+    if not blank or not word:
+        raise _Wrong("text must have a last word behind a blank")
+    return Item(context, (word,), 0)
+
+
+SCHEMAS = (
+    Schema("hellaswag", "endings", _hellaswag),
+    Schema("arc", "answerKey", _arc),
+    Schema("choices", "choices", _own_choices, ("context", "choices", "answer", "join")),
+    Schema("completion", "target", _own_completion, ("context", "target", "join")),
+    Schema("lambada", "text", _lambada),
+)
+
+
+def _field(row: Mapping[str, Any], key: str) -> Any:
+    if key not in row:
+        raise _Wrong(f"no field '{key}'{did_you_mean(key, row)}")
+    return row[key]
+
+
+def _text(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    value = _field(row, key) if default is None else row.get(key, default)
+    if not isinstance(value, str):
+        raise _Wrong(f"{key} = {shortened(repr(value), 60)} must be text")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise _Wrong(f"{key} holds a lone surrogate: not valid Unicode")
+    return value
+
+
+def _texts(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    values = _field(row, key)
+    if not isinstance(values, list):
+        raise _Wrong(f"{key} must be a list of texts")
+    return tuple(_text({key: value}, key) for value in values)
+
+
+def _index(value: Any, key: str, count: int) -> int:
+    """A whole number below `count`; as text, too, which is how the Hugging Face hub has HellaSwag's labels."""
+    number = (
+        int(value)
+        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 9
+        else value
+    )
+    if type(number) is not int or not 0 <= number < count:
+        raise _Wrong(f"{key} = {shortened(repr(value), 60)} must be a whole number from 0 to {count - 1}")
+    return number
+
+
+MOST_TEXT = 1 << 30
+"""Bytes of a text file, which is held in memory as a whole."""
+MOST_LINE = 64 << 20
+"""Bytes of a line of JSON."""
+
+
+def documents(path: Path, text_key: str = "text") -> Iterator[str]:
+    """The documents of a file: the text under `text_key` of each line of a .jsonl; all of any other file.
+
+    Raises:
+        UserError: the file cannot be read, is not UTF-8 or JSON, or a line has no such text.
+    """
+    if path.suffix.lower() == ".jsonl":
+        for number, row in json_lines(path):
+            text = row.get(text_key)
+            if not isinstance(text, str):
+                what = "is not text" if text_key in row else f"is missing{did_you_mean(text_key, row)}"
+                raise UserError(f"{path}, line {number}: the field '{text_key}' {what}")
+            yield text
+        return
+    with _opened(path) as file:
+        raw = file.read(MOST_TEXT + 1)
+    if len(raw) > MOST_TEXT:
+        raise UserError(f"{path} has more than {MOST_TEXT:,} bytes, the most that one document may have")
+    try:
+        yield raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: byte 0x{raw[error.start]:02x} at {error.start:,}") from None
+
+
+def require_readable(path: Path) -> None:
+    """Raises UserError if a file cannot be opened."""
+    with _opened(path):
+        pass
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of each line of a file that is not blank.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a JSON object.
+    """
+    with _opened(path) as file:
+        number = 0
+        while line := file.readline(MOST_LINE + 1):
+            number += 1
+            if len(line) > MOST_LINE:
+                raise UserError(f"{path}, line {number}: more than {MOST_LINE:,} bytes")
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except BROKEN as error:
+                why = f"{error.msg} (character {error.pos})" if isinstance(error, JSONDecodeError) else error
+                raise UserError(f"{path}, line {number}: not JSON: {shortened(str(why), 200)}") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{path}, line {number}: a JSON {type(row).__name__} instead of an object")
+            yield number, row
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with open_file(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"no such file: '{path}'; {nearest(path)}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None

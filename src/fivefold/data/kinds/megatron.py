@@ -1,0 +1,168 @@
+"""Megatron-LM's indexed data sets (megatron/core/datasets/indexed_dataset.py): ids in NAME.bin, an index in NAME.idx.
+
+The index is little-endian: a magic word, the version, a code of the ids' dtype, the number of sequences n and of
+borders m; n lengths (int32), the first byte of each sequence (n int64), and the borders of documents as numbers of
+sequences (m int64; the first is 0, the last n). Files with images have n modes behind (int8). Ids are written with the
+dtype that Megatron-LM chooses.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fivefold.errors import UserError
+from fivefold.files import flush, stream
+
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLOATS = {6: "float64", 7: "float32"}
+SMALL_VOCABULARY = 65500  # below it Megatron-LM writes uint16, else int32
+LONGEST = 1 << 30  # tokens of a sequence that we write; a longer document is several
+CHUNK = 1 << 22
+
+
+def index_of(path: Path) -> Path:
+    return path.with_suffix(".idx")
+
+
+class DocIndex:
+    """Where documents end, by an index that `read_index` has accepted. It is searched where it lies, so a border costs
+    no memory."""
+
+    def __init__(self, index: Path):
+        with open(index, "rb") as file:
+            _, _, code, n, m = HEADER.unpack(file.read(HEADER.size))
+        self._item = np.dtype(DTYPES[code]).itemsize
+        # Sequences have a length and a first byte. Documents are numbers of sequences.
+        parts = (("<i4", n), ("<i8", n), ("<i8", m))
+        offset, maps = HEADER.size, []
+        for dtype, count in parts:
+            maps.append(np.memmap(index, dtype, "r", offset, (count,)) if count else np.empty(0, dtype))
+            offset += count * np.dtype(dtype).itemsize
+        self._lengths, self._begins, self._documents = maps
+
+    def ends(self, a: int, b: int) -> np.ndarray:
+        """The tokens of a .. b that are the last of a document: int64, sorted."""
+        borders = range(1, len(self._documents))  # the first one is the beginning
+        low, high = (bisect_right(borders, at, key=self._behind) + 1 for at in (a, b))
+        last = np.asarray(self._documents[low:high]) - 1  # the last sequence of each document
+        return np.unique(self._begins[last] // self._item + self._lengths[last]) - 1
+
+    def _behind(self, border: int) -> int:
+        """The token behind a document."""
+        last = int(self._documents[border]) - 1
+        return int(self._begins[last]) // self._item + int(self._lengths[last]) if last >= 0 else 0
+
+
+def read_index(path: Path) -> tuple[str, int]:
+    """(dtype, number of ids) of NAME.bin by its index. The ids lie one behind the other.
+
+    Raises:
+        UserError: the index is damaged, or not that of a text.
+        OSError: it cannot be read.
+    """
+    index = index_of(path)
+
+    def wrong(what: str) -> UserError:
+        return UserError(f"data.source: {index}: {what}")
+
+    size = index.stat().st_size
+    with open(index, "rb") as f:
+        head = f.read(HEADER.size)
+    if len(head) < HEADER.size or not head.startswith(MAGIC):
+        raise wrong("not an index of Megatron-LM, which begins with MMIDIDX")
+    _, version, code, n, m = HEADER.unpack(head)
+    if version != VERSION:
+        raise wrong(f"unknown version {version}; known: {VERSION}")
+    if code not in DTYPES:
+        raise wrong(f"its ids have dtype {FLOATS.get(code, code)}, which is none of ids")
+    if size != HEADER.size + 12 * n + 8 * m:
+        images = "; files with images are not supported" if size == HEADER.size + 13 * n + 8 * m else ""
+        raise wrong(
+            f"{size:,} bytes, but {n:,} sequences and {m:,} borders are {HEADER.size + 12 * n + 8 * m:,}{images}"
+        )
+    total, item = 0, np.dtype(DTYPES[code]).itemsize
+    for lengths, begins in zip(
+        _read(index, "<i4", HEADER.size, n), _read(index, "<i8", HEADER.size + 4 * n, n), strict=True
+    ):
+        ends = total + np.cumsum(lengths, dtype=np.int64)
+        if (lengths < 0).any() or not np.array_equal(begins, (ends - lengths) * item):
+            raise wrong("its sequences do not lie one behind the other in the .bin")
+        total = int(ends[-1])
+    last, sorted_ = None, True
+    for borders in _read(index, "<i8", HEADER.size + 12 * n, m):
+        sorted_ &= bool(borders[0] >= last if last is not None else borders[0] == 0)
+        sorted_ &= bool((borders[:-1] <= borders[1:]).all())
+        last = int(borders[-1])
+    if m and not (sorted_ and last == n):
+        raise wrong("its borders of documents do not go from 0 to the number of sequences")
+    there = path.stat().st_size
+    if there < total * item:
+        raise UserError(
+            f"data.source: {path}: truncated: its index says {total:,} ids, but the file ends after {there // item:,}"
+        )
+    return DTYPES[code], total
+
+
+def _read(index: Path, dtype: str, offset: int, count: int) -> Iterator[np.ndarray]:
+    if count:
+        values = np.memmap(index, dtype, "r", offset, (count,))
+        for start in range(0, count, CHUNK):
+            yield values[start : start + CHUNK]
+
+
+class Ids(Protocol):
+    """What is written: `tokens.Tokens`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, window: slice) -> np.ndarray: ...
+
+    def ends(self, a: int, b: int, end: int | None) -> np.ndarray: ...
+
+
+def write(path: Path, tokens: Ids, vocab_size: int, end_id: int | None) -> None:
+    """Writes NAME.bin and then NAME.idx. A document ends with an end token, or where the index of `tokens` says it.
+    Neither: all is one document."""
+    dtype = "<u2" if vocab_size < SMALL_VOCABULARY else "<i4"
+    lengths: list[Any] = []
+    borders: list[Any] = [np.zeros(1, np.int64)]
+    open_, sequences = 0, 0  # ids since the last border, and sequences before it
+    with stream(path) as file:
+        for start in range(0, len(tokens), CHUNK):
+            ids = tokens[start : start + CHUNK]
+            file.write(np.ascontiguousarray(ids, dtype).view(np.uint8).data)
+            ends = tokens.ends(start, start + len(ids), end_id) - start + 1
+            here = np.diff(ends, prepend=-open_)
+            if len(ends):
+                lengths.append(here)
+                borders.append(sequences + np.arange(1, len(ends) + 1))
+                sequences += len(ends)
+            open_ = len(ids) - int(ends[-1]) if len(ends) else open_ + len(ids)
+            if open_ >= LONGEST:
+                lengths.append(np.array([open_]))
+                sequences, open_ = sequences + 1, 0
+    if open_:
+        lengths.append(np.array([open_]))
+        sequences += 1
+    if int(borders[-1][-1]) != sequences:
+        borders.append(np.array([sequences]))
+    all_lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
+    all_borders = np.concatenate(borders)
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    flush(path)
+    with stream(index_of(path)) as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code, sequences, len(all_borders)))
+        file.write(all_lengths.astype("<i4").tobytes())
+        file.write(
+            ((np.cumsum(all_lengths) - all_lengths) * np.dtype(dtype).itemsize).astype("<i8").tobytes()
+        )
+        file.write(all_borders.astype("<i8").tobytes())
+    flush(index_of(path))

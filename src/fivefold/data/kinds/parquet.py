@@ -1,0 +1,98 @@
+"""Parquet: rows of a table. Spans are row groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fivefold.data.conversations import MESSAGES
+from fivefold.data.kinds.kind import Bad, Document, Fields, File, FileSpan, Row, Rows, read_row
+from fivefold.errors import UserError
+
+BROKEN = (ValueError, NotImplementedError)
+"""What pyarrow raises for a file that is broken, or has what it does not read."""
+ROWS = 64  # decoded at once, so that a row group of gigabytes never is
+
+
+class Parquet(Rows):
+    name = "parquet"
+    suffixes = (".parquet",)
+    from_start = False
+    packs = False  # it has compressions of its own
+
+    def length(self, file: File) -> int:
+        """Number of row groups; 1 if it is broken (its reader will report it)."""
+        try:
+            return _open(file.path).num_row_groups
+        except (OSError, *BROKEN):
+            return 1
+
+    def read(self, file: File, span: FileSpan, fields: Fields) -> Iterator[Document | Bad]:
+        for number, value in _rows(file.path, fields, range(span.start, span.stop), 0):
+            yield read_row(Row(span.file, number, value), fields)
+
+    def rows(self, file: File, fields: Fields, done: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
+        try:
+            with file.open() as f:
+                yield from _rows(f, fields, None, done)
+        except OSError as error:
+            yield done, f"cannot be read: {error}"
+
+
+def _rows(
+    file: Path | BinaryIO, fields: Fields, groups: range | None, done: int
+) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """The rows of some row groups (None: all), without groups that end before row `done`."""
+    row = 0
+    try:
+        parquet = _open(file)
+        columns = parquet.schema_arrow.names
+        wanted = [name for name in (fields.text, *((MESSAGES,) if fields.chat else ())) if name in columns]
+        if not wanted:
+            yield row, _no_column(fields.text, columns)
+            return
+        sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
+        for group, stop in enumerate(accumulate(sizes)):
+            row = stop - sizes[group]
+            if stop <= done or (groups is not None and group not in groups):
+                continue
+            for batch in parquet.iter_batches(ROWS, [group], wanted, use_threads=False):
+                for value in _values(batch):
+                    yield row, value
+                    row += 1
+    except UserError:  # it is a ValueError, and no fault of the file
+        raise
+    except OSError as error:
+        yield row, f"cannot be read: {error.strerror or error}"
+    except BROKEN as error:
+        yield row, f"a broken parquet file: {error}"
+
+
+def _values(batch: Any) -> Iterator[dict[str, Any] | str]:
+    """The rows of a batch of a .parquet, or why one cannot be read: a text may be no UTF-8. A text among conversations
+    has no messages."""
+    try:
+        rows = batch.to_pylist()
+    except ValueError as error:
+        if batch.num_rows == 1:
+            yield f"cannot be read: {error}"
+            return
+        for row in range(batch.num_rows):
+            yield from _values(batch.slice(row, 1))
+        return
+    for fields in rows:
+        yield {name: value for name, value in fields.items() if name != MESSAGES or value is not None}
+
+
+def _no_column(text_key: str, columns: list[str]) -> str:
+    """Why a .parquet has no text."""
+    tokens = "; for its column input_ids write tokens:PATH" if "input_ids" in columns else ""
+    return f"no column {text_key!r} (columns: {', '.join(columns[:10])}); set data.text_key{tokens}"
+
+
+def _open(file: Path | BinaryIO) -> Any:
+    import pyarrow.parquet  # takes 0.1 s to import, and few sources need it
+
+    return pyarrow.parquet.ParquetFile(file)

@@ -1,0 +1,1 @@
+"""Drawing: one canvas for SVG pictures, its colours, scales, rows of boxes over time, and curves over two axes."""

@@ -1,0 +1,215 @@
+"""A canvas for SVG pictures in light and dark mode: text, shapes, bars, legends and axes, in pixels.
+
+It knows how wide words are, and grows with what is drawn, so nothing is outside the picture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from fivefold.draw.palette import STYLE
+from fivefold.draw.scale import Scale, tick_labels
+from fivefold.errors import printable
+
+Point = tuple[float, float]
+LETTER = 12  # pixels: the font's size
+SIZES = {"title": 15, "small": 11}
+BOLD = {"title", "name"}
+_ADVANCES = {  # at most of DejaVu Sans, the widest of usual fonts, in thousandths of the size; other letters: 1000
+    300: "ijlIJ'",
+    340: " .,·:;/\\|",
+    400: 'ft-()[]!"',
+    420: "r",
+    530: "sz?_*",
+    595: "ckvxyFL",
+    640: "abdeghnopquEPSTYµ$0123456789",
+    700: "ABCKRVXZ",
+    790: "DGHNOQU&",
+    840: "w+=<>#^~×→",
+    890: "M",
+    980: "mW%",
+}
+_ADVANCE = {letter: advance / 1000 for advance, letters in _ADVANCES.items() for letter in letters}
+
+
+def text_width(words: str, kind: str = "") -> float:
+    """Pixels that words take at most, in the size and weight of their kind."""
+    kinds = set(kind.split())
+    size = next((SIZES[name] for name in kinds if name in SIZES), LETTER) * (1.13 if kinds & BOLD else 1.0)
+    return size * sum(_ADVANCE.get(letter, 1.0) for letter in words)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A rectangle of a picture with a scale across and one upwards."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    across: Scale
+    up: Scale
+
+    def x(self, value: float) -> float:
+        return self.left + (self.right - self.left) * self.across.height(value)
+
+    def y(self, value: float) -> float:
+        return self.bottom - (self.bottom - self.top) * self.up.height(value)
+
+    def at(self, point: Point) -> Point:
+        return self.x(point[0]), self.y(point[1])
+
+
+class Canvas:
+    """One picture. Kinds are classes of `palette.STYLE`: a colour such as `blue`, with others such as `pale`.
+
+    A tip is what a browser shows over a shape. All words are escaped here.
+    """
+
+    def __init__(self, title: str = "", left: float = 20, width: float = 0, about: str = "") -> None:
+        """left: of the title. width: at least. about: what the picture's name says besides its title."""
+        self.name, self.parts = f"{title}{about}", list[str]()
+        self.width, self.height = width, 0.0
+        self.text(left, 22, title, "title")
+
+    def svg(self) -> str:
+        """The document."""
+        size = f'width="{self.width:.0f}" height="{self.height + 12:.0f}"'
+        box = f'viewBox="0 0 {self.width:.0f} {self.height + 12:.0f}"'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="canvas" role="img" {size} {box}>\n'
+            f"{_tip(self.name)}<style>{STYLE}</style>\n"
+            '<rect class="paper" width="100%" height="100%"/>\n' + "\n".join([*self.parts, "</svg>"]) + "\n"
+        )
+
+    def text(self, x: float, y: float, words: str, kind: str = "", turned: bool = False) -> None:
+        """Words whose lower edge is at `y`; from `x`, or with the kinds `end` and `middle` up to it or around it.
+
+        turned: they read upwards.
+        """
+        if not words:
+            return
+        kinds, wide = kind.split(), text_width(words, kind)
+        if not turned:
+            self.reach(x + wide * ("end" not in kinds) * (0.5 if "middle" in kinds else 1.0), y)
+        around = f' transform="rotate(-90 {_px(x)} {_px(y)})"' if turned else ""
+        self.parts.append(
+            f'<text class="{kind}" x="{_px(x)}" y="{_px(y)}"{around}>{escape(printable(words))}</text>'
+        )
+
+    def rect(self, kind: str, x: float, y: float, wide: float, high: float, tip: str = "") -> None:
+        self.reach(x + wide, y + high)
+        size = f'width="{_px(max(0.0, wide))}" height="{_px(high)}"'
+        self._shape("rect", kind, f'x="{_px(x)}" y="{_px(y)}" {size}', tip)
+
+    def box(
+        self, kind: str, x: float, y: float, wide: float, high: float, tip: str = "", label: str = ""
+    ) -> None:
+        """A rectangle, and its label in it if there is room."""
+        self.rect(kind, x, y, wide, high, tip)
+        if wide >= text_width(label, "small") + 2:
+            self.text(x + wide / 2, y + high / 2 + 4, label, "paper small middle inside")
+
+    def circle(self, kind: str, x: float, y: float, radius: float, tip: str = "") -> None:
+        self._shape("circle", kind, f'cx="{_px(x)}" cy="{_px(y)}" r="{_px(radius)}"', tip)
+
+    def path(self, kind: str, data: str, tip: str = "") -> None:
+        """A path by its `d`."""
+        self._shape("path", kind, f'd="{data}"', tip)
+
+    def line(self, kind: str, points: Iterable[Point], tip: str = "") -> None:
+        """A line through points; with the kind `area`, the inside of its ends."""
+        self.path(kind, "M" + "L".join(f"{_px(x)} {_px(y)}" for x, y in points), tip)
+
+    def _shape(self, tag: str, kind: str, attributes: str, tip: str) -> None:
+        end = f">{_tip(tip)}</{tag}>" if tip else "/>"
+        self.parts.append(f'<{tag} class="{kind}" {attributes}{end}')
+
+    def bar(
+        self,
+        x: float,
+        y: float,
+        high: float,
+        parts: Iterable[tuple[str, float, str]],
+        words: str,
+        beside: float = -1.0,
+    ) -> None:
+        """Parts (kind, pixels, tip) side by side, with words behind them. beside: an upright line that words avoid."""
+        for kind, wide, tip in parts:
+            self.rect(kind, x, y, wide - 0.6, high, tip)
+            x += wide
+        crossed = x + 2 < beside < x + 8 + text_width(words)
+        self.text(beside + 6 if crossed else x + 6, y + high / 2 + 5, words)
+
+    def legend(self, x: float, y: float, items: Iterable[tuple[str, str]]) -> float:
+        """A sample and words for each (kind, words), on a line of text at `y`. Returns where it ends."""
+        for kind, words in items:
+            if "line" in kind.split():
+                self.path(kind, f"M{_px(x - 3)} {_px(y - 4)}h18")
+            elif "dot" in kind.split():
+                self.circle(kind, x + 6, y - 4, 3.5)
+            else:
+                self.rect(kind, x, y - 10, 12, 12)
+            self.text(x + 18, y, words, "soft")
+            x += 34 + text_width(words)
+        return x
+
+    def axes(self, axes: Axes, across: str, up: str) -> None:
+        """Lines and labels of both scales, and what they count: `up` above the labels at the left."""
+        self.levels(axes, tick_labels(axes.up.ticks))
+        self.columns(axes, tick_labels(axes.across.ticks), across)
+        self.text(axes.left, axes.top - 10, up, "soft")
+
+    def levels(self, axes: Axes, labels: Sequence[str]) -> None:
+        """A line across at each tick of the scale upwards, with its label."""
+        for mark, words in zip(axes.up.ticks, labels, strict=True):
+            self.path("grid", f"M{_px(axes.left)} {_px(axes.y(mark))}H{_px(axes.right)}")
+            self.text(axes.left - 8, axes.y(mark) + 4, words, "soft end")
+
+    def columns(self, axes: Axes, labels: Sequence[str], across: str, lines: bool = True) -> None:
+        """A line upwards at each tick of the scale across, with its label, and what it counts.
+
+        Labels that would overlap are left out.
+        """
+        taken = float("-inf")
+        for mark, words in zip(axes.across.ticks, labels, strict=True):
+            x, half = axes.x(mark), text_width(words) / 2
+            if lines:
+                self.path("grid", f"M{_px(x)} {_px(axes.top)}V{_px(axes.bottom)}")
+            if x - half > taken:
+                self.text(x, axes.bottom + 17, words, "soft middle")
+                taken = x + half + 4
+        self.text(axes.right, axes.bottom + 34, across, "soft end")
+
+    def inset(self, x: float, y: float, inner: Canvas, wide: float, high: float) -> None:
+        """Another canvas's shapes, cut off at the edges of a rectangle."""
+        self.reach(x + wide, y + high)
+        size = f'width="{_px(wide)}" height="{_px(high)}"'
+        self.parts += [f'<svg x="{_px(x)}" y="{_px(y)}" {size}>', *inner.parts, "</svg>"]
+
+    def reach(self, right: float, bottom: float) -> None:
+        """The picture is at least as wide and high, with a margin at the right."""
+        self.width, self.height = max(self.width, right + 12), max(self.height, bottom)
+
+
+def stacked(pictures: Iterable[str]) -> str:
+    """Documents of `Canvas.svg`, one under the other."""
+    parts, width, top = list[str](), 0, 0
+    for picture in pictures:
+        size = re.search('width="([0-9]+)" height="([0-9]+)"', picture)
+        assert size is not None
+        parts.append(picture.replace("<svg", f'<svg y="{top}"', 1))
+        width, top = max(width, int(size[1])), top + int(size[2])
+    size = f'width="{width}" height="{top}" viewBox="0 0 {width} {top}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "".join(parts) + "</svg>\n"
+
+
+def _tip(words: str) -> str:
+    return f"<title>{escape(printable(words))}</title>"
+
+
+def _px(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

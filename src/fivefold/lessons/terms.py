@@ -1,0 +1,477 @@
+"""The terms behind a plan's totals, by the conventions of papers and courses: parameters by part, states, activations,
+FLOPs, messages in units of Psi, bubble. A formula is evaluated as it is printed (`conventions.evaluate`)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from fivefold.lessons import conventions
+from fivefold.lessons.conventions import (
+    ACTIVATIONS,
+    ADAM,
+    BUBBLES,
+    DROPOUT,
+    PARAMETERS,
+    STATES,
+    WIDTH,
+    Conventions,
+    evaluate,
+)
+from fivefold.lessons.criteria import data_units
+from fivefold.models.card import card_of
+from fivefold.models.operations import Operation, Sizes
+from fivefold.models.parameters import part_of
+from fivefold.models.recomputation import region
+from fivefold.optim import OPTIMIZERS
+from fivefold.plan import partition
+from fivefold.plan.advice import budget
+from fivefold.plan.memory import memory, model_states
+from fivefold.plan.messages import volume
+from fivefold.plan.messages.volume import SENT
+from fivefold.plan.predict import Plan, price
+from fivefold.plan.software import Software, States
+from fivefold.plan.time import stage_costs
+from fivefold.plan.time.cost import Setting
+from fivefold.recipe import active_parameters
+from fivefold.schedules.pipeline import few, simulate
+from fivefold.spread.layout import Layout, groups
+
+
+@dataclass(frozen=True)
+class Term:
+    """A named value. formula: in the symbols of conventions.py, or "". unit: "parameters", "bytes", "FLOPs", "Psi",
+    "share", or a word. note: a remark. more: further values."""
+
+    name: str
+    value: float
+    unit: str
+    formula: str = ""
+    note: str = ""
+    more: Mapping[str, float] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        figures = {"formula": self.formula, "value": self.value, "unit": self.unit, "note": self.note}
+        return figures | dict(self.more or {})
+
+
+Symbols = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A plan and what its terms are counted with. tokens: of the run. deadline: seconds, if there is one."""
+
+    plan: Plan
+    how: Conventions
+    tokens: float
+    deadline: float | None = None
+
+    @property
+    def setting(self) -> Setting:
+        return self.plan.setting
+
+    @cached_property
+    def symbols(self) -> Symbols:
+        s, model = self.setting, self.setting.model
+        layout, width = s.layout, float(model.dim)
+        card = card_of(model)
+        psi = self.how.psi or card.count
+        routed = sum(math.prod(card.parameters[name]) for name, cut in card.cuts.items() if cut.axis == "ep")
+        return {
+            "n_v": model.vocab_size or 0, "d": width, "h": width, "f": model.ffn_dim or 0, "L": model.layers,
+            "a": model.heads, "s": model.seq_len, "b": s.sizes.B, "m": s.microbatches, "p": layout.pp, "c": layout.cp,
+            "v": layout.stages_per_rank, "t": layout.tp, "n": sharing(layout), "D": self.tokens,
+            "D_1": self.plan.tokens, "Psi": psi, "Psi_e": psi * routed / card.count, "e": layout.ep,
+            "N": self.how.psi or active_parameters(model), "k": card.per_token,
+        }  # fmt: skip
+
+    def term(self, name: str, formula: str, unit: str, note: str = "") -> Term:
+        """The term of a formula."""
+        return Term(name, evaluate(formula, self.symbols), unit, formula, note)
+
+
+def sharing(layout: Layout) -> int:
+    """Ranks that share states: those that do, or without ZeRO those that could."""
+    return layout.shards if layout.zero else layout.dp * layout.cp
+
+
+def matching(formulas: Iterable[str], value: float, symbols: Symbols) -> str:
+    """The first formula with this value, or ""."""
+    return next((text for text in formulas if math.isclose(evaluate(text, symbols), value)), "")
+
+
+def parameters(asked: Asked) -> Iterator[Term]:
+    """Parameters by part."""
+    card, found = card_of(asked.setting.model), Counter[str]()
+    for name, shape in card.parameters.items():
+        found[part_of(name)] += math.prod(shape)
+    for part, count in found.items():
+        formula = matching(PARAMETERS.get(part, ()), count, asked.symbols)
+        yield Term(part, count, "parameters", formula)
+    yield Term("model", card.count, "parameters", note="all parts")
+    active = active_parameters(asked.setting.model)
+    if active < card.count:
+        yield Term("active", active, "parameters", note="of a token: its experts only")
+    if not (card.gated or card.latent_attention):
+        yield asked.term("plain GPT", conventions.MODEL, "parameters", "the courses' formula")
+    if asked.how.psi:
+        yield Term("Psi", asked.how.psi, "parameters", note="as given: the terms below count with it")
+
+
+def states_of(asked: Asked) -> tuple[States, list[tuple[str, float]]]:
+    """Bytes per parameter, and by name those of the optimizer's states."""
+    s = asked.setting
+    given = STATES[asked.how.states]
+    if given:
+        return given, [(name, given.moments / len(ADAM)) for name in ADAM]
+    card, b = OPTIMIZERS[s.software.optimizer], s.states
+    if card.uniform and sum(state.bytes for state in card.states) == b.moments:
+        return b, [(state.name, state.bytes) for state in card.states]
+    model = card_of(s.model)
+    every = sum(card.state_bytes(name, shape) for name, shape in model.parameters.items())
+    moments = b.moments if card.uniform else every / model.count
+    return replace(b, moments=moments), [("optimizer states", moments)]
+
+
+def states(asked: Asked) -> Iterator[Term]:
+    """Bytes of each state, then of all on a rank by ZeRO stage."""
+    layout = asked.setting.layout
+    b, moments = states_of(asked)
+    rows = [("parameters", b.working), ("gradients", b.gradient), ("fp32 copy", b.master), *moments]
+    for name, size in rows:
+        if size:
+            yield asked.term(name, f"{size:g} Psi", "bytes")
+    yield asked.term("all states", f"{b.working + b.gradient + b.optimizer:g} Psi", "bytes")
+    for zero in range(4):
+        where = f"a rank, n = {sharing(layout)}"
+        yield asked.term(f"ZeRO {zero}", held_formula(asked, b, zero), "bytes", where)
+    most = max(one.params + one.gradients + one.optimizer for one in asked.plan.memory)
+    yield Term("this plan", most, "bytes", note="predicted, the rank with most")
+
+
+KINDS = ("params", "gradients", "optimizer")
+"""What `model_states.state_bytes` returns, in its order: weights, gradients, masters and moments."""
+
+
+def held_formula(asked: Asked, b: States, zero: int, kinds: Sequence[str] = KINDS) -> str:
+    """The formula of the bytes of these kinds of states on a rank, at a ZeRO stage; "0" without any."""
+    layout = asked.setting.layout
+    held = "(Psi - Psi_e + Psi_e / e)" if layout.ep > 1 else "Psi"
+    share = "Psi"
+    if layout.tp * layout.pp > 1:
+        held, share = f"{held} / (t p)", "Psi / (t p)"
+
+    def each(computes: float, keeps: float) -> float:
+        m = asked.setting.microbatches
+        found = model_states.state_bytes(b, zero, computes, keeps, m, layout.pp)
+        return sum(size for kind, size in zip(KINDS, found, strict=True) if kind in kinds)
+
+    whole, shared = each(computes=1, keeps=0), each(computes=0, keeps=1)
+    terms = [f"{whole:g} {held}"] * bool(whole) + [f"{shared:g} {share} / n"] * bool(shared)
+    return " + ".join(terms) or "0"
+
+
+def states_by_stage(asked: Asked) -> dict[str, dict[str, float]]:
+    """Bytes of each of `KINDS` on a rank, by ZeRO stage: what `states` adds up."""
+    b, _ = states_of(asked)
+    return {
+        f"ZeRO {zero}": {
+            kind: evaluate(held_formula(asked, b, zero, (kind,)), asked.symbols) for kind in KINDS
+        }
+        for zero in range(4)
+    }
+
+
+@dataclass
+class Kept:
+    """Bytes that a part of a block keeps: all, those that grow with s^2, statistics of attention."""
+
+    total: float = 0.0
+    squares: float = 0.0
+    statistics: float = 0.0
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(
+            self.total + other.total, self.squares + other.squares, self.statistics + other.statistics
+        )
+
+    def formula(self, x: Symbols) -> str:
+        """Its bytes as multiples of s b h, a b s^2 and a b s."""
+        linear = self.total - self.squares - self.statistics
+        parts = (
+            (linear / evaluate("s b h", x), "s b h"),
+            (self.squares / evaluate("a b s^2", x), "a b s^2"),
+            (self.statistics / evaluate("a b s", x), "a b s"),
+        )
+        return " + ".join(f"{round(number, 9):.9g} {unit}" for number, unit in parts if number)
+
+
+def kept_by_part(ops: list[Operation], recompute: str, software: Software) -> dict[str, Kept]:
+    """What attention, MLP and norms keep of a microbatch. A norm keeps its input; its output is the sublayer's."""
+    used = region(recompute, software).keeps
+    found = {"attention": Kept(), "MLP": Kept(), "norms": Kept()}
+    part = "attention"
+    for op in ops:
+        for saved in op.saved:
+            if saved.role not in used:
+                continue
+            own = "norms" if saved.name == f"{op.name} input" and op.rate == "norm" else part
+            squares = saved.size if saved.role == "core" else 0.0
+            statistics = saved.size if saved.name == "log-sum-exp" else 0.0
+            found[own] += Kept(saved.size, squares, statistics)
+        if op.name == "add1":
+            part = "MLP"
+    return found
+
+
+def counted_in(asked: Asked) -> tuple[Sizes, Software]:
+    """Sizes and program by which activations are counted."""
+    s = asked.setting
+    program = ACTIVATIONS[asked.how.activations]
+    if program is None:
+        return s.sizes, s.software
+    model = s.model.model_copy(update={"dropout": DROPOUT})
+    return replace(s.sizes, model=model, e=WIDTH, narrow=0.0, sp_regather=s.sizes.sp), program
+
+
+def activations(asked: Asked) -> Iterator[Term]:
+    """Bytes kept for backward: of a block's parts and a microbatch on a rank, of all blocks, of a whole batch."""
+    s, x = asked.setting, asked.symbols
+    sizes, program = counted_in(asked)
+    card = card_of(sizes.model)
+    kinds = Counter(card.mixed)
+    total = 0.0
+    for mixed, blocks in kinds.items():
+        named = f"{'experts, ' if mixed else 'dense, '}" if len(kinds) > 1 else ""
+        ops = card.block_operations(sizes, program, mixed)
+        parts = kept_by_part(ops, "none", program)
+        block = sum(parts.values(), Kept())
+        total += blocks * block.total
+        for name, one in parts.items():
+            yield Term(named + name, one.total, "bytes", one.formula(x))
+        yield Term(named + "block", block.total, "bytes", block.formula(x), "a microbatch on a rank")
+        for mode in ("selective", "full"):
+            left = sum(kept_by_part(ops, mode, program).values(), Kept())
+            yield Term(named + mode, left.total, "bytes", left.formula(x), f"recompute={mode} keeps")
+    yield Term("all blocks", total, "bytes", note="a microbatch on a rank")
+    token = total * s.layout.tp / sizes.N
+    yield Term("token", token, "bytes", note="all blocks, all ranks")
+    yield Term("batch", token * asked.plan.tokens, "bytes", note=f"{asked.plan.tokens:,} tokens at once")
+    most = max(one.activations for one in asked.plan.memory)
+    yield Term("this plan", most, "bytes", note="predicted at the peak, the rank with most")
+    yield asked.term("one activation", "D_1 h", "elements", "of a whole batch")
+    yield asked.term("one activation, fp32", "4 D_1 h", "bytes")
+
+
+def flops(asked: Asked) -> Iterator[Term]:
+    """FLOPs of a step and of the run, utilisation, and time at a given rate."""
+    plan, model = asked.plan, asked.setting.model
+    x, card = asked.symbols, card_of(asked.setting.model)
+    yield asked.term("forward", "2 N D_1", "FLOPs", "a step")
+    yield asked.term("backward", "4 N D_1", "FLOPs", "a step")
+    attention = plan.tokens * sum(card.attention_flops(number) for number in range(model.layers))
+    formula = matching(conventions.ATTENTION_FLOPS, attention, x)
+    yield Term("attention", attention, "FLOPs", formula, "a step, besides N")
+    yield asked.term("run", "6 N D", "FLOPs", f"{asked.tokens:.4g} tokens")
+    yield asked.term("run, full recomputation", "8 N D", "FLOPs", "+33.3%: forward runs twice")
+    if not plan.service:
+        more = slower(asked.setting)
+        yield Term("time, full recomputation", more, "share", note="more for a step, predicted")
+    yield Term("MFU", plan.mfu, "share", note="of the data sheet's peak, predicted")
+    yield Term("HFU", plan.hfu, "share", note="with what backward recomputes")
+    rate, given = asked.how.flops or plan.model_flops_per_gpu, "given" if asked.how.flops else "predicted"
+    yield Term("rate", rate, "FLOP/s", note=f"a device, {given}")
+    work = budget.training_flops(x["N"], asked.tokens)
+    note = f"on {plan.ranks:,} device{'s' * (plan.ranks > 1)}"
+    yield Term("days", work / (plan.ranks * rate * budget.DAY), "days", note=note)
+    if asked.deadline:
+        count = budget.devices_for(work, asked.deadline, rate)
+        yield Term("devices", count, "devices", note=f"within {asked.deadline / budget.DAY:g} days")
+
+
+def slower(s: Setting) -> float:
+    """How much longer a step takes if every block is recomputed, as a share of one without."""
+    none, full = (price(replace(s, layout=replace(s.layout, recompute=mode))) for mode in ("none", "full"))
+    return full.step.seconds / none.step.seconds - 1
+
+
+TECHNIQUES = {
+    "DP": Layout(dp_replicate=2),
+    "ZeRO 1": Layout(dp_shard=2, zero=1),
+    "ZeRO 2": Layout(dp_shard=2, zero=2),
+    "ZeRO 3": Layout(dp_shard=2, zero=3),
+    "ZeRO++, between nodes": Layout(
+        dp_shard=4, zero=3, zeropp="weights,hier,gradients", ranks_per_node=2
+    ),
+}  # fmt: skip
+"""The smallest layouts that have each technique's messages."""
+
+
+def messages(asked: Asked) -> Iterator[Term]:
+    """What each parallelism sends. Data parallelism in units of Psi, without the factor (n - 1) / n."""
+    s, x = asked.setting, asked.symbols
+    b, _ = states_of(asked)
+    yield asked.term("gradients", f"{b.reduce:g} Psi", "bytes", "every step")
+    if x["n"] > 1:
+        ring = f"2 (n - 1) / n {b.reduce:g} Psi"
+        yield asked.term("ring all-reduce of them", ring, "bytes", f"a rank sends, n = {x['n']:g}")
+    for name, layout in TECHNIQUES.items():
+        once, each = data_units(replace(layout, pp=s.layout.pp))
+        factor = " + ".join([f"{once:g}"] * bool(once) + [f"{each:g} m".removeprefix("1 ")] * bool(each))
+        formula = f"({factor}) Psi" if once and each else f"{factor} Psi"
+        units = evaluate(formula, x) / x["Psi"]
+        note = f"{once + each:g} Psi with m = 1" if each else ""
+        yield Term(name, units, "Psi", formula, note, {"one_microbatch": once + each})
+    yield from block_messages(asked)
+    yield from pipeline_messages(asked)
+    for axis, size in asked.plan.sent.items():
+        units = size / (WIDTH * x["Psi"])
+        note = f"{units:.3g} Psi in 16 bits; the rank that sends most, a step"
+        yield Term(f"this plan, {axis}", size, "bytes", note=note, more={"psi": units})
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """A way of sending activations within blocks. axis, what: its messages; other ones of the axis are a few numbers.
+    changes: of the sizes, for this way. units: formulas of its elements but for a factor: without a mask, and (the
+    last) with a causal one."""
+
+    axis: str
+    what: Sequence[str]
+    changes: Mapping[str, Any]
+    units: Sequence[str]
+
+
+_SUMS, _TOKENS = ("all_reduce", "all_gather", "reduce_scatter"), ("s b h (t - 1) / t",)
+IN_BLOCKS = {
+    "TP": InBlocks("tp", _SUMS, {"sp": False, "sp_regather": False}, _TOKENS),
+    "TP + SP": InBlocks("tp", _SUMS, {"sp": True, "sp_regather": False}, _TOKENS),
+    "TP + SP, sp_regather": InBlocks("tp", _SUMS, {"sp": True, "sp_regather": True}, _TOKENS),
+    # under a causal mask, some keys are sent by half (schedules/ring_attention.py)
+    "CP, ring": InBlocks(
+        "cp", ("send",), {"cp_method": "ring"}, ("s b h (c - 1) / c", "s b h (6 c - 7) / c")
+    ),
+    "CP, ulysses": InBlocks("cp", ("all_to_all",), {"cp_method": "ulysses"}, ("s b h (c - 1) / c^2",)),
+    "EP": InBlocks("ep", ("all_to_all",), {}, ("k s b h (e - 1) / e",)),
+}
+
+
+def block_messages(asked: Asked) -> Iterator[Term]:
+    """What a block sends for a microbatch over the axes of tensor, context and expert parallelism, by each of their
+    ways; the rank that sends most."""
+    s, x = asked.setting, asked.symbols
+    card, axes = card_of(s.model), {"tp": s.layout.tp, "cp": s.layout.cp, "ep": s.layout.ep}
+    divided = {"tp": ["c"], "cp": ["t"], "ep": ["c", "t"] if s.sizes.sp else ["c"]}
+    for name, way in IN_BLOCKS.items():
+        if axes[way.axis] == 1:
+            continue
+        ops = card.block_operations(replace(s.sizes, **way.changes), s.software, any(card.mixed))
+        ranks = range(min(2, s.layout.cp))  # of a ring, the second sends most
+        size, words = max(_leaving(s, ops, way, s.layout.rank({"cp": index})) for index in ranks)
+        size /= s.sizes.e
+        shared = [one for one in divided[way.axis] if x[one] > 1]
+        unit = " / ".join([way.units[-1 if card.causal else 0], *shared])
+        formula = f"{round(size / evaluate(unit, x), 4):g} {unit}"
+        yield Term(
+            name,
+            size,
+            "elements",
+            formula,
+            f"of a block and microbatch; {words}",
+            {"bytes": size * s.sizes.e},
+        )
+
+
+def _leaving(s: Setting, ops: Sequence[Operation], way: InBlocks, rank: int) -> tuple[float, str]:
+    """(bytes that leave a rank by these operations' messages of a way, its messages in words)."""
+    moments = volume.of_operations(s, rank, ops, "none", "a block", 1)
+    sent = [one for one in moments if one.axis == way.axis and one.what in way.what]
+    size = sum(SENT[one.what](groups(s.layout)[way.axis][0]) * one.size for one in sent)
+    words = {
+        when: ", ".join(f"{one.calls} {one.what}" for one in sent if one.when.startswith(when))
+        for when in ("forward", "backward")
+    }
+    return size, "; ".join(f"{when} {messages}" for when, messages in words.items())
+
+
+def pipeline_messages(asked: Asked) -> Iterator[Term]:
+    """What stages on different ranks send each other in a step."""
+    s = asked.setting
+    if s.layout.pp == 1:
+        return
+    rank_of = partition.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
+    crossed = sum(one != other for one, other in pairwise(rank_of))
+    size = 2 * crossed * s.microbatches * s.sizes.n * s.model.dim
+    formula = matching(["2 s b h m (p v - 1)", "2 s b h m (p v - 1) / t"], size, asked.symbols)
+    note = f"of a step, there and back over {crossed} boundaries between ranks"
+    yield Term("PP", size, "elements", formula, note, {"bytes": size * s.sizes.e})
+
+
+def bubble(asked: Asked) -> Iterator[Term]:
+    """Idle time of the pipeline: by formula, of this schedule with equal stages, and predicted."""
+    plan, s = asked.plan, asked.setting
+    layout, m = s.layout, s.microbatches
+    if layout.pp == 1:
+        yield Term("bubble", 0.0, "share", note="no pipeline")
+        return
+    microbatch = sum(cost.seconds for cost in stage_costs.stage_costs(s)) / layout.pp
+    yield Term("microbatch", microbatch, "seconds", note="t_f + t_b of a rank with average stages, predicted")
+    idle = (layout.pp - 1) * microbatch / layout.stages_per_rank
+    yield Term("idle", idle, "seconds", note="(p - 1) (t_f + t_b) / v")
+    some = partition.schedule(layout.schedule, layout.pp, few(m, layout.pp), layout.virtual_stages)
+    timeline = simulate(some)  # F and B of equal stages take 1 and 2
+    busy = timeline.busy(0)
+    simulated = timeline.makespan - busy, busy / some.microbatches * m
+    predicted = plan.step.bubble, plan.step.seconds - plan.step.bubble
+    for way, formula in BUBBLES.items():
+        if asked.how.bubble not in (None, way):
+            continue
+        to = "of the time without it" if way == "ideal" else "of the step"
+        yield asked.term(f"formula, {way}", formula, "share", to)
+        for name, note, (waits, works) in (
+            (layout.schedule, f"{to}, simulated with equal stages", simulated),
+            ("this plan", f"{to}, predicted", predicted),
+        ):
+            whole = works if way == "ideal" else works + waits
+            yield Term(f"{name}, {way}", waits / whole, "share", note=note)
+    live = memory.live_microbatches(layout, m)
+    yield Term("live microbatches", live, "microbatches", note="of the rank with most, equal stages")
+
+
+SECTIONS: dict[str, Callable[[Asked], Iterator[Term]]] = {
+    "parameters": parameters,
+    "states": states,
+    "activations": activations,
+    "flops": flops,
+    "messages": messages,
+    "bubble": bubble,
+}
+"""What can be printed, in this order."""
+
+
+def terms(asked: Asked) -> dict[str, list[Term]]:
+    """The terms of the sections that are asked for."""
+    return {name: list(SECTIONS[name](asked)) for name in SECTIONS if name in asked.how.sections}
+
+
+def as_json(asked: Asked, found: dict[str, list[Term]]) -> dict[str, Any]:
+    """The conventions, and the terms by section and name."""
+    chosen = {name: value for name, value in vars(asked.how).items() if name != "sections"}
+    return {"chosen": chosen} | {
+        section: {term.name: term.as_json() for term in some} for section, some in found.items()
+    }
+
+
+def scaled(size: float, base: int, unit: str) -> str:
+    """Bytes with a prefix, decimal (base 1000, unit "B") or binary (1024, "iB"). Giga stays until ten tera: the papers'
+    states are thousands of GB."""
+    for prefix, power, least in (("T", 4, 10), ("G", 3, 1), ("M", 2, 0.1), ("K", 1, 0)):
+        if size >= least * base**power:
+            return f"{size / base**power:,.1f} {prefix}{unit}"
+    raise AssertionError(size)

@@ -1,0 +1,1 @@
+"""What a plan says besides its figures: bottlenecks, remedies, budgets, scaling laws."""

@@ -1,0 +1,119 @@
+"""Explains a search: why the other plans are slower than the best, and which bottlenecks the best one has.
+
+Each answer comes from pricing a plan again with one thing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fivefold.host.devices import GIB
+from fivefold.plan.cluster.devices import Cluster, Device, Link
+from fivefold.plan.predict import Plan, price
+from fivefold.plan.time import stage_costs
+from fivefold.plan.time.cost import Setting
+from fivefold.spread.layout_text import to_text
+from fivefold.spread.parts import stages_of
+
+WORTH = 0.001  # a smaller share is not mentioned
+
+
+def reasons(plans: Sequence[Plan]) -> list[str]:
+    """For each plan, the largest reason why it is slower than the best, as a share of the best's step ('' for it)."""
+    if not plans:
+        return []
+    best = _parts(plans[0])
+    return ["", *(_reason(plan, plans[0], best) for plan in plans[1:])]
+
+
+def _reason(plan: Plan, best: Plan, its: dict[str, float]) -> str:
+    more = {name: seconds - its[name] for name, seconds in _parts(plan).items()}
+    name = max(more, key=lambda key: more[key])
+    if more[name] / best.step.seconds < WORTH:
+        return f"as fast, {(plan.peak_bytes - best.peak_bytes) / GIB:+.1f} GiB"
+    return f"{name} +{100 * more[name] / best.step.seconds:.1f}%"
+
+
+def _parts(plan: Plan) -> dict[str, float]:
+    """Seconds of the step by cause. They add up to the step."""
+    s, step = plan.setting, plan.step
+    worst, even = _computing(s)
+    once, _ = _computing(replace(s, layout=replace(s.layout, recompute="none")))
+    again, uneven = worst - once, worst - even
+    return {
+        "bubble": step.bubble,
+        "communication within the model": step.exposed["model"],
+        "gradient sums": step.exposed["data"],
+        "recomputation": again,
+        "uneven stages": uneven,
+        "matmuls, memory and optimizer": step.compute - again - uneven,
+    }
+
+
+def _computing(s: Setting) -> tuple[float, float]:
+    """Seconds per step that the busiest pipeline rank computes, and the average over all."""
+    costs = stage_costs.stage_costs(s)
+    sums = [
+        s.microbatches
+        * sum(costs[stage].seconds - costs[stage].sent for stage in stages_of(s.layout, position))
+        for position in range(s.layout.pp)
+    ]
+    return max(sums), sum(sums) / len(sums)
+
+
+def limits(plans: Sequence[Plan], roomier: Plan | None, indivisible: Plan | None) -> list[str]:
+    """The bottlenecks of the best plan, worst first, with the gain in tokens/s from more of each.
+
+    roomier: a fast plan for unlimited memory. indivisible: a plan whose tensor ranks need not divide the model. For
+    links, devices and batch the given plans are priced again, so another layout may gain more.
+    """
+    best, found = plans[0], []
+    if roomier is not None:
+        room = f"{roomier.peak_bytes / GIB:.1f} of {best.limit / GIB:.1f} GiB"
+        found.append(
+            (_gain(roomier, best), f"memory: {_how(roomier)} would be {{}} faster, but takes {room}")
+        )
+    if indivisible is not None:
+        why = f"but tp={indivisible.layout.tp} does not divide the model"
+        found.append(
+            (_gain(indivisible, best), f"divisibility: {_how(indivisible)} would be {{}} faster, {why}")
+        )
+    doubled = price(replace(best.setting, microbatches=2 * best.setting.microbatches))
+    found.append(
+        (_gain(doubled, best), "batch size: twice train.global_batch_size would give {} more tokens/s")
+    )
+    for what, cluster in _doubled(best.setting.cluster).items():
+        again = [price(replace(plan.setting, cluster=cluster)) for plan in plans]
+        faster = min(again, key=lambda plan: plan.step.seconds)
+        found.append((_gain(faster, best), f"{what} would give {{}} more tokens/s"))
+    found.sort(key=lambda pair: -pair[0])
+    return [text.format(f"{100 * gain:.1f}%") for gain, text in found if gain >= WORTH]
+
+
+def _gain(plan: Plan, best: Plan) -> float:
+    return plan.tokens_per_s / best.tokens_per_s - 1
+
+
+def _how(plan: Plan) -> str:
+    s = plan.setting
+    return f"{to_text(plan.layout)} with microbatches of {s.sizes.B}"
+
+
+def _doubled(cluster: Cluster) -> dict[str, Cluster]:
+    """The cluster with one part twice as fast."""
+    device: Device = cluster.device
+    peak = {dtype: 2 * rate for dtype, rate in device.peak.items()}
+    return {
+        "links within a node: twice the speed": replace(cluster, intra=_twice(cluster.intra)),
+        "network between nodes: twice the speed": replace(cluster, inter=_twice(cluster.inter)),
+        "compute: devices with twice the FLOP/s": replace(cluster, device=replace(device, peak=peak)),
+        "memory bandwidth: twice as much": replace(
+            cluster, device=replace(device, bandwidth=2 * device.bandwidth)
+        ),
+    }
+
+
+def _twice(link: Link) -> Link:
+    reduce = 2 * link.reduce if link.reduce else None
+    return replace(link, bandwidth=2 * link.bandwidth, latency=link.latency / 2, reduce=reduce)

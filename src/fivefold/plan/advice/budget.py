@@ -1,0 +1,140 @@
+"""Rules of thumb for the size of a run: FLOPs, devices, tokens, cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.models.card import card_of
+from fivefold.models.section import ModelSection
+from fivefold.plan.advice.scaling import FLOPS, HOFFMANN, Optimum
+from fivefold.recipe import count_parameters, resolve_model
+
+DAY = 86400.0
+
+
+def training_flops(parameters: float, tokens: float, recompute: bool = False) -> float:
+    """6 N D: two FLOPs per weight and token in forward, four in backward (Kaplan et al., arXiv 2001.08361). Full
+    recomputation repeats forward."""
+    return (FLOPS + 2.0 * recompute) * parameters * tokens
+
+
+def devices_for(work: float, seconds: float, flops: float) -> int:
+    """Devices that finish `work` FLOPs within `seconds` at `flops` FLOP/s each."""
+    return math.ceil(work / (seconds * flops))
+
+
+def chinchilla(flops: float, tokens_per_parameter: float = 20.0) -> Optimum:
+    """Model and data grow alike, with about 20 tokens per parameter (Hoffmann et al., arXiv 2203.15556).
+
+    With C = 6 N D this gives N = sqrt(C / 120).
+    """
+    parameters = math.sqrt(flops / (FLOPS * tokens_per_parameter))
+    return Optimum(parameters, tokens_per_parameter * parameters)
+
+
+def kaplan(flops: float) -> Optimum:
+    """Most of a growing budget goes into the model: N = 1.3e9 (C / PF-day)^0.73 parameters without embeddings (Kaplan
+    et al., arXiv 2001.08361, table 6 and appendix A)."""
+    parameters = 1.3e9 * (flops / (1e15 * DAY)) ** 0.73
+    return Optimum(parameters, flops / (FLOPS * parameters))
+
+
+def chinchilla_loss(parameters: float, tokens: float) -> float:
+    """Loss in nats per token by the law of Hoffmann et al."""
+    return HOFFMANN.loss(parameters, tokens)
+
+
+def critical_batch_tokens(loss: float) -> float:
+    """The critical batch size in tokens, at a training loss in nats: 2e8 loss^-4.76 (arXiv 2001.08361, equation 1.4).
+
+    It takes twice the fewest steps and twice the fewest tokens. arXiv 1812.06162 has the theory.
+    """
+    return 2e8 * loss**-4.76
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Cost of a batch size: steps and tokens to reach a loss, over the fewest possible (arXiv 1812.06162, eq. 2.11)."""
+
+    steps: float
+    tokens: float
+
+
+def batch_cost(batch: float, critical: float) -> Batch:
+    """Cost of `batch`, in the unit of `critical`.
+
+    At the critical size both costs are 2. A larger batch saves steps, a smaller one tokens.
+    """
+    return Batch(1.0 + critical / batch, 1.0 + batch / critical)
+
+
+def noise_scale(small: float, large: float, small_square: float, large_square: float) -> float:
+    """The simple gradient noise scale in the unit of the batch sizes, from mean squared norms of the gradient at two
+    batch sizes (arXiv 1812.06162, appendix A.1): trace of the covariance over the squared true gradient.
+
+    Returns infinity where the noise hides the gradient.
+    """
+    gradient, trace = noise_parts(small, large, small_square, large_square)
+    return trace / gradient if gradient > 0 else math.inf
+
+
+def noise_parts(small: float, large: float, small_square: float, large_square: float) -> tuple[float, float]:
+    """Unbiased estimates of the squared true gradient and the covariance's trace (arXiv 1812.06162, appendix A.1)."""
+    gradient = (large * large_square - small * small_square) / (large - small)
+    return gradient, (small_square - large_square) / (1.0 / small - 1.0 / large)
+
+
+def cost(devices: float, seconds: float, price_an_hour: float) -> float:
+    """Cost of `devices` for `seconds` at a price per device-hour."""
+    return devices * seconds / 3600.0 * price_an_hour
+
+
+WIDTH = 128.0  # of dim over layers: GPT-3 175B's 12288 / 96, Llama 7B's 4096 / 32
+
+
+def shape(parameters: float, like: ModelSection) -> ModelSection:
+    """A model with about `parameters` parameters, and with the vocabulary, length and architecture of `like`.
+
+    Its ratio of width to depth is that of large published models. Heads are 128 wide (64 if that is too coarse).
+
+    Raises:
+        UserError: `parameters` is out of range, or the vocabulary with the smallest block is larger already.
+    """
+    if not 1e5 <= parameters <= 1e14:
+        raise UserError(f"--params {parameters:g}: must be between 1e5 and 1e14")
+    found = [
+        candidate
+        for head in (128, 64)
+        for heads in range(1, 1 + round((parameters / 12 * WIDTH) ** (1 / 3) * 2 / head))
+        if (candidate := _deep(parameters, like, heads, head)) is not None
+    ]
+    if not found:
+        smallest = count_parameters(_sized(like, 1, 1, 64))
+        raise UserError(
+            f"--params {parameters:g}: with a vocabulary of {like.vocab_size} the smallest {like.arch} has {smallest:,}"
+        )
+
+    def oddness(model: ModelSection) -> float:
+        """Distance from the usual width and from the wanted size. 1% of size weighs as much as 10% of width."""
+        wide = abs(math.log(model.dim / model.layers / WIDTH))
+        return wide + 10 * abs(math.log(count_parameters(model) / parameters))
+
+    return min(found, key=oddness)
+
+
+def _deep(parameters: float, like: ModelSection, heads: int, head: int) -> ModelSection | None:
+    """The model of this width whose depth comes nearest to the wanted size, or None."""
+    one, two = (count_parameters(_sized(like, layers, heads, head)) for layers in (1, 2))
+    layers = 1 + round((parameters - one) / (two - one))
+    return _sized(like, layers, heads, head) if layers >= 1 else None
+
+
+def _sized(like: ModelSection, layers: int, heads: int, head: int) -> ModelSection:
+    ratio = (like.heads // like.kv_heads) if like.kv_heads else 1
+    change: dict[str, Any] = {"layers": layers, "dim": heads * head, "heads": heads}
+    change["kv_heads"] = heads // ratio if like.kv_heads and heads % ratio == 0 else None
+    change |= card_of(like).resized(layers)
+    return resolve_model(like.model_copy(update=change), vocab_size=2)

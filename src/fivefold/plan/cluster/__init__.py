@@ -1,0 +1,1 @@
+"""Devices, links and clusters: data sheets, descriptions in TOML, and measured tables."""

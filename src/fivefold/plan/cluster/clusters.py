@@ -1,0 +1,437 @@
+"""Clusters by name: presets from data sheets, this machine, and clusters described in TOML files."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import UserError, did_you_mean
+from fivefold.files import read_bytes
+from fivefold.host.devices import BY_NAME, GB, GIB, PCIE, sheet_of
+from fivefold.plan.cluster import measured
+from fivefold.plan.cluster.devices import Cluster, Device, Link, Storage, Wiring, copies, of_table
+from fivefold.precision import DTYPES
+from fivefold.spread.layout_rules import MOST_RANKS
+
+MOST_BYTES = 64 << 10
+"""Size of a cluster's file."""
+RATED = tuple(DTYPES)
+"""The dtypes whose rates a cluster has."""
+
+# Specifications come from the data sheets (host/devices.py). These are the rates that programs reach.
+# "matmul" is the highest bf16 rate that a search over shapes found (stas00/ml-engineering, "MAMF" table). B200's rate
+# falls under its power limit when large matmuls follow one another, so its rate is that of large shapes in a published
+# sweep (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json, also for its attention and streaming shares).
+# NVLink's share is what nccl-tests' rings reach with 16 GiB on 8 devices (ml-engineering, network/README.md).
+# InfiniBand's is NVIDIA's 24 of 25 and 48 of 50 GB/s. Latencies per hop come from NCCL's own tuning model (ring,
+# "Simple": 3.4 us NVLink, 14 us network). Attention is FlashAttention-2, as in PyTorch: on A100 arXiv 2307.08691,
+# figures 5 and 6, on H100 figure 7. Devices of one chip (A100 with 40 GB, A800, H800) reach the same shares.
+_HOP, _NETWORK_HOP = 3.4e-6, 14e-6
+_EDR, _HDR, _NDR, _XDR = (Link(rate * GB, 24 / 25, _NETWORK_HOP) for rate in (12.5, 25, 50, 100))
+_A100_MATMUL, _HOPPER_MATMUL, _B200_MATMUL = 271.2 / 312, 794.5 / 989.4, 1125 / 2250
+_A100_RING, _HOPPER_RING, _B200_RING = 234.9 / 300, 367.2 / 450, 682.2 / 900
+_A100_ATTENTION, _HOPPER_ATTENTION = (0.60, 0.55), (0.37, 0.31)
+# What is assumed of devices that nobody has measured for us: round shares below those of the measured ones.
+_MATMUL, _RING, _ATTENTION = 0.75, 0.75, (0.40, 0.30)
+
+
+def _preset(
+    name: str,
+    network: Link,
+    matmul: float | None = None,
+    ring: float | None = None,
+    attention: tuple[float, float] | None = None,
+    *,
+    per_node: int = 8,
+    cards: int = 0,
+    reduce: float | None = None,
+    mesh: bool = False,
+    streaming: float = Device.streaming,
+    **host: Any,
+) -> Cluster:
+    """A cluster of the nodes that a device is usually sold in. matmul, ring, attention: shares of the sheet's rates;
+    None: assumed. Devices without links to a whole node send over PCIe, by way of the host."""
+    sheet = BY_NAME[name]
+    peak = {dtype: rate for dtype in RATED if (rate := sheet.rate(dtype))}
+    device = Device(
+        name,
+        peak,
+        matmul or _MATMUL,
+        sheet.units,
+        sheet.memory,
+        sheet.bandwidth,
+        streaming,
+        attention or _ATTENTION,
+        assumed=tuple(
+            what
+            for what, given in (("matmul", matmul), ("attention", attention), ("ring", ring))
+            if not given
+        ),
+    )
+    return Cluster(
+        name,
+        device,
+        0,
+        per_node,
+        Link((not sheet.linked and sheet.link) or PCIE[sheet.pcie], ring or _RING, _HOP, reduce, mesh),
+        network,
+        wiring=Wiring(cards),
+        host_link=copies(sheet.to_host),
+        **host,
+    )
+
+
+def _tpu(name: str) -> Cluster:
+    """Hosts of 4 chips in a torus that needs no other network: a ring sends both ways along one of three axes."""
+    axis = Link(BY_NAME[name].link / 3, 0.9, 1e-6)
+    return replace(_preset(name, axis, ring=0.9, per_node=4), intra=axis)
+
+
+# Networks: of DGX-1 and DGX A100 to B300 (one card per device from A100 on); GB200: of an NVL72 rack, whose hosts are
+# linked to the devices by NVLink-C2C; MI250X: of Frontier's nodes, whose 4 modules are 8 devices. The others are the
+# builder's choice; what is common is assumed.
+PRESETS = {
+    cluster.name: cluster
+    for cluster in (
+        _preset("p100", _EDR, cards=4),
+        _preset("v100", _EDR, cards=4),
+        _preset("t4", _EDR, cards=1),
+        _preset("a100-40gb", _HDR, _A100_MATMUL, _A100_RING, _A100_ATTENTION),
+        _preset("a100", _HDR, _A100_MATMUL, _A100_RING, _A100_ATTENTION),
+        _preset("a800", _HDR, _A100_MATMUL, _A100_RING, _A100_ATTENTION),
+        _preset("l4", _EDR, cards=1),
+        _preset("l40s", _HDR, cards=4),
+        _preset("rtx4090", _EDR, cards=1),
+        _preset("h100-nvl", _NDR, cards=4),
+        _preset("h200-nvl", _NDR, cards=4),
+        _preset("h100-pcie", _NDR, cards=4),
+        _preset("h100", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, reduce=480 * GB),
+        _preset("h800", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION),
+        _preset("h200", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, reduce=480 * GB),
+        _preset("b200", _NDR, _B200_MATMUL, _B200_RING, (0.52, 0.42), reduce=845 * GB, streaming=0.67),
+        _preset("gb200", _NDR, per_node=72, host_memory=36 * 480 * GB, host_bandwidth=36 * 400 * GB),
+        _preset("b300", _XDR),
+        _preset("mi250x", _HDR, cards=4, host_memory=512 * GIB),
+        # All 8 devices reach 312.9 GB/s. The network is the builder's choice; 400 Gb/s per device are assumed.
+        _preset("mi300x", _NDR, 668.4 / 1307.4, 312.9 / 448, (0.40, 0.27), streaming=0.8, mesh=True),
+        _preset("mi325x", _NDR, mesh=True),
+        _preset("mi355x", _NDR, mesh=True),
+        _tpu("tpu-v4"),
+        _tpu("tpu-v5p"),
+    )
+}  # fmt: skip
+
+
+LOCAL = "local"
+_BASES = f"a preset, one of {', '.join(PRESETS)}, or local"
+
+
+def of_gpu(name: str) -> Cluster:
+    """The preset of the GPU that calls itself `name`.
+
+    Raises:
+        UserError: there is none.
+    """
+    sheet = sheet_of(name)
+    if sheet is None or sheet.name not in PRESETS:
+        raise UserError(f"the planner has no figures of {name} (it has those of {', '.join(PRESETS)})")
+    return PRESETS[sheet.name]
+
+
+def parse(text: str) -> Cluster:
+    """Reads `h100:64` or `64xh100` (64 devices, in nodes as they are sold), `h100:8x4` (8 nodes of 4), or `my.toml`,
+    `my.toml:64`.
+
+    Without a number `devices` is 0, and the cluster has as many devices as the layout needs.
+
+    Raises:
+        UserError: unknown cluster, impossible number of devices, broken file.
+    """
+    text = canonical(text)
+    name, colon, count = (text, "", "") if text.endswith(".toml") else text.rpartition(":")
+    if not colon:
+        name, count = text, ""
+    cluster = _own(Path(name)) if name.endswith(".toml") else _named(name, text)
+    if colon and not count:
+        raise UserError(f"cluster '{text}': the number of devices is missing, such as {name}:8")
+    return _sized(cluster, count, text) if count else cluster
+
+
+def local() -> Cluster:
+    """The cluster `local`: this machine with its measured table.
+
+    Raises:
+        UserError: it has not been measured.
+    """
+    table = measured.load()
+    if table is None:
+        raise UserError(
+            "cluster 'local': this machine has not been measured; run `fivefold bench hardware` first"
+        )
+    return of_table(table)
+
+
+def _named(name: str, text: str) -> Cluster:
+    key = device_name(name)
+    if key == LOCAL:
+        return local()
+    if key not in PRESETS:
+        near = did_you_mean(key, [*PRESETS, LOCAL])
+        raise UserError(
+            f"cluster '{text}': unknown name '{name}'{near} (valid: {', '.join(PRESETS)}, {LOCAL}, with a "
+            "number of devices such as h100:64, or the path of a .toml file; `fivefold clusters` describes them)"
+        )
+    return PRESETS[key]
+
+
+def device_name(text: str) -> str:
+    """The name of a device as the table has it: `h100` for `H100 SXM`, `a100` for `A100-80GB`."""
+    name = re.sub(r"[ _]", "-", text.strip().lower())
+    return next((name.removesuffix(end) for end in ("-sxm", "-80gb", "-nvl72") if name.endswith(end)), name)
+
+
+def canonical(text: str) -> str:
+    """`64xH100` and `h100x64` as `h100:64`; `8x4xh100` as `h100:8x4`. Everything else stays as it is."""
+    if text.endswith(".toml") or ":" in text:
+        return text
+    if found := re.fullmatch(r"(\d+(?:x\d+)?)x([a-z].*)", text, re.ASCII | re.IGNORECASE):
+        return f"{found[2]}:{found[1]}"
+    found = re.fullmatch(r"(.+?)x(\d+(?:x\d+)?)", text, re.ASCII | re.IGNORECASE)
+    return f"{found[1]}:{found[2]}" if found and device_name(found[1]) in PRESETS else text
+
+
+def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
+    found = re.fullmatch(r"(\d{1,9})(?:x(\d{1,9}))?", count, re.ASCII)
+    if not found:
+        raise UserError(
+            f"cluster '{text}': '{count}' is not a number of devices; write 64, or 8x4 for 8 nodes of 4"
+        )
+    devices = int(found[1]) * int(found[2] or 1)
+    if not 1 <= devices <= MOST_RANKS:
+        limit = f"at most {MOST_RANKS:,}" if devices else "at least 1"
+        raise UserError(f"cluster '{text}': {devices:,} devices; {limit}")
+    if found[2] and not cluster.connected:
+        raise UserError(f"cluster '{text}': this machine is one node; write local:{devices}")
+    sized = cluster.for_ranks(devices)
+    return replace(sized, per_node=int(found[2])) if found[2] else sized
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A key of a cluster file: its factor to SI units, and its limits."""
+
+    factor: float = 1.0
+    above: float = 0.0
+    most: float = math.inf
+
+
+_KEYS = {
+    "devices": _Key(most=MOST_RANKS),
+    "devices_per_node": _Key(most=MOST_RANKS),
+    "memory_gb": _Key(GB),
+    "memory_bandwidth_tb_s": _Key(1e12),
+    **{f"{dtype}_tflops": _Key(1e12) for dtype in RATED},
+    "matmul_share": _Key(most=1.0),
+    "units": _Key(),
+    "intra_gb_s": _Key(GB),
+    "intra_share": _Key(most=1.0),
+    "intra_latency_us": _Key(1e-6, above=-1e-9),
+    "inter_gb_s": _Key(GB),
+    "inter_share": _Key(most=1.0),
+    "inter_latency_us": _Key(1e-6, above=-1e-9),
+    "nics_per_node": _Key(most=MOST_RANKS),
+    "nvlink_domain": _Key(most=MOST_RANKS),
+    "pcie_gb_s": _Key(GB),
+    "pcie_latency_us": _Key(1e-6, above=-1e-9),
+    "nodes_per_leaf": _Key(most=MOST_RANKS),
+    "oversubscription": _Key(above=1 - 1e-9),
+    "hosts_per_machine": _Key(most=MOST_RANKS),
+    "host_gb_s": _Key(GB),
+    "host_memory_gb": _Key(GB),
+    "host_bandwidth_gb_s": _Key(GB),
+    "disk_read_gb_s": _Key(GB),
+    "disk_write_gb_s": _Key(GB),
+    "disk_both_gb_s": _Key(GB),
+}
+_SHARES = {"matmul": "matmul_share", "ring": "intra_share"}
+"""Keys that replace what a preset assumes."""
+_WHOLE = (
+    "hosts_per_machine",
+    "devices",
+    "devices_per_node",
+    "units",
+    "nics_per_node",
+    "nvlink_domain",
+    "nodes_per_leaf",
+)
+_OF_HOSTS = (
+    "devices", "devices_per_node", "inter_gb_s", "inter_share", "inter_latency_us", "nics_per_node", "nodes_per_leaf",
+    "oversubscription", "hosts_per_machine",
+)  # fmt: skip
+"""Keys of a file whose base is this machine: each node is like it, or several are on it."""
+_ALONE = {
+    "devices_per_node": (),
+    "intra_gb_s": (),
+    "intra_latency_us": (),
+    "inter_gb_s": ("inter_latency_us", "nics_per_node", "nodes_per_leaf", "oversubscription"),
+    "inter_latency_us": ("inter_gb_s",),
+    "pcie_gb_s": ("pcie_latency_us",),
+}
+"""Keys that a file without a base must have: always (), or if it has one of those."""
+
+
+def _own(path: Path) -> Cluster:
+    """Reads a cluster file: `base = "h100"` and the keys of `_KEYS` that differ from it."""
+    base, values, wiring = _read(path)
+    if base is None:
+        raise UserError(f"cluster '{path}': base: must be {_BASES}")
+    return _based(path, base, values, wiring)
+
+
+def _based(path: Path, base: str, values: dict[str, float], torus: tuple[int, ...]) -> Cluster:
+    """A preset or this machine, with the values of a file."""
+    if base != LOCAL:
+        return _changed(PRESETS[base], values, torus, path.stem)
+    if wrong := ["torus"] * bool(torus) + [key for key in values if key not in _OF_HOSTS]:
+        raise UserError(
+            f"cluster '{path}': {wrong[0]}: the base is this machine, as it was measured "
+            f"(keys besides base: {', '.join(_OF_HOSTS)})"
+        )
+    for key in ("devices_per_node", "inter_gb_s", "inter_latency_us"):
+        if key not in values:
+            raise UserError(f"cluster '{path}': {key} is missing: hosts like this machine need it")
+    cluster = replace(local(), name=path.stem, inter=Link(0, 1, 0))
+    changed = _changed(cluster, {"nics_per_node": 1} | values, (), path.stem)
+    kept = {
+        "intra": cluster.intra,
+        "machine": cluster.machine,
+        "disk": cluster.disk,
+        "disk_read": cluster.disk_read,
+        "disk_both": cluster.disk_both,
+        "device": cluster.device,
+    }
+    return replace(changed, hosts=int(values.get("hosts_per_machine", 1)), **kept)
+
+
+def links(path: Path) -> tuple[Cluster, bool]:
+    """(the cluster of a file, whether its nodes are connected). Without a base only its links count.
+
+    Raises:
+        UserError: the file is broken, or a link is missing.
+    """
+    base, values, wiring = _read(path)
+    if base is not None:
+        return _based(path, base, values, wiring), True
+    for key, others in _ALONE.items():
+        because = next((other for other in others if other in values), None)
+        if key not in values and (because or not others):
+            reason = f" (there is {because})" if because else ""
+            raise UserError(
+                f"topology '{path}': {key} is missing{reason}: give it, or a base, one of {', '.join(PRESETS)}"
+            )
+    whole = {"intra_share": 1.0, "inter_share": 1.0} | values
+    bare = replace(PRESETS["h100"], intra=Link(0, 1, 0), inter=Link(0, 1, 0))
+    return _changed(bare, whole, wiring, path.stem), "inter_gb_s" in values
+
+
+def _read(path: Path) -> tuple[str | None, dict[str, float], tuple[int, ...]]:
+    """(base, values in SI units, sizes of the torus) of a file."""
+    try:
+        table = tomllib.loads(read_bytes(path, MOST_BYTES).decode("utf-8"))
+    except OSError as error:
+        raise UserError(f"cluster '{path}': cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"cluster '{path}': not valid TOML: {str(error)[:200]}") from None
+    base, torus = table.pop("base", None), table.pop("torus", [])
+    if base is not None and (not isinstance(base, str) or base not in (*PRESETS, LOCAL)):
+        raise UserError(f"cluster '{path}': base: must be {_BASES}")
+    if base != LOCAL and "hosts_per_machine" in table:
+        raise UserError(f"cluster '{path}': hosts_per_machine: only with base = \"{LOCAL}\"")
+    sizes = isinstance(torus, list) and all(
+        isinstance(size, int) and 1 < size <= MOST_RANKS for size in torus
+    )
+    if not sizes:
+        raise UserError(
+            f"cluster '{path}': torus: must be a list of sizes of at least 2, such as [4, 4], not {torus!r:.60}"
+        )
+    return base, {key: _number(path, key, value) for key, value in table.items()}, tuple(torus)
+
+
+def _number(path: Path, key: str, value: Any) -> float:
+    if key not in _KEYS:
+        near = did_you_mean(key, _KEYS)
+        raise UserError(
+            f"cluster '{path}': unknown key '{key}'{near} (keys: base, torus, {', '.join(_KEYS)})"
+        )
+    rule = _KEYS[key]
+    whole = key not in _WHOLE or isinstance(value, int)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not (number and whole and rule.above < value <= rule.most):
+        kind = "whole number" if key in _WHOLE else "number"
+        limits = f"of at least {round(rule.above)}" if rule.above else "above 0"
+        limits += f" and at most {rule.most:g}" if math.isfinite(rule.most) else ""
+        raise UserError(f"cluster '{path}': {key}: must be a {kind} {limits}, not {str(value)[:60]}")
+    return value * rule.factor
+
+
+def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...], name: str) -> Cluster:
+    device, link = cluster.device, {"intra": cluster.intra, "inter": cluster.inter}
+    peak = {d: values.get(f"{d}_tflops", device.peak.get(d, 0.0)) for d in RATED}
+    for side, old in link.items():
+        changed = any(key.startswith(side) for key in values)
+        link[side] = replace(
+            old,
+            bandwidth=values.get(f"{side}_gb_s", old.bandwidth),
+            share=values.get(f"{side}_share", old.share),
+            latency=values.get(f"{side}_latency_us", old.latency),
+            reduce=None if changed else old.reduce,
+        )
+    device = replace(
+        device,
+        name=name,
+        peak={dtype: rate for dtype, rate in peak.items() if rate},
+        matmul=values.get("matmul_share", device.matmul),
+        assumed=tuple(what for what in device.assumed if _SHARES.get(what) not in values),
+        units=int(values.get("units", device.units)),
+        memory=values.get("memory_gb", device.memory),
+        bandwidth=values.get("memory_bandwidth_tb_s", device.bandwidth),
+    )
+    return Cluster(
+        name,
+        device,
+        int(values.get("devices", cluster.devices)),
+        int(values.get("devices_per_node", cluster.per_node)),
+        link["intra"],
+        link["inter"],
+        disk=values.get("disk_write_gb_s", cluster.disk),
+        wiring=_wiring(values, torus, cluster.wiring.cards),
+        disk_read=values.get("disk_read_gb_s", cluster.disk_read),
+        disk_both=values.get("disk_both_gb_s", cluster.disk_both),
+        host_link=_host_link(values, cluster),
+        host_memory=values.get("host_memory_gb", cluster.host_memory),
+        host_bandwidth=values.get("host_bandwidth_gb_s", cluster.host_bandwidth),
+    )
+
+
+def _host_link(values: dict[str, float], cluster: Cluster) -> Storage:
+    """Both directions of PCIe at once."""
+    rate = values.get("host_gb_s")
+    return Storage(rate, rate, 2 * rate) if rate else cluster.host_link
+
+
+def _wiring(values: dict[str, float], torus: tuple[int, ...], cards: int) -> Wiring:
+    pcie = None
+    if "pcie_gb_s" in values:
+        pcie = Link(values["pcie_gb_s"], 1.0, values.get("pcie_latency_us", 0.0))
+    return Wiring(
+        int(values.get("nics_per_node", cards)),
+        int(values.get("nvlink_domain", 0)),
+        pcie,
+        int(values.get("nodes_per_leaf", 0)),
+        values.get("oversubscription", 1.0),
+        torus,
+    )

@@ -1,0 +1,1 @@
+"""Memory of a rank: its states, what operations keep for backward, buffers."""

@@ -1,0 +1,1 @@
+"""What ranks send, and what a message costs."""

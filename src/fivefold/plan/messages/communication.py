@@ -1,0 +1,257 @@
+"""Prices of messages: those of the cheapest algorithm of `schedules/collectives`, on the two levels of a cluster.
+
+A group's members are evenly spread, `local` of them on each of its nodes. Of each algorithm the registry has a line,
+alpha + beta S, which the simulator gives, too (tests/test_collectives_cost.py). Bandwidths are those that NCCL reaches
+with large messages. A ring uses all network cards of the group's devices on a node, one channel each. With S bytes and
+n ranks, a rank sends S (n-1)/n in all-gather and reduce-scatter, and twice that in all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fivefold.host import tables
+from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.cluster.measured import line_through
+from fivefold.schedules.collectives import ALGORITHMS, Levels, Line, Primitive, Wire, build, shape_of
+from fivefold.schedules.collectives.choose import AUTO, LIBRARY, fastest, pieces_of, resolved
+from fivefold.schedules.collectives.cost import line, simulate
+from fivefold.schedules.collectives.topology import Topology
+from fivefold.spread.layout import Layout, groups, on_node
+
+# Seconds of a collective besides its algorithm: kernels start, ranks meet. All-reduces of 32 KiB take 39.8 us on 8
+# H200, 43.8 on 8 A100, 47.8 on 8 B200 (stas00/ml-engineering, network/README.md). Of these the best algorithm
+# explains 10.5.
+LAUNCH = 33e-6
+SWITCH = 25e-6  # latency of sums in NVLink's switches (NCCL's tuning model, "NVLS")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of communicating ranks: their number, and the number of them on each node."""
+
+    ranks: int
+    local: int
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.ranks / self.local)
+
+
+def group(layout: Layout, cluster: Cluster, name: str) -> Group:
+    """The group with this name, in the order of ranks of `spread/layout.py`."""
+    x = layout
+    axes = (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp)
+    return _group(name, axes, x.ep, cluster.per_node, x.ranks_per_node)
+
+
+@lru_cache(maxsize=2**16)
+def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int, node: int | None) -> Group:
+    """The group with this name. axes: sizes of the axes in the order of AXES. node: the layout's `ranks_per_node`."""
+    pp, dp_replicate, dp_shard, cp, tp = axes
+    layout = Layout(
+        pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, ranks_per_node=node
+    )
+    return Group(groups(layout)[name][0], on_node(layout, name, per_node))
+
+
+def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
+    """Seconds to sum `size` bytes over a group."""
+    if group.ranks == 1:
+        return 0.0
+    if cluster.machine:
+        return _by_library("all_reduce", f"all_reduce {dtype}", size, group, cluster)
+    return LAUNCH + _cheapest("all_reduce", size, group, cluster)
+
+
+def best_all_reduces(group: Group, cluster: Cluster) -> dict[int, str]:
+    """The fastest all-reduce of a group by size, as measured on this machine; empty for other clusters."""
+    machine = cluster.machine
+    return tables.best_all_reduce(group.ranks, machine.device) if machine and group.nodes == 1 else {}
+
+
+def summed_by(by: str, group: Group, cluster: Cluster) -> str:
+    """What a `layout.all_reduce` means for a group."""
+    cpu = cluster.machine is not None and cluster.machine.on_cpu
+    return resolved(by, group.ranks, group.local, best_all_reduces(group, cluster), cpu)
+
+
+def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float:
+    """Seconds to sum `size` bytes of gradients over a group by a `layout.all_reduce`. This machine's are those that
+    `fivefold bench collectives` measured; without them, those of the library."""
+    name = summed_by(by, group, cluster)
+    if name == AUTO:
+        name = fastest(best_all_reduces(group, cluster), round(size))
+    if name == LIBRARY or group.ranks == 1:
+        return all_reduce(size, group, cluster)
+    if cluster.machine and group.nodes == 1:
+        seconds = tables.all_reduce_seconds(group.ranks, name)
+        if not seconds:
+            return all_reduce(size, group, cluster)
+        return cluster.machine.factors["messages"] * line_through(seconds, size)
+    made = ALGORITHMS["all_reduce"][name]
+    shape = shape_of(group.ranks, group.local, pieces=pieces_of(made, round(size)))
+    if cluster.machine:
+        links = on_hosts(group, cluster)
+        if group.ranks > SIMULATED and made.line and (found := made.line(shape, links.levels)):
+            return found.alpha + found.beta * size
+        return simulate(build("all_reduce", name, shape), links, size).seconds
+    levels = _levels(group, cluster)
+    if formula := made.line and made.line(shape, levels):
+        return LAUNCH + formula.alpha + formula.beta * size
+    links = Topology(
+        cluster.name, group.ranks, group.local, levels.near, levels.far, pairs=cluster.intra.mesh
+    )
+    return LAUNCH + simulate(build("all_reduce", name, shape), links, size).seconds
+
+
+def all_gather(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
+    """Seconds to gather `size` bytes in total on every rank."""
+    if group.ranks == 1:
+        return 0.0
+    if cluster.machine:
+        return _by_library("all_gather", "all_gather", size, group, cluster)
+    return LAUNCH + _cheapest("all_gather", size, group, cluster)
+
+
+def reduce_scatter(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
+    """Seconds to leave each rank with the sum of its part of `size` bytes. It is an all-gather backwards."""
+    if group.ranks == 1:
+        return 0.0
+    if cluster.machine:
+        return _by_library("all_reduce", f"reduce_scatter {dtype}", size, group, cluster)
+    return LAUNCH + _cheapest("reduce_scatter", size, group, cluster)
+
+
+def scatter_gradients(size: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of ZeRO's reduce-scatter (parallel/zero.py). On a CPU it avoids gloo's, which is an all-reduce."""
+    if cluster.machine and group.ranks > 1:
+        return _by_library("all_to_all", "scatter_gradients", size, group, cluster)
+    return reduce_scatter(size, group, cluster)
+
+
+def all_to_all(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
+    """Seconds for every rank to send an equal part of its `size` bytes to each rank."""
+    if group.ranks == 1:
+        return 0.0
+    if cluster.machine:
+        return _by_library("all_to_all", "all_to_all", size, group, cluster)
+    return LAUNCH + _cheapest("all_to_all", size, group, cluster)
+
+
+def send(size: float, crosses: bool, cluster: Cluster) -> float:
+    """Seconds to send `size` bytes to another rank. `crosses`: that rank is on another node."""
+    if cluster.machine and not crosses:
+        return _measured("send", size, Group(2, 2), cluster)
+    if cluster.machine:
+        return cluster.inter.latency + size / cluster.rail
+    if crosses:
+        return LAUNCH + cluster.inter.latency + size / cluster.rail
+    return LAUNCH + cluster.intra.latency + size / _pair(cluster)
+
+
+def send_line(size: float, crosses: bool, cluster: Cluster) -> Line:
+    """What messages to another rank take, as a line: exact for `size` bytes behind those up to which all messages take
+    equally long (the smallest that was measured)."""
+    machine, level = cluster.machine, 0.0
+    if machine is not None and not crosses:
+        level = machine.smallest("send", 2)
+    latency = send(0.0, crosses, cluster)
+    return Line(latency, (send(level + size, crosses, cluster) - latency) / size)
+
+
+def exposed(seconds: float, held: float, beside: float) -> float:
+    """Exposed seconds of a message that overlaps with `beside` seconds of computation, and holds its device for some of
+    its time."""
+    return held + max(0.0, seconds - held - beside)
+
+
+def held(seconds: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of a message in which its devices cannot compute, because the CPU itself copies and adds. Between nodes
+    the link takes nearly all of the time."""
+    return seconds * (1.0 - cluster.free) if group.nodes == 1 else 0.0
+
+
+# gloo's algorithms (gloo/allreduce.cc, allgather.cc). Its reduce-scatter is an all-reduce; an all-to-all is ours
+# (comm/axis.py).
+SIMULATED = 64  # ranks; larger groups are priced by formulas
+GLOO = {"all_reduce": "ring", "all_gather": "ring", "all_to_all": "direct"}
+
+
+def _by_library(primitive: Primitive, what: str, size: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of a message of the library, gloo: inside a machine as measured, across nodes by its algorithm."""
+    if group.nodes == 1:
+        return _measured(what, size, group, cluster)
+    key = f"gloo {primitive}", group.ranks, group.local
+    if key not in cluster.lines:
+        name, links = GLOO[primitive], on_hosts(group, cluster)
+        shape, far = shape_of(group.ranks), links.far
+        formula = ALGORITHMS[primitive][name].line
+        found = None
+        if group.ranks > SIMULATED and formula and far:  # as if every hop left its host
+            found = formula(shape, Levels(far, far, far.bandwidth))
+        cluster.lines[key] = (found or line(build(primitive, name, shape), links),)
+    ((alpha, beta),) = cluster.lines[key]
+    return alpha + beta * size
+
+
+def on_hosts(group: Group, cluster: Cluster) -> Topology:
+    """The links of a group on several hosts, with its share of each host's cards. Inside a host they are as measured
+    between local ranks."""
+    machine = cluster.machine
+    assert machine is not None
+    points = machine.links[min(machine.links)]["send"]
+    near = Wire(points[0][1], (points[-1][0] - points[0][0]) / max(1e-9, points[-1][1] - points[0][1]))
+    cards = group.local * (cluster.wiring.cards or cluster.per_node) / cluster.per_node
+    whole = max(1, math.floor(cards))
+    far = Wire(cluster.inter.latency, cluster.rail * group.local / whole)
+    return Topology(cluster.name, group.ranks, group.local, near, far, cards=whole)
+
+
+def _measured(what: str, size: float, group: Group, cluster: Cluster) -> float:
+    assert cluster.machine is not None
+    return cluster.machine.message(what, size, group.ranks, cluster.on_machine)
+
+
+def _cheapest(primitive: Primitive, size: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of a message by the best algorithm for its size."""
+    key = primitive, group.ranks, group.local
+    lines = cluster.lines.get(key)
+    if lines is None:
+        lines = cluster.lines[key] = _lines(primitive, group, cluster)
+    return min([alpha + beta * size for alpha, beta in lines])
+
+
+def _lines(primitive: Primitive, group: Group, cluster: Cluster) -> tuple[Line, ...]:
+    """The lines of all algorithms of a group, without those that are never the cheapest."""
+    levels, shape = _levels(group, cluster), shape_of(group.ranks, group.local)
+    found = [
+        formula
+        for made in ALGORITHMS[primitive].values()
+        if made.line and made.fits(shape) and (formula := made.line(shape, levels))
+    ]
+    reduce = cluster.intra.reduce
+    if primitive == "all_reduce" and reduce and group.ranks == group.local == cluster.per_node:
+        found.append(Line(SWITCH, 2 * (group.ranks - 1) / group.ranks / reduce))
+    best: list[Line] = []
+    for one in sorted(found):  # by alpha: each must have less beta than those before it
+        if not best or one.beta < best[-1].beta:
+            best.append(one)
+    return tuple(best)
+
+
+def _levels(group: Group, cluster: Cluster) -> Levels:
+    """The links of a group. Where each pair of devices has its own wire, it uses those between its members."""
+    link, near = cluster.intra, cluster.intra.achieved
+    if link.mesh:
+        near *= (group.local - 1) / max(1, cluster.per_node - 1)
+    # A device that is alone on its node sends nothing inside, but through its port to the network.
+    near = near or link.achieved
+    return Levels(Wire(link.latency, near), Wire(cluster.inter.latency, cluster.rail), _pair(cluster))
+
+
+def _pair(cluster: Cluster) -> float:
+    """Bytes/s between two devices of a node."""
+    return cluster.intra.achieved / (cluster.per_node - 1 if cluster.intra.mesh else 1)

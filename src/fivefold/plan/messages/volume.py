@@ -1,0 +1,443 @@
+"""Counts what a rank sends per step: every collective by operation and axis, as `trace/traffic.py` counts a real step.
+
+Two conventions. *Counted*: the bytes of a collective are those of the larger of its input and output (the tensor that
+is summed, gathered, scattered, exchanged, sent or received). *Sent*: the bytes that leave the rank if the collective
+runs as a ring (`SENT` converts). The count is exact where sizes are known before the run. Two assumptions remain:
+experts get equal numbers of rows, and masked tokens are spread evenly over context ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from fivefold.models.card import card_of
+from fivefold.models.operations import Message, Operation
+from fivefold.models.recomputation import of_blocks, region
+from fivefold.models.section import ModelSection
+from fivefold.optim import OPTIMIZERS
+from fivefold.optim.placing import planned_ways
+from fivefold.plan import partition
+from fivefold.plan.memory.model_states import divided
+from fivefold.plan.messages.communication import best_all_reduces, group, summed_by
+from fivefold.plan.software import Partition
+from fivefold.plan.time.cost import Setting
+from fivefold.precision import DTYPES, MASTER
+from fivefold.schedules import ring_attention
+from fivefold.schedules.collectives.choose import LIBRARY, chosen
+from fivefold.schedules.collectives.messages import messages_of
+from fivefold.schedules.compression import Compressor, compressor
+from fivefold.spread import sites
+from fivefold.spread.layout import Layout, first_names, groups, index_in, summing_groups
+from fivefold.spread.matrices import sizes_sent
+from fivefold.spread.parts import TIED, Shape, held, local_shape, sharing_group, stage_parameters, stages_of
+from fivefold.spread.tiers import partitions
+from fivefold.spread.units import (
+    Sync,
+    compressed_buckets,
+    keepings,
+    kept_elements,
+    local_parameters,
+    summed_over_tp,
+    syncs,
+    tensor_sums,
+)
+
+DATA = ("shard", "replicate", "batch", "edp", "eshard", "inside", "across")
+"""Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""
+AXES = ("tp", "cp", "pp", "ep", "dp", "sites")
+"""The axes whose bytes a plan reports."""
+SENT = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "send": lambda n: 1.0,
+    "receive": lambda n: 0.0,
+}
+"""Bytes that one of n ranks sends in a ring, per counted byte (see communication.py)."""
+
+Counted = dict[tuple[str, str], tuple[int, int]]
+"""{(operation, axis): (calls, bytes)}."""
+
+
+@dataclass
+class Traffic:
+    """Calls and bytes by (operation, axis)."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def found(self) -> Counted:
+        return {key: (self.calls[key], size) for key, size in self.bytes.items()}
+
+    def add(self, what: str, axis: str, size: float, times: int = 1, calls: int = 1) -> None:
+        """`times` collectives, each of `size` bytes in `calls` pieces."""
+        if times and size:
+            self.calls[what, axis] += times * calls
+            self.bytes[what, axis] += round(times * size)
+
+
+def counted(s: Setting, rank: int = 0) -> Counted:
+    """Messages that a counter on this rank sees in a step: forward and backward of all microbatches, gradient sums, the
+    norm, the update, and the agreement on the loss. Groups with the same ranks are merged. Outer steps are apart
+    (`outer`)."""
+    names, merged = first_names(s.layout) | {"sites": "sites"}, Traffic()
+    traffic = _traffic(s, rank)
+    for (what, axis), size in traffic.bytes.items():
+        merged.bytes[what, names[axis]] += size
+        merged.calls[what, names[axis]] += traffic.calls[what, axis]
+    return merged.found
+
+
+def outer_elements(s: Setting, rank: int, fragment: int) -> list[int]:
+    """Elements of the outer gradients in each message by which sites synchronise a fragment, from a rank of a site."""
+    card, position = card_of(s.model), index_in(s.layout, "pp", rank)
+    by_stage = stage_parameters(card, partition.stages(s.model, s.layout, s.software.partition))
+    mine = dict.fromkeys(name for stage in stages_of(s.layout, position) for name in by_stage[stage])
+    found = sites.messages(mine, s.sites.fragments)[fragment]
+    return [kept_elements(card, s.layout, rank, names) for names in found]
+
+
+def outer(s: Setting, rank: int, fragment: int) -> list[list[tuple[str, float]]]:
+    """The collectives of these messages: (operation, bytes)."""
+    sizes = outer_elements(s, rank, fragment)
+    return [sites.sent(size, s.sites.count, s.sites.dtype) for size in sizes]
+
+
+def outer_counted(s: Setting, rank: int, fragments: Iterable[int]) -> Counted:
+    """What a counter on this rank sees of the outer steps of these fragments."""
+    traffic = Traffic()
+    for fragment in fragments:
+        for what, size in itertools.chain(*outer(s, rank, fragment)):
+            traffic.add(what, "sites", size)
+    return traffic.found
+
+
+def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None = None) -> dict[str, int]:
+    """Bytes that leave a rank, by axis: the largest of all ranks on each axis. as_counted: groups with the same ranks
+    are merged, as a counter of real messages does. fragments: those that synchronise in this step; None: an average
+    step."""
+    summed, every = (range(s.sites.fragments), s.sites.every) if fragments is None else (fragments, 1)
+    most: Counter[str] = Counter()
+    by = s.layout.all_reduce
+    equal = all(  # otherwise a rank may send more than another
+        summed_by(by, s.group(name), s.cluster) == LIBRARY for name in summing_groups(s.layout)
+    )
+    replicas = (
+        [(0, 0)]
+        if equal
+        else [(i, j) for i in range(s.layout.dp_replicate) for j in range(s.layout.dp_shard)]
+    )
+    for position in range(s.layout.pp):
+        # of a ring, the first has most rows, the second sends most keys
+        for index, (i, j) in product(range(min(2, s.layout.cp) if equal else s.layout.cp), replicas):
+            rank = s.layout.rank({"pp": position, "dp_replicate": i, "dp_shard": j, "cp": index})
+            found = counted(s, rank) if as_counted else _traffic(s, rank).found
+            sizes = Counter(leaving(found, s.layout, s.sites.count))
+            if s.sites.count > 1:
+                between = leaving(outer_counted(s, rank, summed), s.layout, s.sites.count)
+                sizes["sites"] += round(between.get("sites", 0) / every)
+            for axis, size in sizes.items():
+                most[axis] = max(most[axis], size)
+    return {axis: most[axis] for axis in AXES if most[axis]}
+
+
+def leaving(found: Counted, layout: Layout, count: int = 1) -> dict[str, int]:
+    """Bytes that leave a rank, by axis, from counted ones. The few numbers that ranks of several axes agree on are left
+    out. layout: of one of `count` sites."""
+    shapes, total = groups(layout) | {"sites": (count, layout.ranks)}, Counter[str]()
+    for (what, name), (_, size) in found.items():
+        if name != "all" and what in SENT:  # others, as a barrier, send nothing
+            total["dp" if name in DATA else name] += int(SENT[what](shapes[name][0]) * size)
+    return dict(total)
+
+
+class Moment(NamedTuple):
+    """Messages of a rank at a moment of a step. what: the operation. size, calls: of them together at one such moment.
+    times: such moments in a step."""
+
+    when: str
+    what: str
+    axis: str
+    size: float
+    calls: int = 1
+    times: int = 1
+
+
+Piece = tuple[str, str, float, int]
+"""(operation, axis, bytes, calls)."""
+
+
+def _traffic(s: Setting, rank: int) -> Traffic:
+    traffic = Traffic()
+    for moment in moments(s, rank):
+        traffic.add(moment.what, moment.axis, moment.size, moment.times, moment.calls)
+    return traffic
+
+
+def moments(s: Setting, rank: int = 0) -> Iterator[Moment]:
+    """All messages of a rank in a step but those of outer steps, with the moments when they are sent."""
+    position = index_in(s.layout, "pp", rank)
+    by_stage = partition.stages(s.model, s.layout, s.software.partition)
+    mine, card = stages_of(s.layout, position), card_of(s.model)
+    modes = of_blocks(s.layout.recompute, s.model.layers)
+    blocks = Counter((card.is_mixed(number), modes[number]) for stage in mine for number in by_stage[stage])
+    for (mixed, mode), count in blocks.items():
+        name = "a block with experts" if mixed else "a block"
+        ops = card.block_operations(s.sizes, s.software, mixed)
+        yield from of_operations(s, rank, ops, mode, name, count * s.microbatches)
+        if partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
+            size = s.sizes.n * s.model.dim * s.sizes.e
+            yield Moment(f"backward of {name}", "all_gather", "tp", size, 1, count * s.microbatches)
+    if 0 in mine:
+        ops = card.begin_operations(s.sizes, s.software)
+        yield from of_operations(s, rank, ops, "none", "the embedding", s.microbatches)
+    if len(by_stage) - 1 in mine:
+        ops = card.end_operations(s.sizes, s.software)
+        yield from of_operations(s, rank, ops, "none", "the output layer and loss", s.microbatches)
+    yield from _transfers(s, position, len(by_stage))
+    yield from _gradients(s, rank, mine)
+    for when, sent in (
+        (GRADIENTS, shared(s, position, index_in(s.layout, "shard", rank))),
+        ("end of the step", control(s)),
+        ("update", matrices(s, rank)),
+    ):
+        yield from (Moment(when, *message) for message in sent)
+
+
+GRADIENTS = "last backward"
+"""The moment of what is sent once per step for gradients."""
+
+
+def of_operations(
+    s: Setting, rank: int, ops: Iterable[Operation], recompute: str, name: str, times: int
+) -> Iterator[Moment]:
+    """Messages of a rank within these operations: in forward, in backward, and what recomputation repeats there. name:
+    of their part of the model."""
+    again = region(recompute, s.software)
+    parts: dict[str, list[Piece]] = {"forward of": [], "backward of": [], "forward again, of": []}
+    for op in ops:
+        forward = [piece for message in op.sent_forward for piece in _pieces(message, s, rank, False)]
+        parts["forward of"] += forward
+        parts["forward again, of"] += forward * again.repeats_messages(op)
+        parts["backward of"] += [
+            piece for message in op.sent_backward for piece in _pieces(message, s, rank, True)
+        ]
+    for when, pieces in parts.items():
+        yield from _together(f"{when} {name}", pieces, times)
+
+
+def _together(when: str, pieces: Iterable[Piece], times: int) -> Iterator[Moment]:
+    """Messages of one moment, added up by operation and axis."""
+    sizes, number = defaultdict[tuple[str, str], float](float), Counter[tuple[str, str]]()
+    for what, axis, size, calls in pieces:
+        if size:
+            sizes[what, axis] += size
+            number[what, axis] += calls
+    for (what, axis), calls in number.items():
+        yield Moment(when, what, axis, sizes[what, axis], calls, times)
+
+
+def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator[Piece]:
+    """Splits a message into collectives."""
+    if message.what != "ring":
+        yield message.what, message.axis, message.size, message.calls
+        return
+    moved = ring_attention.messages(
+        s.layout.cp, index_in(s.layout, "cp", rank), card_of(s.model).causal, backward
+    )
+    keys = message.size / len(moved)
+    yield "send", message.axis, keys * sum(sent for sent, _ in moved), len(moved)
+    yield "receive", message.axis, keys * sum(received for _, received in moved), len(moved)
+
+
+def _transfers(s: Setting, position: int, stages: int) -> Iterator[Moment]:
+    """Activations and their gradients, sent between neighbouring stages on different ranks."""
+    if s.layout.pp == 1:
+        return
+    rank_of = partition.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
+    activation = s.sizes.n * s.model.dim * s.sizes.e
+    for ends in itertools.pairwise(rank_of[:stages]):
+        if ends[0] != ends[1] and position in ends:  # one way in forward, the other in backward
+            there, back = ("forward", "backward") if position == ends[0] else ("backward", "forward")
+            yield Moment(f"behind the {there} of a stage", "send", "pp", activation, 1, s.microbatches)
+            yield Moment(f"ahead of the {back} of a stage", "receive", "pp", activation, 1, s.microbatches)
+
+
+def _gradients(s: Setting, rank: int, mine: Sequence[int]) -> Iterator[Moment]:
+    """Weight gathers and gradient sums over the data axes. Compression is without ZeRO: only sums."""
+    card, blocks = card_of(s.model), partition.stages(s.model, s.layout, s.software.partition)
+    compress = compressor(s.layout.compress)
+    if compress is not None:
+        buckets = compressed_buckets(card, s.layout, mine, blocks)
+        wires = ((wire, name) for name, n, shapes in buckets for wire in compress.messages(shapes, n))
+        yield from _together(GRADIENTS, ((wire.what, name, wire.size, 1) for wire, name in wires), 1)
+        return
+    for keeping in keepings(card, s.layout, mine, blocks):
+        for unit in keeping.units:
+            for sync, size in synced(s, unit.padded, unit.group == "eshard", unit.shares, unit.trained):
+                yield from _of_unit(s, rank, sync, size, unit.module)
+        for buffer in keeping.buffers:
+            sums = (
+                piece
+                for elements in buffer.bucket_sizes
+                for sync, size in synced(s, elements, buffer.group == "edp", (), elements)
+                for piece in _sum(s, rank, sync, size)
+            )
+            yield from _together(GRADIENTS, sums, 1)
+
+
+def _of_unit(s: Setting, rank: int, sync: Sync, size: float, module: str) -> Iterator[Moment]:
+    """A message of an FSDP unit. module: "" is what no block has."""
+    name = "a block" if module else "the rest of the model"
+    if sync.what == "sum":
+        yield from _together(f"{GRADIENTS} of {name}", _sum(s, rank, sync, size), 1)
+        return
+    if sync.what == "gather":
+        what = "all_gather"
+        ways = ("forward", "backward")[: sync.each] or ("first forward",)
+    else:
+        what = "all_to_all" if sync.blocks else s.software.scatter
+        ways = ("backward",) if sync.each else (GRADIENTS,)
+    for way in ways:
+        yield Moment(f"{way} of {name}", what, sync.group, size, 1, s.microbatches if sync.each else 1)
+
+
+def _sum(s: Setting, rank: int, sync: Sync, size: float) -> Iterator[Piece]:
+    """The messages that sum `size` bytes over a group by the layout's algorithm."""
+    among = group(s.layout, s.cluster, sync.group)
+    best, how = best_all_reduces(among, s.cluster), summed_by(s.layout.all_reduce, among, s.cluster)
+    schedule = chosen(how, among.ranks, among.local, round(size), best)
+    if schedule is None:
+        yield "all_reduce", sync.group, size, 1
+        return
+    each = s.states.gradient if sync.rows else s.states.reduce
+    for step in messages_of(schedule, index_in(s.layout, sync.group, rank), round(size / each)).steps:
+        for what, some in (("send", step.sends), ("receive", step.receives)):
+            yield from ((what, sync.group, message.size * each, 1) for message in some)
+
+
+def synced(
+    s: Setting, whole: float, expert: bool, shares: Sequence[int] = (), trained: float | None = None
+) -> Iterator[tuple[Sync, float]]:
+    """The messages of data parallelism for parameters with so many elements, with the bytes of each: of the larger of
+    its input and output. whole: with each parameter's rows padded to a multiple of the ranks that share them. shares:
+    see `FsdpUnit`; without them a quantised message is as if for one parameter. trained: those with gradients; None:
+    all."""
+    if not whole:
+        return
+    b, ranks = s.states, sharing_group(s.layout, expert)[1]
+    for sync in syncs(s.layout, expert):
+        own = whole if sync.what == "gather" or trained is None else trained
+        if not own:
+            continue
+        if sync.rows:  # what arrived is as exact as the sum over microbatches
+            yield sync, own / ranks * b.gradient
+        elif group(s.layout, s.cluster, sync.group).ranks > 1:
+            width = b.working if sync.what == "gather" else b.reduce
+            yield sync, sync.size(own, width, shares or (math.ceil(own / ranks),), ranks)
+
+
+def compressed(s: Setting, expert: bool) -> list[Sent]:
+    """The messages of a compressed gradient sum, in their order: bytes per element, on average over the model's
+    parameters, each a bucket of its own."""
+    compress, (sync,) = compressor(s.layout.compress), syncs(s.layout, expert)
+    ranks = group(s.layout, s.cluster, sync.group).ranks
+    if compress is None or ranks == 1:
+        return []
+    hashed: Any = s.model
+    found = _per_element(hashed, s.layout.tp, s.layout.ep, s.layout.sp, compress, ranks, expert)
+    return [(what, sync.group, size) for what, size in found]
+
+
+@lru_cache(maxsize=256)
+def _per_element(
+    model: ModelSection, tp: int, ep: int, sp: bool, compress: Compressor, ranks: int, expert: bool
+) -> list[tuple[str, float]]:
+    local = local_parameters(card_of(model), Layout(tp=tp, ep=ep, sp=sp)).values()
+    shapes = [one.shape for one in local if (ep > 1 and one.axis == "ep") == expert]
+    whole = sum(math.prod(shape) for shape in shapes)
+    return [(wire.what, wire.size / whole) for wire in compress.messages(shapes, ranks)] if whole else []
+
+
+Sent = tuple[str, str, float]
+"""(operation, axis, bytes)."""
+
+
+def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
+    """The messages that sum gradients once per step over other axes than the data's, for a rank at a position of the
+    pipeline: over "tp" those that are partial (`summed_over_tp`); over "pp" those of an embedding that two
+    stages share. index: the rank's among those that share its states; the first has most.
+    """
+    if not (s.layout.tp > 1 or (s.model.tie_embeddings and s.layout.pp > 1)):
+        return []
+    hashed: Any = s.model
+    b = s.states
+    # other programs sum whole gradients under ZeRO 1
+    zero = s.layout.zero if b.cast or s.layout.zero > 1 else 0
+    of_rank = divided(replace(s.layout, zero=zero))
+    partial, tied = _shared(hashed, of_rank, s.software.partition, position, index)
+    each = b.gradient
+    found = [("all_reduce", "tp", elements * each) for elements in partial]
+    return found + [("send", "pp", tied * each), ("receive", "pp", tied * each)] * (tied > 0)
+
+
+@lru_cache(maxsize=4096)
+def _shared(
+    model: ModelSection, layout: Layout, how: Partition, position: int, index: int
+) -> tuple[tuple[int, ...], int]:
+    """Elements of the gradients that a rank sums over "tp", by message, and of those that it sums with the other end of
+    the pipeline."""
+    card, blocks, mine = card_of(model), partition.stages(model, layout, how), stages_of(layout, position)
+    names = stage_parameters(card, blocks)
+    partial = summed_over_tp(card, layout, [name for stage in mine for name in names[stage]])
+    one_end = card.tied and (0 in mine) != (len(blocks) - 1 in mine)
+    rank = layout.rank({"pp": position}) + index * groups(layout)["shard"][1]
+    return (
+        tuple(kept_elements(card, layout, rank, some) for some in tensor_sums(card, layout, partial)),
+        kept_elements(card, layout, rank, [TIED]) if one_end else 0,
+    )
+
+
+def matrices(s: Setting, rank: int) -> list[Sent]:
+    """The messages that bring pieces of matrices together before an update, and those that send them back."""
+    card, fp32 = OPTIMIZERS[s.software.optimizer], DTYPES[MASTER].bytes
+    if card.needs == "elements":
+        return []
+    found = planned_ways(card, card_of(s.model), s.layout, rank)
+    return [("all_to_all", group, size * fp32) for group, size in sizes_sent(found)] * 2
+
+
+def matrix_flops(s: Setting, position: int) -> list[tuple[Shape, float]]:
+    """(shape, FLOPs) of the matrices that the first rank of a pipeline position updates whole."""
+    card, spec, rank = OPTIMIZERS[s.software.optimizer], card_of(s.model), s.layout.rank({"pp": position})
+    if card.needs != "matrices":
+        return []
+    found = {name: way.whole for name, way in planned_ways(card, spec, s.layout, rank).items()}
+    shapes = [
+        local_shape(ranges)
+        for name, part in held(spec, s.layout, rank).items()
+        if card.of(name, part.shape) is card and (ranges := found.get(name, part.keeps)) is not None
+    ]
+    return [(shape, flops) for shape in shapes if len(shape) > 1 and (flops := card.flops(shape))]
+
+
+def control(s: Setting) -> list[Sent]:
+    """The numbers that all ranks agree on once per step, in fp64: the loss, whether to stop or save, the squared norm,
+    and whether the last update has destroyed weights; and expert loads (with four more numbers per block). Sites agree
+    on the means of the first four."""
+    apart = [("all_reduce", "sites", 32.0)] if s.sites.count > 1 else []
+    if s.layout.ranks == 1:
+        return apart
+    card, sizes = card_of(s.model), [32.0]
+    if card.has_experts:
+        sizes.append(8.0 * math.prod(card.load_sums))
+    return [*(("all_reduce", "all", size) for size in sizes), *apart]

@@ -1,0 +1,258 @@
+"""Predicts a bounded grid of sizes around a recipe, for the sliders of a plan's page.
+
+Each cell holds the prediction of `predict` for these sizes, or the reason why they are invalid. Sizes are those of the
+recipe, halved and doubled. Heads and feed-forward width grow with the model's dim. tp and pp take their ranks from data
+parallelism, which fills the devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from fivefold.errors import UserError
+from fivefold.models.card import card_of
+from fivefold.plan.cluster.clusters import canonical, parse
+from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.documents import Documents, documents_of
+from fivefold.plan.predict import Plan, predict, resolved, with_load
+from fivefold.plan.software import Software, of
+from fivefold.plan.time.stage_costs import Parts
+from fivefold.recipe import Recipe
+from fivefold.schedules.pipeline import DEFAULT
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_nearest import validate
+
+BUDGET = 6500
+"""Limit of a grid's work, in cells without a pipeline: less than 20 seconds and 3 MB (tests/test_plan_page.py)."""
+LABELS = {
+    "devices": "Devices",
+    "layers": "Layers",
+    "dim": "Width of the model (dim)",
+    "seq_len": "Tokens in a sequence",
+    "global_batch_size": "Global batch, sequences",
+    "microbatch_size": "Microbatch, sequences",
+    "tp": "Tensor parallel (tp)",
+    "pp": "Pipeline stages (pp)",
+    "zero": "ZeRO stage of data parallelism",
+}
+TURNS = (
+    "tp", "pp", "zero", "microbatch_size", "devices", "seq_len", "global_batch_size", "layers", "dim",
+)  # fmt: skip
+"""The order in which sliders get further values."""
+Values = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Slider:
+    """A slider: its values, ascending, and the index of the recipe's own."""
+
+    key: str
+    values: tuple[int, ...]
+    at: int
+
+
+@dataclass(frozen=True)
+class Base:
+    """The center of the grid.
+
+    recipe: as given, with unset fields. full: the resolved recipe. layout: its layout. cluster: with its devices.
+    named: the value of `--cluster`. software: the program's. tokens: the value of `--document-tokens`. documents: by
+    length of a sequence and batch, which say what a run reads. known: see `predict`."""
+
+    recipe: Recipe
+    full: Recipe
+    layout: Layout
+    cluster: Cluster
+    named: str
+    software: Software
+    tokens: float | None = None
+    documents: dict[tuple[int, int], Documents | None] = field(default_factory=dict, compare=False)
+    known: dict[object, Parts] = field(default_factory=dict, compare=False)
+
+    @property
+    def values(self) -> Values:
+        model, train = self.full.model, self.full.train
+        assert train.microbatch_size
+        return {
+            "devices": self.layout.ranks,
+            "layers": model.layers,
+            "dim": model.dim,
+            "seq_len": model.seq_len,
+            "global_batch_size": train.global_batch_size,
+            "microbatch_size": train.microbatch_size,
+            "tp": self.layout.tp,
+            "pp": self.layout.pp,
+            "zero": self.layout.zero,
+        }
+
+
+def base(
+    recipe: Recipe, cluster: str, expert_load: float | None = None, document_tokens: float | None = None
+) -> Base:
+    """The center of a grid. cluster: the value of `--cluster`. expert_load, document_tokens: those of `--expert-load`
+    and `--document-tokens`.
+
+    Raises:
+        UserError: as `parse` and `predict`.
+    """
+    full, machine = resolved(recipe), parse(cluster)
+    layout = Layout.from_recipe(full.layout)
+    validate(layout, machine.devices or layout.ranks)
+    software = with_load(of(machine), full.model, expert_load)
+    sized = replace(machine, devices=layout.ranks)
+    return Base(recipe, full, layout, sized, canonical(cluster), software, document_tokens)
+
+
+def axes(center: Base, budget: float = BUDGET) -> list[Slider]:
+    """The sliders. Each starts with one value and gets more in turn, nearest first, within the budget of work."""
+    own = center.values
+    chosen = {key: [value] for key, value in own.items()}
+    waiting = {key: _nearest_first(key, _possible(center, key), own[key]) for key in TURNS}
+    while any(waiting.values()):
+        for key, values in waiting.items():
+            if not values:
+                continue
+            value = values.pop(0)
+            more = chosen | {key: [*chosen[key], value]}
+            if _work(more) <= budget:
+                chosen = more
+    return [Slider(key, tuple(sorted(found)), sorted(found).index(own[key])) for key, found in chosen.items()]
+
+
+def cells(center: Base, sliders: Sequence[Slider]) -> Iterator[tuple[Values, Plan | str]]:
+    """All combinations with their plan, or the reason why they are invalid. The last slider varies fastest."""
+    for combination in itertools.product(*(axis.values for axis in sliders)):
+        values = {axis.key: value for axis, value in zip(sliders, combination, strict=True)}
+        try:
+            yield values, plan_at(center, values)
+        except UserError as error:
+            yield values, str(error).removeprefix("recipe: ")
+
+
+def plan_at(center: Base, values: Values) -> Plan:
+    """The prediction for these sizes.
+
+    Raises:
+        UserError: they make no valid recipe.
+    """
+    recipe, batch = center.recipe, ("global_batch_size", "microbatch_size")
+    changed = {
+        "model": recipe.model.model_copy(update=model_at(center, values)),
+        "train": recipe.train.model_copy(update={name: values[name] for name in batch}),
+        "layout": recipe.layout.model_copy(update=vars(layout_at(center, values))),
+    }
+    cluster = replace(center.cluster, devices=values["devices"])
+    recipe = recipe.model_copy(update=changed)
+    read = recipe.model.seq_len, recipe.train.global_batch_size
+    if read not in center.documents:
+        center.documents[read] = documents_of(recipe, center.tokens)
+    return predict(recipe, cluster, replace(center.software, documents=center.documents[read]), center.known)
+
+
+def model_at(center: Base, values: Values) -> Values:
+    """Fields of `[model]`. Fields of the recipe that depend on the dim change with it."""
+    model = center.recipe.model
+    fields = {name: values[name] for name in ("layers", "dim", "seq_len")}
+    for name in card_of(model).widths:
+        if given := getattr(model, name):
+            fields[name] = given * values["dim"] // model.dim
+    return fields
+
+
+def layout_at(center: Base, values: Values) -> Layout:
+    """The recipe's layout with these axes. Data parallelism gets the remaining devices.
+
+    Raises:
+        UserError: these are not a whole number.
+    """
+    own, tp, pp, zero = center.layout, values["tp"], values["pp"], values["zero"]
+    others = tp * pp * own.cp
+    replicas = own.dp_replicate if own.dp_shard > 1 and zero else 1  # a hybrid stays one
+    if values["devices"] % (others * replicas):
+        words = f"tp x pp x cp = {others}" + (f", times {replicas} replicas" if replicas > 1 else "")
+        raise UserError(f"{values['devices']} devices cannot be divided by {words}")
+    dp = values["devices"] // others
+    pipeline = {} if pp > 1 else {"schedule": DEFAULT, "virtual_stages": 1}
+    return replace(
+        own,
+        pp=pp,
+        tp=tp,
+        sp=tp > 1 and (own.sp or own.tp == 1),
+        sp_regather=tp > 1 and own.sp_regather,
+        zero=zero,
+        dp_replicate=replicas if zero else dp,
+        dp_shard=dp // replicas if zero else 1,
+        microbatches=None,
+        **pipeline,
+    )
+
+
+def options(center: Base, key: str, value: int) -> str:
+    """The options of `fivefold plan` for this value, besides the layout."""
+    if key == "devices":
+        return f"--cluster {shlex.quote(_cluster(center, value))}"
+    if key == "microbatch_size":  # always: the recipe may leave it open, to follow from the batch
+        return f"--set train.microbatch_size={value}"
+    own = center.values
+    if value == own[key] or key in ("tp", "pp", "zero"):
+        return ""
+    if key == "global_batch_size":
+        return f"--set train.global_batch_size={value}"
+    before, after = model_at(center, own), model_at(center, own | {key: value})
+    return " ".join(f"--set model.{name}={new}" for name, new in after.items() if new != before[name])
+
+
+def _cluster(center: Base, devices: int) -> str:
+    """The value of `--cluster` with this number of devices."""
+    name, _, count = ("", "", "") if center.named.endswith(".toml") else center.named.rpartition(":")
+    if "x" in count:
+        return f"{name}:{devices // center.cluster.per_node}x{center.cluster.per_node}"
+    return f"{name or center.named}:{devices}"
+
+
+def command(
+    recipe: str, sets: Sequence[str], expert_load: float | None = None, document_tokens: float | None = None
+) -> str:
+    """The start of a `fivefold plan` command, with the recipe. The layout and `options` follow."""
+    words = ["fivefold plan", shlex.quote(recipe), *(f"--set {shlex.quote(text)}" for text in sets)]
+    given = {"--expert-load": expert_load, "--document-tokens": document_tokens}
+    return " ".join(words + [f"{name} {value:.12g}" for name, value in given.items() if value is not None])
+
+
+def _possible(center: Base, key: str) -> list[int]:
+    """Possible values of a slider besides the recipe's own."""
+    own, model, cluster = center.values[key], center.full.model, center.cluster
+    if key == "zero":
+        return [0, 1, 2, 3]
+    if key in ("tp", "pp"):
+        powers = [2**i for i in range(17)]
+        heads = math.gcd(model.heads, model.kv_heads or model.heads)
+        if key == "tp":
+            return [n for n in powers if n <= cluster.per_node and heads % n == 0]
+        return [n for n in powers if n <= min(8, model.layers)]
+    found = [own * 2**i for i in range(1, 4)]
+    found += [own // 2**i for i in range(1, 4) if own % 2**i == 0]
+    if key == "dim":
+        given = [size for name in card_of(model).widths if (size := getattr(center.recipe.model, name))]
+        found = [value for value in found if all(size * value % model.dim == 0 for size in given)]
+    if key == "devices" and "x" in center.named.rpartition(":")[2]:
+        found = [value for value in found if value % cluster.per_node == 0]
+    return found
+
+
+def _nearest_first(key: str, values: Sequence[int], own: int) -> list[int]:
+    """Values by their distance in doublings, the larger of two first. ZeRO stages by how common they are."""
+    rest = {value for value in values if value != own}
+    if key == "zero":
+        return sorted(rest, key=(1, 3, 0, 2).index)
+    return sorted(rest, key=lambda value: (abs(math.log2(value / own)), -value))
+
+
+def _work(chosen: dict[str, list[int]]) -> float:
+    """Work of a grid with these values, in cells without a pipeline."""
+    others = math.prod(len(values) for key, values in chosen.items() if key != "pp")
+    return others * sum(1 + pp * pp / 40 for pp in chosen["pp"])

@@ -1,0 +1,216 @@
+"""The numbers in the pictures of a plan: parts of the step's time, roofline, timeline. `observe` draws them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fivefold.models.card import card_of
+from fivefold.models.operations import Matmul, Operation
+from fivefold.models.recomputation import of_blocks, region
+from fivefold.plan import partition
+from fivefold.plan.memory import model_states
+from fivefold.plan.predict import Plan
+from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
+from fivefold.plan.time.cost import Cost, Setting, operation
+from fivefold.schedules.pipeline import Timeline, shown, simulate
+from fivefold.spread.parts import stages_of
+
+
+@dataclass(frozen=True)
+class Point:
+    """An operation's work per step on the busiest rank, with recomputation.
+
+    flops: 0 for element-wise work, which counts bytes only. seconds: on a device of average speed, without messages."""
+
+    name: str
+    flops: float
+    moved: float
+    seconds: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte moved."""
+        return self.flops / self.moved
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s that it reaches."""
+        return self.flops / self.seconds
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Operations under the device's roof. peak: data sheet FLOP/s in the compute dtype. bandwidth: memory bytes/s."""
+
+    peak: float
+    bandwidth: float
+    points: list[Point]
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte above which an operation is compute-bound."""
+        return self.peak / self.bandwidth
+
+    @property
+    def ends(self) -> tuple[float, float, float]:
+        """Of what pictures show: the lowest and the highest FLOPs per byte, and the lowest FLOP/s."""
+        products = [point for point in self.points if point.flops]
+        low = min(self.ridge / 10, *(point.intensity for point in products)) / 1.5
+        high = max(self.ridge * 10, *(point.intensity for point in products)) * 1.5
+        return low, high, min(low * self.bandwidth, *(point.rate for point in products)) / 1.5
+
+    def bound(self, point: Point) -> str:
+        """The bound of an operation: "compute" or "memory"."""
+        return "compute" if point.intensity >= self.ridge else "memory"
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """costs: of each stage for one microbatch; shares, timeline: see the functions."""
+
+    plan: Plan
+    costs: Sequence[Cost]
+    roofline: Roofline
+    shares: dict[str, float]
+    timeline: Timeline | None
+
+
+def pictures(plan: Plan) -> Pictures:
+    """Everything that is drawn of a plan."""
+    costs = plan.step.costs
+    found = roofline(plan, costs)
+    return Pictures(plan, costs, found, shares(plan, found), timeline(plan, costs))
+
+
+def roofline(plan: Plan, costs: Sequence[Cost]) -> Roofline:
+    """The operations of a step on the busiest rank, in the order of forward, merged by name over all blocks."""
+    s = plan.setting
+    device, mine = s.cluster.device, stages_of(s.layout, busiest(plan, costs))
+    points = [
+        _point(op, s, recompute, count * s.microbatches)
+        for ops, recompute, count in _parts(plan, mine)
+        for op in ops
+        if count
+    ]
+    found = [point for point in _together([*points, *_sums(plan, mine)]) if point.moved]  # others only send
+    return Roofline(device.peak[s.rate], device.bandwidth, found)
+
+
+def shares(plan: Plan, found: Roofline) -> dict[str, float]:
+    """Seconds of the step by activity of the busiest rank. They add up to the step.
+
+    "other computation": time outside the points (the slowest device, host limits, work once per step).
+    """
+    step, sent, bound = plan.step, plan.step.exposed, {"compute": 0.0, "memory": 0.0}
+    for point in found.points:
+        bound[found.bound(point)] += point.seconds
+    update = dict(step.terms)["optimizer"]
+    return {
+        "compute-bound operations": bound["compute"],
+        "memory-bound operations": bound["memory"],
+        "optimizer (memory-bound)": update,
+        "other computation": step.compute - bound["compute"] - bound["memory"] - update,
+        "communication in the model": sent["model"],
+        "gradient and weight traffic": sent["data"] + sent.get("sites", 0.0),
+        "waiting for other stages": step.bubble,
+    }
+
+
+def timeline(plan: Plan, costs: Sequence[Cost]) -> Timeline | None:
+    """The pipeline of a step with each stage's planned times, for the first `shown` microbatches. None without one."""
+    s = plan.setting
+    if s.layout.pp == 1:
+        return None
+    price = pipeline.pipeline_costs([cost.timed for cost in costs], pipeline.transfers(s))
+    layout = s.layout
+    count = shown(s.microbatches, layout.pp)
+    return simulate(partition.schedule(layout.schedule, layout.pp, count, layout.virtual_stages), price)
+
+
+def busiest(plan: Plan, costs: Sequence[Cost]) -> int:
+    """The pipeline rank that computes longest."""
+    layout = plan.layout
+    return max(range(layout.pp), key=lambda rank: sum(costs[i].seconds for i in stages_of(layout, rank)))
+
+
+def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], str, int]]:
+    """(operations, recomputation, repeats per microbatch) for a rank with these stages."""
+    s = plan.setting
+    by_stage = partition.stages(s.model, s.layout, s.software.partition)
+    card = card_of(s.model)
+    modes = of_blocks(s.layout.recompute, s.model.layers)
+    blocks = [(card.is_mixed(number), modes[number]) for stage in mine for number in by_stage[stage]]
+    yield card.begin_operations(s.sizes, s.software), "none", int(0 in mine)
+    for (kind, mode), count in Counter(sorted(blocks)).items():
+        yield card.block_operations(s.sizes, s.software, kind), mode, count
+    yield card.end_operations(s.sizes, s.software), "none", int(len(by_stage) - 1 in mine)
+
+
+def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
+    """The point of an operation that occurs `count` times."""
+    cost, forward = (
+        operation(op, s),
+        1 + region(recompute, s.software).repeated(op, stage_costs.saves_late(s.layout)),
+    )
+    flops, moved = _work(op, s)
+    seconds = _alone(cost, forward)
+    back = (2.5 if op.attention else 2.0) * flops
+    both = moved[0] * forward + moved[1]
+    return Point(op.name, count * (flops * forward + back), count * both, count * seconds)
+
+
+def _sums(plan: Plan, mine: Sequence[int]) -> Iterator[Point]:
+    """The points of accumulating each microbatch's gradients."""
+    s = plan.setting
+    by_stage = partition.stages(s.model, s.layout, s.software.partition)
+    blocks, _, end, tied = model_states.elements(s.model, s.layout)
+    own = sum(blocks[number].computes for stage in mine for number in by_stage[stage])
+    if len(by_stage) - 1 in mine:
+        own += end.computes + tied.computes
+    if seconds := s.microbatches * sync_costs.accumulate(own, s).weight:
+        yield Point(
+            "gradient sums", 0.0, seconds / rates.stream(1.0, s.cluster.device, "copy", s.dtype), seconds
+        )
+
+
+def _alone(cost: Cost, forward: float) -> float:
+    """Seconds without messages, with `forward` forward passes."""
+    return (cost.forward - cost.sent_forward) * forward + cost.input - cost.sent_backward + cost.weight
+
+
+def _work(op: Operation, s: Setting) -> tuple[float, tuple[float, float]]:
+    """FLOPs of forward, and bytes of memory traffic in forward and backward.
+
+    A matmul reads both factors and writes the result once, and does so twice in backward. Fused attention reads
+    queries, keys and values and writes the output."""
+    flops, forward, backward = 0.0, op.forward, op.backward
+    if op.matmul:
+        flops += _flops(op.matmul)
+        size = _bytes(op.matmul) * s.sizes.e
+        forward, backward = forward + size, backward + 2 * size
+    if op.attention:
+        flops += op.attention
+        queries, context = s.sizes.q, s.sizes.cp  # keys and values of all context ranks are read
+        size = s.sizes.N * (2 * queries + (s.sizes.qkv - queries) * context) * s.sizes.e
+        forward, backward = forward + size, backward + 2 * size
+    return flops, (forward, backward)
+
+
+def _flops(p: Matmul) -> float:
+    return 2.0 * p.m * p.n * p.k * p.count
+
+
+def _bytes(p: Matmul) -> float:
+    """Elements of both factors and of the result."""
+    return p.count * (p.m * p.k + p.k * p.n + p.m * p.n)
+
+
+def _together(points: Sequence[Point]) -> list[Point]:
+    """Merges the points of operations with the same name."""
+    found: dict[str, Point] = {}
+    for p in points:
+        old = found.get(p.name, Point(p.name, 0.0, 0.0, 0.0))
+        found[p.name] = Point(p.name, old.flops + p.flops, old.moved + p.moved, old.seconds + p.seconds)
+    return list(found.values())

@@ -1,0 +1,297 @@
+"""Finds the valid layouts (`space.py`) that train a recipe fastest on a cluster.
+
+It is a best-first search on lower bounds (`bound.py`). It always refines the entry with the lowest bound: first a shape
+with its microbatch, then with its traffic, with a schedule, with a sharding of states, and finally the full prediction.
+A prediction that reaches the top is faster than everything left, because no bound exceeds its layout's prediction. So
+the search is exact, and prices few layouts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from fivefold.errors import UserError
+from fivefold.plan.advice.advice import nothing_fits, nothing_valid
+from fivefold.plan.advice.bottlenecks import limits, reasons
+from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.predict import Plan, for_recipe, held, limit, mode_of, price, resolved
+from fivefold.plan.predict import within as within_budget
+from fivefold.plan.search.bound import Bounds
+from fivefold.plan.search.space import Choice, Space
+from fivefold.plan.software import Software, of
+from fivefold.plan.time.time import step
+from fivefold.recipe import Recipe
+from fivefold.recipe.idle import PLAIN
+from fivefold.recipe.rules import with_layout
+from fivefold.spread.layout import Layout, changed
+from fivefold.spread.layout_text import to_text
+from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
+
+GLIMPSE = 32
+LOOKED, SLOWER = 32, 4 / 3  # plans whose recomputation is thinned out; a step with it beside one without
+PRICED = 4  # the level of a full prediction, after four levels of bounds
+Order = tuple[int, ...]
+"""A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
+FEW = 4  # layouts per size of a microbatch that are tried with offload
+SMALLEST = 20  # if nothing fits, the layouts with the least bytes that are counted exactly
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    plans: best first. rejected: number of rejected layouts by reason. reasons: why each plan is slower than the first.
+    bottlenecks: those of the first, one sentence each. nothing: what would be needed if no layout fits; plans are
+    then those that fit because they offload something. within: the
+    fastest plan that takes at most the given bytes.
+    """
+
+    plans: list[Plan]
+    considered: int
+    rejected: dict[str, int]
+    reasons: list[str] = field(default_factory=list)
+    bottlenecks: list[str] = field(default_factory=list)
+    nothing: str = ""
+    within: Callable[[float], Plan | None] = lambda most: None
+
+    def as_json(self) -> dict[str, Any]:
+        plans = [plan.as_json() | {"lost": why} for plan, why in zip(self.plans, self.reasons, strict=True)]
+        return {
+            "plans": plans,
+            "considered": self.considered,
+            "rejected": self.rejected,
+            "binding": self.bottlenecks,
+            "nothing": self.nothing,
+        }
+
+
+class Search:
+    """A search for plans with at most `most` bytes and less than `below` seconds. lost: layouts that do not fit."""
+
+    def __init__(self, space: Space, bounds: Bounds, most: float, below: float = math.inf):
+        self.space, self.bounds, self.most, self.below = space, bounds, most, below
+        self.lost = self.tried = 0
+        self._heap: list[tuple[float, float, Order, int, Any]] = []
+
+    def plans(self) -> Iterator[Plan]:
+        """Every plan that fits, fastest first. Among equally fast ones the smaller comes first."""
+        self._start()
+        while self._heap:
+            if plan := self._refine():
+                yield plan
+
+    def glimpse(self, tries: int = GLIMPSE) -> Plan | None:
+        """The fastest plan that fits among the `tries` most promising layouts. It need not be the best of all."""
+        self._start()
+        while self._heap and self.tried < tries:
+            if plan := self._refine():
+                return plan
+        plans = [what for *_, level, what in self._heap if level == PRICED]
+        return min(plans, key=lambda plan: plan.step.seconds, default=None)
+
+    def _start(self) -> None:
+        for number, (seconds, size, choice) in enumerate(self.bounds.starts(self.space)):
+            if size <= self.most:
+                self._push(seconds, 0, (number,), choice)
+            else:
+                self.lost += self.space.kinds(choice.layout)
+
+    def _refine(self) -> Plan | None:
+        """Refines the entry with the lowest bound. Returns it if it is a full prediction."""
+        seconds, _, order, level, what = heapq.heappop(self._heap)
+        if level == PRICED:
+            return what
+        (self._average, self._schedules, self._sharings, self._price)[level](seconds, order, what)
+        return None
+
+    def _push(self, seconds: float, level: int, order: Order, what: Any, peak: float = 0.0) -> None:
+        if seconds < self.below:
+            heapq.heappush(self._heap, (seconds, peak, order, level, what))
+
+    def _average(self, seconds: float, order: Order, c: Choice) -> None:
+        self._push(max(seconds, self.bounds.average(c, self.space)), 1, order, c)
+
+    def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
+        lean = self.space.leanest(c.layout)
+        for number, (name, virtual) in enumerate(self.space.schedules(c.layout.pp)):
+            smallest = changed(c, layout=changed(lean, schedule=name, virtual_stages=virtual))
+            if self.bounds.bytes.of(smallest, buffers=False) > self.most:
+                self.lost += len(self.space.ways_to_share(c.layout))
+                continue
+            one = changed(c, layout=changed(c.layout, schedule=name, virtual_stages=virtual))
+            self._push(max(seconds, self.bounds.schedule(one, self.space)), 2, (*order, number), one)
+
+    def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
+        for number, layout in enumerate(self.space.sharings(c.layout)):
+            one = changed(c, layout=layout)
+            if self.bounds.bytes.of(one) <= self.most:
+                self._push(max(seconds, self.bounds.sharing(one)), 3, (*order, number), one)
+            else:
+                self.lost += 1
+
+    def _price(self, seconds: float, order: Order, c: Choice) -> None:
+        self.tried += 1
+        s = self.bounds.setting(c)
+        memory = held(s)
+        if round(max(m.total for m in memory)) <= self.most:
+            plan = Plan(s, memory, step(s, shared=self.bounds.shared.parts(c)[0]))
+            self._push(plan.step.seconds, PRICED, order, plan, plan.peak_bytes)
+        else:
+            self.lost += 1
+
+    def smallest(self) -> Plan:
+        """The layout with the least memory among those with the least bounds."""
+        starts = heapq.nsmallest(SMALLEST, self.bounds.starts(self.space), key=lambda start: start[1])
+        choices = (
+            replace(c, layout=replace(layout, schedule=name, virtual_stages=virtual))
+            for _, _, c in starts
+            for layout in self.space.sharings(c.layout)
+            for name, virtual in self.space.schedules(c.layout.pp)
+        )
+        plans = (
+            price(self.bounds.setting(c))
+            for c in heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
+        )
+        return min(plans, key=lambda plan: plan.peak_bytes)
+
+
+def search(
+    recipe: Recipe,
+    cluster: Cluster,
+    top: int = 10,
+    software: Software | None = None,
+    modes: tuple[str, ...] = (),
+) -> Found:
+    """The `top` fastest layouts that fit.
+
+    The search ignores the recipe's own layout and microbatches. modes: of precision, which it considers. None: the
+    recipe's, and with `precision.mode = "auto"` all modes that this may stand for.
+
+    Raises:
+        UserError: the cluster has no number of devices, no layout is valid, or the device lacks the dtype.
+    """
+    space = space_of(recipe, cluster, modes)
+    bounds = Bounds(space.recipe.model, cluster, for_recipe(software or of(cluster), recipe))
+    run = Search(space, bounds, limit(cluster))
+    plans = _with_budgets(run, top)
+    slower = space.size - len(plans) - run.lost
+    rejected = {reason: n for reason, n in (("do not fit", run.lost), ("slower", slower)) if n}
+    if not plans:
+        away, why = offloaded(space, bounds, top), nothing_fits(space, bounds, run.smallest())
+        return Found(away, space.size, rejected, reasons(away) if away else [], nothing=why)
+
+    def within(most: float) -> Plan | None:
+        plan = next(Search(space, bounds, most).plans(), None)
+        return plan and within_budget(plan, int(most))
+
+    return Found(plans, space.size, rejected, reasons(plans), _bottlenecks(space, bounds, plans), "", within)
+
+
+def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
+    """The fastest layouts that fit if they offload something, where none fits without. They are among those with the
+    least bytes for each size of a microbatch."""
+    by_size: dict[int, list[tuple[float, Choice]]] = {}
+    for _, size, choice in bounds.starts(space):
+        by_size.setdefault(choice.B, []).append((size, choice))
+    found = []
+    for starts in by_size.values():
+        for _, c in heapq.nsmallest(FEW, starts, key=lambda start: start[0]):
+            schedules = space.schedules(c.layout.pp)[:FEW]
+            for layout in {c.layout, space.leanest(c.layout)}:
+                for (name, virtual), offload in product(schedules, OFFLOADS):
+                    one = replace(layout, schedule=name, virtual_stages=virtual, offload=offload)
+                    if offload != NOT_OFFLOADED and space.allows(replace(c, layout=one)):
+                        found.append(price(bounds.setting(replace(c, layout=one))))
+    fitting = [plan for plan in found if plan.fits]
+    return heapq.nsmallest(top, fitting, key=lambda plan: plan.step.seconds)
+
+
+def _with_budgets(run: Search, top: int) -> list[Plan]:
+    """The `top` fastest plans. Those that recompute in all blocks become ones that recompute in as few as it takes.
+    Plans that are so slow that this cannot make them the first are not looked at."""
+    found = list[Plan]()
+    for plan in run.plans():
+        found.append(plan)
+        late = plan.step.seconds > SLOWER * found[0].step.seconds
+        if len(found) >= top and (late or len(found) >= LOOKED):
+            break
+    kept = dict[Layout, Plan]()
+    for plan in found:
+        one = within_budget(plan, int(run.most))
+        key = replace(
+            one.layout, recompute=f"{one.layout.recompute} {one.setting.sizes.B} {one.setting.mode}"
+        )
+        kept.setdefault(key, one)
+    return sorted(kept.values(), key=lambda plan: plan.step.seconds)[:top]
+
+
+def _bottlenecks(space: Space, bounds: Bounds, plans: list[Plan]) -> list[str]:
+    """The bottlenecks of the best plan. Memory and divisibility take a short search of their own."""
+    best = plans[0].step.seconds
+    roomier = Search(space, bounds, math.inf, best)
+    wider = Search(replace(space, indivisible=True), bounds, limit(space.cluster), best)
+    return limits(plans, roomier.glimpse(), wider.glimpse())
+
+
+def space_of(recipe: Recipe, cluster: Cluster, modes: tuple[str, ...] = ()) -> Space:
+    """The valid layouts to search. modes: see `search`.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not cluster.devices:
+        raise UserError(
+            f"cluster '{cluster.name}': a search needs a number of devices, such as {cluster.name}:64"
+        )
+    if recipe.sites.count > 1 or recipe.sync.method != PLAIN.sync.method:
+        raise UserError(
+            f'a search compares layouts that train the same; with sync.method = "{recipe.sync.method}" the number of '
+            "sites changes it. Plan one layout at a time, or search with --set sync.method=all"
+        )
+    mode_of(recipe.precision.mode, cluster)
+    asked = tuple(dict.fromkeys(mode_of(mode, cluster) for mode in modes))
+    space = Space(resolved(recipe), cluster, asked=asked)
+    if not space.size:
+        raise UserError(nothing_valid(space))
+    return space
+
+
+def apply(recipe: Recipe, plan: Plan) -> Recipe:
+    """The recipe with the plan's layout, microbatch size and precision mode."""
+    s = plan.setting
+    changed = with_layout(recipe, plan.layout, microbatch_size=s.sizes.B)
+    precision = changed.precision.model_copy(update={"mode": s.mode})
+    return changed.model_copy(update={"precision": precision})
+
+
+FRONTIER_STEPS = 32
+
+
+def frontier(found: Found) -> list[Plan]:
+    """The fastest layout for each memory size, from the least memory to the most: no other beats them in both.
+
+    It starts with the best plan. Each next one is the fastest that takes less memory, by at least 1/32 of the best
+    plan's.
+    """
+    plans = found.plans[:1]
+    gap = plans[0].peak_bytes / FRONTIER_STEPS if plans else 0
+    while plans and (following := found.within(plans[-1].peak_bytes - gap)):
+        plans.append(following)
+    return plans[::-1]
+
+
+def as_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Rows of the page's table, one per plan."""
+    return [
+        {
+            "peak": plan.peak_bytes,
+            "tokens_per_s": plan.tokens_per_s,
+            "words": f"{to_text(plan.layout)}, microbatch {plan.setting.sizes.B}",
+        }
+        for plan in plans
+    ]

@@ -1,0 +1,216 @@
+"""All valid layouts of a recipe on a cluster.
+
+They are combinations of shapes, shardings of states, schedules, microbatches, recomputation and precision modes. The
+recipe's own rules decide what is valid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from fivefold.models.card import card_of
+from fivefold.models.operations import Sizes
+from fivefold.models.recomputation import MODES, PREFIX, region
+from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.software import of
+from fivefold.precision import PRECISIONS
+from fivefold.recipe import Recipe
+from fivefold.recipe.rules import contradictions, with_layout
+from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
+from fivefold.spread.layout import Layout, changed
+from fivefold.spread.layout_rules import problems
+from fivefold.spread.shares import divisors, largest
+
+SEQUENCES = ((False, False), (True, False), (True, True))
+"""(sp, sp_regather) on a tensor axis."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with `count` microbatches of `B` sequences on the rank with most. mode: of precision. sequences: of the
+    global batch, if ranks have unequally many."""
+
+    layout: Layout
+    B: int
+    count: int
+    mode: str
+    sequences: int | None = None
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, because bounds are cached by it
+class Space:
+    """The layouts that a search considers. recipe: resolved; its own layout and microbatches are ignored.
+
+    indivisible: takes only sizes of the tensor axis that do not divide the model, within two nodes and without context
+    and expert parallelism. It prices the cost of that rule. asked: the precision modes to consider; (): the recipe's.
+    """
+
+    recipe: Recipe
+    cluster: Cluster
+    indivisible: bool = False
+    asked: tuple[str, ...] = ()
+
+    @property
+    def batch(self) -> int:
+        return self.recipe.train.global_batch_size
+
+    @cached_property
+    def precisions(self) -> tuple[str, ...]:
+        """The precision modes that were asked for, or the recipe's. For `auto`, all that it may stand for and whose
+        rates the device has."""
+        mode, peaks = self.recipe.precision.mode, self.cluster.device.peak
+        if self.asked:
+            return self.asked
+        if mode != "auto":
+            return (mode,)
+        return tuple(name for name, mode in reversed(PRECISIONS.items()) if mode.auto and mode.rate in peaks)
+
+    @cached_property
+    def modes(self) -> list[str]:
+        """Modes of recomputation: those of the table that free something, and the recipe's own choice of operations."""
+        model, own = self.recipe.model, self.recipe.layout.recompute
+        ops = card_of(model).block_operations(Sizes(model, 1), of(self.cluster))
+        roles = {saved.role for op in ops for saved in op.saved}
+        found = [mode for mode in MODES if mode == "none" or roles - region(mode).keeps - {"copied"}]
+        return found + [own] * own.startswith(PREFIX)
+
+    @cached_property
+    def shapes(self) -> list[Layout]:
+        """Sizes of all axes, and options of the tensor, context and expert axes. Data-parallel ranks are replicas."""
+        return list(self._shapes())
+
+    def _shapes(self) -> Iterator[Layout]:
+        for way in self.ways():
+            for pp in self.stages(way):
+                dp = self.cluster.devices // (way.tp * way.cp * pp)
+                if dp <= self.batch:
+                    yield replace(way, pp=pp, dp_replicate=dp)
+
+    def stages(self, way: Layout) -> list[int]:
+        """Pipeline sizes that leave whole ranks for the other axes."""
+        rest = self.cluster.devices // (way.tp * way.cp)
+        most = self.recipe.model.layers
+        return [pp for pp in divisors(rest) if pp <= most and rest // pp * way.cp % way.ep == 0]
+
+    def ways(self) -> Iterator[Layout]:
+        """Combinations of tensor, context and expert axes that the model allows."""
+        devices, experts = self.cluster.devices, self.recipe.model.experts or 1
+        plain = {tp: self._allowed(Layout(tp=tp)) for tp in divisors(devices)}  # experts may need sp
+        allowed = {tp: plain[tp] or (tp > 1 and self._allowed(Layout(tp=tp, sp=True))) for tp in plain}
+        tensor = [tp for tp in plain if allowed[tp] is not self.indivisible]
+        if self.indivisible:
+            most, length = 2 * self.cluster.per_node, self.recipe.model.seq_len
+            yield from (Layout(tp=tp, sp=length % tp == 0) for tp in tensor if tp <= most)
+            return
+        context = [
+            Layout(cp=cp, cp_method=method)
+            for cp in divisors(devices)
+            for method in (("ring", "ulysses") if cp > 1 else ("ring",))
+            if self._allowed(Layout(cp=cp, cp_method=method))
+        ]
+        for tp in tensor:
+            for one in context:
+                if devices % (tp * one.cp):
+                    continue
+                dp = devices // (tp * one.cp)
+                for sp, regather in SEQUENCES if tp > 1 else SEQUENCES[:1]:
+                    for ep in divisors(math.gcd(experts, dp * one.cp)):
+                        way = replace(one, tp=tp, sp=sp, sp_regather=regather, ep=ep, dp_replicate=dp)
+                        checked = (tp == 1 or one.cp == 1) and not sp and ep == 1
+                        if plain[tp] if checked else self._allowed(way):
+                            yield way
+
+    def sharings(self, shape: Layout) -> tuple[Layout, ...]:
+        """The shape with every sharding of states: none, or each ZeRO stage over each divisor of the data ranks."""
+        return tuple(
+            changed(shape, dp_replicate=replicate, dp_shard=shard, zero=zero)
+            for replicate, shard, zero in self.ways_to_share(shape)
+        )
+
+    def ways_to_share(self, shape: Layout) -> tuple[tuple[int, int, int], ...]:
+        """(replicas, shards, ZeRO stage) of every sharding."""
+        return _sharings(shape.dp_replicate, shape.cp, shape.ep, shape.ranks)
+
+    def leanest(self, shape: Layout) -> Layout:
+        """The sharding with the least memory per rank."""
+        if shape.dp_replicate * shape.cp == 1:
+            return shape
+        return changed(shape, dp_replicate=1, dp_shard=shape.dp_replicate, zero=3)
+
+    def kinds(self, shape: Layout) -> int:
+        """Number of layouts with this shape, for one microbatch, recomputation and precision."""
+        return len(self.ways_to_share(shape)) * len(self.schedules(shape.pp))
+
+    def schedules(self, pp: int) -> tuple[tuple[str, int], ...]:
+        """(name, virtual stages) of every schedule for `pp` ranks."""
+        return self._by_ranks[pp]
+
+    @cached_property
+    def _by_ranks(self) -> dict[int, tuple[tuple[str, int], ...]]:
+        return {pp: tuple(self._schedules(pp)) for pp in {shape.pp for shape in self.shapes}}
+
+    def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
+        if pp == 1:
+            yield DEFAULT, 1
+            return
+        for name, made in SCHEDULES.items():
+            if made.paired:
+                continue  # the bounds count all messages of a block, which pairs hide
+            least, most = made.stages
+            for virtual in range(least, (most or self.recipe.model.layers // pp) + 1):
+                if self._allowed(Layout(pp=pp, schedule=name, virtual_stages=virtual)):
+                    yield name, virtual
+
+    def microbatches(self, shape: Layout) -> list[int]:
+        """Sizes of a microbatch, in sequences, that give no rank more of them than single sequences would."""
+        dp = shape.dp_replicate
+        most = largest(self.batch, dp)
+        return [B for B in divisors(self.batch) if largest(self.batch // B, dp) * B == most]
+
+    def choice(self, layout: Layout, B: int, mode: str) -> Choice:
+        """A layout with this microbatch size."""
+        count = largest(self.batch // B, layout.dp)
+        unequal = count * B * layout.dp > self.batch
+        return Choice(layout, B, count, mode, self.batch if unequal else None)
+
+    def starts(self) -> Iterator[Choice]:
+        """The starting choices of a search: everything but schedules and shardings of states."""
+        for shape in self.shapes:
+            modes = [replace(shape, recompute=recompute) for recompute in self.modes]
+            for B in self.microbatches(shape):
+                for one in modes:
+                    yield from (self.choice(one, B, mode) for mode in self.precisions)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of valid layouts."""
+        return sum(
+            self.kinds(shape) * len(self.microbatches(shape)) * len(self.modes) * len(self.precisions)
+            for shape in self.shapes
+        )
+
+    def allows(self, c: Choice) -> bool:
+        """True if the recipe's rules allow a choice."""
+        recipe = with_layout(self.recipe, c.layout, microbatch_size=c.B)
+        precision = recipe.precision.model_copy(update={"mode": c.mode})
+        return not any(contradictions(recipe.model_copy(update={"precision": precision})))
+
+    def _allowed(self, layout: Layout) -> bool:
+        """True if the recipe's rules allow the layout for some batch size."""
+        recipe = with_layout(self.recipe, layout, global_batch_size=layout.dp, microbatch_size=1)
+        return not any(True for _ in contradictions(recipe))
+
+
+@lru_cache(maxsize=4096)
+def _sharings(dp: int, cp: int, ep: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
+    """(replicas, shards, ZeRO stage) of every sharding. One rank shards nothing, so stage 0 stands for all."""
+    found = [(dp, 1, 0)]
+    for zero in (1, 2, 3) if ranks > 1 else ():
+        for shard in divisors(dp):
+            layout = Layout(dp_replicate=dp // shard, dp_shard=shard, cp=cp, ep=ep, zero=zero)
+            if shard * cp > 1 and not any(problems(layout)):
+                found.append((dp // shard, shard, zero))
+    return tuple(found)

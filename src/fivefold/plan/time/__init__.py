@@ -1,0 +1,1 @@
+"""Seconds of a step: operations, stages, messages beside them, the pipeline, offload, parameter servers."""

@@ -1,0 +1,314 @@
+"""The planned timeline of a step: what a rank computes, and each message beside it, with the prices of `time.py`.
+
+Operations, blocks and their messages are those that `time.step` adds up. `schedules/overlap.simulate` runs them, and
+finds the seconds and the exposed messages of `time.step` (tests/test_timeline.py). There devices are equal. With one
+that is slower, the simulation hides a little more: it also computes longer beside the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fivefold.models.card import card_of
+from fivefold.models.operations import Operation
+from fivefold.models.recomputation import of_blocks
+from fivefold.plan.memory import model_states
+from fivefold.plan.messages import communication
+from fivefold.plan.time import cost, offload, rates, stage_costs, sync_costs, time
+from fivefold.plan.time.cost import Cost, Setting
+from fivefold.schedules.compression import NONE
+from fivefold.schedules.overlap import Message, StepTimeline, Work, simulate
+from fivefold.schedules.ring_attention import messages
+from fivefold.spread.units import Sync
+
+ONCE = "once"
+"""The queue of gathers and sums that run once per step: their order is that of `time.step`, whatever their axis."""
+
+EACH = "each"
+"""The queue of ZeRO's messages of every microbatch."""
+BEGUN = 1e-9
+"""The share of a phase's work after which it has begun."""
+SCATTER = "reduce_scatter, {} of {}"
+
+
+def timeline(s: Setting, most: int | None = None) -> StepTimeline | None:
+    """The step of a rank. most: microbatches to show, if not all. None with a pipeline, which has a timeline of its own
+    (`pictures.timeline`)."""
+    return None if s.layout.pp > 1 else _Step(s, most).timeline()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A block, or what is before or behind the blocks. cost: with ZeRO's messages left out. repeated: seconds of
+    messages that recomputation repeats. gathers, scatters: (axis, seconds) of ZeRO's messages of every microbatch.
+    into, out: seconds of copies for them."""
+
+    name: str
+    operations: list[tuple[Operation, Cost]]
+    cost: Cost
+    repeated: float = 0.0
+    gathers: tuple[tuple[str, float], ...] = ()
+    scatters: tuple[tuple[str, float], ...] = ()
+    into: float = 0.0
+    out: float = 0.0
+
+
+class _Step:
+    """Builds the lists of `simulate`. done: seconds of the work so far."""
+
+    def __init__(self, s: Setting, most: int | None):
+        self.s, self.work, self.sent, self.done = s, list[Work](), list[Message](), 0.0
+        self.own = model_states.rank_elements(s.model, s.layout, s.software.partition)[0]
+        self.shown = min(s.microbatches, most or s.microbatches)
+        work = card_of(s.model).work(s.sizes, s.software)
+        self.shared = stage_costs.parts(s, work)
+        self.slower = 1.0  # than an average device
+        self.outside = _Part(
+            "", [], Cost(), **self._each(model_states.outside_blocks(s.model, s.layout, (0,), 1))
+        )
+        begin = _Part("embedding", _priced(work.begin, s), self.shared.begin)
+        end = _Part("head", _priced(work.end, s), self.shared.end)
+        blocks = [self._block(number) for number in range(s.model.layers)]
+        self.parts = [begin, *blocks, end]
+        whole = stage_costs.stage_costs(s, self.shared)[0]
+        self.loads = offload.loads(s, whole.input + whole.weight, self.own)
+
+    def timeline(self) -> StepTimeline:
+        once = [one for one in sync_costs.synced(self.own, self.s) if not one[0].each]
+        gathers = [one for one in once if one[0].what == "gather"]
+        self.compute("other", "copies", sum(copied for _, _, copied in gathers))
+        unplaced = self._unplaced()
+        self.slower = rates.slowest(self.s.layout.ranks, self.s.cluster.device.spread)
+        self.slower *= self.s.cluster.oversubscription
+        self._load("update", self.loads.alone, self.done)
+        first = self.done
+        for number in range(self.shown):
+            first = self.done
+            if number == 0 and self.loads.hidden:
+                self._update()
+            self.compute("forward", "host", unplaced.forward)
+            self._alone(self.outside.gathers, "all_gather, outside of blocks", EACH if number else ONCE)
+            self.compute("forward", "copies", self.outside.into)
+            for index, part in enumerate(self.parts):
+                self._forward(index, part)
+            self._load("forward", self.loads.forward[number > 0], first)
+            if number == 0:
+                self._spread(
+                    [("all_gather, {} of {}", g.group, t) for g, t, _ in gathers], first, before=True
+                )
+            first = self.done
+            self._alone(self.outside.gathers, "all_gather, outside of blocks")
+            self.compute("backward", "copies", self.outside.into + self.outside.out)
+            for index, part in reversed(list(enumerate(self.parts))):
+                self._backward(index, part)
+            self._alone(self.outside.scatters, "reduce_scatter, outside of blocks")
+            self.compute("backward", "host", unplaced.input + unplaced.weight)
+            self._load("backward", self.loads.backward[number > 0], first)
+        self.slower = 1.0
+        self._sums([one for one in once if one[0].what != "gather"], first)
+        self._rest()
+        return simulate(self.work, self.sent)
+
+    def compute(self, kind: str, name: str, seconds: float) -> None:
+        if seconds > 0:
+            self.work.append(Work(kind, name, seconds * self.slower))
+            self.done += seconds * self.slower
+
+    def _update(self) -> None:
+        self.compute("update", "update", time.on_device(self.s, self.own, 0))
+
+    def _load(self, phase: str, load: Mapping[str, float], first: float) -> None:
+        """Adds what runs on the lanes of offload beside the work since `first`. It begins with that work, not while the
+        rank still waits for the phase before."""
+        begins = first + BEGUN * (self.done - first)
+        for lane, seconds in load.items():
+            self.sent.append(Message(lane, f"{lane} of {phase}", seconds, begins, self.done))
+
+    def send(self, lane: str, name: str, seconds: float) -> None:
+        """Adds a message with which nothing overlaps."""
+        self._add(lane, name, seconds, self.done, self.done)
+
+    def _add(
+        self, lane: str, name: str, seconds: float, ready: float, needed: float, queue: str = ""
+    ) -> None:
+        held = communication.held(1.0, self.s.group(lane), self.s.cluster)
+        self.sent.append(Message(lane, name, seconds, ready, needed, queue, held))
+
+    def _block(self, number: int) -> _Part:
+        s, mixed = self.s, card_of(self.s.model).is_mixed(number)
+        mode = of_blocks(s.layout.recompute, s.model.layers)[number]
+        whole = stage_costs.computed(s, mixed, self.shared, mode)
+        own = model_states.elements(s.model, s.layout)[0][number]
+        operations = list(zip(*self.shared.operations[mixed], strict=True))
+        again = self.shared.block(mixed, s, mode).sent_backward - sum(c.sent_backward for _, c in operations)
+        return _Part(
+            f"blocks.{number}",
+            operations,
+            whole + sync_costs.accumulate(own.computes, s),
+            again,
+            **self._each(own),
+        )
+
+    def _each(self, own: model_states.Elements) -> dict[str, Any]:
+        """ZeRO's messages of every microbatch for these elements, as a part has them."""
+        each = [one for one in sync_costs.synced(own, self.s) if one[0].each]
+        gathers = [one for one in each if one[0].what == "gather"]
+        scatters = [one for one in each if one[0].what != "gather"]
+        return {
+            "gathers": tuple((sync.group, seconds) for sync, seconds, _ in gathers),
+            "scatters": tuple((sync.group, seconds) for sync, seconds, _ in scatters),
+            "into": sum(copied for _, _, copied in gathers),
+            "out": sum(copied for _, _, copied in scatters),
+        }
+
+    def _unplaced(self) -> Cost:
+        """Python between the parts, and sums of gradients outside of blocks: what a stage costs besides its parts."""
+        s, found = self.s, Cost()
+        for part in self.parts:
+            found += part.cost
+        whole = stage_costs.stage_costs(s, self.shared)[0]
+        slow = rates.slowest(s.layout.ranks, s.cluster.device.spread)
+        parts = [*self.parts, self.outside]
+        into, out = sum(part.into for part in parts), sum(part.out for part in parts)
+        forward = (whole.forward - whole.sent_forward) / slow - found.forward + found.sent_forward - into
+        backward = (whole.input - whole.sent_backward + whole.weight) / slow
+        backward -= found.input + found.weight - found.sent_backward + into + out
+        return Cost(max(0.0, forward), max(0.0, backward))
+
+    def _forward(self, index: int, part: _Part) -> None:
+        whole, during = part.cost, f"{part.name} forward"
+        self.compute("forward", part.name, part.into)
+        first, before = self.done, sum(c.sent_forward for _, c in part.operations)
+        scale = whole.sent_forward / before if before else 1.0
+        left = whole.forward - whole.sent_forward
+        for op, price in part.operations:
+            began, seconds = self.done, min(left, price.forward - price.sent_forward)
+            self.compute("forward", part.name, seconds)
+            left -= seconds
+            self._model(op, began, scale, during, backward=False)
+        self.compute("forward", part.name, left)
+        if not before:
+            self.send(self._axis, f"waits, {during}", whole.sent_forward)
+        self._beside(f"all_gather, {self._near(index + 1)}", part.gathers, first)
+
+    def _backward(self, index: int, part: _Part) -> None:
+        whole, during = part.cost, f"{part.name} backward"
+        self.compute("backward", part.name, part.into + part.out)
+        first, before = self.done, sum(c.sent_backward for _, c in part.operations) + part.repeated
+        scale = whole.sent_backward / before if before else 1.0
+        left = whole.input + whole.weight - whole.sent_backward
+        computed = sum(c.input - c.sent_backward + c.weight for _, c in part.operations)
+        self.compute("backward", part.name, again := max(0.0, left - computed))  # recomputation, host, sums
+        left -= again
+        self.send(self._axis, f"messages of forward again, {during}", part.repeated * scale)
+        for op, price in reversed(part.operations):
+            began, seconds = self.done, min(left, price.input - price.sent_backward)
+            self.compute("backward", part.name, seconds)
+            self._model(op, began, scale, during, backward=True)
+            weight = min(left - seconds, price.weight)
+            self.compute("backward", part.name, weight)
+            left -= seconds + weight
+        if not before:
+            self.send(self._axis, f"waits, {during}", whole.sent_backward)
+        self._beside(f"all_gather, {self._near(index - 1)}", part.gathers, first)
+        if self.s.software.overlap_scatter:
+            self._beside(f"reduce_scatter, {self._near(index + 1)}", part.scatters, first)
+        else:
+            self._beside(f"reduce_scatter, {part.name}", part.scatters, None)
+
+    def _near(self, index: int) -> str:
+        """The block at this index among the parts, or the one nearest to it."""
+        return self.parts[min(max(index, 1), len(self.parts) - 2)].name
+
+    @property
+    def _axis(self) -> str:
+        """The axis of messages within the model."""
+        return "tp" if self.s.layout.tp > 1 else "cp" if self.s.layout.cp > 1 else "ep"
+
+    def _model(self, op: Operation, began: float, scale: float, during: str, backward: bool) -> None:
+        """Adds the messages of an operation that is just computed: hidden ones beside it, others behind it. Those that
+        other operations hide (`op.beside`) run beside these: in forward they come before it, in backward behind it."""
+        sent = op.sent_backward if backward else op.sent_forward
+        first, last = began, self.done
+        if op.beside:
+            costs = [cost.operation(one, self.s) for one in op.beside]
+            wide = sum(c.input + c.weight if backward else c.forward for c in costs) * self.slower
+            first, last = (self.done, self.done + wide) if backward else (began - wide, began)
+        for one in sorted(sent, key=lambda one: one.hidden == (bool(op.beside) and backward)):
+            seconds = (
+                scale * one.calls * cost.message(replace(one, size=one.size / one.calls), self.s, backward)
+            )
+            if not one.hidden:
+                seconds = scale * cost.message(one, self.s, backward)
+            turns, name = 1, str(one.what)
+            if one.what == "ring":
+                turns = len(messages(self.s.layout.cp, 0, card_of(self.s.model).causal, backward))
+            for turn in range(turns):
+                ready = first + (last - first) * turn / turns if one.hidden else self.done
+                needed = first + (last - first) * (turn + 1) / turns if one.hidden else self.done
+                name = f"turn {turn + 1}" if one.what == "ring" else name
+                self._add(one.axis, f"{name}, {during}", seconds / turns, ready, needed)
+
+    def _alone(self, sent: tuple[tuple[str, float], ...], name: str, queue: str = EACH) -> None:
+        """Adds messages of ZeRO with which nothing overlaps."""
+        for axis, seconds in sent:
+            self._add(axis, name, seconds, self.done, self.done, queue)
+
+    def _beside(self, name: str, sent: tuple[tuple[str, float], ...], first: float | None) -> None:
+        """Adds messages of ZeRO beside the part that began at `first`. None: behind it."""
+        for axis, seconds in sent:
+            ready = first if self.s.software.overlap_data and first is not None else self.done
+            self._add(axis, name, seconds, ready, self.done, EACH)
+
+    def _spread(
+        self, sent: list[tuple[str, str, float]], first: float, before: bool, pieces: int = 0
+    ) -> None:
+        """Adds messages, given as (name, axis, seconds), in pieces over the work since `first`. Each is needed before
+        its part of it; or else made ready by it, and needed at the end."""
+        pieces = pieces or max(1, self.s.model.layers)
+        pieces = pieces if self.s.software.overlap_data else 1
+        whole = self.done - first
+        for number in range(pieces):
+            ready, needed = first, first + whole * number / pieces
+            if not before:
+                ready, needed = first + whole * (number + 1) / pieces, self.done
+            for name, axis, seconds in sent:
+                text, alone = (
+                    name.format(number + 1, pieces),
+                    name == SCATTER and not self.s.software.overlap_scatter,
+                )
+                until, queue = (ready, "") if alone else (needed, ONCE)
+                self._add(axis, text, seconds / pieces, ready, until, queue)
+
+    def _sums(self, once: list[tuple[Sync, float, float]], first: float) -> None:
+        """Adds the sums of gradients that the last backward, since `first`, makes ready."""
+        s = self.s
+        if s.layout.compress != NONE:
+            summed, later, encoding = sync_costs.compressed_sums(s, self.own)
+            self._spread(
+                [("bucket {} of {}", "batch", summed)], first, False, sync_costs.summed_pieces(s, self.own)
+            )
+            self._add("batch", "later messages", later, self.done, self.done, ONCE)
+            self.compute("other", "encoding", encoding)
+            return
+        names = {"sum": "bucket {} of {}" if not s.layout.zero else "all_reduce, {} of {}"}
+        sent = [(names.get(sync.what, SCATTER), sync.group, t) for sync, t, _ in once]
+        self._spread(sent, first, False, sync_costs.summed_pieces(s, self.own))
+        self.compute("other", "copies", sum(copied for _, _, copied in once))
+
+    def _rest(self) -> None:
+        """Adds what follows the gradients."""
+        s = self.s
+        tensor, tied = sync_costs.shared_sums(s, 0)
+        self.send("tp", "sums of shared gradients", tensor)
+        self.send("pp", "sum of the tied embedding", tied)
+        if not self.loads.hidden:
+            self._update()
+        self.compute("other", "fixed", time.fixed(s))
+        self.send("sites", "outer step, on average", sync_costs.outer_seconds(s) / s.sites.every)
+
+
+def _priced(operations: list[Operation], s: Setting) -> list[tuple[Operation, Cost]]:
+    return [(op, cost.operation(op, s)) for op in operations]
