@@ -647,3 +647,20 @@ def test_parquet_with_input_ids(tmp_path: Path):
         tokens(f"tokens:{tmp_path / 'c.parquet'}", tmp_path / "cache")
     with pytest.raises(UserError, match="for its column input_ids write tokens:PATH"):
         tokens(tmp_path / "a.parquet", tmp_path / "cache")
+
+
+def test_a_broken_row_group_ends_only_itself(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path, texts = (
+        tmp_path / "a.parquet",
+        [f"{word} {i} " * 40 for word in ("one", "two", "three") for i in range(9)],
+    )
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=9, use_dictionary=False)
+    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    begin = column.data_page_offset
+    content[begin : begin + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    path.write_bytes(content)
+    found = [*parquet._rows(path, Fields("text"), range(3), 0)]
+    assert [value["text"] for _, value in found if isinstance(value, dict)] == texts[:9] + texts[18:]
+    assert [number for number, value in found if isinstance(value, str)] == [9]

@@ -165,7 +165,10 @@ def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell
         "folder": str(folder),
         "cached": cached,
     }
-    info |= {"files": len(source.files), "tokens": {"train": now.count - now.first, "val": now.val}}
+    info |= {
+        "files": 0 if source.hub else len(source.files),
+        "tokens": {"train": now.count - now.first, "val": now.val},
+    }
     return DataSet(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
 
 

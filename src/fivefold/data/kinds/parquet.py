@@ -44,30 +44,40 @@ class Parquet(Rows):
 def _rows(
     file: Path | BinaryIO, fields: Fields, groups: range | None, done: int
 ) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """The rows of some row groups (None: all), without groups that end before row `done`."""
-    row = 0
+    """The rows of some row groups (None: all), without groups that end before row `done`. A fault ends its group
+    only."""
     try:
         parquet = _open(file)
         columns = parquet.schema_arrow.names
         wanted = [name for name in (fields.text, *((MESSAGES,) if fields.chat else ())) if name in columns]
         if not wanted:
-            yield row, _no_column(fields.text, columns)
+            yield 0, _no_column(fields.text, columns)
             return
         sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
-        for group, stop in enumerate(accumulate(sizes)):
-            row = stop - sizes[group]
-            if stop <= done or (groups is not None and group not in groups):
-                continue
+    except UserError:  # it is a ValueError, and no fault of the file
+        raise
+    except (OSError, *BROKEN) as error:
+        yield 0, _reason(error)
+        return
+    for group, stop in enumerate(accumulate(sizes)):
+        row = stop - sizes[group]
+        if stop <= done or (groups is not None and group not in groups):
+            continue
+        try:
             for batch in parquet.iter_batches(ROWS, [group], wanted, use_threads=False):
                 for value in _values(batch):
                     yield row, value
                     row += 1
-    except UserError:  # it is a ValueError, and no fault of the file
-        raise
-    except OSError as error:
-        yield row, f"cannot be read: {error.strerror or error}"
-    except BROKEN as error:
-        yield row, f"a broken parquet file: {error}"
+        except UserError:
+            raise
+        except (OSError, *BROKEN) as error:
+            yield row, _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}"
+    return f"a broken parquet file: {error}"
 
 
 def _values(batch: Any) -> Iterator[dict[str, Any] | str]:
