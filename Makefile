@@ -44,10 +44,10 @@ test-chaos: $(TO_TEST)  ## kills, damage, power loss, full disks, lost networks 
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py layouts
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/run.py soak
 
-test-mutations: $(TO_TEST)  ## wrong lines that tests must notice: half an hour
+test-mutations: $(TO_TEST)  ## wrong lines that tests must notice: ten minutes
 	$(BIN)/python tests/mutations/run.py $(ARGS)
 
-test-versions: | $(BIN)/python  ## parallelism, precision, checkpoints, servers, GPU traces on each PyTorch in range: an hour
+test-versions: | $(BIN)/python  ## parallelism, precision, checkpoints, servers, GPU traces on each PyTorch in range: seven minutes each
 	$(BIN)/python tests/versions.py $(ARGS)
 
 check: $(TO_TEST)  ## format, lint, types, import rules

@@ -24,6 +24,7 @@ from data_recipes import recipe_of, write
 from fivefold.data import check, one_source, prepare
 from fivefold.data.encode import to_line
 from fivefold.data.kinds import KINDS, Fields, megatron, parquet, remote
+from fivefold.data.kinds import csv as kinds_csv
 from fivefold.data.kinds.hub import Hub, parse
 from fivefold.data.kinds.json import _Characters
 from fivefold.data.packing import Packed, cut_of, pieces
@@ -86,7 +87,11 @@ def test_a_csv_gives_the_tokens_of_its_rows(tmp_path: Path, expected: np.ndarray
     file = find(str(tmp_path / "a.csv")).files[0]
     (task, place), *_ = KINDS["csv"].tasks(0, file, 0, None, 1799, True, Fields("text"))
     assert (task[0].value, place) == ({"text": DOCUMENTS[1799]}, 1800)  # type: ignore[union-attr]
-    for row, reason in ((b'"never ends\n', "row 1: not CSV"), (b"\xff\n", "row 1: not UTF-8: byte 0xff")):
+    for row, reason in (
+        (b'"never ends\n', "row 1: not CSV"),
+        (b"\xff\n", "row 1: not UTF-8: byte 0xff"),
+        (b"one,two\n", "row 1: a row of 2 fields; the first line names 1"),
+    ):
         with pytest.raises(UserError, match=reason):
             prepare(
                 recipe_of(
@@ -664,3 +669,29 @@ def test_a_broken_row_group_ends_only_itself(tmp_path: Path) -> None:
     found = [*parquet._rows(path, Fields("text"), range(3), 0)]
     assert [value["text"] for _, value in found if isinstance(value, dict)] == texts[:9] + texts[18:]
     assert [number for number, value in found if isinstance(value, str)] == [9]
+
+
+def test_a_fault_in_a_csv_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those behind it are read. Lines in quotes are a row, whose bytes are bounded together."""
+    monkeypatch.setattr(kinds_csv, "LONGEST_LINE", 1000)
+    long = b'"' + b"many\n" * 300 + b'"\n'
+    content = b'text\ngood\n"stray"quote\n\xff\none,two\n\n"of\ntwo"\n' + b"x" * 2000 + b"\nlast\n"
+    file = find(str(write(tmp_path / "a.csv", content))).files[0]
+    found = [value for _, value in KINDS["csv"].rows(file, Fields("text"), 0)]  # type: ignore[attr-defined]
+    assert [value["text"] for value in found if isinstance(value, dict)] == ["good", "of\ntwo", "last"]
+    reasons = [value.split(":")[0] for value in found if isinstance(value, str)]
+    assert reasons == ["not CSV", "not UTF-8", "a row of 2 fields; the first line names 1", "not CSV"]
+    file = find(str(write(tmp_path / "b.csv", b"text\n" + long))).files[0]
+    first = next(KINDS["csv"].rows(file, Fields("text"), 0))[1]  # type: ignore[attr-defined]
+    assert str(first).startswith("not CSV: a row of more than")
+
+
+@pytest.mark.parametrize("kind", ["csv", "json"])
+def test_a_file_that_became_unreadable_is_said_when_a_run_goes_on(tmp_path: Path, kind: str) -> None:
+    content = b"text\n" + b"row\n" * 9 if kind == "csv" else json.dumps([{"text": "row"}] * 9).encode()
+    path = write(tmp_path / f"a.{kind}", content)
+    file = find(str(path)).files[0]
+    path.unlink()
+    [(task, place)] = KINDS[kind].tasks(0, file, 0, None, 5, True, Fields("text"))
+    assert [(row.number, row.value[:14]) for row in task] == [(5, "cannot be read")]  # type: ignore[union-attr]
+    assert [*KINDS[kind].tasks(0, file, 0, None, place, True, Fields("text"))] == [], "it is said once"

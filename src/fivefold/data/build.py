@@ -106,7 +106,7 @@ def build(
     return {
         "format": FORMAT,
         "source": data.source,
-        "files": 0 if source.hub else len(source.files),
+        "files": len(source.counted),
         "documents": dict(zip(NAMES, summary.documents, strict=True)),
         "bytes": dict(zip(NAMES, summary.bytes, strict=True)),
         "tokens": {split: sum(e["tokens"] for e in shards[split]) for split in NAMES},
@@ -114,7 +114,7 @@ def build(
             "bad": summary.bad_count,
             "pieces": summary.pieces,
             "first_bad": describe_bad(files, summary.bad[0]) if summary.bad else "",
-            "empty": summary.empty + (0 if source.hub else sum(f.size == 0 for f in source.files)),
+            "empty": summary.empty + sum(f.size == 0 for f in source.counted),
             "ignored": sum(source.unknown.values()),
         },
         "dtype": setup.dtype,

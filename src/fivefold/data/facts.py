@@ -143,9 +143,8 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
     most = source.size + len(source.files)  # at most one token per byte, and one end token per file
     likely = int(most * (1 - recipe.data.val_fraction) / bytes_per_token(recipe.data.tokenizer))
     fact += f"\ntokens: about {likely:,} for training (not tokenized yet)"
-    bounded = not any(
-        f.packed or f.url or not kind_of(f).packs for f in source.files
-    )  # else it may be larger
+    # what is compressed, by itself or inside, may hold more than its bytes
+    bounded = not any(f.packed or f.url or not kind_of(f).packs for f in source.files)
     return Found(fact, _amount(recipe, likely, None), most=most if bounded else None)
 
 

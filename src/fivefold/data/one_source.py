@@ -166,7 +166,7 @@ def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell
         "cached": cached,
     }
     info |= {
-        "files": 0 if source.hub else len(source.files),
+        "files": len(source.counted),
         "tokens": {"train": now.count - now.first, "val": now.val},
     }
     return DataSet(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)

@@ -34,6 +34,11 @@ class Source(NamedTuple):
     hub: bool = False
 
     @property
+    def counted(self) -> list[File]:
+        """Its files, if it has any that one can count."""
+        return [] if self.hub else self.files
+
+    @property
     def size(self) -> int:
         return sum(max(0, f.size) for f in self.files)
 

@@ -9,7 +9,19 @@ from fivefold.data.kinds.csv import Csv
 from fivefold.data.kinds.hub import HubRows
 from fivefold.data.kinds.json import Json
 from fivefold.data.kinds.jsonl import JsonLines
-from fivefold.data.kinds.kind import Bad, Block, Document, Fields, File, FileSpan, Kind, Row, Task, read_row
+from fivefold.data.kinds.kind import (
+    Bad,
+    Block,
+    Document,
+    Fields,
+    File,
+    FileSpan,
+    Kind,
+    Row,
+    Task,
+    read_row,
+    unreadable,
+)
 from fivefold.data.kinds.opening import PACKED
 from fivefold.data.kinds.parquet import Parquet
 from fivefold.data.kinds.text import Text
@@ -52,7 +64,7 @@ def read_span(files: list[File], span: FileSpan, fields: Fields) -> Iterator[Doc
     try:
         yield from kind_of(file).read(file, span, fields)
     except OSError as error:
-        yield Bad(span.file, span.start, f"cannot be read: {error.strerror or error}")
+        yield Bad(span.file, span.start, unreadable(error))
 
 
 def read_task(task: Task, files: list[File], fields: Fields) -> Iterator[Document | Bad]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from fivefold.data.kinds.kind import LONGEST_LINE, SPAN, Fields, File, Rows
+from fivefold.data.kinds.kind import LONGEST_LINE, SPAN, Fields, File, Rows, unreadable
 from fivefold.errors import UserError
 
 _DECODER = json.JSONDecoder()
@@ -40,7 +40,7 @@ class Json(Rows):
         except UserError:  # it is a ValueError, and no fault of the file
             raise
         except OSError as error:
-            yield number, f"cannot be read: {error}"
+            yield number, unreadable(error)
         except (ValueError, RecursionError) as error:
             yield number, f"not JSON: {_reason(error)}"
 

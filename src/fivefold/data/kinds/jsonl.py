@@ -11,16 +11,16 @@ from fivefold.data.kinds.kind import (
     SPAN,
     Bad,
     Block,
+    Blocks,
     Document,
     Fields,
     File,
     FileSpan,
-    Kind,
     document_of,
 )
 
 
-class JsonLines(Kind):
+class JsonLines(Blocks):
     name = "jsonl"
     suffixes = (".jsonl",)
 

@@ -8,6 +8,7 @@ a.txt.gz gives the tokens of a.txt.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -17,9 +18,10 @@ from fivefold.data.kinds.opening import opened
 
 SPAN = 1 << 20  # bytes
 LINE_SEARCH = 1 << 17  # bytes searched for a line break; without one, a text is cut between characters
-LONGEST_LINE = (
-    1 << 28
-)  # bytes of a .jsonl line or of a row of .json or .csv, which are held in memory as a whole
+LONGEST_LINE = 1 << 28
+"""Bytes of a .jsonl line or of a row of .json or .csv, which are held in memory as a whole."""
+ENDED = 1 << 62
+"""The place behind a file that cannot be read any further."""
 TRAIN, VAL = 0, 1
 BY_RULE = -1  # the piece holds many documents, and each one's hash chooses its split
 
@@ -92,6 +94,16 @@ class Row(NamedTuple):
     value: dict[str, Any] | str
 
 
+class Fault(str):
+    """In place of a row: why its file cannot be read any further, at whatever row a run begins. A fault of the content
+    is a text, which whoever goes on behind it has said."""
+
+
+def unreadable(error: OSError) -> Fault:
+    reason = error.strerror or str(error)
+    return Fault(reason if "decompressed" in reason else f"cannot be read: {reason}")
+
+
 Task = list[FileSpan] | list[Block] | list[Row]
 
 
@@ -131,8 +143,9 @@ class Cutter(Protocol):
         ...
 
 
-class Kind:
-    """A kind of source. A subclass is one entry of the registry (`kinds/__init__.py`); an instance holds no state.
+class Kind(ABC):
+    """A kind of source. A subclass of `Blocks` or `Rows` is an entry of the registry (`kinds/__init__.py`); an instance
+    holds no state.
 
     name: as the cache's keys have it. suffixes: of the files' names. from_start: no part of a file can be found without
     what is before it. packs: files may be compressed. one_document: a file is one document, and its place decides its
@@ -151,17 +164,14 @@ class Kind:
         return file.size
 
     def read(self, file: File, span: FileSpan, fields: Fields) -> Iterator[Document | Bad]:
-        """The documents of a span."""
-        raise NotImplementedError
-
-    def cutter(self, f: BinaryIO, at: int, cut: int | None) -> Cutter:
-        """Cuts a file from byte `at` on. cut: the byte at which a second document begins."""
-        raise NotImplementedError
+        """The documents of a span, if not `from_start`."""
+        raise AssertionError(f"{self.name} is read from its start")
 
     def read_block(self, block: Block, fields: Fields) -> Iterator[Document | Bad]:
-        """The documents of a block that `cutter` has cut."""
-        raise NotImplementedError
+        """The documents of a block, if its tasks have any."""
+        raise AssertionError(f"{self.name} has no blocks")
 
+    @abstractmethod
     def tasks(
         self, number: int, file: File, split: int, cut: int | None, done: int, separated: bool, fields: Fields
     ) -> Iterator[tuple[Task, int]]:
@@ -170,6 +180,22 @@ class Kind:
         split: where its documents go; cut: the byte from which on a text is validation instead. separated: an end token
         follows a text.
         """
+
+    def place(self, file: File, bad: Bad) -> str:
+        """Where a bad document stands, in words."""
+        return f"byte {bad.place}"
+
+
+class Blocks(Kind):
+    """A kind whose files are bytes, which are cut into blocks."""
+
+    @abstractmethod
+    def cutter(self, f: BinaryIO, at: int, cut: int | None) -> Cutter:
+        """Cuts a file from byte `at` on. cut: the byte at which a second document begins."""
+
+    def tasks(
+        self, number: int, file: File, split: int, cut: int | None, done: int, separated: bool, fields: Fields
+    ) -> Iterator[tuple[Task, int]]:
         at = done
         try:
             with file.open() as f:
@@ -182,13 +208,7 @@ class Kind:
                     yield [Block(number, at, goes, begins, ends and separated, reason, content)], cutter.at
                     at = cutter.at
         except OSError as error:
-            reason = error.strerror or str(error)
-            reason = reason if "decompressed" in reason else f"cannot be read: {reason}"
-            yield [Block(number, at, split, False, False, reason, b"")], 1 << 62
-
-    def place(self, file: File, bad: Bad) -> str:
-        """Where a bad document stands, in words."""
-        return f"byte {bad.place}"
+            yield [Block(number, at, split, False, False, unreadable(error), b"")], ENDED
 
 
 def _skip(f: BinaryIO, count: int) -> None:
@@ -205,14 +225,21 @@ class Rows(Kind):
     from_start = True
     by_bytes = False
 
+    @abstractmethod
     def rows(self, file: File, fields: Fields, done: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
-        """Number and fields of each row, or why it cannot be read. Those before `done` need not be among them."""
-        raise NotImplementedError
+        """Number and fields of each row, or why it cannot be read. Those before `done` need not be among them. A
+        `Fault` is the last."""
 
     def tasks(
         self, number: int, file: File, split: int, cut: int | None, done: int, separated: bool, fields: Fields
     ) -> Iterator[tuple[Task, int]]:
-        rows = (Row(number, *row) for row in self.rows(file, fields, done) if row[0] >= done)
+        if done == ENDED:
+            return iter(())
+        rows = (
+            Row(number, max(place, done), value)  # a file may have become unreadable before this place
+            for place, value in self.rows(file, fields, done)
+            if place >= done or isinstance(value, Fault)
+        )
         return row_tasks(rows, fields)
 
     def place(self, file: File, bad: Bad) -> str:
@@ -234,7 +261,7 @@ def row_tasks(rows: Iterator[Row], fields: Fields) -> Iterator[tuple[list[Row], 
             yield task, row.number + 1
             task, size = [], 0
     if task:
-        yield task, task[-1].number + 1
+        yield task, ENDED if isinstance(task[-1].value, Fault) else task[-1].number + 1
 
 
 def _needed(row: dict[str, Any], fields: Fields) -> tuple[dict[str, Any], int]:

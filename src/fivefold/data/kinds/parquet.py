@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fivefold.data.conversations import MESSAGES
-from fivefold.data.kinds.kind import Bad, Document, Fields, File, FileSpan, Row, Rows, read_row
+from fivefold.data.kinds.kind import (
+    Bad,
+    Document,
+    Fields,
+    File,
+    FileSpan,
+    Row,
+    Rows,
+    read_row,
+    unreadable,
+)
 from fivefold.errors import UserError
 
 BROKEN = (ValueError, NotImplementedError)
@@ -38,7 +48,7 @@ class Parquet(Rows):
             with file.open() as f:
                 yield from _rows(f, fields, None, done)
         except OSError as error:
-            yield done, f"cannot be read: {error}"
+            yield done, unreadable(error)
 
 
 def _rows(
@@ -75,9 +85,7 @@ def _rows(
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"cannot be read: {error.strerror or error}"
-    return f"a broken parquet file: {error}"
+    return str(unreadable(error)) if isinstance(error, OSError) else f"a broken parquet file: {error}"
 
 
 def _values(batch: Any) -> Iterator[dict[str, Any] | str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from fivefold.data.kinds.kind import LINE_SEARCH, SPAN, Bad, Block, Document, Fields, File, FileSpan, Kind
+from fivefold.data.kinds.kind import LINE_SEARCH, SPAN, Bad, Block, Blocks, Document, Fields, File, FileSpan
 
 
-class Text(Kind):
+class Text(Blocks):
     name = "text"
     suffixes = (".txt", ".md", ".py")
     one_document = True
