@@ -286,6 +286,18 @@ def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["parameters"]["continue"] is None, "the model is the folder's"
 
 
+def test_the_fields_that_matter_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("recipes", "--fields") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[2:5]] == ["data.source", "train.tokens", "model.layers"]
+    assert len(shown) < 50, "a screen"
+    assert run("recipes", "--fields", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["essential"]) == 10
+    assert "schedule" in found["others"]["optim"]
+    assert "lr" not in found["others"]["optim"]
+
+
 def test_a_printed_recipe_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("recipes", "quickstart") == 0
     path = tmp_path / "my.toml"

@@ -37,7 +37,7 @@ from fivefold.plan.messages import volume
 from fivefold.plan.messages.volume import SENT
 from fivefold.plan.predict import held, predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
-from fivefold.recipe.idle import notes
+from fivefold.recipe.unused_fields import notes
 from fivefold.schedules.compression import TEXTS, compressor
 from fivefold.schedules.compression.blocks import LARGEST, Blocks
 from fivefold.schedules.compression.lowrank import LowRank
@@ -434,10 +434,11 @@ def test_where_it_does_not_work_or_has_no_effect() -> None:
         UserError, match="compress=int8 sums whole gradients of replicas: it needs zero=0, not zero=1"
     ):
         load("quickstart", [], "dp=2,zero=1,compress=int8")
-    with pytest.raises(UserError, match="noise_scale cannot be measured with compress"):
+    with pytest.raises(UserError, match=r"noise_scale = true is not supported with layout\.compress"):
         load("quickstart", ["observe.noise_scale=true"], "dp=2,compress=int8")
     assert notes(load("quickstart", [], "dp=1,compress=int8")) == [
-        'layout.compress = "int8" has no effect in this layout: gradients are summed with dp > 1 or cp > 1 only'
+        'layout.compress = "int8" has no effect in this layout: gradients are summed with dp > 1 or cp > 1 only '
+        "(within a site)"
     ]
     assert any(
         "layout.compress says what is sent" in n

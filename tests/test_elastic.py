@@ -33,7 +33,7 @@ from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, fit, load, microbatches_per_step, resolve
 from fivefold.recipe.fit import nearest_layout
-from fivefold.recipe.idle import notes
+from fivefold.recipe.unused_fields import notes
 from fivefold.spread import shares
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import to_text

@@ -157,7 +157,7 @@ def test_parts_count_by_their_targets(layout: str) -> None:
     ],
 )
 def test_where_it_cannot_be_measured(layout: str, extra: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=r"observe\.noise_scale cannot be measured") as error:
+    with pytest.raises(UserError, match=r"observe\.noise_scale = true is not supported with") as error:
         load("quickstart", [*TINY, *extra], layout)
     assert message in str(error.value)
 

@@ -593,7 +593,7 @@ def test_recipes(room: Path) -> None:
         ([], "dp=2,zero=1", "layout.dp_shard = 2, layout.zero = 1"),
         (["layout.compress=int8"], "dp=2", "layout.compress"),
         (["sync.every=4"], "dp=2", "sync.every = 4 has no effect"),
-        (["observe.noise_scale=true"], "dp=2", "is not measured with sync.method"),
+        (["observe.noise_scale=true"], "dp=2", "is not supported with sync.method"),
         (["sync.method=all", "sync.staleness=2"], "dp=2", 'it needs sync.method = "server"'),
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):

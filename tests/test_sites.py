@@ -29,7 +29,7 @@ from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.recipe.idle import notes
+from fivefold.recipe.unused_fields import notes
 from fivefold.schedules.compression.blocks import INT8
 from fivefold.spread.layout import Layout
 from fivefold.spread.sites import Sites, messages
@@ -549,7 +549,7 @@ def test_recipes(room: Path) -> None:
     base = tiny(room, "dp=2")
     for sets, words in (
         (["sync.every=4"], "sync.every = 4 has no effect: every step sums gradients"),
-        (["sync.method=local", "sync.outer_momentum=0.5"], 'sync.method = "local" takes the mean weights'),
+        (["sync.method=local", "sync.outer_momentum=0.5"], 'sync.method = "local": it takes the mean weights'),
         (["sync.method=diloco", "sync.sites=3"], "must divide layout.dp_replicate = 2"),
         (["sync.method=diloco", "sync.fragments=5"], "sync.fragments = 5 must be at most sync.every = 50"),
         (["sync.method=diloco", "sync.overlap=50"], "sync.overlap = 50 must be less than sync.every = 50"),

@@ -30,7 +30,7 @@ from fivefold.plan.cluster.clusters import parse as parse_cluster
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load
-from fivefold.recipe.idle import notes
+from fivefold.recipe.unused_fields import notes
 from fivefold.schedules.compression.blocks import INT4, INT8, LARGEST, Blocks
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import describe, parse, to_text
@@ -320,7 +320,7 @@ def test_where_it_does_not_combine_or_has_no_effect() -> None:
         UserError, match="zeropp=hier does not combine with ep=2: experts are shared by groups"
     ):
         load("quickstart", moe, "dp=4,ep=2,zero=3,zeropp=hier")
-    with pytest.raises(UserError, match="noise_scale cannot be measured with zeropp's gradients"):
+    with pytest.raises(UserError, match=r"noise_scale = true is not supported with layout\.zeropp"):
         load("quickstart", ["observe.noise_scale=true"], "dp=2,zero=3,zeropp=gradients")
     load("quickstart", ["observe.noise_scale=true"], "dp=2,zero=3,zeropp=hier")
     assert notes(load("quickstart", [], "dp=1,zero=3,zeropp=hier"))[1:] == [

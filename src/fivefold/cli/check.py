@@ -60,7 +60,7 @@ def _weights(recipe: Recipe) -> None:
     """Raises UserError for first weights that are not there, and for patterns that match no parameter."""
     from fivefold.models.card import card_of, resolve_model
     from fivefold.recipe.initial import required
-    from fivefold.recipe.rules.weights import wrong_patterns
+    from fivefold.recipe.rules.texts import wrong_patterns
 
     if recipe.train.init_from:
         required(recipe.train.init_from)
@@ -81,7 +81,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         tokens_per_step,
         total_steps,
     )
-    from fivefold.recipe.idle import notes
+    from fivefold.recipe.unused_fields import notes
     from fivefold.recipe.warnings import warnings
     from fivefold.spread.layout import Layout
     from fivefold.spread.layout_text import to_text

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Annotated
+from textwrap import wrap
+from typing import Annotated, Any
 
 import typer
 
 from fivefold.cli.options import JsonOption, print_json
+from fivefold.errors import UserError
 
-EXAMPLES = ["fivefold recipes", "fivefold recipes quickstart > my.toml"]
+EXAMPLES = ["fivefold recipes", "fivefold recipes quickstart > my.toml", "fivefold recipes --fields"]
 
 
 def recipes(
@@ -17,6 +19,10 @@ def recipes(
         str | None,
         typer.Argument(help="Print this recipe's TOML as a start for your own."),
     ] = None,
+    fields: Annotated[
+        bool,
+        typer.Option("--fields", help="Print the ten fields that most runs set, then all others by name."),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """List the shipped recipes by family with their parameters, or print one of them."""
@@ -24,6 +30,16 @@ def recipes(
     from fivefold.recipe import families, load, shipped, source
     from fivefold.recipe.load import FIRST
 
+    if fields:
+        if name is not None:
+            raise UserError(
+                f"--fields: leave {name} out; `fivefold check {name} --explain` has the values of a recipe"
+            )
+        essential, others = _fields()
+        print_json({"essential": essential, "others": others}) if json else print(
+            _fields_text(essential, others)
+        )
+        return
     if name is not None:
         text = source(name)
         print_json({"name": name, "toml": text}) if json else print(text, end="")
@@ -43,6 +59,46 @@ def recipes(
             count, folders = sizes[name], load(name).train.init_from
             size = short_number(count) if count else "folder's" if folders else ""
             print(f"  {name:{width}} {size:>8}  {found[name]}")
+
+
+def _fields() -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
+    """The essential fields, the most important first, and the names of all others by section."""
+    from fivefold.recipe import explain
+    from fivefold.recipe.schema import Sections
+    from fivefold.recipe.words import ESSENTIAL
+
+    known = {field.key: field for field in explain(Sections())}
+    essential = [
+        {"key": key, "default": known[key].default, "type": known[key].type, "doc": known[key].doc}
+        for key in ESSENTIAL
+    ]
+    others: dict[str, list[str]] = {}
+    for key in known:
+        section, _, name = key.partition(".")
+        if key not in ESSENTIAL:
+            others.setdefault(section, []).append(name)
+    return essential, others
+
+
+def _fields_text(essential: list[dict[str, Any]], others: dict[str, list[str]]) -> str:
+    from fivefold.recipe.words import toml_value
+
+    lines = [
+        "The fields that most runs set, with their defaults. --layout sets [layout], such as dp=8,zero=3.",
+        "",
+    ]
+    for row in essential:
+        default = "unset" if row["default"] is None else toml_value(row["default"])
+        sentence = row["doc"].partition(". ")[0].partition(": `")[0].removesuffix(".")
+        lines.append(f"  {row['key']:25} {default:9} {sentence}.")
+    lines += [
+        "",
+        "All others. `fivefold check RECIPE --explain` says what they mean, and so does docs/recipes.md.",
+        "",
+    ]
+    for section, names in others.items():
+        lines += wrap(", ".join(names), 110, initial_indent=f"  [{section}] ", subsequent_indent="    ")
+    return "\n".join(lines)
 
 
 def _parameters(name: str) -> int | None:

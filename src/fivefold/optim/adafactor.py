@@ -1,6 +1,6 @@
 """Adafactor (arXiv 1804.04235): of a matrix's squared gradients only the averages of rows and columns are kept.
 
-An update whose root mean square is beyond `update_clip` is shortened. The learning rate is the recipe's, not relative
+An update whose root mean square is beyond LONGEST is shortened. The learning rate is the recipe's, not relative
 to the size of the weights. Otherwise it is torch.optim.Adafactor, which waits for the device twice per parameter.
 """
 
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EPS = 2.0**-23
+DECAY = -0.8  # the averages take in a share of t^DECAY of the squared gradients in step t
+LONGEST = 1.0
+"""Root mean square of a matrix's update."""
 
 
 def adafactor(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
-    weight = u.step ** u.fields["beta2_decay"]
+    weight = u.step**DECAY
     dims = tuple(range(max(0, g.dim() - 2), g.dim()))
     if "variance" in states:
         variance = states["variance"].lerp_(g.square(), weight.float()).clone()
@@ -28,7 +31,7 @@ def adafactor(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
         variance = (rows @ columns).div_(rows.mean(-2, keepdim=True).clamp(min=EPS))
     direction = variance.clamp_(min=EPS * EPS).rsqrt_().mul_(g)
     size = direction.square().mean(dims, keepdim=True).sqrt()
-    return direction.div_((size / u.fields["update_clip"]).clamp_(min=1.0))
+    return direction.div_((size / LONGEST).clamp_(min=1.0))
 
 
 def _rows(shape: Shape) -> Shape | None:
@@ -48,7 +51,6 @@ CARDS = (
         "adafactor",
         source="arXiv 1804.04235",
         rule=adafactor,
-        fields={"beta2_decay": -0.8, "update_clip": 1.0},
         states=(
             OptimizerState("rows", shape=_rows),
             OptimizerState("columns", shape=_columns),

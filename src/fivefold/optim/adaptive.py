@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 NADAM_DECAY = 4e-3  # of the momentum's schedule (Dozat, 2016)
 SAGE_EPS = 1e-16
+SENSITIVITY = 0.75  # decay rate of the sensitivity (arXiv 2202.02664)
 
 
 def adagrad(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
@@ -78,7 +79,7 @@ def adamsage(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
     the root of the second moment before its correction, not after.
     """
     assert u.weight is not None
-    (b1, b2), b3, t = u.fields["betas"], u.fields["sensitivity_beta"], u.step
+    (b1, b2), b3, t = u.fields["betas"], SENSITIVITY, u.step
     mean = states["exp_avg"].lerp_(g, 1 - b1)
     square = _average(states["exp_avg_sq"], g, b2)
     now = (u.weight * g).abs_()
@@ -131,7 +132,7 @@ CARDS = (
         "adamsage",
         source="arXiv 2202.02664",
         rule=adamsage,
-        fields={"betas": (0.9, 0.95), "eps": 1e-8, "sensitivity_beta": 0.75},
+        fields={"betas": (0.9, 0.95), "eps": 1e-8},
         states=(*MOMENTS, OptimizerState("sensitivity")),
         counts=True,
         second_moment="exp_avg_sq",

@@ -1,9 +1,9 @@
 """Stochastic gradient descent: plain, with momentum (Polyak, 1964) and with Nesterov's (Sutskever et al., ICML 2013).
 
-PyTorch's fused kernel over the fp32 master weights. With gradient g, weight decay d, momentum m and dampening q:
+PyTorch's fused kernel over the fp32 master weights. With gradient g, weight decay d and momentum m:
 
     g = g + d * w
-    v = m * v + (1 - q) * g        (first step: v = g)
+    v = m * v + g
     w = w - lr * v                 (nesterov: w - lr * (g + m * v); plain: w - lr * g)
 """
 
@@ -23,12 +23,10 @@ def sgd(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=lr, fused=True)
 
 
-def momentum(
-    groups: list[dict[str, Any]], lr: float, momentum: float, dampening: float
-) -> torch.optim.Optimizer:
+def momentum(groups: list[dict[str, Any]], lr: float, momentum: float) -> torch.optim.Optimizer:
     import torch
 
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, dampening=dampening, fused=True)
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
 
 
 def nesterov(groups: list[dict[str, Any]], lr: float, momentum: float) -> torch.optim.Optimizer:
@@ -45,7 +43,7 @@ CARDS = (
         source="Polyak, 1964",
         build=momentum,
         usual_lr=(1e-5, 3.0),
-        fields={"momentum": 0.9, "dampening": 0.0},
+        fields={"momentum": 0.9},
         states=VELOCITY,
     ),
     OptimizerCard(

@@ -192,16 +192,8 @@ class OptimSection(Section):
     momentum: float | None = Field(default=None, gt=0, lt=1)
     """Share of the last step's direction that the next one keeps. `momentum`, `nesterov` and `muon` only. Unset: 0.9;
     0.95 in `muon`."""
-    dampening: float | None = Field(default=None, ge=0, lt=1)
-    """Share of the gradient that is left out of the direction. `momentum` only. Unset: 0.0."""
     smoothing: float | None = Field(default=None, gt=0, lt=1)
     """Decay rate of the squared gradient. `rmsprop` only. Unset: 0.99."""
-    sensitivity_beta: float | None = Field(default=None, gt=0, lt=1)
-    """Decay rate of the sensitivity |weight x gradient|. `adamsage` only. Unset: 0.75."""
-    beta2_decay: float | None = Field(default=None, lt=0)
-    """The averages of squared gradients take in a share of t^beta2_decay in step t. `adafactor` only. Unset: -0.8."""
-    update_clip: float | None = Field(default=None, gt=0)
-    """Largest root mean square of a matrix's update. `adafactor` only. Unset: 1.0."""
     gamma: float | None = Field(default=None, gt=0)
     """Factor of the curvature: the smaller, the more elements move by the whole learning rate. `sophia` only. Unset:
     0.05."""

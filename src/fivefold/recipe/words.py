@@ -40,6 +40,20 @@ ELSEWHERE = {
 }
 """Names of fields in other trainers."""
 
+ESSENTIAL = (
+    "data.source",
+    "train.tokens",
+    "model.layers",
+    "model.dim",
+    "model.seq_len",
+    "train.global_batch_size",
+    "optim.lr",
+    "train.microbatch_size",
+    "layout.recompute",
+    "checkpoint.every",
+)
+"""The ten fields that most runs set, the most important first. (`--layout` sets the parallel axes together.)"""
+
 LONGEST_PROBLEM = 1500
 """Characters of one problem of a recipe, as a message lists it."""
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -30,7 +30,7 @@ from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
 from fivefold.recipe import count_parameters, to_toml, tokens_per_step
-from fivefold.recipe.idle import notes
+from fivefold.recipe.unused_fields import notes
 from fivefold.recipe.warnings import warnings
 from fivefold.step.state import State, build_state, compute_mode
 from fivefold.train.hooks import RunHooks

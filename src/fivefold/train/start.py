@@ -45,7 +45,7 @@ from fivefold.plan.predict import budget, priced_here
 from fivefold.recipe import Recipe, change, observed, resolve
 from fivefold.recipe.fit import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
-from fivefold.recipe.rules.weights import wrong_patterns
+from fivefold.recipe.rules.texts import wrong_patterns
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_nearest import validate
 from fivefold.spread.layout_text import to_text

@@ -43,9 +43,9 @@ from fivefold.launch.ranks import Ranks
 from fivefold.optim import OPTIMIZERS
 from fivefold.precision import MASTER, PRECISIONS, TRAINABLE
 from fivefold.recipe import Recipe, batch_size, change, resolve
-from fivefold.recipe.idle import PLAIN
 from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.schema import LayoutSection
+from fivefold.recipe.unused_fields import PLAIN
 from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_nearest import validate

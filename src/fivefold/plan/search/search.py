@@ -26,8 +26,8 @@ from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.software import Software, of
 from fivefold.plan.time.time import step
 from fivefold.recipe import Recipe
-from fivefold.recipe.idle import PLAIN
 from fivefold.recipe.rules import with_layout
+from fivefold.recipe.unused_fields import PLAIN
 from fivefold.spread.layout import Layout, changed
 from fivefold.spread.layout_text import to_text
 from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS

@@ -7,23 +7,13 @@ from typing import Any, TypeVar
 
 from fivefold.models.card import Contradiction
 from fivefold.models.rules import model_rules
-from fivefold.recipe.idle import refused
-from fivefold.recipe.rules.apart import servers, sites
-from fivefold.recipe.rules.arithmetic import offload, optimizer, precision
-from fivefold.recipe.rules.batch import batch, length
-from fivefold.recipe.rules.layout import experts, layout_rules, recomputation
+from fivefold.recipe.rules.batch import batch, length, optimizer, sites
+from fivefold.recipe.rules.combinations import combinations
+from fivefold.recipe.rules.layout import experts, layout_rules, recomputation, servers
 from fivefold.recipe.rules.mixture import mixture
-from fivefold.recipe.rules.texts import (
-    conversations,
-    generates,
-    observed,
-    packing,
-    streamed,
-    texts,
-    vocabulary,
-)
-from fivefold.recipe.rules.weights import weights
+from fivefold.recipe.rules.texts import documents, observed, texts, vocabulary, weights
 from fivefold.recipe.schema import Sections
+from fivefold.recipe.unused_fields import refused
 from fivefold.spread.layout import Layout
 
 R = TypeVar("R", bound=Sections)
@@ -31,22 +21,18 @@ R = TypeVar("R", bound=Sections)
 RULES = (
     texts,
     vocabulary,
-    streamed,
-    conversations,
     mixture,
-    packing,
-    generates,
+    documents,
     experts,
     length,
     optimizer,
-    precision,
     recomputation,
     observed,
     refused,
     batch,
+    combinations,
     sites,
     servers,
-    offload,
     weights,
     layout_rules,
 )

@@ -1,4 +1,4 @@
-"""Rules of the length of a run and the sizes of its batches."""
+"""Rules of the length of a run, the sizes of its batches, and how often sites synchronise; numbers of the optimizer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Iterator
 
 from fivefold.errors import UserError
 from fivefold.models.card import Contradiction
+from fivefold.optim import FIELDS, OPTIMIZERS
+from fivefold.optim.outer import OUTER
+from fivefold.precision import PRECISIONS
 from fivefold.recipe.ramp import ramp, steps_for
 from fivefold.recipe.schema import Sections
-from fivefold.spread.servers import SERVER
+from fivefold.recipe.words import toml_value
+from fivefold.spread.shares import largest_divisor
 
 
 def length(recipe: Sections) -> Iterator[Contradiction]:
@@ -85,30 +89,6 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
                 f'train.batch_ramp = "{recipe.train.batch_ramp}": {size} sequences must be {multiple}at least {least} '
                 f"({product}). Nearest valid: {max(least, round(size / each) * each)}",
             )
-    if recipe.train.batch_ramp:
-        yield from _grows(recipe)
-
-
-def _grows(recipe: Sections) -> Iterator[Contradiction]:
-    """What needs batches of one size."""
-    if recipe.optim.name == "sophia":
-        yield (
-            {"train.batch_ramp", "optim.name"},
-            'train.batch_ramp does not combine with optim.name = "sophia", whose estimate goes by the tokens of a '
-            'batch of one size. Nearest valid: train.batch_ramp = "", or optim.name = "adamw"',
-        )
-    if recipe.servers.count:
-        yield (
-            {"train.batch_ramp", "sync.method"},
-            f'train.batch_ramp is not supported with sync.method = "{SERVER}": workers count batches of one size. '
-            'Nearest valid: train.batch_ramp = ""',
-        )
-    if recipe.observe.noise_scale:
-        yield (
-            {"train.batch_ramp", "observe.noise_scale"},
-            "observe.noise_scale averages over steps, whose batches must have one size; train.batch_ramp changes it. "
-            "Nearest valid: observe.noise_scale = false",
-        )
 
 
 def _ramped(recipe: Sections) -> list[int]:
@@ -117,3 +97,55 @@ def _ramped(recipe: Sections) -> list[int]:
         return [size for size, _ in ramp(recipe.train)]
     except UserError:  # `length` says so
         return []
+
+
+def sites(recipe: Sections) -> Iterator[Contradiction]:
+    """Sites are whole replicas. Each fragment synchronises once between two outer steps."""
+    sync, model, replicas = recipe.sync, recipe.model, recipe.layout.dp_replicate
+    if sync.method not in OUTER:
+        return
+    if sync.sites and replicas % sync.sites:
+        yield (
+            {"sync.sites", "layout.dp_replicate"},
+            f"sync.sites = {sync.sites} must divide layout.dp_replicate = {replicas}: a site has whole replicas. "
+            f"Nearest valid: sync.sites = {largest_divisor(replicas, sync.sites)}",
+        )
+        return
+    most = min(sync.every, model.layers)
+    if sync.fragments > most:
+        yield (
+            {"sync.fragments", "sync.every", "model.layers"},
+            f"sync.fragments = {sync.fragments} must be at most sync.every = {sync.every} and model.layers = "
+            f"{model.layers}: a fragment has at least one block, and a step synchronises one. Nearest valid: "
+            f"sync.fragments = {most}",
+        )
+    if sync.overlap >= sync.every:
+        yield (
+            {"sync.overlap", "sync.every"},
+            f"sync.overlap = {sync.overlap} must be less than sync.every = {sync.every}: a sum arrives before the next "
+            f"one of its fragment starts. Nearest valid: sync.overlap = {sync.every - 1}",
+        )
+
+
+def optimizer(recipe: Sections) -> Iterator[Contradiction]:
+    """Refuses fields that only other optimizers have, and a loss scale that rounds."""
+    optim, scale, mode = recipe.optim, recipe.precision.loss_scale, PRECISIONS.get(recipe.precision.mode)
+    own_fields = OPTIMIZERS[optim.name].fields
+    for name in FIELDS:
+        value = getattr(optim, name)
+        if name in own_fields or value is None:
+            continue
+        has = f"its own fields: {', '.join(own_fields)}" if own_fields else "it has no field of its own"
+        owner = next(card.name for card in OPTIMIZERS.values() if name in card.fields)
+        yield (
+            {f"optim.{name}", "optim.name"},
+            f'optim.{name} = {toml_value(value)}: the optimizer "{optim.name}" has no such field ({has}). '
+            f'Nearest valid: leave it out (--set optim.{name}=none), or optim.name = "{owner}"',
+        )
+    nearest = 2.0 ** round(math.log2(scale))
+    if mode is not None and mode.scaled and scale != nearest:
+        yield (
+            {"precision.loss_scale"},
+            f"precision.loss_scale = {scale:g} must be a power of two, so that scaling rounds nothing. Nearest valid: "
+            f"{nearest:g}",
+        )

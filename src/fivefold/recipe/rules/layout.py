@@ -12,7 +12,7 @@ from fivefold.models.rules import lacks
 from fivefold.models.section import ModelSection
 from fivefold.recipe.rules.texts import expected_vocab_size
 from fivefold.recipe.schema import Sections
-from fivefold.schedules.compression import NONE
+from fivefold.recipe.words import toml_value
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_rules import problems
 from fivefold.spread.servers import SERVER
@@ -37,28 +37,28 @@ def experts(recipe: Sections) -> Iterator[Contradiction]:
             f"layout.ep = {layout.ep} must divide model.experts = {experts}: each rank has whole experts. "
             f"Nearest valid: layout.ep = {nearest}, or model.experts = {-(-experts // layout.ep) * layout.ep}",
         )
-    if (layout.cp > 1 or layout.sp) and model.capacity_factor:
-        name = "layout.cp > 1" if layout.cp > 1 else "layout.sp"
-        yield (
-            {"model.capacity_factor", "layout.cp", "layout.sp"},
-            f"model.capacity_factor is not supported with {name}: an expert's queue would span several ranks. "
-            "Nearest valid: capacity_factor = 0",
-        )
 
 
 def recomputation(recipe: Sections) -> Iterator[Contradiction]:
-    budget = budget_of(recipe.layout.recompute)
-    if budget is not None and recipe.servers.count:
-        yield (
-            {"layout.recompute", "sync.method"},
-            f'layout.recompute = "{recipe.layout.recompute}" is not supported with sync.method = "{SERVER}". Nearest '
-            'valid: "full"',
-        )
     try:
-        if budget is None:
+        if budget_of(recipe.layout.recompute) is None:
             of_blocks(recipe.layout.recompute, recipe.model.layers)
     except UserError as error:
         yield {"layout.recompute", "model.layers"}, str(error)
+
+
+def servers(recipe: Sections) -> Iterator[Contradiction]:
+    """A worker of parameter servers has the whole model, and its gradients leave it as they are."""
+    plain, layout = type(recipe.layout)(), recipe.layout
+    free = ("dp_replicate", "microbatches", "recompute")
+    wrong = [name for name, value in layout if name not in free and value != getattr(plain, name)]
+    if recipe.servers.count and wrong:
+        given = ", ".join(f"layout.{name} = {toml_value(getattr(layout, name))}" for name in wrong)
+        yield (
+            {"sync.method", *(f"layout.{name}" for name in wrong)},
+            f'sync.method = "{SERVER}" combines with dp only: each worker has the whole model, and servers keep its '
+            f'states ({given}). Nearest valid: layout dp={layout.dp}, or sync.method = "all"',
+        )
 
 
 def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
@@ -69,7 +69,6 @@ def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
     yield from _features(recipe)
     yield from _context(recipe)
     yield from _pipeline(recipe)
-    yield from _noise(recipe)
 
 
 def _tensor(recipe: Sections) -> Iterator[Contradiction]:
@@ -162,34 +161,6 @@ def _nearest(name: str, model: ModelSection, ranks: int) -> int | None:
     else:
         found = [n for n in (above - ranks, above) if n]
     return min((n for n in found if n % ranks == 0), key=lambda n: abs(n - size), default=None)
-
-
-def _noise(recipe: Sections) -> Iterator[Contradiction]:
-    """The noise scale needs ranks that see the whole gradient of a microbatch, or of their own share."""
-    layout, model = recipe.layout, recipe.model
-    tied = resolve_model(model, vocab_size=1).tie_embeddings
-    dp = layout.dp
-    unequal = recipe.train.global_batch_size % (dp * (recipe.train.microbatch_size or 1)) > 0
-    parts = (
-        ({"train.global_batch_size", "layout.dp_replicate", "layout.dp_shard"}, unequal, "ranks "
-            "that have unequal shares of the batch"),
-        ({"layout.cp"}, layout.cp > 1, "cp: a rank sees parts of sequences"),
-        ({"layout.ep"}, layout.ep > 1, "ep: experts get tokens of several ranks at once"),
-        ({"layout.sp"}, layout.sp, "sp: gradients of norms are sums over the tensor axis"),
-        ({"layout.tp"}, layout.tp > 1 and bool(card_of(model).regional), "tp with this model: "
-            "gradients of the norms of heads are sums over the tensor axis"),
-        ({"layout.tp", "layout.zero"}, layout.tp > 1 and layout.zero > 0, "tp under ZeRO: a message "
-            "holds both shared and sharded gradients"),
-        ({"layout.compress"}, layout.compress != NONE, "compress: the sum is not the whole gradient"),
-        ({"layout.zeropp"}, "gradients" in layout.zeropp, "zeropp's gradients: the sum is not the whole gradient"),
-        ({"layout.pp", "model.tie_embeddings"}, layout.pp > 1 and tied, "pp with tied embeddings: "
-            "two stages each have a part of the gradient"),
-    )  # fmt: skip
-    for keys, wrong, why in parts:
-        if recipe.observe.noise_scale and wrong:
-            instead = "layout.zero = 0" if "layout.zero" in keys else "observe.noise_scale = false"
-            message = f"observe.noise_scale cannot be measured with {why}. Nearest valid: {instead}"
-            yield keys | {"observe.noise_scale"}, message
 
 
 def _pipeline(recipe: Sections) -> Iterator[Contradiction]:

@@ -1,18 +1,19 @@
-"""What a recipe names in words: texts, the vocabulary, what is observed."""
+"""What a recipe names in words: texts, the vocabulary, what is observed, patterns of parameters."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from fivefold.errors import did_you_mean
-from fivefold.models.card import Contradiction, card_of, round_up
+from fivefold.errors import UserError, did_you_mean
+from fivefold.models.card import Contradiction, round_up
 from fivefold.models.section import Section
 from fivefold.precision import MOST_IDS
 from fivefold.recipe.observed import NONE, TRACKERS, steps, unknown
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import short, toml_value
+from fivefold.spread.names import groups, matching, patterns, unmatched
 
 _INVALID = re.compile("[\0\ud800-\udfff]")
 _BPE = re.compile(r"bpe:(\d{1,7})", re.ASCII)
@@ -51,104 +52,15 @@ def vocabulary(recipe: Sections) -> Iterator[Contradiction]:
         )
 
 
-def conversations(recipe: Sections) -> Iterator[Contradiction]:
-    """Conversations are text whose answers are learned from left to right."""
+def documents(recipe: Sections) -> Iterator[Contradiction]:
+    """Best-fit packing needs to know where documents end."""
     data = recipe.data
-    if not data.chat_template:
-        return
-    given = f"data.chat_template = {toml_value(data.chat_template)}"
-    if tokens := [spec for spec in data.specs.values() if spec.startswith("tokens:")]:
-        yield (
-            {"data.chat_template", "data.source", "data.sources"},
-            f"{given}: data.source = {toml_value(tokens[0])} holds tokens, and no messages. Nearest valid: "
-            'chat_template = "", or a source of .jsonl files',
-        )
-    if not card_of(recipe.model).causal:
-        yield (
-            {"data.chat_template", "model.arch"},
-            f"{given}: {recipe.model.arch} is bidirectional and answers nothing. Nearest valid: "
-            'chat_template = "", or arch = "llama"',
-        )
-
-
-def streamed(recipe: Sections) -> Iterator[Contradiction]:
-    """A stream is read once, in order, and its end is not known."""
-    data = recipe.data
-    if not data.stream:
-        return
-    if data.source.startswith("tokens:"):
-        yield (
-            {"data.stream", "data.source"},
-            f"data.stream: {toml_value(data.source)} holds tokens, which are read in place. Nearest valid: "
-            "stream = false",
-        )
-    if data.tokenizer == "chars":
-        yield (
-            {"data.stream", "data.tokenizer"},
-            'data.tokenizer = "chars" needs all text before the first token, and data.stream has only its beginning. '
-            'Nearest valid: tokenizer = "bytes"',
-        )
-    if data.chat_template:
-        yield (
-            {"data.stream", "data.chat_template"},
-            "data.stream: conversations are tokenized before training. Nearest valid: stream = false",
-        )
-    if data.packing == "best_fit":
-        yield (
-            {"data.stream", "data.packing"},
-            'data.packing = "best_fit" needs the lengths of all documents, and data.stream has only its beginning. '
-            'Nearest valid: packing = "concat"',
-        )
-    weighed = data.stages and all(stage.weights is not None for stage in data.stages)
-    if any(entry.weight is None for entry in data.sources) and not weighed:
-        yield (
-            {"data.stream", "data.sources"},
-            "data.stream: the size of a source is not known, so each of data.sources needs a weight",
-        )
-    if data.max_epochs or any(entry.max_epochs for entry in data.sources):
-        yield (
-            {"data.stream", "data.max_epochs"},
-            "data.max_epochs: a stream does not know before its end how long it is. Nearest valid: max_epochs = 0",
-        )
-    if data.weigh_by == "documents":
-        yield (
-            {"data.stream", "data.weigh_by"},
-            'data.weigh_by = "documents": a stream does not know how many it has. Nearest valid: weigh_by = "tokens"',
-        )
-
-
-def packing(recipe: Sections) -> Iterator[Contradiction]:
-    """Best-fit packing needs to know where documents end, and leaves places empty that predict nothing."""
-    data = recipe.data
-    if data.packing != "best_fit":
-        return
     tokens = [spec for spec in data.specs.values() if spec.startswith("tokens:")]
-    if tokens and data.end_token is None:
+    if data.packing == "best_fit" and tokens and data.end_token is None:
         yield (
             {"data.packing", "data.end_token"},
             f'data.packing = "best_fit": needs data.end_token, the id between documents of {toml_value(tokens[0])}. '
             'Nearest valid: packing = "concat"',
-        )
-    if data.stream:
-        yield (
-            {"data.packing", "data.stream"},
-            'data.packing = "best_fit" is not supported with data.stream: the length of each document must be known. '
-            'Nearest valid: packing = "concat"',
-        )
-    if card_of(recipe.model).objective == "mlm":
-        yield (
-            {"data.packing", "model.arch"},
-            f'data.packing = "best_fit": {recipe.model.arch} predicts equally many tokens of each sequence, and so '
-            'needs full ones. Nearest valid: packing = "concat", or arch = "llama"',
-        )
-
-
-def generates(recipe: Sections) -> Iterator[Contradiction]:
-    if not card_of(recipe.model).causal and recipe.train.sample_every:
-        yield (
-            {"train.sample_every"},
-            f"train.sample_every: {recipe.model.arch} is bidirectional and generates no text. Nearest valid: "
-            "train.sample_every = 0",
         )
 
 
@@ -205,3 +117,27 @@ def expected_vocab_size(recipe: Sections) -> int | None:
         return round_up(257, 64)  # 256 bytes and the end token
     bpe = _BPE.fullmatch(recipe.data.tokenizer)
     return round_up(int(bpe[1]), 64) if bpe else None
+
+
+def weights(recipe: Sections) -> Iterator[Contradiction]:
+    """Patterns of parameters' names, and where frozen weights come from."""
+    try:
+        groups(recipe.optim.groups)
+    except UserError as error:
+        yield {"optim.groups"}, f"optim.groups: {error}"
+    if not recipe.checkpoint.frozen and not recipe.train.init_from:
+        yield (
+            {"checkpoint.frozen", "train.init_from"},
+            "checkpoint.frozen = false: frozen weights are then read from train.init_from, which is not set. Nearest "
+            "valid: checkpoint.frozen = true",
+        )
+
+
+def wrong_patterns(recipe: Sections, names: Collection[str]) -> str:
+    """What is wrong with the patterns of a recipe, given the names of all parameters; "" if nothing is."""
+    freeze, by_group = recipe.model.freeze, recipe.optim.groups
+    if wrong := unmatched("model.freeze", freeze, patterns(freeze), names):
+        return wrong
+    if freeze and len(matching(freeze, names)) == len(names):
+        return f'model.freeze = "{freeze}": every parameter is frozen, so there is nothing to train'
+    return unmatched("optim.groups", by_group, [group.pattern for group in groups(by_group)], names)

@@ -1,0 +1,222 @@
+"""Fields that do not combine, as one table. What depends on sizes is in the other files of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from operator import attrgetter
+from typing import NamedTuple
+
+from fivefold.models.card import Contradiction, card_of, resolve_model
+from fivefold.models.recomputation import budget_of
+from fivefold.optim import DEFAULT, OPTIMIZERS
+from fivefold.optim.outer import OUTER
+from fivefold.precision import MASTER, PRECISIONS, Mode
+from fivefold.recipe.schema import Sections
+from fivefold.recipe.words import short
+from fivefold.schedules.compression import NONE
+from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
+
+
+class Refused(NamedTuple):
+    """A field that does not combine with others, which are separated by blanks. when: true for these recipes. why: the
+    reason, or "". nearest: valid values."""
+
+    key: str
+    others: str
+    when: Callable[[Sections], bool]
+    why: str
+    nearest: str
+
+
+def _servers(recipe: Sections) -> bool:
+    return recipe.servers.count > 0
+
+
+def _sites(recipe: Sections) -> bool:
+    return recipe.sites.count > 1
+
+
+def _outer_fields(recipe: Sections) -> Collection[str]:
+    """The fields of the outer optimizer. Without one, that a field has no effect is said elsewhere."""
+    outer = OUTER.get(recipe.sync.method)
+    return ("momentum",) if outer is None else outer.fields
+
+
+def _queues(recipe: Sections) -> bool:
+    return bool(recipe.model.capacity_factor) and card_of(recipe.model).has_experts
+
+
+def _frozen(recipe: Sections) -> bool:
+    return bool(recipe.model.freeze.strip())
+
+
+def _mode(recipe: Sections) -> Mode:
+    """The precision mode; of `auto` the usual one, which nothing excludes."""
+    return PRECISIONS[recipe.precision.mode if recipe.precision.mode != "auto" else "bf16"]
+
+
+def _streams(recipe: Sections) -> bool:
+    return OFFLOADS[recipe.layout.offload].streams
+
+
+def _elementwise(recipe: Sections) -> bool:
+    return OPTIMIZERS[recipe.optim.name].elementwise
+
+
+def _tokens(recipe: Sections) -> bool:
+    return any(spec.startswith("tokens:") for spec in recipe.data.specs.values())
+
+
+def _unequal(recipe: Sections) -> bool:
+    train = recipe.train
+    return train.global_batch_size % (recipe.layout.dp * (train.microbatch_size or 1)) > 0
+
+
+def _weighed(recipe: Sections) -> bool:
+    """True if the weight of every source is known at every place of the run."""
+    stages = recipe.data.stages
+    by_stage = stages and all(stage.weights is not None for stage in stages)
+    return bool(by_stage) or all(entry.weight is not None for entry in recipe.data.sources)
+
+
+NO_SERVERS, NOISELESS = 'sync.method = "all"', "observe.noise_scale = false"
+OWN_STEPS = "workers and servers have steps of their own"
+REFUSED = (
+    # Data
+    Refused("data.stream", "data.source", lambda r: r.data.source.startswith("tokens:"),
+            "tokens are read in place", "stream = false"),
+    Refused("data.stream", "data.tokenizer", lambda r: r.data.tokenizer == "chars",
+            "it needs all text before the first token", 'tokenizer = "bytes"'),
+    Refused("data.stream", "data.chat_template", lambda r: bool(r.data.chat_template),
+            "conversations are tokenized before training", "stream = false"),
+    Refused("data.packing", "data.stream", lambda r: r.data.packing == "best_fit",
+            "the length of each document must be known", 'packing = "concat"'),
+    Refused("data.stream", "data.sources", lambda r: not _weighed(r),
+            "the size of a source is not known", "a weight for each of data.sources"),
+    Refused("data.max_epochs", "data.stream",
+            lambda r: bool(r.data.max_epochs or any(entry.max_epochs for entry in r.data.sources)),
+            "a stream does not know before its end how long it is", "max_epochs = 0"),
+    Refused("data.weigh_by", "data.stream", lambda r: r.data.weigh_by == "documents",
+            "a stream does not know how many documents it has", 'weigh_by = "tokens"'),
+    Refused("data.chat_template", "data.source data.sources", lambda r: bool(r.data.chat_template) and _tokens(r),
+            "tokens hold no messages", 'chat_template = "", or a source of .jsonl files'),
+    Refused("data.chat_template", "model.arch", lambda r: bool(r.data.chat_template) and not card_of(r.model).causal,
+            "it is bidirectional and answers nothing", 'chat_template = "", or arch = "llama"'),
+    Refused("data.packing", "model.arch",
+            lambda r: r.data.packing == "best_fit" and card_of(r.model).objective == "mlm",
+            "it predicts equally many tokens of each sequence, so it needs full ones",
+            'packing = "concat", or arch = "llama"'),
+    Refused("train.sample_every", "model.arch", lambda r: r.train.sample_every > 0 and not card_of(r.model).causal,
+            "it is bidirectional and generates no text", "train.sample_every = 0"),
+    Refused("train.batch_ramp", "optim.name", lambda r: bool(r.train.batch_ramp) and r.optim.name == "sophia",
+            "its estimate goes by the tokens of a batch of one size",
+            'train.batch_ramp = "", or optim.name = "adamw"'),
+    Refused("train.batch_ramp", "observe.noise_scale", lambda r: bool(r.train.batch_ramp and r.observe.noise_scale),
+            "it averages over steps, whose batches must have one size", NOISELESS),
+    # Precision and offload
+    Refused("precision.mode", "layout.compress", lambda r: _mode(r).scaled and r.layout.compress != NONE,
+            "what compression keeps back would have another loss scale later, and an overflow would stay in it",
+            f'compress = "{NONE}", or mode = "bf16"'),
+    Refused("precision.mode", "layout.compress", lambda r: _mode(r).master != MASTER and r.layout.compress != NONE,
+            "compression keeps fp32 residuals", f'compress = "{NONE}", or mode = "bf16"'),
+    Refused("precision.mode", "optim.name", lambda r: _mode(r).rounds and not _elementwise(r),
+            "only what is updated element by element is rounded",
+            f'optim.name = "{DEFAULT}", or mode = "bf16"'),
+    Refused("layout.offload", "optim.name", lambda r: _streams(r) and not _elementwise(r),
+            "only what is updated element by element can be updated in chunks",
+            'optim.name = "adamw", or layout.offload = "activations"'),
+    Refused("model.capacity_factor", "layout.cp", lambda r: _queues(r) and r.layout.cp > 1,
+            "an expert's queue would span several ranks", "capacity_factor = 0"),
+    Refused("model.capacity_factor", "layout.sp", lambda r: _queues(r) and r.layout.sp,
+            "an expert's queue would span several ranks", "capacity_factor = 0"),
+    # Several sites
+    Refused("sync.method", "model.arch", lambda r: _sites(r) and card_of(r.model).has_experts,
+            "each site would balance its experts by itself", NO_SERVERS),
+    Refused("observe.noise_scale", "sync.method", lambda r: _sites(r) and r.observe.noise_scale,
+            "no step has the gradient of the whole batch", NOISELESS),
+    Refused("precision.rounding", "sync.method",
+            lambda r: _sites(r) and _mode(r).rounds and r.precision.rounding == "kahan",
+            "outer steps replace the weights that the compensation belongs to", 'rounding = "stochastic"'),
+    Refused("layout.offload", "sync.method", lambda r: _sites(r) and _streams(r),
+            "outer steps change weights in memory", 'layout.offload = "activations"'),
+    Refused("sync.outer_momentum", "sync.method",
+            lambda r: r.sync.outer_momentum is not None and "momentum" not in _outer_fields(r),
+            "it takes the mean weights, without momentum", 'leave it out, or sync.method = "diloco"'),
+    # Parameter servers
+    Refused("sync.method", "model.arch", lambda r: _servers(r) and card_of(r.model).has_experts,
+            "each worker would balance its experts by itself", NO_SERVERS),
+    Refused("optim.name", "sync.method", lambda r: _servers(r) and OPTIMIZERS[r.optim.name].needs != "elements",
+            "servers keep rows, and its update needs whole matrices", 'optim.name = "adamw"'),
+    Refused("precision.mode", "sync.method", lambda r: _servers(r) and _mode(r).scaled,
+            "weights of one server change before another knows of an overflow", 'mode = "bf16"'),
+    Refused("precision.mode", "sync.method", lambda r: _servers(r) and _mode(r).master != MASTER,
+            "a server keeps fp32 masters", 'mode = "bf16"'),
+    Refused("train.init_from", "sync.method", lambda r: _servers(r) and bool(r.train.init_from),
+            "", NO_SERVERS),
+    Refused("train.batch_ramp", "sync.method", lambda r: _servers(r) and bool(r.train.batch_ramp),
+            "workers count batches of one size", 'train.batch_ramp = ""'),
+    Refused("train.z_loss", "sync.method", lambda r: _servers(r) and r.train.z_loss > 0, OWN_STEPS, "train.z_loss = 0"),
+    Refused("layout.recompute", "sync.method",
+            lambda r: _servers(r) and budget_of(r.layout.recompute) is not None,
+            "", 'layout.recompute = "full"'),
+    Refused("faults.on_spike", "sync.method", lambda r: _servers(r) and r.faults.on_spike != "tell",
+            OWN_STEPS, 'faults.on_spike = "tell"'),
+    Refused("faults.on_nonfinite", "sync.method", lambda r: _servers(r) and r.faults.on_nonfinite == "rollback",
+            OWN_STEPS, 'faults.on_nonfinite = "skip"'),
+    Refused("faults.hash_every", "sync.method", lambda r: _servers(r) and r.faults.hash_every > 0,
+            OWN_STEPS, "faults.hash_every = 0"),
+    Refused("observe.noise_scale", "sync.method", lambda r: _servers(r) and r.observe.noise_scale,
+            OWN_STEPS, NOISELESS),
+    Refused("observe.memory_step", "sync.method", lambda r: _servers(r) and r.observe.memory_step > 0,
+            "steps of workers are not tracked", "observe.memory_step = 0"),
+    # Frozen weights
+    Refused("model.freeze", "layout.offload", lambda r: _frozen(r) and r.layout.offload != NOT_OFFLOADED,
+            "", f'layout.offload = "{NOT_OFFLOADED}"'),
+    Refused("model.freeze", "layout.zeropp", lambda r: _frozen(r) and r.layout.zeropp != NONE,
+            "", f'layout.zeropp = "{NONE}"'),
+    Refused("model.freeze", "sync.method", lambda r: _frozen(r) and r.sync.method != "all",
+            "", NO_SERVERS),
+    Refused("model.freeze", "observe.noise_scale", lambda r: _frozen(r) and r.observe.noise_scale,
+            "", NOISELESS),
+    # The noise scale needs ranks that see the whole gradient of a microbatch, or of their own share
+    *(
+        Refused("observe.noise_scale", others, lambda r, wrong=wrong: r.observe.noise_scale and wrong(r), why,
+                "layout.zero = 0" if "layout.zero" in others else NOISELESS)
+        for others, wrong, why in (
+            ("train.global_batch_size layout.dp_replicate layout.dp_shard", _unequal,
+             "ranks have unequal shares of the batch"),
+            ("layout.cp", lambda r: r.layout.cp > 1, "a rank sees parts of sequences"),
+            ("layout.ep", lambda r: r.layout.ep > 1, "experts get tokens of several ranks at once"),
+            ("layout.sp", lambda r: r.layout.sp, "gradients of norms are sums over the tensor axis"),
+            ("layout.tp model.arch", lambda r: r.layout.tp > 1 and bool(card_of(r.model).regional),
+             "gradients of the norms of heads are sums over the tensor axis"),
+            ("layout.tp layout.zero", lambda r: r.layout.tp > 1 and r.layout.zero > 0,
+             "a message holds both shared and sharded gradients"),
+            ("layout.compress", lambda r: r.layout.compress != NONE, "the sum is not the whole gradient"),
+            ("layout.zeropp", lambda r: "gradients" in r.layout.zeropp, "the sum is not the whole gradient"),
+            ("layout.pp model.tie_embeddings",
+             lambda r: r.layout.pp > 1 and bool(resolve_model(r.model, vocab_size=1).tie_embeddings),
+             "two stages each have a part of the gradient of the embedding"),
+        )
+    ),
+)  # fmt: skip
+
+
+def combinations(recipe: Sections) -> Iterator[Contradiction]:
+    """Yields the fields of a recipe that do not combine."""
+    for key, others, when, why, nearest in REFUSED:
+        if "data.stream" in (key, others) and not recipe.data.stream:
+            continue
+        if when(recipe):
+            beside = " and ".join(_shown(recipe, other) for other in others.split())
+            reason = f": {why}" if why else ""
+            message = (
+                f"{_shown(recipe, key)} is not supported with {beside}{reason}. Nearest valid: {nearest}"
+            )
+            yield {key, *others.split()}, message
+
+
+def _shown(recipe: Sections, key: str) -> str:
+    """`key = value`; the key alone of a list of tables, or of what is not set."""
+    value = attrgetter(key)(recipe)
+    return key if value is None or isinstance(value, tuple) else f"{key} = {short(value)}"
