@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from fivefold.errors import UserError
-from fivefold.models.own import ModuleCard
+from fivefold.models.custom import ModuleCard
 from fivefold.models.registry import ARCHITECTURES
 from fivefold.optim import OPTIMIZERS
 from fivefold.precision import PRECISIONS
@@ -32,7 +32,7 @@ from fivefold.recipe.rules import contradictions
 from fivefold.schedules.pipeline import splits_backward
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import parse
-from fivefold.step.own import own_model
+from fivefold.step.custom import custom_model
 
 DOCS = Path(__file__).parent
 PAGE, VERIFIED, TESTS = DOCS / "support.md", DOCS / "layouts_verified.md", DOCS.parent / "tests"
@@ -238,7 +238,7 @@ def refusal(*options: Option) -> str | None:
 def _refused(recipe: Recipe, module: nn.Module, card: ModuleCard | None) -> str:
     """Why the module does not train with this recipe."""
     try:
-        own_model(recipe, module, card)
+        custom_model(recipe, module, card)
     except UserError as error:
         name = type(module).__name__
         text = str(error).replace(f"{name} is a module of your own", "the module is your own")

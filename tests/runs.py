@@ -16,8 +16,8 @@ from fivefold.recipe import Recipe, resolve
 from fivefold.step.state import State
 from fivefold.train import loop
 from fivefold.train.job import Job
-from fivefold.train.own import WITHOUT, Own
 from fivefold.train.run import run_rank
+from fivefold.train.user_hooks import WITHOUT, UserHooks
 
 
 def ranks_of(rank: int, world: int) -> Ranks:
@@ -32,7 +32,7 @@ def train_rank(
     out: Path,
     resume: bool = False,
     data: DataSet | None = None,
-    own: Own = WITHOUT,
+    own: UserHooks = WITHOUT,
 ) -> int | None:
     """A run's part on this rank; None: it is complete. data: None: the recipe's."""
     data = data or prepare(recipe)

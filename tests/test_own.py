@@ -31,7 +31,7 @@ from fivefold.parallel.offload import activations
 from fivefold.plan.predict import held
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.spread.parts import Cut
-from fivefold.step.own import own_model
+from fivefold.step.custom import custom_model
 from fivefold.step.state import build_state
 from fivefold.step.step import evaluate, rate, take_step
 from fivefold.train.start import run_command
@@ -251,9 +251,9 @@ def _with(change: Any) -> type[Decoder]:
 def test_layers_that_tensor_parallelism_would_silently_change_are_refused(change, message):
     """It puts its own linear layers and embeddings in place of those that are cut."""
     recipe = recipe_of("tp=2")
-    own_model(recipe, Decoder(), CARD)
+    custom_model(recipe, Decoder(), CARD)
     with pytest.raises(UserError, match=message):
-        own_model(recipe, _with(change)(), CARD)
+        custom_model(recipe, _with(change)(), CARD)
 
 
 def _lora() -> SimpleNamespace:

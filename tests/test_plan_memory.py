@@ -30,7 +30,7 @@ from fivefold.spread.layout import Layout
 from fivefold.spread.parts import held, size_of
 from fivefold.trace.depth import exact
 from fivefold.train import prediction
-from fivefold.train.own import WITHOUT
+from fivefold.train.user_hooks import WITHOUT
 
 BF16, FP32 = own_states("bf16"), own_states("fp32")
 # arXiv 1910.02054, table 1: GB of model states by data-parallel size; ZeRO stages 1, 2, 3 of 7.5B, 128B, 1T.

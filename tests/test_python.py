@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 import fivefold
 from fivefold.errors import UserError
-from fivefold.optim.own import card_from
+from fivefold.optim.custom import card_from
 from fivefold.optim.updater import Updater
 from fivefold.recipe import Recipe
-from fivefold.train.own import brings
+from fivefold.train.user_hooks import brings
 
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.seq_len=16", "precision.mode=fp32",

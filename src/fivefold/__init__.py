@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fivefold.errors import RankFailed, UserError
     from fivefold.models.base import LanguageModel
+    from fivefold.models.custom import ModuleCard
     from fivefold.models.init import build
-    from fivefold.models.own import ModuleCard
     from fivefold.observe.metrics import read_metrics
     from fivefold.recipe import Recipe, change, load, shipped, to_toml
     from fivefold.spread.layout import Layout
     from fivefold.spread.parts import Cut
     from fivefold.train.api import Run, resume, train
-    from fivefold.train.own import Callback, Event
+    from fivefold.train.user_hooks import Callback, Event
     from fivefold.train.verify import verify
 
     __version__: str
@@ -53,12 +53,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Callback": "fivefold.train.own",
-    "Event": "fivefold.train.own",
+    "Callback": "fivefold.train.user_hooks",
+    "Event": "fivefold.train.user_hooks",
     "Cut": "fivefold.spread.parts",
     "LanguageModel": "fivefold.models.base",
     "Layout": "fivefold.spread.layout",
-    "ModuleCard": "fivefold.models.own",
+    "ModuleCard": "fivefold.models.custom",
     "RankFailed": "fivefold.errors",
     "Recipe": "fivefold.recipe",
     "Run": "fivefold.train.api",

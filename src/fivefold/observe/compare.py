@@ -14,7 +14,7 @@ from fivefold.draw.palette import LIGHT, css
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood
 from fivefold.observe.chart import STRETCHES, Chart, Series, draw, smooth
-from fivefold.observe.document import asset, document
+from fivefold.observe.document import asset, document, section
 from fivefold.observe.format import aligned, duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
 from fivefold.observe.summary import by_name, column, summarize
@@ -210,16 +210,6 @@ def page(runs: Sequence[ComparedRun]) -> str:
 def style() -> str:
     """The style sheet of a run's report, with a colour per run. From the eighth run on lines are dashed."""
     return f"{asset('report.css')}\n{css()}{asset('compare.css')}"
-
-
-def section(title: str, body: str) -> str:
-    """A section of the page; "" without a body."""
-    name = title.lower().replace(" ", "-")
-    return (
-        f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>\n{body}\n</section>\n'
-        if body
-        else ""
-    )
 
 
 def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:

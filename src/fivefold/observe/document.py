@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import metadata, resources
 
@@ -41,3 +42,23 @@ This file needs no network.</footer>
 </body>
 </html>
 """
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table. rows: cells as text; the first one names its row. All are escaped."""
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
+    body = ""
+    for first, *cells in rows:
+        others = "".join(f"<td>{escape(printable(str(cell)))}</td>" for cell in cells)
+        body += f'<tr><th scope="row">{escape(printable(str(first)))}</th>{others}</tr>\n'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+
+
+def section(title: str, body: str) -> str:
+    """A section of the page; "" without a body."""
+    name = title.lower().replace(" ", "-")
+    return (
+        f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>\n{body}\n</section>\n'
+        if body
+        else ""
+    )

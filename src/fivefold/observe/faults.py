@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fivefold.errors import printable
+from fivefold.observe.document import table
 
 KINDS = {
     "destroyed": "update(s) that destroyed weights",
@@ -78,14 +78,7 @@ def section(lines: Sequence[Mapping[str, Any]]) -> str:
     """The events of a run as HTML; "" if nothing was wrong."""
     if not (every := events(lines)):
         return ""
-    rows = "".join(
-        f'<tr><th scope="row">{step:,}</th><td>{escape(printable(said))}</td></tr>\n'
-        for step, said in every[-SHOWN:]
-    )
     before = len(every) - SHOWN
     more = f'<p class="none">{before:,} earlier ones are in metrics.jsonl.</p>' if before > 0 else ""
-    head = '<th scope="col">Step</th><th scope="col">What was wrong</th>'
-    return (
-        f"<p>{escape(in_words(counts(lines)))}.</p>{more}"
-        f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table>"
-    )
+    rows = [(f"{step:,}", said) for step, said in every[-SHOWN:]]
+    return f"<p>{escape(in_words(counts(lines)))}.</p>{more}{table(('Step', 'What was wrong'), rows)}"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fivefold.errors import UserError, printable
 from fivefold.files import read_json
+from fivefold.observe.document import table
 from fivefold.observe.format import size
 from fivefold.observe.summary import column, finite
 
@@ -64,7 +65,7 @@ def rows(plan: Mapping[str, Any]) -> list[Comparison]:
 def _tensors(plan: Mapping[str, Any]) -> float:
     """Peak bytes of rank 0: exact if they were traced, else by the formula."""
     exact = plan.get("exact")
-    if isinstance(exact, list):  # earlier versions put a sentence there
+    if exact:
         return exact[0]["memory"]["peak_bytes"]
     return plan["predicted"]["memory"]["per_stage"][0]["total"]
 
@@ -75,14 +76,8 @@ def section(plan: Mapping[str, Any]) -> str:
     if not found:
         why = plan.get("why") or "This run has no prediction."
         return f'<p class="none">{escape(str(why))}</p>'
-    body = "".join(
-        f'<tr><th scope="row">{escape(row.name)}</th><td>{row.predicted}</td><td>{row.measured}</td>'
-        f"<td>{100 * row.error:+.1f}%</td></tr>\n"
-        for row in found
-    )
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("Figure", "Predicted", "Measured", "Error"))
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
-    return table + _fitted(plan) + _tracked(plan)
+    cells = [(row.name, row.predicted, row.measured, f"{100 * row.error:+.1f}%") for row in found]
+    return table(("Figure", "Predicted", "Measured", "Error"), cells) + _fitted(plan) + _tracked(plan)
 
 
 def _fitted(plan: Mapping[str, Any]) -> str:

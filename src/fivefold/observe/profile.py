@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from fivefold.errors import printable
 from fivefold.files import make_folder, read_json, understood, write_atomically
+from fivefold.observe.document import table
 
 LONGEST = 10
 """Operators in the table."""
@@ -55,19 +54,16 @@ def section(run: Path) -> str:
     with understood(tables[-1]):
         facts = read_json(tables[-1])
         first, last = map(int, facts["steps"])
-        found = [Operator(str(o["name"]), int(o["calls"]), float(o["seconds"]), float(o["share"]))
-                 for o in facts["operators"]]  # fmt: skip
+        operators = [Operator(str(o["name"]), int(o["calls"]), float(o["seconds"]), float(o["share"]))
+                     for o in facts["operators"]]  # fmt: skip
     ranks = len(list((run / "traces").glob(f"{_stem(first, last)}-rank-*.json.gz")))
-    rows = "".join(
-        f'<tr><th scope="row">{escape(printable(one.name))}</th><td>{one.calls:,}</td>'
-        f"<td>{1e3 * one.seconds:,.1f} ms</td><td>{one.share:.1%}</td></tr>\n"
-        for one in found[:LONGEST]
-    )
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("Operator", "Calls", "Time", "Share"))
+    rows = [
+        (o.name, f"{o.calls:,}", f"{1e3 * o.seconds:,.1f} ms", f"{o.share:.1%}") for o in operators[:LONGEST]
+    ]
     steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
     return (
         f"<p>PyTorch's profiler recorded {steps} on {ranks:,} rank{'s' * (ranks != 1)}. Open a file "
         f"<code>traces/{_stem(first, last)}-rank-N.json.gz</code> at ui.perfetto.dev, which reads it in the browser "
         "and sends it nowhere, or at chrome://tracing. The operators of rank 0 that took longest, without what they "
-        f"call:</p><table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table>"
+        f"call:</p>{table(('Operator', 'Calls', 'Time', 'Share'), rows)}"
     )

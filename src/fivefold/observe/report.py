@@ -17,7 +17,6 @@ from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood, write_atomically
 from fivefold.observe import (
     faults,
-    initial,
     memory_picture,
     prediction,
     profile,
@@ -26,11 +25,19 @@ from fivefold.observe import (
     sources,
     step_timeline,
 )
-from fivefold.observe.document import asset, document
+from fivefold.observe.document import asset, document, section, table
 from fivefold.observe.format import duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
 from fivefold.observe.run_charts import run_charts
-from fivefold.observe.sections import commands, compression, machine, recipe_text, sampled, samples
+from fivefold.observe.sections import (
+    commands,
+    compression,
+    first_weights,
+    machine,
+    recipe_text,
+    sampled,
+    samples,
+)
 from fivefold.observe.summary import BUSY, column, summarize
 from fivefold.recipe import Recipe, count_parameters, load
 
@@ -67,23 +74,23 @@ def page(run: Path, state: str = "") -> str:
     with understood(run / "machine.json"):
         facts = machine(run / "machine.json")
     name = printable(run.resolve().name)
-    sections = [
-        _section("Curves", curves) if curves else "",
-        _section("Data", seen) if seen else "",
-        _section("Unusual steps", unusual) if unusual else "",
-        _section("Predicted and measured", predicted),
-        _section("Computing and messages", messages) if messages else "",
-        _section("Memory over a step", memory) if memory else "",
-        _section("Profile", operators) if operators else "",
-        _section("Compressed gradients", shown) if (shown := compression(lines)) else "",
-        _section("Restarts", shown) if (shown := restarts.section(run)) else "",
-        _section("Slow ranks", late) if late else "",
-        _section("First weights", shown) if (shown := initial.section(run)) else "",
-        _section("Samples", samples(lines)),
-        _section("Recipe", recipe_text(run / "recipe.toml", recipe)),
-        _section("Machine", facts),
-        _section("Next steps", commands(run, recipe)),
-    ]
+    sections = {
+        "Curves": curves,
+        "Data": seen,
+        "Unusual steps": unusual,
+        "Predicted and measured": predicted,
+        "Computing and messages": messages,
+        "Memory over a step": memory,
+        "Profile": operators,
+        "Compressed gradients": compression(lines),
+        "Restarts": restarts.section(run),
+        "Slow ranks": late,
+        "First weights": first_weights(run),
+        "Samples": samples(lines),
+        "Recipe": recipe_text(run / "recipe.toml", recipe),
+        "Machine": facts,
+        "Next steps": commands(run, recipe),
+    }
     body = f"""<header>
 <p class="kicker">Training report{escape(f": {state}" if state else "")}</p>
 <h1>{escape(name)}</h1>
@@ -92,13 +99,8 @@ def page(run: Path, state: str = "") -> str:
 {_headline(figures)}
 </header>
 <main>
-{"".join(sections)}</main>"""
+{"".join(section(title, text) for title, text in sections.items())}</main>"""
     return document(f"{name}: training report", body, f"{asset('report.css')}\n{css()}", asset("report.js"))
-
-
-def _section(title: str, body: str) -> str:
-    name = title.lower().replace(" ", "-")
-    return f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>\n{body}\n</section>\n'
 
 
 def run_recipe(run: Path) -> Recipe | None:
@@ -175,13 +177,5 @@ def _table(lines: Sequence[dict[str, Any]], rows: int = 12) -> str:
     steps = sorted({*sampled(validation or train, rows), *train[:1], *train[-1:]})
     if not steps:
         return ""
-    cells = [[f"{found[step]:.4f}" if step in found else "" for found in columns] for step in steps]
-    body = "".join(
-        f'<tr><th scope="row">{step:,}</th>{"".join(f"<td>{cell}</td>" for cell in row)}</tr>\n'
-        for step, row in zip(steps, cells, strict=True)
-    )
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("Step", *keys.values()))
-    return (
-        f"<details><summary>Losses as a table</summary><table><thead><tr>{head}</tr></thead><tbody>\n"
-        f"{body}</tbody></table></details>"
-    )
+    cells = [(f"{step:,}", *(f"{c[step]:.4f}" if step in c else "" for c in columns)) for step in steps]
+    return f"<details><summary>Losses as a table</summary>{table(('Step', *keys.values()), cells)}</details>"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import printable
 from fivefold.files import MOST_JSON, Lines, parse_json, read_bytes
+from fivefold.observe.document import table
 
 FILE = "restarts.jsonl"
 
@@ -47,15 +46,7 @@ def section(run: Path, rows: int = 20) -> str:
     lines = read(run)
     if not lines:
         return ""
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{escape(printable(str(line.get(key, '')))[:300])}</td>"
-            for key in ("time", "died_after", "from_step", "ranks", "why")
-        )
-        + "</tr>"
-        for line in lines[-rows:]
-    )
-    head = "".join(f"<th>{name}</th>" for name in ("when", "last step", "restarted from", "ranks", "because"))
-    said = f"<p>{len(lines)} restart{'s' * (len(lines) != 1)}.</p>"
-    return f'{said}<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    keys = ("time", "died_after", "from_step", "ranks", "why")
+    cells = [[str(line.get(key, ""))[:300] for key in keys] for line in lines[-rows:]]
+    shown = table(("when", "last step", "restarted from", "ranks", "because"), cells)
+    return f'<p>{len(lines)} restart{"s" * (len(lines) != 1)}.</p><div class="scroll">{shown}</div>'

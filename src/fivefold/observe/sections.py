@@ -11,11 +11,14 @@ from typing import Any
 from fivefold.errors import UserError, printable
 from fivefold.files import read_bytes, read_json
 from fivefold.models.card import card_of
+from fivefold.observe.document import table
 from fivefold.observe.format import size
 from fivefold.observe.trackers import FILE_STORE
 from fivefold.recipe import Recipe, explain
 from fivefold.recipe.load import MOST_BYTES
 
+INITIAL = "initial.json"
+"""File of a run folder: where its first weights came from."""
 _MOST_SAMPLES = 8
 _LONGEST_SAMPLE = 4000
 
@@ -52,14 +55,30 @@ def compression(lines: Sequence[dict[str, Any]]) -> str:
     if not found:
         return ""
     step, errors = found[-1]
-    rows = "".join(
-        f'<tr><th scope="row">{escape(printable(name))}</th><td>{100 * error:.1f}%</td></tr>\n'
-        for name, error in errors.items()
+    shown = table(
+        ("Parameter", "Not sent"), [(name, f"{100 * error:.1f}%") for name, error in errors.items()]
     )
     return (
         f"<p>In step {step:,} rank 0 did not send these shares of its gradients (by their norm). They are added to the "
-        'next gradients.</p><details><summary>By parameter</summary><table><thead><tr><th scope="col">Parameter'
-        f'</th><th scope="col">Not sent</th></tr></thead><tbody>\n{rows}</tbody></table></details>'
+        f"next gradients.</p><details><summary>By parameter</summary>{shown}</details>"
+    )
+
+
+def first_weights(run: Path) -> str:
+    """Where the first weights came from, as a paragraph; "" for a run from random weights."""
+    if not (run / INITIAL).is_file():
+        return ""
+    try:
+        found = read_json(run / INITIAL)
+        where, fingerprint = str(found["checkpoint"] or found["where"]), str(found["fingerprint"])
+        notes = [f"{len(found['new']):,} parameters are new."] if found["new"] else []
+        notes += [f"{text}." for text in found["changed"]]
+    except (UserError, OSError, KeyError, TypeError):
+        return '<p class="none">initial.json cannot be read.</p>'
+    shown = " ".join(escape(printable(str(note))) for note in notes)
+    return (
+        f"<p>Training began with the weights of <code>{escape(printable(where))}</code>, sha256 "
+        f"<code>{escape(printable(fingerprint))}</code>. {shown}</p>"
     )
 
 

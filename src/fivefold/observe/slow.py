@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from statistics import median, median_low
 from typing import Any
 
+from fivefold.observe.document import table
 from fivefold.spread.layout import Layout, index_in
 
 KINDS = ("computing", "data", "network")
@@ -114,19 +114,13 @@ def section(lines: Sequence[dict[str, Any]]) -> str:
     found = [(line["step"], line["slow_rank"]) for line in lines if isinstance(line.get("slow_rank"), dict)]
     if not found:
         return ""
-    rows = ""
-    for step, figures in found:
-        cells = "".join(f"<td>{1e3 * float(figures.get(kind, 0)):.3g}</td>" for kind in (*KINDS, "step_s"))
-        rank = escape(f"{figures.get('rank', 0):.0f}")
-        rows += f'<tr><th scope="row">{step:,}</th><td>{rank}</td>{cells}</tr>\n'
-    head = "".join(
-        f'<th scope="col">{name}</th>'
-        for name in ("Step", "Rank", *(f"Late by {kind}, ms" for kind in KINDS), "Step, ms")
-    )
-    return (
-        "<p>The other ranks waited for these, per step.</p>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table>"
-    )
+    rows = [
+        [f"{step:,}", f"{figures.get('rank', 0):.0f}"]
+        + [f"{1e3 * float(figures.get(kind, 0)):.3g}" for kind in (*KINDS, "step_s")]
+        for step, figures in found
+    ]
+    titles = ("Step", "Rank", *(f"Late by {kind}, ms" for kind in KINDS), "Step, ms")
+    return f"<p>The other ranks waited for these, per step.</p>{table(titles, rows)}"
 
 
 SECONDS = ("computing", "data", "messages", "network", "to")

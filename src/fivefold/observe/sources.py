@@ -12,6 +12,7 @@ from fivefold.draw.palette import LIGHT
 from fivefold.errors import UserError, printable
 from fivefold.files import read_json
 from fivefold.observe.chart import Chart, Series
+from fivefold.observe.document import table
 from fivefold.observe.format import short_number
 from fivefold.observe.summary import by_name, column
 
@@ -42,21 +43,19 @@ def section(run: Path, lines: Lines) -> str:
     if not seen and len(sources) == 1:
         seen = {sources[0]["name"]: max((float(line.get("tokens") or 0) for line in lines), default=0.0)}
     whole = max(1.0, math.fsum(n for n in seen.values() if math.isfinite(n)))
-    rows = ""
+    rows = []
     for source in sources:
         tokens, size = seen.get(source["name"], 0.0), source["tokens"]  # None: a stream's end is not known
-        cells = (
-            printable(str(source["source"])),
-            "not known" if size is None else short_number(float(size)),
-            short_number(tokens),
-            f"{100 * tokens / whole:.3g}%",
-            "-" if size is None else f"{tokens / max(1.0, float(size)):.2f}",
+        rows.append(
+            (
+                source["name"] or "the source",
+                source["source"],
+                "not known" if size is None else short_number(float(size)),
+                short_number(tokens),
+                f"{100 * tokens / whole:.3g}%",
+                "-" if size is None else f"{tokens / max(1.0, float(size)):.2f}",
+            )
         )
-        name = escape(printable(str(source["name"]) or "the source"))
-        rows += f'<tr><th scope="row">{name}</th>{"".join(f"<td>{escape(c)}</td>" for c in cells)}</tr>\n'
     titles = ("Source", "What", "Tokens there are", "Tokens seen", "Share of the run", "Epochs")
-    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     stages = "".join(f"<li>{escape(printable(str(line)))}</li>" for line in facts.get("stages", ()))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table>" + (
-        f"<p>Shares, by weight:</p><ul>{stages}</ul>" if stages else ""
-    )
+    return table(titles, rows) + (f"<p>Shares, by weight:</p><ul>{stages}</ul>" if stages else "")

@@ -1,13 +1,20 @@
-"""The timeline of one step of a run, measured on each rank and planned: files in RUN/traces, text, picture."""
+"""The timeline of one step of a run, measured on each rank and planned, and that of its pipeline: files in RUN/traces,
+text, pictures."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 
+from fivefold.draw.canvas import stacked
 from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write_atomically
+from fivefold.observe.document import table
 from fivefold.schedules.overlap import StepTimeline, from_json
 from fivefold.schedules.overlap_draw import summary, to_svg, to_text
+from fivefold.schedules.pipeline import Costs, Schedule, Timeline, simulate
+from fivefold.schedules.pipeline import to_svg as pipeline_svg
 
 PLANNED = "planned"
 
@@ -53,13 +60,44 @@ def section(run: Path) -> str:
         return ""
     shown = [found[0], *(one for one in found[1:] if one[0] == PLANNED)]
     picture = to_svg(shown, f"Step {found[0][1].step}: computing and messages")
-    rows = "".join(
-        f'<tr><th scope="row">{name}</th><td>{t.seconds:.4g} s</td><td>{t.under_way():.4g} s</td>'
-        f"<td>{t.hidden():.0%}</td><td>{t.waited:.4g} s</td></tr>\n"
+    rows = [
+        (name, f"{t.seconds:.4g} s", f"{t.under_way():.4g} s", f"{t.hidden():.0%}", f"{t.waited:.4g} s")
         for name, t in found
+    ]
+    return picture + table(("", "Step", "Messages under way", "Beside computing", "Waited"), rows)
+
+
+def write_pipeline_trace(folder: Path, step: int, schedule: Schedule, measured: Timeline) -> Path:
+    """Writes pipeline-step-N.svg, and its times as .json (seconds since the step began). Returns the picture's path.
+
+    The simulator gives the plan, with the median duration of each kind of action at each stage and no time for
+    transfers. The measured timeline takes longer where ranks wait.
+    """
+    make_folder(folder)
+    planned = simulate(schedule, costs(schedule, measured))
+    path = folder / f"pipeline-step-{step:08d}.svg"
+    both = {"planned": planned, "measured": measured}
+    seconds = max(timeline.makespan for timeline in both.values())  # they share a scale
+    title = f"{schedule.name}, step {step}"
+    pictures = (
+        pipeline_svg(timeline, f"{title}: {name}", seconds=seconds) for name, timeline in both.items()
     )
-    head = "".join(
-        f'<th scope="col">{name}</th>'
-        for name in ("", "Step", "Messages under way", "Beside computing", "Waited")
-    )
-    return f"{picture}<table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table>"
+    write_atomically(path, stacked(pictures))
+    facts = {"step": step, "schedule": schedule.name, "microbatches": schedule.microbatches}
+    for name, timeline in both.items():
+        rows = [[[str(action), start, end] for action, start, end in row] for row in timeline.rows]
+        facts[name] = {"makespan_s": timeline.makespan, "idle_share": timeline.bubble, "rows": rows}
+    write_atomically(path.with_suffix(".json"), json.dumps(facts) + "\n")
+    return path
+
+
+def costs(schedule: Schedule, measured: Timeline) -> Costs:
+    """The median duration in seconds of each kind of action at each stage, 0 for missing kinds."""
+    durations: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for action, start, end in measured.events():
+        durations[action.kind, action.stage].append(end - start)
+    of = {
+        kind: [median(durations.get((kind, stage), [0.0])) for stage in range(schedule.stages)]
+        for kind in "FBIW"
+    }
+    return Costs(forward=of["F"], backward=of["B"], input=of["I"], weight=of["W"])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import Card, card_of
-from fivefold.models.own import OwnModel
+from fivefold.models.custom import CustomModel
 from fivefold.models.recomputation import of_blocks
 from fivefold.parallel import context, expert, products, recompute, tensor
 from fivefold.parallel.frozen import stop_gradients
@@ -104,7 +104,7 @@ def parallelize(
     reduce: torch.dtype,
     memory: AbstractContextManager[object] | None = None,
     masters: torch.dtype = torch.float32,
-    own: OwnModel | None = None,
+    own: CustomModel | None = None,
 ) -> Parallel:
     """Builds this rank's part of a resolved recipe's model, with its initial weights, whose masters have this dtype.
 
@@ -113,7 +113,7 @@ def parallelize(
     it.
     """
     layout, model = mesh.layout, recipe.model
-    card: Card | OwnModel = card_of(model) if own is None else own
+    card: Card | CustomModel = card_of(model) if own is None else own
     modes = of_blocks(layout.recompute, model.layers if own is None else own.blocks)
     numbered: dict[int, Any] = (
         split(model, layout, mesh.index("pp")) if own is None else own.split(layout, mesh.index("pp"), keep)
@@ -152,7 +152,7 @@ def parallelize(
 
 
 def _divide(
-    found: Parallel, recipe: Recipe, mesh: Mesh, card: Card | OwnModel, table: dict[str, Part]
+    found: Parallel, recipe: Recipe, mesh: Mesh, card: Card | CustomModel, table: dict[str, Part]
 ) -> None:
     """Divides experts, tensors and sequences: parameters become this rank's parts, with messages between them."""
     layout, model = mesh.layout, recipe.model

@@ -19,8 +19,8 @@ from fivefold.host.machine import has_fast_bf16
 from fivefold.kernels.fastest import Table
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
+from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
 from fivefold.models.layers import Output
-from fivefold.models.own import ModuleCard, OwnModel, buffers_of
 from fivefold.optim import OPTIMIZERS, kept_in
 from fivefold.optim.loss_scale import LossScale
 from fivefold.optim.outer import OUTER
@@ -41,8 +41,8 @@ from fivefold.spread.layout import Layout
 from fivefold.spread.names import factors, groups
 from fivefold.spread.parts import Part, held, size_of
 from fivefold.spread.tiers import tiers
-from fivefold.step.brought import NOTHING, Brought, use_loss
-from fivefold.step.own import make_equal, own_model
+from fivefold.step.custom import custom_model, make_equal
+from fivefold.step.user_functions import NOTHING, UserFunctions, use_loss
 
 
 @dataclass
@@ -72,7 +72,7 @@ class State:
         0.0,
     )  # numerator and denominator averages of the noise scale (train/noise.py)
     elsewhere: Elsewhere | None = None  # where the frozen weights are that checkpoints leave out
-    brought: Brought = NOTHING  # the user's own in place of the recipe's
+    functions: UserFunctions = NOTHING  # the user's own in place of the recipe's
     forgotten: str = ""  # what a checkpoint had no place for, in words
     products: Table | None = None  # which library multiplies, on all ranks; None: not known yet
 
@@ -163,14 +163,14 @@ def build_state(
     module: nn.Module | None = None,
     site: int | None = None,
     card: ModuleCard | None = None,
-    brought: Brought = NOTHING,
+    functions: UserFunctions = NOTHING,
 ) -> State:
     """Builds this rank's part of a resolved recipe's model, master weights and optimizer, at step 0. site: as in
-    `Mesh`. module, card: the user's own. brought: the user's own in place of the recipe's."""
-    if module is None and brought.card is None and ranks.device.type == "cpu":
+    `Mesh`. module, card: the user's own. functions: the user's own in place of the recipe's."""
+    if module is None and functions.card is None and ranks.device.type == "cpu":
         _fits(recipe, Layout.from_recipe(recipe.layout), ranks)
     total = count_parameters(recipe.model) if module is None else sum(p.numel() for p in module.parameters())
-    state = assemble(recipe, ranks, module, site=site, card=card, brought=brought)
+    state = assemble(recipe, ranks, module, site=site, card=card, functions=functions)
     assert_owned_once(state.parallel.replicas, state.mesh, total)
     return state
 
@@ -182,7 +182,7 @@ def assemble(
     memory: AbstractContextManager[object] | None = None,
     site: int | None = None,
     card: ModuleCard | None = None,
-    brought: Brought = NOTHING,
+    functions: UserFunctions = NOTHING,
 ) -> State:
     """Builds the state without the checks of `build_state`. memory: see `parallelize`. site: see `Mesh`."""
     sites = recipe.sites
@@ -194,10 +194,10 @@ def assemble(
     reduce = torch_dtype(sent(mode, recipe.precision.reduce))
     own, embeddings = None, None
     if module is not None:
-        own, embeddings = own_model(recipe, module, card), embeddings_of(module, recipe.model.vocab_size)
+        own, embeddings = custom_model(recipe, module, card), embeddings_of(module, recipe.model.vocab_size)
         make_equal(module.float().to(mesh.device), mesh)
     parallel = parallelize(recipe, mesh, dtype, reduce, memory, masters, own)
-    state = with_optimizer(parallel, mesh, recipe, mode, own, embeddings, brought, memory)
+    state = with_optimizer(parallel, mesh, recipe, mode, own, embeddings, functions, memory)
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
     state.outer = _outer(state, recipe)
@@ -221,9 +221,9 @@ def with_optimizer(
     mesh: Mesh,
     recipe: Recipe,
     mode: Mode,
-    own: OwnModel | None = None,
+    own: CustomModel | None = None,
     embeddings: frozenset[str] | None = None,
-    brought: Brought = NOTHING,
+    functions: UserFunctions = NOTHING,
     memory: AbstractContextManager[object] | None = None,
 ) -> State:
     """The state at step 0, ready to train. own: a user's own module. embeddings: as in `rate_of`. memory: see
@@ -233,12 +233,12 @@ def with_optimizer(
         for module in stage.modules():
             if isinstance(module, Output):
                 module.z_loss = recipe.train.z_loss
-    if brought.loss is not None:
-        use_loss(parallel.stages, brought.loss)
+    if functions.loss is not None:
+        use_loss(parallel.stages, functions.loss)
     optim, compute = recipe.optim, torch_dtype(mode.working)
     card, fields = OPTIMIZERS[optim.name], optimizer_fields(optim)
-    if brought.card is not None:
-        card, fields = brought.card, dict(brought.card.fields)
+    if functions.card is not None:
+        card, fields = functions.card, dict(functions.card.fields)
     how = recipe.precision.rounding
     rounding = Rounding(how, torch_dtype(mode.state), recipe.train.seed, kept_in(card, mode, how))
     model = own or card_of(recipe.model)
@@ -276,7 +276,7 @@ def with_optimizer(
             with memory or nullcontext():
                 replica.updater = offload.update_by(*given, compute, tokens, rounder)
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
-    state = State(parallel, mesh, counts, usual=usual, brought=brought)
+    state = State(parallel, mesh, counts, usual=usual, functions=functions)
     if mode.scaled:
         precision = recipe.precision
         state.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_every, mesh.device)

@@ -236,7 +236,7 @@ def update(
     moments and counts stay as they are: such a gradient would destroy them. The host does not know it yet, so it queues
     the update all the same. bad: 1 if they are not finite, which must not last; None: `skip`.
     """
-    own = state.brought
+    own = state.functions
     lr = rate(optim, state.step, steps) if own.schedule is None else own.rate(state.step, steps)
     scale = clip_scale(norm, optim.grad_clip)
     if state.loss_scale is not None:

@@ -20,19 +20,19 @@ from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError, brief
 from fivefold.launch.ranks import device_for
 from fivefold.models.base import LanguageModel
-from fivefold.models.own import ModuleCard
+from fivefold.models.custom import ModuleCard
 from fivefold.observe.console import QUIET, VALIDATIONS, summary_rows
 from fivefold.observe.format import short_number
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
 from fivefold.recipe import Recipe, count_parameters, load
-from fivefold.step.brought import Loss, Metric, Schedule
+from fivefold.step.user_functions import Loss, Metric, Schedule
 from fivefold.train.evaluate import Evaluation, evaluate
 from fivefold.train.generate import Sampling, open_run, require_tokenizer, samples_of
 from fivefold.train.job import BatchSource
-from fivefold.train.own import Callback, Optimizer, brings
 from fivefold.train.start import run_command
+from fivefold.train.user_hooks import Callback, Optimizer, brings
 
 Prompts = list[str] | tuple[str, ...]
 CallbackLike = Callback | type[Callback] | partial[Callback] | str

@@ -27,19 +27,19 @@ from fivefold.observe import number_formats, step_timeline
 from fivefold.observe.console import Console
 from fivefold.observe.faults import KINDS, USUAL
 from fivefold.observe.metrics import MetricsWriter, read_metrics
-from fivefold.observe.pipeline_trace import write_pipeline_trace
 from fivefold.observe.slow import SlowRanks
+from fivefold.observe.step_timeline import write_pipeline_trace
 from fivefold.observe.summary import summarize
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import LeftOut, Recipe, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary
 from fivefold.step import replicas
-from fivefold.step.brought import measuring
 from fivefold.step.histogram import Counter
 from fivefold.step.recorder import Recorder
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import validate
+from fivefold.step.user_functions import measuring
 from fivefold.train.chat import Chat
 from fivefold.train.faults import Fault, note
 from fivefold.train.generate import Sampling, generate_text, open_run
@@ -47,12 +47,12 @@ from fivefold.train.job import Job
 from fivefold.train.loop import due
 from fivefold.train.memory import MemoryWatch
 from fivefold.train.noise import NoiseScale
-from fivefold.train.own import WITHOUT, Callbacks
 from fivefold.train.prediction import Prediction
 from fivefold.train.profile import ProfileWatch
 from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
 from fivefold.train.share import documents_of, stream_states, validation_sets
+from fivefold.train.user_hooks import WITHOUT, Callbacks
 
 GREETING = "Hello"  # what a model that has learned from conversations is told for a sample, if nothing else
 SQUARES, UNEVEN = "partial_squares", "partial_weights"  # the figures of a step that `NoiseScale.take` returns

@@ -16,10 +16,10 @@ from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError, did_you_mean
 from fivefold.files import expanded, guard, make_folder, read_json, write_atomically
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.own import ModuleCard, OwnModel, buffers_of
+from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
 from fivefold.models.rules import differences
 from fivefold.models.section import ModelSection
-from fivefold.observe.initial import FILE
+from fivefold.observe.sections import INITIAL
 from fivefold.recipe import Recipe, load
 from fivefold.recipe.initial import hf_model, required
 from fivefold.spread.parts import Shape, boxes
@@ -50,7 +50,7 @@ class Initial:
         return f"weights from {self.checkpoint or self.where} (sha256 {self.fingerprint[:12]}){more}{other}"
 
 
-def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: OwnModel | None = None) -> Initial:
+def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel | None = None) -> Initial:
     """Finds and checks `train.init_from` of a resolved recipe. tokenizer: of the run's data, if it has one. own: the
     user's own module.
 
@@ -131,7 +131,7 @@ def _same_model(said: str, mine: ModelSection, theirs: ModelSection) -> tuple[st
     return tuple(f"model.{name} = {getattr(mine, name)} (there {getattr(theirs, name)})" for name in changed)
 
 
-def _same_shapes(said: str, recipe: Recipe, source: Source, own: OwnModel | None) -> tuple[str, ...]:
+def _same_shapes(said: str, recipe: Recipe, source: Source, own: CustomModel | None) -> tuple[str, ...]:
     """The parameters that the source lacks; only a user's own module may have any.
 
     Raises:
@@ -224,11 +224,11 @@ def write(out: Path, found: Initial) -> None:
     """Notes in the run folder where its weights came from."""
     make_folder(out)
     told = {key: value for key, value in asdict(found).items() if key != "frozen"}
-    write_atomically(out / FILE, json.dumps(told, indent=2) + "\n")
+    write_atomically(out / INITIAL, json.dumps(told, indent=2) + "\n")
 
 
 def recorded(out: Path) -> str | None:
     """The hash of the weights with which the run in this folder began; None: they were random."""
     with suppress(UserError, OSError, KeyError, TypeError):
-        return str(read_json(out / FILE)["fingerprint"])
+        return str(read_json(out / INITIAL)["fingerprint"])
     return None

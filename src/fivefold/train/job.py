@@ -10,10 +10,10 @@ from torch import nn
 
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet
-from fivefold.models.own import ModuleCard
+from fivefold.models.custom import ModuleCard
 from fivefold.recipe import Recipe
 from fivefold.train.initial import Initial
-from fivefold.train.own import WITHOUT, Own
+from fivefold.train.user_hooks import WITHOUT, UserHooks
 
 
 class BatchSource(Protocol):
@@ -53,4 +53,4 @@ class Job:
     asked: Recipe | None = None
     initial: Initial | None = None
     card: ModuleCard | None = None
-    own: Own = WITHOUT
+    own: UserHooks = WITHOUT

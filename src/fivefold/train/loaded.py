@@ -15,7 +15,7 @@ from fivefold.checkpoint.manifest import DTYPES
 from fivefold.checkpoint.source import Elsewhere
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
-from fivefold.models.own import buffers_of
+from fivefold.models.custom import buffers_of
 from fivefold.optim.card import COMPENSATION
 from fivefold.parallel.outer import Outer
 from fivefold.spread.parts import Part, boxes, local_shape

@@ -88,7 +88,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
 def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Resumed | None]:
     """The state to train from: of a checkpoint, if the run resumes, else with initial weights."""
     site, frozen = job.seat.site if job.seat else None, job.recipe.checkpoint.frozen
-    state = build_state(job.recipe, ranks, job.module, site, job.card, job.own.brought())
+    state = build_state(job.recipe, ranks, job.module, site, job.card, job.own.functions())
     stack.callback(state.parallel.close)
     resumed = resume(state, job) if job.resume else None
     if frozen:

@@ -38,7 +38,7 @@ from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.supervisor import Attempt
 from fivefold.models.card import card_of
-from fivefold.models.own import ModuleCard, OwnModel
+from fivefold.models.custom import CustomModel, ModuleCard
 from fivefold.models.recomputation import budget_of
 from fivefold.observe.console import QUIET
 from fivefold.plan.predict import budget, priced_here
@@ -51,19 +51,19 @@ from fivefold.spread.layout_nearest import validate
 from fivefold.spread.layout_text import to_text
 from fivefold.spread.sites import site_layout
 from fivefold.spread.tiers import OFFLOADS
-from fivefold.step.own import own_model, try_out
+from fivefold.step.custom import custom_model, try_out
 from fivefold.step.state import compute_mode
 from fivefold.train.elastic import Elastic
 from fivefold.train.initial import Initial, initial
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.out_of_memory import advice
-from fivefold.train.own import WITHOUT, Own
 from fivefold.train.prediction import add_exact
 from fivefold.train.restart import Restarts, go_back_once, grace_s, newest, note_restart
 from fivefold.train.rollback import goes_back
 from fivefold.train.run import run_rank
 from fivefold.train.served import run_served
 from fivefold.train.share import batches_of, streaming
+from fivefold.train.user_hooks import WITHOUT, UserHooks
 
 AUTO = "auto"  # `--resume-from auto`
 
@@ -82,7 +82,7 @@ def run_command(
     batches: BatchSource | None = None,
     val_batches: BatchSource | None = None,
     seat: Seat | None = None,
-    brings: Own = WITHOUT,
+    brings: UserHooks = WITHOUT,
 ) -> Path:
     """Trains a recipe and returns its run folder.
 
@@ -235,13 +235,13 @@ def _data(
     return None, recipe.model.vocab_size or 2
 
 
-def _own_model(recipe: Recipe, module: nn.Module | None, card: ModuleCard | None) -> OwnModel | None:
+def _own_model(recipe: Recipe, module: nn.Module | None, card: ModuleCard | None) -> CustomModel | None:
     """The user's own module, if there is one.
 
     Raises:
         UserError: a pattern of the recipe names no parameter of it, or of the recipe's model.
     """
-    own = None if module is None else own_model(recipe, module, card)
+    own = None if module is None else custom_model(recipe, module, card)
     if wrong := wrong_patterns(recipe, (own or card_of(recipe.model)).parameters):
         raise UserError(wrong)
     return own
@@ -256,7 +256,9 @@ def _located(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": train})
 
 
-def _initial(recipe: Recipe, data: DataSet | None, own: OwnModel | None, out: Path | None) -> Initial | None:
+def _initial(
+    recipe: Recipe, data: DataSet | None, own: CustomModel | None, out: Path | None
+) -> Initial | None:
     """The weights to start from; None: random ones, or those of a checkpoint of `out`, from which the run resumes."""
     if not recipe.train.init_from or (out is not None and store.checkpoints(out)):
         return None

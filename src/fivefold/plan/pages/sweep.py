@@ -15,7 +15,7 @@ from fivefold.errors import printable
 from fivefold.files import guard, write_atomically
 from fivefold.observe import compare
 from fivefold.observe.compare import ComparedRun
-from fivefold.observe.document import asset, document
+from fivefold.observe.document import asset, document, section
 from fivefold.observe.format import short_number
 from fivefold.plan.advice.scaling import BESIROGLU, FLOPS, HOFFMANN, Law
 from fivefold.plan.advice.sweep_results import COUNTED, Curve, Results, iso_flops, notes
@@ -49,13 +49,11 @@ def page(folder: Path, found: Results) -> str:
         )
     lead = f"{found.sweep.recipe}: {len(done)} of {len(rows)} runs are finished. They vary {varied or 'nothing'}."
     sections = [
-        compare.section("Scaling law" if found.law else "Sizes and lengths", _law(found)),
-        compare.section("Other fields", _curves(found.curves)),
-        compare.section(
-            "Runs", compare.figures_table(runs) + _unfinished(found) if runs else _unfinished(found)
-        ),
-        compare.section("Curves", compare.curves(_spread(runs))),
-        compare.section("Differences", compare.difference_table(runs) if len(runs) > 1 else ""),
+        section("Scaling law" if found.law else "Sizes and lengths", _law(found)),
+        section("Other fields", _curves(found.curves)),
+        section("Runs", compare.figures_table(runs) + _unfinished(found) if runs else _unfinished(found)),
+        section("Curves", compare.curves(_spread(runs))),
+        section("Differences", compare.difference_table(runs) if len(runs) > 1 else ""),
     ]
     body = f"""<header>
 <p class="kicker">Sweep</p>

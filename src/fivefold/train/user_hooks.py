@@ -23,12 +23,12 @@ from fivefold.errors import UserError
 from fivefold.observe.faults import KINDS, ROLLBACK, USUAL
 from fivefold.observe.trackers import TAGS, TAGS_BY_NAME
 from fivefold.optim import OptimizerCard
-from fivefold.optim.own import Make, card_from, is_torch
+from fivefold.optim.custom import Make, card_from, is_torch
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
 from fivefold.spread.tiers import NOT_OFFLOADED
-from fivefold.step.brought import NOTHING, Brought, Loss, Metric, Schedule, called
+from fivefold.step.user_functions import NOTHING, Loss, Metric, Schedule, UserFunctions, called
 
 Optimizer = OptimizerCard | Make
 MOMENTS = ("on_step", "on_validation", "on_save", "on_end")
@@ -101,34 +101,48 @@ class Ref:
         Raises:
             UserError: it cannot. The message says what to do.
         """
+        if why := self._stays():
+            raise UserError(
+                f"{self.what} = {self.word}: ranks are processes of their own, and {why}, or train with nproc=1"
+            )
+
+    def _stays(self) -> str:
+        """Why another process cannot import it; "": it can."""
         module, _, name = self.name.partition(":")
         main = getattr(sys.modules["__main__"], "__file__", None)
-        why = ""
+        if not name and isinstance(self.value, Callback):
+            kind = type(self.value).__name__
+            return (
+                f"this object cannot travel to them. Pass the class {kind}, or partial({kind}, ...) of functools with "
+                "numbers and texts"
+            )
         if not name:
-            why = "this object cannot travel to them. Assign it at the top of a module and pass 'module:name'"
-            if isinstance(self.value, Callback):
-                kind = type(self.value).__name__
-                why = (
-                    f"this object cannot travel to them. Pass the class {kind}, or partial({kind}, ...) of functools "
-                    "with numbers and texts"
-                )
-        elif "<lambda>" in name:
-            why = "a lambda has no name to import. Write a function at the top of a module"
-        elif "<locals>" in name:
-            why = "what is defined inside a function cannot be imported. Move it to the top of its module"
-        elif module == "__main__" and not (main and Path(main).is_file()):
-            why = (
+            return (
+                "this object cannot travel to them. Assign it at the top of a module and pass 'module:name'"
+            )
+        if "<lambda>" in name:
+            return "a lambda has no name to import. Write a function at the top of a module"
+        if "<locals>" in name:
+            return "what is defined inside a function cannot be imported. Move it to the top of its module"
+        if module == "__main__" and not (main and Path(main).is_file()):
+            return (
                 "what is defined in a notebook or at the prompt cannot be imported. Put it into a file, such as "
                 f"mine.py, and pass 'mine:{name}'"
             )
-        elif not _plain(self.bound):
-            why = "what its partial binds is no number, text or list of them. Bind such values only"
-        elif imported(self.what, self.name) is not getattr(self.value, "func", self.value):
-            why = f"'{self.name}' is another object. Pass the name of this one"
-        if why:
-            raise UserError(
-                f"{self.what} = {_word(self)}: ranks are processes of their own, and {why}, or train with nproc=1"
-            )
+        try:
+            json.dumps(self.bound)
+        except (TypeError, ValueError):
+            return "what its partial binds is no number, text or list of them. Bind such values only"
+        if imported(self.what, self.name) is not getattr(self.value, "func", self.value):
+            return f"'{self.name}' is another object. Pass the name of this one"
+        return ""
+
+    @property
+    def word(self) -> str:
+        """Its name with what it binds, for messages."""
+        args, named = self.bound
+        bound = [*map(repr, args), *(f"{key}={value!r}" for key, value in named.items())]
+        return (self.name or type(self.value).__name__) + (f"({', '.join(bound)})" if bound else "")
 
 
 def ref(what: str, given: Any) -> Ref:
@@ -167,17 +181,8 @@ def imported(what: str, name: str) -> Any:
     return found
 
 
-def _plain(value: Any) -> bool:
-    """True for what is the same in every process."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 @dataclass(frozen=True)
-class Own:
+class UserHooks:
     """What a user brings. It travels to other ranks by names."""
 
     callbacks: tuple[Ref, ...] = ()
@@ -200,17 +205,17 @@ class Own:
     def identity(self) -> dict[str, str]:
         """What a resumed run has to bring again."""
         named = {"loss": self.loss, "schedule": self.schedule}
-        found = {key: "the recipe's" if one is None else _word(one) for key, one in named.items()}
-        return found if self.optimizer is None else found | {"optim.name": _word(self.optimizer)}
+        found = {key: "the recipe's" if one is None else one.word for key, one in named.items()}
+        return found if self.optimizer is None else found | {"optim.name": self.optimizer.word}
 
-    def brought(self) -> Brought:
+    def functions(self) -> UserFunctions:
         """What takes the place of the recipe's on this rank."""
         if not (self.loss or self.optimizer or self.schedule):
             return NOTHING
         card = None
         if self.optimizer is not None:
-            card = replace(card_from(self.optimizer.get(), _word(self.optimizer)), name=_word(self.optimizer))
-        return Brought(self.loss and self.loss.get(), card, self.schedule and self.schedule.get())
+            card = replace(card_from(self.optimizer.get(), self.optimizer.word), name=self.optimizer.word)
+        return UserFunctions(self.loss and self.loss.get(), card, self.schedule and self.schedule.get())
 
     def check(self, recipe: Recipe, module: nn.Module | None, travels: bool) -> None:
         """Refuses what cannot be trained, before any process starts. travels: ranks are started from this process.
@@ -229,7 +234,7 @@ class Own:
             found = getattr(one.get(), "func", one.get())
             if not any(callable(getattr(found, moment, None)) for moment in MOMENTS):
                 raise UserError(
-                    f"callbacks: {_word(one)} has none of {', '.join(MOMENTS)}; derive it from fivefold.Callback"
+                    f"callbacks: {one.word} has none of {', '.join(MOMENTS)}; derive it from fivefold.Callback"
                 )
         if recipe.servers.count:
             raise UserError(
@@ -244,7 +249,7 @@ class Own:
             )
         if self.loss is not None and recipe.train.z_loss:
             raise UserError(
-                f"train.z_loss = {recipe.train.z_loss} is a part of the recipe's loss, and loss = {_word(self.loss)} "
+                f"train.z_loss = {recipe.train.z_loss} is a part of the recipe's loss, and loss = {self.loss.word} "
                 "takes its place. Nearest valid: train.z_loss = 0"
             )
         if self.optimizer is not None:
@@ -253,7 +258,7 @@ class Own:
 
 def _check_optimizer(recipe: Recipe, optimizer: Ref) -> None:
     given, layout = optimizer.get(), Layout.from_recipe(recipe.layout)
-    card_from(given, _word(optimizer))
+    card_from(given, optimizer.word)
     if layout.offload != NOT_OFFLOADED:
         raise UserError(
             f'layout.offload = "{layout.offload}" is not supported with an optimizer of your own. Nearest valid: "none"'
@@ -265,18 +270,12 @@ def _check_optimizer(recipe: Recipe, optimizer: Ref) -> None:
         )
     if is_torch(given) and layout.divided:
         raise UserError(
-            f"optimizer = {_word(optimizer)}: a torch optimizer supports plain data parallelism only (dp=N). Nearest "
+            f"optimizer = {optimizer.word}: a torch optimizer supports plain data parallelism only (dp=N). Nearest "
             "valid: --layout dp=N, or an OptimizerCard (docs/architecture.md)"
         )
 
 
-def _word(one: Ref) -> str:
-    args, named = one.bound
-    bound = [*map(repr, args), *(f"{key}={value!r}" for key, value in named.items())]
-    return (one.name or type(one.value).__name__) + (f"({', '.join(bound)})" if bound else "")
-
-
-WITHOUT = Own()
+WITHOUT = UserHooks()
 RUNS_OWN = {
     *TAGS,
     *TAGS_BY_NAME,
@@ -300,7 +299,7 @@ def brings(
     loss: Loss | str | None = None,
     optimizer: Optimizer | str | None = None,
     schedule: Schedule | str | None = None,
-) -> Own:
+) -> UserHooks:
     """What a user has given, as the arguments of `fivefold.train`.
 
     Raises:
@@ -313,7 +312,7 @@ def brings(
             )
     if isinstance(callbacks, str | Callback | type | partial):
         callbacks = [callbacks]
-    return Own(
+    return UserHooks(
         tuple(ref("callbacks", one) for one in callbacks),
         {name: ref(f"metrics[{name!r}]", one) for name, one in (metrics or {}).items()},
         None if loss is None else ref("loss", loss),
@@ -325,13 +324,13 @@ def brings(
 class Callbacks:
     """The callbacks of a run, on rank 0. stopped: why one of them has stopped the run."""
 
-    def __init__(self, own: Own, run: Path, steps: int) -> None:
+    def __init__(self, own: UserHooks, run: Path, steps: int) -> None:
         self.run, self.steps, self.stopped = run, steps, ""
         self._all: list[tuple[str, Any]] = []
         for one in own.callbacks:
             found: Any = one.get()
             build = isclass(found) or hasattr(found, "func")  # a class, or a partial of one
-            self._all.append((_word(one), called(f"callbacks: {_word(one)}()", found) if build else found))
+            self._all.append((one.word, called(f"callbacks: {one.word}()", found) if build else found))
 
     def __bool__(self) -> bool:
         return bool(self._all)

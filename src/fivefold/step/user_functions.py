@@ -36,7 +36,7 @@ NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)
-class Brought:
+class UserFunctions:
     """What takes the place of the recipe's; None: the recipe's stays."""
 
     loss: Loss | None = None
@@ -58,7 +58,7 @@ class Brought:
         return float(found)
 
 
-NOTHING = Brought()
+NOTHING = UserFunctions()
 
 
 def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:

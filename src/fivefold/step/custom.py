@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from fivefold.data import Batch
 from fivefold.errors import UserError
 from fivefold.host.memory import available
 from fivefold.kernels.documents import Documents
-from fivefold.models.own import ModuleCard, OwnModel, buffers_of, refuse
+from fivefold.models.custom import CustomModel, ModuleCard, buffers_of, problems
 from fivefold.models.recomputation import budget_of
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import products
@@ -24,59 +25,55 @@ from fivefold.precision.fp8 import FP8
 from fivefold.recipe import Recipe, TrainSection
 from fivefold.spread.layout import Layout
 from fivefold.spread.tiers import OFFLOADS, partitions
-from fivefold.step.brought import called
+from fivefold.step.user_functions import called
 
 
-def own_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = None) -> OwnModel:
+def custom_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = None) -> CustomModel:
     """The module as data.
 
     Raises:
         UserError: it does not train with this recipe and layout. The message says what to change.
     """
-    own, layout = (
-        OwnModel(module, card, recipe.model.freeze),
-        Layout.from_recipe(recipe.layout),
-    )
-    name = type(module).__name__
+    model = CustomModel(module, card, recipe.model.freeze)
+    for problem in _problems(recipe, model, card is not None):
+        raise UserError(problem)
+    return model
+
+
+def _problems(recipe: Recipe, model: CustomModel, given: bool) -> Iterator[str]:
+    """Yields why a module does not train with this recipe. given: the user gave a card."""
+    name, layout = type(model.module).__name__, Layout.from_recipe(recipe.layout)
+    offload, optimizer = f'layout.offload = "{layout.offload}"', OPTIMIZERS[recipe.optim.name]
     if recipe.servers.count:
-        raise UserError(
-            'a module of your own does not train with sync.method = "server". Use sync.method = "all"'
-        )
+        yield 'a module of your own does not train with sync.method = "server". Use sync.method = "all"'
     if products.wanted(recipe) is not None:
-        raise UserError(f'custom modules do not train in {FP8}. Use precision.mode = "bf16" or "auto"')
+        yield f'custom modules do not train in {FP8}. Use precision.mode = "bf16" or "auto"'
     if OFFLOADS[layout.offload].streams:
-        raise UserError(
-            f'layout.offload = "{layout.offload}": custom modules keep their states on the device. Nearest valid: '
-            '"activations"'
-        )
+        yield f'{offload}: custom modules keep their states on the device. Nearest valid: "activations"'
     if partitions(layout.offload, layout.recompute, layout.tp, layout.sp):
-        raise UserError(
-            f'layout.offload = "{layout.offload}": of a custom module, tp does not divide the inputs of recomputed '
-            'blocks. Nearest valid: offload = "none", or recompute = "none"'
+        yield (
+            f"{offload}: of a custom module, tp does not divide the inputs of recomputed blocks. Nearest valid: "
+            'offload = "none", or recompute = "none"'
         )
     if budget_of(layout.recompute) is not None:
-        raise UserError(
+        yield (
             f'layout.recompute = "{layout.recompute}": the planner does not know {name}. Nearest valid: recompute=full'
         )
-    refuse(own, layout, card is not None)
-    for where, buffer in buffers_of(module)[0].items():
+    yield from problems(model, layout, given)
+    for where, buffer in buffers_of(model.module)[0].items():
         if why := odd_numbers(buffer, buffer=True):
-            raise UserError(
-                f"{name}: the buffer {where} {why}, which no checkpoint holds. Register it with persistent=False"
-            )
-    optimizer = OPTIMIZERS[recipe.optim.name]
-    if not any(optimizer.of(n, shape) is optimizer for n, shape in own.parameters.items()):
-        raise UserError(
+            yield f"{name}: the buffer {where} {why}, which no checkpoint holds. Register it with persistent=False"
+    if not any(optimizer.of(n, shape) is optimizer for n, shape in model.parameters.items()):
+        yield (
             f'optim.name = "{recipe.optim.name}" updates the matrices of "blocks.N...", and leaves all others to '
             f"{optimizer.rest.name if optimizer.rest else 'none'}. This module has no such names. Rename them, or use "
             "adamw"
         )
-    if card is not None and own.stack == "blocks" and own.blocks != recipe.model.layers and layout.pp > 1:
-        raise UserError(
-            f"model.layers = {recipe.model.layers}, and {name} has {own.blocks} blocks. Set model.layers={own.blocks}: "
-            "the rules of layouts read it"
+    if given and model.stack == "blocks" and model.blocks != recipe.model.layers and layout.pp > 1:
+        yield (
+            f"model.layers = {recipe.model.layers}, and {name} has {model.blocks} blocks. Set "
+            f"model.layers={model.blocks}: the rules of layouts read it"
         )
-    return own
 
 
 def try_out(module: nn.Module, batches: Any, train: TrainSection) -> None:
@@ -97,13 +94,13 @@ def try_out(module: nn.Module, batches: Any, train: TrainSection) -> None:
         for row in range(0, train.global_batch_size, B)[:2]:
             found = Batch(*batches.batch(0, range(row, row + B)))
             inputs, targets = (torch.as_tensor(x).long() for x in (found.inputs, found.targets))
-            first = (
+            more = (
                 {}
                 if found.first is None
                 else {"documents": Documents(np.asarray(found.first), inputs.device)}
             )
-            said = f"{name}(inputs, targets) with tokens {inputs.min()} to {inputs.max()} of shape {(*inputs.shape,)}"
-            loss = called(said, partial(copied, inputs, targets, **first))
+            call = f"{name}(inputs, targets) with tokens {inputs.min()} to {inputs.max()} of shape {(*inputs.shape,)}"
+            loss = called(call, partial(copied, inputs, targets, **more))
             if not isinstance(loss, Tensor) or loss.dim():
                 given = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
                 raise UserError(

@@ -1,0 +1,292 @@
+"""A user's own module as data: its parameters, its blocks, and the card that its user gives for more axes.
+
+Data parallelism, ZeRO and recomputation of blocks need the module alone. Tensor parallelism needs cuts; pipelines and
+context parallelism need a `LanguageModel`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from weakref import ref
+
+from torch import Tensor, nn
+
+from fivefold.models.base import LanguageModel
+from fivefold.models.layers import AttentionCore, Linear, Sublayer
+from fivefold.models.recomputation import of_blocks
+from fivefold.spread.layout import Layout
+from fivefold.spread.names import matching
+from fivefold.spread.parts import TIED, Cut, Shape, block_of, stage_blocks, stage_parameters, stages_of
+
+
+def _whole(name: str, shape: Shape) -> Cut | None:
+    return None
+
+
+@dataclass(frozen=True)
+class ModuleCard:
+    """What a user says of an own module.
+
+    cut: how tensor parallelism divides a parameter, given its name (within its block) and shape; None: it is whole on
+    every rank. tied: the output layer shares
+    `embed.weight`. beginning: what names of parameters before the blocks begin with, in a pipeline.
+    whole_sequences, regional: as in `models.card.Card`. named: the name of a parameter in `train.init_from`.
+    """
+
+    cut: Callable[[str, Shape], Cut | None] = _whole
+    tied: bool = False
+    beginning: tuple[str, ...] = ("embed",)
+    whole_sequences: tuple[str, ...] = ()
+    regional: tuple[str, ...] = ()
+    named: Callable[[str], str] = str
+
+
+def buffers_of(module: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
+    """The persistent buffers of a module by name, which checkpoints keep, and the names of others."""
+    others = {
+        f"{where}.{name}".lstrip(".")
+        for where, part in module.named_modules()
+        for name in part._non_persistent_buffers_set  # PyTorch has no public name for it
+    }
+    return {name: b for name, b in module.named_buffers() if name not in others}, others
+
+
+class CustomModel:
+    """A user's own module with its card. It is a `Model` of `spread/parts.py`. patterns: `model.freeze`.
+
+    parameters: their shapes. tensors: those of buffers that checkpoints keep, too. frozen: parameters that are not
+    trained. shared: the names of each parameter that has several. stack: the name of the modules that repeat, "" if
+    there are none. blocks: their number. cuts: the parameters that the card cuts. The other attributes are the card's.
+    """
+
+    has_experts = False
+
+    def __init__(self, module: nn.Module, card: ModuleCard | None = None, patterns: str = "") -> None:
+        self._module = ref(module)  # tables are cached by their model, and must not keep weights
+        self.card = card = card or ModuleCard()
+        self.tied, self.whole_sequences, self.regional = card.tied, card.whole_sequences, card.regional
+        self.beginning = card.beginning
+        self.parameters: Mapping[str, Shape] = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        buffers = {name: tuple(buffer.shape) for name, buffer in buffers_of(module)[0].items()}
+        self.tensors: Mapping[str, Shape] = {**self.parameters, **buffers}
+        untrained = {name for name, p in module.named_parameters() if not p.requires_grad}
+        self.frozen = matching(patterns, self.parameters) | untrained
+        names: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        self.shared = tuple(tuple(several) for several in names.values() if len(several) > 1)
+        self.stack = self._largest_stack()
+        self.blocks = len(list(module.get_submodule(self.stack).children())) if self.stack else 0
+        self.cuts: Mapping[str, Cut] = {
+            name: cut
+            for name, shape in self.parameters.items()
+            if (cut := self._cut(name, shape)) is not None
+        }
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "whoever has the table has the module"
+        return module
+
+    def _largest_stack(self) -> str:
+        """The list or dict of modules with most parameters whose children are called 0, 1, ... and share no parameter
+        with anything else; "" if there is none."""
+        sizes = {
+            name: sum(p.numel() for p in container.parameters())
+            for name, container in self.module.named_modules()
+            if name
+            and isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+            and self._repeats(name, container)
+        }
+        return max(sizes, key=lambda name: sizes[name]) if sizes else ""
+
+    def _repeats(self, name: str, container: nn.Module) -> bool:
+        children = dict(container.named_children())
+        if len(container._modules) < 2 or list(container._modules) != [str(n) for n in range(len(children))]:
+            return False
+        if len({type(child) for child in children.values()}) > 1:
+            return False
+        return all(any(True for _ in child.parameters()) for child in children.values()) and not any(
+            shared.startswith(f"{name}.") for names in self.shared for shared in names
+        )
+
+    def _cut(self, name: str, shape: Shape) -> Cut | None:
+        """The card's cut, by the parameter's name within its block."""
+        number = block_of(self, name)
+        return self.card.cut(name[len(f"{self.stack}.{number}.") :] if number else name, shape)
+
+    @cached_property
+    def _costs(self) -> tuple[list[float], float, float]:
+        """FLOPs per token of the matrices: 6 per element. A beginning reads rows."""
+        blocks, end = [0.0] * self.blocks, 0.0
+        for name, shape in self.parameters.items():
+            size = 6.0 * math.prod(shape) if len(shape) > 1 else 0.0
+            if number := block_of(self, name):
+                blocks[int(number)] += size
+            elif not name.startswith(self.beginning) or (name == TIED and self.tied):
+                end += size
+        return blocks, 0.0, end
+
+    @property
+    def costs(self) -> tuple[list[float], float, float]:
+        return self._costs
+
+    def split(
+        self, layout: Layout, pp_index: int, keep: Callable[[LanguageModel, set[str]], None]
+    ) -> dict[int, nn.Module]:
+        """The stages of the ranks with this index on the pp axis, by number. Without a pipeline: {0: the module
+        itself}. keep: drops what a stage does not have."""
+        if layout.pp == 1:
+            return {0: self.module}
+        names = stage_parameters(self, stage_blocks(self, layout))
+        stages: dict[int, nn.Module] = {}
+        for stage in stages_of(layout, pp_index):
+            module = copy.deepcopy(self.module)
+            assert isinstance(module, LanguageModel)
+            keep(module, set(names[stage]))
+            module.first, module.last = stage == 0, stage == len(names) - 1
+            stages[stage] = module
+        return stages
+
+
+def problems(model: CustomModel, layout: Layout, given: bool) -> Iterator[str]:
+    """Yields why the module does not train in this layout. given: the user gave a card."""
+    module, name, full = model.module, type(model.module).__name__, isinstance(model.module, LanguageModel)
+    custom = f"{name} is a module of your own"
+    if model.parameters.keys() <= model.frozen:
+        yield f"{name}: every parameter is frozen, so there is nothing to train"
+    if layout.ep > 1:
+        yield f"layout.ep = {layout.ep}: {custom}; ep needs an architecture. Nearest valid: ep=1"
+    if layout.tp > 1 and not any(cut.axis == "tp" for cut in model.cuts.values()):
+        has = "whose cut() cuts none of its parameters" if given else "and there is no card"
+        yield (
+            f"layout.tp = {layout.tp}: {custom}, {has}. Give its cuts: fivefold.train(..., "
+            f"card=fivefold.ModuleCard(cut=...)) (docs/own_model.md), or use ZeRO: --layout dp={layout.tp},zero=3"
+        )
+    for axis in ("pp", "cp"):
+        if (size := getattr(layout, axis)) > 1 and not (full and given):
+            need = (
+                "must be a fivefold.LanguageModel" if given else "needs a card: fivefold.train(..., card=...)"
+            )
+            yield (
+                f"layout.{axis} = {size}: {custom}, and {need} (docs/own_model.md). Nearest valid: --layout "
+                f"dp={size},zero=3"
+            )
+    yield from _recomputation(model, layout)
+    scalars = [parameter for parameter, shape in model.parameters.items() if not shape]
+    if layout.shards > 1 and scalars:
+        yield (
+            f"layout.zero = {layout.zero}: {name}.{scalars[0]} is a scalar, which has no rows to divide. Give it the "
+            "shape (1,). Nearest valid: zero=0"
+        )
+    if layout.tp > 1:
+        yield from _cuts(model, layout)
+    vocabulary = any(cut.kind == "vocab" for cut in model.cuts.values())
+    if layout.tp > 1 and vocabulary and not full:
+        yield (
+            f'{name}: cuts of the kind "vocab" need a fivefold.LanguageModel, whose output layer computes the loss '
+            "from parts of the vocabulary"
+        )
+    if layout.sp and not (full and vocabulary):
+        yield (
+            f"layout.sp = true: {name} needs to be a fivefold.LanguageModel whose card cuts the vocabulary. Nearest "
+            "valid: sp=false"
+        )
+    if layout.cp > 1 and not any(isinstance(part, AttentionCore) for part in module.modules()):
+        yield (
+            f"layout.cp = {layout.cp}: {name} has no fivefold.models.layers.AttentionCore, which context parallelism "
+            "replaces. Nearest valid: cp=1"
+        )
+    if model.shared and (layout.tp > 1 or layout.pp > 1):
+        one, other = model.shared[0][:2]
+        yield (
+            f"{name}: {one} and {other} are one parameter. With tp or pp, use it by one name (`tied` of the card). "
+            "Nearest valid: zero=3"
+        )
+    stages = layout.pp * layout.stages_per_rank
+    if layout.pp > 1 and model.blocks < stages:
+        yield (
+            f"layout.pp = {layout.pp}: {name} has {model.blocks} blocks for {stages} pipeline stages. Nearest valid: "
+            f"pp={max(1, model.blocks // layout.stages_per_rank)}"
+        )
+    if layout.pp > 1 and model.stack != "blocks":
+        yield (
+            f"layout.pp = {layout.pp}: the blocks of {name} must be called blocks.0, blocks.1, ... "
+            "(fivefold.models.base.block_dict). Nearest valid: pp=1"
+        )
+
+
+def _recomputation(model: CustomModel, layout: Layout) -> Iterator[str]:
+    name = type(model.module).__name__
+    if layout.recompute != "none" and not model.blocks:
+        yield (
+            f'layout.recompute = "{layout.recompute}": {name} has no blocks to recompute: an nn.ModuleList of at least '
+            "two modules of one class. Nearest valid: recompute=none"
+        )
+        return
+    modes = of_blocks(layout.recompute, model.blocks) if layout.recompute != "none" else ()
+    partly = next((mode for mode in modes if mode not in ("none", "full")), None)
+    if partly and not any(isinstance(part, AttentionCore | Sublayer) for part in model.module.modules()):
+        yield (
+            f'layout.recompute: "{partly}" recomputes a part of each block, and {name} has neither AttentionCore nor '
+            "Sublayer of fivefold.models.layers. Nearest valid: recompute=full"
+        )
+
+
+def _cuts(model: CustomModel, layout: Layout) -> Iterator[str]:
+    """What tensor parallelism cannot cut as the card says."""
+    for name, core in model.module.named_modules():
+        if isinstance(core, AttentionCore) and (core.heads % layout.tp or core.kv_heads % layout.tp):
+            heads = f"{core.heads} heads and {core.kv_heads} key-value heads"
+            yield f"layout.tp = {layout.tp} must divide the {heads} of {name}"
+    for name, cut in model.cuts.items():
+        shape = model.parameters[name]
+        if len(shape) <= cut.dim or sum(cut.sections) != shape[cut.dim]:
+            yield (
+                f"the card's cut of {name}, of the shape {shape}: the sections {cut.sections} must add up to its dim "
+                f"{cut.dim}"
+            )
+        if wrong := [size for size in cut.sections if size % layout.tp]:
+            yield f"layout.tp = {layout.tp} must divide {wrong[0]}, a section of {name} in the card"
+    for name, module in model.module.named_modules():
+        cut = model.cuts.get(f"{name}.weight")
+        if cut is not None and (why := _not_replaced(model, name, module, cut)):
+            yield f"layout.tp = {layout.tp}: {type(model.module).__name__}.{name} {why}. Nearest valid: zero=3"
+
+
+def _not_replaced(model: CustomModel, name: str, module: nn.Module, cut: Cut) -> str:
+    """Why tensor parallelism cannot put its own layer in place of one whose weight is cut; "": it can. The new layer
+    would silently compute something else."""
+    kind, plain = type(module), ""
+    if isinstance(module, nn.Linear) and cut.kind in ("column", "row"):
+        if cut.dim != (0 if cut.kind == "column" else 1):
+            return (
+                f'is an nn.Linear: its "{cut.kind}" cut must have dim {int(cut.kind == "row")}, not {cut.dim}'
+            )
+        bias = model.cuts.get(f"{name}.bias")
+        if (
+            module.bias is not None
+            and cut.kind == "column"
+            and (bias is None or bias.sections != cut.sections)
+        ):
+            return "is cut by columns, and its bias is not: the card must cut both alike"
+        if bias is not None and cut.kind == "row":
+            return "is cut by rows: its bias must stay whole, and the card cuts it"
+        plain = "nn.Linear" if kind.forward not in (nn.Linear.forward, Linear.forward) else ""
+    elif isinstance(module, nn.Embedding) and cut.kind == "vocab":
+        for option in ("padding_idx", "max_norm"):
+            if (value := getattr(module, option)) is not None:
+                return f"has {option} = {value}, which a cut vocabulary does not know"
+        plain = "nn.Embedding" if kind.forward is not nn.Embedding.forward else ""
+    else:
+        return ""
+    if plain:
+        return f"is a {kind.__name__} with a forward of its own, and a cut weight needs a plain {plain}: put one inside"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has forward hooks, and is replaced by a layer without them. Put them on the module around it"
+    return ""
