@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import JsonOption, bytes_of, print_json
+from fivefold.cli.options import JsonOption, bytes_of, flag, option, print_json
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ def _group() -> None:
 
 @bench.command("hardware", epilog="\b\nExamples:" + "".join(f"\n  {example}" for example in EXAMPLES))
 def hardware(
-    busy: Annotated[
-        bool, typer.Option("--busy", help="Save the table even if other programs take the cores.")
-    ] = False,
+    busy: Annotated[bool, flag("Save the table even if other programs take the cores.", "--busy")] = False,
     json: JsonOption = False,
 ) -> None:
     """Measure matmuls, attention, memory, Python overhead and local messages for `fivefold plan --cluster local`.
@@ -53,10 +51,8 @@ def hardware(
     "collectives", epilog="\b\nExamples:" + "".join(f"\n  {example}" for example in COLLECTIVES_EXAMPLES)
 )
 def collectives(
-    ranks: Annotated[int, typer.Option(metavar="N", help="Number of local ranks.")] = 4,
-    sizes: Annotated[
-        str, typer.Option(metavar="SIZES", help="Sizes of the message, separated by commas.")
-    ] = "4K,64K,1M,4M,16M",
+    ranks: Annotated[int, option("N", "Number of local ranks.")] = 4,
+    sizes: Annotated[str, option("SIZES", "Sizes of the message, separated by commas.")] = "4K,64K,1M,4M,16M",
     json: JsonOption = False,
 ) -> None:
     """Measure every all-reduce between local ranks, and fit alpha, beta and gamma to single messages.

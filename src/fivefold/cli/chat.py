@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from fivefold.cli import sampling
-from fivefold.cli.options import JsonOption, RunArgument, StepOption, print_json, require_run
+from fivefold.cli.options import JsonOption, RunArgument, StepOption, option, print_json, require_run
 from fivefold.cli.problems import print_problems
 from fivefold.errors import UserError
 
@@ -31,10 +29,8 @@ BASE = (
 
 def chat(
     run: RunArgument,
-    system: Annotated[
-        str, typer.Option(metavar="TEXT", help="How to answer, as the first message.", show_default=False)
-    ] = "",
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens per answer.")] = 512,
+    system: Annotated[str, option("TEXT", "How to answer, as the first message.", show_default=False)] = "",
+    max_tokens: Annotated[int, option("N", "Maximum number of tokens per answer.")] = 512,
     temperature: sampling.TemperatureOption = 0.8,
     top_k: sampling.TopKOption = 0,
     top_p: sampling.TopPOption = 1.0,

@@ -6,9 +6,7 @@ import shutil
 import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
+from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, flag, print_json
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,8 +23,8 @@ def check(
     recipe: RecipeArgument,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    no_data: Annotated[bool, typer.Option("--no-data", help="Skip the data.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Print every field and its meaning.")] = False,
+    no_data: Annotated[bool, flag("Skip the data.", "--no-data")] = False,
+    explain: Annotated[bool, flag("Print every field and its meaning.", "--explain")] = False,
     json: JsonOption = False,
 ) -> None:
     """Check a recipe and its data, and summarize the training run."""

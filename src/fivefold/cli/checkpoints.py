@@ -6,9 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from fivefold.cli.options import JsonOption, RunArgument, print_json, require_run
+from fivefold.cli.options import JsonOption, RunArgument, flag, option, print_json, require_run
 from fivefold.errors import CheckFailed, UserError
 
 EXAMPLES = [
@@ -21,24 +19,16 @@ EXAMPLES = [
 
 def checkpoints(
     run: RunArgument,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read every file and compare it with the manifest.")
-    ] = False,
+    verify: Annotated[bool, flag("Read every file and compare it with the manifest.", "--verify")] = False,
     prune: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Remove those that checkpoint.keep_last and keep_every do not keep, and those set aside.",
             "--prune",
-            help="Remove those that checkpoint.keep_last and keep_every do not keep, and those set aside.",
         ),
     ] = False,
-    copy: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Copy a checkpoint into this folder, checked."),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="With --copy: its step. [default: the newest]"),
-    ] = None,
+    copy: Annotated[Path | None, option("DIR", "Copy a checkpoint into this folder, checked.")] = None,
+    step: Annotated[int | None, option("N", "With --copy: its step. [default: the newest]", min=0)] = None,
     json: JsonOption = False,
 ) -> None:
     """List, verify, prune or copy the checkpoints of a run.

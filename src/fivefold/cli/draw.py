@@ -9,9 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json, save_as
+from fivefold.cli.options import (
+    JsonOption,
+    LayoutOption,
+    RecipeArgument,
+    SetOption,
+    option,
+    print_json,
+    save_as,
+)
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, make_folder, understood
 
@@ -39,16 +45,16 @@ def draw(
     layout: LayoutOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Also write the pictures to DIR: layout, schedule, context, timeline, offload, memory, workers.svg.",
+        option(
+            "DIR",
+            "Also write the pictures to DIR: layout, schedule, context, timeline, offload, memory, workers.svg.",
         ),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME[:N]",
-            help="Also draw the planned timeline of computing and messages on these devices. See `fivefold plan`.",
+        option(
+            "NAME[:N]",
+            "Also draw the planned timeline of computing and messages on these devices. See `fivefold plan`.",
         ),
     ] = None,
     json: JsonOption = False,

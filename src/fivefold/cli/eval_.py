@@ -16,6 +16,7 @@ from fivefold.cli.options import (
     JsonOption,
     RunArgument,
     StepOption,
+    option,
     print_json,
     require_run,
     require_writable,
@@ -28,69 +29,51 @@ EXAMPLES = [
     "fivefold eval runs/first --task hellaswag_val.jsonl --limit 1000",
     "fivefold eval runs/first --task ARC-Easy-Test.jsonl --shots 5 --shots-from ARC-Easy-Train.jsonl --json",
 ]
-TextsArgument = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        metavar="FILE",
-        help="Text files: perplexity and bits per byte. A .jsonl holds one document per line.",
-    ),
-]
-TaskOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="FILE",
-        help="Task file: JSON lines in our own form (docs/evaluation.md) or as HellaSwag, ARC and LAMBADA are "
-        "published. Repeatable.",
-    ),
-]
-ShotsOption = Annotated[
-    int, typer.Option(metavar="K", help="Solved examples in front of each item of a task.")
-]
-ShotsFromOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Task file that examples are drawn from. [default: the task's own]"),
-]
-SeedOption = Annotated[int, typer.Option(metavar="N", help="Random seed of the examples.")]
-LimitOption = Annotated[int, typer.Option(metavar="N", help="First N items of each task; 0: all.")]
-ContextOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Tokens that the model sees at most. [default: model.seq_len]"),
-]
-StrideOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Tokens that a window of a long text scores. [default: --context]"),
-]
-BatchTokensOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Tokens per batch: bounds the memory. [default: 8192]"),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(metavar="fp32|bf16|fp16", help="Dtype to compute in. [default: as the run's validation]"),
-]
-TextKeyOption = Annotated[
-    str | None,
-    typer.Option(metavar="KEY", help="Field of a .jsonl that holds the text. [default: data.text_key]"),
-]
+SeedOption = Annotated[int, option("N", "Random seed of the examples.")]
 OutOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write the figures here as JSON, with each item's."),
+    option("FILE", "Write the figures here as JSON, with each item's."),
 ]
 
 
 def eval_(
     run: RunArgument,
-    texts: TextsArgument = None,
-    task: TaskOption = None,
-    shots: ShotsOption = 0,
-    shots_from: ShotsFromOption = None,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE",
+            help="Text files: perplexity and bits per byte. A .jsonl holds one document per line.",
+        ),
+    ] = None,
+    task: Annotated[
+        list[Path] | None,
+        option(
+            "FILE",
+            "Task file: JSON lines in our own form (docs/evaluation.md) or as HellaSwag, ARC and LAMBADA are "
+            "published. Repeatable.",
+        ),
+    ] = None,
+    shots: Annotated[int, option("K", "Solved examples in front of each item of a task.")] = 0,
+    shots_from: Annotated[
+        Path | None, option("FILE", "Task file that examples are drawn from. [default: the task's own]")
+    ] = None,
     seed: SeedOption = 1234,
-    limit: LimitOption = 0,
-    context: ContextOption = None,
-    stride: StrideOption = None,
-    batch_tokens: BatchTokensOption = None,
-    dtype: DtypeOption = None,
-    text_key: TextKeyOption = None,
+    limit: Annotated[int, option("N", "First N items of each task; 0: all.")] = 0,
+    context: Annotated[
+        int | None, option("N", "Tokens that the model sees at most. [default: model.seq_len]")
+    ] = None,
+    stride: Annotated[
+        int | None, option("N", "Tokens that a window of a long text scores. [default: --context]")
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, option("N", "Tokens per batch: bounds the memory. [default: 8192]")
+    ] = None,
+    dtype: Annotated[
+        str | None, option("fp32|bf16|fp16", "Dtype to compute in. [default: as the run's validation]")
+    ] = None,
+    text_key: Annotated[
+        str | None, option("KEY", "Field of a .jsonl that holds the text. [default: data.text_key]")
+    ] = None,
     step: StepOption = None,
     out: OutOption = None,
     json: JsonOption = False,

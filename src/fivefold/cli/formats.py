@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from fivefold.cli.options import JsonOption, print_json, require_run, require_writable, save_as
+from fivefold.cli.options import (
+    JsonOption,
+    option,
+    print_json,
+    require_run,
+    require_writable,
+    save_as,
+)
 
 EXAMPLES = [
     "fivefold formats",
@@ -17,15 +22,9 @@ EXAMPLES = [
 
 def formats(
     run: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN", help="Compare with the numbers of a run trained with observe.histogram_step."
-        ),
+        Path | None, option("RUN", "Compare with the numbers of a run trained with observe.histogram_step.")
     ] = None,
-    svg: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also draw them to FILE. With --run."),
-    ] = None,
+    svg: Annotated[Path | None, option("FILE", "Also draw them to FILE. With --run.")] = None,
     json: JsonOption = False,
 ) -> None:
     """List the formats of numbers, from fp64 to fp4: bits, range, precision, hardware.

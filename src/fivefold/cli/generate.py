@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from fivefold.cli import sampling
-from fivefold.cli.options import JsonOption, RunArgument, StepOption, print_json, require_run
+from fivefold.cli.options import JsonOption, RunArgument, StepOption, option, print_json, require_run
 from fivefold.errors import UserError, shortened
 
 if TYPE_CHECKING:
@@ -25,16 +23,16 @@ EXAMPLES = [
 
 def generate(
     run: RunArgument,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Prompt.", show_default=False)] = "",
+    prompt: Annotated[str, option("TEXT", "Prompt.", show_default=False)] = "",
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A prompt per line, or .jsonl with 'prompt' or 'messages'. Prints a JSON object per prompt.",
+        option(
+            "FILE",
+            "A prompt per line, or .jsonl with 'prompt' or 'messages'. Prints a JSON object per prompt.",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Number of texts per prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of new tokens.")] = 200,
+    samples: Annotated[int, option("N", "Number of texts per prompt.", min=1)] = 1,
+    max_tokens: Annotated[int, option("N", "Maximum number of new tokens.")] = 200,
     temperature: sampling.TemperatureOption = 0.8,
     top_k: sampling.TopKOption = 0,
     top_p: sampling.TopPOption = 1.0,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import JsonOption, print_json
+from fivefold.cli.options import JsonOption, option, print_json
 from fivefold.errors import UserError
 
 EXAMPLES = ["fivefold import my-model --out runs/imported"]
@@ -15,7 +15,7 @@ EXAMPLES = ["fivefold import my-model --out runs/imported"]
 
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with config.json and safetensors.")],
-    out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder to write.")],
+    out: Annotated[Path, option("RUN", "Run folder to write.")],
     json: JsonOption = False,
 ) -> None:
     """Import a Hugging Face folder as a run.

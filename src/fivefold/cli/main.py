@@ -39,6 +39,7 @@ from fivefold.cli import (
     train,
     verify,
 )
+from fivefold.cli.options import flag
 from fivefold.errors import (
     PASSING,
     BusyError,
@@ -106,7 +107,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and stop.", callback=_version, is_eager=True)
+        bool, flag("Print the version and stop.", "--version", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     pass

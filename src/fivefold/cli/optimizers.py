@@ -6,9 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from fivefold.cli.options import JsonOption, print_json, require_writable, save_as
+from fivefold.cli.options import JsonOption, option, print_json, require_writable, save_as
 from fivefold.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -24,17 +22,10 @@ MATRIX = 4096  # rows and columns of the matrix by which states are compared
 
 def optimizers(
     draw: Annotated[
-        str | None,
-        typer.Option(metavar="SURFACE", help="Draw paths over a surface: contours, ravine, saddle or local."),
+        str | None, option("SURFACE", "Draw paths over a surface: contours, ravine, saddle or local.")
     ] = None,
-    only: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="Only these optimizers, by commas."),
-    ] = None,
-    svg: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the paths over all surfaces as a picture."),
-    ] = None,
+    only: Annotated[str | None, option("NAMES", "Only these optimizers, by commas.")] = None,
+    svg: Annotated[Path | None, option("FILE", "Write the paths over all surfaces as a picture.")] = None,
     json: JsonOption = False,
 ) -> None:
     """List the optimizers: bytes of their states, where they come from. Draw their paths over surfaces.
@@ -45,11 +36,14 @@ def optimizers(
     from fivefold.optim.surfaces import SURFACES, tuned
 
     names = only.split(",") if only else list(OPTIMIZERS)
-    for option, given, valid in (("--only", names, OPTIMIZERS), ("--draw", [draw] if draw else [], SURFACES)):
+    for flag_name, given, valid in (
+        ("--only", names, OPTIMIZERS),
+        ("--draw", [draw] if draw else [], SURFACES),
+    ):
         for name in given:
             if name not in valid:
                 raise UserError(
-                    f"{option} {name}: must be {' or '.join(valid)}{did_you_mean(name, list(valid))}"
+                    f"{flag_name} {name}: must be {' or '.join(valid)}{did_you_mean(name, list(valid))}"
                 )
     require_writable("--svg", svg)
     found: dict[str, Any] = {"optimizers": [_row(OPTIMIZERS[name]) for name in names]}

@@ -15,6 +15,16 @@ from fivefold.errors import UserError, problem, system_error
 from fivefold.files import guard, write, write_atomically
 
 
+def option(metavar: str, help: str, *names: str, **more: Any) -> Any:
+    """An option with a value. names: other ones than the parameter's."""
+    return typer.Option(*names, metavar=metavar, help=help, **more)
+
+
+def flag(help: str, *names: str, **more: Any) -> Any:
+    """An option without a value of its own, or with one of a few words."""
+    return typer.Option(*names, help=help, **more)
+
+
 def _recipe_names() -> list[str]:
     from fivefold.recipe.load import shipped
 
@@ -35,23 +45,19 @@ RecipeArgument = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Override a field of the recipe, such as optim.lr=3e-4. Repeatable.",
+    option(
+        "SECTION.KEY=VALUE", "Override a field of the recipe, such as optim.lr=3e-4. Repeatable.", "--set"
     ),
 ]
 LayoutOption = Annotated[
     str | None,
-    typer.Option(
-        "--layout", metavar="LAYOUT", help="Replace the recipe's [layout], such as dp=2 or dp=4,tp=2,zero=1."
-    ),
+    option("LAYOUT", "Replace the recipe's [layout], such as dp=2 or dp=4,tp=2,zero=1.", "--layout"),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+JsonOption = Annotated[bool, flag("Print one JSON object instead of text.", "--json")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=run_folders)]
 StepOption = Annotated[
     int | None,
-    typer.Option(min=0, metavar="N", help="Step of the checkpoint. [default: the newest]"),
+    option("N", "Step of the checkpoint. [default: the newest]", min=0),
 ]
 
 

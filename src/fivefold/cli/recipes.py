@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli.options import JsonOption, print_json
+from fivefold.cli.options import JsonOption, flag, print_json
 from fivefold.errors import UserError
 
 EXAMPLES = ["fivefold recipes", "fivefold recipes quickstart > my.toml", "fivefold recipes --fields"]
@@ -16,12 +16,10 @@ EXAMPLES = ["fivefold recipes", "fivefold recipes quickstart > my.toml", "fivefo
 
 def recipes(
     name: Annotated[
-        str | None,
-        typer.Argument(help="Print this recipe's TOML as a start for your own."),
+        str | None, typer.Argument(help="Print this recipe's TOML as a start for your own.")
     ] = None,
     fields: Annotated[
-        bool,
-        typer.Option("--fields", help="Print the ten fields that most runs set, then all others by name."),
+        bool, flag("Print the ten fields that most runs set, then all others by name.", "--fields")
     ] = False,
     json: JsonOption = False,
 ) -> None:

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import JsonOption, print_json, require_run, require_writable, run_folders, save_as
+from fivefold.cli.options import (
+    JsonOption,
+    flag,
+    option,
+    print_json,
+    require_run,
+    require_writable,
+    run_folders,
+    save_as,
+)
 from fivefold.cli.sweep import HoldOutOption
 from fivefold.errors import UserError
 
@@ -25,18 +34,13 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN", help="Run folders, or a sweep's folder.", autocompletion=run_folders),
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help=f"Page of several runs. [default: {COMPARISON}]"),
-    ] = None,
+    out: Annotated[Path | None, option("FILE", f"Page of several runs. [default: {COMPARISON}]")] = None,
     hold_out: HoldOutOption = None,
     live: Annotated[
-        bool,
-        typer.Option("--live", help="Serve the page of a run on this machine while it trains, until Ctrl-C."),
+        bool, flag("Serve the page of a run on this machine while it trains, until Ctrl-C.", "--live")
     ] = False,
     port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, metavar="N", help="With --live; 0: a free one. [default: 6007]"),
+        int | None, option("N", "With --live; 0: a free one. [default: 6007]", min=0, max=65535)
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -6,21 +6,16 @@ import sys
 from collections.abc import Callable
 from typing import Annotated
 
-import typer
-
+from fivefold.cli.options import option
 from fivefold.errors import printable
 
-TemperatureOption = Annotated[float, typer.Option(metavar="X", help="Sampling temperature; 0 is greedy.")]
-TopKOption = Annotated[
-    int, typer.Option(metavar="K", help="Sample from the K likeliest tokens; 0: from all.")
-]
-TopPOption = Annotated[
-    float, typer.Option(metavar="P", help="Sample from the likeliest tokens with total probability P.")
-]
-SeedOption = Annotated[int, typer.Option(metavar="N", help="Random seed; the same seed gives the same text.")]
+TemperatureOption = Annotated[float, option("X", "Sampling temperature; 0 is greedy.")]
+TopKOption = Annotated[int, option("K", "Sample from the K likeliest tokens; 0: from all.")]
+TopPOption = Annotated[float, option("P", "Sample from the likeliest tokens with total probability P.")]
+SeedOption = Annotated[int, option("N", "Random seed; the same seed gives the same text.")]
 StopOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="Stop before this text. Repeatable."),
+    option("TEXT", "Stop before this text. Repeatable."),
 ]
 
 

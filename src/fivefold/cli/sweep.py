@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import JsonOption, LayoutOption, SetOption, print_json
+from fivefold.cli.options import JsonOption, LayoutOption, SetOption, option, print_json
 from fivefold.errors import UserError
 from fivefold.files import numbered_folder
 from fivefold.launch.exits import STOPPED
@@ -22,11 +22,11 @@ EXAMPLES = [
 ]
 HoldOutOption = Annotated[
     str | None,
-    typer.Option(
-        "--hold-out",
-        metavar="largest|size|NAME",
-        help="Leave runs out of the fit and predict them: the one with most FLOPs, all of the largest size, or the run "
+    option(
+        "largest|size|NAME",
+        "Leave runs out of the fit and predict them: the one with most FLOPs, all of the largest size, or the run "
         "of this name.",
+        "--hold-out",
     ),
 ]
 
@@ -41,19 +41,16 @@ def sweep(
     ],
     over: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE,VALUE...",
-            help="Values of a field. Repeatable: all combinations are run. Fields in one --over, with a space between, "
+        option(
+            "KEY=VALUE,VALUE...",
+            "Values of a field. Repeatable: all combinations are run. Fields in one --over, with a space between, "
             "move together. flops=...: 6 N D of a run, which sets its train.tokens.",
         ),
     ] = None,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    jobs: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Runs at a time.")] = 1,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Sweep folder. [default: a new one under runs/]"),
-    ] = None,
+    jobs: Annotated[int, option("N", "Runs at a time.", min=1, max=1024)] = 1,
+    out: Annotated[Path | None, option("DIR", "Sweep folder. [default: a new one under runs/]")] = None,
     hold_out: HoldOutOption = None,
     json: JsonOption = False,
 ) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from fivefold.cli.options import (
+    JsonOption,
+    LayoutOption,
+    RecipeArgument,
+    SetOption,
+    option,
+    print_json,
+)
 
-from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
-
-MegatronOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--megatron",
-        help="Also write NAME_train and NAME_val, .bin and .idx, which Megatron-LM reads.",
-        metavar="NAME",
-    ),
-]
 EXAMPLES = [
     "fivefold tokenize quickstart",
     "fivefold tokenize gpt2-124m --set data.source=my_texts/ --set data.tokenizer=bpe:32000",
@@ -28,7 +25,14 @@ def tokenize(
     recipe: RecipeArgument,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    megatron: MegatronOption = None,
+    megatron: Annotated[
+        Path | None,
+        option(
+            "NAME",
+            "Also write NAME_train and NAME_val, .bin and .idx, which Megatron-LM reads.",
+            "--megatron",
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Tokenize a recipe's text ahead of training.

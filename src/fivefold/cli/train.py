@@ -10,9 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
+from fivefold.cli.options import (
+    JsonOption,
+    LayoutOption,
+    RecipeArgument,
+    SetOption,
+    flag,
+    option,
+    print_json,
+)
 from fivefold.errors import UserError
 from fivefold.files import guard
 from fivefold.launch.interrupt import Leaving
@@ -30,41 +36,9 @@ EXAMPLES = [
     "fivefold train runs/first --resume-from runs/first/checkpoints/step-00000040",
     "fivefold train quickstart --quiet",
 ]
-NprocOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N|MIN:MAX",
-        help="Number of local ranks to start. MIN:MAX: elastic; ranks that fail for good are left out, and "
-        "RUN/slots says how many may run now. [default: as the layout and the machine need]",
-    ),
-]
 OutOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Run folder. [default: a new one under runs/]"),
-]
-SiteOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        metavar="N",
-        help="Train this site of the recipe's only. Each is started by itself, and may leave and return.",
-    ),
-]
-MeetOption = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="With --site: where site 0 serves the others."),
-]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")]
-ResumeFromOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="auto|PATH",
-        help="auto: resume if the run has a checkpoint, else start it. PATH: resume from this checkpoint; later "
-        "ones of the run are set aside.",
-    ),
-]
-QuietOption = Annotated[
-    bool, typer.Option("--quiet", help="Print alarms and errors only, and the run folder at the end.")
+    option("DIR", "Run folder. [default: a new one under runs/]"),
 ]
 
 
@@ -73,13 +47,36 @@ def train(
     recipe: RecipeArgument,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    nproc: NprocOption = None,
+    nproc: Annotated[
+        str | None,
+        option(
+            "N|MIN:MAX",
+            "Number of local ranks to start. MIN:MAX: elastic; ranks that fail for good are left out, and "
+            "RUN/slots says how many may run now. [default: as the layout and the machine need]",
+        ),
+    ] = None,
     out: OutOption = None,
-    site: SiteOption = None,
-    meet: MeetOption = None,
-    resume: ResumeOption = False,
-    resume_from: ResumeFromOption = None,
-    quiet: QuietOption = False,
+    site: Annotated[
+        int | None,
+        option(
+            "N",
+            "Train this site of the recipe's only. Each is started by itself, and may leave and return.",
+            min=0,
+        ),
+    ] = None,
+    meet: Annotated[str | None, option("HOST:PORT", "With --site: where site 0 serves the others.")] = None,
+    resume: Annotated[bool, flag("Resume from the run's last checkpoint.", "--resume")] = False,
+    resume_from: Annotated[
+        str | None,
+        option(
+            "auto|PATH",
+            "auto: resume if the run has a checkpoint, else start it. PATH: resume from this checkpoint; later "
+            "ones of the run are set aside.",
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, flag("Print alarms and errors only, and the run folder at the end.", "--quiet")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Train a recipe.

@@ -6,9 +6,15 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, print_json
+from fivefold.cli.options import (
+    JsonOption,
+    LayoutOption,
+    RecipeArgument,
+    SetOption,
+    flag,
+    option,
+    print_json,
+)
 from fivefold.errors import CheckFailed, several
 from fivefold.precision import TRAINABLE
 
@@ -31,12 +37,9 @@ def verify(
     recipe: RecipeArgument,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps to compare.")] = 3,
+    steps: Annotated[int, option("N", "Optimizer steps to compare.", min=1)] = 3,
     mode: Annotated[
-        Mode,
-        typer.Option(
-            help="fp32: equal up to rounding. Others: as close to fp32 as one process in that mode."
-        ),
+        Mode, flag("fp32: equal up to rounding. Others: as close to fp32 as one process in that mode.")
     ] = "fp32",
     json: JsonOption = False,
 ) -> None:
