@@ -14,9 +14,8 @@ from fivefold.cli import (
     chat,
     check,
     eval_,
-    export,
     generate,
-    import_,
+    hugging_face,
     plan,
     recipes,
     report,
@@ -40,8 +39,8 @@ COMMANDS = {
     "generate": generate,
     "chat": chat,
     "report": report,
-    "export": export,
-    "import": import_,
+    "export": hugging_face,
+    "import": hugging_face,
 }
 
 

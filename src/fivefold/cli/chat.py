@@ -7,8 +7,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
-from fivefold.cli import sampling
-from fivefold.cli.options import JsonOption, RunArgument, StepOption, option, print_json, require_run
+from fivefold.cli.options import (
+    JsonOption,
+    RunArgument,
+    SeedOption,
+    StepOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    option,
+    print_json,
+    require_run,
+    shown,
+)
 from fivefold.cli.problems import print_problems
 from fivefold.errors import UserError
 
@@ -31,11 +43,11 @@ def chat(
     run: RunArgument,
     system: Annotated[str, option("TEXT", "How to answer, as the first message.", show_default=False)] = "",
     max_tokens: Annotated[int, option("N", "Maximum number of tokens per answer.")] = 512,
-    temperature: sampling.TemperatureOption = 0.8,
-    top_k: sampling.TopKOption = 0,
-    top_p: sampling.TopPOption = 1.0,
-    stop: sampling.StopOption = None,
-    seed: sampling.SeedOption = 0,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    stop: StopOption = None,
+    seed: SeedOption = 0,
     step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -85,7 +97,7 @@ def _lines() -> Iterator[str]:
 
 
 def _answer(found: Chat, line: str, json: bool) -> None:
-    show = sampling.shown()
+    show = shown()
     pieces: list[str] = []
     try:
         for piece in found.ask(line):

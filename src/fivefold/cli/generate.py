@@ -6,8 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli import sampling
-from fivefold.cli.options import JsonOption, RunArgument, StepOption, option, print_json, require_run
+from fivefold.cli.options import (
+    JsonOption,
+    RunArgument,
+    SeedOption,
+    StepOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    option,
+    print_json,
+    require_run,
+    shown,
+)
 from fivefold.errors import UserError, shortened
 
 if TYPE_CHECKING:
@@ -33,11 +45,11 @@ def generate(
     ] = None,
     samples: Annotated[int, option("N", "Number of texts per prompt.", min=1)] = 1,
     max_tokens: Annotated[int, option("N", "Maximum number of new tokens.")] = 200,
-    temperature: sampling.TemperatureOption = 0.8,
-    top_k: sampling.TopKOption = 0,
-    top_p: sampling.TopPOption = 1.0,
-    stop: sampling.StopOption = None,
-    seed: sampling.SeedOption = 0,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    stop: StopOption = None,
+    seed: SeedOption = 0,
     step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -54,7 +66,7 @@ def generate(
     settings = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     module, recipe, tokenizer = open_run(run, checkpoint=store.chosen(run, step), device=device_for(0))
     tokenizer = require_tokenizer(run, tokenizer)
-    show = sampling.shown()
+    show = shown()
     if not prompts and not json and samples == 1:
         print(show(prompt), end="", flush=True)
         for piece in generate_text(module, recipe.model, tokenizer, prompt, settings):

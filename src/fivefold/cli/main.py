@@ -24,10 +24,9 @@ from fivefold.cli import (
     compare,
     draw,
     eval_,
-    export,
     formats,
     generate,
-    import_,
+    hugging_face,
     optimizers,
     plan,
     problems,
@@ -84,8 +83,8 @@ for name, module, function in (
     ("chat", chat, chat.chat),
     ("report", report, report.report),
     ("checkpoints", checkpoints, checkpoints.checkpoints),
-    ("export", export, export.export),
-    ("import", import_, import_.import_),
+    ("export", hugging_face, hugging_face.export),
+    ("import", hugging_face, hugging_face.import_),
 ):
     examples = "".join(f"\n  {example}" for example in module.EXAMPLES)
     command = partial(problems.Command, groups=getattr(module, "GROUPS", {}))

@@ -6,12 +6,14 @@ import json as json_
 import math
 import os
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fivefold.errors import UserError, problem, system_error
+from fivefold.errors import UserError, printable, problem, system_error
 from fivefold.files import guard, write, write_atomically
 
 
@@ -58,6 +60,14 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", 
 StepOption = Annotated[
     int | None,
     option("N", "Step of the checkpoint. [default: the newest]", min=0),
+]
+TemperatureOption = Annotated[float, option("X", "Sampling temperature; 0 is greedy.")]
+TopKOption = Annotated[int, option("K", "Sample from the K likeliest tokens; 0: from all.")]
+TopPOption = Annotated[float, option("P", "Sample from the likeliest tokens with total probability P.")]
+SeedOption = Annotated[int, option("N", "Random seed; the same seed gives the same text.")]
+StopOption = Annotated[
+    list[str] | None,
+    option("TEXT", "Stop before this text. Repeatable."),
 ]
 
 
@@ -128,3 +138,8 @@ def print_json(result: dict[str, Any]) -> None:
     """Prints the one object of a command with `--json`. NaN and infinity become null, because JSON has neither."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()}
     print(json_.dumps(finite, default=str))
+
+
+def shown() -> Callable[[str], str]:
+    """How a model's text is printed: a terminal would obey escape codes in it."""
+    return printable if sys.stdout.isatty() else str
