@@ -30,8 +30,7 @@ from fivefold.errors import UserError
 from fivefold.files import write_atomically
 from fivefold.models.init import build
 from fivefold.recipe import DataSection, ModelSection, Recipe, TrainSection, load, resolve, to_toml
-from fivefold.train.chat import Chat, open_chat
-from fivefold.train.generate import Sampling, until
+from fivefold.train.generate import Chat, Sampling, open_chat, until
 from fivefold.train.job import Job
 from fivefold.train.run import _next_commands
 

@@ -25,8 +25,8 @@ from fivefold.observe.report import page
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.step.state import build_state
 from fivefold.train import saver
+from fivefold.train.checked import meta_of
 from fivefold.train.job import Job
-from fivefold.train.meta import meta_of
 from fivefold.train.resume import resume
 from fivefold.train.run import run_rank
 from fivefold.train.start import run_command

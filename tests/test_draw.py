@@ -10,8 +10,7 @@ import pytest
 
 from fivefold.cli.main import main
 from fivefold.observe import context_picture, worker_picture
-from fivefold.observe.holding import holding
-from fivefold.observe.layout_picture import COLORS, to_svg, to_text
+from fivefold.observe.layout_picture import COLORS, holding, to_svg, to_text
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.plan.time.offload import ways

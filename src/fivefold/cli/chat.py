@@ -25,7 +25,7 @@ from fivefold.cli.problems import print_problems
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.train.chat import Chat
+    from fivefold.train.generate import Chat
 
 EXAMPLES = [
     "fivefold chat runs/answers",
@@ -58,8 +58,7 @@ def chat(
     """
     require_run(run, look=False)
     from fivefold.checkpoint import store
-    from fivefold.train.chat import open_chat
-    from fivefold.train.generate import Sampling
+    from fivefold.train.generate import Sampling, open_chat
 
     settings = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     found = open_chat(run, store.chosen(run, step), settings, system)

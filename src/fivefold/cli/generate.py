@@ -60,8 +60,14 @@ def generate(
     rows = list(_rows(prompts)) if prompts else [{"prompt": prompt}]
     from fivefold.checkpoint import store
     from fivefold.launch.ranks import device_for
-    from fivefold.train.chat import template_of
-    from fivefold.train.generate import Sampling, generate_text, open_run, require_tokenizer, samples_of
+    from fivefold.train.generate import (
+        Sampling,
+        generate_text,
+        open_run,
+        require_tokenizer,
+        samples_of,
+        template_of,
+    )
 
     settings = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     module, recipe, tokenizer = open_run(run, checkpoint=store.chosen(run, step), device=device_for(0))

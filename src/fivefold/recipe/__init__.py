@@ -2,9 +2,8 @@
 
 from fivefold.models.card import active_parameters, count_parameters, flops_per_token, resolve_model
 from fivefold.models.section import ModelSection
-from fivefold.recipe.load import change, families, load, shipped, source
+from fivefold.recipe.load import Recipe, change, families, load, shipped, source
 from fivefold.recipe.ramp import LeftOut, batch_size, leave_out, place, sequences_before
-from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.resolve import (
     microbatches_per_step,
     resolve,

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
+from fivefold.recipe.load import Recipe
 from fivefold.recipe.ramp import ramp
-from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.resolve import best_microbatch_size, microbatch_size
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.collectives.choose import AUTO

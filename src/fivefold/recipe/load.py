@@ -1,23 +1,26 @@
-"""Reads a recipe: finds it, parses its TOML, applies overrides, and reports all errors at once."""
+"""A recipe: its sections, checked against each other. Read from a file, with overrides; all errors come at once."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from fivefold.errors import LONGEST_WORD, Problem, UserError, brief, did_you_mean, problem, shortened
 from fivefold.files import read_text
 from fivefold.models.section import LARGEST
 from fivefold.recipe import words
 from fivefold.recipe.initial import HERE, taken_over
-from fivefold.recipe.recipe import Recipe
 from fivefold.recipe.rules import contradictions
-from fivefold.recipe.words import KEYS, SECTIONS, none_unsets, plain_type
+from fivefold.recipe.schema import Sections
+from fivefold.recipe.words import KEYS, SECTIONS, none_unsets, plain_type, to_toml
+from fivefold.spread.layout import Layout
+from fivefold.spread.layout_text import describe
 from fivefold.spread.layout_text import parse as parse_layout
 
 MOST_BYTES = 256 << 10
@@ -364,3 +367,29 @@ def _override_value(key: str, raw: str) -> Any:
     if parsed.keys() != {"v"} or (wants_text and not isinstance(parsed["v"], str)):
         return raw
     return parsed["v"]
+
+
+class Recipe(Sections):
+    """A recipe. Sections may be left out, because every field but one of steps and tokens has a default.
+
+    Raises:
+        pydantic.ValidationError: a field is wrong, or fields contradict each other (see `rules/`).
+    """
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Recipe:
+        found = [message for _, message in contradictions(self)]
+        if found:
+            raise ValueError("; ".join(found))
+        return self
+
+    def __repr__(self) -> str:
+        model, train = self.model, self.train
+        length = f"{train.steps:,} steps" if train.steps else f"{train.tokens:,} tokens"
+        shape = f"{model.arch}, {model.layers} layers, D {model.dim}, T {model.seq_len}"
+        layout = describe(Layout.from_recipe(self.layout))
+        return f"Recipe: {shape}; {length}, batch {train.global_batch_size}; {layout}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a line, and behind it the recipe as TOML."""
+        return f"<details><summary>{escape(repr(self))}</summary><pre>{escape(to_toml(self))}</pre></details>"

@@ -17,8 +17,7 @@ from typing import Any
 
 from fivefold.errors import UserError, shortened
 from fivefold.files import guard, make_folder, read_bytes, read_json, understood, write_atomically
-from fivefold.recipe.load import MOST_BYTES, load, source
-from fivefold.recipe.recipe import Recipe
+from fivefold.recipe.load import MOST_BYTES, Recipe, load, source
 
 FILE, BASE, FORMAT = "sweep.json", "base.toml", 1
 FLOPS = "flops"

@@ -40,18 +40,16 @@ from fivefold.step.recorder import Recorder
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import validate
 from fivefold.step.user_functions import measuring
-from fivefold.train.chat import Chat
 from fivefold.train.faults import Fault, note
-from fivefold.train.generate import Sampling, generate_text, open_run
+from fivefold.train.generate import Chat, Sampling, generate_text, open_run
 from fivefold.train.job import Job
 from fivefold.train.loop import due
-from fivefold.train.memory import MemoryWatch
 from fivefold.train.noise import NoiseScale
 from fivefold.train.prediction import Prediction
-from fivefold.train.profile import ProfileWatch
 from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
 from fivefold.train.share import documents_of, stream_states, validation_sets
+from fivefold.train.step_probes import MemoryWatch, ProfileWatch
 from fivefold.train.user_hooks import WITHOUT, Callbacks
 
 GREETING = "Hello"  # what a model that has learned from conversations is told for a sample, if nothing else

@@ -24,8 +24,7 @@ from fivefold.recipe import Recipe, load
 from fivefold.recipe.initial import hf_model, required
 from fivefold.spread.parts import Shape, boxes
 from fivefold.step.state import State
-from fivefold.train.checked import check_files
-from fivefold.train.meta import meta_of
+from fivefold.train.checked import check_files, meta_of
 
 Rename = Callable[[str], str]
 

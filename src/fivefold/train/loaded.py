@@ -20,8 +20,7 @@ from fivefold.optim.card import COMPENSATION
 from fivefold.parallel.outer import Outer
 from fivefold.spread.parts import Part, boxes, local_shape
 from fivefold.step.state import State
-from fivefold.train.checked import check_files
-from fivefold.train.meta import Meta, meta_of
+from fivefold.train.checked import Meta, check_files, meta_of
 from fivefold.train.saved import OUTER, compression, moments_at, weights_at
 
 

@@ -14,10 +14,9 @@ from fivefold.comm import all_or_none
 from fivefold.errors import UserError
 from fivefold.recipe import sequences_before
 from fivefold.step.state import State
-from fivefold.train.checked import assert_same, damaged_together
+from fivefold.train.checked import assert_same, damaged_together, meta_of
 from fivefold.train.job import Job
 from fivefold.train.loaded import load_checkpoint
-from fivefold.train.meta import meta_of
 from fivefold.train.saved import FINGERPRINT, STAGES, identity
 from fivefold.train.share import begin_streams
 

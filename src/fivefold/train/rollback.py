@@ -20,13 +20,12 @@ from fivefold.files import read_json, write_atomically
 from fivefold.observe.faults import ROLLBACK
 from fivefold.recipe import FaultsSection, leave_out
 from fivefold.step.state import State
-from fivefold.train.checked import assert_same, damaged_together
+from fivefold.train.checked import assert_same, damaged_together, meta_of
 from fivefold.train.faults import Fault
 from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job
 from fivefold.train.loaded import load_checkpoint
 from fivefold.train.loop import train_loop
-from fivefold.train.meta import meta_of
 from fivefold.train.share import reader
 
 FILE = "rollbacks.json"
