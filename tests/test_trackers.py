@@ -14,7 +14,7 @@ from fivefold.errors import UserError
 from fivefold.observe import trackers
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.recipe import change, load
-from fivefold.recipe import observed as names
+from fivefold.recipe import entries as names
 from fivefold.train.start import run_command
 
 ABOUT = {"data": {"source": "https://me:hidden@host/x.txt?sig=hidden"}, "train": {"steps": 9, "tokens": None}}

@@ -28,10 +28,10 @@ def check(
     json: JsonOption = False,
 ) -> None:
     """Check a recipe and its data, and summarize the training run."""
-    from fivefold.recipe import load, observed
+    from fivefold.recipe import entries, load
 
     loaded = load(recipe, set_ or [], layout)
-    observed.require(observed.chosen(loaded.observe.tracker))
+    entries.require(entries.chosen(loaded.observe.tracker))
     _weights(loaded)
     result = summary(loaded)
     result["memory"] = _memory(loaded)

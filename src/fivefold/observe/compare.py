@@ -17,8 +17,9 @@ from fivefold.observe.chart import STRETCHES, Chart, Series, draw, smooth
 from fivefold.observe.document import asset, document, section
 from fivefold.observe.format import aligned, duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
+from fivefold.observe.report import run_recipe
 from fivefold.observe.summary import by_name, column, summarize
-from fivefold.recipe import Recipe, count_parameters, explain, flops_per_token, load
+from fivefold.recipe import Recipe, count_parameters, explain, flops_per_token
 
 AXES = ("step", "tokens", "seconds", "FLOPs")
 """What losses are drawn against."""
@@ -104,7 +105,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
         guard(folder)
         with understood(folder / FILE):
             lines = read_metrics(folder)
-        found.append(ComparedRun(name, folder, lines, _recipe(folder / "recipe.toml"), number))
+        found.append(ComparedRun(name, folder, lines, run_recipe(folder), number))
     return found
 
 
@@ -114,13 +115,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
         raise UserError(f"{twice[0]} is given twice; a comparison needs different runs")
     depth = next(n for n in range(1, 100) if len({r.parts[-n:] for r in real}) == len(real))
     return [printable("/".join(r.parts[-depth:])) for r in real]
-
-
-def _recipe(path: Path) -> Recipe | None:
-    try:
-        return load(str(path)) if path.is_file() else None
-    except UserError:
-        return None
 
 
 def differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:

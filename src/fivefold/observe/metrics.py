@@ -19,7 +19,7 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.files import Lines, make_folder, open_file, parse_json, write_atomically
 from fivefold.observe.trackers import TAGS, Trackers
-from fivefold.recipe.observed import chosen
+from fivefold.recipe.entries import chosen
 
 FILE = "metrics.jsonl"
 LONGEST_LINE = 16 << 20

@@ -430,4 +430,4 @@ KINDS: dict[str, tuple[Callable[[Path, int, Mapping[str, Any]], Sink], bool]] = 
     "wandb": (Wandb, True),
     "mlflow": (MLflow, True),
 }
-"""How each tracker of `recipe/observed.py` is opened, and if it works on a thread."""
+"""How each tracker of `recipe/entries.py` is opened, and if it works on a thread."""

@@ -1,11 +1,17 @@
-"""Entries of lists in `[data]`: sources of a mixture, its stages, validation sets."""
+"""Fields that are more than a number or a word: entries of lists in `[data]` (sources of a mixture, its stages,
+validation sets), and the texts of `[observe]`: `tracker` (`observe/trackers.py` has the code) and `profile_steps`. No
+torch."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from fivefold.errors import UserError
 from fivefold.models.section import LARGEST, Section
 
 HELD_OUT = "held_out"
@@ -49,3 +55,81 @@ class ValidationEntry(Section):
     """What it is, as in `data.source`. All of it is for validation."""
     text_key: str | None = None
     """Name of its text field. Unset: `data.text_key`."""
+
+
+NONE = "none"
+
+
+class Tracker(NamedTuple):
+    """module: the library that it needs. extra: the extra of Fivefold that brings it; "": Fivefold itself does."""
+
+    module: str = ""
+    extra: str = ""
+
+
+TRACKERS = {
+    "tensorboard": Tracker("tensorboard"),
+    "csv": Tracker(),
+    "wandb": Tracker("wandb", "wandb"),
+    "mlflow": Tracker("mlflow", "mlflow"),
+}
+
+
+def joined(value: Any) -> Any:
+    """A list of names as text. Recipes may have either."""
+    listed = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return (",".join(value) or NONE) if listed else value
+
+
+def chosen(text: str) -> list[str]:
+    """The names in `observe.tracker`, each once."""
+    names = [name.strip() for name in text.split(",")]
+    return [] if names == [NONE] else list(dict.fromkeys(names))
+
+
+def unknown(text: str) -> list[str]:
+    """The names in `observe.tracker` that are no trackers."""
+    return [name for name in chosen(text) if name not in TRACKERS]
+
+
+def require(names: Sequence[str]) -> None:
+    """Checks before anything starts that the libraries of trackers are installed.
+
+    Raises:
+        UserError: one is missing. The message names the extra that brings it.
+    """
+    for name in names:
+        found = TRACKERS[name]
+        if found.module and find_spec(found.module) is None:
+            brings = f"fivefold[{found.extra}]" if found.extra else found.module
+            raise UserError(
+                f'observe.tracker = "{name}": the library {found.module} is not installed. Install it with '
+                f"`pip install '{brings}'`, or leave {name} out"
+            )
+
+
+MOST = 100
+"""Steps of a profile. It stays in memory until it is written."""
+_STEPS = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?", re.ASCII)
+
+
+def as_text(value: Any) -> Any:
+    """A single step as text. Recipes may have it as a number."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def steps(text: str) -> range:
+    """The steps that "10-12" or "10" names; "" names none.
+
+    Raises:
+        ValueError: it does not name steps, or names too many. The message says what is allowed.
+    """
+    if not text:
+        return range(0)
+    found = _STEPS.fullmatch(text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if first < 1 or last < first:
+        raise ValueError('must be a step, such as "10", or steps from a first to a last, such as "10-12"')
+    if last - first >= MOST:
+        raise ValueError(f'has more than {MOST} steps. Nearest valid: "{first}-{first + MOST - 1}"')
+    return range(first, last + 1)

@@ -16,8 +16,7 @@ from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.optim.outer import OUTER
 from fivefold.precision import DTYPES, MASTER, ROUNDINGS, TRAINABLE, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
-from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry
-from fivefold.recipe.observed import as_text, joined
+from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry, as_text, joined
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDERS
@@ -434,7 +433,7 @@ class LaunchSection(Section):
 
 
 class Sections(Section):
-    """All sections. `Recipe` (recipe.py) also checks what their fields must agree on."""
+    """All sections. `Recipe` (load.py) also checks what their fields must agree on."""
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -215,16 +215,7 @@ def write(folder: Path, sweep: Sweep) -> None:
     make_folder(folder)
     if not (folder / BASE).exists():
         write_atomically(folder / BASE, sweep.base)
-    rows = [
-        {
-            "name": row.name,
-            "settings": dict(row.settings),
-            "status": row.status,
-            "why": row.why,
-            "figures": {k: _finite(v) for k, v in row.figures.items()},
-        }
-        for row in sweep.rows
-    ]
+    rows = [asdict(row) | {"figures": {k: _finite(v) for k, v in row.figures.items()}} for row in sweep.rows]
     content = {
         "format": FORMAT,
         "recipe": sweep.recipe,

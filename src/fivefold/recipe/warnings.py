@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fivefold.optim import DEFAULT, OPTIMIZERS
+from fivefold.recipe.entries import steps as profiled_steps
 from fivefold.recipe.load import Recipe
-from fivefold.recipe.observed import steps as profiled_steps
 from fivefold.recipe.resolve import total_steps
 
 MOST_EPOCHS = 4

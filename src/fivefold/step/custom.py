@@ -1,10 +1,20 @@
-"""A user's own module: what it does not train with, and the same weights on every rank."""
+"""What a user brings to training: a module in place of the model (what it does not train with, the same weights on
+every rank), a loss, an optimizer, a schedule; and metrics of validation.
+
+Loss and metrics are functions of logits and targets, so they stand around the model's `Output`, whatever divides it.
+Legend: N tokens of a microbatch, n those that count, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +27,164 @@ from fivefold.errors import UserError
 from fivefold.host.memory import available
 from fivefold.kernels.documents import Documents
 from fivefold.models.custom import CustomModel, ModuleCard, buffers_of, problems
+from fivefold.models.layers import Output
 from fivefold.models.recomputation import budget_of
-from fivefold.optim import OPTIMIZERS
+from fivefold.optim import OPTIMIZERS, OptimizerCard
 from fivefold.parallel import products
 from fivefold.parallel.mesh import Mesh
 from fivefold.precision.fp8 import FP8
 from fivefold.recipe import Recipe, TrainSection
 from fivefold.spread.layout import Layout
 from fivefold.spread.tiers import OFFLOADS, partitions
-from fivefold.step.user_functions import called
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""loss(logits_NV, targets_N): logits in fp32, targets of -100 do not count -> the mean over those that do, a scalar. So
+`torch.nn.functional.cross_entropy` is one."""
+Metric = Callable[[Tensor, Tensor], Tensor | float]
+"""metric(logits_nV, targets_n): of targets that count -> their mean, a scalar."""
+Schedule = Callable[[int, int], float]
+"""schedule(step, steps): the learning rate of step 0 to steps - 1. It depends on nothing else, so resuming is exact."""
+
+NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""Folders whose code is not the user's."""
+
+
+@dataclass(frozen=True)
+class UserFunctions:
+    """What takes the place of the recipe's; None: the recipe's stays."""
+
+    loss: Loss | None = None
+    card: OptimizerCard | None = None
+    schedule: Schedule | None = None
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step, by the user's schedule.
+
+        Raises:
+            UserError: it fails, or gives no learning rate.
+        """
+        assert self.schedule is not None
+        found = called("schedule", self.schedule, step, steps)
+        if not isinstance(found, int | float) or not 0 <= found < math.inf:
+            raise UserError(
+                f"schedule({step}, {steps}) = {found!r:.60}: a learning rate must be a number >= 0 and finite"
+            )
+        return float(found)
+
+
+NOTHING = UserFunctions()
+
+
+def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of the user's returns.
+
+    Raises:
+        UserError: it fails. It would fail again, so nobody starts the ranks again for it.
+    """
+    try:
+        return function(*arguments)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [
+            f" ({f.filename}:{f.lineno}: {f.line})" for f in frames if not f.filename.startswith(NOT_THEIRS)
+        ]
+        raise UserError(f"{what} failed: {type(error).__name__}: {error}{(own or [''])[-1]}") from error
+
+
+def use_loss(stages: Iterable[nn.Module], loss: Loss) -> None:
+    """Trains with a loss of the user's. Validation stays with cross-entropy."""
+    for output in _outputs(stages):
+        own: Any = partial(_own_loss, output, output.forward, loss)
+        output.forward = own
+
+
+def _own_loss(
+    output: Output,
+    plain: Callable[..., Tensor],
+    loss: Loss,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    if targets is None or not output.training:
+        return plain(x, weight, targets, bias)
+    logits = plain(x, weight, None, bias)
+    if not bool((targets >= 0).any()):
+        return logits.sum() * 0.0  # other ranks expect a gradient
+    logits_NV, targets_N = logits.reshape(-1, logits.shape[-1]), targets.long().flatten()
+    value = called("loss(logits, targets)", loss, logits_NV, targets_N)
+    if not isinstance(value, Tensor) or value.dim() > 0 or not value.requires_grad:
+        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+        raise UserError(
+            f"loss(logits, targets) = {shown}: must be a scalar tensor that depends on the logits"
+        )
+    return value.float()
+
+
+@contextmanager
+def measuring(
+    stages: Iterable[nn.Module], metrics: Mapping[str, Metric], mesh: Mesh
+) -> Iterator[Callable[[], dict[str, float]]]:
+    """Applies metrics to all that the model sees inside the block. Yields a function that returns their means over the
+    tokens of all ranks, which all of them call."""
+    sums = torch.zeros(len(metrics), 2, dtype=torch.float64, device=mesh.device)  # of values, of tokens
+    outputs = list(_outputs(stages))
+    plain = [output.forward for output in outputs]
+    for output, forward in zip(outputs, plain, strict=True):
+        watched: Any = partial(_measured, forward, metrics, sums)
+        output.forward = watched
+
+    def means() -> dict[str, float]:
+        counted = sums * float(mesh.index("tp") == 0)  # ranks of a tensor axis see the same tokens
+        values, tokens = mesh.axis("run").all_reduce(counted).T.tolist()
+        return {name: v / n if n else math.nan for name, v, n in zip(metrics, values, tokens, strict=True)}
+
+    try:
+        yield means
+    finally:
+        for output, forward in zip(outputs, plain, strict=True):
+            output.forward = forward
+
+
+def _measured(
+    plain: Callable[..., Tensor],
+    metrics: Mapping[str, Metric],
+    sums: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    if targets is not None:
+        for row in range(len(x)):  # the logits of one sequence at a time
+            part = slice(row, row + 1)
+            logits = plain(x[part], weight, None, bias).flatten(0, -2)  # (N, V)
+            own = targets[part].flatten()
+            counted = own >= 0
+            if n := int(counted.sum()):
+                for place, (name, metric) in enumerate(metrics.items()):
+                    value = called(f"metric {name}", metric, logits[counted], own[counted].long())
+                    sums[place, 0] += _scalar(name, value) * n
+                    sums[place, 1] += n
+    return plain(x, weight, targets, bias)
+
+
+def _scalar(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"metric {name}(logits, targets) = {value!r:.60}: must be one number") from None
+
+
+def _outputs(stages: Iterable[nn.Module]) -> Iterator[Output]:
+    """Those that compute: context parallelism puts another one around them."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, Output) and not any(isinstance(one, Output) for one in module.children()):
+                yield module
 
 
 def custom_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = None) -> CustomModel:

@@ -41,8 +41,7 @@ from fivefold.spread.layout import Layout
 from fivefold.spread.names import factors, groups
 from fivefold.spread.parts import Part, held, size_of
 from fivefold.spread.tiers import tiers
-from fivefold.step.custom import custom_model, make_equal
-from fivefold.step.user_functions import NOTHING, UserFunctions, use_loss
+from fivefold.step.custom import NOTHING, UserFunctions, custom_model, make_equal, use_loss
 
 
 @dataclass

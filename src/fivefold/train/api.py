@@ -27,7 +27,7 @@ from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
 from fivefold.recipe import Recipe, count_parameters, load
-from fivefold.step.user_functions import Loss, Metric, Schedule
+from fivefold.step.custom import Loss, Metric, Schedule
 from fivefold.train.evaluate import Evaluation, evaluate
 from fivefold.train.generate import Sampling, open_run, require_tokenizer, samples_of
 from fivefold.train.job import BatchSource

@@ -35,11 +35,11 @@ from fivefold.recipe import LeftOut, Recipe, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary
 from fivefold.step import replicas
+from fivefold.step.custom import measuring
 from fivefold.step.histogram import Counter
 from fivefold.step.recorder import Recorder
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import validate
-from fivefold.step.user_functions import measuring
 from fivefold.train.faults import Fault, note
 from fivefold.train.generate import Chat, Sampling, generate_text, open_run
 from fivefold.train.job import Job

@@ -20,7 +20,7 @@ from fivefold.comm.span import span
 from fivefold.errors import UserError
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import FaultsSection, Recipe, batch_size
-from fivefold.recipe.observed import steps
+from fivefold.recipe.entries import steps
 from fivefold.step.state import State
 from fivefold.step.step import Done, take_step
 from fivefold.train.faults import Fault, judged, weights_fault

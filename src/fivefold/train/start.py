@@ -42,7 +42,7 @@ from fivefold.models.custom import CustomModel, ModuleCard
 from fivefold.models.recomputation import budget_of
 from fivefold.observe.console import QUIET
 from fivefold.plan.predict import budget, priced_here
-from fivefold.recipe import Recipe, change, observed, resolve
+from fivefold.recipe import Recipe, change, entries, resolve
 from fivefold.recipe.fit import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
 from fivefold.recipe.rules.texts import wrong_patterns
@@ -104,7 +104,7 @@ def run_command(
     caller = Caller.of_this_process()
     resuming = Resuming.asked(resume, resume_from, out)
     span = nproc if isinstance(nproc, tuple) and caller.world is None else None
-    observed.require(observed.chosen(recipe.observe.tracker))
+    entries.require(entries.chosen(recipe.observe.tracker))
     recipe, asked = _for_ranks(_located(recipe), nproc, caller, resuming, seat)
     started = caller.world is None and (bool(span) or Layout.from_recipe(recipe.layout).ranks > 1)
     brings.check(recipe, module, travels=started)

@@ -22,7 +22,7 @@ from fivefold.launch.ranks import Ranks
 from fivefold.observe import memory_picture
 from fivefold.observe import profile as page
 from fivefold.observe.profile import LONGEST, Operator
-from fivefold.recipe.observed import steps
+from fivefold.recipe.entries import steps
 from fivefold.step.state import State
 from fivefold.trace import private
 from fivefold.trace.memory import Tracker, states_of

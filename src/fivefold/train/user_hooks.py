@@ -28,7 +28,7 @@ from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
 from fivefold.spread.tiers import NOT_OFFLOADED
-from fivefold.step.user_functions import NOTHING, Loss, Metric, Schedule, UserFunctions, called
+from fivefold.step.custom import NOTHING, Loss, Metric, Schedule, UserFunctions, called
 
 Optimizer = OptimizerCard | Make
 MOMENTS = ("on_step", "on_validation", "on_save", "on_end")

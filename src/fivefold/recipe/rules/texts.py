@@ -10,7 +10,7 @@ from fivefold.errors import UserError, did_you_mean
 from fivefold.models.card import Contradiction, round_up
 from fivefold.models.section import Section
 from fivefold.precision import MOST_IDS
-from fivefold.recipe.observed import NONE, TRACKERS, steps, unknown
+from fivefold.recipe.entries import NONE, TRACKERS, steps, unknown
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import short, toml_value
 from fivefold.spread.names import groups, matching, patterns, unmatched
