@@ -30,7 +30,7 @@ from fivefold.recipe import count_parameters, load, resolve
 from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step
 from fivefold.train.job import Job
-from fivefold.train.loaded import load_checkpoint
+from fivefold.train.resume import load_checkpoint
 from fivefold.train.saver import BUSY, FAILED, Saver
 
 

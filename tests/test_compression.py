@@ -47,7 +47,7 @@ from fivefold.spread.layout_text import describe, to_text
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace.step import trace
-from fivefold.train.loaded import load_checkpoint
+from fivefold.train.resume import load_checkpoint
 from fivefold.train.share import share_of
 
 V = 96

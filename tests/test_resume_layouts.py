@@ -26,7 +26,7 @@ from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.train import checked, hooks
-from fivefold.train.loaded import load_checkpoint
+from fivefold.train.resume import load_checkpoint
 
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=48", "model.seq_len=16",

@@ -24,8 +24,8 @@ from fivefold.train.checked import assert_same, damaged_together, meta_of
 from fivefold.train.faults import Fault
 from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job
-from fivefold.train.loaded import load_checkpoint
 from fivefold.train.loop import train_loop
+from fivefold.train.resume import load_checkpoint
 from fivefold.train.share import reader
 
 FILE = "rollbacks.json"
