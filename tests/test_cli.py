@@ -100,6 +100,14 @@ def test_options_of_plan_stand_in_groups(capsys: pytest.CaptureFixture[str]) -> 
         assert {*found} == {name.replace("_", "-") for name in names}
 
 
+def test_help_is_in_groups_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        assert run(name, "--help") == 0
+        shown = capsys.readouterr().out
+        assert len(shown.splitlines()) < 50, name
+        assert name not in ("train", "eval") or "\n\nOutput:\n  --" in shown
+
+
 def test_check_does_not_import_torch() -> None:
     code = (
         "import sys\nfrom fivefold.cli.main import main\ntry: main(['check', 'quickstart', '--explain'])\n"

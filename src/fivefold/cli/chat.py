@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 from fivefold.cli.options import (
+    SAMPLING,
     JsonOption,
     RunArgument,
     SeedOption,
@@ -32,6 +33,7 @@ EXAMPLES = [
     "fivefold chat runs/answers --system 'Answer in one sentence.' --temperature 0.3",
     "echo 'What is a list?' | fivefold chat runs/answers",
 ]
+GROUPS = SAMPLING
 HELP = "/reset forgets what was said, /quit ends. Ctrl-C stops an answer."
 BASE = (
     "note: this is a base model. It was trained on texts and not on conversations, so it continues what you write "

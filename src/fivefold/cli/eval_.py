@@ -29,11 +29,10 @@ EXAMPLES = [
     "fivefold eval runs/first --task hellaswag_val.jsonl --limit 1000",
     "fivefold eval runs/first --task ARC-Easy-Test.jsonl --shots 5 --shots-from ARC-Easy-Train.jsonl --json",
 ]
-SeedOption = Annotated[int, option("N", "Random seed of the examples.")]
-OutOption = Annotated[
-    Path | None,
-    option("FILE", "Write the figures here as JSON, with each item's."),
-]
+GROUPS = {
+    "Tasks": ("task", "shots", "shots_from", "seed", "limit"),
+    "Scoring": ("context", "stride", "batch_tokens", "dtype", "text_key"),
+}
 
 
 def eval_(
@@ -57,7 +56,7 @@ def eval_(
     shots_from: Annotated[
         Path | None, option("FILE", "Task file that examples are drawn from. [default: the task's own]")
     ] = None,
-    seed: SeedOption = 1234,
+    seed: Annotated[int, option("N", "Random seed of the examples.")] = 1234,
     limit: Annotated[int, option("N", "First N items of each task; 0: all.")] = 0,
     context: Annotated[
         int | None, option("N", "Tokens that the model sees at most. [default: model.seq_len]")
@@ -75,7 +74,7 @@ def eval_(
         str | None, option("KEY", "Field of a .jsonl that holds the text. [default: data.text_key]")
     ] = None,
     step: StepOption = None,
-    out: OutOption = None,
+    out: Annotated[Path | None, option("FILE", "Write the figures here as JSON, with each item's.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Evaluate a trained model: perplexity, bits per byte, accuracy.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fivefold.cli.options import (
+    SAMPLING,
     JsonOption,
     RunArgument,
     SeedOption,
@@ -31,6 +32,7 @@ EXAMPLES = [
     "fivefold generate runs/first --prompt 'def main(' --samples 3 --stop 'def '",
     "fivefold generate runs/first --prompts questions.jsonl > answers.jsonl",
 ]
+GROUPS = SAMPLING
 
 
 def generate(

@@ -37,7 +37,7 @@ from fivefold.cli import (
     train,
     verify,
 )
-from fivefold.cli.options import flag
+from fivefold.cli.options import OUTPUT, RECIPE, flag
 from fivefold.errors import (
     PASSING,
     BusyError,
@@ -86,7 +86,7 @@ for name, module, function in (
     ("import", hugging_face, hugging_face.import_),
 ):
     examples = "".join(f"\n  {example}" for example in module.EXAMPLES)
-    command = partial(problems.Command, groups=getattr(module, "GROUPS", {}))
+    command = partial(problems.Command, groups=RECIPE | {**getattr(module, "GROUPS", {})} | OUTPUT)
     app.command(name, cls=command, epilog=f"\b\nExamples:{examples}")(function)  # type: ignore[arg-type]
 app.add_typer(bench.bench, name="bench")
 

@@ -27,6 +27,11 @@ def flag(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, **more)
 
 
+RECIPE, OUTPUT = {"Recipe": ("set_", "layout")}, {"Output": ("quiet", "json", "help")}
+"""Headings of the help that commands share, and the options below each."""
+SAMPLING = {"Sampling": ("max_tokens", "temperature", "top_k", "top_p", "stop", "seed")}
+
+
 def _recipe_names() -> list[str]:
     from fivefold.recipe.load import shipped
 

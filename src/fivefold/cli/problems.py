@@ -13,6 +13,9 @@ from typer.core import TyperCommand
 from fivefold.cli.options import print_json
 from fivefold.errors import Problem, problem
 
+SHORT = 8
+"""Arguments and options of a command whose help has one list."""
+
 
 def wants_json(words: Sequence[str]) -> bool:
     """True if a command was typed with --json."""
@@ -56,12 +59,15 @@ def of_options(error: Exception, words: Sequence[str]) -> Problem | None:
 class Command(TyperCommand):
     """A command. An unknown option that is the name of a recipe's field is refused with how to set it.
 
-    groups: headings of the help, and the names of the options below each.
+    groups: headings of the help, and the names of the options below each. A short help has none.
     """
 
     def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]] = MappingProxyType({}), **more: Any):
         super().__init__(*args, **more)
-        self.headings = {name: title for title, names in groups.items() for name in names}
+        self.headings: dict[str, str] = {}
+        for title, names in groups.items():
+            for name in names:
+                self.headings.setdefault(name, title)  # the first group has it
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         shown = [
@@ -71,12 +77,13 @@ class Command(TyperCommand):
         return ["[OPTIONS]", *(w if p.required else f"[{w}]" for p, w in zip(shown, words, strict=True))]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        headings = self.headings if len(self.params) > SHORT else {}
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        sections |= {title: [] for title in self.headings.values()}
+        sections |= {title: [] for title in headings.values()}
         for param in self.get_params(ctx):
             if record := param.get_help_record(ctx):
                 argument = param.param_type_name == "argument"
-                title = "Arguments" if argument else self.headings.get(param.name or "", "Options")
+                title = "Arguments" if argument else headings.get(param.name or "", "Options")
                 name = f"{param.metavar}" if argument else record[0]
                 sections[title].append((name, record[1]))
         for title, records in sections.items():

@@ -36,10 +36,7 @@ EXAMPLES = [
     "fivefold train runs/first --resume-from runs/first/checkpoints/step-00000040",
     "fivefold train quickstart --quiet",
 ]
-OutOption = Annotated[
-    Path | None,
-    option("DIR", "Run folder. [default: a new one under runs/]"),
-]
+GROUPS = {"Ranks": ("nproc", "site", "meet"), "Run folder": ("out", "resume", "resume_from")}
 
 
 @Leaving()
@@ -55,7 +52,7 @@ def train(
             "RUN/slots says how many may run now. [default: as the layout and the machine need]",
         ),
     ] = None,
-    out: OutOption = None,
+    out: Annotated[Path | None, option("DIR", "Run folder. [default: a new one under runs/]")] = None,
     site: Annotated[
         int | None,
         option(
