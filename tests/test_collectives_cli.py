@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.cli.collectives import _page as page
 from fivefold.cli.main import main
 from fivefold.cli.options import bytes_of
 from fivefold.errors import UserError
+from fivefold.observe.collective_page import page
 from fivefold.observe.document import asset
 from fivefold.schedules.collectives import build
 

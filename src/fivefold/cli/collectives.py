@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json as json_
 import shutil
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli.options import JsonOption, bytes_of, option, print_json, require_writable, save_as
+import typer
+
+from fivefold.cli.options import JsonOption, bytes_of, print_json, require_writable, save_as
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.schedules.collectives import Collective
     from fivefold.schedules.collectives.cost import Choice
     from fivefold.schedules.collectives.topology import Topology
 
@@ -26,15 +25,26 @@ SIZES = tuple(4096 << 4 * i for i in range(5))  # 4 KiB to 256 MiB
 
 
 def collectives(
-    ranks: Annotated[int, option("N", "Number of ranks.")] = 8,
-    size: Annotated[str, option("BYTES", "Size of the message, such as 4K or 16M.")] = "16M",
+    ranks: Annotated[int, typer.Option(metavar="N", help="Number of ranks.")] = 8,
+    size: Annotated[
+        str, typer.Option(metavar="BYTES", help="Size of the message, such as 4K or 16M.")
+    ] = "16M",
     topology: Annotated[
-        str, option("CLUSTER", "Cluster such as h100:2x8, TOML file of links, or local.")
+        str,
+        typer.Option(metavar="CLUSTER", help="Cluster such as h100:2x8, TOML file of links, or local."),
     ] = "h100",
-    primitive: Annotated[str, option("NAME", "Collective, such as all_gather.")] = "all_reduce",
-    draw: Annotated[str | None, option("NAME", "Draw the rounds of this algorithm.")] = None,
-    svg: Annotated[Path | None, option("FILE", "Write the rounds as a picture.")] = None,
-    html: Annotated[Path | None, option("FILE", "Write a page that steps through them.")] = None,
+    primitive: Annotated[
+        str, typer.Option(metavar="NAME", help="Collective, such as all_gather.")
+    ] = "all_reduce",
+    draw: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Draw the rounds of this algorithm."),
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rounds as a picture.")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page that steps through them."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Compare the algorithms of a collective: rounds, bytes, time on a topology, and when to use which.
@@ -52,8 +62,8 @@ def collectives(
         raise UserError(f"--ranks: {ranks} is not possible; must be at least 1 and at most {MOST}")
     if draw is not None:
         algorithm(primitive, draw)
-    for name, path in (("--svg", svg), ("--html", html)):
-        require_writable(name, path)
+    for option, path in (("--svg", svg), ("--html", html)):
+        require_writable(option, path)
     message, net = bytes_of("--size", size), read(topology, ranks)
     choices, refused = compare(primitive, net, message)
     found: dict[str, Any] = {"primitive": primitive, "ranks": ranks, "size": message, "topology": net.name}
@@ -68,8 +78,10 @@ def collectives(
         if svg:
             save_as("--svg", svg, to_svg(collective))
         if html:
+            from fivefold.observe.collective_page import page
+
             note = f"{_size(message)} on {net.name}, simulated."
-            save_as("--html", html, _page(collective, [_time(end) for end in cost.ends], note))
+            save_as("--html", html, page(collective, [_time(end) for end in cost.ends], note))
         found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}
         lines += found["pictures"].values()
     if json:
@@ -87,32 +99,6 @@ def _chosen(choices: list[Choice], primitive: str, draw: str | None, net: Topolo
     pieces = next((min(choice.pieces, 4) for choice in choices if choice.algorithm.name == name), 1)
     collective = build(primitive, name, net.shape._replace(pieces=pieces))
     return collective, simulate(collective, net, message)
-
-
-def _page(collective: Collective, ends: list[str], note: str = "") -> str:
-    """The offline page that steps through the rounds. ends: the time after each round, as text. note: where these times
-    come from."""
-    from fivefold.observe.document import asset, document
-    from fivefold.schedules.collectives.draw import head, shares, words
-
-    cells = shares(collective)
-    rounds = [{"moves": [], "cells": cells[0], "words": "what every rank begins with", "end": ""}]
-    for moves, after, end in zip(collective.rounds, cells[1:], ends, strict=True):
-        pairs = dict.fromkeys((move.source, move.target, move.reduce) for move in moves)
-        rounds.append({"moves": list(pairs), "cells": after, "words": "   ".join(words(moves)), "end": end})
-    data = json_.dumps({"ranks": collective.ranks, "rounds": rounds}).replace("<", "\\u003c")
-    title = head(collective)
-    body = f"""<header><p class="kicker">Collective</p><h1>{escape(title)}</h1>
-<p class="lead">{escape(note)} Arrow keys step. Blue arrows add, green arrows copy. A rank's cells are its
-chunks, filled by the share of contributions that they contain.</p></header>
-<main><div class="steps"><button id="back" aria-label="previous round">‹</button>
-<button id="next" aria-label="next round">›</button>
-<button id="play">Play</button><input id="round" type="range" min="0" max="{len(collective.rounds)}" value="0"
-aria-label="round"><span id="where"></span></div>
-<p id="moves"></p>
-<svg id="stage" viewBox="0 0 640 640" role="img" aria-label="{escape(title)}"></svg></main>
-<script type="application/json" id="data">{data}</script>"""
-    return document(title, body, asset("report.css") + asset("collective.css"), asset("collective.js"))
 
 
 def _row(choice: Choice) -> dict[str, Any]:
