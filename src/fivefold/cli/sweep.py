@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -68,11 +69,7 @@ def sweep(
     from fivefold.plan.pages import sweep as page
     from fivefold.train.sweep import plan, run
 
-    say = (
-        (lambda line: print(line, file=sys.stderr, flush=True))
-        if json
-        else (lambda line: print(line, flush=True))
-    )
+    say = partial(print, file=sys.stderr if json else sys.stdout, flush=True)
     check_hold_out(made, hold_out)
     plan(made, base)
     if folder is None:

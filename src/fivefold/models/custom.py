@@ -208,13 +208,18 @@ def problems(model: CustomModel, layout: Layout, given: bool) -> Iterator[str]:
             f"{name}: {one} and {other} are one parameter. With tp or pp, use it by one name (`tied` of the card). "
             "Nearest valid: zero=3"
         )
-    stages = layout.pp * layout.stages_per_rank
-    if layout.pp > 1 and model.blocks < stages:
+    if layout.pp > 1:
+        yield from _pipeline(model, layout)
+
+
+def _pipeline(model: CustomModel, layout: Layout) -> Iterator[str]:
+    name, stages = type(model.module).__name__, layout.pp * layout.stages_per_rank
+    if model.blocks < stages:
         yield (
             f"layout.pp = {layout.pp}: {name} has {model.blocks} blocks for {stages} pipeline stages. Nearest valid: "
             f"pp={max(1, model.blocks // layout.stages_per_rank)}"
         )
-    if layout.pp > 1 and model.stack != "blocks":
+    if model.stack != "blocks":
         yield (
             f"layout.pp = {layout.pp}: the blocks of {name} must be called blocks.0, blocks.1, ... "
             "(fivefold.models.base.block_dict). Nearest valid: pp=1"

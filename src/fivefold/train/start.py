@@ -108,8 +108,7 @@ def run_command(
     recipe, asked = _for_ranks(_located(recipe), nproc, caller, resuming, seat)
     started = caller.world is None and (bool(span) or Layout.from_recipe(recipe.layout).ranks > 1)
     brings.check(recipe, module, travels=started)
-    quiet = not caller.first or bool(os.environ.get(QUIET))
-    data, vocab_size = _data(recipe, module, batches, quiet)
+    data, vocab_size = _data(recipe, module, batches, caller)
     recipe = resolve(recipe, vocab_size=vocab_size)
     own = _own_model(recipe, module, card)
     if module is not None and not (resuming or recipe.data.stream or torch.cuda.is_available()):
@@ -126,7 +125,6 @@ def run_command(
         _resume_command(out, seat, own=module is not None or batches is not None or bool(brings.everything)),
         seat, resuming.chosen, asked and resolve(asked, vocab_size=vocab_size), found, card, brings,
     )  # fmt: skip
-    _set_up_process(job, caller)
     _run(job, caller, span, fork)
     return out
 
@@ -138,6 +136,7 @@ def _run(job: Job, caller: Caller, span: tuple[int, int] | None, fork: bool) -> 
         SystemExit: a signal stopped the run.
     """
     world = _ranks_of(job)
+    _set_up_process(job, caller)
     with owned(job.out) if caller.first else nullcontext(), Interrupt() as interrupt, streaming(job):
         if caller.first:
             _note_start(job, caller, world)
@@ -221,11 +220,11 @@ def _for_ranks(
 
 
 def _data(
-    recipe: Recipe, module: nn.Module | None, batches: BatchSource | None, quiet: bool
+    recipe: Recipe, module: nn.Module | None, batches: BatchSource | None, caller: Caller
 ) -> tuple[DataSet | None, int]:
     """The recipe's data (None: the user's own batches), and the size of the vocabulary."""
     if batches is None:
-        data = prepare_data(recipe, quiet)
+        data = prepare_data(recipe, quiet=not caller.first or bool(os.environ.get(QUIET)))
         return data, data.vocab_size
     if module is None and recipe.model.vocab_size is None:
         raise UserError(

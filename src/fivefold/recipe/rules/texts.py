@@ -71,39 +71,27 @@ def observed(recipe: Sections) -> Iterator[Contradiction]:
             f"observe.tracker = {short(recipe.observe.tracker)}: there is no tracker {short(name)}"
             f"{did_you_mean(name, TRACKERS)}; must be one or several of {', '.join(TRACKERS)}, or {NONE}",
         )
-    step = recipe.observe.trace_step
-    if step and step in (recipe.observe.memory_step, int(recipe.observe.memory_step > 0)):
-        yield (
-            {"observe.memory_step", "observe.trace_step"},
-            f"observe.trace_step = {step}: the memory of step {step} is tracked, which slows it. Nearest valid: "
-            f"trace_step = {max(step, recipe.observe.memory_step) + 1}",
-        )
-    yield from _profiled(recipe)
-
-
-def _profiled(recipe: Sections) -> Iterator[Contradiction]:
     observe = recipe.observe
-    what = f"observe.profile_steps = {short(observe.profile_steps)}"
     try:
         profiled = steps(observe.profile_steps)
     except ValueError as error:
-        yield {"observe.profile_steps"}, f"{what} {error}"
+        yield {"observe.profile_steps"}, f"observe.profile_steps = {short(observe.profile_steps)} {error}"
         return
-    measured = {
-        "memory_step": (observe.memory_step, int(observe.memory_step > 0)),
-        "trace_step": (observe.trace_step,),
-        "histogram_step": (observe.histogram_step,),
-    }
-    free = max(max(found) for found in measured.values()) + 1
-    for name, found in measured.items():
-        for step in found:
-            if step in profiled:
+    memory = {1, observe.memory_step} if observe.memory_step else set[int]()
+    traced, counted = {observe.trace_step} - {0}, {observe.histogram_step} - {0}
+    free = max(memory | traced | counted, default=0) + 1
+    others = {"memory_step": memory, "trace_step": traced, "histogram_step": counted}
+    for key, measured, beside in (
+        ("trace_step", traced, ("memory_step",)),
+        ("profile_steps", set(profiled), ("memory_step", "trace_step", "histogram_step")),
+    ):
+        for name in beside:
+            for step in sorted(measured & others[name])[:1]:
                 yield (
-                    {"observe.profile_steps", f"observe.{name}"},
-                    f"{what}: observe.{name} measures step {step}, too, and slows it. Nearest valid: "
-                    f'profile_steps = "{free}"',
+                    {f"observe.{key}", f"observe.{name}"},
+                    f"observe.{key} = {short(getattr(observe, key))}: observe.{name} measures step {step}, too, and "
+                    f"slows it. Nearest valid: {key} = {free}",
                 )
-                return
 
 
 def expected_vocab_size(recipe: Sections) -> int | None:
