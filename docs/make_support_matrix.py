@@ -251,8 +251,11 @@ def _why(text: str) -> str:
     text = re.sub(r" \(layout\..*\)$", "", text.partition(". Nearest valid")[0])
     text = re.sub(r"^layout(\.ep = 2)?: ", "", text)
     text = re.sub(r"^\w+ has no experts", "the model has no experts", text)
-    text = re.sub(r'(sync\.method|model\.arch|layout\.offload|optim\.name) = "[\w:]+"', r"\1", text)
+    text = re.sub(
+        r'(sync\.method|model\.arch|layout\.offload|layout\.compress|optim\.name) = "[\w:.]+"', r"\1", text
+    )
     text = re.sub(r"(every|layout\.\w+) = 2", r"\1", text)
+    text = re.sub(r"(\w+\.\w+) = true", r"\1", text)
     text = re.sub(r'the optimizer "\w+"', "this optimizer", text)
     return re.sub(r"\b(zero|pp|ep|compress|offload)=(?!0)[\w.]+(:[\w.]+)*", r"\1", text)
 

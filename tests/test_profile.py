@@ -159,7 +159,7 @@ def test_refused_steps(value: str, words: str) -> None:
 
 
 def test_steps_that_are_measured_otherwise() -> None:
-    with pytest.raises(UserError, match=r'memory_step measures step 1.*profile_steps = 6'):
+    with pytest.raises(UserError, match=r"memory_step measures step 1.*profile_steps = 6"):
         load("quickstart", ["observe.profile_steps=1", "observe.memory_step=5"])
     with pytest.raises(UserError, match="trace_step measures step 3"):
         load("quickstart", ["observe.profile_steps=2-3", "observe.trace_step=3"])

@@ -184,7 +184,7 @@ def test_not_utf8(tmp_path: Path) -> None:
         ("[model]\nkv_heads = 4", "model.kv_heads = 4 must divide model.heads = 6"),
         ('[model]\narch = "gpt2"\nkv_heads = 3', "gpt2 needs kv_heads = heads"),
         ('[model]\narch = "gpt2"\nrope_theta = 5e5', "gpt2 has no rotary positions"),
-        ('[model]\narch = "bert"\n[train]\nsample_every = 5', "bert is bidirectional"),
+        ('[model]\narch = "bert"\n[train]\nsample_every = 5', "it is bidirectional"),
         ("[optim]\nwarmup_steps = 30", "optim.warmup_steps = 30 must be at most the run's 20 steps"),
         (
             "[optim]\ndecay_fraction = 0.5",

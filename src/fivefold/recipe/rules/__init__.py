@@ -30,9 +30,9 @@ RULES = (
     observed,
     refused,
     batch,
+    servers,
     combinations,
     sites,
-    servers,
     weights,
     layout_rules,
 )
