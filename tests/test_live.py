@@ -34,7 +34,7 @@ def ask(
 
 
 def test_the_page_of_a_run_that_trains_loads_itself_again(server: live.Server) -> None:
-    run = server.live.run
+    run = server.run
     whole = (run / "metrics.jsonl").read_text()
     metrics = [line for line in whole.splitlines(keepends=True) if "step_s" in line]
     (run / "metrics.jsonl").write_text("".join(metrics[:10]))
@@ -55,7 +55,7 @@ def test_the_page_of_a_run_that_trains_loads_itself_again(server: live.Server) -
 
 
 def test_a_run_without_a_step_has_a_page(server: live.Server) -> None:
-    (server.live.run / "metrics.jsonl").unlink()
+    (server.run / "metrics.jsonl").unlink()
     code, headers, text = ask(server)
     assert (code, "Refresh" in headers) == (200, True)
     assert "not started yet" in text
@@ -99,7 +99,7 @@ def test_a_browser_that_leaves_is_no_error(server: live.Server, capfd: pytest.Ca
 def test_a_port_that_is_taken_is_an_error(server: live.Server) -> None:
     port = server.server_address[1]
     with pytest.raises(UserError, match=rf"--port {port}: cannot listen on 127.0.0.1: .* 0 takes a free one"):
-        live.Server(server.live.run, port)
+        live.Server(server.run, port)
 
 
 def test_it_says_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

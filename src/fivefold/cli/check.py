@@ -29,6 +29,7 @@ def check(
 ) -> None:
     """Check a recipe and its data, and summarize the training run."""
     from fivefold.recipe import entries, load
+    from fivefold.recipe import explain as explained
 
     loaded = load(recipe, set_ or [], layout)
     entries.require(entries.chosen(loaded.observe.tracker))
@@ -46,7 +47,7 @@ def check(
         except UserError as error:
             raise UserError(f"{error}\nThe recipe itself is valid; --no-data skips the data.") from None
     if json:
-        fields = {"fields": _fields(loaded)} if explain else {}
+        fields = {"fields": [field._asdict() for field in explained(loaded)]} if explain else {}
         print_json({"recipe": recipe, "valid": True, **result, **fields})
         return
     print("\n".join(_text(recipe, loaded, result)))
@@ -195,12 +196,6 @@ def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     rows += [("WARNING", warning) for warning in result["warnings"]]
     but = "" if memory is None or memory["fits"] else ", but needs more memory than this machine has"
     return [f"{name}: the recipe is valid{but}", *(f"  {label:8} {text}" for label, text in rows)]
-
-
-def _fields(recipe: Recipe) -> list[dict[str, Any]]:
-    from fivefold.recipe import explain
-
-    return [field._asdict() for field in explain(recipe)]
 
 
 def _explain_text(recipe: Recipe) -> list[str]:

@@ -22,6 +22,7 @@ from fivefold.observe.format import short_number
 # The x axis is divided into this many stretches. A line keeps at most four points of each (first, lowest, highest,
 # last). It looks the same as with all points, with its spikes (M4, VLDB 2014, doi 10.14778/2732951.2732953).
 STRETCHES = 500
+MOST_BAD = 400  # marks of steps whose value was not finite
 
 
 Span = tuple[float, float]
@@ -170,7 +171,8 @@ def _scale(chart: Chart, drawn: Sequence[Series], scale: Scale, name: str) -> st
         own = linear_scale(scale.low * factor, scale.high * factor, chart.zero).ticks
         inside = [tick for tick in own if tick <= scale.high * factor * 1.001]
         labels += _labels("right", inside, scale, factor, unit)
-    bad = "".join(f"M{_across(step, chart):.1f} 1000v-1000" for step in _spread(chart.bad))
+    spread = chart.bad[:: max(1, math.ceil(len(chart.bad) / MOST_BAD))]
+    bad = "".join(f"M{_across(step, chart):.1f} 1000v-1000" for step in spread)
     lines = "".join(_line(series, chart, scale) for series in drawn)
     return (
         f'<div class="scale {name}" aria-hidden="true">{labels}<svg viewBox="0 0 1000 1000" '
@@ -243,10 +245,6 @@ def _digits(value: float) -> float | int:
 def _show(value: float, unit: str) -> str:
     number = f"{value:,.4g}" if abs(value) < 1e4 else short_number(value)
     return f"{number}{unit if unit == '%' else ' ' + unit}".strip()
-
-
-def _spread(steps: Sequence[int], most: int = 400) -> Sequence[int]:
-    return steps[:: max(1, math.ceil(len(steps) / most))]
 
 
 def _wide(span: Span) -> Span:

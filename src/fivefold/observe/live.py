@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError, printable
-from fivefold.files import guard, in_use
+from fivefold.files import in_use
 from fivefold.observe.document import asset, document
 from fivefold.observe.metrics import FILE, last_line
 from fivefold.observe.report import page, run_recipe
@@ -29,17 +29,44 @@ NAMES = (ADDRESS, "localhost", "[::1]")
 PORT = 6007
 REFRESH_S = 5
 WATCH_S = 1.0
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
-class Live:
-    """A run's page as it is now, and what the run is doing."""
+class Server(ThreadingHTTPServer):
+    """Serves the page of a run as it is now, and says what the run is doing. port: 0 takes a free one.
 
-    def __init__(self, run: Path) -> None:
-        self.run = run
+    Raises:
+        UserError: the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, run: Path, port: int = PORT):
+        self.run, recipe = run, run_recipe(run)
+        self.steps = recipe.train.steps if recipe else None
         self._lock = threading.Lock()
         self._made: tuple[object, bytes] | None = None
-        recipe = run_recipe(run)
-        self.steps = recipe.train.steps if recipe else None
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except OSError as error:
+            raise UserError(
+                f"--port {port}: cannot listen on {ADDRESS}: {error.strerror}. Use another port; 0 takes a free one"
+            ) from None
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.server_address[1]}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that leaves before it has the page is no error."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     def state(self) -> tuple[bool, str]:
         """(True if steps may follow, the state in words)."""
@@ -56,29 +83,28 @@ class Live:
     def content(self) -> tuple[bool, bytes]:
         """(True if steps may follow, the page). It is made again when the metrics or the state have changed."""
         with self._lock:
-            more, said = self.state()
+            more, words = self.state()
             try:
-                found = (self.run / FILE).stat()
-                key: object = (said, found.st_mtime_ns, found.st_size)
+                file = (self.run / FILE).stat()
+                key: object = (words, file.st_mtime_ns, file.st_size)
             except OSError:
-                key = said
+                key = words
             if self._made is None or self._made[0] != key:
-                self._made = key, self._page(said).encode("utf-8", "replace")
+                self._made = key, self._page(words).encode("utf-8", "replace")
             return more, self._made[1]
 
-    def _page(self, said: str) -> str:
+    def _page(self, words: str) -> str:
         try:
-            return page(self.run, said)
+            return page(self.run, words)
         except (UserError, OSError) as error:  # no metrics yet
             name = printable(self.run.resolve().name)
-            text = f"{name}: {said}. {error}"
-            return document(name, f"<main><p>{escape(printable(text))}</p></main>", asset("report.css"), "")
+            text = escape(printable(f"{name}: {words}. {error}"))
+            return document(name, f"<main><p>{text}</p></main>", asset("report.css"), "")
 
 
 class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "Fivefold", ""
     timeout = 10  # a connection that asks nothing
-    live: Live
 
     def do_GET(self) -> None:
         self._answer(body=True)
@@ -87,6 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=False)
 
     def _answer(self, body: bool) -> None:
+        assert isinstance(self.server, Server)
         hosts = self.headers.get_all("Host", [])
         host = re.sub(r":\d+$", "", hosts[0]) if len(hosts) == 1 else ""
         if host.lower() not in NAMES:
@@ -95,17 +122,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.partition("?")[0] != "/":
             self.send_error(HTTPStatus.NOT_FOUND, "There is one page, /")
             return
-        more, content = self.live.content()
+        more, content = self.server.content()
+        headers = (
+            HEADERS | {"Content-Length": str(len(content))} | ({"Refresh": str(REFRESH_S)} if more else {})
+        )
         self.send_response(HTTPStatus.OK)
-        for key, value in (
-            ("Content-Type", "text/html; charset=utf-8"),
-            ("Content-Length", str(len(content))),
-            ("Cache-Control", "no-store"),
-            ("Content-Security-Policy", "frame-ancestors 'none'"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-            ("X-Content-Type-Options", "nosniff"),
-            *([("Refresh", str(REFRESH_S))] if more else []),
-        ):
+        for key, value in headers.items():
             self.send_header(key, value)
         self.end_headers()
         if body:
@@ -113,37 +135,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Says nothing."""
-
-
-class Server(ThreadingHTTPServer):
-    """Serves the page of a run. port: 0 takes a free one.
-
-    Raises:
-        UserError: the port is taken.
-    """
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, run: Path, port: int = PORT) -> None:
-        guard(run)
-        self.live = Live(run)
-        handler = type("Handler", (_Handler,), {"live": self.live})
-        try:
-            super().__init__((ADDRESS, port), handler)
-        except OSError as error:
-            raise UserError(
-                f"--port {port}: cannot listen on {ADDRESS}: {error.strerror}. Use another port; 0 takes a free one"
-            ) from None
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that leaves before it has the page is no error."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)
-
-    @property
-    def url(self) -> str:
-        return f"http://{ADDRESS}:{self.server_address[1]}/"
 
 
 def serve(run: Path, port: int = PORT, tell: Callable[[str], None] = print) -> None:
@@ -154,10 +145,10 @@ def serve(run: Path, port: int = PORT, tell: Callable[[str], None] = print) -> N
         last, waiting = "", threading.Event()
         try:
             while True:
-                _, said = server.live.state()
-                state = said.partition(",")[0]
+                _, words = server.state()
+                state = words.partition(",")[0]
                 if state != last:
-                    tell(f"{run}: {said}")
+                    tell(f"{run}: {words}")
                     last = state
                 waiting.wait(WATCH_S)
         except KeyboardInterrupt:

@@ -120,18 +120,14 @@ def _in_words(recipe: Recipe | None, figures: Mapping[str, Any]) -> str:
     if recipe is None:
         return f"{steps}."
     model, layout = recipe.model, recipe.layout
+    names = list(recipe.data.specs)
+    data = recipe.data.source if names == [""] else f"a mixture of {', '.join(names)}"
     parameters = f" of {short_number(count_parameters(model))} parameters" if model.vocab_size else ""
-    ranks = math.prod((layout.dp_replicate, layout.dp_shard, layout.tp, layout.cp, layout.pp))
     return (
         f"A {model.arch} model{parameters}, {model.layers} layers {model.dim} wide, trained on "
-        f"{_data_in_words(recipe)} for {steps} of {recipe.train.global_batch_size} sequences of {model.seq_len} "
-        f"tokens{f', by {ranks} ranks' if ranks > 1 else ''}."
+        f"{data} for {steps} of {recipe.train.global_batch_size} sequences of {model.seq_len} "
+        f"tokens{f', by {layout.ranks} ranks' if layout.ranks > 1 else ''}."
     )
-
-
-def _data_in_words(recipe: Recipe) -> str:
-    names = list(recipe.data.specs)
-    return recipe.data.source if names == [""] else f"a mixture of {', '.join(names)}"
 
 
 def _alarm(figures: Mapping[str, Any]) -> str:

@@ -472,11 +472,7 @@ def _run_folder(out: Path | None, name: str, resuming: Resuming, caller: Caller)
 
 def _advice(job: Job, world: int, out_of_memory: bool) -> str:
     """What to do when a rank has failed."""
-    lines = ["", *advice(job, world)] if out_of_memory else []
-    return "\n".join(lines) + _how_to_resume(job)
-
-
-def _how_to_resume(job: Job) -> str:
-    if not newest(job.out):
-        return ""
-    return f". Resume from the last checkpoint with: {job.resume_command}"
+    lines = "\n".join(["", *advice(job, world)]) if out_of_memory else ""
+    return lines + (
+        f". Resume from the last checkpoint with: {job.resume_command}" if newest(job.out) else ""
+    )
