@@ -1,12 +1,27 @@
-"""`fivefold check RECIPE`: validates a recipe and its data, and summarizes the training run."""
+"""What commands do with a recipe: `fivefold recipes` lists the shipped ones or prints one, `fivefold check RECIPE`
+validates one and its data, and summarizes the training run, `fivefold tokenize RECIPE` tokenizes its text ahead of
+training."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
+from math import inf
+from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli.options import JsonOption, LayoutOption, RecipeArgument, SetOption, flag, print_json
+import typer
+
+from fivefold.cli.options import (
+    JsonOption,
+    LayoutOption,
+    RecipeArgument,
+    SetOption,
+    flag,
+    option,
+    print_json,
+)
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,6 +31,12 @@ EXAMPLES = [
     "fivefold check quickstart",
     "fivefold check my.toml --set train.steps=500 --layout dp=2",
     "fivefold check llama-7b --no-data --explain",
+    "fivefold recipes",
+    "fivefold recipes quickstart > my.toml",
+    "fivefold recipes --fields",
+    "fivefold tokenize quickstart",
+    "fivefold tokenize gpt2-124m --set data.source=my_texts/ --set data.tokenizer=bpe:32000",
+    "fivefold tokenize quickstart --megatron tokens/stdlib",
 ]
 
 
@@ -50,7 +71,7 @@ def check(
         fields = {"fields": [field._asdict() for field in explained(loaded)]} if explain else {}
         print_json({"recipe": recipe, "valid": True, **result, **fields})
         return
-    print("\n".join(_text(recipe, loaded, result)))
+    print("\n".join(_summary_text(recipe, loaded, result)))
     if explain:
         print("\n".join(["", *_explain_text(loaded)]))
 
@@ -158,7 +179,7 @@ def _recompute(recipe: Recipe) -> dict[str, Any] | None:
     return {"blocks": found.recompute, "predicted_peak_bytes": round(found.peak), "line": line}
 
 
-def _text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
+def _summary_text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     """The summary for people."""
     from fivefold.observe.format import short_number
     from fivefold.spread.layout import Layout
@@ -215,3 +236,143 @@ def _explain_text(recipe: Recipe) -> list[str]:
         lines.append(f"{mark} {field.key.partition('.')[2]} = {value}   ({field.type}{was})")
         lines += textwrap.wrap(field.doc, width, initial_indent="      ", subsequent_indent="      ")
     return lines
+
+
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="Print this recipe's TOML as a start for your own.")
+    ] = None,
+    fields: Annotated[
+        bool, flag("Print the ten fields that most runs set, then all others by name.", "--fields")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """List the shipped recipes by family with their parameters, or print one of them."""
+    from fivefold.observe.format import short_number
+    from fivefold.recipe import families, load, shipped, source
+    from fivefold.recipe.load import FIRST
+
+    if fields:
+        if name is not None:
+            raise UserError(
+                f"--fields: leave {name} out; `fivefold check {name} --explain` has the values of a recipe"
+            )
+        essential, others = _fields()
+        print_json({"essential": essential, "others": others}) if json else print(
+            _fields_text(essential, others)
+        )
+        return
+    if name is not None:
+        text = source(name)
+        print_json({"name": name, "toml": text}) if json else print(text, end="")
+        return
+    found, sizes = shipped(), {name: _parameters(name) for name in shipped()}
+    groups = {
+        family: sorted(names, key=lambda name: (name != FIRST, sizes[name] or inf))
+        for family, names in families().items()
+    }
+    if json:
+        print_json({"recipes": found, "families": groups, "parameters": sizes})
+        return
+    width = max(map(len, found))
+    for family, names in groups.items():
+        print(family)
+        for name in names:
+            count, folders = sizes[name], load(name).train.init_from
+            size = short_number(count) if count else "folder's" if folders else ""
+            print(f"  {name:{width}} {size:>8}  {found[name]}")
+
+
+def _fields() -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
+    """The essential fields, the most important first, and the names of all others by section."""
+    from fivefold.recipe import explain
+    from fivefold.recipe.schema import Sections
+    from fivefold.recipe.words import ESSENTIAL
+
+    known = {field.key: field for field in explain(Sections())}
+    essential = [
+        {"key": key, "default": known[key].default, "type": known[key].type, "doc": known[key].doc}
+        for key in ESSENTIAL
+    ]
+    others: dict[str, list[str]] = {}
+    for key in known:
+        section, _, name = key.partition(".")
+        if key not in ESSENTIAL:
+            others.setdefault(section, []).append(name)
+    return essential, others
+
+
+def _fields_text(essential: list[dict[str, Any]], others: dict[str, list[str]]) -> str:
+    from fivefold.recipe.words import toml_value
+
+    lines = [
+        "The fields that most runs set, with their defaults. --layout sets [layout], such as dp=8,zero=3.",
+        "",
+    ]
+    for row in essential:
+        default = "unset" if row["default"] is None else toml_value(row["default"])
+        sentence = row["doc"].partition(". ")[0].partition(": `")[0].removesuffix(".")
+        lines.append(f"  {row['key']:25} {default:9} {sentence}.")
+    lines += [
+        "",
+        "All others. `fivefold check RECIPE --explain` says what they mean, and so does docs/recipes.md.",
+        "",
+    ]
+    for section, names in others.items():
+        lines += wrap(", ".join(names), 110, initial_indent=f"  [{section}] ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _parameters(name: str) -> int | None:
+    """Parameters of a shipped recipe's model; None: its folder's, or they depend on the text's vocabulary."""
+    from fivefold.recipe import count_parameters, expected_vocab_size, load
+
+    recipe = load(name)
+    if recipe.train.init_from:
+        return None
+    size = expected_vocab_size(recipe)
+    return count_parameters(recipe.model.model_copy(update={"vocab_size": size})) if size else None
+
+
+def tokenize(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    layout: LayoutOption = None,
+    megatron: Annotated[
+        Path | None,
+        option(
+            "NAME",
+            "Also write NAME_train and NAME_val, .bin and .idx, which Megatron-LM reads.",
+            "--megatron",
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Tokenize a recipe's text ahead of training.
+
+    The tokens go to the cache, where `fivefold train` finds them. An interrupted command resumes where it stopped.
+    """
+    from fivefold.data import prepare, progress_bar
+    from fivefold.data.preparation import finished, write_megatron
+    from fivefold.recipe import load
+
+    loaded = load(recipe, set_ or [], layout)
+    with progress_bar() as progress:
+        data = finished(prepare(loaded, progress), loaded, progress)
+        info = dict(data.info)
+        if megatron is not None:
+            info["megatron"] = [str(path) for path in write_megatron(data, loaded, megatron)]
+    if json:
+        print_json(info)
+        return
+    for key, value in info.items():
+        print(f"{key:12}  {_fact(value)}")
+
+
+def _fact(value: Any) -> str:
+    """A fact as text: 1,234 or yes or `train 1,234, val 56`."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_fact(each)}" for key, each in value.items() if each != "")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -17,7 +17,6 @@ import typer
 from fivefold.cli import (
     bench,
     catalogs,
-    chat,
     check,
     checkpoints,
     collectives,
@@ -29,11 +28,9 @@ from fivefold.cli import (
     optimizers,
     plan,
     problems,
-    recipes,
     report,
     sweep,
     terminal,
-    tokenize,
     train,
     verify,
 )
@@ -75,17 +72,17 @@ for name, module, function in (
     ("clusters", catalogs, catalogs.clusters),
     ("formats", catalogs, catalogs.formats),
     ("optimizers", optimizers, optimizers.optimizers),
-    ("recipes", recipes, recipes.recipes),
-    ("tokenize", tokenize, tokenize.tokenize),
+    ("recipes", check, check.recipes),
+    ("tokenize", check, check.tokenize),
     ("eval", eval_, eval_.eval_),
     ("generate", generate, generate.generate),
-    ("chat", chat, chat.chat),
+    ("chat", generate, generate.chat),
     ("report", report, report.report),
     ("checkpoints", checkpoints, checkpoints.checkpoints),
     ("export", hugging_face, hugging_face.export),
     ("import", hugging_face, hugging_face.import_),
 ):
-    examples = "".join(f"\n  {example}" for example in module.EXAMPLES)
+    examples = "".join(f"\n  {example}" for example in module.EXAMPLES if f"fivefold {name}" in example)
     command = partial(problems.Command, groups=RECIPE | {**getattr(module, "GROUPS", {})} | OUTPUT)
     app.command(name, cls=command, epilog=f"\b\nExamples:{examples}")(function)  # type: ignore[arg-type]
 app.add_typer(bench.bench, name="bench")
