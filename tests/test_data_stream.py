@@ -22,7 +22,7 @@ from fivefold.data.preparation import finished
 from fivefold.data.stream import BUILDER, Stream, _started, commits, read_progress
 from fivefold.errors import UserError
 from fivefold.files import Post
-from fivefold.observe.sources import section
+from fivefold.observe.sections import data_seen
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank
@@ -292,4 +292,4 @@ def test_the_report_of_a_stream_whose_end_is_not_known(tmp_path: Path):
     (tmp_path / "data.json").write_text(
         json.dumps({"sources": [{"name": "", "source": "x", "tokens": None}]})
     )
-    assert "not known" in section(tmp_path, [{"tokens": 9}])
+    assert "not known" in data_seen(tmp_path, [{"tokens": 9}])

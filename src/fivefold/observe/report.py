@@ -20,10 +20,8 @@ from fivefold.observe import (
     faults,
     memory_picture,
     prediction,
-    profile,
     restarts,
     slow,
-    sources,
     step_timeline,
 )
 from fivefold.observe.chart import Chart, Series, draw, smooth
@@ -31,15 +29,18 @@ from fivefold.observe.document import asset, document, section, table
 from fivefold.observe.format import duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
 from fivefold.observe.sections import (
+    DATA_FILE,
+    SETS,
     commands,
     compression,
+    data_seen,
     first_weights,
     machine,
     recipe_text,
     sampled,
     samples,
+    validation_chart,
 )
-from fivefold.observe.sources import SETS, validation_chart
 from fivefold.observe.summary import BUSY, column, finite, summarize
 from fivefold.recipe import Recipe, count_parameters, load
 
@@ -70,9 +71,9 @@ def page(run: Path, state: str = "") -> str:
         predicted = prediction.section(prediction.read(run))
     with understood(run / "traces"):
         messages, memory = step_timeline.section(run), memory_picture.section(run)
-        operators = profile.section(run)
-    with understood(run / sources.FILE):
-        seen = sources.section(run, lines)
+        operators = step_timeline.operators_section(run)
+    with understood(run / DATA_FILE):
+        seen = data_seen(run, lines)
     with understood(run / "machine.json"):
         facts = machine(run / "machine.json")
     name = printable(run.resolve().name)

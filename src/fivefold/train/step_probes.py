@@ -20,8 +20,7 @@ from fivefold.files import NO_ROOM, make_folder, own_word, remove, rename, strea
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.observe import memory_picture
-from fivefold.observe import profile as page
-from fivefold.observe.profile import LONGEST, Operator
+from fivefold.observe.step_timeline import LONGEST, Operator, trace_name, write_operators
 from fivefold.recipe.entries import steps
 from fivefold.step.state import State
 from fivefold.trace import private
@@ -87,7 +86,7 @@ class ProfileWatch:
 
     def _write(self, recorded: profile, last: int) -> str:
         make_folder(self.folder)
-        path = self.folder / page.trace_name(self.first, last, self.ranks.rank)
+        path = self.folder / trace_name(self.first, last, self.ranks.rank)
         exported = self.folder / f".{path.name}.{own_word()}"
         try:
             recorded.export_chrome_trace(str(exported))
@@ -97,7 +96,9 @@ class ProfileWatch:
         if not self.ranks.first:
             return ""
         found = recorded.key_averages()
-        page.write(self.folder.parent, self.first, last, operators(found, self.ranks.device.type == "cuda"))
+        write_operators(
+            self.folder.parent, self.first, last, operators(found, self.ranks.device.type == "cuda")
+        )
         return f"profile of steps {self.first} to {last}: {path}, for ui.perfetto.dev; each rank has one"
 
 
