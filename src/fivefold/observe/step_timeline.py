@@ -1,5 +1,5 @@
-"""The timeline of one step of a run, measured on each rank and planned, that of its pipeline, and what PyTorch's profiler
-recorded: files in RUN/traces, text, pictures, a table of operators."""
+"""The timeline of one step of a run, measured on each rank and planned, that of its pipeline, and what the profiler of
+PyTorch recorded: files in RUN/traces, text, pictures, a table of operators."""
 
 from __future__ import annotations
 
