@@ -33,7 +33,9 @@ from fivefold.recipe import (
     tokens_per_step,
     total_steps,
 )
-from fivefold.recipe.unused_fields import notes
+from fivefold.recipe.rules.combinations import REFUSED
+from fivefold.recipe.unused_fields import UNUSED, notes
+from fivefold.recipe.words import ESSENTIAL, KEYS
 
 SHIPPED = [
     "bert-base-mlm", "bert-large-mlm", "bert-tiny", "continue", "deepseek-v3", "gpt2-1.5b", "gpt2-124m", "gpt2-355m",
@@ -597,3 +599,10 @@ def test_what_python_cannot_read_is_a_clear_error(tmp_path: Path, value: str) ->
 
 def test_unsetting_the_steps_keeps_the_tokens() -> None:
     assert load("gpt2-124m", ["train.steps=none"]) == load("gpt2-124m")
+
+
+def test_tables_of_rules_name_fields() -> None:
+    named = {key for row in REFUSED for key in (row.key, *row.others.split())}
+    named |= {f"{row.section}.{name}" for row in UNUSED for name in row.names.split()}
+    named |= {row.by for row in UNUSED if row.by}
+    assert named | {*ESSENTIAL} <= KEYS.keys()
