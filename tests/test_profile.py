@@ -20,7 +20,7 @@ from fivefold.observe import step_timeline as profile
 from fivefold.recipe import Recipe, load
 from fivefold.recipe.warnings import warnings
 from fivefold.train.job import Job
-from fivefold.train.step_probes import ProfileWatch, operators
+from fivefold.train.profile import ProfileWatch, operators
 
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=2", "model.ffn_dim=64", "model.seq_len=16",
@@ -115,7 +115,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fivefold.train.step_probes._compress", full)
+    monkeypatch.setattr("fivefold.train.profile._compress", full)
     assert "not written: No space left" in watch.end_step(1)
     assert not list((tmp_path / "run" / "traces").iterdir())
 

@@ -46,10 +46,10 @@ from fivefold.train.job import Job
 from fivefold.train.loop import due
 from fivefold.train.noise import NoiseScale
 from fivefold.train.prediction import Prediction
+from fivefold.train.profile import MemoryWatch, ProfileWatch
 from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
 from fivefold.train.share import documents_of, stream_states, validation_sets
-from fivefold.train.step_probes import MemoryWatch, ProfileWatch
 from fivefold.train.user_hooks import WITHOUT, Callbacks
 
 GREETING = "Hello"  # what a model that has learned from conversations is told for a sample, if nothing else

@@ -1,6 +1,6 @@
 """Checks that a layout computes what one process computes.
 
-The reference is one process with the whole model and plain autograd (`Plain`). A layout of one rank is compared,
+The reference is one process with the whole model and plain autograd (`reference.py`). A layout of one rank is compared,
 too: it shows whether the trainer keeps weights and gradients correctly.
 
 Both sides train the same few steps from the same initial weights on the same batches, without dropout. Each writes into
@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.checkpoint import store, write
 from fivefold.comm import everyone
@@ -40,16 +40,8 @@ from fivefold.errors import UserError
 from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
-from fivefold.models.base import LanguageModel
-from fivefold.models.card import card_of
-from fivefold.models.init import build
 from fivefold.optim import OPTIMIZERS
-from fivefold.optim.updater import Updater
-from fivefold.parallel import products
-from fivefold.parallel.expert import Balance
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.parallelize import Parallel
-from fivefold.precision import MASTER, PRECISIONS, TRAINABLE, Mode, torch_dtype
+from fivefold.precision import MASTER, PRECISIONS, TRAINABLE
 from fivefold.recipe import Recipe, batch_size, change, resolve
 from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.schema import LayoutSection
@@ -58,10 +50,10 @@ from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_nearest import validate
 from fivefold.spread.layout_text import to_text
-from fivefold.spread.parts import Part, held
 from fivefold.spread.zeropp import zeropp
-from fivefold.step.state import State, build_state, compute_mode, with_optimizer
+from fivefold.step.state import build_state
 from fivefold.step.step import take_step
+from fivefold.train.reference import reference_state
 from fivefold.train.saved import buffer_pieces, moment_pieces, owned_pieces
 from fivefold.train.share import batches_of, share_of
 from fivefold.train.start import prepare_data
@@ -338,75 +330,3 @@ def _relative(a: Tensor, b: Tensor) -> float:
     if difference == 0:
         return 0.0
     return difference / size if size and math.isfinite(difference / size) else math.inf
-
-
-class Plain:
-    """The simplest replica (see `parallel.replica.Replica`). The module must be in fp32 when this is built; afterwards
-    it computes as the mode says."""
-
-    updater: Updater
-
-    def __init__(self, module: nn.Module, parts: dict[str, Part], mode: Mode):
-        self.parts, self.params = parts, dict(module.named_parameters())
-        kept, working = torch_dtype(mode.master), torch_dtype(mode.working)
-        self.masters = {
-            name: p.detach().to(working if parts[name].frozen else kept, copy=True)
-            for name, p in self.params.items()
-        }
-        self.gradients = {n: torch.zeros_like(w) for n, w in self.masters.items() if not parts[n].frozen}
-        for name, p in self.params.items():
-            p.data = p.data.to(working)
-            p.requires_grad_(not parts[name].frozen)
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._adder(name))
-
-    def _adder(self, name: str) -> Callable[[Tensor], None]:
-        def add(p: Tensor) -> None:
-            assert p.grad is not None
-            self.gradients[name] += p.grad
-            p.grad = None
-
-        return add
-
-    def start_step(self) -> None:
-        for gradient in self.gradients.values():
-            gradient.zero_()
-
-    def enable_sync(self) -> None:
-        """Does nothing: there is nothing to send."""
-
-    def collect(self) -> None:
-        """Does nothing: no gradient is deferred."""
-
-    def finish(self) -> None:
-        """Does nothing: there is nothing to wait for."""
-
-    def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
-        self.updater.step(self.gradients, lr, scale, skip)
-        self.refresh()
-
-    def refresh(self) -> None:
-        for name, p in self.params.items():
-            p.data.copy_(self.masters[name])
-
-    def kept(self) -> dict[str, list[Tensor]]:
-        return {"params": [p.data for p in self.params.values()]}
-
-    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
-        for name in names:
-            self.params[name].register_hook(seen)
-
-    def close(self) -> None:
-        """Does nothing: the module is not used without this object."""
-
-
-def reference_state(recipe: Recipe, one: Ranks) -> State:
-    """The state of a resolved recipe at step 0 on one process; the recipe's layout is ignored."""
-    model, mesh = recipe.model, Mesh(Layout(), one)
-    module = build(model, device=one.device, seed=recipe.train.seed)
-    assert isinstance(module, LanguageModel)
-    products.apply(module, recipe)
-    mode = compute_mode(recipe, one.device)
-    replica = Plain(module, held(card_of(model), Layout(), 0), mode)
-    balance = Balance([module], mesh, model) if card_of(model).has_experts else None
-    return with_optimizer(Parallel([module], [replica], balance=balance), mesh, recipe, mode)
