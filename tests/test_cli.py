@@ -17,7 +17,11 @@ from fivefold.cli import (
     export,
     generate,
     import_,
+    local,
     plan,
+    plan_search,
+    plan_terms,
+    plan_trace,
     recipes,
     report,
     terminal,
@@ -34,6 +38,11 @@ from fivefold.schedules.pipeline import SCHEDULES
 COMMANDS = {
     "train": train,
     "check": check,
+    "plan": plan,
+    "plan search": plan_search,
+    "plan terms": plan_terms,
+    "plan trace": plan_trace,
+    "plan calibrate": local,
     "recipes": recipes,
     "tokenize": tokenize,
     "eval": eval_,
@@ -77,7 +86,7 @@ def test_help_of_bench(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(name, "--help") == 0
+    assert run(*name.split(), "--help") == 0
     out = capsys.readouterr().out
     assert f"Usage: fivefold {name}" in out
     examples = out.partition("Examples:\n")[2].split("\n")
@@ -87,13 +96,27 @@ def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_help_names_values_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("eval", "--help") == 0
     assert "Usage: fivefold eval [OPTIONS] RUN [FILE...]\n" in capsys.readouterr().out
-    for name in (*COMMANDS, "plan", "compare", "verify", "sweep"):
-        assert run(name, "--help") == 0
+    for name in (*COMMANDS, "compare", "verify", "sweep"):
+        assert run(*name.split(), "--help") == 0
         assert [*re.findall(r"<[a-z ]+>|[{}]", capsys.readouterr().out)] == [], name
 
 
-def test_options_of_plan_stand_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "--help") == 0
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith("plan")])
+def test_help_of_plans_is_a_screen(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In groups, with at most 16 options a command."""
+    assert run(*name.split(), "--help") == 0
+    assert len(capsys.readouterr().out.splitlines()) <= 56
+
+
+def test_old_options_of_plan_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--search", "--exact", "--terms", "--calibrate"):
+        assert run("plan", "quickstart", option) == 2
+        assert "No such option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["plan"], ["plan", "search"]])
+def test_options_of_plan_stand_in_groups(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--help") == 0
     out = capsys.readouterr().out
     for title, names in plan.GROUPS.items():
         section = out.split(f"\n{title}:\n")[1].split("\n\n")[0]

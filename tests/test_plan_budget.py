@@ -184,10 +184,10 @@ def test_the_command_answers() -> None:
 def test_the_command_searches_for_the_deadline() -> None:
     options = [
         "plan",
+        "search",
         "llama-7b",
         "--cluster",
         "h100:8",
-        "--search",
         "--top",
         "1",
         "--deadline",

@@ -331,7 +331,7 @@ def test_the_formula_is_close_to_tracked_steps() -> None:
 def test_search_plan_and_run_say_the_same(
     arch: str, dtype: str, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One formula: `plan --search`, `plan` and plan.json, on this machine and on GPUs."""
+    """One formula: `plan search`, `plan` and plan.json, on this machine and on GPUs."""
     sets = [f"model.arch={arch}", "model.layers=4", "model.vocab_size=4096", f"precision.mode={dtype}"]
     recipe = load("quickstart", [*sets, "train.global_batch_size=16", "train.microbatch_size=none"], "dp=1")
     machine = replace(of_table(assumed_table(4)), devices=4) if cluster == "local:4" else parse(cluster)

@@ -13,6 +13,7 @@ from fivefold.lessons import criteria, overlap
 from fivefold.lessons.criteria import Moment, Redundant
 from fivefold.lessons.overlap import Rule
 from fivefold.models.card import card_of
+from fivefold.observe.format import memory_text
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import memory
 from fivefold.plan.messages import volume
@@ -126,6 +127,18 @@ class Row:
     def _plan(self) -> Plan:
         assert self.plan is not None
         return self.plan
+
+    def words(self) -> dict[str, str]:
+        """The criteria of a row with a plan, in words."""
+        return {
+            "redundant": f"{self.redundant.share:.1%}",
+            "memory": memory_text(self._plan.peak_bytes),
+            "fits": "yes" if self._plan.fits else "no",
+            "exposed": f"{self.exposed:.1%}",
+            "idle": f"{self.idle:.1%}",
+            "step": f"{self._plan.step.seconds:.4g}",
+            "mfu": f"{self._plan.mfu:.1%}",
+        }
 
     def as_json(self, overlap: bool = False) -> dict[str, Any]:
         found = {
