@@ -11,7 +11,7 @@ from commands import REPO
 
 from fivefold.errors import UserError
 from fivefold.plan.advice import budget
-from fivefold.plan.advice.scaling import BESIROGLU, FLOPS, HOFFMANN, Law
+from fivefold.plan.advice.budget import BESIROGLU, FLOPS, HOFFMANN, Law
 from fivefold.plan.advice.scaling_fit import Run, fit
 from fivefold.plan.advice.sweep_results import iso_flops, results
 from fivefold.recipe.sweep import FINISHED, Row, Sweep

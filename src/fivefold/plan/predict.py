@@ -196,20 +196,11 @@ def predict(
         servers.assert_fits(layout.ranks, recipe.servers.count, cluster.devices)
     elif cluster.devices:
         validate(layout, cluster.devices, partial(allows, recipe))
-    full = resolved(recipe)
-    B = full.train.microbatch_size
-    assert B is not None
-    count = microbatches_per_step(full)
-    software = for_recipe(software or of(cluster), recipe)
-    batch = full.train.global_batch_size
-    sequences = batch if batch < count * B * layout.dp else None
-    together = setting(
-        full.model, layout, cluster, B, count, mode_of(recipe.precision.mode, cluster), software, sequences
-    )
+    full, together = _together(recipe, cluster, software)
     if full.servers.count:
         served = servers.service(together, full.servers, full.optim.grad_clip, full.precision.reduce)
         return Plan(together, servers.held(served), servers.step(served), service=served)
-    s = apart(together, full.sites) if full.sites.count > 1 else together
+    s = apart(together, full.sites)
     s = with_budget(s, partial(_besides, s))
     together = replace(together, layout=replace(together.layout, recompute=s.layout.recompute))
     shared = None
@@ -222,8 +213,21 @@ def predict(
     return replace(plan, stalls=wait, together=together if full.sites.count > 1 else None)
 
 
+def _together(recipe: Recipe, cluster: Cluster, software: Software | None) -> tuple[Recipe, Setting]:
+    """(the resolved recipe, its setting, as if all sites trained together)."""
+    full, layout = resolved(recipe), Layout.from_recipe(recipe.layout)
+    B, batch = full.train.microbatch_size, full.train.global_batch_size
+    assert B is not None
+    count, mode = microbatches_per_step(full), mode_of(recipe.precision.mode, cluster)
+    software = for_recipe(software or of(cluster), recipe)
+    sequences = batch if batch < count * B * layout.dp else None
+    return full, setting(full.model, layout, cluster, B, count, mode, software, sequences)
+
+
 def apart(whole: Setting, sites: Sites) -> Setting:
-    """The setting of one of several sites that train apart."""
+    """The setting of one site, where several train apart."""
+    if sites.count == 1:
+        return whole
     return replace(whole, layout=site_layout(whole.layout, sites.count), sites=sites)
 
 
@@ -268,7 +272,7 @@ def price(s: Setting, shared: Parts | None = None) -> Plan:
 
 def held(s: Setting) -> list[Memory]:
     """Memory per rank at each pipeline position."""
-    return _besides(s, memory.predict(s.model, s.layout, s.sizes, s.software, s.mode, s.microbatches))
+    return _besides(s, memory.predict(s))
 
 
 def _besides(s: Setting, found: list[Memory]) -> list[Memory]:
@@ -292,13 +296,8 @@ def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -
     bytes = budget_of(recipe.layout.recompute)
     if bytes is None:
         return None
-    full, layout = resolved(recipe), Layout.from_recipe(recipe.layout)
-    B = full.train.microbatch_size
-    assert B is not None
-    software = for_recipe(software or of(cluster), recipe)
-    count = microbatches_per_step(full)
-    s = setting(full.model, layout, cluster, B, count, mode_of(recipe.precision.mode, cluster), software)
-    s = apart(s, full.sites) if full.sites.count > 1 else s
+    full, together = _together(recipe, cluster, software)
+    s = apart(together, full.sites)
     return resolve_budget(s, bytes, partial(_besides, s))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
@@ -116,8 +116,7 @@ Counted = tuple[list[Elements], Elements, Elements, Elements]
 def elements(model: ModelSection, layout: Layout) -> Counted:
     """Elements on the first rank, which has most: of each block, of the parameters before the blocks, of those behind
     them, and of the last stage's copy of a tied embedding."""
-    hashed: Any = model
-    return _elements(hashed, layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0)
+    return _elements(model, layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0)
 
 
 @lru_cache(maxsize=4096)
@@ -170,8 +169,7 @@ def divided(layout: Layout) -> Layout:
 
 def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balanced") -> Sequence[Elements]:
     """Elements per rank at each pipeline position."""
-    hashed: Any = model
-    return _rank_elements(hashed, divided(layout), how)
+    return _rank_elements(model, divided(layout), how)
 
 
 @lru_cache(maxsize=1024)
@@ -194,8 +192,7 @@ def _rank_elements(model: ModelSection, layout: Layout, how: Partition) -> Seque
 def alike(model: ModelSection, layout: Layout, how: Partition = "balanced") -> tuple[int, ...]:
     """For each pipeline position the first one whose ranks have blocks of the same kinds and the same ends of the
     model, and so the same elements, messages and buffers."""
-    hashed: Any = model
-    return _alike(hashed, divided(layout), how)
+    return _alike(model, divided(layout), how)
 
 
 @lru_cache(maxsize=1024)

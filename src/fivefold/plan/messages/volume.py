@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation
@@ -353,8 +353,7 @@ def compressed(s: Setting, expert: bool) -> list[Sent]:
     ranks = group(s.layout, s.cluster, sync.group).ranks
     if compress is None or ranks == 1:
         return []
-    hashed: Any = s.model
-    found = _per_element(hashed, s.layout.tp, s.layout.ep, s.layout.sp, compress, ranks, expert)
+    found = _per_element(s.model, s.layout.tp, s.layout.ep, s.layout.sp, compress, ranks, expert)
     return [(what, sync.group, size) for what, size in found]
 
 
@@ -379,12 +378,11 @@ def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
     """
     if not (s.layout.tp > 1 or (s.model.tie_embeddings and s.layout.pp > 1)):
         return []
-    hashed: Any = s.model
     b = s.states
     # other programs sum whole gradients under ZeRO 1
     zero = s.layout.zero if b.cast or s.layout.zero > 1 else 0
     of_rank = divided(replace(s.layout, zero=zero))
-    partial, tied = _shared(hashed, of_rank, s.software.partition, position, index)
+    partial, tied = _shared(s.model, of_rank, s.software.partition, position, index)
     each = b.gradient
     found = [("all_reduce", "tp", elements * each) for elements in partial]
     return found + [("send", "pp", tied * each), ("receive", "pp", tied * each)] * (tied > 0)

@@ -77,10 +77,10 @@ def _now() -> str:
     )
 
 
-def _section(title: str, note: str, body: str, name: str = "", more: str = "") -> str:
-    name = name or title.lower().replace(" ", "-")
+def _section(title: str, note: str, body: str) -> str:
+    name = title.lower().replace(" ", "-")
     words = f'<p class="aside">{note}</p>\n' if note else ""
-    return f'<section aria-labelledby="h-{name}"{more}><h2 id="h-{name}">{title}</h2>\n{words}{body}\n</section>\n'
+    return f'<section aria-labelledby="h-{name}"><h2 id="h-{name}">{title}</h2>\n{words}{body}\n</section>\n'
 
 
 def _sections(data: Mapping[str, Any]) -> str:

@@ -173,7 +173,7 @@ def step(s: Service) -> time.Step:
 def held(s: Service) -> list[Memory]:
     """Memory of a worker and of a server."""
     w, total = s.worker, sum(s.elements)
-    (one,) = memory.predict(w.model, w.layout, w.sizes, w.software, w.mode, w.microbatches)
+    (one,) = memory.predict(w)
     several = s.servers.count > 1
     packed = total * ((s.pushed if several or s.pushed != DTYPES[MASTER].bytes else 0) + several * s.pulled)
     worker = replace(one, optimizer=0.0, buffers=one.buffers + packed)
