@@ -213,9 +213,7 @@ def named(layout: Layout) -> tuple[str, str]:
     return " + ".join(names[axis] for axis in found) or "one device", dimension
 
 
-def _row(
-    recipe: Recipe, cluster: Cluster, technique: Technique, ranks: int, software: Software | None
-) -> Row:
+def _row(recipe: Recipe, cluster: Cluster, technique: Technique, ranks: int) -> Row:
     """The technique on so many ranks. If they do not divide the model, on the most that do, with replicas."""
     asked = why = None
     for size in sorted(divisors(ranks), reverse=True):

@@ -44,6 +44,14 @@ class Elements(NamedTuple):
             else tuple(a + b for a, b in zip(self.frozen, other.frozen, strict=True)),  # pyright: ignore
         )
 
+    def times(self, number: float) -> Elements:
+        """So many parts of a model with these elements each."""
+        a, b, c, d = (number * size for size in self.frozen)
+        return Elements(
+            number * self.computes, number * self.keeps, self.largest,
+            number * self.experts, number * self.experts_keep, (a, b, c, d),
+        )  # fmt: skip
+
     def groups(self) -> tuple[tuple[float, float, bool], tuple[float, float, bool]]:
         """(elements computed with, elements stored, False) of dense parameters, and (.., .., True) of experts."""
         return (

@@ -15,13 +15,12 @@ from fivefold.schedules.pipeline.facts import (
     shown,
     splits_backward,
 )
-from fivefold.schedules.pipeline.queues import QUEUES, check_queues
+from fivefold.schedules.pipeline.queues import QUEUES, check_queues, check_transfers
 from fivefold.schedules.pipeline.registry import DEFAULT, SCHEDULES, build, stages_per_rank
 from fivefold.schedules.pipeline.schedule import Schedule, place
 from fivefold.schedules.pipeline.simulate import Costs, simulate, simulate_oversubscribed
 from fivefold.schedules.pipeline.transfers import (
     SENDS_PER_RANK,
-    check_transfers,
     executed,
     receives_ahead,
     with_transfers,
