@@ -190,11 +190,6 @@ def _block_cost(s: Setting) -> Cost:
     return stage_costs.computed(s, card.is_mixed(number), shared, mode)
 
 
-def _alone(c: Cost) -> tuple[float, float]:
-    """Seconds that a part computes in forward and in backward."""
-    return c.forward - c.sent_forward, c.input + c.weight - c.sent_backward
-
-
 def _sent(messages: Iterable[Message], s: Setting, backward: bool = False) -> float:
     """Seconds of messages beside which nothing runs."""
     return sum(m.calls * cost.message(replace(m, size=m.size / m.calls), s, backward) for m in messages)
@@ -214,19 +209,22 @@ def _data(s: Setting) -> float:
         gathers = sync.what == "gather"
         beside_forward += seconds * gathers
         beside_backward += seconds * (not gathers or sync.each > 1)
-    forward, backward = (sum(way) for way in zip(*map(_alone, costs), strict=True))
+    forward, backward = (sum(way) for way in zip(*(price.alone for price in costs), strict=True))
     return max(beside_forward / forward, beside_backward / backward)
 
 
 def _more_tokens(s: Setting, factor: float) -> Setting | None:
+    """With more or fewer sequences of a microbatch; less than one is a shorter one."""
     B = s.sizes.B * factor
+    if B < 1:
+        return _longer(replace(s, sizes=replace(s.sizes, B=1)), B)
     return replace(s, sizes=replace(s.sizes, B=int(B))) if int(B) == B else None
 
 
 def _tensor(s: Setting) -> float:
     ops = _block(s)
     sent = _sent((m for op, _ in ops for m in op.sent_forward if m.axis == "tp"), s)
-    return sent / sum(_alone(price)[0] for _, price in ops)
+    return sent / sum(price.alone[0] for _, price in ops)
 
 
 def _resized(s: Setting, **fields: int) -> Setting:
@@ -249,7 +247,7 @@ def _context(s: Setting) -> float:
     results. Backward has its own messages and rate; the larger ratio counts."""
     (op,) = (op for op, _ in _block(s) if op.attention)
     sent = _sent(op.sent_forward, s), _sent(op.sent_backward, s, True)
-    alone = _alone(cost.operation(replace(op, sent_forward=(), sent_backward=()), s))
+    alone = cost.operation(replace(op, sent_forward=(), sent_backward=()), s).alone
     return max(messages / computing for messages, computing in zip(sent, alone, strict=True))
 
 
@@ -283,7 +281,7 @@ def _more_microbatches(s: Setting, factor: float) -> Setting | None:
 def _transfer(s: Setting) -> float:
     """A stage sends an activation while it computes its next forward."""
     sent = max(seconds for (a, b), seconds in pipeline.transfers(s).items() if b == a + 1)
-    return sent / _per_stage(s) / _alone(_block_cost(s))[0]
+    return sent / _per_stage(s) / _block_cost(s).alone[0]
 
 
 def _per_stage(s: Setting) -> float:

@@ -280,10 +280,14 @@ def _besides(s: Setting, found: list[Memory]) -> list[Memory]:
     found = offload.held(s, found)
     if s.sites.count == 1:
         return found
-    ranks = model_states.rank_elements(s.model, s.layout, s.software.partition)
-    buffers = (sync_costs.outer_buffers(s, position) for position in range(s.layout.pp))
-    pairs = zip(found, ranks, buffers, strict=True)
-    return [one.with_outer(s.sites.kept * own.keeps, more, s.sites.overlap > 0) for one, own, more in pairs]
+    with_outer = []
+    for position, own in enumerate(model_states.rank_elements(s.model, s.layout, s.software.partition)):
+        one, sent = found[position], sync_costs.outer_buffers(s, position)
+        if not s.sites.overlap:  # messages go out when no activation is left
+            sent = max(0.0, sent - one.activations - one.buffers)
+        states = one.optimizer + s.sites.kept * own.keeps
+        with_outer.append(replace(one, optimizer=states, buffers=one.buffers + sent))
+    return with_outer
 
 
 def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> Budget | None:
@@ -343,19 +347,19 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
     return replace(software, states=states, optimizer=card.name)
 
 
-def _least(card: OptimizerCard, model: ModelSection) -> float:
-    """Bytes per parameter of the states of the parameter that has fewest."""
-    shapes = card_of(model).parameters.items()
-    return min(card.state_bytes(name, shape) / math.prod(shape) for name, shape in shapes if math.prod(shape))
-
-
 def _with_optimizer(s: States, card: OptimizerCard, recipe: Recipe, mode: Mode) -> States:
     """The states of a mode with a recipe's optimizer."""
     kept = kept_in(card, mode, recipe.precision.rounding)
     rounded = [state for state in card.states if state.dtype == MASTER]
     copied = DTYPES[MASTER].bytes * (2 + len(rounded)) if mode.rounds else 0.0  # of master, gradient, states
     reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
-    moments = kept.bytes if kept.uniform else _least(kept, recipe.model)
+    moments = kept.bytes
+    if not kept.uniform:  # of the parameter that has fewest
+        shapes = card_of(recipe.model).parameters.items()
+        sizes = (
+            kept.state_bytes(name, shape) / math.prod(shape) for name, shape in shapes if math.prod(shape)
+        )
+        moments = min(sizes)
     return replace(s, reduce=reduce, moments=moments, copied=copied)
 
 

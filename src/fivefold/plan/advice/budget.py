@@ -91,11 +91,6 @@ def kaplan(flops: float) -> Optimum:
     return Optimum(parameters, flops / (FLOPS * parameters))
 
 
-def chinchilla_loss(parameters: float, tokens: float) -> float:
-    """Loss in nats per token by the law of Hoffmann et al."""
-    return HOFFMANN.loss(parameters, tokens)
-
-
 def critical_batch_tokens(loss: float) -> float:
     """The critical batch size in tokens, at a training loss in nats: 2e8 loss^-4.76 (arXiv 2001.08361, equation 1.4).
 
@@ -104,20 +99,13 @@ def critical_batch_tokens(loss: float) -> float:
     return 2e8 * loss**-4.76
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Cost of a batch size: steps and tokens to reach a loss, over the fewest possible (arXiv 1812.06162, eq. 2.11)."""
-
-    steps: float
-    tokens: float
-
-
-def batch_cost(batch: float, critical: float) -> Batch:
-    """Cost of `batch`, in the unit of `critical`.
+def batch_cost(batch: float, critical: float) -> tuple[float, float]:
+    """(steps, tokens) to reach a loss with a batch size, over the fewest possible (arXiv 1812.06162, eq. 2.11). Both
+    sizes are in one unit.
 
     At the critical size both costs are 2. A larger batch saves steps, a smaller one tokens.
     """
-    return Batch(1.0 + critical / batch, 1.0 + batch / critical)
+    return 1.0 + critical / batch, 1.0 + batch / critical
 
 
 def noise_scale(small: float, large: float, small_square: float, large_square: float) -> float:

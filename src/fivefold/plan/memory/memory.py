@@ -61,11 +61,6 @@ class Memory:
     def total(self) -> float:
         return sum(getattr(self, name) for name in CATEGORIES)
 
-    def with_outer(self, kept: float, sent: float, overlap: bool) -> Memory:
-        """The same with the states of an outer loop. Its messages go out when no activation is left, or overlap."""
-        more = sent if overlap else max(0.0, sent - self.activations - self.buffers)
-        return replace(self, optimizer=self.optimizer + kept, buffers=self.buffers + more)
-
     def as_json(self) -> dict[str, int]:
         away = [name for name in ("host", "disk") if getattr(self, name)]
         return {name: round(getattr(self, name)) for name in (*CATEGORIES, "total", *away)}

@@ -300,8 +300,8 @@ class _Step:
 def _way(price: Cost, backward: bool) -> tuple[float, float, float]:
     """(seconds of messages, seconds of computing, the weight gradients' part of these) of forward or backward."""
     if backward:
-        return price.sent_backward, price.input - price.sent_backward + price.weight, price.weight
-    return price.sent_forward, price.forward - price.sent_forward, 0.0
+        return price.sent_backward, price.alone[1], price.weight
+    return price.sent_forward, price.alone[0], 0.0
 
 
 def _priced(operations: list[Operation], s: Setting) -> list[tuple[Operation, Cost]]:
