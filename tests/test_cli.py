@@ -214,7 +214,7 @@ def test_bad_input_exits_with_2(
         (["train", "quickstart", "--layout", "dp=17"], {"key": "train.global_batch_size", "value": 16}),
         (["check", "quickstart", "--explian"], {"key": "--explian", "nearest": "--explain"}),
         (
-            ["plan", "quickstart", "--top", "0"],
+            ["plan", "search", "quickstart", "--top", "0"],
             {"key": "--top", "value": "0", "allowed": "greater than or equal to 1"},
         ),
         (["collectives", "--ranks=0"], {"key": "--ranks", "value": "0"}),
