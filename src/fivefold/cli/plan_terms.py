@@ -28,6 +28,8 @@ EXAMPLES = [
     "fivefold plan terms llama2-7b --layout dp=64 --as paper --psi 7.5e9 --only states --svg states.svg",
     "fivefold plan terms gpt3-175b --as paper --psi 175e9 --deadline 30d --flops 160e12 --only flops",
 ]
+FORMATS = {"parameters": ",.0f", "elements": ",.0f", "devices": ",.0f", "days": ",.1f", "FLOPs": ".3g"}
+"""How values of other units than bytes are written."""
 
 
 def terms(
@@ -117,18 +119,12 @@ def _value(term: Term) -> str:
     match term.unit:
         case "bytes":
             return f"{decimal(value)} ({scaled(value, 1024, 'iB')})"
-        case "parameters" | "elements" | "devices":
-            return f"{value:,.0f} {term.unit}"
         case "share":
             return f"{100 * value:.1f}%"
-        case "days":
-            return f"{value:,.1f} days"
-        case "FLOPs":
-            return f"{value:.3g} FLOPs"
         case "FLOP/s":
             return f"{value / 1e12:,.4g} TFLOP/s"
-        case _:
-            return f"{value:.4g} {term.unit}"
+        case unit:
+            return f"{value:{FORMATS.get(unit, '.4g')}} {unit}"
 
 
 def _drawn(asked: Asked, sections: list[str], name: str) -> str:
