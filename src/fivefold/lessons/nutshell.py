@@ -164,7 +164,7 @@ def _timeline(row: Row) -> str:
     assert row.plan is not None
     s = row.plan.setting
     if s.layout.pp > 1:
-        found = pipeline_timeline(row.plan, row.plan.step.costs)
+        found = pipeline_timeline(row.plan)
         return drawn_pipeline(found, f"{row.technique}: {row.short}") if found else ""
     found = timeline.timeline(s, 1)
     title = f"{row.technique}: {row.short}"

@@ -380,14 +380,8 @@ def block_messages(asked: Asked) -> Iterator[Term]:
         shared = [one for one in divided[way.axis] if x[one] > 1]
         unit = " / ".join([way.units[-1 if card.causal else 0], *shared])
         formula = f"{round(size / evaluate(unit, x), 4):g} {unit}"
-        yield Term(
-            name,
-            size,
-            "elements",
-            formula,
-            f"of a block and microbatch; {words}",
-            {"bytes": size * s.sizes.e},
-        )
+        note = f"of a block and microbatch; {words}"
+        yield Term(name, size, "elements", formula, note, {"bytes": size * s.sizes.e})
 
 
 def _leaving(s: Setting, ops: Sequence[Operation], way: InBlocks, rank: int) -> tuple[float, str]:

@@ -13,7 +13,7 @@ from fivefold.plan import partition
 from fivefold.plan.memory import model_states, operations
 from fivefold.plan.predict import Plan
 from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
-from fivefold.plan.time.cost import Cost, Setting, operation
+from fivefold.plan.time.cost import Setting, operation
 from fivefold.schedules.pipeline import Timeline, shown, simulate
 from fivefold.spread.parts import stages_of
 
@@ -68,10 +68,9 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Pictures:
-    """costs: of each stage for one microbatch; shares, timeline: see the functions."""
+    """shares, timeline: see the functions."""
 
     plan: Plan
-    costs: Sequence[Cost]
     roofline: Roofline
     shares: dict[str, float]
     timeline: Timeline | None
@@ -79,15 +78,14 @@ class Pictures:
 
 def pictures(plan: Plan) -> Pictures:
     """Everything that is drawn of a plan."""
-    costs = plan.step.costs
-    found = roofline(plan, costs)
-    return Pictures(plan, costs, found, shares(plan, found), timeline(plan, costs))
+    found = roofline(plan)
+    return Pictures(plan, found, shares(plan, found), timeline(plan))
 
 
-def roofline(plan: Plan, costs: Sequence[Cost]) -> Roofline:
+def roofline(plan: Plan) -> Roofline:
     """The operations of a step on the busiest rank, in the order of forward, merged by name over all blocks."""
     s = plan.setting
-    device, mine = s.cluster.device, stages_of(s.layout, busiest(plan, costs))
+    device, mine = s.cluster.device, stages_of(s.layout, busiest(plan))
     points = [
         _point(op, s, recompute, count * s.microbatches)
         for ops, recompute, count in _parts(plan, mine)
@@ -118,20 +116,20 @@ def shares(plan: Plan, found: Roofline) -> dict[str, float]:
     }
 
 
-def timeline(plan: Plan, costs: Sequence[Cost]) -> Timeline | None:
+def timeline(plan: Plan) -> Timeline | None:
     """The pipeline of a step with each stage's planned times, for the first `shown` microbatches. None without one."""
     s = plan.setting
     if s.layout.pp == 1:
         return None
-    price = pipeline.pipeline_costs([cost.timed for cost in costs], pipeline.transfers(s))
+    price = pipeline.pipeline_costs([cost.timed for cost in plan.step.costs], pipeline.transfers(s))
     layout = s.layout
     count = shown(s.microbatches, layout.pp)
     return simulate(partition.schedule(layout.schedule, layout.pp, count, layout.virtual_stages), price)
 
 
-def busiest(plan: Plan, costs: Sequence[Cost]) -> int:
+def busiest(plan: Plan) -> int:
     """The pipeline rank that computes longest."""
-    layout = plan.layout
+    layout, costs = plan.layout, plan.step.costs
     return max(range(layout.pp), key=lambda rank: sum(costs[i].seconds for i in stages_of(layout, rank)))
 
 
