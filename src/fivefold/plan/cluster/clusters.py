@@ -380,7 +380,7 @@ def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...],
     assumed = tuple(what for what in cluster.device.assumed if _SHARES.get(what) not in values)
     peak = cluster.device.peak | parts["peak"]
     device = replace(cluster.device, name=name, peak=peak, assumed=assumed, **parts["device"])
-    pcie = Link(**{"share": 1.0, "latency": 0.0} | parts["pcie"]) if "pcie_gb_s" in values else None
+    pcie = replace(Link(0.0, 1.0, 0.0), **parts["pcie"]) if "pcie_gb_s" in values else None
     wiring = replace(cluster.wiring, torus=torus, pcie=pcie, **parts["wiring"])
     if rate := parts["host"].get("rate"):  # both directions of PCIe at once
         parts[""]["host_link"] = Storage(rate, rate, 2 * rate)
