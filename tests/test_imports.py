@@ -45,6 +45,7 @@ LIGHT = {
     "errors",
     "files",
     "host",
+    "lessons",
     "plan",
     "precision",
     "recipe",
@@ -55,20 +56,6 @@ LIGHT_FILES = (
     "kernels/__init__.py",
     "kernels/peak.py",
     "kernels/sizes.py",
-    *(
-        f"lessons/{name}.py"
-        for name in (
-            "__init__",
-            "compare",
-            "conventions",
-            "criteria",
-            "criteria_svg",
-            "nutshell",
-            "overlap",
-            "terms",
-            "terms_svg",
-        )
-    ),
     *(f"launch/{name}.py" for name in ("exits", "interrupt", "launchers", "restarted", "scratch", "verdict")),
     "models/__init__.py",
     "models/*/__init__.py",

@@ -139,7 +139,7 @@ def test_batches_that_do_not_divide(batch: int, layout: str, sets: list[str], wa
 
 def test_a_batch_that_no_layout_of_the_cluster_divides() -> None:
     sets = [*SETS, "model.layers=1", "model.heads=3", "model.dim=384", "train.global_batch_size=6"]
-    message = error_of("llama-7b", "--cluster", "h100:13", "--search", *(f"--set={text}" for text in sets))
+    message = error_of("search", "llama-7b", "--cluster", "h100:13", *(f"--set={text}" for text in sets))
     found = re.search(r"train\.global_batch_size = (\d+), or h100:(\d+)", message)
     assert found
     for instead, cluster in ((f"train.global_batch_size={found[1]}", "13"), (sets[-1], found[2])):
@@ -147,10 +147,10 @@ def test_a_batch_that_no_layout_of_the_cluster_divides() -> None:
             app,
             [
                 "plan",
+                "search",
                 "llama-7b",
                 "--cluster",
                 f"h100:{cluster}",
-                "--search",
                 *(f"--set={t}" for t in [*sets, instead]),
             ],
         )

@@ -22,7 +22,7 @@ from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.memory import memory, model_states, operations
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import held as at_peak
-from fivefold.plan.predict import predict
+from fivefold.plan.predict import predict, setting
 from fivefold.plan.search.search import apply, search
 from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states
 from fivefold.recipe import Recipe, count_parameters, load, resolve_model
@@ -144,7 +144,7 @@ def test_elements_are_those_of_the_sharding_table(layout: Layout, arch: str) -> 
 def test_parts_of_a_prediction_add_up() -> None:
     model = resolve_model(ModelSection(layers=8, dim=512, heads=8, seq_len=1024), vocab_size=32000)
     layout = Layout(pp=2, dp_shard=4, zero=1)
-    first, last = memory.predict(model, layout, Sizes(model, 2), FIVEFOLD, "bf16", microbatches=8)
+    first, last = memory.predict(setting(model, layout, parse("h100"), 2, 8))
     for found, own in zip((first, last), model_states.rank_elements(model, layout), strict=True):
         assert found.params == 2 * own.computes
         assert found.gradients == 4 * own.computes  # whole while microbatches add up
@@ -157,10 +157,11 @@ def test_parts_of_a_prediction_add_up() -> None:
 def test_recomputation_takes_less() -> None:
     """Fused attention of GPUs keeps nothing that "selective" could free."""
     model = resolve_model(ModelSection(layers=8, dim=512, heads=8, seq_len=1024), vocab_size=32000)
-    sizes = Sizes(model, 4)
     for software, core in ((FIVEFOLD_CPU, True), (FIVEFOLD, False)):
         none, selective, norm, ops, full = (
-            memory.predict(model, Layout(recompute=how), sizes, software, "bf16", 1)[0].activations
+            memory.predict(setting(model, Layout(recompute=how), parse("h100"), 4, 1, software=software))[
+                0
+            ].activations
             for how in ("none", "selective", "ops:norm", "ops:attention+gate+norm", "full")
         )
         assert none > norm > ops > full
@@ -297,7 +298,7 @@ def test_states_of_other_shapes_are_counted(name: str, layout: str) -> None:
     """Their bytes on the first rank, and the messages that bring matrices together, are those of a traced step."""
     recipe = recipe_of("llama", "bf16", layout, f"optim.name={name}")
     traced, s = exact(recipe), planned(recipe)
-    found = memory.predict(s.model, s.layout, s.sizes, s.software, s.mode, s.microbatches)[0]
+    found = memory.predict(s)[0]
     kept = traced.step.memory.at_peak["optimizer"]
     assert found.optimizer == pytest.approx(kept, rel=1e-4), "it leaves out the count of steps"
     assert found.total == pytest.approx(traced.step.memory.total, rel=0.02)
@@ -331,7 +332,7 @@ def test_the_formula_is_close_to_tracked_steps() -> None:
 def test_search_plan_and_run_say_the_same(
     arch: str, dtype: str, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One formula: `plan --search`, `plan` and plan.json, on this machine and on GPUs."""
+    """One formula: `plan search`, `plan` and plan.json, on this machine and on GPUs."""
     sets = [f"model.arch={arch}", "model.layers=4", "model.vocab_size=4096", f"precision.mode={dtype}"]
     recipe = load("quickstart", [*sets, "train.global_batch_size=16", "train.microbatch_size=none"], "dp=1")
     machine = replace(of_table(assumed_table(4)), devices=4) if cluster == "local:4" else parse(cluster)
@@ -359,7 +360,7 @@ def test_gpipe_keeps_the_gradients_of_every_loss() -> None:
     """The loss makes its gradients in forward: of all microbatches before the first backward."""
     model = resolve_model(ModelSection(layers=4, dim=64, heads=4, seq_len=64), vocab_size=50000)
     few, many = (
-        memory.predict(model, Layout(pp=2, schedule="gpipe"), Sizes(model, 1), FIVEFOLD, "bf16", count)[-1]
+        memory.predict(setting(model, Layout(pp=2, schedule="gpipe"), parse("h100"), 1, count))[-1]
         for count in (2, 4)
     )
     assert many.activations - few.activations > 2 * 2 * 64 * 50000
@@ -369,9 +370,7 @@ def test_deferred_weight_gradients_keep_their_products_factors() -> None:
     """Under full recomputation a block keeps its input until I, and more until W."""
     model = resolve_model(ModelSection(layers=8, dim=64, heads=4, seq_len=64), vocab_size=512)
     split, whole = (
-        memory.predict(
-            model, Layout(pp=4, recompute="full", schedule=name), Sizes(model, 1), FIVEFOLD, "bf16", 8
-        )[0]
+        memory.predict(setting(model, Layout(pp=4, recompute="full", schedule=name), parse("h100"), 1, 8))[0]
         for name in ("zb_h1", "1f1b")
     )
     assert split.activations > 2 * whole.activations

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.cli.plan_pictures import write_page
+from fivefold.cli.plan_shared import Typed
 from fivefold.errors import UserError
 from fivefold.observe.format import memory_text
 from fivefold.plan.cluster.clusters import parse
@@ -42,7 +43,7 @@ def browser() -> Iterator[observe_browser.Browser]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.html"
-    write_page(path, RECIPE, ("llama-7b", SETS, "h100:64"), (), BUDGET)
+    write_page(path, RECIPE, Typed("llama-7b", SETS, "h100:64"), (), BUDGET)
     return path
 
 
@@ -222,7 +223,7 @@ def test_a_recipes_name_cannot_run_scripts(browser: observe_browser.Browser, tmp
     script = "</script><script>window.hacked = 2</script>"
     path = tmp_path / "plan.html"
     search = [predict(RECIPE, parse("h100:64"))]
-    write_page(path, RECIPE, (image + ".toml", [f"model.layers={script}"], "h100:64"), search, 20)
+    write_page(path, RECIPE, Typed(image + ".toml", [f"model.layers={script}"], "h100:64"), search, 20)
     browser.open(path)
     assert browser.evaluate("window.hacked === undefined")
     assert browser.errors == []
@@ -244,5 +245,5 @@ def test_page_by_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["dp=64,zero=1", "pp=4,tp=4,dp=4,zero=1"])
 def test_a_whole_page_is_small(tmp_path: Path, layout: str) -> None:
     path = tmp_path / "plan.html"
-    write_page(path, load("llama-7b", SETS, layout), ("llama-7b", SETS, "h100:64"))
+    write_page(path, load("llama-7b", SETS, layout), Typed("llama-7b", SETS, "h100:64"))
     assert path.stat().st_size < 3e6

@@ -204,7 +204,7 @@ def test_frontier_of_a_search() -> None:
 
 
 def test_frontier_by_the_command(tmp_path: Path) -> None:
-    options = ["plan", "llama-7b", "--set", "train.global_batch_size=64", "--cluster", "h100:8", "--search"]
+    options = ["plan", "search", "llama-7b", "--set", "train.global_batch_size=64", "--cluster", "h100:8"]
     drawn = CliRunner().invoke(app, [*options, "--pictures"])
     assert drawn.exit_code == 0
     assert drawn.output.index("frontier: ") < drawn.output.index("memory per device")

@@ -140,8 +140,8 @@ def command(*arguments: str) -> str:
 
 def test_command(tmp_path: Path) -> None:
     file = tmp_path / "best.toml"
-    options = ["--cluster", "a100:64", "--search", "--top", "3", "--json", "--save", str(file)]
-    found = json.loads(command("llama-7b", *options))
+    options = ["--cluster", "a100:64", "--top", "3", "--json", "--save", str(file)]
+    found = json.loads(command("search", "llama-7b", *options))
     assert len(found["plans"]) == 3
     assert found["plans"][0]["fits"]
     assert tomllib.loads(file.read_text())["layout"]
@@ -170,8 +170,6 @@ def test_command_explains_every_term() -> None:
     [
         (["--cluster", "h10:8"], "did you mean"),
         (["--cluster", "h100:0"], "0 devices"),
-        (["--cluster", "h100:8", "--search", "--layout", "dp=8"], "leave out --layout"),
-        (["--cluster", "h100", "--search"], "needs a number of devices"),
     ],
 )
 def test_command_errors(arguments: list[str], message: str) -> None:
@@ -181,7 +179,9 @@ def test_command_errors(arguments: list[str], message: str) -> None:
 
 
 def test_a_search_where_nothing_fits_without_offload_says_so() -> None:
-    result = RUNNER.invoke(app, ["plan", "llama-7b", "--cluster", "h100:1", "--search"])
+    none = RUNNER.invoke(app, ["plan", "search", "llama-7b"])
+    assert "needs a number of devices" in str(none.exception)
+    result = RUNNER.invoke(app, ["plan", "search", "llama-7b", "--cluster", "h100:1"])
     assert result.exit_code == 0, result.output
     for words in ("without offload no layout fits", "would be enough", "offload=states:host"):
         assert words in result.output
@@ -196,14 +196,14 @@ def test_where_nothing_can_be_written_is_said_first(
     def long(*_: object) -> None:
         raise AssertionError("the long work has begun")
 
-    monkeypatch.setattr("fivefold.cli.plan.ensure_measured", long)
+    monkeypatch.setattr("fivefold.cli.plan_shared.ensure_measured", long)
     (tmp_path / "file").write_text("")
     for path, why in (
         ("none/plan", "there is no folder"),
         (".", "it is a folder"),
         ("file/plan", "no folder"),
     ):
-        arguments = ["llama-7b", "--cluster", "h100:64", "--search", option, str(tmp_path / path)]
+        arguments = ["search", "llama-7b", "--cluster", "h100:64", option, str(tmp_path / path)]
         with pytest.raises(UserError, match=f"{option} .*: cannot be written: .*{why}"):
             RUNNER.invoke(app, ["plan", *arguments], catch_exceptions=False)
 

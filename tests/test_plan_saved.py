@@ -38,8 +38,8 @@ def saved(tmp_path: Path) -> Path:
     text, recipe, best = tmp_path / "text.txt", tmp_path / "tiny.toml", tmp_path / "best.toml"
     text.write_text("".join(f"{i} squared is {i * i}, and the next one follows. " for i in range(600)))
     recipe.write_text(RECIPE.format(text=text, cache=tmp_path / "cache"))
-    options = ["--cluster", "h100:2", "--search", "--save", str(best), "--json", "--top", "1"]
-    result = CliRunner().invoke(app, ["plan", str(recipe), *options])
+    options = ["--cluster", "h100:2", "--save", str(best), "--json", "--top", "1"]
+    result = CliRunner().invoke(app, ["plan", "search", str(recipe), *options])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["plans"][0]
     loaded = load(best)

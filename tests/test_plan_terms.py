@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.lessons.conventions import Conventions, evaluate
-from fivefold.lessons.terms import SECTIONS, Asked, terms
+from fivefold.lessons.conventions import evaluate
+from fivefold.lessons.terms import Asked, terms
 from fivefold.models.card import card_of
 from fivefold.models.parameters import part_of
 from fivefold.plan.cluster.clusters import parse
@@ -29,20 +29,20 @@ def run(command: str) -> str:
     return found.output
 
 
-def conventions(command: str) -> dict[str, Any]:
-    return json.loads(run(f"{command} --json"))["conventions"]
+def counted(command: str) -> dict[str, Any]:
+    return json.loads(run(f"terms {command} --json"))
 
 
 # (command, section, {term: the courses' value})
 COURSES = [
-    ("gpt3-175b --terms", "parameters", {"model": 174.6e9, "plain GPT": 174.6e9}),
+    ("gpt3-175b", "parameters", {"model": 174.6e9, "plain GPT": 174.6e9}),
     (
         "gpt3-175b --psi 175e9 --deadline 30d --flops 160e12",
         "flops",
         {"run": 6 * 175e9 * 300e9, "devices": 760, "run, full recomputation": 8 * 175e9 * 300e9},
     ),
     (
-        "gpt3-175b --psi 175e9 --states paper",
+        "gpt3-175b --psi 175e9 --as paper",
         "states",
         {
             "parameters": 350e9,
@@ -54,39 +54,43 @@ COURSES = [
         },
     ),
     (
-        "llama2-7b --layout dp=64 --psi 7.5e9 --states paper",
+        "llama2-7b --layout dp=64 --psi 7.5e9 --as paper",
         "states",
         {"ZeRO 0": 120e9, "ZeRO 1": 31.4e9, "ZeRO 2": 16.6e9, "ZeRO 3": 1.88e9},
     ),
-    ("llama2-7b --layout dp=1 --psi 7e9 --states fp32", "states", {"all states": 112e9}),
-    ("llama2-7b --layout dp=1 --psi 10e9 --states bf16_pure", "states", {"all states": 80e9}),
     (
-        "llama2-7b --layout dp=8 --psi 10e9 --states fp32_sum --terms",
+        "llama2-7b --layout dp=1 --psi 7e9 --set precision.mode=fp32",
         "states",
-        {"parameters": 20e9, "gradients": 60e9, "fp32 copy": 40e9, "all states": 200e9},
+        {"all states": 112e9},
     ),
-    (  # messages are still those of 16 bits
-        "llama2-7b --layout dp=8 --psi 10e9 --states fp32_sum --terms",
+    (
+        "llama2-7b --layout dp=1 --psi 10e9 --set precision.mode=bf16_pure",
+        "states",
+        {"all states": 80e9},
+    ),
+    ("llama2-7b --layout dp=8 --psi 10e9 --as paper", "states", {"all states": 160e9, "at most": 200e9}),
+    (  # messages are those of 16 bits
+        "llama2-7b --layout dp=8 --psi 10e9 --as paper",
         "messages",
         {"gradients": 20e9, "ring all-reduce of them": 35e9},
     ),
     (
-        "llama2-7b --layout dp=1 --activations plain",
+        "llama2-7b --layout dp=1 --as paper",
         "activations",
         {"one activation": 16 * 2**30, "one activation, fp32": 64 * 2**30},
     ),
     (
-        "gpt3-175b --layout dp=1 --activations plain --set train.global_batch_size=1562",
+        "gpt3-175b --layout dp=1 --as paper --set train.global_batch_size=1562",
         "activations",
         {"batch": 430.2e12, "block": 2868903936},
     ),
     ("gpt3-175b --layout tp=8 --flops 160e12", "flops", {"time, full recomputation": 0.319}),  # of 30 to 40%
-    (f"{PIPELINE} --layout pp=4 --bubble ideal", "bubble", {"1f1b, ideal": 0.375, "formula, ideal": 0.375}),
-    (f"{PIPELINE} --layout pp=4 --bubble step", "bubble", {"1f1b, step": 3 / 11, "live microbatches": 4}),
-    (f"{PIPELINE} --layout pp=4,schedule=gpipe --bubble ideal", "bubble", {"live microbatches": 8}),
-    (f"{INTERLEAVED} --bubble ideal", "bubble", {"interleaved, ideal": 0.1875, "formula, ideal": 0.1875}),
+    (f"{PIPELINE} --layout pp=4", "bubble", {"1f1b, ideal": 0.375, "formula, ideal": 0.375}),
+    (f"{PIPELINE} --layout pp=4", "bubble", {"1f1b, step": 3 / 11, "live microbatches": 4}),
+    (f"{PIPELINE} --layout pp=4,schedule=gpipe", "bubble", {"live microbatches": 8}),
+    (INTERLEAVED, "bubble", {"interleaved, ideal": 0.1875, "formula, ideal": 0.1875}),
     (
-        "gpt3-175b --layout dp=8 --psi 175e9 --states paper --terms",
+        "gpt3-175b --layout dp=8 --psi 175e9 --as paper",
         "messages",
         {"gradients": 350e9, "ring all-reduce of them": 2 * 7 / 8 * 350e9},
     ),
@@ -95,7 +99,7 @@ COURSES = [
 
 @pytest.mark.parametrize(("command", "section", "values"), COURSES)
 def test_numbers_of_the_courses(command: str, section: str, values: dict[str, float]) -> None:
-    found = conventions(command)[section]
+    found = counted(f"{command} --only {section}")[section]
     for name, value in values.items():
         assert found[name]["value"] == pytest.approx(value, rel=0.003), name
 
@@ -106,9 +110,9 @@ def test_drawn_states_are_the_terms(layout: str, how: str, tmp_path: Path) -> No
     """The bars of a stage add up to its term: weights, gradients, and the optimizer's, of which each stage shards
     one more."""
     path = tmp_path / "states.svg"
-    found = json.loads(run(f"llama2-7b --layout {layout} --psi 7.5e9 --states {how} --svg {path} --json"))
+    found = counted(f"llama2-7b --layout {layout} --psi 7.5e9 --as {how} --only states --svg {path}")
     assert found["svg"] == str(path)
-    wanted = [found["conventions"]["states"][f"ZeRO {zero}"]["value"] for zero in range(4)]
+    wanted = [found["states"][f"ZeRO {zero}"]["value"] for zero in range(4)]
     bars = [
         node for node in ElementTree.parse(path).findall(".//{*}rect") if node.find("{*}title") is not None
     ]
@@ -124,39 +128,42 @@ def test_drawn_states_are_the_terms(layout: str, how: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "nearest"),
-    [
-        ("", "add --terms, --states CONVENTION or --formulas"),
-        ("--bubble step", "add --terms"),
-        ("--search --terms", "leave out --search"),
-    ],
+    ("layout", "sizes"),
+    [("dp=1", ["2.9 GB", "855.6 MB", "50.3 MB"]), ("tp=8", ["578.8 MB", "358.6 MB", "107.0 MB"])],
 )
-def test_pictures_of_terms_that_there_are_not(options: str, nearest: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["plan", "gpt2-124m", *options.split(), "--svg", str(tmp_path / "x.svg")]
-    )
-    assert isinstance(result.exception, UserError)
-    assert nearest in str(result.exception)
-    assert not (tmp_path / "x.svg").exists()
+def test_drawn_activations_are_the_formulas(layout: str, sizes: list[str], tmp_path: Path) -> None:
+    """Bars as long as their bytes; without tensor ranks only those of one."""
+    path = tmp_path / "activations.svg"
+    counted(f"gpt3-175b --layout {layout} --as paper --only activations --svg {path}")
+    bars = [
+        node for node in ElementTree.parse(path).findall(".//{*}rect") if node.find("{*}title") is not None
+    ]
+    assert len(bars) == (3 if layout == "dp=1" else 7)
+    lengths = [float(bar.get("width", 0)) + 0.6 for bar in bars]
+    assert lengths[1] / lengths[0] == pytest.approx(855638016 / 2868903936, abs=1e-3)
+    words = [node.text or "" for node in ElementTree.parse(path).findall(".//{*}text")]
+    assert "a block: 34 s b h + 5 a b s^2" in words
+    assert {*sizes} <= {*words}
+    if layout == "tp=8":
+        assert "tp, sp: (34 s b h + 5 a b s^2) / t" in words
+        assert "tp, sp, selective: 34 s b h / t" in words
 
 
 def test_text_has_the_courses_digits() -> None:
-    text = run("gpt3-175b --psi 175e9 --states paper")
+    text = run("terms gpt3-175b --psi 175e9 --as paper --only states")
     for line in ("2 Psi   350.0 GB", "4 Psi   700.0 GB", "16 Psi 2,800.0 GB (2,607.7 GiB)"):
         assert " ".join(line.split()) in " ".join(text.split())
-    text = run("llama2-7b --layout dp=64 --psi 7.5e9 --states paper")
+    text = run("terms llama2-7b --layout dp=64 --psi 7.5e9 --as paper --only states")
     assert all(f" {size} GB" in text for size in ("120.0", "31.4", "16.6", "1.9"))
-    documented = (
-        DOCS.read_text(encoding="utf-8").partition("  states, convention paper\n")[2].partition("```")[0]
-    )
-    assert len(documented.splitlines()) == 11
+    documented = DOCS.read_text(encoding="utf-8").partition("  states\n")[2].partition("```")[0]
+    assert len(documented.splitlines()) == 12
     assert documented in text
-    assert "760 devices" in run("gpt3-175b --psi 175e9 --deadline 30d --flops 160e12")
+    assert "760 devices" in run("terms gpt3-175b --psi 175e9 --deadline 30d --flops 160e12")
 
 
 def test_parts_of_gpt3() -> None:
     """Parameters, activations and FLOPs of a plain GPT are formulas to the last number."""
-    found = conventions("gpt3-175b --layout dp=1 --activations plain --terms")
+    found = counted("gpt3-175b --layout dp=1 --as paper")
     parts = {name: part["formula"] for name, part in found["parameters"].items() if part["formula"]}
     assert parts == {
         "embedding": "n_v d",
@@ -176,20 +183,22 @@ def test_parts_of_gpt3() -> None:
 
 @pytest.mark.parametrize("t", [1, 8])
 def test_tensor_ranks_keep_a_share(t: int) -> None:
-    """arXiv 2205.05198, equations 2 and 4: 10 + 24 / t, and with sequence parallelism 34 / t."""
-    layout = f"--layout tp={t} --activations flash"
-    found = conventions(f"gpt3-175b {layout}")["activations"]
-    statistics = f"{4 / t:g} a b s"
-    assert found["block"]["formula"] == f"{10 + 24 / t:g} s b h + {statistics}"
-    if t > 1:
-        found = conventions(f"gpt3-175b {layout.replace('tp=8', 'tp=8,sp=true')}")["activations"]
-        assert found["block"]["formula"] == f"{34 / t:g} s b h + {statistics}"
+    """arXiv 2205.05198, equations 2, 4 and 6: 10 + 24 / t, and with sequence parallelism 34 / t."""
+    layout = f"--layout tp={t} --as paper --only activations"
+    found = counted(f"gpt3-175b {layout}")["activations"]
+    if t == 1:
+        assert found["block"]["formula"] == "34 s b h + 5 a b s^2"
+        return
+    assert found["block"]["formula"] == "10 s b h + (24 s b h + 5 a b s^2) / t"
+    found = counted(f"gpt3-175b {layout.replace('tp=8', 'tp=8,sp=true')}")["activations"]
+    assert found["block"]["formula"] == "(34 s b h + 5 a b s^2) / t"
+    assert found["selective"]["formula"] == "34 s b h / t"
 
 
 def test_messages_in_units_of_psi() -> None:
     """DP and ZeRO 1 send 2 Psi, ZeRO 2 1 + m, ZeRO 3 3 m, ZeRO++ 0.75 (arXiv 1910.02054, 2306.10209). Sequence
     parallelism sends as much as tensor parallelism, unless backward gathers again."""
-    found = conventions("llama2-7b --layout dp=8,tp=8 --terms")["messages"]
+    found = counted("llama2-7b --layout dp=8,tp=8")["messages"]
     units = {
         name: (one["formula"], one["one_microbatch"])
         for name, one in found.items()
@@ -224,22 +233,20 @@ def test_messages_of_context_and_expert_ranks() -> None:
         ("mixtral-8x7b --layout dp=4,tp=2,sp=true,ep=4", "EP", "4 k s b h (e - 1) / e / t"),
     ):
         sizes = "--set layout.recompute=none --set train.global_batch_size=32 --set train.microbatch_size=1"
-        found = conventions(f"{layout} {sizes} --terms")["messages"]
+        found = counted(f"{layout} {sizes}")["messages"]
         assert found[name]["formula"] == formula, layout
         axis, microbatches = ("cp", 32) if "cp=" in layout else ("ep", 4 if "dp=8" in layout else 8)
         whole = microbatches * 32 * found[name]["bytes"]
         assert found[f"this plan, {axis}"]["value"] == pytest.approx(whole, rel=0.02), layout
     assert (
         "forward 7 send; backward 14 send"
-        in conventions("llama2-7b --layout cp=8 --terms")["messages"]["CP, ring"]["note"]
+        in counted("llama2-7b --layout cp=8")["messages"]["CP, ring"]["note"]
     )
 
 
 def test_interleaving_multiplies_the_messages() -> None:
     """By v for a rank between others; over all boundaries from p - 1 to p v - 1."""
-    plain, looped = (
-        conventions(f"{layout} --terms")["messages"] for layout in (f"{PIPELINE} --layout pp=4", INTERLEAVED)
-    )
+    plain, looped = (counted(layout)["messages"] for layout in (f"{PIPELINE} --layout pp=4", INTERLEAVED))
     assert looped["this plan, pp"]["value"] == 2 * plain["this plan, pp"]["value"]
     assert plain["PP"]["formula"] == looped["PP"]["formula"] == "2 s b h m (p v - 1)"
     assert looped["PP"]["value"] / plain["PP"]["value"] == 7 / 3
@@ -253,31 +260,9 @@ def test_utilisation_of_the_hardware() -> None:
     assert "HFU" in run("llama2-7b --layout dp=8,zero=3")
 
 
-CHOSEN = "--terms --states bf16_pure --activations flash --bubble ideal --flops 1e9 --psi 1e3"
-
-
-@pytest.mark.parametrize(
-    ("command", "fits"),
-    [
-        ("gpt2-124m --cluster h100:2 --layout dp=2,zero=1 --set train.microbatch_size=4", [True]),
-        ("llama2-7b --cluster h100:1 --layout dp=1", [False]),  # 18 Psi; the 8 of bf16_pure would fit
-        ("gpt2-124m --cluster h100:2 --search --top 3 --set train.microbatch_size=4", [True, True, True]),
-    ],
-    ids=["fits", "does not fit", "search"],
-)
-def test_conventions_change_no_prediction(command: str, fits: list[bool]) -> None:
-    """Neither what fits, nor what a search finds and in which order."""
-    plain, asked = (json.loads(run(f"{command} {how} --json")) for how in ("", CHOSEN))
-    assert asked.pop("conventions")["chosen"]["psi"] == 1e3
-    assert asked == plain
-    assert [plan["fits"] for plan in plain.get("plans", [plain])] == fits
-
-
-@pytest.mark.parametrize(
-    "option", ["--states paperr", "--activations x", "--bubble x", "--flops 0", "--psi nan"]
-)
+@pytest.mark.parametrize("option", ["--as paperr", "--only x", "--flops 0", "--psi nan"])
 def test_conventions_that_there_are_not(option: str) -> None:
-    result = CliRunner().invoke(app, ["plan", "llama2-7b", "--layout", "dp=1", *option.split()])
+    result = CliRunner().invoke(app, ["plan", "terms", "llama2-7b", "--layout", "dp=1", *option.split()])
     assert isinstance(result.exception, UserError)
     assert option in str(result.exception)
 
@@ -289,14 +274,14 @@ def test_terms_of_every_architecture(name: str) -> None:
     """Parts add up to the model, and states of this program to what is predicted."""
     recipe = load(name, ["model.vocab_size=32000", "train.microbatch_size=1"], "dp=1")
     plan = predict(recipe, parse("h100"))
-    found = terms(Asked(plan, Conventions(sections=tuple(SECTIONS)), 1e9))
+    found = terms(Asked(plan, "fivefold", 1e9))
     model = plan.setting.model
     parts = {one.name: one.value for one in found["parameters"]}
     names = {part_of(name) for name in card_of(model).parameters}
     assert sum(parts[part] for part in names) == parts["model"]
     kept = {one.name: one.value for one in found["states"]}
     assert kept["ZeRO 0"] == pytest.approx(kept["this plan"], rel=1e-6)
-    symbols = Asked(plan, Conventions(), 1e9).symbols
+    symbols = Asked(plan, "fivefold", 1e9).symbols
     for section in found.values():
         for one in section:
             if one.formula and one.unit != "Psi":
@@ -306,7 +291,7 @@ def test_terms_of_every_architecture(name: str) -> None:
 def test_experts_have_ranks_of_their_own() -> None:
     """With expert parallelism the formulas of the states are the prediction, too."""
     for zero in (0, 1, 2, 3):
-        found = conventions(f"mixtral-8x7b --layout dp=16,ep=8,tp=2,zero={zero} --states fivefold")["states"]
+        found = counted(f"mixtral-8x7b --layout dp=16,ep=8,tp=2,zero={zero} --only states")["states"]
         assert found[f"ZeRO {zero}"]["value"] == pytest.approx(found["this plan"]["value"], rel=0.001)
 
 

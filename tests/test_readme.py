@@ -44,7 +44,7 @@ INSTEAD = {
 }
 SMALLER = {  # fewer layouts; test_plan_page.py and test_plan_search.py look at many
     "h100:8 --layout dp=8 --html": "h100:1 --layout dp=1 --html",
-    "h100:64 --search --deadline 30d": "h100:4 --search --deadline 900d",
+    "h100:64 --deadline 30d": "h100:4 --deadline 900d",
 }
 STARTS_RANKS = re.compile(r"fivefold (train|verify) .*(--nproc|--layout)")
 COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -10,8 +10,7 @@ import pytest
 from commands import REPO
 
 from fivefold.errors import UserError
-from fivefold.plan.advice import budget
-from fivefold.plan.advice.scaling import BESIROGLU, FLOPS, HOFFMANN, Law
+from fivefold.plan.advice.budget import BESIROGLU, FLOPS, HOFFMANN, Law
 from fivefold.plan.advice.scaling_fit import Run, fit
 from fivefold.plan.advice.sweep_results import iso_flops, results
 from fivefold.recipe.sweep import FINISHED, Row, Sweep
@@ -48,7 +47,6 @@ def test_published_laws() -> None:
     assert HOFFMANN.loss(70e9, 1.4e12) == pytest.approx(1.94, abs=0.01)
     assert HOFFMANN.loss(280e9, 300e9) == pytest.approx(1.99, abs=0.01)
     assert BESIROGLU.growth == pytest.approx(0.513, abs=0.001)
-    assert budget.chinchilla_loss(7e9, 1e12) == HOFFMANN.loss(7e9, 1e12)
 
 
 @pytest.mark.parametrize("law", [HOFFMANN, BESIROGLU, Law(2.5, 30.0, 900.0, 0.25, 0.5)])

@@ -5,9 +5,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_texts import parse, read
 from test_schedules_pipeline import CASES
 
-from fivefold.schedules.pipeline import Costs, Event, Timeline, build, from_csv, parse, simulate
+from fivefold.schedules.pipeline import Costs, Event, Timeline, build, simulate
 
 RANKS = (1, 2, 3, 4, 8)
 COSTS = [(1.0, 1.0, 1.0), (1.0, 1.1, 0.6), (2.0, 2.5, 1.5)]  # F, I, W of a whole rank
@@ -142,7 +143,7 @@ def test_times_follow_from_costs_by_stage() -> None:
     costs = Costs(
         forward=[1.0, 2.0], input=[0.5, 1.0], weight=[0.25, 4.0], backward=[3.0, 5.0], transfer=0.125
     )
-    timeline = simulate(from_csv("0F0,0B0\n1F0,1I0,1W0\n"), costs)
+    timeline = simulate(read("0F0,0B0\n1F0,1I0,1W0\n"), costs)
     assert timeline.rows[0] == (Event(parse("0F0"), 0, 1), Event(parse("0B0"), 4.25, 7.25))
     assert [(event.start, event.end) for event in timeline.rows[1]] == [
         (1.125, 3.125),

@@ -355,7 +355,7 @@ def test_bytes_are_those_counted(room: Path, layout: str, sync: list[str]) -> No
 
 
 def test_a_trace_has_the_outer_step(room: Path) -> None:
-    """`fivefold plan --exact`: its messages, and the states that the outer loop keeps."""
+    """`fivefold plan trace`: its messages, and the states that the outer loop keeps."""
     recipe = resolved(room, "dp=2", *DILOCO, "sync.fragments=2")
     s, found = planned(recipe), exact(recipe, 1, kept=False).step
     (key, (calls, size)), between = volume.counted(s, 0).popitem(), volume.outer_counted(s, 0, (1,))

@@ -280,8 +280,8 @@ def test_figures_are_kept_by_the_dtype_that_auto_means(monkeypatch: pytest.Monke
 
 def command(*arguments: str) -> str:
     sets = [part for text in [*TINY, "precision.mode=bf16"] for part in ("--set", text)]
-    chosen = ["--layout", "dp=2,zero=3", "--cluster", "h100:2", "--exact"]
-    result = CliRunner().invoke(app, ["plan", "quickstart", *sets, *chosen, *arguments])
+    chosen = ["--layout", "dp=2,zero=3", "--cluster", "h100:2"]
+    result = CliRunner().invoke(app, ["plan", "trace", "quickstart", *sets, *chosen, *arguments])
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -290,7 +290,7 @@ def test_command_shows_both() -> None:
     text = command()
     for words in ("exact figures of rank 0", "at the peak", "predicted", "all_gather", "FLOPs"):
         assert words in text
-    said = json.loads(command("--rank", "1", "--json", "--exact"))
+    said = json.loads(command("--rank", "1", "--json"))
     found = said["exact"]
     assert said["memory"]["source"] == "formula"
     assert found["rank"] == 1

@@ -8,7 +8,7 @@ median of its steps after the second. A run whose machine was disturbed is seen 
 minutes on two cores; nothing else should run.
 
 At the end the table is calibrated on every second run, and the error on the others is shown beside: that is what
-`fivefold plan --calibrate` can give, and is reported apart.
+`fivefold plan calibrate` can give, and is reported apart.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def calibrated(folder: Path, found: list[dict[str, Any]]) -> dict[str, Any]:
     from fivefold.plan.predict import predict
     from fivefold.recipe import load
 
-    fit = json.loads(fivefold("plan", "--calibrate", *(row["run"] for row in found[::2]), "--json"))
+    fit = json.loads(fivefold("plan", "calibrate", *(row["run"] for row in found[::2]), "--json"))
     cluster, others = parse("local"), found[1::2]
     errors = [
         predict(load(f"{row['run']}/recipe.toml"), cluster).step.seconds / row["measured_s"] - 1

@@ -1,4 +1,4 @@
-"""Seconds to trace one rank (`fivefold plan --exact`), beside an older checkout, one after the other.
+"""Seconds to trace one rank (`fivefold plan trace`), beside an older checkout, one after the other.
 
     python benchmarks/planner/trace_speed.py [--base CHECKOUT] > benchmarks/results/trace_speed.json
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.cli.options import JsonOption, bytes_of, print_json, require_writable, save_as
+from fivefold.draw.lanes import time_text
 from fivefold.errors import UserError
+from fivefold.observe.format import size as size_text
 
 if TYPE_CHECKING:
     from fivefold.schedules.collectives.cost import Choice
@@ -80,8 +82,8 @@ def collectives(
         if html:
             from fivefold.observe.collective_page import page
 
-            note = f"{_size(message)} on {net.name}, simulated."
-            save_as("--html", html, page(collective, [_time(end) for end in cost.ends], note))
+            note = f"{size_text(message)} on {net.name}, simulated."
+            save_as("--html", html, page(collective, [time_text(end) for end in cost.ends], note))
         found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}
         lines += found["pictures"].values()
     if json:
@@ -120,15 +122,14 @@ def _row(choice: Choice) -> dict[str, Any]:
 def _table(
     choices: list[Choice], refused: dict[str, str], net: Topology, primitive: str, message: float
 ) -> list[str]:
-    lines = [f"{primitive} of {_size(message)} on {net.ranks} ranks; {_links(net)}", ""]
+    lines = [f"{primitive} of {size_text(message)} on {net.ranks} ranks; {_links(net)}", ""]
     lines.append(
         f"{'algorithm':18}{'rounds':>6}{'sent/rank':>11}{'time':>10}   {'busiest link':16}use it for"
     )
     for made, pieces, cost in choices:
         name = f"{made.name} ({pieces})" if pieces > 1 else made.name
-        lines.append(
-            f"{name:18}{cost.rounds:6}{_size(cost.sent):>11}{_time(cost.seconds):>10}   {cost.busiest:16}{made.when}"
-        )
+        figures = f"{cost.rounds:6}{size_text(cost.sent):>11}{time_text(cost.seconds):>10}"
+        lines.append(f"{name:18}{figures}   {cost.busiest:16}{made.when}")
     lines += [f"{name:18}{'-':>6}   {why}, not {net.ranks}" for name, why in refused.items()]
     if any(choice.pieces > 1 for choice in choices):
         lines.append("In parentheses: the best number of pieces that follow each other.")
@@ -141,27 +142,20 @@ def _fastest(net: Topology, primitive: str) -> list[str]:
     from fivefold.schedules.collectives.cost import compare
 
     best = ((size, compare(primitive, net, size)[0][0]) for size in SIZES)
-    return [f"{_size(size)} {choice.algorithm.name} {_time(choice.cost.seconds)}" for size, choice in best]
+    return [
+        f"{size_text(size)} {choice.algorithm.name} {time_text(choice.cost.seconds)}" for size, choice in best
+    ]
 
 
 def _links(net: Topology) -> str:
-    words = f"{net.name}: {_rate(net.near.bandwidth)}, {_time(net.near.latency)} inside a node"
+    words = f"{net.name}: {_rate(net.near.bandwidth)}, {time_text(net.near.latency)} inside a node"
     if net.far and net.ranks > net.local:
         cards = f", {net.cards} cards per node" if net.cards else ""
-        words += f" of {net.local}, {_rate(net.far.bandwidth)}, {_time(net.far.latency)} between nodes{cards}"
+        words += (
+            f" of {net.local}, {_rate(net.far.bandwidth)}, {time_text(net.far.latency)} between nodes{cards}"
+        )
     return words
 
 
 def _rate(bandwidth: float) -> str:
     return f"{bandwidth / 1e9:.4g} GB/s"
-
-
-def _size(value: float) -> str:
-    from fivefold.observe.format import size
-
-    return size(value)
-
-
-def _time(seconds: float) -> str:
-    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if seconds * f >= 1), (1e6, "µs"))
-    return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds * factor:.0f} {unit}"

@@ -83,7 +83,7 @@ def compare(
     model, its row says why and shows the most ranks that do. Time and MFU are predicted, too.
     """
     from fivefold.lessons import compare as compared
-    from fivefold.lessons import nutshell
+    from fivefold.lessons import nutshell, pictures
     from fivefold.recipe import load
 
     for option, path in (("--picture", picture), ("--page", page)):
@@ -100,7 +100,8 @@ def compare(
         rows = _run(compared.alike(loaded), rows, steps)
     title = f"{Path(recipe).stem} on {machine.name}:{machine.devices}"
     if picture is not None:
-        save_as("--picture", picture, _drawn(rows, title, overlap))
+        drawn = pictures.overlap if overlap else pictures.criteria
+        save_as("--picture", picture, drawn(rows, title))
     if page is not None:
         save_as("--page", page, nutshell.page(loaded, rows, title))
     if json:
@@ -159,9 +160,3 @@ def _run(recipe: Recipe, rows: list[Row], steps: int) -> list[Row]:
         print(f"ran {to_text(layout)}", file=sys.stderr)
         found[layout] = figures
     return [replace(row, measured=found[row.plan.layout]) if row.plan else row for row in rows]
-
-
-def _drawn(rows: list[Row], title: str, overlap: bool) -> str:
-    from fivefold.lessons import criteria_svg
-
-    return criteria_svg.overlap(rows, title) if overlap else criteria_svg.criteria(rows, title)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fivefold.lessons.compare import Row
-    from fivefold.lessons.overlap import Rule
 
 REASONS = {"operations": "norms", "recompute": "recompute", "sums": "sums", "update": "updates"}
 
@@ -16,21 +15,23 @@ def criteria_table(rows: list[Row], title: str) -> list[str]:
     """The criteria of each layout as a table, and what is to be said of some of them."""
     measured = any(row.measured for row in rows)
     head = ["", "layout", "redundant", "memory", "sent", "exposed", "idle", "step s", "MFU", "fits"]
-    if measured:
-        head += ["memory here", "sent here", "step s here"]
-    cells = [head, *(_cells(row, measured) for row in rows)]
-    widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(len(head))]
+    head += ["memory here", "sent here", "step s here"] * measured
     lines = [f"{title}: three criteria of each layout, predicted per device and step"]
     if any(row.plan for row in rows):
         lines.append(f"  {_setting(rows)}")
-    lines.append("")
+    return [*lines, "", *_aligned([head, *(_cells(row, measured) for row in rows)], 2), "", *_notes(rows)]
+
+
+def _aligned(cells: list[list[str]], words: int) -> Iterator[str]:
+    """The rows of a table. words: columns at the left that are text; the others are numbers."""
+    columns = range(len(cells[0]))
+    widths = [max(len(row[i]) for row in cells if i < len(row)) for i in columns]
     for row in cells:
-        aligned = (
-            f"{cell:{width}}" if i < 2 else f"{cell:>{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+        padded = (
+            f"{cell:{width}}" if i < words else f"{cell:>{width}}"
+            for i, cell, width in zip(columns, row, widths, strict=False)
         )
-        lines.append(f"  {'  '.join(aligned)}".rstrip())
-    return [*lines, "", *_notes(rows)]
+        yield f"  {'  '.join(padded)}".rstrip()
 
 
 def _setting(rows: list[Row]) -> str:
@@ -44,42 +45,30 @@ def _setting(rows: list[Row]) -> str:
 
 
 def _cells(row: Row, measured: bool) -> list[str]:
-    from fivefold.observe.format import memory_text, size
-
-    plan = row.plan
-    if plan is None:
+    if row.plan is None:
         return [row.technique, row.short, "not possible"]
-    most = max(row.redundant.parts.items(), key=lambda part: part[1])
-    reason = f" {REASONS[most[0]]}" if most[1] >= 0.0005 else ""
-    cells = [
-        row.technique,
-        row.short,
-        f"{row.redundant.share:.1%}{reason}",
-        memory_text(plan.peak_bytes),
-        " + ".join(f"{axis} {size(most)}" for axis, most in row.sent(measured).items()) or "nothing",
-        f"{row.exposed:.1%}",
-        f"{row.idle:.1%}",
-        f"{plan.step.seconds:.4g}",
-        f"{plan.mfu:.1%}",
-        "yes" if plan.fits else "no",
-    ]
-    if not measured:
-        return cells
-    if not isinstance(row.measured, dict):
-        return [*cells, "-", "-", "-"]
-    return cells + _here(row.measured)
+    words = row.words()
+    reason, most = max(row.redundant.parts.items(), key=lambda part: part[1])
+    redundant = words["redundant"] + f" {REASONS[reason]}" * (most >= 0.0005)
+    cells = [row.technique, row.short, redundant, words["memory"], _sent(row.sent(measured))]
+    cells += [words[name] for name in ("exposed", "idle", "step", "mfu", "fits")]
+    if measured:
+        cells += _here(row.measured) if isinstance(row.measured, dict) else ["-", "-", "-"]
+    return cells
+
+
+def _sent(by_axis: Mapping[str, int]) -> str:
+    from fivefold.observe.format import size
+
+    return " + ".join(f"{axis} {size(most)}" for axis, most in by_axis.items()) or "nothing"
 
 
 def _here(figures: dict[str, Any]) -> list[str]:
     """What was measured, as cells."""
-    from fivefold.observe.format import memory_text, size
+    from fivefold.observe.format import memory_text
 
     held, seconds, sent = (figures.get(name) for name in ("memory_bytes", "step_s", "sent_bytes"))
-    return [
-        memory_text(held) if held else "-",
-        " + ".join(f"{axis} {size(most)}" for axis, most in (sent or {}).items()) or "nothing",
-        f"{seconds:.4g}" if seconds else "-",
-    ]
+    return [memory_text(held) if held else "-", _sent(sent or {}), f"{seconds:.4g}" if seconds else "-"]
 
 
 def _notes(rows: list[Row]) -> list[str]:
@@ -107,43 +96,18 @@ def _notes(rows: list[Row]) -> list[str]:
 
 
 def overlap_table(rows: list[Row], title: str) -> list[str]:
-    """The rules of all layouts as a table, and their formulas."""
-    cells = [("", "what hides", "needs", "planner", "has", "now", "")]
-    for row in rows:
-        for rule in row.rules if row.plan else ():
-            cells.append(
-                (
-                    rule.technique,
-                    rule.what,
-                    f"{rule.variable} >= {_count(rule.needed)}",
-                    _crossing(rule),
-                    _count(rule.now),
-                    f"{rule.planned:.2g}",
-                    rule.verdict,
-                )
-            )
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = [f"{title}: when communication hides behind computing", ""]
-    for row in cells:
-        lines.append("  " + "  ".join(f"{c:{w}}" for c, w in zip(row, widths, strict=True)).rstrip())
-    lines += ["", "  formulas, and where they come from:"]
-    rules = [rule for row in rows if row.plan for rule in row.rules]
-    lines += dict.fromkeys(f"    {rule.technique}: {rule.formula}; {rule.source}" for rule in rules)
+    """The rules of all layouts as a table."""
+    from fivefold.lessons.overlap import count_text
+
+    cells = [["", "what hides", "by the size of", "from", "has", "now", ""]]
+    for rule in (rule for row in rows if row.plan for rule in row.rules):
+        now = [rule.threshold, count_text(rule.now), f"{rule.planned:.2g}", rule.verdict]
+        cells.append([rule.technique, rule.what, rule.variable, *now])
     return [
-        *lines,
-        "  needs: by the formula; planner: with all that it prices; now: seconds of messages over those of computing",
-        "  F: FLOP/s of matmuls (CP: of attention). W, W': bytes/s of the collectives of weights and of gradients.",
-        "  e, g: bytes of a number, of a gradient. P: parameters sent. A: those that multiply a token. n: ranks.",
+        f"{title}: when communication hides behind computing",
+        "",
+        *_aligned(cells, len(cells[0])),
+        "",
+        "  from: the size from which messages take less time than the computing beside them, by the planner; has: the",
+        "  recipe's; now: seconds of messages over those of computing",
     ]
-
-
-def _crossing(rule: Rule) -> str:
-    """The planner's threshold, or the end of the sizes that it was asked for."""
-    sizes = [size for size, _ in rule.points]
-    if not rule.crossing:
-        return f"< {_count(min(sizes))}"
-    return _count(rule.crossing) if math.isfinite(rule.crossing) else f"> {_count(max(sizes))}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

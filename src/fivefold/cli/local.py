@@ -1,15 +1,19 @@
-"""`fivefold plan` for this machine: asks to measure it at first use, and calibrates it with finished runs."""
+"""Plans for this machine: it is measured at first use; `fivefold plan calibrate` fits its table to finished runs."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
-from fivefold.cli.options import print_json, require_run
+import typer
+
+from fivefold.cli.options import JsonOption, print_json, require_run
 from fivefold.errors import UserError
+
+EXAMPLES = ["fivefold plan calibrate runs/a runs/b", "fivefold plan calibrate reset"]
 
 
 def ensure_measured(cluster: str) -> None:
@@ -35,23 +39,26 @@ def ensure_measured(cluster: str) -> None:
         raise UserError(f"{missing}: that failed; see the message above")
 
 
-def run_calibration(names: Sequence[str], json: bool) -> None:
-    """Runs `--calibrate RUN...` or `--calibrate reset`."""
+def calibrate(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders, or the word reset.")],
+    json: JsonOption = False,
+) -> None:
+    """Fit this machine's table to finished runs, or remove what was fitted (`plan calibrate reset`)."""
     from fivefold.plan.cluster import measured
     from fivefold.plan.cluster.calibrate import describe, fit
 
     table = measured.load()
     if table is None:
         raise UserError(
-            "--calibrate: this machine has not been measured; run `fivefold bench hardware` first"
+            "plan calibrate: this machine has not been measured; run `fivefold bench hardware` first"
         )
-    if list(names) == ["reset"]:
+    if runs == ["reset"]:
         measured.save(replace(table, factors=dict.fromkeys(measured.FACTORS, 1.0), fitted=[]))
         print_json({"factors": None}) if json else print(
             "calibration removed; predictions use the measured table alone"
         )
         return
-    found = fit(table, [_run(Path(name)) for name in names])
+    found = fit(table, [_run(Path(name)) for name in runs])
     measured.save(found.table)
     print_json(found.as_json()) if json else print("\n".join(describe(found)))
 
@@ -65,5 +72,5 @@ def _run(folder: Path):
     require_run(folder)
     seconds = step_seconds(read_metrics(folder / "metrics.jsonl"))
     if seconds is None:
-        raise UserError(f"--calibrate: {folder} has too few steps; it needs at least 3")
+        raise UserError(f"plan calibrate: {folder} has too few steps; it needs at least 3")
     return FinishedRun(folder.name, load(str(folder / "recipe.toml")), seconds)

@@ -27,7 +27,8 @@ def flag(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, **more)
 
 
-RECIPE, OUTPUT = {"Recipe": ("set_", "layout")}, {"Output": ("quiet", "json", "help")}
+RECIPE = {"Recipe": ("set_", "layout")}
+OUTPUT = {"Output": ("quiet", "explain", "save", "pictures", "html", "json", "help")}
 """Headings of the help that commands share, and the options below each."""
 SAMPLING = {"Sampling": ("max_tokens", "temperature", "top_k", "top_p", "stop", "seed")}
 

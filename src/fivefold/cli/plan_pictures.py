@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +13,10 @@ from fivefold.cli.options import save_as
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
+    from fivefold.cli.plan_shared import Typed
     from fivefold.plan.predict import Plan
     from fivefold.plan.search.search import Found
     from fivefold.recipe import Recipe
-
-Typed = tuple[str, list[str], str]
-"""(RECIPE, the values of --set, the value of --cluster), as the user typed them."""
-Assumed = tuple[float | None, float | None]
-"""The values of --expert-load and --document-tokens."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,6 @@ class Wanted:
     pictures: bool
     html: Path | None
     json: bool
-    assumed: Assumed = (None, None)
 
     def __post_init__(self) -> None:
         if self.json and self.pictures:
@@ -50,7 +45,7 @@ def draw_plan(plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
     if wanted.printed:
         print_pictures(plan, wanted.pictures)
     if wanted.html is not None:
-        write_page(wanted.html, recipe, _told(recipe, typed), assumed=wanted.assumed)
+        write_page(wanted.html, recipe, _told(recipe, typed))
 
 
 def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
@@ -64,22 +59,21 @@ def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> N
         print_pictures(best if wanted.pictures else None, wanted.pictures, plans)
     if wanted.html is not None:
         chosen = apply(recipe, best)
-        write_page(wanted.html, chosen, _told(chosen, typed), plans, assumed=wanted.assumed)
+        write_page(wanted.html, chosen, _told(chosen, typed), plans)
 
 
 def _told(recipe: Recipe, typed: Typed) -> Typed:
     """`typed` with `--set` values added for the model and precision fields that other options changed."""
     from fivefold.recipe import load
 
-    name, sets, cluster = typed
-    kept = [text for text in sets if not text.strip().startswith("layout.")]
-    before = load(name, kept, "dp=1")
+    kept = [text for text in typed.sets if not text.strip().startswith("layout.")]
+    before = load(typed.name, kept, "dp=1")
     for section in ("model", "precision"):
         old, new = getattr(before, section), getattr(recipe, section)
         for key in type(new).model_fields:
             if (value := getattr(new, key)) != getattr(old, key):
                 kept.append(f"{section}.{key}={str(value).lower()}")
-    return name, kept, cluster
+    return replace(typed, sets=kept)
 
 
 def print_pictures(plan: Plan | None, full: bool, frontier: Sequence[Plan] = ()) -> None:
@@ -106,7 +100,6 @@ def write_page(
     typed: Typed,
     frontier: Sequence[Plan] = (),
     budget: float | None = None,
-    assumed: Assumed = (None, None),
 ) -> None:
     """Writes the page of this recipe, with sliders over a grid around it.
 
@@ -126,10 +119,11 @@ def write_page(
     from fivefold.recipe import count_parameters
     from fivefold.schedules.pipeline import to_svg
 
-    name, sets, cluster = typed
-    center = grid.base(recipe, cluster, *assumed)
+    center = grid.base(recipe, typed.cluster, typed.expert_load, typed.document_tokens)
     sliders = grid.axes(center, budget or grid.BUDGET)
-    data = as_data(center, grid.command(name, sets, *assumed), sliders)
+    data = as_data(
+        center, grid.command(typed.name, typed.sets, typed.expert_load, typed.document_tokens), sliders
+    )
     drawn = pictures(grid.plan_at(center, center.values))
     rows = as_rows(frontier)
     shown = [
@@ -140,12 +134,12 @@ def write_page(
     ]
     model = center.full.model
     words = (
-        f"A {model.arch} model of {short_number(count_parameters(model))} parameters on {cluster}, in "
+        f"A {model.arch} model of {short_number(count_parameters(model))} parameters on {typed.cluster}, in "
         f"{drawn.plan.setting.mode}: predicted memory, step time and throughput."
     )
     if drawn.plan.attention:
         words += f" Attention: {drawn.plan.attention}."
     data["search"] = {"limit": drawn.plan.limit, "rows": rows} if rows else None
-    text = plan_page.page(Path(name).stem, words, data, shown)
+    text = plan_page.page(Path(typed.name).stem, words, data, shown)
     save_as("--html", path, text)
     print(f"wrote {path}: {len(data['index']):,} predictions, {len(text) / 1e6:.1f} MB", file=sys.stderr)

@@ -1,176 +1,149 @@
-"""What `fivefold plan` prints as lessons: terms by a convention, and --formulas, activation formulas of a block beside
-measured bytes."""
+"""`fivefold plan terms RECIPE --as paper`: what a plan's totals are made of, as papers and courses count it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from fivefold.cli.options import print_json, save_as
+import typer
+
+from fivefold.cli import plan_shared as shared
+from fivefold.cli.options import (
+    JsonOption,
+    LayoutOption,
+    RecipeArgument,
+    SetOption,
+    print_json,
+    require_writable,
+    save_as,
+)
 from fivefold.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from fivefold.lessons.conventions import Conventions
     from fivefold.lessons.terms import Asked, Term
-    from fivefold.plan.advice.questions import Questions
-    from fivefold.plan.predict import Plan
-    from fivefold.recipe import Recipe
 
-DRAWN = ("a block (1)", "selective", "tp (2)", "tp, sp (4)", "tp, sp, selective (6)", "full")
+EXAMPLES = [
+    "fivefold plan terms llama-7b --cluster h100:64 --layout dp=64,zero=1",
+    "fivefold plan terms llama2-7b --layout dp=64 --as paper --psi 7.5e9 --only states --svg states.svg",
+    "fivefold plan terms gpt3-175b --as paper --psi 175e9 --deadline 30d --flops 160e12 --only flops",
+]
+FORMATS = {"parameters": ",.0f", "elements": ",.0f", "devices": ",.0f", "days": ",.1f", "FLOPs": ".3g"}
+"""How values of other units than bytes are written."""
 
 
-def conventions(
-    every: bool,
-    states: str | None,
-    activations: str | None,
-    bubble: str | None,
-    flops: float | None,
-    psi: float | None,
-) -> Conventions | None:
-    """The conventions asked for on the command line, or None. An option asks for its section, --terms for all.
+def terms(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    layout: LayoutOption = None,
+    cluster: shared.ClusterOption = "h100",
+    convention: Annotated[
+        str,
+        typer.Option(
+            "--as",
+            metavar="CONVENTION",
+            help="paper: 2 + 2 + 12 bytes of states (arXiv 1910.02054), activations 34sbh + 5abs^2 (arXiv 2205.05198); "
+            "fivefold: what the recipe really has.",
+        ),
+    ] = "fivefold",
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECTIONS",
+            help="Of parameters, states, activations, flops, messages, bubble, by commas. [default: all]",
+        ),
+    ] = None,
+    psi: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Count with N parameters, such as 175e9, instead of the recipe's."),
+    ] = None,
+    flops: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="FLOP/s of a device, such as 160e12. [default: as predicted]"),
+    ] = None,
+    tokens: shared.TokensOption = None,
+    deadline: shared.DeadlineOption = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the states by ZeRO stage, the activations of a block."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Print what the totals of a plan are made of: name, formula, value and a remark of each term."""
+    from fivefold.lessons.conventions import CONVENTIONS
+    from fivefold.lessons.terms import SECTIONS, Asked
+    from fivefold.lessons.terms import terms as counted
+    from fivefold.plan.predict import predict
 
-    Raises:
-        UserError: there is no such convention, or a number is not positive and finite.
-    """
-    given = {"states": states, "activations": activations, "bubble": bubble, "flops": flops}
-    if not every and psi is None and all(value is None for value in given.values()):
-        return None
-    from fivefold.lessons.conventions import ACTIVATIONS, BUBBLES, OWN, STATES, Conventions
-    from fivefold.lessons.terms import SECTIONS
-
-    for name, known in (("states", STATES), ("activations", ACTIVATIONS), ("bubble", BUBBLES)):
-        value = given[name]
-        if value is not None and value not in known:
-            raise UserError(
-                f"--{name} {value}: must be {' or '.join(known)}{did_you_mean(str(value), known)}"
-            )
+    sections = only.split(",") if only is not None else list(SECTIONS)
+    for option, given, valid in (("--as", [convention], CONVENTIONS), ("--only", sections, SECTIONS)):
+        for name in given:
+            if name not in valid:
+                near = did_you_mean(name, list(valid))
+                raise UserError(f"{option} {name}: must be {' or '.join(valid)}{near}")
     for name, number in (("flops", flops), ("psi", psi)):
         if number is not None and not 0 < number < float("inf"):
             raise UserError(f"--{name} {number:g}: must be above 0 and finite")
-    some = tuple(name for name, value in given.items() if value is not None)
-    sections = tuple(SECTIONS) if every or not some else some
-    return Conventions(states or OWN, activations or OWN, bubble, flops, psi, sections)
-
-
-def answers(
-    how: Conventions | None, plan: Plan, recipe: Recipe, questions: Questions | None
-) -> dict[str, Any]:
-    """{"conventions": terms} for a plan, or {} if nobody asked."""
-    if how is None:
-        return {}
-    from fivefold.lessons.terms import as_json, terms
-
-    asked = _asked(how, plan, recipe, questions)
-    return {"conventions": as_json(asked, terms(asked))}
-
-
-def print_terms(how: Conventions | None, plan: Plan, recipe: Recipe, questions: Questions | None) -> None:
-    if how is None:
+    require_writable("--svg", svg)
+    loaded, machine, software = shared.read(shared.Typed(recipe, set_ or [], cluster), layout)
+    run = shared.questions(loaded, tokens, deadline, None, None)
+    plan = predict(loaded, machine, software)
+    length, end = (run.tokens, run.deadline) if run else (shared.run_tokens(loaded), None)
+    asked = Asked(plan, convention, length, end, psi, flops)
+    found = counted(asked, sections)
+    if svg is not None:
+        save_as("--svg", svg, _drawn(asked, sections, Path(recipe).stem))
+    if json:
+        values = {name: {term.name: term.as_json() for term in some} for name, some in found.items()}
+        print_json({"recipe": recipe, "convention": convention, "psi": psi, "svg": svg} | values)
         return
-    from fivefold.lessons.terms import terms
-
-    asked = _asked(how, plan, recipe, questions)
-    print("\n".join(f"  {line}".rstrip() for line in _lines(asked, terms(asked))))
+    print("\n".join([f"{recipe}: terms, as {convention}", *_lines(found), *([str(svg)] if svg else [])]))
 
 
-def _lines(asked: Asked, found: dict[str, list[Term]]) -> Iterator[str]:
+def _lines(found: dict[str, list[Term]]) -> Iterator[str]:
     """The terms as lines of text."""
-    titles = {
-        "states": f"states, convention {asked.how.states}",
-        "activations": f"activations, convention {asked.how.activations}",
-        "flops": "FLOPs",
-    }
     for section, some in found.items():
         yield ""
-        yield titles.get(section, section)
+        yield f"  {section}"
         rows = [(term.name, term.formula, _value(term), term.note) for term in some]
         name, formula, value, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
         for row in rows:
-            yield f"  {row[0]:{name}}  {row[1]:{formula}}  {row[2]:>{value}}  {row[3]}".rstrip()
+            yield f"    {row[0]:{name}}  {row[1]:{formula}}  {row[2]:>{value}}  {row[3]}".rstrip()
 
 
 def _value(term: Term) -> str:
     """A value with its unit. Bytes are decimal, as in the papers, and binary, as in the rest of a plan."""
+    from fivefold.lessons.terms import decimal, scaled
+
+    value = term.value
     match term.unit:
         case "bytes":
-            from fivefold.lessons.terms import scaled
-
-            return f"{scaled(term.value, 1000, 'B')} ({scaled(term.value, 1024, 'iB')})"
-        case "parameters" | "elements" | "devices":
-            return f"{term.value:,.0f} {term.unit}"
+            return f"{decimal(value)} ({scaled(value, 1024, 'iB')})"
         case "share":
-            return f"{100 * term.value:.1f}%"
-        case "days":
-            return f"{term.value:,.1f} days"
-        case "FLOPs":
-            return f"{term.value:.3g} FLOPs"
+            return f"{100 * value:.1f}%"
         case "FLOP/s":
-            return f"{term.value / 1e12:,.4g} TFLOP/s"
-        case _:
-            return f"{term.value:.4g} {term.unit}"
+            return f"{value / 1e12:,.4g} TFLOP/s"
+        case unit:
+            return f"{value:{FORMATS.get(unit, '.4g')}} {unit}"
 
 
-def require_states(svg: Path | None, how: Conventions | None, search: bool) -> None:
-    """Refuses --svg where no states are among the terms.
-
-    Raises:
-        UserError: they are not, or --search has no layout yet.
-    """
-    if svg is not None and (search or how is None or "states" not in how.sections):
-        other = "leave out --search" if search else "add --terms, --states CONVENTION or --formulas"
-        raise UserError(f"--svg draws the states of one layout, or the activations of --formulas; {other}")
-
-
-def drawn_states(how: Conventions, plan: Plan, recipe: Recipe, questions: Questions | None, name: str) -> str:
-    """The picture of the states on a rank by ZeRO stage."""
-    from fivefold.lessons import terms_svg
-    from fivefold.lessons.terms import sharing, states_by_stage
+def _drawn(asked: Asked, sections: list[str], name: str) -> str:
+    """The pictures of these sections, one under the other."""
+    from fivefold.draw.canvas import stacked
+    from fivefold.lessons import pictures
+    from fivefold.lessons.terms import activations_by_way, sharing, states_by_stage
     from fivefold.observe.format import short_number
 
-    asked = _asked(how, plan, recipe, questions)
-    of = f"{short_number(asked.symbols['Psi'])} parameters, n = {sharing(asked.setting.layout)}"
-    title = f"{Path(name).stem}: states of {of}, convention {how.states}"
-    return terms_svg.states(states_by_stage(asked), title)
-
-
-def _asked(how: Conventions, plan: Plan, recipe: Recipe, questions: Questions | None) -> Asked:
-    from fivefold.cli.budget import run_tokens
-    from fivefold.lessons.terms import Asked
-
-    tokens = questions.tokens if questions else run_tokens(recipe)
-    return Asked(plan, how, tokens, questions.deadline if questions else None)
-
-
-def print_formulas(name: str, sets: list[str], layout: str | None, json: bool, svg: Path | None) -> None:
-    """Prints the formulas for the sizes of a recipe: of one block and one microbatch. svg: a file for their bars."""
-    from fivefold.host.devices import GIB
-    from fivefold.lessons.formulas import Shape, rows
-    from fivefold.recipe import load
-
-    recipe = load(name, sets, layout)
-    model, tp = recipe.model, recipe.layout.tp
-    shape = Shape(model.seq_len, recipe.train.microbatch_size or 1, model.dim, model.heads, tp)
-    found = rows(shape)
-    sizes = ", ".join(f"{key} {value}" for key, value in asdict(shape).items())
-    if svg is not None:
-        from fivefold.lessons.terms_svg import activations
-
-        by_name = {row.name: (row.formula, row.bytes) for row in found}
-        drawn = {one: by_name[one] for one in DRAWN if one in by_name}
-        title = f"{Path(name).stem}: activations of a block in 16 bits, {sizes}"
-        save_as("--svg", svg, activations(drawn, title))
-    if json:
-        print_json({"sizes": asdict(shape), "formulas": [asdict(row) for row in found], "svg": svg})
-        return
-    print(f"activations of one block and one microbatch in 16 bits: {sizes}")
-    print(f"  {'':24}{'formula':42}{'bytes':>20}{'measured':>20}  more")
-    for row in found:
-        more = row.measured - row.bytes
-        cause = f"{more:+,.0f}: {row.why}" if more else ""
-        print(f"  {row.name:24}{row.formula:42}{row.bytes:20,.0f}{row.measured:20,}  {cause}".rstrip())
-    total = found[3].bytes * model.layers
-    print(f"  {model.layers} blocks without recomputation (5): {total / GIB:,.2f} GiB per microbatch")
-    if svg is not None:
-        print(svg)
+    drawn = []
+    if "states" in sections:
+        of = f"{short_number(asked.symbols['Psi'])} parameters, n = {sharing(asked.setting.layout)}"
+        title = f"{name}: states of {of}, as {asked.convention}"
+        drawn.append(pictures.terms(states_by_stage(asked), pictures.STATES, title))
+    if "activations" in sections:
+        sizes = ", ".join(f"{key} {asked.symbols[key]:g}" for key in "sbhat")
+        rows = {words: {"activations": size} for words, size in activations_by_way(asked).items()}
+        title = f"{name}: activations of a block, {sizes}, as {asked.convention}"
+        drawn.append(pictures.terms(rows, pictures.ACTIVATIONS, title))
+    if not drawn:
+        raise UserError("--svg draws states and activations; add one of them to --only")
+    return stacked(drawn) if len(drawn) > 1 else drawn[0]

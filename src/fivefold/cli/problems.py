@@ -8,7 +8,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from fivefold.cli.options import print_json
 from fivefold.errors import Problem, problem
@@ -54,6 +54,18 @@ def of_options(error: Exception, words: Sequence[str]) -> Problem | None:
     near = list(getattr(error, "possibilities", None) or [])
     found = problem(message(), key, _typed(words, names))
     return Problem(found.key, found.value, found.message, found.allowed, near[0] if near else found.nearest)
+
+
+class Commands(TyperGroup):
+    """The commands, some of which have names of two words: `plan search`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = " ".join(args[:2])
+        return (
+            (name, self.commands[name], args[2:])
+            if name in self.commands
+            else super().resolve_command(ctx, args)
+        )
 
 
 class Command(TyperCommand):

@@ -13,11 +13,11 @@ from fivefold.lessons import criteria, overlap
 from fivefold.lessons.criteria import Moment, Redundant
 from fivefold.lessons.overlap import Rule
 from fivefold.models.card import card_of
+from fivefold.observe.format import memory_text
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import memory
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan, predict
-from fivefold.plan.software import Software
 from fivefold.recipe import Recipe
 from fivefold.recipe.fit import in_layout
 from fivefold.recipe.rules import contradictions, synchronous
@@ -127,6 +127,18 @@ class Row:
         assert self.plan is not None
         return self.plan
 
+    def words(self) -> dict[str, str]:
+        """The criteria of a row with a plan, in words."""
+        return {
+            "redundant": f"{self.redundant.share:.1%}",
+            "memory": memory_text(self._plan.peak_bytes),
+            "fits": "yes" if self._plan.fits else "no",
+            "exposed": f"{self.exposed:.1%}",
+            "idle": f"{self.idle:.1%}",
+            "step": f"{self._plan.step.seconds:.4g}",
+            "mfu": f"{self._plan.mfu:.1%}",
+        }
+
     def as_json(self, overlap: bool = False) -> dict[str, Any]:
         found = {
             "technique": self.technique,
@@ -157,7 +169,6 @@ def compare(
     cluster: Cluster,
     ranks: int,
     layouts: Sequence[str] = (),
-    software: Software | None = None,
 ) -> list[Row]:
     """A row for each layout, or for one process and each technique on so many ranks.
 
@@ -166,10 +177,10 @@ def compare(
     """
     recipe = alike(recipe)
     if layouts:
-        return [_named(recipe, cluster, text, software) for text in layouts]
+        return [_named(recipe, cluster, text) for text in layouts]
     one = Layout(recompute=recipe.layout.recompute)
-    rows = [Row("one device", "", one, _predicted(recipe, replace(cluster, devices=0), one, software))]
-    return rows + [_row(recipe, cluster, technique, ranks, software) for technique in TECHNIQUES]
+    rows = [Row("one device", "", one, _predicted(recipe, replace(cluster, devices=0), one))]
+    return rows + [_row(recipe, cluster, technique, ranks) for technique in TECHNIQUES]
 
 
 def alike(recipe: Recipe) -> Recipe:
@@ -179,12 +190,12 @@ def alike(recipe: Recipe) -> Recipe:
     return synchronous(recipe.model_copy(update={"train": train, "layout": layout}))
 
 
-def _named(recipe: Recipe, cluster: Cluster, text: str, software: Software | None) -> Row:
+def _named(recipe: Recipe, cluster: Cluster, text: str) -> Row:
     values: dict[str, Any] = parse(text)
     layout = Layout(**values)
     name, dimension = named(layout)
     try:
-        return Row(name, dimension, layout, _checked(recipe, cluster, layout, software))
+        return Row(name, dimension, layout, _checked(recipe, cluster, layout))
     except UserError as error:
         return Row(name, dimension, layout, None, _plain(error))
 
@@ -202,9 +213,7 @@ def named(layout: Layout) -> tuple[str, str]:
     return " + ".join(names[axis] for axis in found) or "one device", dimension
 
 
-def _row(
-    recipe: Recipe, cluster: Cluster, technique: Technique, ranks: int, software: Software | None
-) -> Row:
+def _row(recipe: Recipe, cluster: Cluster, technique: Technique, ranks: int) -> Row:
     """The technique on so many ranks. If they do not divide the model, on the most that do, with replicas."""
     asked = why = None
     for size in sorted(divisors(ranks), reverse=True):
@@ -213,7 +222,7 @@ def _row(
         if size == 1 < ranks:
             break  # nothing is left of the technique
         try:
-            plan = _checked(recipe, cluster, layout, software)
+            plan = _checked(recipe, cluster, layout)
             return Row(technique.name, technique.dimension, asked, plan, why or "")
         except UserError as error:
             why = why or _plain(error)
@@ -221,7 +230,7 @@ def _row(
     return Row(technique.name, technique.dimension, asked, None, why or "")
 
 
-def _checked(recipe: Recipe, cluster: Cluster, layout: Layout, software: Software | None) -> Plan:
+def _checked(recipe: Recipe, cluster: Cluster, layout: Layout) -> Plan:
     """The prediction of a layout.
 
     Raises:
@@ -232,11 +241,11 @@ def _checked(recipe: Recipe, cluster: Cluster, layout: Layout, software: Softwar
     broken = [*problems(layout)] or [*contradictions(in_layout(recipe, layout))]
     if broken:
         raise UserError(broken[0][1])
-    return _predicted(recipe, cluster, layout, software)
+    return _predicted(recipe, cluster, layout)
 
 
-def _predicted(recipe: Recipe, cluster: Cluster, layout: Layout, software: Software | None) -> Plan:
-    return predict(in_layout(recipe, layout), cluster, software)
+def _predicted(recipe: Recipe, cluster: Cluster, layout: Layout) -> Plan:
+    return predict(in_layout(recipe, layout), cluster)
 
 
 def _plain(error: UserError) -> str:

@@ -1,5 +1,4 @@
-"""Conventions of papers and courses as data. They say how `fivefold plan` prints its terms (`lessons/terms.py`); no
-prediction and no search depends on them.
+"""How papers and courses count, as data for `fivefold plan terms` (`lessons/terms.py`). No prediction depends on it.
 
 Symbols: n_v vocabulary, d or h width, f feed-forward, L layers, a heads, s tokens of a sequence, b sequences of a
 microbatch, m microbatches, p pipeline ranks, v stages per rank, t tensor ranks, c context ranks, e expert ranks, k
@@ -10,50 +9,34 @@ ranks that share them, D tokens of the run, D_1 of a step.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from fivefold.plan.software import FIVEFOLD, PAPER, Software, States
-from fivefold.precision import DTYPES, PRECISIONS
-
-OWN = "fivefold"
-"""The convention of this program: what the recipe really has."""
+from fivefold.precision import DTYPES, MASTER
 
 
-def _in(mode: str) -> States:
-    """Adam's states in a mode of the table (precision/modes.py), divided as the ZeRO paper does."""
-    row = PRECISIONS[mode]
-    gradient = DTYPES[row.gradient].bytes
-    return States(
-        working=DTYPES[row.working].bytes,
-        master=DTYPES[row.master].bytes if row.copies else 0.0,
-        gradient=gradient,
-        moments=2 * DTYPES[row.state].bytes,
-        reduce=gradient,
-    )
+@dataclass(frozen=True)
+class Convention:
+    """states: bytes per parameter. program: whose activations are counted, in 16 bits and with dropout. None: those of
+    the recipe and of this program."""
+
+    states: States | None = None
+    program: Software | None = None
 
 
-STATES: dict[str, States | None] = {
-    "paper": PAPER,
-    "fp32_sum": replace(PAPER, gradient=PAPER.gradient + DTYPES["fp32"].bytes),
-    "bf16_pure": _in("bf16_pure"),
-    "fp32": _in("fp32"),
-    OWN: None,
+CONVENTIONS = {
+    "paper": Convention(PAPER, replace(FIVEFOLD, attention="plain", probability_dropout=True)),
+    "fivefold": Convention(),
 }
-"""Bytes per parameter. paper: 2 + 2 + 12, weights and gradients in 16 bits, and in fp32 a copy, momentum and variance
-(arXiv 1910.02054). fp32_sum: also the sum of those gradients over microbatches, in fp32. None: those of the recipe's
-mode and optimizer."""
+"""paper: 2 + 2 + 12 bytes, weights and gradients in 16 bits, and in fp32 a copy, momentum and variance (arXiv
+1910.02054); activations of a block with the scores of attention in memory (arXiv 2205.05198)."""
 ADAM = ("momentum", "variance")
-
-ACTIVATIONS: dict[str, Software | None] = {
-    "plain": replace(FIVEFOLD, attention="plain", probability_dropout=True),
-    "flash": replace(FIVEFOLD, attention="flash"),
-    OWN: None,
-}
-"""The program whose activations are counted, in 16 bits and with dropout (arXiv 2205.05198). plain: attention's scores
-are in memory. flash: they are not. None: this program, with the recipe's dtype and dropout."""
+SUMMED = DTYPES[MASTER].bytes
+"""Bytes that a sum of gradients over microbatches in fp32 adds to those of the papers."""
 DROPOUT = 0.1  # its value changes no size
 WIDTH = DTYPES["bf16"].bytes
 
@@ -68,24 +51,17 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "output layer": ("n_v d",),
 }
 """Formulas of the parts of a model. That one is printed whose value is the part's; no other."""
+ACTIVATIONS = (
+    "10 s b h + (24 s b h + 5 a b s^2) / t",
+    "10 s b h + 24 s b h / t",
+    "(34 s b h + 5 a b s^2) / t",
+    "34 s b h / t",
+)
+"""Formulas of a block on several tensor-parallel ranks (arXiv 2205.05198, equations 2 to 6)."""
 ATTENTION_FLOPS = ("6 L h s D_1", "12 L h s D_1")
 """Scores and values, forward and backward; half of them if a token sees earlier ones only."""
 BUBBLES = {"ideal": "(p - 1) / (v m)", "step": "(p - 1) / (v m + p - 1)"}
 """Idle time, as a share of the time without it, or of the whole step."""
-
-
-@dataclass(frozen=True)
-class Conventions:
-    """The conventions of one command. psi: parameters to count with, instead of the recipe's. flops: the rate of a
-    device in FLOP/s; None: the predicted one. bubble: None: both. sections: of `terms.SECTIONS`, those to print."""
-
-    states: str = OWN
-    activations: str = OWN
-    bubble: str | None = None
-    flops: float | None = None
-    psi: float | None = None
-    sections: tuple[str, ...] = ()
-
 
 _OPERATORS: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -94,6 +70,11 @@ _OPERATORS: dict[type, Callable[[float, float], float]] = {
     ast.Div: operator.truediv,
     ast.Pow: operator.pow,
 }
+
+
+def matching(formulas: Iterable[str], value: float, symbols: Mapping[str, float]) -> str:
+    """The first formula with this value, or ""."""
+    return next((text for text in formulas if math.isclose(evaluate(text, symbols), value)), "")
 
 
 def evaluate(formula: str, symbols: Mapping[str, float]) -> float:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from fivefold.models.card import card_of
-from fivefold.models.operations import Operation, Sizes
+from fivefold.models.operations import Operation
 from fivefold.models.recomputation import of_blocks, region
 from fivefold.plan.memory import model_states, operations
 from fivefold.plan.messages import volume
@@ -67,7 +67,8 @@ def redundant(s: Setting) -> Redundant:
     card, modes = card_of(s.model), of_blocks(s.layout.recompute, s.model.layers)
     found: dict[str, float] = defaultdict(float)
     even = replace(s, sizes=replace(s.sizes, load=1.0))
-    mine, one = (card.work(sizes, s.software) for sizes in (even.sizes, _undivided(even)))
+    undivided = replace(even.sizes, tp=1, cp=1, ep=1, sp=False, sp_regather=False, chunks=1)
+    mine, one = (card.work(sizes, s.software) for sizes in (even.sizes, undivided))
     shared = stage_costs.parts(even, mine)
     kinds = Counter(zip(card.mixed, modes, strict=True))
     for (mixed, mode), count in kinds.items():
@@ -82,11 +83,6 @@ def redundant(s: Setting) -> Redundant:
     kept, update = _updates(s)
     seconds["useful"] += update / kept
     return Redundant(**seconds, update=update - update / kept)
-
-
-def _undivided(s: Setting) -> Sizes:
-    """The sizes of one process for the same microbatch."""
-    return replace(s.sizes, tp=1, cp=1, ep=1, sp=False, sp_regather=False, chunks=1)
 
 
 def _microbatches(s: Setting) -> float:
@@ -107,8 +103,8 @@ def _operations(
     needed, done = _work_by_name(one), _work_by_name([op for op, _ in priced])
     ranks, late = s.layout.tp * s.layout.cp, stage_costs.saves_late(s.layout)
     for op, cost in priced:
-        forward = cost.forward - cost.sent_forward
-        seconds = count * (forward + cost.input - cost.sent_backward + cost.weight)
+        forward, backward = cost.alone
+        seconds = count * (forward + backward)
         useful = min(1.0, needed[op.name] / (ranks * done[op.name])) if done[op.name] else 0.0
         found["useful"] += useful * seconds
         found["operations"] += (1 - useful) * seconds

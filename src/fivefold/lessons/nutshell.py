@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from fivefold.errors import printable
-from fivefold.lessons import criteria_svg
+from fivefold.lessons import pictures
 from fivefold.lessons.compare import TECHNIQUES, Row, Technique, alike, by_dimension
 from fivefold.lessons.criteria import words
 from fivefold.observe.document import asset, document
-from fivefold.observe.format import memory_text, short_number, size
+from fivefold.observe.format import short_number, size
 from fivefold.observe.layout_picture import icons
-from fivefold.plan.pages.pictures import pictures
+from fivefold.plan.pages.pictures import timeline as pipeline_timeline
 from fivefold.plan.predict import resolved
 from fivefold.plan.time import timeline
 from fivefold.recipe import Recipe, count_parameters
@@ -71,7 +71,7 @@ def page(recipe: Recipe, rows: Sequence[Row], title: str) -> str:
 </header>
 <main>
 <section aria-labelledby="h-criteria"><h2 id="h-criteria">Three criteria</h2>
-<div class="wide">{criteria_svg.criteria(rows, "")}</div>
+<div class="wide">{pictures.criteria(rows, "")}</div>
 {_costs(rows)}
 <p class="aside">Redundant: work that one process would not do, as a share of its work. Sent: bytes that leave a
 device per step. Exposed, idle: shares of the step that wait for messages, or for other stages.</p></section>
@@ -136,28 +136,15 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[i
 
 
 def _costs(rows: Sequence[Row]) -> str:
-    cells = []
-    for row in rows:
-        plan = row.plan
-        if plan is None:
-            cells.append([row.technique, row.short, *["–"] * 8])
-            continue
-        cells.append(
-            [
-                row.technique,
-                row.short.replace(",", ", "),
-                f"{row.redundant.share:.1%}",
-                memory_text(plan.peak_bytes),
-                "yes" if plan.fits else "no",
-                size(sum(plan.sent.values())),
-                f"{row.exposed:.1%}",
-                f"{row.idle:.1%}",
-                f"{plan.step.seconds:.3g} s",
-                f"{plan.mfu:.1%}",
-            ]
-        )
-    head = ("", "?Layout", "Redundant", "Memory", "Fits", "Sent", "?Exposed", "?Idle", "?Step", "?MFU")
+    head = ("", "?Layout", "Redundant", "Memory", "Fits", "?Exposed", "?Idle", "?Step, s", "?MFU", "Sent")
+    cells = [[row.technique, row.short.replace(",", ", "), *_criteria(row)] for row in rows]
     return _table(head, cells, (1,))
+
+
+def _criteria(row: Row) -> list[str]:
+    if row.plan is None:
+        return ["–"] * 8
+    return [*row.words().values(), size(sum(row.plan.sent.values()))]
 
 
 def _sent(rows: Sequence[Row]) -> Iterator[str]:
@@ -177,7 +164,7 @@ def _timeline(row: Row) -> str:
     assert row.plan is not None
     s = row.plan.setting
     if s.layout.pp > 1:
-        found = pictures(row.plan).timeline
+        found = pipeline_timeline(row.plan)
         return drawn_pipeline(found, f"{row.technique}: {row.short}") if found else ""
     found = timeline.timeline(s, 1)
     title = f"{row.technique}: {row.short}"
@@ -186,15 +173,8 @@ def _timeline(row: Row) -> str:
 
 
 def _hides(rows: Sequence[Row]) -> str:
-    parts = []
-    for row in rows:
-        for rule in row.rules:
-            parts.append(
-                f'<div>{criteria_svg.one(rule)}<p class="formula"><code>{escape(rule.formula)}</code><br>'
-                f"{escape(rule.source)}</p></div>"
-            )
-    note = (
-        '<p class="aside">Seconds of messages over seconds of the computing beside them. Line: the formula. Dots: the '
-        "planner's figures, with all that it prices. Red: the limit. Dashed: this recipe.</p>"
+    panels = "".join(f"<div>{pictures.rule(rule)}</div>" for row in rows for rule in row.rules)
+    return (
+        '<p class="aside">Seconds of messages over seconds of the computing beside them, by the planner. Red: the '
+        f'limit. Dashed: this recipe.</p><div class="panels">{panels}</div>'
     )
-    return f'{note}<div class="panels">{"".join(parts)}</div>'

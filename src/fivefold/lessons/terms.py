@@ -5,24 +5,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from fivefold.lessons import conventions
-from fivefold.lessons.conventions import (
-    ACTIVATIONS,
-    ADAM,
-    BUBBLES,
-    DROPOUT,
-    PARAMETERS,
-    STATES,
-    WIDTH,
-    Conventions,
-    evaluate,
-)
+from fivefold.lessons.conventions import ADAM, BUBBLES, CONVENTIONS, WIDTH, Convention, evaluate, matching
 from fivefold.lessons.criteria import data_units
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Sizes
@@ -65,12 +55,20 @@ Symbols = dict[str, float]
 
 @dataclass(frozen=True)
 class Asked:
-    """A plan and what its terms are counted with. tokens: of the run. deadline: seconds, if there is one."""
+    """A plan and what its terms are counted with. convention: of `CONVENTIONS`. tokens: of the run. deadline: seconds,
+    if there is one. psi: parameters to count with, instead of the recipe's. flops: the rate of a device in FLOP/s,
+    instead of the predicted one."""
 
     plan: Plan
-    how: Conventions
+    convention: str
     tokens: float
     deadline: float | None = None
+    psi: float | None = None
+    flops: float | None = None
+
+    @property
+    def how(self) -> Convention:
+        return CONVENTIONS[self.convention]
 
     @property
     def setting(self) -> Setting:
@@ -81,14 +79,14 @@ class Asked:
         s, model = self.setting, self.setting.model
         layout, width = s.layout, float(model.dim)
         card = card_of(model)
-        psi = self.how.psi or card.count
+        psi = self.psi or card.count
         routed = sum(math.prod(card.parameters[name]) for name, cut in card.cuts.items() if cut.axis == "ep")
         return {
             "n_v": model.vocab_size or 0, "d": width, "h": width, "f": model.ffn_dim or 0, "L": model.layers,
             "a": model.heads, "s": model.seq_len, "b": s.sizes.B, "m": s.microbatches, "p": layout.pp, "c": layout.cp,
             "v": layout.stages_per_rank, "t": layout.tp, "n": sharing(layout), "D": self.tokens,
             "D_1": self.plan.tokens, "Psi": psi, "Psi_e": psi * routed / card.count, "e": layout.ep,
-            "N": self.how.psi or active_parameters(model), "k": card.per_token,
+            "N": self.psi or active_parameters(model), "k": card.per_token,
         }  # fmt: skip
 
     def term(self, name: str, formula: str, unit: str, note: str = "") -> Term:
@@ -101,18 +99,13 @@ def sharing(layout: Layout) -> int:
     return layout.shards if layout.zero else layout.dp * layout.cp
 
 
-def matching(formulas: Iterable[str], value: float, symbols: Symbols) -> str:
-    """The first formula with this value, or ""."""
-    return next((text for text in formulas if math.isclose(evaluate(text, symbols), value)), "")
-
-
 def parameters(asked: Asked) -> Iterator[Term]:
     """Parameters by part."""
     card, found = card_of(asked.setting.model), Counter[str]()
     for name, shape in card.parameters.items():
         found[part_of(name)] += math.prod(shape)
     for part, count in found.items():
-        formula = matching(PARAMETERS.get(part, ()), count, asked.symbols)
+        formula = matching(conventions.PARAMETERS.get(part, ()), count, asked.symbols)
         yield Term(part, count, "parameters", formula)
     yield Term("model", card.count, "parameters", note="all parts")
     active = active_parameters(asked.setting.model)
@@ -120,15 +113,14 @@ def parameters(asked: Asked) -> Iterator[Term]:
         yield Term("active", active, "parameters", note="of a token: its experts only")
     if not (card.gated or card.latent_attention):
         yield asked.term("plain GPT", conventions.MODEL, "parameters", "the courses' formula")
-    if asked.how.psi:
-        yield Term("Psi", asked.how.psi, "parameters", note="as given: the terms below count with it")
+    if asked.psi:
+        yield Term("Psi", asked.psi, "parameters", note="as given: the terms below count with it")
 
 
 def states_of(asked: Asked) -> tuple[States, list[tuple[str, float]]]:
     """Bytes per parameter, and by name those of the optimizer's states."""
     s = asked.setting
-    given = STATES[asked.how.states]
-    if given:
+    if given := asked.how.states:
         return given, [(name, given.moments / len(ADAM)) for name in ADAM]
     card, b = OPTIMIZERS[s.software.optimizer], s.states
     if card.uniform and sum(state.bytes for state in card.states) == b.moments:
@@ -147,7 +139,11 @@ def states(asked: Asked) -> Iterator[Term]:
     for name, size in rows:
         if size:
             yield asked.term(name, f"{size:g} Psi", "bytes")
-    yield asked.term("all states", f"{b.working + b.gradient + b.optimizer:g} Psi", "bytes")
+    whole = b.working + b.gradient + b.optimizer
+    yield asked.term("all states", f"{whole:g} Psi", "bytes")
+    if asked.how.states:
+        note = "with a sum of the gradients in fp32"
+        yield asked.term("at most", f"{whole + conventions.SUMMED:g} Psi", "bytes", note)
     for zero in range(4):
         where = f"a rank, n = {sharing(layout)}"
         yield asked.term(f"ZeRO {zero}", held_formula(asked, b, zero), "bytes", where)
@@ -188,56 +184,47 @@ def states_by_stage(asked: Asked) -> dict[str, dict[str, float]]:
     }
 
 
-@dataclass
-class Kept:
-    """Bytes that a part of a block keeps: all, those that grow with s^2, statistics of attention."""
-
-    total: float = 0.0
-    squares: float = 0.0
-    statistics: float = 0.0
-
-    def __add__(self, other: Kept) -> Kept:
-        return Kept(
-            self.total + other.total, self.squares + other.squares, self.statistics + other.statistics
-        )
-
-    def formula(self, x: Symbols) -> str:
-        """Its bytes as multiples of s b h, a b s^2 and a b s."""
-        linear = self.total - self.squares - self.statistics
-        parts = (
-            (linear / evaluate("s b h", x), "s b h"),
-            (self.squares / evaluate("a b s^2", x), "a b s^2"),
-            (self.statistics / evaluate("a b s", x), "a b s"),
-        )
-        return " + ".join(f"{round(number, 9):.9g} {unit}" for number, unit in parts if number)
+GROWS = ("s b h", "a b s^2", "a b s")
+"""What the bytes of a block grow with."""
+Kept = list[float]
+"""Bytes that a part of a block keeps, of each of `GROWS`."""
 
 
 def kept_by_part(ops: list[Operation], recompute: str, software: Software) -> dict[str, Kept]:
     """What attention, MLP and norms keep of a microbatch. A norm keeps its input; its output is the sublayer's."""
     used = region(recompute, software).keeps
-    found = {"attention": Kept(), "MLP": Kept(), "norms": Kept()}
-    part = "attention"
+    parts, here = {name: [0.0] * len(GROWS) for name in ("attention", "MLP", "norms")}, "attention"
     for op in ops:
         for saved in op.saved:
-            if saved.role not in used:
-                continue
-            own = "norms" if saved.name == f"{op.name} input" and op.rate == "norm" else part
-            squares = saved.size if saved.role == "core" else 0.0
-            statistics = saved.size if saved.name == "log-sum-exp" else 0.0
-            found[own] += Kept(saved.size, squares, statistics)
+            if saved.role in used:
+                part = "norms" if saved.name == f"{op.name} input" and op.rate == "norm" else here
+                grows = 1 if saved.role == "core" else 2 if saved.name == "log-sum-exp" else 0
+                parts[part][grows] += saved.size
         if op.name == "add1":
-            part = "MLP"
-    return found
+            here = "MLP"
+    return parts
 
 
-def counted_in(asked: Asked) -> tuple[Sizes, Software]:
-    """Sizes and program by which activations are counted."""
-    s = asked.setting
-    program = ACTIVATIONS[asked.how.activations]
+def kept_by_block(ops: list[Operation], recompute: str, software: Software) -> Kept:
+    """The sum of its parts."""
+    return [sum(sizes) for sizes in zip(*kept_by_part(ops, recompute, software).values(), strict=True)]
+
+
+def kept_formula(kept: Kept, x: Symbols) -> str:
+    """A formula of the papers with this value, or else multiples of `GROWS`."""
+    multiples = ((size / evaluate(unit, x), unit) for size, unit in zip(kept, GROWS, strict=True))
+    plain = " + ".join(f"{round(number, 9):.9g} {unit}" for number, unit in multiples if number)
+    return (matching(conventions.ACTIVATIONS, sum(kept), x) if x["t"] > 1 else "") or plain
+
+
+def counted_in(asked: Asked, **changes: Any) -> tuple[Sizes, Software]:
+    """Sizes and program by which activations are counted. changes: of the sizes."""
+    s, program = asked.setting, asked.how.program
     if program is None:
-        return s.sizes, s.software
-    model = s.model.model_copy(update={"dropout": DROPOUT})
-    return replace(s.sizes, model=model, e=WIDTH, narrow=0.0, sp_regather=s.sizes.sp), program
+        return replace(s.sizes, **changes), s.software
+    model = s.model.model_copy(update={"dropout": conventions.DROPOUT})
+    changes = {"sp_regather": changes.get("sp", s.sizes.sp)} | changes
+    return replace(s.sizes, model=model, e=WIDTH, narrow=0.0, **changes), program
 
 
 def activations(asked: Asked) -> Iterator[Term]:
@@ -250,23 +237,38 @@ def activations(asked: Asked) -> Iterator[Term]:
     for mixed, blocks in kinds.items():
         named = f"{'experts, ' if mixed else 'dense, '}" if len(kinds) > 1 else ""
         ops = card.block_operations(sizes, program, mixed)
-        parts = kept_by_part(ops, "none", program)
-        block = sum(parts.values(), Kept())
-        total += blocks * block.total
-        for name, one in parts.items():
-            yield Term(named + name, one.total, "bytes", one.formula(x))
-        yield Term(named + "block", block.total, "bytes", block.formula(x), "a microbatch on a rank")
+        block = kept_by_block(ops, "none", program)
+        total += blocks * sum(block)
+        shown = [(name, kept, "") for name, kept in kept_by_part(ops, "none", program).items()]
+        shown.append(("block", block, "a microbatch on a rank"))
         for mode in ("selective", "full"):
-            left = sum(kept_by_part(ops, mode, program).values(), Kept())
-            yield Term(named + mode, left.total, "bytes", left.formula(x), f"recompute={mode} keeps")
+            shown.append((mode, kept_by_block(ops, mode, program), f"recompute={mode} keeps"))
+        for name, kept, note in shown:
+            yield Term(named + name, sum(kept), "bytes", kept_formula(kept, x), note)
     yield Term("all blocks", total, "bytes", note="a microbatch on a rank")
     token = total * s.layout.tp / sizes.N
     yield Term("token", token, "bytes", note="all blocks, all ranks")
     yield Term("batch", token * asked.plan.tokens, "bytes", note=f"{asked.plan.tokens:,} tokens at once")
-    most = max(one.activations for one in asked.plan.memory)
+    most = max(held.activations for held in asked.plan.memory)
     yield Term("this plan", most, "bytes", note="predicted at the peak, the rank with most")
     yield asked.term("one activation", "D_1 h", "elements", "of a whole batch")
     yield asked.term("one activation, fp32", "4 D_1 h", "bytes")
+
+
+def activations_by_way(asked: Asked) -> dict[str, float]:
+    """Bytes that the last block keeps of a microbatch: on one rank and on the layout's tensor-parallel ranks, without
+    recomputation and with it. By name and formula."""
+    found, ranks = {}, asked.setting.layout.tp
+    ways = {"a block": (1, False), "tp": (ranks, False), "tp, sp": (ranks, True)}
+    for name, (tp, sp) in ways.items():
+        if name != "a block" and tp == 1:
+            continue
+        sizes, program = counted_in(asked, tp=tp, sp=sp)
+        ops = card_of(sizes.model).block_operations(sizes, program, card_of(sizes.model).mixed[-1])
+        for mode in ("none", "selective", "full") if name == "a block" else ("none", "selective"):
+            kept, words = kept_by_block(ops, mode, program), name + f", {mode}" * (mode != "none")
+            found[f"{words}: {kept_formula(kept, asked.symbols | {'t': tp})}"] = sum(kept)
+    return found
 
 
 def flops(asked: Asked) -> Iterator[Term]:
@@ -285,7 +287,7 @@ def flops(asked: Asked) -> Iterator[Term]:
         yield Term("time, full recomputation", more, "share", note="more for a step, predicted")
     yield Term("MFU", plan.mfu, "share", note="of the data sheet's peak, predicted")
     yield Term("HFU", plan.hfu, "share", note="with what backward recomputes")
-    rate, given = asked.how.flops or plan.model_flops_per_gpu, "given" if asked.how.flops else "predicted"
+    rate, given = asked.flops or plan.model_flops_per_gpu, "given" if asked.flops else "predicted"
     yield Term("rate", rate, "FLOP/s", note=f"a device, {given}")
     work = budget.training_flops(x["N"], asked.tokens)
     note = f"on {plan.ranks:,} device{'s' * (plan.ranks > 1)}"
@@ -378,14 +380,8 @@ def block_messages(asked: Asked) -> Iterator[Term]:
         shared = [one for one in divided[way.axis] if x[one] > 1]
         unit = " / ".join([way.units[-1 if card.causal else 0], *shared])
         formula = f"{round(size / evaluate(unit, x), 4):g} {unit}"
-        yield Term(
-            name,
-            size,
-            "elements",
-            formula,
-            f"of a block and microbatch; {words}",
-            {"bytes": size * s.sizes.e},
-        )
+        note = f"of a block and microbatch; {words}"
+        yield Term(name, size, "elements", formula, note, {"bytes": size * s.sizes.e})
 
 
 def _leaving(s: Setting, ops: Sequence[Operation], way: InBlocks, rank: int) -> tuple[float, str]:
@@ -430,8 +426,6 @@ def bubble(asked: Asked) -> Iterator[Term]:
     simulated = timeline.makespan - busy, busy / some.microbatches * m
     predicted = plan.step.bubble, plan.step.seconds - plan.step.bubble
     for way, formula in BUBBLES.items():
-        if asked.how.bubble not in (None, way):
-            continue
         to = "of the time without it" if way == "ideal" else "of the step"
         yield asked.term(f"formula, {way}", formula, "share", to)
         for name, note, (waits, works) in (
@@ -455,17 +449,9 @@ SECTIONS: dict[str, Callable[[Asked], Iterator[Term]]] = {
 """What can be printed, in this order."""
 
 
-def terms(asked: Asked) -> dict[str, list[Term]]:
-    """The terms of the sections that are asked for."""
-    return {name: list(SECTIONS[name](asked)) for name in SECTIONS if name in asked.how.sections}
-
-
-def as_json(asked: Asked, found: dict[str, list[Term]]) -> dict[str, Any]:
-    """The conventions, and the terms by section and name."""
-    chosen = {name: value for name, value in vars(asked.how).items() if name != "sections"}
-    return {"chosen": chosen} | {
-        section: {term.name: term.as_json() for term in some} for section, some in found.items()
-    }
+def terms(asked: Asked, sections: Sequence[str] = tuple(SECTIONS)) -> dict[str, list[Term]]:
+    """The terms of these sections."""
+    return {name: list(SECTIONS[name](asked)) for name in SECTIONS if name in sections}
 
 
 def scaled(size: float, base: int, unit: str) -> str:
@@ -475,3 +461,7 @@ def scaled(size: float, base: int, unit: str) -> str:
         if size >= least * base**power:
             return f"{size / base**power:,.1f} {prefix}{unit}"
     raise AssertionError(size)
+
+
+def decimal(size: float) -> str:
+    return scaled(size, 1000, "B")

@@ -241,14 +241,9 @@ class Card(ABC):
         return {} if self.tied else {"head.weight": (self.model.vocab_size or 0, self.model.dim)}
 
 
+@lru_cache(maxsize=256)
 def card_of(model: ModelSection) -> Card:
     """The card of a model."""
-    hashed: Any = model  # frozen: pydantic gives it a hash
-    return _card_of(hashed)
-
-
-@lru_cache(maxsize=256)
-def _card_of(model: Any) -> Card:
     return file_of(model.arch, "card").Card(model)
 
 

@@ -50,6 +50,10 @@ class ModelSection(Section):
     """Fields that no card gives a default for have one here. `rules.meaning` adds to the docstring of a field which
     architectures have it, and their defaults."""
 
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...  # frozen: pydantic makes it
+
     arch: Arch = "llama"
     """Architecture."""
     layers: int = Field(default=6, ge=1, le=MOST_LAYERS)

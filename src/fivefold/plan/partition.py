@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
@@ -21,9 +20,8 @@ def schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> S
 
 def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> tuple[range, ...]:
     """The blocks of each stage, cut as the trainer does or as other programs do (see `software.Partition`)."""
-    hashed: Any = model  # frozen: pydantic gives it a hash
     name = layout.schedule if layout.pp > 1 else DEFAULT
-    return _stages_of(hashed, layout.pp, name, layout.virtual_stages, how)
+    return _stages_of(model, layout.pp, name, layout.virtual_stages, how)
 
 
 @lru_cache(maxsize=4096)

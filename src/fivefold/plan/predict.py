@@ -196,20 +196,11 @@ def predict(
         servers.assert_fits(layout.ranks, recipe.servers.count, cluster.devices)
     elif cluster.devices:
         validate(layout, cluster.devices, partial(allows, recipe))
-    full = resolved(recipe)
-    B = full.train.microbatch_size
-    assert B is not None
-    count = microbatches_per_step(full)
-    software = for_recipe(software or of(cluster), recipe)
-    batch = full.train.global_batch_size
-    sequences = batch if batch < count * B * layout.dp else None
-    together = setting(
-        full.model, layout, cluster, B, count, mode_of(recipe.precision.mode, cluster), software, sequences
-    )
+    full, together = _together(recipe, cluster, software)
     if full.servers.count:
         served = servers.service(together, full.servers, full.optim.grad_clip, full.precision.reduce)
         return Plan(together, servers.held(served), servers.step(served), service=served)
-    s = apart(together, full.sites) if full.sites.count > 1 else together
+    s = apart(together, full.sites)
     s = with_budget(s, partial(_besides, s))
     together = replace(together, layout=replace(together.layout, recompute=s.layout.recompute))
     shared = None
@@ -222,8 +213,21 @@ def predict(
     return replace(plan, stalls=wait, together=together if full.sites.count > 1 else None)
 
 
+def _together(recipe: Recipe, cluster: Cluster, software: Software | None) -> tuple[Recipe, Setting]:
+    """(the resolved recipe, its setting, as if all sites trained together)."""
+    full, layout = resolved(recipe), Layout.from_recipe(recipe.layout)
+    B, batch = full.train.microbatch_size, full.train.global_batch_size
+    assert B is not None
+    count, mode = microbatches_per_step(full), mode_of(recipe.precision.mode, cluster)
+    software = for_recipe(software or of(cluster), recipe)
+    sequences = batch if batch < count * B * layout.dp else None
+    return full, setting(full.model, layout, cluster, B, count, mode, software, sequences)
+
+
 def apart(whole: Setting, sites: Sites) -> Setting:
-    """The setting of one of several sites that train apart."""
+    """The setting of one site, where several train apart."""
+    if sites.count == 1:
+        return whole
     return replace(whole, layout=site_layout(whole.layout, sites.count), sites=sites)
 
 
@@ -268,7 +272,7 @@ def price(s: Setting, shared: Parts | None = None) -> Plan:
 
 def held(s: Setting) -> list[Memory]:
     """Memory per rank at each pipeline position."""
-    return _besides(s, memory.predict(s.model, s.layout, s.sizes, s.software, s.mode, s.microbatches))
+    return _besides(s, memory.predict(s))
 
 
 def _besides(s: Setting, found: list[Memory]) -> list[Memory]:
@@ -276,10 +280,14 @@ def _besides(s: Setting, found: list[Memory]) -> list[Memory]:
     found = offload.held(s, found)
     if s.sites.count == 1:
         return found
-    ranks = model_states.rank_elements(s.model, s.layout, s.software.partition)
-    buffers = (sync_costs.outer_buffers(s, position) for position in range(s.layout.pp))
-    pairs = zip(found, ranks, buffers, strict=True)
-    return [one.with_outer(s.sites.kept * own.keeps, more, s.sites.overlap > 0) for one, own, more in pairs]
+    with_outer = []
+    for position, own in enumerate(model_states.rank_elements(s.model, s.layout, s.software.partition)):
+        one, sent = found[position], sync_costs.outer_buffers(s, position)
+        if not s.sites.overlap:  # messages go out when no activation is left
+            sent = max(0.0, sent - one.activations - one.buffers)
+        states = one.optimizer + s.sites.kept * own.keeps
+        with_outer.append(replace(one, optimizer=states, buffers=one.buffers + sent))
+    return with_outer
 
 
 def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> Budget | None:
@@ -292,13 +300,8 @@ def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -
     bytes = budget_of(recipe.layout.recompute)
     if bytes is None:
         return None
-    full, layout = resolved(recipe), Layout.from_recipe(recipe.layout)
-    B = full.train.microbatch_size
-    assert B is not None
-    software = for_recipe(software or of(cluster), recipe)
-    count = microbatches_per_step(full)
-    s = setting(full.model, layout, cluster, B, count, mode_of(recipe.precision.mode, cluster), software)
-    s = apart(s, full.sites) if full.sites.count > 1 else s
+    full, together = _together(recipe, cluster, software)
+    s = apart(together, full.sites)
     return resolve_budget(s, bytes, partial(_besides, s))
 
 
@@ -344,19 +347,19 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
     return replace(software, states=states, optimizer=card.name)
 
 
-def _least(card: OptimizerCard, model: ModelSection) -> float:
-    """Bytes per parameter of the states of the parameter that has fewest."""
-    shapes = card_of(model).parameters.items()
-    return min(card.state_bytes(name, shape) / math.prod(shape) for name, shape in shapes if math.prod(shape))
-
-
 def _with_optimizer(s: States, card: OptimizerCard, recipe: Recipe, mode: Mode) -> States:
     """The states of a mode with a recipe's optimizer."""
     kept = kept_in(card, mode, recipe.precision.rounding)
     rounded = [state for state in card.states if state.dtype == MASTER]
     copied = DTYPES[MASTER].bytes * (2 + len(rounded)) if mode.rounds else 0.0  # of master, gradient, states
     reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
-    moments = kept.bytes if kept.uniform else _least(kept, recipe.model)
+    moments = kept.bytes
+    if not kept.uniform:  # of the parameter that has fewest
+        shapes = card_of(recipe.model).parameters.items()
+        sizes = (
+            kept.state_bytes(name, shape) / math.prod(shape) for name, shape in shapes if math.prod(shape)
+        )
+        moments = min(sizes)
     return replace(s, reduce=reduce, moments=moments, copied=copied)
 
 

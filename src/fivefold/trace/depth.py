@@ -168,7 +168,7 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
     """
     layout = Layout.from_recipe(recipe.layout)
     if recipe.servers.count:
-        raise UserError('steps with sync.method = "server" are not traced; leave out --exact')
+        raise UserError('steps with sync.method = "server" are not traced')
     validate(layout, layout.ranks)
     if not 0 <= rank < layout.ranks:
         nearest = min(max(rank, 0), layout.ranks - 1)

@@ -224,7 +224,7 @@ def _add_exact(job: Job) -> None:
     totals = [stage["total"] for stage in plan["predicted"]["memory"]["per_stage"]]
     ranks = sorted({0, layout.rank({"pp": totals.index(max(totals))})})
     if sum(blocks_traced(job.recipe, rank) for rank in ranks) > QUICK:
-        command = f"fivefold plan {job.out / 'recipe.toml'} --cluster {plan['predicted']['cluster']} --exact"
+        command = f"fivefold plan trace {job.out / 'recipe.toml'} --cluster {plan['predicted']['cluster']}"
         plan["exact_why"] = f"Tracing this run takes longer than a second. This command does it: {command}"
     else:
         try:

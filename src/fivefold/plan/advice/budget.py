@@ -1,4 +1,5 @@
-"""Rules of thumb for the size of a run: FLOPs, devices, tokens, cost."""
+"""Rules of thumb for the size of a run: FLOPs, devices, tokens, cost. Scaling laws: the loss by parameters N and tokens
+D, and the best N and D for C = 6 N D FLOPs. No numpy."""
 
 from __future__ import annotations
 
@@ -9,10 +10,58 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
-from fivefold.plan.advice.scaling import FLOPS, HOFFMANN, Optimum
 from fivefold.recipe import count_parameters, resolve_model
 
 DAY = 86400.0
+FLOPS = 6.0
+"""Of training, per parameter and token: two in forward, four in backward (Kaplan et al., arXiv 2001.08361)."""
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best model size and number of tokens for a budget of FLOPs."""
+
+    parameters: float
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Law:
+    """L(N, D) = E + A / N^alpha + B / D^beta in nats per token (Hoffmann et al., arXiv 2203.15556, equation 2).
+
+    N counts all parameters, embeddings too; of a mixture of experts those that a token uses.
+    """
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        return self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """Its constants, and `growth`, by name."""
+        return vars(self) | {"growth": self.growth}
+
+    @property
+    def growth(self) -> float:
+        """Exponent a of the best size, N ~ C^a. That of the best number of tokens is 1 - a."""
+        return self.beta / (self.alpha + self.beta)
+
+    def optimum(self, flops: float) -> Optimum:
+        """The N and D with the lowest loss for C = 6 N D (equation 4 there)."""
+        scale = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
+        parameters = scale * (flops / FLOPS) ** self.growth
+        return Optimum(parameters, flops / FLOPS / parameters)
+
+
+HOFFMANN = Law(1.69, 406.4, 410.7, 0.34, 0.28)
+"""Of models up to 16B on MassiveText (arXiv 2203.15556, equation 10)."""
+BESIROGLU = Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
+"""Fitted again to points read from the figures of the same paper (arXiv 2404.10102)."""
 
 
 def training_flops(parameters: float, tokens: float, recompute: bool = False) -> float:
@@ -42,11 +91,6 @@ def kaplan(flops: float) -> Optimum:
     return Optimum(parameters, flops / (FLOPS * parameters))
 
 
-def chinchilla_loss(parameters: float, tokens: float) -> float:
-    """Loss in nats per token by the law of Hoffmann et al."""
-    return HOFFMANN.loss(parameters, tokens)
-
-
 def critical_batch_tokens(loss: float) -> float:
     """The critical batch size in tokens, at a training loss in nats: 2e8 loss^-4.76 (arXiv 2001.08361, equation 1.4).
 
@@ -55,20 +99,13 @@ def critical_batch_tokens(loss: float) -> float:
     return 2e8 * loss**-4.76
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Cost of a batch size: steps and tokens to reach a loss, over the fewest possible (arXiv 1812.06162, eq. 2.11)."""
-
-    steps: float
-    tokens: float
-
-
-def batch_cost(batch: float, critical: float) -> Batch:
-    """Cost of `batch`, in the unit of `critical`.
+def batch_cost(batch: float, critical: float) -> tuple[float, float]:
+    """(steps, tokens) to reach a loss with a batch size, over the fewest possible (arXiv 1812.06162, eq. 2.11). Both
+    sizes are in one unit.
 
     At the critical size both costs are 2. A larger batch saves steps, a smaller one tokens.
     """
-    return Batch(1.0 + critical / batch, 1.0 + batch / critical)
+    return 1.0 + critical / batch, 1.0 + batch / critical
 
 
 def noise_scale(small: float, large: float, small_square: float, large_square: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fivefold.errors import several
 from fivefold.host.devices import GIB
 from fivefold.models.card import card_of
-from fivefold.models.operations import Operation, Saved
+from fivefold.models.operations import Operation
 from fivefold.models.recomputation import of_blocks
 from fivefold.plan.memory import model_states, operations
 from fivefold.plan.messages import volume
@@ -34,8 +34,9 @@ def summary(plan: Plan) -> list[str]:
             ("bubble", step.bubble),
         )
     ]
+    servers = f" as workers, and {several(plan.service.servers.count, 'server')}" if plan.service else ""
     lines = [
-        f"layout        {describe(plan.layout)}{_servers(plan)}",
+        f"layout        {describe(plan.layout)}{servers}",
         f"microbatches  {s.microbatches} of {several(s.sizes.B, 'sequence')}, {s.mode} on {s.cluster.name}",
         f"memory        {room} on {plan.place(worst)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
         f"step          {step.seconds:.4g} s: " + ", ".join(f"{name} {100 * x:.1f}%" for name, x in shares),
@@ -52,13 +53,6 @@ def summary(plan: Plan) -> list[str]:
     if plan.slow_links:
         lines.append(f"sites         {plan.slow_links.line(s.sites.count, s.sites.every)}")
     return [*lines, f"sent per step {sent or 'nothing'} (the rank that sends most)"]
-
-
-def _servers(plan: Plan) -> str:
-    if plan.service is None:
-        return ""
-    servers = plan.service.servers
-    return f" as workers, and {several(servers.count, 'server')}"
 
 
 def explain(plan: Plan) -> list[str]:
@@ -90,7 +84,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             f"{saved.name} {saved.size / 2**20:.1f}"
             for op in _block(plan)
             for saved in op.saved
-            if _is_kept(plan, op, saved, mode)
+            if operations.kept([Operation(op.name, saved=(saved,))], mode, plan.setting.software)
         )
 
 
@@ -103,11 +97,6 @@ def _block(plan: Plan) -> list[Operation]:
     s = plan.setting
     card = card_of(s.model)
     return card.block_operations(s.sizes, s.software, any(card.mixed))
-
-
-def _is_kept(plan: Plan, op: Operation, saved: Saved, mode: str) -> bool:
-    alone = Operation(op.name, saved=(saved,))
-    return operations.kept([alone], mode, plan.setting.software) > 0
 
 
 def _operations(plan: Plan) -> Iterator[str]:

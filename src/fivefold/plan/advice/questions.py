@@ -84,16 +84,16 @@ def answer(plan: Plan, q: Questions) -> dict[str, Any]:
 
 def _batch(plan: Plan, q: Questions, active: float) -> dict[str, Any]:
     """The critical batch size: the measured noise scale, or an estimate from the loss that such a model reaches."""
-    loss = budget.chinchilla_loss(active, q.tokens)
+    loss = budget.HOFFMANN.loss(active, q.tokens)
     critical = q.noise_scale or budget.critical_batch_tokens(loss)
-    cost = budget.batch_cost(plan.tokens, critical)
+    steps, tokens = budget.batch_cost(plan.tokens, critical)
     return {
         "expected_loss": loss,
         "critical_batch_tokens": critical,
         "critical_batch_from": "noise scale" if q.noise_scale else "expected loss",
         "batch_tokens": plan.tokens,
-        "steps_over_fewest": cost.steps,
-        "tokens_over_fewest": cost.tokens,
+        "steps_over_fewest": steps,
+        "tokens_over_fewest": tokens,
     }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import UserError, several
-from fivefold.plan.advice.scaling import FLOPS, Law
+from fivefold.plan.advice.budget import FLOPS, Law
 
 Array = NDArray[np.float64]
 HUBER = 1e-3
@@ -68,6 +68,13 @@ class Fit:
         low, high = np.quantile([value(law) for law in self.samples], (0.05, 0.95))
         return float(low), float(high)
 
+    @property
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """`interval` of each of `Law.constants`."""
+        return {
+            name: self.interval(lambda law, name=name: law.constants[name]) for name in self.law.constants
+        }
+
     def prediction(self, parameters: float, tokens: float) -> tuple[float, float, float]:
         """The loss of a run that was not fitted, and its 90% interval: of the laws, and of a run around its law."""
         random = np.random.default_rng(1)
@@ -115,13 +122,13 @@ def _notes(made: Fit, runs: Sequence[Run]) -> list[str]:
     notes = []
     if len(runs) < FEW_RUNS:
         notes.append(f"{len(runs)} runs for {CONSTANTS} constants: take the law as a sketch")
-    low, high = made.interval(lambda law: law.E)
+    low, high = made.intervals["E"]
     if low < high / 2:
         notes.append(
             f"E is hardly determined ({low:.2g} to {high:.2g}): these runs are far from the lowest loss"
         )
     for name in ("alpha", "beta"):
-        low, high = made.interval(lambda law, name=name: getattr(law, name))
+        low, high = made.intervals[name]
         if low <= SMALLEST_EXPONENT or high >= LARGEST_EXPONENT:
             notes.append(f"{name} is not determined by these runs")
     return notes

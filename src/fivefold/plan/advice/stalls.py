@@ -71,8 +71,7 @@ def steps_between(recipe: Recipe, step: float) -> int:
 def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
     """The stalls of a resolved recipe whose steps take `step` seconds."""
     nodes = max(1, s.cluster.nodes)
-    hashed: Any = recipe.model
-    states = _state_bytes(recipe.optim.name, s.mode, recipe.precision.rounding, hashed)
+    states = _state_bytes(recipe.optim.name, s.mode, recipe.precision.rounding, recipe.model)
     size = round((s.states.master or s.states.working) * count_parameters(recipe.model) + states)
     tokens = recipe.train.global_batch_size * recipe.model.seq_len
     reading = tokens * token_bytes(recipe.model.vocab_size or 0) / nodes / s.cluster.storage.read

@@ -11,7 +11,7 @@ import numpy as np
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.observe.format import duration, short_number
-from fivefold.plan.advice.scaling import FLOPS, Law
+from fivefold.plan.advice.budget import FLOPS, Law
 from fivefold.plan.advice.scaling_fit import Fit, Run, fit, too_few
 from fivefold.recipe import sweep as table
 from fivefold.recipe.sweep import Row, Sweep
@@ -117,9 +117,8 @@ class Results:
             best = self.law.law.optimum(flops)
             low, high = self.law.interval(lambda law, C=flops: law.optimum(C).parameters)
             loss = self.law.law.loss(best.parameters, best.tokens)
-            inside = min(sizes) <= best.parameters <= max(sizes) and min(lengths) <= best.tokens <= max(
-                lengths
-            )
+            inside = min(sizes) <= best.parameters <= max(sizes)
+            inside &= min(lengths) <= best.tokens <= max(lengths)
             ends = {"parameters_low": low, "parameters_high": high}
             found.append({"flops": flops, **asdict(best), **ends, "loss": loss, "outside": not inside})
         return found
@@ -129,23 +128,12 @@ class Results:
             {"name": r.name, "status": r.status, "why": r.why, "settings": dict(r.settings), **r.figures}
             for r in self.sweep.rows
         ]
-        curves = [
-            {
-                "key": c.key,
-                "label": c.label,
-                "points": c.points,
-                "best": c.best[0],
-                "loss": c.best[1],
-                "valley": c.valley,
-            }
-            for c in self.curves
-        ]
-        held = [{**asdict(one), "error": one.error} for one in self.held_out]
+        curves = [{**vars(c), "best": c.best[0], "loss": c.best[1], "valley": c.valley} for c in self.curves]
         return {
             "runs": rows,
             "law": self._law(),
             "why_no_law": self.why,
-            "held_out": held,
+            "held_out": [{**asdict(run), "error": run.error} for run in self.held_out],
             "optima": self.optima(),
             "curves": curves,
         }
@@ -153,10 +141,9 @@ class Results:
     def _law(self) -> dict[str, Any] | None:
         if self.law is None:
             return None
-        names = ("E", "A", "B", "alpha", "beta", "growth")
         return {
-            **{name: getattr(self.law.law, name) for name in names},
-            "interval90": {name: self.law.interval(lambda law, n=name: getattr(law, n)) for name in names},
+            **self.law.law.constants,
+            "interval90": self.law.intervals,
             "fitted_runs": [run.name for run in self.runs],
             "scatter": self.law.scatter,
             "counted": COUNTED,
@@ -183,11 +170,9 @@ class Results:
 
     def _law_text(self) -> list[str]:
         assert self.law is not None
-        law, between = self.law.law, self.law.interval
+        law, intervals = self.law.law, self.law.intervals
         spans = "; ".join(
-            f"{name} {low:.3g} to {high:.3g}"
-            for name in ("E", "alpha", "beta", "growth")
-            for low, high in [between(lambda one, name=name: getattr(one, name))]
+            "{} {:.3g} to {:.3g}".format(name, *intervals[name]) for name in ("E", "alpha", "beta", "growth")
         )
         lines = [
             f"law           {law_text(law)}, from {len(self.runs)} runs (scatter {100 * self.law.scatter:.2f}%)",
@@ -325,13 +310,9 @@ def iso_flops(found: Results) -> list[tuple[float, list[tuple[float, float]]]]:
         sizes.setdefault(run.parameters, []).append((run.tokens, run.loss))
     exact = {float(row.settings[table.FLOPS]) for row in found.sweep.rows if table.FLOPS in row.settings}
     flops = [run.flops for run in found.runs]
-    levels = (
-        sorted(exact)
-        if exact
-        else np.geomspace(min(flops), max(flops), LEVELS + 2)[1:-1].tolist()
-        if flops
-        else []
-    )
+    levels = sorted(exact)
+    if flops and not exact:
+        levels = np.geomspace(min(flops), max(flops), LEVELS + 2)[1:-1].tolist()
     made = []
     for level in levels:
         points = []

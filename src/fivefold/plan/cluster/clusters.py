@@ -222,52 +222,48 @@ def _sized(cluster: Cluster, count: str, text: str) -> Cluster:
 
 @dataclass(frozen=True)
 class _Key:
-    """A key of a cluster file: its factor to SI units, and its limits."""
+    """A key of a cluster file. part, field: what it sets ("" is the cluster). factor: to SI units."""
 
+    part: str
+    field: str
     factor: float = 1.0
     above: float = 0.0
     most: float = math.inf
+    whole: bool = False
 
 
+_COUNT: dict[str, Any] = {"most": MOST_RANKS, "whole": True}
+_LATENCY: dict[str, Any] = {"factor": 1e-6, "above": -1e-9}
 _KEYS = {
-    "devices": _Key(most=MOST_RANKS),
-    "devices_per_node": _Key(most=MOST_RANKS),
-    "memory_gb": _Key(GB),
-    "memory_bandwidth_tb_s": _Key(1e12),
-    **{f"{dtype}_tflops": _Key(1e12) for dtype in RATED},
-    "matmul_share": _Key(most=1.0),
-    "units": _Key(),
-    "intra_gb_s": _Key(GB),
-    "intra_share": _Key(most=1.0),
-    "intra_latency_us": _Key(1e-6, above=-1e-9),
-    "inter_gb_s": _Key(GB),
-    "inter_share": _Key(most=1.0),
-    "inter_latency_us": _Key(1e-6, above=-1e-9),
-    "nics_per_node": _Key(most=MOST_RANKS),
-    "nvlink_domain": _Key(most=MOST_RANKS),
-    "pcie_gb_s": _Key(GB),
-    "pcie_latency_us": _Key(1e-6, above=-1e-9),
-    "nodes_per_leaf": _Key(most=MOST_RANKS),
-    "oversubscription": _Key(above=1 - 1e-9),
-    "hosts_per_machine": _Key(most=MOST_RANKS),
-    "host_gb_s": _Key(GB),
-    "host_memory_gb": _Key(GB),
-    "host_bandwidth_gb_s": _Key(GB),
-    "disk_read_gb_s": _Key(GB),
-    "disk_write_gb_s": _Key(GB),
-    "disk_both_gb_s": _Key(GB),
+    "devices": _Key("", "devices", **_COUNT),
+    "devices_per_node": _Key("", "per_node", **_COUNT),
+    "memory_gb": _Key("device", "memory", GB),
+    "memory_bandwidth_tb_s": _Key("device", "bandwidth", 1e12),
+    **{f"{dtype}_tflops": _Key("peak", dtype, 1e12) for dtype in RATED},
+    "matmul_share": _Key("device", "matmul", most=1.0),
+    "units": _Key("device", "units", whole=True),
+    "intra_gb_s": _Key("intra", "bandwidth", GB),
+    "intra_share": _Key("intra", "share", most=1.0),
+    "intra_latency_us": _Key("intra", "latency", **_LATENCY),
+    "inter_gb_s": _Key("inter", "bandwidth", GB),
+    "inter_share": _Key("inter", "share", most=1.0),
+    "inter_latency_us": _Key("inter", "latency", **_LATENCY),
+    "nics_per_node": _Key("wiring", "cards", **_COUNT),
+    "nvlink_domain": _Key("wiring", "domain", **_COUNT),
+    "pcie_gb_s": _Key("pcie", "bandwidth", GB),
+    "pcie_latency_us": _Key("pcie", "latency", **_LATENCY),
+    "nodes_per_leaf": _Key("wiring", "leaf", **_COUNT),
+    "oversubscription": _Key("wiring", "oversubscription", above=1 - 1e-9),
+    "hosts_per_machine": _Key("", "hosts", **_COUNT),
+    "host_gb_s": _Key("host", "rate", GB),
+    "host_memory_gb": _Key("", "host_memory", GB),
+    "host_bandwidth_gb_s": _Key("", "host_bandwidth", GB),
+    "disk_read_gb_s": _Key("", "disk_read", GB),
+    "disk_write_gb_s": _Key("", "disk", GB),
+    "disk_both_gb_s": _Key("", "disk_both", GB),
 }
 _SHARES = {"matmul": "matmul_share", "ring": "intra_share"}
 """Keys that replace what a preset assumes."""
-_WHOLE = (
-    "hosts_per_machine",
-    "devices",
-    "devices_per_node",
-    "units",
-    "nics_per_node",
-    "nvlink_domain",
-    "nodes_per_leaf",
-)
 _OF_HOSTS = (
     "devices", "devices_per_node", "inter_gb_s", "inter_share", "inter_latency_us", "nics_per_node", "nodes_per_leaf",
     "oversubscription", "hosts_per_machine",
@@ -306,15 +302,7 @@ def _based(path: Path, base: str, values: dict[str, float], torus: tuple[int, ..
             raise UserError(f"cluster '{path}': {key} is missing: hosts like this machine need it")
     cluster = replace(local(), name=path.stem, inter=Link(0, 1, 0))
     changed = _changed(cluster, {"nics_per_node": 1} | values, (), path.stem)
-    kept = {
-        "intra": cluster.intra,
-        "machine": cluster.machine,
-        "disk": cluster.disk,
-        "disk_read": cluster.disk_read,
-        "disk_both": cluster.disk_both,
-        "device": cluster.device,
-    }
-    return replace(changed, hosts=int(values.get("hosts_per_machine", 1)), **kept)
+    return replace(changed, device=cluster.device)
 
 
 def links(path: Path) -> tuple[Cluster, bool]:
@@ -368,10 +356,10 @@ def _number(path: Path, key: str, value: Any) -> float:
             f"cluster '{path}': unknown key '{key}'{near} (keys: base, torus, {', '.join(_KEYS)})"
         )
     rule = _KEYS[key]
-    whole = key not in _WHOLE or isinstance(value, int)
+    whole = not rule.whole or isinstance(value, int)
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (number and whole and rule.above < value <= rule.most):
-        kind = "whole number" if key in _WHOLE else "number"
+        kind = "whole number" if rule.whole else "number"
         limits = f"of at least {round(rule.above)}" if rule.above else "above 0"
         limits += f" and at most {rule.most:g}" if math.isfinite(rule.most) else ""
         raise UserError(f"cluster '{path}': {key}: must be a {kind} {limits}, not {str(value)[:60]}")
@@ -379,59 +367,21 @@ def _number(path: Path, key: str, value: Any) -> float:
 
 
 def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...], name: str) -> Cluster:
-    device, link = cluster.device, {"intra": cluster.intra, "inter": cluster.inter}
-    peak = {d: values.get(f"{d}_tflops", device.peak.get(d, 0.0)) for d in RATED}
-    for side, old in link.items():
-        changed = any(key.startswith(side) for key in values)
-        link[side] = replace(
-            old,
-            bandwidth=values.get(f"{side}_gb_s", old.bandwidth),
-            share=values.get(f"{side}_share", old.share),
-            latency=values.get(f"{side}_latency_us", old.latency),
-            reduce=None if changed else old.reduce,
-        )
-    device = replace(
-        device,
-        name=name,
-        peak={dtype: rate for dtype, rate in peak.items() if rate},
-        matmul=values.get("matmul_share", device.matmul),
-        assumed=tuple(what for what in device.assumed if _SHARES.get(what) not in values),
-        units=int(values.get("units", device.units)),
-        memory=values.get("memory_gb", device.memory),
-        bandwidth=values.get("memory_bandwidth_tb_s", device.bandwidth),
-    )
-    return Cluster(
-        name,
-        device,
-        int(values.get("devices", cluster.devices)),
-        int(values.get("devices_per_node", cluster.per_node)),
-        link["intra"],
-        link["inter"],
-        disk=values.get("disk_write_gb_s", cluster.disk),
-        wiring=_wiring(values, torus, cluster.wiring.cards),
-        disk_read=values.get("disk_read_gb_s", cluster.disk_read),
-        disk_both=values.get("disk_both_gb_s", cluster.disk_both),
-        host_link=_host_link(values, cluster),
-        host_memory=values.get("host_memory_gb", cluster.host_memory),
-        host_bandwidth=values.get("host_bandwidth_gb_s", cluster.host_bandwidth),
-    )
-
-
-def _host_link(values: dict[str, float], cluster: Cluster) -> Storage:
-    """Both directions of PCIe at once."""
-    rate = values.get("host_gb_s")
-    return Storage(rate, rate, 2 * rate) if rate else cluster.host_link
-
-
-def _wiring(values: dict[str, float], torus: tuple[int, ...], cards: int) -> Wiring:
-    pcie = None
-    if "pcie_gb_s" in values:
-        pcie = Link(values["pcie_gb_s"], 1.0, values.get("pcie_latency_us", 0.0))
-    return Wiring(
-        int(values.get("nics_per_node", cards)),
-        int(values.get("nvlink_domain", 0)),
-        pcie,
-        int(values.get("nodes_per_leaf", 0)),
-        values.get("oversubscription", 1.0),
-        torus,
-    )
+    """The cluster with other values, by the parts that they set."""
+    parts: dict[str, dict[str, Any]] = {
+        part: {} for part in dict.fromkeys(key.part for key in _KEYS.values())
+    }
+    for key, value in values.items():
+        rule = _KEYS[key]
+        parts[rule.part][rule.field] = int(value) if rule.whole else value
+    links = {}
+    for side, link in (("intra", cluster.intra), ("inter", cluster.inter)):
+        links[side] = replace(link, **parts[side], reduce=None) if parts[side] else link
+    assumed = tuple(what for what in cluster.device.assumed if _SHARES.get(what) not in values)
+    peak = cluster.device.peak | parts["peak"]
+    device = replace(cluster.device, name=name, peak=peak, assumed=assumed, **parts["device"])
+    pcie = replace(Link(0.0, 1.0, 0.0), **parts["pcie"]) if "pcie_gb_s" in values else None
+    wiring = replace(cluster.wiring, torus=torus, pcie=pcie, **parts["wiring"])
+    if rate := parts["host"].get("rate"):  # both directions of PCIe at once
+        parts[""]["host_link"] = Storage(rate, rate, 2 * rate)
+    return replace(cluster, name=name, device=device, wiring=wiring, **links, **parts[""])

@@ -22,7 +22,6 @@ from fivefold.spread.matrices import sizes_sent
 from fivefold.spread.parts import sharing_group
 from fivefold.spread.tiers import OFFLOADS
 from fivefold.spread.units import (
-    Local,
     buffer_order,
     compressed_buckets,
     keepings,
@@ -160,13 +159,10 @@ def rounding_scratch(
         replicas += [buffer_order(list(buffer.names)) for buffer in keeping.buffers]
         for names in replicas:
             for some in updated_together({name: math.prod(whole[name]) for name in names}):
-                kept = (local[n].share(_sharing(layout, local[n])) for n in some)
+                expert = {name: layout.ep > 1 and local[name].axis == "ep" for name in some}
+                kept = (local[name].share(sharing_group(layout, expert[name])[1]) for name in some)
                 most = max(most, b.copied * sum(kept))
     return most
-
-
-def _sharing(layout: Layout, local: Local) -> int:
-    return sharing_group(layout, layout.ep > 1 and local.axis == "ep")[1]
 
 
 def compression(

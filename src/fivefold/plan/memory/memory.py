@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes, Work
 from fivefold.models.recomputation import of_blocks
-from fivefold.models.section import ModelSection
 from fivefold.plan.memory import operations
 from fivefold.plan.memory.buffers import (
     Buffers,
@@ -31,6 +30,9 @@ from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import stages_of
 from fivefold.spread.tiers import partitions
+
+if TYPE_CHECKING:
+    from fivefold.plan.time.cost import Setting
 
 ERROR = 0.015
 """Mean error of the formula against tracked peaks on CPUs (benchmarks/planner/own_memory.py), rounded up."""
@@ -58,11 +60,6 @@ class Memory:
     @property
     def total(self) -> float:
         return sum(getattr(self, name) for name in CATEGORIES)
-
-    def with_outer(self, kept: float, sent: float, overlap: bool) -> Memory:
-        """The same with the states of an outer loop. Its messages go out when no activation is left, or overlap."""
-        more = sent if overlap else max(0.0, sent - self.activations - self.buffers)
-        return replace(self, optimizer=self.optimizer + kept, buffers=self.buffers + more)
 
     def as_json(self) -> dict[str, int]:
         away = [name for name in ("host", "disk") if getattr(self, name)]
@@ -173,50 +170,34 @@ def at_peak(
     return max(moments, key=sum)
 
 
-def predict(
-    model: ModelSection,
-    layout: Layout,
-    sizes: Sizes,
-    software: Software,
-    mode: str,
-    microbatches: int,
-    extra: float = 0.0,
-) -> list[Memory]:
-    """Memory per rank at each pipeline position. extra: bytes of other buffers."""
-    predictor = Predictor(model, layout, sizes, software, mode, microbatches, extra)
-    return predictor.of(of_blocks(layout.recompute, model.layers))
+def predict(s: Setting) -> list[Memory]:
+    """Memory per rank at each pipeline position."""
+    return Predictor(s).of(of_blocks(s.layout.recompute, s.model.layers))
 
 
 class Predictor:
-    """The memory of a layout, for any modes of recomputation of its blocks."""
+    """The memory of a setting, for any modes of recomputation of its blocks."""
 
-    def __init__(
-        self,
-        model: ModelSection,
-        layout: Layout,
-        sizes: Sizes,
-        software: Software,
-        mode: str,
-        microbatches: int,
-        extra: float = 0.0,
-    ):
-        card = card_of(model)
-        self.model, self.layout, self.sizes, self.software = model, layout, sizes, software
-        self.states, self.mixed = software.states[mode], card.is_mixed
-        self.sums = sums(sizes, card.work(sizes, software))
+    def __init__(self, s: Setting):
+        self.setting, self.layout = s, s.layout
+        card = card_of(s.model)
+        self.mixed = card.is_mixed
+        self.sums = sums(s.sizes, card.work(s.sizes, s.software))
         self._modes: dict[str, MicrobatchBytes] = {}
-        self.by_stage = stages(model, layout, software.partition)
-        self.schedule, self.times = live_schedule(layout, microbatches)
-        self.always = transfers(self.microbatch("none"), layout, microbatches) + extra
-        ranks, known = rank_elements(model, layout, software.partition), {}
-        same = alike(model, layout, software.partition)
-        held = {n: self._held(n, ranks[n], microbatches, known) for n in dict.fromkeys(same)}
+        self.by_stage = stages(s.model, s.layout, s.software.partition)
+        self.schedule, self.times = live_schedule(s.layout, s.microbatches)
+        self.always = transfers(self.microbatch("none"), s.layout, s.microbatches)
+        ranks, known = rank_elements(s.model, s.layout, s.software.partition), {}
+        same = alike(s.model, s.layout, s.software.partition)
+        held = {number: self._held(number, ranks[number], known) for number in dict.fromkeys(same)}
         self.held = [held[number] for number in same]
 
     def microbatch(self, mode: str) -> MicrobatchBytes:
         """Bytes of a microbatch whose blocks all have this mode."""
         if mode not in self._modes:
-            self._modes[mode] = microbatch(self.sizes, self.sums, mode, self.software, parts_of(self.layout))
+            self._modes[mode] = microbatch(
+                self.setting.sizes, self.sums, mode, self.setting.software, parts_of(self.layout)
+            )
         return self._modes[mode]
 
     def kept(self, mode: str, number: int) -> float:
@@ -255,21 +236,21 @@ class Predictor:
         return found
 
     def _held(
-        self, position: int, own: Elements, microbatches: int, known: dict[tuple[bool, bool], Buffers]
+        self, position: int, own: Elements, known: dict[tuple[bool, bool], Buffers]
     ) -> tuple[Memory, Buffers, float, float]:
         """(states, buffers, bytes behind backward, scratch of sums) of a rank, whatever it recomputes. known: the
         buffers of other ranks."""
-        model, layout, b, by_stage = self.model, self.layout, self.states, self.by_stage
+        s, layout, by_stage = self.setting, self.layout, self.by_stage
+        model, b, optimizer_name = s.model, s.states, s.software.optimizer
         mine = stages_of(layout, position)
         ends = 0 in mine, len(by_stage) - 1 in mine
         if ends not in known:
-            known[ends] = buffers(model, layout, *ends, b, self.software)
+            known[ends] = buffers(model, layout, *ends, b, s.software)
         unsent, summing = compression(model, layout, mine, by_stage)
         summing = max(summing, rounding_scratch(model, layout, mine, by_stage, b))
-        hashed: Any = model
-        after = max(summing, update_scratch(self.software.optimizer, hashed, layout, position))
-        params, gradients, optimizer = rank_states(b, layout, own, microbatches)
-        optimizer += more_states(self.software.optimizer, hashed, layout, position, b.moments)
+        after = max(summing, update_scratch(optimizer_name, model, layout, position))
+        params, gradients, optimizer = rank_states(b, layout, own, s.microbatches)
+        optimizer += more_states(optimizer_name, model, layout, position, b.moments)
         params += node_copies(model, layout, mine, by_stage, b)
         scratch = (
             sum_scratch(model, layout, mine, by_stage, b) if layout.all_reduce not in (LIBRARY, AUTO) else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
@@ -43,6 +43,14 @@ class Elements(NamedTuple):
             if not any(other.frozen)
             else tuple(a + b for a, b in zip(self.frozen, other.frozen, strict=True)),  # pyright: ignore
         )
+
+    def times(self, number: float) -> Elements:
+        """So many parts of a model with these elements each."""
+        a, b, c, d = (number * size for size in self.frozen)
+        return Elements(
+            number * self.computes, number * self.keeps, self.largest,
+            number * self.experts, number * self.experts_keep, (a, b, c, d),
+        )  # fmt: skip
 
     def groups(self) -> tuple[tuple[float, float, bool], tuple[float, float, bool]]:
         """(elements computed with, elements stored, False) of dense parameters, and (.., .., True) of experts."""
@@ -116,8 +124,7 @@ Counted = tuple[list[Elements], Elements, Elements, Elements]
 def elements(model: ModelSection, layout: Layout) -> Counted:
     """Elements on the first rank, which has most: of each block, of the parameters before the blocks, of those behind
     them, and of the last stage's copy of a tied embedding."""
-    hashed: Any = model
-    return _elements(hashed, layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0)
+    return _elements(model, layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0)
 
 
 @lru_cache(maxsize=4096)
@@ -170,8 +177,7 @@ def divided(layout: Layout) -> Layout:
 
 def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balanced") -> Sequence[Elements]:
     """Elements per rank at each pipeline position."""
-    hashed: Any = model
-    return _rank_elements(hashed, divided(layout), how)
+    return _rank_elements(model, divided(layout), how)
 
 
 @lru_cache(maxsize=1024)
@@ -194,8 +200,7 @@ def _rank_elements(model: ModelSection, layout: Layout, how: Partition) -> Seque
 def alike(model: ModelSection, layout: Layout, how: Partition = "balanced") -> tuple[int, ...]:
     """For each pipeline position the first one whose ranks have blocks of the same kinds and the same ends of the
     model, and so the same elements, messages and buffers."""
-    hashed: Any = model
-    return _alike(hashed, divided(layout), how)
+    return _alike(model, divided(layout), how)
 
 
 @lru_cache(maxsize=1024)

@@ -59,11 +59,40 @@ def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int, node: int |
 
 def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
     """Seconds to sum `size` bytes over a group."""
+    return _price("all_reduce", f"all_reduce {dtype}", size, group, cluster)
+
+
+def all_gather(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
+    """Seconds to gather `size` bytes in total on every rank."""
+    return _price("all_gather", "all_gather", size, group, cluster)
+
+
+def reduce_scatter(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
+    """Seconds to leave each rank with the sum of its part of `size` bytes. It is an all-gather backwards."""
+    return _price("reduce_scatter", f"reduce_scatter {dtype}", size, group, cluster)
+
+
+def scatter_gradients(size: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of ZeRO's reduce-scatter (parallel/zero.py). On a CPU it avoids gloo's, which is an all-reduce."""
+    if cluster.machine:
+        return _price("all_to_all", "scatter_gradients", size, group, cluster)
+    return reduce_scatter(size, group, cluster)
+
+
+def all_to_all(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
+    """Seconds for every rank to send an equal part of its `size` bytes to each rank."""
+    return _price("all_to_all", "all_to_all", size, group, cluster)
+
+
+def _price(primitive: Primitive, what: str, size: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of a collective. what: its name in a machine's table."""
     if group.ranks == 1:
         return 0.0
-    if cluster.machine:
-        return _by_library("all_reduce", f"all_reduce {dtype}", size, group, cluster)
-    return LAUNCH + _cheapest("all_reduce", size, group, cluster)
+    if not cluster.machine:
+        return LAUNCH + _cheapest(primitive, size, group, cluster)
+    if group.nodes == 1:
+        return _measured(what, size, group, cluster)
+    return _across_hosts(primitive, size, group, cluster)
 
 
 def best_all_reduces(group: Group, cluster: Cluster) -> dict[int, str]:
@@ -107,40 +136,6 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
     return LAUNCH + simulate(build("all_reduce", name, shape), links, size).seconds
 
 
-def all_gather(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
-    """Seconds to gather `size` bytes in total on every rank."""
-    if group.ranks == 1:
-        return 0.0
-    if cluster.machine:
-        return _by_library("all_gather", "all_gather", size, group, cluster)
-    return LAUNCH + _cheapest("all_gather", size, group, cluster)
-
-
-def reduce_scatter(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
-    """Seconds to leave each rank with the sum of its part of `size` bytes. It is an all-gather backwards."""
-    if group.ranks == 1:
-        return 0.0
-    if cluster.machine:
-        return _by_library("all_reduce", f"reduce_scatter {dtype}", size, group, cluster)
-    return LAUNCH + _cheapest("reduce_scatter", size, group, cluster)
-
-
-def scatter_gradients(size: float, group: Group, cluster: Cluster) -> float:
-    """Seconds of ZeRO's reduce-scatter (parallel/zero.py). On a CPU it avoids gloo's, which is an all-reduce."""
-    if cluster.machine and group.ranks > 1:
-        return _by_library("all_to_all", "scatter_gradients", size, group, cluster)
-    return reduce_scatter(size, group, cluster)
-
-
-def all_to_all(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
-    """Seconds for every rank to send an equal part of its `size` bytes to each rank."""
-    if group.ranks == 1:
-        return 0.0
-    if cluster.machine:
-        return _by_library("all_to_all", "all_to_all", size, group, cluster)
-    return LAUNCH + _cheapest("all_to_all", size, group, cluster)
-
-
 def send(size: float, crosses: bool, cluster: Cluster) -> float:
     """Seconds to send `size` bytes to another rank. `crosses`: that rank is on another node."""
     if cluster.machine and not crosses:
@@ -177,16 +172,20 @@ def held(seconds: float, group: Group, cluster: Cluster) -> float:
 # gloo's algorithms (gloo/allreduce.cc, allgather.cc). Its reduce-scatter is an all-reduce; an all-to-all is ours
 # (comm/axis.py).
 SIMULATED = 64  # ranks; larger groups are priced by formulas
-GLOO = {"all_reduce": "ring", "all_gather": "ring", "all_to_all": "direct"}
+GLOO: dict[Primitive, tuple[Primitive, str]] = {
+    "all_reduce": ("all_reduce", "ring"),
+    "reduce_scatter": ("all_reduce", "ring"),
+    "all_gather": ("all_gather", "ring"),
+    "all_to_all": ("all_to_all", "direct"),
+}
 
 
-def _by_library(primitive: Primitive, what: str, size: float, group: Group, cluster: Cluster) -> float:
-    """Seconds of a message of the library, gloo: inside a machine as measured, across nodes by its algorithm."""
-    if group.nodes == 1:
-        return _measured(what, size, group, cluster)
+def _across_hosts(primitive: Primitive, size: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of a message of gloo between hosts, by its algorithm."""
+    primitive, name = GLOO[primitive]
     key = f"gloo {primitive}", group.ranks, group.local
     if key not in cluster.lines:
-        name, links = GLOO[primitive], on_hosts(group, cluster)
+        links = on_hosts(group, cluster)
         shape, far = shape_of(group.ranks), links.far
         formula = ALGORITHMS[primitive][name].line
         found = None

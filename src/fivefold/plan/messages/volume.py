@@ -12,10 +12,10 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation
@@ -67,34 +67,21 @@ Counted = dict[tuple[str, str], tuple[int, int]]
 """{(operation, axis): (calls, bytes)}."""
 
 
-@dataclass
-class Traffic:
-    """Calls and bytes by (operation, axis)."""
-
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    @property
-    def found(self) -> Counted:
-        return {key: (self.calls[key], size) for key, size in self.bytes.items()}
-
-    def add(self, what: str, axis: str, size: float, times: int = 1, calls: int = 1) -> None:
-        """`times` collectives, each of `size` bytes in `calls` pieces."""
-        if times and size:
-            self.calls[what, axis] += times * calls
-            self.bytes[what, axis] += round(times * size)
-
-
 def counted(s: Setting, rank: int = 0) -> Counted:
     """Messages that a counter on this rank sees in a step: forward and backward of all microbatches, gradient sums, the
     norm, the update, and the agreement on the loss. Groups with the same ranks are merged. Outer steps are apart
     (`outer`)."""
-    names, merged = first_names(s.layout) | {"sites": "sites"}, Traffic()
-    traffic = _traffic(s, rank)
-    for (what, axis), size in traffic.bytes.items():
-        merged.bytes[what, names[axis]] += size
-        merged.calls[what, names[axis]] += traffic.calls[what, axis]
-    return merged.found
+    names = first_names(s.layout) | {"sites": "sites"}
+    return _added_up(moment._replace(axis=names[moment.axis]) for moment in moments(s, rank))
+
+
+def _added_up(messages: Iterable[Moment]) -> Counted:
+    calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for one in messages:
+        if one.times and one.size:
+            calls[one.what, one.axis] += one.times * one.calls
+            sizes[one.what, one.axis] += round(one.times * one.size)
+    return {key: (calls[key], size) for key, size in sizes.items()}
 
 
 def outer_elements(s: Setting, rank: int, fragment: int) -> list[int]:
@@ -114,11 +101,8 @@ def outer(s: Setting, rank: int, fragment: int) -> list[list[tuple[str, float]]]
 
 def outer_counted(s: Setting, rank: int, fragments: Iterable[int]) -> Counted:
     """What a counter on this rank sees of the outer steps of these fragments."""
-    traffic = Traffic()
-    for fragment in fragments:
-        for what, size in itertools.chain(*outer(s, rank, fragment)):
-            traffic.add(what, "sites", size)
-    return traffic.found
+    sent = (message for fragment in fragments for message in itertools.chain(*outer(s, rank, fragment)))
+    return _added_up(Moment("", what, "sites", size) for what, size in sent)
 
 
 def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None = None) -> dict[str, int]:
@@ -140,7 +124,7 @@ def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None =
         # of a ring, the first has most rows, the second sends most keys
         for index, (i, j) in product(range(min(2, s.layout.cp) if equal else s.layout.cp), replicas):
             rank = s.layout.rank({"pp": position, "dp_replicate": i, "dp_shard": j, "cp": index})
-            found = counted(s, rank) if as_counted else _traffic(s, rank).found
+            found = counted(s, rank) if as_counted else _added_up(moments(s, rank))
             sizes = Counter(leaving(found, s.layout, s.sites.count))
             if s.sites.count > 1:
                 between = leaving(outer_counted(s, rank, summed), s.layout, s.sites.count)
@@ -174,13 +158,6 @@ class Moment(NamedTuple):
 
 Piece = tuple[str, str, float, int]
 """(operation, axis, bytes, calls)."""
-
-
-def _traffic(s: Setting, rank: int) -> Traffic:
-    traffic = Traffic()
-    for moment in moments(s, rank):
-        traffic.add(moment.what, moment.axis, moment.size, moment.times, moment.calls)
-    return traffic
 
 
 def moments(s: Setting, rank: int = 0) -> Iterator[Moment]:
@@ -353,8 +330,7 @@ def compressed(s: Setting, expert: bool) -> list[Sent]:
     ranks = group(s.layout, s.cluster, sync.group).ranks
     if compress is None or ranks == 1:
         return []
-    hashed: Any = s.model
-    found = _per_element(hashed, s.layout.tp, s.layout.ep, s.layout.sp, compress, ranks, expert)
+    found = _per_element(s.model, s.layout.tp, s.layout.ep, s.layout.sp, compress, ranks, expert)
     return [(what, sync.group, size) for what, size in found]
 
 
@@ -379,12 +355,11 @@ def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
     """
     if not (s.layout.tp > 1 or (s.model.tie_embeddings and s.layout.pp > 1)):
         return []
-    hashed: Any = s.model
     b = s.states
     # other programs sum whole gradients under ZeRO 1
     zero = s.layout.zero if b.cast or s.layout.zero > 1 else 0
     of_rank = divided(replace(s.layout, zero=zero))
-    partial, tied = _shared(hashed, of_rank, s.software.partition, position, index)
+    partial, tied = _shared(s.model, of_rank, s.software.partition, position, index)
     each = b.gradient
     found = [("all_reduce", "tp", elements * each) for elements in partial]
     return found + [("send", "pp", tied * each), ("receive", "pp", tied * each)] * (tied > 0)

@@ -43,6 +43,10 @@ TURNS = (
     "tp", "pp", "zero", "microbatch_size", "devices", "seq_len", "global_batch_size", "layers", "dim",
 )  # fmt: skip
 """The order in which sliders get further values."""
+MODEL, BATCH, AXES = (
+    ("layers", "dim", "seq_len"), ("global_batch_size", "microbatch_size"), ("tp", "pp", "zero")
+)  # fmt: skip
+"""The sliders of a model, of its batches, of its layout."""
 Values = dict[str, int]
 
 
@@ -75,19 +79,10 @@ class Base:
 
     @property
     def values(self) -> Values:
-        model, train = self.full.model, self.full.train
-        assert train.microbatch_size
-        return {
-            "devices": self.layout.ranks,
-            "layers": model.layers,
-            "dim": model.dim,
-            "seq_len": model.seq_len,
-            "global_batch_size": train.global_batch_size,
-            "microbatch_size": train.microbatch_size,
-            "tp": self.layout.tp,
-            "pp": self.layout.pp,
-            "zero": self.layout.zero,
-        }
+        found = {"devices": self.layout.ranks}
+        for section, names in ((self.full.model, MODEL), (self.full.train, BATCH), (self.layout, AXES)):
+            found |= {name: getattr(section, name) for name in names}
+        return found
 
 
 def base(
@@ -139,10 +134,10 @@ def plan_at(center: Base, values: Values) -> Plan:
     Raises:
         UserError: they make no valid recipe.
     """
-    recipe, batch = center.recipe, ("global_batch_size", "microbatch_size")
+    recipe = center.recipe
     changed = {
         "model": recipe.model.model_copy(update=model_at(center, values)),
-        "train": recipe.train.model_copy(update={name: values[name] for name in batch}),
+        "train": recipe.train.model_copy(update={name: values[name] for name in BATCH}),
         "layout": recipe.layout.model_copy(update=vars(layout_at(center, values))),
     }
     cluster = replace(center.cluster, devices=values["devices"])
@@ -156,7 +151,7 @@ def plan_at(center: Base, values: Values) -> Plan:
 def model_at(center: Base, values: Values) -> Values:
     """Fields of `[model]`. Fields of the recipe that depend on the dim change with it."""
     model = center.recipe.model
-    fields = {name: values[name] for name in ("layers", "dim", "seq_len")}
+    fields = {name: values[name] for name in MODEL}
     for name in card_of(model).widths:
         if given := getattr(model, name):
             fields[name] = given * values["dim"] // model.dim
@@ -198,7 +193,7 @@ def options(center: Base, key: str, value: int) -> str:
     if key == "microbatch_size":  # always: the recipe may leave it open, to follow from the batch
         return f"--set train.microbatch_size={value}"
     own = center.values
-    if value == own[key] or key in ("tp", "pp", "zero"):
+    if value == own[key] or key in AXES:
         return ""
     if key == "global_batch_size":
         return f"--set train.global_batch_size={value}"

@@ -99,7 +99,7 @@ class _Rows:
         self.index.append(0)
         found, s = pictures(plan), plan.setting
         length = found.timeline.makespan if found.timeline else 0.0
-        stages = found.costs if found.timeline else []
+        stages = plan.step.costs if found.timeline else []
         roof = found.roofline
         head = [plan.step.seconds, plan.tokens_per_s, plan.mfu, plan.limit, roof.peak, roof.bandwidth]
         head += [s.microbatches, shown(s.microbatches, s.layout.pp), length, len(stages)]

@@ -25,6 +25,8 @@ def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]
     rows of a search's frontier, or is None. pictures: SVG documents for browsers without scripts.
     """
     name, words = printable(name), printable(words)
+    # JSON that cannot end the HTML element around it
+    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     body = f"""<header>
 <p class="kicker">Plan</p>
 <h1>{escape(name)}</h1>
@@ -40,14 +42,9 @@ def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]
 {_sections(data)}</div>
 </div>
 </main>
-<script type="application/json" id="data">{_embedded(data)}</script>"""
+<script type="application/json" id="data">{embedded}</script>"""
     style = asset("report.css") + asset("plan.css")
     return document(f"{name}: plan", body, style, asset("plan.js"))
-
-
-def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON that cannot end the HTML element around it."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _sliders(axes: Sequence[Mapping[str, Any]]) -> str:
@@ -77,10 +74,10 @@ def _now() -> str:
     )
 
 
-def _section(title: str, note: str, body: str, name: str = "", more: str = "") -> str:
-    name = name or title.lower().replace(" ", "-")
+def _section(title: str, note: str, body: str) -> str:
+    name = title.lower().replace(" ", "-")
     words = f'<p class="aside">{note}</p>\n' if note else ""
-    return f'<section aria-labelledby="h-{name}"{more}><h2 id="h-{name}">{title}</h2>\n{words}{body}\n</section>\n'
+    return f'<section aria-labelledby="h-{name}"><h2 id="h-{name}">{title}</h2>\n{words}{body}\n</section>\n'
 
 
 def _sections(data: Mapping[str, Any]) -> str:

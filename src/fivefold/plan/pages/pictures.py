@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fivefold.models.card import card_of
-from fivefold.models.operations import Matmul, Operation
+from fivefold.models.operations import Operation
 from fivefold.models.recomputation import of_blocks, region
 from fivefold.plan import partition
-from fivefold.plan.memory import model_states
+from fivefold.plan.memory import model_states, operations
 from fivefold.plan.predict import Plan
 from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
-from fivefold.plan.time.cost import Cost, Setting, operation
+from fivefold.plan.time.cost import Setting, operation
 from fivefold.schedules.pipeline import Timeline, shown, simulate
 from fivefold.spread.parts import stages_of
 
@@ -68,10 +68,9 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Pictures:
-    """costs: of each stage for one microbatch; shares, timeline: see the functions."""
+    """shares, timeline: see the functions."""
 
     plan: Plan
-    costs: Sequence[Cost]
     roofline: Roofline
     shares: dict[str, float]
     timeline: Timeline | None
@@ -79,15 +78,14 @@ class Pictures:
 
 def pictures(plan: Plan) -> Pictures:
     """Everything that is drawn of a plan."""
-    costs = plan.step.costs
-    found = roofline(plan, costs)
-    return Pictures(plan, costs, found, shares(plan, found), timeline(plan, costs))
+    found = roofline(plan)
+    return Pictures(plan, found, shares(plan, found), timeline(plan))
 
 
-def roofline(plan: Plan, costs: Sequence[Cost]) -> Roofline:
+def roofline(plan: Plan) -> Roofline:
     """The operations of a step on the busiest rank, in the order of forward, merged by name over all blocks."""
     s = plan.setting
-    device, mine = s.cluster.device, stages_of(s.layout, busiest(plan, costs))
+    device, mine = s.cluster.device, stages_of(s.layout, busiest(plan))
     points = [
         _point(op, s, recompute, count * s.microbatches)
         for ops, recompute, count in _parts(plan, mine)
@@ -118,20 +116,20 @@ def shares(plan: Plan, found: Roofline) -> dict[str, float]:
     }
 
 
-def timeline(plan: Plan, costs: Sequence[Cost]) -> Timeline | None:
+def timeline(plan: Plan) -> Timeline | None:
     """The pipeline of a step with each stage's planned times, for the first `shown` microbatches. None without one."""
     s = plan.setting
     if s.layout.pp == 1:
         return None
-    price = pipeline.pipeline_costs([cost.timed for cost in costs], pipeline.transfers(s))
+    price = pipeline.pipeline_costs([cost.timed for cost in plan.step.costs], pipeline.transfers(s))
     layout = s.layout
     count = shown(s.microbatches, layout.pp)
     return simulate(partition.schedule(layout.schedule, layout.pp, count, layout.virtual_stages), price)
 
 
-def busiest(plan: Plan, costs: Sequence[Cost]) -> int:
+def busiest(plan: Plan) -> int:
     """The pipeline rank that computes longest."""
-    layout = plan.layout
+    layout, costs = plan.layout, plan.step.costs
     return max(range(layout.pp), key=lambda rank: sum(costs[i].seconds for i in stages_of(layout, rank)))
 
 
@@ -150,15 +148,13 @@ def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], s
 
 def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
     """The point of an operation that occurs `count` times."""
-    cost, forward = (
-        operation(op, s),
-        1 + region(recompute, s.software).repeated(op, stage_costs.saves_late(s.layout)),
+    again = 1 + region(recompute, s.software).repeated(op, stage_costs.saves_late(s.layout))
+    forward, backward = operation(op, s).alone
+    flops, (read, written) = operations.flops(op), _moved(op, s)
+    flops *= again + (2.5 if op.attention else 2.0)
+    return Point(
+        op.name, count * flops, count * (read * again + written), count * (forward * again + backward)
     )
-    flops, moved = _work(op, s)
-    seconds = _alone(cost, forward)
-    back = (2.5 if op.attention else 2.0) * flops
-    both = moved[0] * forward + moved[1]
-    return Point(op.name, count * (flops * forward + back), count * both, count * seconds)
 
 
 def _sums(plan: Plan, mine: Sequence[int]) -> Iterator[Point]:
@@ -175,36 +171,18 @@ def _sums(plan: Plan, mine: Sequence[int]) -> Iterator[Point]:
         )
 
 
-def _alone(cost: Cost, forward: float) -> float:
-    """Seconds without messages, with `forward` forward passes."""
-    return (cost.forward - cost.sent_forward) * forward + cost.input - cost.sent_backward + cost.weight
-
-
-def _work(op: Operation, s: Setting) -> tuple[float, tuple[float, float]]:
-    """FLOPs of forward, and bytes of memory traffic in forward and backward.
+def _moved(op: Operation, s: Setting) -> tuple[float, float]:
+    """Bytes of memory traffic in forward and in backward.
 
     A matmul reads both factors and writes the result once, and does so twice in backward. Fused attention reads
     queries, keys and values and writes the output."""
-    flops, forward, backward = 0.0, op.forward, op.backward
-    if op.matmul:
-        flops += _flops(op.matmul)
-        size = _bytes(op.matmul) * s.sizes.e
-        forward, backward = forward + size, backward + 2 * size
+    size, m = 0.0, op.matmul
+    if m:
+        size += m.count * (m.m * m.k + m.k * m.n + m.m * m.n)
     if op.attention:
-        flops += op.attention
         queries, context = s.sizes.q, s.sizes.cp  # keys and values of all context ranks are read
-        size = s.sizes.N * (2 * queries + (s.sizes.qkv - queries) * context) * s.sizes.e
-        forward, backward = forward + size, backward + 2 * size
-    return flops, (forward, backward)
-
-
-def _flops(p: Matmul) -> float:
-    return 2.0 * p.m * p.n * p.k * p.count
-
-
-def _bytes(p: Matmul) -> float:
-    """Elements of both factors and of the result."""
-    return p.count * (p.m * p.k + p.k * p.n + p.m * p.n)
+        size += s.sizes.N * (2 * queries + (s.sizes.qkv - queries) * context)
+    return op.forward + size * s.sizes.e, op.backward + 2 * size * s.sizes.e
 
 
 def _together(points: Sequence[Point]) -> list[Point]:

@@ -17,7 +17,7 @@ from fivefold.observe import compare
 from fivefold.observe.compare import ComparedRun
 from fivefold.observe.document import asset, document, section
 from fivefold.observe.format import short_number
-from fivefold.plan.advice.scaling import BESIROGLU, FLOPS, HOFFMANN, Law
+from fivefold.plan.advice.budget import BESIROGLU, FLOPS, HOFFMANN, Law
 from fivefold.plan.advice.sweep_results import COUNTED, Curve, Results, iso_flops, notes
 from fivefold.recipe import sweep as sweep_table
 
@@ -92,14 +92,14 @@ def _law(found: Results) -> str:
     pictures = iso_flop_picture(found) + length_picture(found)
     if found.law is None:
         return pictures + f'<p class="none">No law: {escape(found.why)}.</p>'
-    names = ("E", "A", "B", "alpha", "beta", "growth")
-    rows = []
-    for title, law in {"this sweep": found.law.law, **PUBLISHED}.items():
-        rows.append((escape(title), [f"<td>{getattr(law, name):.4g}</td>" for name in names]))
-        if law is found.law.law:
-            spans = [found.law.interval(lambda one, name=name: getattr(one, name)) for name in names]
-            rows.append(("90% interval", [f"<td>{low:.3g} to {high:.3g}</td>" for low, high in spans]))
-    table = compare.table(["L = E + A/N^alpha + B/D^beta", *names[:5], "a of N ~ C^a"], rows)
+    rows = [
+        (escape(title), [f"<td>{value:.4g}</td>" for value in law.constants.values()])
+        for title, law in {"this sweep": found.law.law, **PUBLISHED}.items()
+    ]
+    spans = [f"<td>{low:.3g} to {high:.3g}</td>" for low, high in found.law.intervals.values()]
+    rows.insert(1, ("90% interval", spans))
+    names = ["E", "A", "B", "alpha", "beta", "a of N ~ C^a"]
+    table = compare.table(["L = E + A/N^alpha + B/D^beta", *names], rows)
     held = "".join(f"<li>{escape(str(one))}</li>" for one in found.held_out)
     held = f"<p>Held out of the fit, and predicted by it:</p><ul>{held}</ul>" if held else ""
     counted = (

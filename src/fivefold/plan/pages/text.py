@@ -27,6 +27,8 @@ KINDS = {
     "activations": ("░", "magenta"),
     "buffers": ("∙", "cyan"),
 }
+SHARES = {"compute": "blue", "memory": "yellow", "wait": "red"}
+"""Colours of the shares of a step, by words of their names."""
 MARKS = "abcdefghijklmnopqrstuvwxyz"
 MOST_ROWS = 8  # of a pipeline's ranks, where not everything is wanted
 NARROWEST = 80  # columns; in fewer, lines wrap
@@ -75,19 +77,8 @@ def share_bars(shares: Mapping[str, float], width: int) -> Iterator[Text]:
     for name, seconds in shares.items():
         if seconds >= 0.0005 * total:
             bar = "█" * max(1, round(room * seconds / total))
-            yield Text(f"  {name:27}{seconds / total:6.1%} ") + Text(bar, _share_style(name))
-
-
-def _share_style(name: str) -> str:
-    return (
-        "blue"
-        if name.startswith("compute")
-        else "yellow"
-        if "memory" in name
-        else "red"
-        if "wait" in name
-        else ""
-    )
+            style = next((style for word, style in SHARES.items() if word in name), "")
+            yield Text(f"  {name:27}{seconds / total:6.1%} ") + Text(bar, style)
 
 
 def _pipeline(found: Pictures, width: int, color: bool, full: bool) -> Iterator[Text]:

@@ -166,7 +166,13 @@ class Bounds:
         if key not in self._all:
             shape = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0)
             layouts = space.sharings(shape)
-            self._all[key] = _lowest({self._sent(changed(c, layout=layout), at) for layout in layouts})
+            sums = {self._sent(changed(c, layout=layout), at) for layout in layouts}
+            # those that no other one undercuts: exposed seconds grow with the seconds of messages
+            self._all[key] = tuple(
+                some
+                for some in sums
+                if not any(other != some and all(map(operator.le, other, some)) for other in sums)
+            )
         return min(self._unhidden(c, sums, forward, backward) for sums in self._all[key])
 
     def _unhidden(self, c: Choice, sums: RankSeconds, forward: float, backward: float) -> float:
@@ -211,10 +217,3 @@ def _beside(
     backward = blocks * (plain.input + plain.weight) + with_experts * (mixed.input + mixed.weight)
     backward += first * (begin.input + begin.weight) + last * (end.input + end.weight)
     return forward, backward
-
-
-def _lowest(found: set[RankSeconds]) -> tuple[RankSeconds, ...]:
-    """Those that no other one undercuts: exposed seconds grow with the seconds of messages."""
-    return tuple(
-        one for one in found if not any(other != one and all(map(operator.le, other, one)) for other in found)
-    )

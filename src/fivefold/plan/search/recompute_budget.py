@@ -61,7 +61,7 @@ def resolve(
     Raises:
         UserError: it is too small. The message names the smallest possible one.
     """
-    predictor = Predictor(s.model, s.layout, s.sizes, s.software, s.mode, s.microbatches)
+    predictor = Predictor(s)
     ways = [_way(s, predictor, position) for position in range(s.layout.pp)]
     room = bytes * (1 - margin)
 

@@ -16,8 +16,7 @@ from itertools import product
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.plan.advice.advice import nothing_fits, nothing_valid
-from fivefold.plan.advice.bottlenecks import limits, reasons
+from fivefold.plan.advice.of_search import limits, nothing_fits, nothing_valid, reasons
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.predict import Plan, for_recipe, held, limit, mode_of, price, resolved
 from fivefold.plan.predict import within as within_budget
@@ -85,10 +84,10 @@ class Search:
             if plan := self._refine():
                 yield plan
 
-    def glimpse(self, tries: int = GLIMPSE) -> Plan | None:
-        """The fastest plan that fits among the `tries` most promising layouts. It need not be the best of all."""
+    def glimpse(self) -> Plan | None:
+        """The fastest plan that fits among the GLIMPSE most promising layouts. It need not be the best of all."""
         self._start()
-        while self._heap and self.tried < tries:
+        while self._heap and self.tried < GLIMPSE:
             if plan := self._refine():
                 return plan
         plans = [what for *_, level, what in self._heap if level == PRICED]
@@ -189,7 +188,11 @@ def search(
         plan = next(Search(space, bounds, most).plans(), None)
         return plan and within_budget(plan, int(most))
 
-    return Found(plans, space.size, rejected, reasons(plans), _bottlenecks(space, bounds, plans), "", within)
+    best = plans[0].step.seconds  # memory and divisibility take a short search of their own
+    roomier = Search(space, bounds, math.inf, best).glimpse()
+    wider = Search(replace(space, indivisible=True), bounds, run.most, best).glimpse()
+    bottlenecks = limits(plans, roomier, wider)
+    return Found(plans, space.size, rejected, reasons(plans), bottlenecks, "", within)
 
 
 def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
@@ -228,14 +231,6 @@ def _with_budgets(run: Search, top: int) -> list[Plan]:
         )
         kept.setdefault(key, one)
     return sorted(kept.values(), key=lambda plan: plan.step.seconds)[:top]
-
-
-def _bottlenecks(space: Space, bounds: Bounds, plans: list[Plan]) -> list[str]:
-    """The bottlenecks of the best plan. Memory and divisibility take a short search of their own."""
-    best = plans[0].step.seconds
-    roomier = Search(space, bounds, math.inf, best)
-    wider = Search(replace(space, indivisible=True), bounds, limit(space.cluster), best)
-    return limits(plans, roomier.glimpse(), wider.glimpse())
 
 
 def space_of(recipe: Recipe, cluster: Cluster, modes: tuple[str, ...] = ()) -> Space:

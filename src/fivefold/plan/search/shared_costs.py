@@ -129,35 +129,15 @@ class SharedCosts:
 
     def _count(self, layout: Layout, plain: float, mixed: float, first: float, last: float) -> Elements:
         blocks, before, behind, tied = model_states.elements(self.model, layout)
-        outside = [(first, before)] * (first > 0) + [(last, behind)] * (last > 0)
-        outside += [(last, tied)] * (last > 0 and not first)
-        parts = outside + [
-            (some, blocks[self.mixed.index(kind)]) for kind, some in ((False, plain), (True, mixed)) if some
-        ]
-        sums = [
-            sum(n * getattr(part, name) for n, part in parts)
-            for name in ("computes", "keeps", "experts", "experts_keep")
-        ]
-        largest = max((part.largest for _, part in parts), default=0)
-        return Elements(
-            sums[0], sums[1], largest, sums[2], sums[3], self._frozen(outside, blocks, plain, mixed)
-        )
+        parts = [(first, before), (last, behind), (last * (not first), tied)]
+        parts += [(some, self._block(blocks, kind)) for kind, some in ((False, plain), (True, mixed)) if some]
+        return sum((part.times(number) for number, part in parts if number), Elements())
 
-    def _frozen(
-        self,
-        outside: Sequence[tuple[float, Elements]],
-        blocks: Sequence[Elements],
-        plain: float,
-        mixed: float,
-    ) -> tuple[float, float, float, float]:
-        """What is frozen of so many blocks and of what is outside of them: at most, so that a bound stays one."""
-        most = {kind: [0.0] * 4 for kind in (False, True)}
-        for kind, block in zip(self.mixed, blocks, strict=True):
-            most[kind] = [max(pair) for pair in zip(most[kind], block.frozen, strict=True)]
-        found = [plain * a + mixed * b for a, b in zip(most[False], most[True], strict=True)]
-        for some, part in outside:
-            found = [a + some * b for a, b in zip(found, part.frozen, strict=True)]
-        return found[0], found[1], found[2], found[3]
+    def _block(self, blocks: Sequence[Elements], kind: bool) -> Elements:
+        """A block of a kind, with as much frozen as any of them has, so that a bound stays one."""
+        alike = [block for mixed, block in zip(self.mixed, blocks, strict=True) if mixed == kind]
+        a, b, c, d = (max(sizes) for sizes in zip(*(block.frozen for block in alike), strict=True))
+        return alike[0]._replace(frozen=(a, b, c, d))
 
     def positions(self, layout: Layout) -> tuple[Position, ...]:
         """The positions of a pipeline."""

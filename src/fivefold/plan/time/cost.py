@@ -76,6 +76,11 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
         return self.forward, self.input, self.weight, self.rows_forward, self.rows_backward
 
     @property
+    def alone(self) -> tuple[float, float]:
+        """Seconds of forward and of backward without messages."""
+        return self.forward - self.sent_forward, self.input - self.sent_backward + self.weight
+
+    @property
     def sent(self) -> float:
         return self.sent_forward + self.sent_backward
 

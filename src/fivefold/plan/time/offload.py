@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
-from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, rounding_traffic
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory.memory import Memory, microbatch, parts_of, sums
@@ -21,7 +20,6 @@ from fivefold.plan.time.cost import Cost, Setting
 from fivefold.plan.time.stage_costs import stage_costs
 from fivefold.schedules.offload import WAYS, Unit, simulate
 from fivefold.schedules.overlap import StepTimeline
-from fivefold.spread.layout import Layout
 from fivefold.spread.parts import stages_of
 from fivefold.spread.tiers import (
     AHEAD,
@@ -92,15 +90,11 @@ def held(s: Setting, found: list[Memory]) -> list[Memory]:
     blocks = elements(s.model, s.layout)[0]
     ranks = rank_elements(s.model, s.layout, s.software.partition)
     largest = max(block.computes for block in blocks)
-    return [
-        _moved(s, one, own, _outside(s.model, s.layout, position), largest)
-        for position, (one, own) in enumerate(zip(found, ranks, strict=True))
-    ]
-
-
-def _outside(model: ModelSection, layout: Layout, position: int) -> float:
-    stages = layout.pp * layout.stages_per_rank
-    return outside_blocks(model, layout, list(stages_of(layout, position)), stages).computes
+    stages, moved = s.layout.pp * s.layout.stages_per_rank, []
+    for position, (one, own) in enumerate(zip(found, ranks, strict=True)):
+        outside = outside_blocks(s.model, s.layout, stages_of(s.layout, position), stages)
+        moved.append(_moved(s, one, own, outside.computes, largest))
+    return moved
 
 
 def _moved(s: Setting, one: Memory, own: Elements, outside: float, block: float) -> Memory:

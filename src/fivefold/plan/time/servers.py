@@ -40,11 +40,6 @@ class Service:
         return self.ranks > self.worker.cluster.per_node
 
     @property
-    def incast(self) -> float:
-        """Workers per server, if more than one: they share its link."""
-        return max(1.0, self.workers / self.servers.count)
-
-    @property
     def elements(self) -> list[int]:
         """Elements of each unit."""
         parameters = card_of(self.worker.model).parameters
@@ -101,7 +96,7 @@ def line(s: Service) -> Line:
     elements = s.servers.partition / DTYPES[MASTER].bytes
     size = elements * s.pushed
     latency, per_byte = communication.send_line(size, s.crosses, cluster)
-    per_byte *= s.incast
+    per_byte *= max(1.0, s.workers / s.servers.count)  # workers share the link of a server
     states = s.worker.states
     moved = update_traffic(states.gradient, DTYPES[MASTER].bytes, states.moments, s.pulled)
     moved += s.worker.software.check_traffic(cluster.on_cpu)
@@ -173,7 +168,7 @@ def step(s: Service) -> time.Step:
 def held(s: Service) -> list[Memory]:
     """Memory of a worker and of a server."""
     w, total = s.worker, sum(s.elements)
-    (one,) = memory.predict(w.model, w.layout, w.sizes, w.software, w.mode, w.microbatches)
+    (one,) = memory.predict(w)
     several = s.servers.count > 1
     packed = total * ((s.pushed if several or s.pushed != DTYPES[MASTER].bytes else 0) + several * s.pulled)
     worker = replace(one, optimizer=0.0, buffers=one.buffers + packed)

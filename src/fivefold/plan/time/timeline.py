@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation
@@ -39,20 +39,28 @@ def timeline(s: Setting, most: int | None = None) -> StepTimeline | None:
     return None if s.layout.pp > 1 else _Step(s, most).timeline()
 
 
+class _Each(NamedTuple):
+    """ZeRO's messages of every microbatch, (axis, seconds), and seconds of copies for them."""
+
+    gathers: tuple[tuple[str, float], ...] = ()
+    scatters: tuple[tuple[str, float], ...] = ()
+    into: float = 0.0
+    out: float = 0.0
+
+
+NOTHING = _Each()
+
+
 @dataclass(frozen=True)
 class _Part:
     """A block, or what is before or behind the blocks. cost: with ZeRO's messages left out. repeated: seconds of
-    messages that recomputation repeats. gathers, scatters: (axis, seconds) of ZeRO's messages of every microbatch.
-    into, out: seconds of copies for them."""
+    messages that recomputation repeats."""
 
     name: str
     operations: list[tuple[Operation, Cost]]
     cost: Cost
     repeated: float = 0.0
-    gathers: tuple[tuple[str, float], ...] = ()
-    scatters: tuple[tuple[str, float], ...] = ()
-    into: float = 0.0
-    out: float = 0.0
+    each: _Each = NOTHING
 
 
 class _Step:
@@ -65,9 +73,7 @@ class _Step:
         work = card_of(s.model).work(s.sizes, s.software)
         self.shared = stage_costs.parts(s, work)
         self.slower = 1.0  # than an average device
-        self.outside = _Part(
-            "", [], Cost(), **self._each(model_states.outside_blocks(s.model, s.layout, (0,), 1))
-        )
+        self.outside = self._each(model_states.outside_blocks(s.model, s.layout, (0,), 1))
         begin = _Part("embedding", _priced(work.begin, s), self.shared.begin)
         end = _Part("head", _priced(work.end, s), self.shared.end)
         blocks = [self._block(number) for number in range(s.model.layers)]
@@ -91,8 +97,8 @@ class _Step:
             self.compute("forward", "host", unplaced.forward)
             self._alone(self.outside.gathers, "all_gather, outside of blocks", EACH if number else ONCE)
             self.compute("forward", "copies", self.outside.into)
-            for index, part in enumerate(self.parts):
-                self._forward(index, part)
+            for index in range(len(self.parts)):
+                self._phase(index, backward=False)
             self._load("forward", self.loads.forward[number > 0], first)
             if number == 0:
                 self._spread(
@@ -101,8 +107,8 @@ class _Step:
             first = self.done
             self._alone(self.outside.gathers, "all_gather, outside of blocks")
             self.compute("backward", "copies", self.outside.into + self.outside.out)
-            for index, part in reversed(list(enumerate(self.parts))):
-                self._backward(index, part)
+            for index in reversed(range(len(self.parts))):
+                self._phase(index, backward=True)
             self._alone(self.outside.scatters, "reduce_scatter, outside of blocks")
             self.compute("backward", "host", unplaced.input + unplaced.weight)
             self._load("backward", self.loads.backward[number > 0], first)
@@ -143,25 +149,14 @@ class _Step:
         own = model_states.elements(s.model, s.layout)[0][number]
         operations = list(zip(*self.shared.operations[mixed], strict=True))
         again = self.shared.block(mixed, s, mode).sent_backward - sum(c.sent_backward for _, c in operations)
-        return _Part(
-            f"blocks.{number}",
-            operations,
-            whole + sync_costs.accumulate(own.computes, s),
-            again,
-            **self._each(own),
-        )
+        whole += sync_costs.accumulate(own.computes, s)
+        return _Part(f"blocks.{number}", operations, whole, again, self._each(own))
 
-    def _each(self, own: model_states.Elements) -> dict[str, Any]:
-        """ZeRO's messages of every microbatch for these elements, as a part has them."""
-        each = [one for one in sync_costs.synced(own, self.s) if one[0].each]
-        gathers = [one for one in each if one[0].what == "gather"]
-        scatters = [one for one in each if one[0].what != "gather"]
-        return {
-            "gathers": tuple((sync.group, seconds) for sync, seconds, _ in gathers),
-            "scatters": tuple((sync.group, seconds) for sync, seconds, _ in scatters),
-            "into": sum(copied for _, _, copied in gathers),
-            "out": sum(copied for _, _, copied in scatters),
-        }
+    def _each(self, own: model_states.Elements) -> _Each:
+        found = [one for one in sync_costs.synced(own, self.s) if one[0].each]
+        ways = [[one for one in found if (one[0].what == "gather") is way] for way in (True, False)]
+        gathers, scatters = (tuple((sync.group, seconds) for sync, seconds, _ in way) for way in ways)
+        return _Each(gathers, scatters, *(sum(copied for *_, copied in way) for way in ways))
 
     def _unplaced(self) -> Cost:
         """Python between the parts, and sums of gradients outside of blocks: what a stage costs besides its parts."""
@@ -170,53 +165,45 @@ class _Step:
             found += part.cost
         whole = stage_costs.stage_costs(s, self.shared)[0]
         slow = rates.slowest(s.layout.ranks, s.cluster.device.spread)
-        parts = [*self.parts, self.outside]
-        into, out = sum(part.into for part in parts), sum(part.out for part in parts)
+        each = [self.outside, *(part.each for part in self.parts)]
+        into, out = sum(one.into for one in each), sum(one.out for one in each)
         forward = (whole.forward - whole.sent_forward) / slow - found.forward + found.sent_forward - into
         backward = (whole.input - whole.sent_backward + whole.weight) / slow
         backward -= found.input + found.weight - found.sent_backward + into + out
         return Cost(max(0.0, forward), max(0.0, backward))
 
-    def _forward(self, index: int, part: _Part) -> None:
-        whole, during = part.cost, f"{part.name} forward"
-        self.compute("forward", part.name, part.into)
-        first, before = self.done, sum(c.sent_forward for _, c in part.operations)
-        scale = whole.sent_forward / before if before else 1.0
-        left = whole.forward - whole.sent_forward
-        for op, price in part.operations:
-            began, seconds = self.done, min(left, price.forward - price.sent_forward)
-            self.compute("forward", part.name, seconds)
-            left -= seconds
-            self._model(op, began, scale, during, backward=False)
-        self.compute("forward", part.name, left)
+    def _phase(self, index: int, backward: bool) -> None:
+        """A part's forward or backward: its operations with their messages, and ZeRO's messages beside it. Backward
+        begins with recomputation, the host's time and sums."""
+        part = self.parts[index]
+        whole, each, kind = part.cost, part.each, "backward" if backward else "forward"
+        during, ways = f"{part.name} {kind}", [_way(price, backward) for _, price in part.operations]
+        self.compute(kind, part.name, each.into + each.out * backward)
+        sent, left, _ = _way(whole, backward)
+        first, before = self.done, sum(waits for waits, *_ in ways) + part.repeated * backward
+        scale = sent / before if before else 1.0
+        if backward:
+            again = max(0.0, left - sum(seconds for _, seconds, _ in ways))
+            self.compute(kind, part.name, again)
+            left -= again
+            self.send(self._axis, f"messages of forward again, {during}", part.repeated * scale)
+        pairs = list(zip(part.operations, ways, strict=True))
+        for (op, _), (_, seconds, weight) in reversed(pairs) if backward else pairs:
+            began, now = self.done, min(left, seconds - weight)
+            self.compute(kind, part.name, now)
+            self._model(op, began, scale, during, backward)
+            later = min(left - now, weight)
+            self.compute(kind, part.name, later)
+            left -= now + later
+        if not backward:
+            self.compute(kind, part.name, left)
         if not before:
-            self.send(self._axis, f"waits, {during}", whole.sent_forward)
-        self._beside(f"all_gather, {self._near(index + 1)}", part.gathers, first)
-
-    def _backward(self, index: int, part: _Part) -> None:
-        whole, during = part.cost, f"{part.name} backward"
-        self.compute("backward", part.name, part.into + part.out)
-        first, before = self.done, sum(c.sent_backward for _, c in part.operations) + part.repeated
-        scale = whole.sent_backward / before if before else 1.0
-        left = whole.input + whole.weight - whole.sent_backward
-        computed = sum(c.input - c.sent_backward + c.weight for _, c in part.operations)
-        self.compute("backward", part.name, again := max(0.0, left - computed))  # recomputation, host, sums
-        left -= again
-        self.send(self._axis, f"messages of forward again, {during}", part.repeated * scale)
-        for op, price in reversed(part.operations):
-            began, seconds = self.done, min(left, price.input - price.sent_backward)
-            self.compute("backward", part.name, seconds)
-            self._model(op, began, scale, during, backward=True)
-            weight = min(left - seconds, price.weight)
-            self.compute("backward", part.name, weight)
-            left -= seconds + weight
-        if not before:
-            self.send(self._axis, f"waits, {during}", whole.sent_backward)
-        self._beside(f"all_gather, {self._near(index - 1)}", part.gathers, first)
-        if self.s.software.overlap_scatter:
-            self._beside(f"reduce_scatter, {self._near(index + 1)}", part.scatters, first)
-        else:
-            self._beside(f"reduce_scatter, {part.name}", part.scatters, None)
+            self.send(self._axis, f"waits, {during}", sent)
+        self._beside(f"all_gather, {self._near(index + (-1 if backward else 1))}", each.gathers, first)
+        if backward and self.s.software.overlap_scatter:
+            self._beside(f"reduce_scatter, {self._near(index + 1)}", each.scatters, first)
+        elif backward:
+            self._beside(f"reduce_scatter, {part.name}", each.scatters, None)
 
     def _near(self, index: int) -> str:
         """The block at this index among the parts, or the one nearest to it."""
@@ -308,6 +295,13 @@ class _Step:
             self._update()
         self.compute("other", "fixed", time.fixed(s))
         self.send("sites", "outer step, on average", sync_costs.outer_seconds(s) / s.sites.every)
+
+
+def _way(price: Cost, backward: bool) -> tuple[float, float, float]:
+    """(seconds of messages, seconds of computing, the weight gradients' part of these) of forward or backward."""
+    if backward:
+        return price.sent_backward, price.alone[1], price.weight
+    return price.sent_forward, price.alone[0], 0.0
 
 
 def _priced(operations: list[Operation], s: Setting) -> list[tuple[Operation, Cost]]:

@@ -51,10 +51,6 @@ class Line(NamedTuple):
     beta: float
 
 
-def anyone(shape: Shape) -> bool:
-    return True
-
-
 def full_nodes(shape: Shape) -> bool:
     return shape.ranks % shape.local == 0
 
@@ -92,7 +88,7 @@ class Algorithm:
     chunks: Callable[[Shape], int]
     when: str
     source: str = ""
-    fits: Callable[[Shape], bool] = anyone
+    fits: Callable[[Shape], bool] = lambda shape: True
     needs: str = ""
     pieces: tuple[int, ...] = (1,)
     grids: int = 0

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from typing import Literal, NamedTuple, cast
-
-from fivefold.errors import UserError
+from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 COMPUTE = ("F", "B", "I", "W")
-TEXT = re.compile(r"(\d{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,9})", re.ASCII)
 
 
 class Action(NamedTuple):
-    """One action of a rank: one microbatch at one of its stages. Its text is the format of PyTorch's schedule files.
+    """One action of a rank: one microbatch at one of its stages. Its text is that of PyTorch's runtime.
 
     F: forward. B: the whole backward. I: the gradient of the input alone, which the previous stage waits for. W: the
     gradients of the weights, which nothing waits for (arXiv 2401.10241). SEND_F, RECV_F: transfer of activations to the
@@ -32,18 +28,6 @@ class Action(NamedTuple):
     def computes(self) -> bool:
         """True for F, B, I and W."""
         return self.kind in COMPUTE
-
-
-def parse(text: str) -> Action:
-    """Reads `0F3` or `1SEND_B2`. Inverse of `str`.
-
-    Raises:
-        UserError: if the text is not an action.
-    """
-    found = TEXT.fullmatch(text)
-    if not found:
-        raise UserError(f"'{text}' is not an action; examples are 0F3, 1B2, 1I2, 1W2, 0SEND_F3 or 1RECV_F3")
-    return Action(int(found[1]), cast(Kind, found[2]), int(found[3]))
 
 
 Result = tuple[Literal["output", "gradient"], int, int]

@@ -8,6 +8,7 @@ that bring its inputs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal
 
@@ -30,6 +31,31 @@ Step = tuple[Literal["compute", "call", "wait", "begin", "end"], Action]
 """A rank computes, calls for a message, or waits for a send. A message heads its queue, or has met its other end."""
 
 
+def check_transfers(schedule: Schedule, lists: Sequence[Sequence[Action]]) -> None:
+    """Checks lists such as `with_transfers` makes. The computations must be those of the schedule. Each result that
+    another rank needs is sent and received once. All ranks finish, even if every send and receive blocks until the
+    other side is reached.
+
+    Raises:
+        UserError: names a transfer that is missing or superfluous, or the actions at which ranks are stuck.
+    """
+    for rank, (row, actions) in enumerate(zip(schedule.rows, lists, strict=True)):
+        if list(row) != [action for action in actions if action.computes]:
+            raise wrong(schedule, f"rank {rank} has other computations beside its transfers")
+    moves = {action: move for _, move in _made(schedule) for action in (move.send, move.receive)}
+    there = Counter(action for actions in lists for action in actions if not action.computes)
+    for action in there:
+        if action not in moves:
+            raise wrong(schedule, f"nobody needs {action}")
+        if there[action] > 1:
+            raise wrong(schedule, f"{action} is there twice")
+    for action in moves:
+        if action not in there:
+            raise wrong(schedule, f"{action} is missing")
+    rows = [[step for action in actions for step in _blocking(action)] for actions in lists]
+    _check_end(schedule, moves, rows)
+
+
 def check_queues(schedule: Schedule, lists: Sequence[Sequence[Action]], queue: Queue) -> None:
     """Walks lists of computations and transfers as such a backend runs them: the computations of a rank are one queue,
     its messages are others. As in the trainer, a rank waits for a send once `SENDS_PER_RANK` are in flight.
@@ -38,11 +64,23 @@ def check_queues(schedule: Schedule, lists: Sequence[Sequence[Action]], queue: Q
         UserError: names two messages that would be matched but do not belong together, or the actions at which
             everything stops.
     """
-    made = [(c, move) for row in schedule.rows for c in row if (move := transfer(schedule, c))]
-    moves = {action: move for _, move in made for action in (move.send, move.receive)}
-    maker = {move.send: computation for computation, move in made}
-    receive_of = {move.what: move.receive for _, move in made}
+    moves = {action: move for _, move in _made(schedule) for action in (move.send, move.receive)}
     _check_matches(schedule, lists, moves)
+    rows = [_rank(actions, SENDS_PER_RANK * schedule.ranks) for actions in lists]
+    for messages in _queues(schedule, lists, moves, queue):
+        rows.append([step for action in messages for step in _message(action)])
+    _check_end(schedule, moves, rows)
+
+
+def _made(schedule: Schedule) -> list[tuple[Action, Transfer]]:
+    """The computations whose results other ranks need, with the transfers of these."""
+    return [(action, move) for row in schedule.rows for action in row if (move := transfer(schedule, action))]
+
+
+def _check_end(schedule: Schedule, moves: Mapping[Action, Transfer], rows: Sequence[Sequence[Step]]) -> None:
+    """Requires that all rows of steps come to their end."""
+    maker = {move.send: computation for computation, move in _made(schedule)}
+    receive_of = {move.what: move.receive for move in moves.values()}
 
     def wanted(step: Step) -> Sequence[Step]:
         """The steps of other queues that come before a step."""
@@ -59,12 +97,14 @@ def check_queues(schedule: Schedule, lists: Sequence[Sequence[Action]], queue: Q
         _, send, receive = moves[action]
         return [("begin", receive if action == send else send)]
 
-    rows = [_rank(actions, SENDS_PER_RANK * schedule.ranks) for actions in lists]
-    for messages in _queues(schedule, lists, moves, queue):
-        rows.append([step for action in messages for step in _message(action)])
     if stuck := walk(rows, wanted, lambda step: (step,)).stuck:
         where = ", ".join(f"{action} ({what})" for _, ((what, action), _) in sorted(stuck.items()))
         raise wrong(schedule, f"messages in order come to a halt: waiting are {where}")
+
+
+def _blocking(action: Action) -> list[Step]:
+    """The steps of an action whose message blocks its rank."""
+    return [("compute", action)] if action.computes else [("call", action), *_message(action)]
 
 
 def _rank(actions: Sequence[Action], most: int) -> list[Step]:

@@ -1,16 +1,13 @@
-"""Adds sends and receives between ranks to a schedule, and proves that they do not deadlock."""
+"""Adds sends and receives between ranks to a schedule. `queues.py` proves that they do not deadlock."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from fivefold.schedules.pipeline.action import Action, Result, makes, needs
-from fivefold.schedules.pipeline.check import wrong
+from fivefold.schedules.pipeline.action import Action, Result, makes
 from fivefold.schedules.pipeline.schedule import Schedule
 from fivefold.schedules.pipeline.simulate import simulate
-from fivefold.schedules.walk import walk
 
 SENDS_PER_RANK = 2
 """Most sends in flight per rank, as a multiple of the pipeline's ranks. Each keeps its tensor in memory."""
@@ -82,75 +79,3 @@ def receives_ahead(actions: Sequence[Action]) -> list[Action]:
                 before = len(found)
             found.append(action)
     return found
-
-
-def check_transfers(schedule: Schedule, lists: Sequence[Sequence[Action]]) -> None:
-    """Checks lists such as `with_transfers` makes. The computations must be those of the schedule. Each result that
-    another rank needs is sent and received once. All ranks finish, even if every send and receive blocks until the
-    other side is reached.
-
-    Raises:
-        UserError: names a transfer that is missing or superfluous, or the actions at which ranks are stuck.
-    """
-    for rank, (row, actions) in enumerate(zip(schedule.rows, lists, strict=True)):
-        if list(row) != [action for action in actions if action.computes]:
-            raise wrong(schedule, f"rank {rank} has other computations beside its transfers")
-    moves = [move for row in schedule.rows for action in row if (move := transfer(schedule, action))]
-    of_action = {action: move for move in moves for action in (move.send, move.receive)}
-    there = Counter(action for actions in lists for action in actions if not action.computes)
-    for action in there:
-        if there[action] > 1 or action not in of_action:
-            raise wrong(
-                schedule, f"{action} is there twice" if action in of_action else f"nobody needs {action}"
-            )
-    for action in of_action:
-        if action not in there:
-            raise wrong(schedule, f"{action} is missing")
-    if stuck := _stuck(schedule, lists, of_action):
-        where = ", ".join(f"rank {rank} at {action}" for rank, action in stuck)
-        raise wrong(schedule, f"it comes to a halt: waiting are {where}")
-
-
-Half = tuple[Action, Literal["begin", "end"]]
-"""A receive begins when its rank reaches it and ends when it has met its send. Other actions only end."""
-
-
-def _stuck(
-    schedule: Schedule, lists: Sequence[Sequence[Action]], moves: Mapping[Action, Transfer]
-) -> list[tuple[int, Action]]:
-    """(rank, action) of the ranks that do not finish if sends and receives block."""
-    rank_of, last = schedule.rank_of, schedule.stages - 1
-
-    def halves(actions: Sequence[Action]) -> list[Half]:
-        both: list[Half] = []
-        for action in actions:
-            if action.kind.startswith("RECV"):
-                both.append((action, "begin"))
-            both.append((action, "end"))
-        return both
-
-    def wanted(half: Half) -> Sequence[Hashable]:
-        """A send needs its result on its rank, and the other side at the receive."""
-        action, part = half
-        if part == "begin":
-            return ()
-        if action.computes:
-            return [(rank_of[action.stage], result) for result in needs(action, last)]
-        what, send, receive = moves[action]
-        if action == receive:
-            return [(rank_of[receive.stage], what)]
-        return [(receive, "begin"), (rank_of[send.stage], what)]
-
-    def made(half: Half) -> Sequence[Hashable]:
-        """A send puts its result on the other rank."""
-        action, part = half
-        if part == "begin":
-            return (half,)
-        if action.computes:
-            result = makes(action)
-            return [(rank_of[action.stage], result)] if result else ()
-        what, send, receive = moves[action]
-        return [(rank_of[receive.stage], what)] if action == send else ()
-
-    stuck = walk([halves(actions) for actions in lists], wanted, made).stuck
-    return [(rank, action) for rank, ((action, _), _) in sorted(stuck.items())]

@@ -6,6 +6,8 @@ beginning with the k-th, so each ring leaves the node through another device's n
 
 from __future__ import annotations
 
+from functools import partial
+
 from fivefold.schedules.collectives.algorithm import Algorithm, Levels, Line, Shape
 from fivefold.schedules.collectives.move import Move, Rounds, beside, embed, reverse
 
@@ -80,14 +82,7 @@ def _line(turns: int, shape: Shape, levels: Levels) -> Line:
     return Line(_hops(shape, turns, levels), turns * (shape.ranks - 1) / shape.ranks / bandwidth)
 
 
-def one_turn(shape: Shape, levels: Levels) -> Line:
-    return _line(1, shape, levels)
-
-
-def two_turns(shape: Shape, levels: Levels) -> Line:
-    return _line(2, shape, levels)
-
-
+one_turn, two_turns = partial(_line, 1), partial(_line, 2)
 ALGORITHMS = (
     Algorithm(
         "all_gather", "ring", all_gather, chunks, "large messages", BANDWIDTH, streams=channels, line=one_turn

@@ -1,4 +1,4 @@
-"""Draws the three criteria of layouts as bars, and when messages hide as curves."""
+"""Draws the lessons: criteria of layouts as bars, when messages hide as curves, terms of a plan as bars."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from fivefold.draw.canvas import Axes, Canvas
+from fivefold.draw.canvas import Axes, Canvas, text_width
 from fivefold.draw.palette import NAMES
 from fivefold.draw.scale import log_scale
+from fivefold.lessons.overlap import count_text
+from fivefold.lessons.terms import decimal
 from fivefold.observe.format import memory_text, size
 from fivefold.observe.memory_picture import COLORS
 
@@ -17,14 +19,8 @@ if TYPE_CHECKING:
     from fivefold.lessons.compare import Row
     from fivefold.lessons.overlap import Rule
 
-WIDTH, LEFT, PANEL, BAR, ROW, TOP = (
-    860,
-    96,
-    255,
-    160,
-    26,
-    108,
-)  # pixels: bars of a panel, with room for values
+WIDTH, LEFT, TOP, ROW = 860, 96, 108, 26  # pixels
+PANEL, BAR = 255, 160  # a criterion, its longest bar
 REASONS = {"operations": "activations", "recompute": "recompute", "sums": "sums", "update": "updates"}
 AXES = ("dp", "tp", "cp", "pp", "ep")
 
@@ -126,63 +122,71 @@ def _bars(canvas: Canvas, rows: Sequence[Row], panel: Panel, left: float, limit:
 
 
 CURVE, HIGH, GAP = 400, 190, 30  # pixels: a panel of a rule, with room for its words
+KEYS = (("line limit", "the limit"), ("line now", "this recipe"), ("line blue", "the planner"))
 
 
 def overlap(rows: Sequence[Row], title: str) -> str:
     """A panel for each rule, two side by side."""
     canvas = Canvas(title)
-    _lines(canvas, 20, 48)
+    canvas.legend(20, 48, KEYS)
     for number, rule in enumerate(rule for row in rows if row.plan for rule in row.rules):
-        _panel(canvas, rule, 20 + number % 2 * (CURVE + 20), 64 + number // 2 * (HIGH + GAP))
+        _rule(canvas, rule, 20 + number % 2 * (CURVE + 20), 64 + number // 2 * (HIGH + GAP))
     return canvas.svg()
 
 
-def _lines(canvas: Canvas, left: float, y: float) -> None:
-    """The legend of the panels."""
-    kinds = ("line blue", "line limit", "line now", "dot blue")
-    words = ("the formula", "the limit", "this recipe", "the planner")
-    canvas.legend(left, y, zip(kinds, words, strict=True))
-
-
-def one(rule: Rule) -> str:
+def rule(one: Rule) -> str:
     """The panel of one rule, as a picture."""
-    canvas = Canvas(about=f"{rule.technique}: {rule.what}")
-    _lines(canvas, 8, 18)
-    _panel(canvas, rule, 8, 28)
+    canvas = Canvas(about=f"{one.technique}: {one.what}")
+    canvas.legend(8, 18, KEYS)
+    _rule(canvas, one, 8, 28)
     return canvas.svg()
 
 
-def _panel(canvas: Canvas, rule: Rule, left: float, top: float) -> None:
-    """Messages over computing by the size that decides, both logarithmic: the formula as a line, the planner's figures
-    as dots, the threshold, and the recipe's own size."""
-    sizes = [x for x, _ in rule.points] + [rule.now]
-    if math.isfinite(rule.needed) and rule.needed > 0:
-        sizes.append(rule.needed)
-    constant = rule.needed * rule.limit  # ratio = constant / x
+def _rule(canvas: Canvas, rule: Rule, left: float, top: float) -> None:
+    """Messages over computing by the size that decides, both logarithmic, with the limit and the recipe's own size."""
+    points = [(x, ratio) for x, ratio in rule.points if ratio > 0]
+    sizes, ratios = [x for x, _ in points] + [rule.now], [ratio for _, ratio in points] + [rule.limit]
     across = log_scale(min(sizes) / 1.3, max(sizes) * 1.3)
     across = replace(across, ticks=across.ticks[:: max(1, math.ceil(len(across.ticks) / 7))])
-    heights = [constant / x for x in (across.low, across.high)] + [y for _, y in rule.points] + [rule.limit]
-    up = log_scale(min(y for y in heights if y > 0), max(heights))
+    up = log_scale(min(ratios) / 1.1, max(ratios) * 1.1)
     axes = Axes(left + 64, top + 40, left + CURVE - 14, top + HIGH - 22, across, up)
     canvas.text(left, top + 12, f"{rule.technique}: {rule.what}", "name")
-    canvas.text(left, top + 28, f"{rule.variable} >= {_count(rule.needed)}: {rule.verdict}", "soft")
+    canvas.text(left, top + 28, f"{rule.variable}: {rule.threshold}; {rule.verdict}", "soft")
     canvas.levels(axes, _labels(up.ticks))
     canvas.columns(axes, _labels(across.ticks), rule.variable, lines=False)
     canvas.line("line limit", [axes.at((x, rule.limit)) for x in (across.low, across.high)])
     canvas.line("line now", [(axes.x(rule.now), axes.top), (axes.x(rule.now), axes.bottom)])
-    canvas.line("line blue", [axes.at((x, constant / x)) for x in (across.low, across.high)])
-    for x, ratio in rule.points:
-        if ratio > 0:
-            canvas.circle("blue", *axes.at((x, ratio)), 3.5, f"{_count(x)}: {ratio:.3g} by the planner")
+    canvas.line("line blue", map(axes.at, points))
+    for x, ratio in points:
+        canvas.circle("blue", *axes.at((x, ratio)), 3.5, f"{count_text(x)}: {ratio:.3g}")
     late = "idle" if rule.what.startswith("idle") else "messages"
-    canvas.text(
-        left + 10, (axes.top + axes.bottom) / 2, f"{late} / computing", "soft middle small", turned=True
-    )
+    middle = (axes.top + axes.bottom) / 2
+    canvas.text(left + 10, middle, f"{late} / computing", "soft middle small", turned=True)
 
 
 def _labels(ticks: Sequence[float]) -> list[str]:
     return [f"{value / 1000:g}k" if value >= 1000 else f"{value:g}" for value in ticks]
 
 
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+STATES = {"params": "weights", "gradients": "gradients", "optimizer": "masters, moments"}
+"""Words for each kind of state."""
+ACTIVATIONS = {"activations": ""}
+TERM, RIGHT = 28, 80  # pixels: a row of terms, room for a sum behind its bar
+
+
+def terms(rows: Mapping[str, Mapping[str, float]], kinds: Mapping[str, str], title: str) -> str:
+    """A bar for each row: its bytes of each kind side by side, and their sum. kinds: `STATES` or `ACTIVATIONS`."""
+    width = 760
+    canvas, left = Canvas(title, width=width), 32 + max(map(text_width, rows))
+    scale = (width - left - RIGHT) / max(sum(row.values()) for row in rows.values())
+    if len(kinds) > 1:
+        canvas.legend(20, 46, [(COLORS[kind], words) for kind, words in kinds.items()])
+    for number, (name, row) in enumerate(rows.items()):
+        y = (60 if len(kinds) > 1 else 40) + TERM * number
+        canvas.text(20, y + 15, name)
+        parts = [
+            (COLORS[kind], row[kind] * scale, f"{name}: {words} {decimal(row[kind])}")
+            for kind, words in kinds.items()
+        ]
+        canvas.bar(left, y, 20, parts, decimal(sum(row.values())))
+    return canvas.svg()
