@@ -169,8 +169,7 @@ def contents(folder: str) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.suffix in (".bin", ".json")}
 
 
-def test_shards_do_not_depend_on_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fivefold.data.build.MIN_PARALLEL", 0)
+def test_shards_do_not_depend_on_the_number_of_workers(tmp_path: Path):
     source = mixed_source(tmp_path / "in")
     train_bpe([(source / "large.txt").read_text()[:100_000]], 400).save(tmp_path / "tokenizer.json")
     folders = []
@@ -284,12 +283,11 @@ def test_two_processes_prepare_at_once(tmp_path: Path):
 
 
 def test_a_killed_run_leaves_nothing_in_the_way(tmp_path: Path):
-    """Killed while workers write: its workers end with it, the next run continues and leaves nothing else."""
+    """Killed while threads work: the next run continues and leaves nothing else."""
     source = mixed_source(tmp_path / "in")
     code = (
         "import os, signal, sys\nfrom data_recipes import recipe_of\n"
-        "from fivefold.data import build, prepare\n"
-        "build.WORKTHY = 0\n"
+        "from fivefold.data import prepare\n"
         "def tell(stage, done, total):\n"
         "    if stage == 'tokenizing' and done > 2e6: os.kill(os.getpid(), signal.SIGKILL)\n"
         "prepare(recipe_of(sys.argv[1], sys.argv[2]), tell)"

@@ -222,7 +222,6 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from fivefold.data import build, prepare
-from fivefold.data.encode import Chunk
 from fivefold.recipe import load
 build.JOURNAL_S = 0.0
 write, written = build._write_journal, []

@@ -5,23 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from fivefold.data import mixture, preparation
 from fivefold.data.batches import Batches, items_in, objective_of, steps_of
-from fivefold.data.build import is_named
+from fivefold.data.build import is_named, require_good
 from fivefold.data.conversations import special_of
-from fivefold.data.kinds import Bad, Fields, describe_bad, from_start, hub, kind_of, read_task, token_files
+from fivefold.data.kinds import hub, kind_of, token_files
+from fivefold.data.kinds.kind import Bad, Fields
 from fivefold.data.kinds.megatron import index_of
 from fivefold.data.mixture import Amount, amounts, order_of
 from fivefold.data.one_source import cache_key, check_tokenizer, require_vocabulary
 from fivefold.data.packing import DataSet, cut_of
-from fivefold.data.sources import Source, find
+from fivefold.data.sources import FileSplit, Source, find
 from fivefold.data.stream import Stream
-from fivefold.data.tasks import beginning
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.data.tokens import open_tokens, read_manifest
 from fivefold.errors import UserError, several
@@ -176,24 +175,20 @@ def _passes(recipe: Recipe, amounts: Mapping[str, Amount], exact: bool) -> list[
 
 def require_readable(recipe: Recipe, source: Source) -> None:
     """Raises UserError if a document in the beginning of the source cannot be read and none may be bad."""
-    data = recipe.data
+    data, files = recipe.data, source.files
     if data.max_bad_fraction:
         return
-    each = max(LEAST, PROBED // max(1, len(source.files)))
+    each = max(LEAST, PROBED // max(1, len(files)))
     whole = source.size <= PROBED
-    for number, file in enumerate(source.files[: PROBED // LEAST] if not whole else source.files):
+    for number, file in enumerate(files[: PROBED // LEAST] if not whole else files):
         if file.url:  # `check` uses no network but to list them
             continue
+        by_bytes = kind_of(file).by_bytes and file.plain
         fields = Fields(data.text_key, bool(data.chat_template))
-        task = beginning(source.files, number, fields, file.size if whole else min(file.size, each))
-        documents = read_task(task, source.files, fields)
-        counted = kind_of(file).by_bytes and not from_start(file)
-        for document in documents if counted else islice(documents, ROWS):
-            if isinstance(document, Bad):
-                raise UserError(
-                    f"{describe_bad(source.files, document)} "
-                    "(set data.max_bad_fraction to skip a share of bad documents)"
-                )
+        for count, (document, behind) in enumerate(FileSplit(files).read(number, fields), 1):
+            require_good(files, [document] if isinstance(document, Bad) else [], 0)
+            if (not whole and behind >= each) if by_bytes else count >= ROWS:
+                break
 
 
 def require_ids(recipe: Recipe, source: Source, mask: bool) -> None:

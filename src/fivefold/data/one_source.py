@@ -146,7 +146,7 @@ def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell
         if (text := stream.error_of(folder)) is not None:
             raise UserError(text)
         stream.start(folder, setup)
-        done = 0 if now is None else (now.summary or {}).get("read", 0)
+        done = 0 if now is None else now.read
         tell("tokenizing until training can start", done, None)
         time.sleep(0.05)
         if now := stream.read_progress(folder):
@@ -270,7 +270,9 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: P
         tokenizer = hashlib.sha256(
             load_tokenizer(expanded("data.tokenizer", tokenizer), mask).to_json().encode()
         ).hexdigest()
-    settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key] + ["stream"] * data.stream
+    settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key] + [
+        "streams"
+    ] * data.stream
     if data.chat_template:
         settings.append(read_template(data.chat_template, data.tokenizer))
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
@@ -310,24 +312,11 @@ def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
 
         yield line
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    ]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    columns = [*progress.Progress.get_default_columns(), progress.TransferSpeedColumn()]
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks = {}
 
         def show(stage: str, done: int, total: int | None) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.data.batches import objective_of
-from fivefold.data.build import Progress, learn, text_of
+from fivefold.data.build import Progress, Work, learn
 from fivefold.data.kinds import megatron, token_files
 from fivefold.data.mixture import amounts, require_enough, require_sequence, weights_of
 from fivefold.data.one_source import cache_key, check_tokenizer, prepare_source
@@ -250,7 +250,7 @@ def _learned(recipe: Recipe, progress: Progress | None, workers: int | None, mak
     with writable(root):
         keys = [cache_key(source, one, mask, root, tell) for _, one, source in texts]
     told = json.dumps([TOKENIZERS, section.tokenizer, mask, keys, list(shares.values())])
-    parts = [text_of(source, one, shares[name]) for name, one, source in texts]
+    parts = [(Work.of(source, one), shares[name]) for name, one, source in texts]
     if not make and not _kept(recipe, told).is_file():
         return section.tokenizer
     return _keep(recipe, told, lambda: learn(section, mask, parts, workers or cores(), tell))

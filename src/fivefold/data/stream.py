@@ -75,6 +75,11 @@ class Progress(NamedTuple):
     def item(self) -> int:
         return np.dtype(self.dtype).itemsize
 
+    @property
+    def read(self) -> int:
+        """Bytes of text that are tokenized."""
+        return sum(self.summary["bytes"]) if self.summary else 0
+
     def has(self, low: int, need: int) -> bool:
         """Are tokens low .. need there, as far as there are so many?"""
         return self.first <= low and self.count >= (need if self.total is None else min(need, self.total))
@@ -171,7 +176,7 @@ class Stream:
     def finish(self, tell: Callable[[str, int, int | None], None]) -> None:
         """Waits until everything is tokenized."""
         while (now := self._progress()).total is None:
-            tell("tokenizing", (now.summary or {}).get("read", 0), None)
+            tell("tokenizing", now.read, None)
             self._look()
             time.sleep(10 * POLL_S)
 
