@@ -17,10 +17,9 @@ from fivefold.data import stream
 from fivefold.data.batches import objective_of
 from fivefold.data.build import JOURNAL, Progress, build, is_named, require_few_bad
 from fivefold.data.conversations import beside, read_template, special_of
-from fivefold.data.fingerprint import Memo, remembered, sampled_sha256, sha256_file
 from fivefold.data.kinds import hub, token_files
 from fivefold.data.packing import DataSet
-from fivefold.data.sources import Source, find
+from fivefold.data.sources import Memo, Source, find, remembered, sampled_sha256, sha256_file
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import (
     FORMAT,

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 
 from fivefold.data.batches import objective_of
-from fivefold.data.fingerprint import Memo, remembered, sha256_file, stat_of
 from fivefold.data.kinds import megatron
 from fivefold.data.kinds.parquet import BROKEN as BROKEN_PARQUET
 from fivefold.data.packing import DataSet
-from fivefold.data.sources import nearest
+from fivefold.data.sources import Memo, nearest, remembered, sha256_file, stat_of
 from fivefold.data.tokens import BlockHasher, Shard, Tokens, read_digests
 from fivefold.errors import UserError
 from fivefold.files import (
