@@ -34,8 +34,6 @@ COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.stream_writer import 
 POLL_S = 0.02
 TOLD_S, AGAIN_S = 1.0, 60.0  # a wait that is longer is said, but not more often
 LOOK_S = 1.0  # between looks whether the tokenizing process lives
-OPEN_SHARDS = 8
-TAIL = 1 << 20  # bytes at the end of the list of commits that are read
 
 
 class Commit(NamedTuple):
@@ -95,12 +93,10 @@ def read_progress(folder: Path) -> Progress | None:
 
 
 def commits(folder: Path) -> list[Commit]:
-    """The last borders that were noted, in the order of notes."""
+    """The borders that were noted, in the order of notes."""
     found = []
     try:
-        with open(folder / COMMITS, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            lines = file.read().split(b"\n")
+        lines = (folder / COMMITS).read_bytes().split(b"\n")
     except OSError:
         return []
     for line in lines:
@@ -121,8 +117,7 @@ class Stream:
         self.waiting: Callable[[str], object] | None = None
         self.given_up = False  # nobody wants what a reader still waits for
         self._told = -AGAIN_S
-        self._owner = 0  # process that has posts and open files
-        self._files: dict[int, int] = {}
+        self._owner = 0  # process that posts
         self._span = max(1, window)  # tokens that a reader keeps: a window of whole items
 
     def __getstate__(self) -> dict[str, Any]:
@@ -223,7 +218,6 @@ class Stream:
                 self._post(low, need, active=False)
                 return out
             except FileNotFoundError:  # it has made room for another reader
-                self._close_shards()
                 time.sleep(POLL_S)
 
     def _read(self, row: np.ndarray, start: int, now: Progress) -> None:
@@ -231,23 +225,12 @@ class Stream:
         while at < len(row):
             index, within = divmod(start + at, now.shard)
             count = min(len(row) - at, now.shard - within)
-            raw = os.pread(self._shard(index), count * now.item, within * now.item)
-            if len(raw) < count * now.item:
+            path = self.folder / f"train-{index:05d}.bin"
+            ids = np.fromfile(path, now.dtype, count, offset=within * now.item)
+            if len(ids) < count:
                 raise FileNotFoundError
-            row[at : at + count] = np.frombuffer(raw, now.dtype)
+            row[at : at + count] = ids
             at += count
-
-    def _shard(self, index: int) -> int:
-        if index not in self._files:
-            if len(self._files) >= OPEN_SHARDS:
-                self._close_shards()
-            self._files[index] = os.open(self.folder / f"train-{index:05d}.bin", os.O_RDONLY | os.O_CLOEXEC)
-        return self._files[index]
-
-    def _close_shards(self) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
 
     def _progress(self) -> Progress:
         """What is there now. The end does not change once it is known."""
@@ -259,7 +242,7 @@ class Stream:
     def _post(self, low: int, need: int, active: bool) -> None:
         """Says what this reader needs, and that it waits for it or reads it (active)."""
         if self._owner != os.getpid():  # a process of its own, perhaps forked
-            self._owner, self._files = os.getpid(), {}
+            self._owner = os.getpid()
             self._posted = Post(self.folder / f"reading-{own_word()}")
         self._posted.write({"low": low, "need": need, "active": active, "hint": self.hint})
 
