@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -60,14 +60,13 @@ def check(recipe: Recipe) -> list[str]:
     """
     tokenizer = preparation.shared_tokenizer(recipe, HASHED_AT_ONCE)
     found: dict[str, Found] = {}
-    for name, one in preparation.each(recipe).items():
-        with preparation.said_of("data.sources", name) if name else nullcontext():
-            found[name] = _found(one, tokenizer)
+    for key, one in preparation.sources_of(recipe).items():
+        with preparation.named(key):
+            found[key.partition(", ")[2]] = _found(one, tokenizer)
     facts = [line for name, one in found.items() for line in _lines(name, one)]
-    for entry, one in zip(recipe.data.validation, preparation.each_validation(recipe).values(), strict=True):
-        name = entry.name
-        with preparation.said_of("data.validation", name):
-            preparation.require_whole(entry)
+    for key, one in preparation.validation_of(recipe).items():
+        name = key.partition(", ")[2]
+        with preparation.named(key):
             own = _found(one, tokenizer)
         if own.amount is not None and (own.exact or own.most is not None):
             most = own.amount if own.exact else _amount(recipe, own.most or 0, None)

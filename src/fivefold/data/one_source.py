@@ -56,7 +56,7 @@ def prepare_source(recipe: Recipe, progress: Progress | None = None, workers: in
     """The data of `data.source`. It is tokenized first, unless the cache has this content with these settings.
 
     Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
-    `workers` (processes; None: all cores). progress(stage, done, total) is called with bytes. Raises UserError for
+    `workers` (threads; None: one per core). progress(stage, done, total) is called with bytes. Raises UserError for
     every fault of the source, with file and offset.
     """
     tell = progress or (lambda stage, done, total: None)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.data.order import hash_keys, permute
 from fivefold.errors import UserError
 from fivefold.files import BROKEN, Post, held, own_word, parse_json, remove
 
@@ -34,6 +33,10 @@ COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.stream_writer import 
 POLL_S = 0.02
 TOLD_S, AGAIN_S = 1.0, 60.0  # a wait that is longer is said, but not more often
 LOOK_S = 1.0  # between looks whether the tokenizing process lives
+
+
+Shuffled = Callable[[np.ndarray, int, int, int], np.ndarray]
+"""The items at some positions of a window, of which it has so many; (positions, items, epoch, window)."""
 
 
 class Commit(NamedTuple):
@@ -132,7 +135,7 @@ class Stream:
         total = self._progress().total
         return ENDLESS if total is None else total
 
-    def numbers(self, uses_R: np.ndarray, seq_len: int, overlap: int, seed: int) -> np.ndarray:
+    def numbers(self, uses_R: np.ndarray, seq_len: int, overlap: int, shuffled: Shuffled) -> np.ndarray:
         """The items that uses 0, 1, 2, ... take, each `seq_len` tokens and `overlap` of the next one."""
         with _reading:
             W = self._items_of_window(seq_len)
@@ -146,8 +149,7 @@ class Stream:
                 size = min(W, count - window * W) if count else W
                 begin = use - position + window * W
                 here = ~done & (uses_R < begin + size)
-                key = int(hash_keys(epoch, window)[0]) >> 1
-                found_R[here] = window * W + permute(uses_R[here] - begin, size, seed, key)
+                found_R[here] = window * W + shuffled(uses_R[here] - begin, size, epoch, window)
                 done |= here
             return found_R
 

@@ -291,7 +291,7 @@ def _scan(
 
     def known(shard: Shard, value: list[Any]) -> bytes | None:
         size = shard.tokens * np.dtype(shard.dtype).itemsize
-        return read_digests(digests_of(shard.path), size, value[2]) if len(value) > 2 else None
+        return read_digests(digests_of(shard.path), size, value[2])
 
     where = hashlib.sha256(f"{recipe.data.token_dtype} {shards[0].path.parent}".encode()).hexdigest()
     with writable(root):
@@ -299,7 +299,7 @@ def _scan(
         paths = [s.path for s in shards]
         found = remembered(paths, memo, scan, _unreadable)
         lacking = [s.path for s, value in zip(shards, found, strict=True) if known(s, value) is None]
-        if lacking:  # of an older version, or removed
+        if lacking:  # somebody has removed them
             memo.forget(lacking)
             found = remembered(paths, memo, scan, _unreadable)
     checked = [
