@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import Batches, check, prepare
+from fivefold.data.kinds.kind import Fields
 from fivefold.data.one_source import prepare_source
 from fivefold.data.packing import DataSet
+from fivefold.data.sources import FileSplit, find
 from fivefold.data.tokenizer import train_bpe
 from fivefold.data.tokens import BLOCK, SHARD_TOKENS, ShardWriter
 from fivefold.errors import UserError
@@ -183,6 +186,23 @@ def test_shards_do_not_depend_on_the_number_of_workers(tmp_path: Path):
     decoded = data.tokenizer.decode(data.train[:]) + data.tokenizer.decode(data.val[:])  # type: ignore[index]
     assert len(decoded.encode()) == sum(data.info["bytes"].values())
     assert decoded.count("\U0001f600") == 300_000
+
+
+def test_a_sample_is_spread_over_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A kilobyte from each of a few places, which goes on in the next file; all of a small source."""
+    rows = [json.dumps({"text": f"{i:04d} " + "x" * 95}) for i in range(1000)]
+    write(tmp_path / "a.jsonl", "\n".join(rows[:905]))
+    write(tmp_path / "b.jsonl", "\n".join(rows[905:]))
+    split = FileSplit(find(str(tmp_path / "*.jsonl")).files)
+    assert len([*split.samples(Fields("text"), 4)]) == 1000
+    monkeypatch.setattr("fivefold.data.sources.SPAN", 1 << 10)
+    numbers = [int(document.text[:4]) for document in split.samples(Fields("text"), 4)]
+    places = [low for low, high in pairwise([-2, *numbers]) if high != low + 1]
+    assert numbers == sorted(numbers)
+    assert len(places) == 5
+    assert len(numbers) == 5 * 11
+    assert numbers[0] == 0
+    assert numbers[-1] > 900
 
 
 def test_a_changed_source_is_never_read_stale(tmp_path: Path):
