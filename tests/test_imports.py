@@ -69,7 +69,7 @@ LIGHT_FILES = (
             "terms_svg",
         )
     ),
-    *(f"launch/{name}.py" for name in ("exits", "interrupt", "launchers", "restarted", "scratch", "verdict")),
+    *(f"launch/{name}.py" for name in ("interrupt", "launchers", "restarted", "scratch", "verdict")),
     "models/__init__.py",
     "models/*/__init__.py",
     "models/*/card.py",
