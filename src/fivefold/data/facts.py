@@ -42,12 +42,15 @@ BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0}
 
 class Found(NamedTuple):
     """What is known of a source. fact: in words. amount: how much there is of it; None: not known before training.
-    most: the most tokens that it can have, if they are estimated; None: they are exact, or there is no bound."""
+    bound: no more than this; `amount` where it is exact, None if nothing bounds it."""
 
     fact: str
     amount: Amount | None = None
-    exact: bool = False
-    most: int | None = None
+    bound: Amount | None = None
+
+    @property
+    def exact(self) -> bool:
+        return self.amount is not None and self.amount is self.bound
 
 
 def check(recipe: Recipe) -> list[str]:
@@ -68,9 +71,8 @@ def check(recipe: Recipe) -> list[str]:
         name = key.partition(", ")[2]
         with preparation.named(key):
             own = _found(one, tokenizer)
-        if own.amount is not None and (own.exact or own.most is not None):
-            most = own.amount if own.exact else _amount(recipe, own.most or 0, None)
-            mixture.require_sequence(recipe, name, most.tokens, most.items)
+        if own.bound is not None:
+            mixture.require_sequence(recipe, name, own.bound.tokens, own.bound.items)
         facts.append(f"validation {_lines(name, own)[0]}")
     amounts = {name: one.amount for name, one in found.items() if one.amount is not None}
     if len(amounts) < len(found):
@@ -78,15 +80,10 @@ def check(recipe: Recipe) -> list[str]:
     if recipe.data.weigh_by == "documents" and not all(amount.documents for amount in amounts.values()):
         return [*facts, "passes over each source: known when their documents are counted"]
     exact = all(one.exact for one in found.values())
-    if exact:
-        mixture.require_enough(recipe, amounts)
-    elif all(one.exact or one.most is not None for one in found.values()):
+    bounds = {name: one.bound for name, one in found.items() if one.bound is not None}
+    if len(bounds) == len(found):  # passes that are only estimated are held to no limit here
         lenient = recipe.model_copy(update={"data": mixture.without_limits(recipe.data)})
-        most = {
-            name: amount if found[name].exact else _amount(recipe, found[name].most or 0, None)
-            for name, amount in amounts.items()
-        }
-        mixture.require_enough(lenient, most)  # the passes are only estimated here
+        mixture.require_enough(recipe if exact else lenient, bounds)
     return [*facts, *_passes(recipe, amounts, exact)]
 
 
@@ -110,7 +107,7 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         amount = _amount(recipe, len(train), None if val is None else len(val))
         about = "about " * any(s.path.suffix == ".parquet" for s in shards)  # an empty row counts as one
         fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
-        return Found(fact, amount, exact=not about)
+        return Found(fact, amount, None if about else amount)
     mask = objective_of(recipe) == "mlm"
     check_tokenizer(recipe.data, mask)
     source = find(recipe.data.source)
@@ -136,14 +133,15 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
             fact += (
                 f"\ntokens: {tokens['train']:,} for training, {tokens['val']:,} for validation (in the cache)"
             )
-            return Found(fact, amount, exact=True)
+            return Found(fact, amount, amount)
     require_readable(recipe, source)
     most = source.size + len(source.files)  # at most one token per byte, and one end token per file
     likely = int(most * (1 - recipe.data.val_fraction) / bytes_per_token(recipe.data.tokenizer))
     fact += f"\ntokens: about {likely:,} for training (not tokenized yet)"
     # what is compressed, by itself or inside, may hold more than its bytes
     bounded = not any(f.packed or f.url or not kind_of(f).packs for f in source.files)
-    return Found(fact, _amount(recipe, likely, None), most=most if bounded else None)
+    bound = _amount(recipe, most, None) if bounded else None
+    return Found(fact, _amount(recipe, likely, None), bound)
 
 
 def bytes_per_token(tokenizer: str) -> float:
