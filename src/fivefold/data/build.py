@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -155,7 +157,7 @@ class Group(NamedTuple):
 def run(work: Work, start: Place, workers: int) -> Iterator[Group]:
     """The documents from a place on, encoded in groups."""
     ahead: deque[Future[Group]] = deque()
-    with ThreadPoolExecutor(workers, "fivefold-tokenize") as pool:
+    with _in_its_thread(), ThreadPoolExecutor(workers, "fivefold-tokenize") as pool:
         try:
             for documents, place in _groups(work, start):
                 ahead.append(pool.submit(_encoded, documents, place, work))
@@ -166,6 +168,20 @@ def run(work: Work, start: Place, workers: int) -> Iterator[Group]:
         finally:
             for group in ahead:
                 group.cancel()
+
+
+@contextmanager
+def _in_its_thread() -> Iterator[None]:
+    """The library encodes a text in the thread that asks: threads of its own would only wait for one another."""
+    name = "TOKENIZERS_PARALLELISM"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def _groups(work: Work, start: Place) -> Iterator[tuple[list[Document | Bad], Place]]:
@@ -375,9 +391,10 @@ def _read_journal(folder: Path) -> dict[str, Any] | None:
     """How far an interrupted folder is; None: it begins."""
     try:
         journal = read_json(folder / JOURNAL)
-        Summary.of(journal["summary"]), journal["done"]
+        Summary.of(journal["summary"])
         shards = [folder / f"{name}-00000.bin" for name, n in journal["tokens"].items() if n]
-        return journal if journal["format"] == FORMAT and all(path.exists() for path in shards) else None
+        whole = "done" in journal and all(path.exists() for path in shards)
+        return journal if journal["format"] == FORMAT and whole else None
     except (OSError, UserError, *BROKEN):
         return None
 
