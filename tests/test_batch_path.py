@@ -59,6 +59,7 @@ def test_a_batch_goes_through_few_files(tmp_path: Path, monkeypatch: pytest.Monk
             microbatches = [next_batch()[0] for _ in range(AHEAD)][-1]
             with suppress(_Reached):
                 take_step(state, recipe, microbatches)
+            counts = False
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
