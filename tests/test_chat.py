@@ -220,8 +220,7 @@ def test_only_answers_and_texts_count(tmp_path: Path, monkeypatch: pytest.Monkey
     assert np.array_equal(targets[targets >= 0], data.train[1 : 1 + len(targets)][targets >= 0])
     assert chat.encode(TALK[:3]).ids.tolist() == data.train[: len(chat.encode(TALK[:3]).ids)].tolist()
     assert prepare(recipe).info["cached"]
-    # Worker processes, and rows of parquet, give the same.
-    monkeypatch.setattr("fivefold.data.build.MIN_PARALLEL", 0)
+    # Several threads, and rows of parquet, give the same.
     import pyarrow as pa
     import pyarrow.parquet as pq
 

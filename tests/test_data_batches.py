@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.data import NOT_COUNTED, Batches, Prefetch, Tokens
-from fivefold.data.order import item_numbers, permute
+from fivefold.data.batches import item_numbers, permute
 from fivefold.data.tokens import Shard
 from fivefold.errors import UserError
 from fivefold.recipe.ramp import batch_size, sequences_before, steps_for

@@ -10,7 +10,7 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import check, prepare
-from fivefold.data.encode import run
+from fivefold.data.build import run
 from fivefold.errors import UserError
 
 GOOD = json.dumps({"text": "a good document"})
@@ -32,10 +32,7 @@ def test_a_text_that_is_not_utf8(tmp_path: Path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_offset_in_a_later_piece_of_a_large_file(
-    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("fivefold.data.build.MIN_PARALLEL", 0)
+def test_the_offset_in_a_later_piece_of_a_large_file(tmp_path: Path, workers: int):
     good = "línea\n".encode() * 300_000
     path = write(tmp_path / "a.txt", good + b"\xc3(" + good)
     with pytest.raises(UserError, match=f"a.txt: byte {len(good)}: not UTF-8: byte 0xc3"):
@@ -230,14 +227,6 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path):
     message = error_of(recipe_of(path, blocked))
     assert str(blocked) in message
     assert "set data.cache or $FIVEFOLD_CACHE" in message
-
-
-def test_a_worker_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fivefold.data.build.MIN_PARALLEL", 0)
-    monkeypatch.setattr("fivefold.data.encode.COMMAND", ["/bin/sh", "-c", "read setup; exit 7"])
-    path = write(tmp_path / "a.txt", "x" * 100)
-    with pytest.raises(UserError, match=r"a tokenizing process died at task 1 .*7"):
-        prepare(recipe_of(path, tmp_path / "cache"), workers=2)
 
 
 def test_a_source_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import gzip
 import importlib
 import io
@@ -22,14 +21,14 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import check, one_source, prepare
-from fivefold.data.encode import to_line
-from fivefold.data.kinds import KINDS, Fields, megatron, parquet, remote
+from fivefold.data.kinds import KINDS, megatron, parquet, remote
 from fivefold.data.kinds import csv as kinds_csv
 from fivefold.data.kinds.hub import Hub, parse
 from fivefold.data.kinds.json import _Characters
+from fivefold.data.kinds.kind import Bad, Document, Fields
 from fivefold.data.packing import Packed, cut_of, pieces
 from fivefold.data.preparation import write_megatron
-from fivefold.data.sources import find
+from fivefold.data.sources import FileSplit, find
 from fivefold.data.tokenizer import train_bpe
 from fivefold.data.tokens import Tokens
 from fivefold.errors import UserError
@@ -85,8 +84,9 @@ def test_a_csv_gives_the_tokens_of_its_rows(tmp_path: Path, expected: np.ndarray
     ):
         np.testing.assert_array_equal(tokens(write(tmp_path / name, content), tmp_path / "cache"), expected)
     file = find(str(tmp_path / "a.csv")).files[0]
-    (task, place), *_ = KINDS["csv"].tasks(0, file, 0, None, 1799, True, Fields("text"))
-    assert (task[0].value, place) == ({"text": DOCUMENTS[1799]}, 1800)  # type: ignore[union-attr]
+    [(document, place)] = KINDS["csv"].read(0, file, 1799, Fields("text"))
+    assert isinstance(document, Document)
+    assert (document.text, place) == (DOCUMENTS[1799], 1800)
     for row, reason in (
         (b'"never ends\n', "row 1: not CSV"),
         (b"\xff\n", "row 1: not UTF-8: byte 0xff"),
@@ -113,9 +113,8 @@ def test_a_compressed_text_is_cut_where_the_plain_one_is(tmp_path: Path, kind: s
         np.testing.assert_array_equal(one.val[:], two.val[:])  # type: ignore[index]
 
 
-def test_a_folder_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In worker processes, too; an end token behind every document; other kinds are named, once, with their number."""
-    monkeypatch.setattr("fivefold.data.build.MIN_PARALLEL", 0)
+def test_a_folder_of_all_kinds(tmp_path: Path):
+    """On several threads, too; an end token behind every document; other kinds are named, once, with their number."""
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
@@ -181,14 +180,10 @@ def test_a_fault_has_a_place_behind_it(tmp_path: Path):
     pq.write_table(pa.table({"text": bad}), tmp_path / "b.parquet")
     for path, places in ((write(tmp_path / "a.json", content), [50_001]), (tmp_path / "b.parquet", [3])):
         file = find(str(path)).files[0]
-        done = list(KINDS[file.kind].tasks(0, file, 0, None, 0, True, Fields("text")))
-        assert [place for _, place in done] == places
+        done = list(KINDS[file.kind].read(0, file, 0, Fields("text")))
+        assert done[-1][1] == places[0]
         for begin in (places[0] - 1, places[0]):
-            left = [
-                row.number
-                for task, _ in KINDS[file.kind].tasks(0, file, 0, None, begin, True, Fields("text"))
-                for row in task
-            ]
+            left = [document.place for document, _ in KINDS[file.kind].read(0, file, begin, Fields("text"))]
             assert left == list(range(begin, places[0]))
     file = find(str(tmp_path / "b.parquet")).files[0]
     values = [value for _, value in KINDS["parquet"].rows(file, Fields("text"), 0)]
@@ -208,7 +203,7 @@ def test_a_parquet_file_of_many_row_groups_is_opened_once(
     opened, inner = [], parquet._open
     monkeypatch.setattr(parquet, "_open", lambda path: opened.append(path) or inner(path))
     np.testing.assert_array_equal(tokens(tmp_path / "a.parquet", tmp_path / "cache"), expected)
-    assert len(opened) < 4, "of 60 row groups; once to count them"
+    assert len(opened) == 1, "of 60 row groups"
 
 
 def test_an_object_too_long_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -226,11 +221,6 @@ def test_blanks_between_objects_are_not_held_in_memory(monkeypatch: pytest.Monke
     at = text.past_blanks(0)
     assert text.decoded(at)[0] == {"a": 1}
     assert len(text.text) < 3000
-
-
-def test_dates_in_messages_reach_workers_as_templates_show_them():
-    date = datetime.date(2024, 1, 2)
-    assert json.loads(to_line({"date": date})) == {"date": str(date)}
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -666,7 +656,7 @@ def test_a_broken_row_group_ends_only_itself(tmp_path: Path) -> None:
     begin = column.data_page_offset
     content[begin : begin + column.total_compressed_size] = b"\xff" * column.total_compressed_size
     path.write_bytes(content)
-    found = [*parquet._rows(path, Fields("text"), range(3), 0)]
+    found = [*parquet._rows(path, Fields("text"), 0)]
     assert [value["text"] for _, value in found if isinstance(value, dict)] == texts[:9] + texts[18:]
     assert [number for number, value in found if isinstance(value, str)] == [9]
 
@@ -692,6 +682,7 @@ def test_a_file_that_became_unreadable_is_said_when_a_run_goes_on(tmp_path: Path
     path = write(tmp_path / f"a.{kind}", content)
     file = find(str(path)).files[0]
     path.unlink()
-    [(task, place)] = KINDS[kind].tasks(0, file, 0, None, 5, True, Fields("text"))
-    assert [(row.number, row.value[:14]) for row in task] == [(5, "cannot be read")]  # type: ignore[union-attr]
-    assert [*KINDS[kind].tasks(0, file, 0, None, place, True, Fields("text"))] == [], "it is said once"
+    [(bad, place)] = KINDS[kind].read(0, file, 5, Fields("text"))
+    assert isinstance(bad, Bad)
+    assert (bad.place, bad.reason[:14]) == (5, "cannot be read")
+    assert [*FileSplit([file]).read(0, Fields("text"), place)] == [], "it is said once"

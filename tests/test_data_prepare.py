@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import Batches, check, prepare
+from fivefold.data.kinds.kind import Fields
 from fivefold.data.one_source import prepare_source
 from fivefold.data.packing import DataSet
+from fivefold.data.sources import FileSplit, find
 from fivefold.data.tokenizer import train_bpe
 from fivefold.data.tokens import BLOCK, SHARD_TOKENS, ShardWriter
 from fivefold.errors import UserError
@@ -169,8 +172,7 @@ def contents(folder: str) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.suffix in (".bin", ".json")}
 
 
-def test_shards_do_not_depend_on_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fivefold.data.build.MIN_PARALLEL", 0)
+def test_shards_do_not_depend_on_the_number_of_workers(tmp_path: Path):
     source = mixed_source(tmp_path / "in")
     train_bpe([(source / "large.txt").read_text()[:100_000]], 400).save(tmp_path / "tokenizer.json")
     folders = []
@@ -184,6 +186,23 @@ def test_shards_do_not_depend_on_the_number_of_workers(tmp_path: Path, monkeypat
     decoded = data.tokenizer.decode(data.train[:]) + data.tokenizer.decode(data.val[:])  # type: ignore[index]
     assert len(decoded.encode()) == sum(data.info["bytes"].values())
     assert decoded.count("\U0001f600") == 300_000
+
+
+def test_a_sample_is_spread_over_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A kilobyte from each of a few places, which goes on in the next file; all of a small source."""
+    rows = [json.dumps({"text": f"{i:04d} " + "x" * 95}) for i in range(1000)]
+    write(tmp_path / "a.jsonl", "\n".join(rows[:905]))
+    write(tmp_path / "b.jsonl", "\n".join(rows[905:]))
+    split = FileSplit(find(str(tmp_path / "*.jsonl")).files)
+    assert len([*split.samples(Fields("text"), 4)]) == 1000
+    monkeypatch.setattr("fivefold.data.sources.SPAN", 1 << 10)
+    numbers = [int(document.text[:4]) for document in split.samples(Fields("text"), 4)]
+    places = [low for low, high in pairwise([-2, *numbers]) if high != low + 1]
+    assert numbers == sorted(numbers)
+    assert len(places) == 5
+    assert len(numbers) == 5 * 11
+    assert numbers[0] == 0
+    assert numbers[-1] > 900
 
 
 def test_a_changed_source_is_never_read_stale(tmp_path: Path):
@@ -284,12 +303,11 @@ def test_two_processes_prepare_at_once(tmp_path: Path):
 
 
 def test_a_killed_run_leaves_nothing_in_the_way(tmp_path: Path):
-    """Killed while workers write: its workers end with it, the next run continues and leaves nothing else."""
+    """Killed while threads work: the next run continues and leaves nothing else."""
     source = mixed_source(tmp_path / "in")
     code = (
         "import os, signal, sys\nfrom data_recipes import recipe_of\n"
-        "from fivefold.data import build, prepare\n"
-        "build.WORKTHY = 0\n"
+        "from fivefold.data import prepare\n"
         "def tell(stage, done, total):\n"
         "    if stage == 'tokenizing' and done > 2e6: os.kill(os.getpid(), signal.SIGKILL)\n"
         "prepare(recipe_of(sys.argv[1], sys.argv[2]), tell)"

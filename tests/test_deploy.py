@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from commands import REPO
 
-from fivefold.launch.exits import STOPPED, USER
+from fivefold.launch.interrupt import STOPPED, USER
 from fivefold.launch.launchers import LAUNCHERS
 from fivefold.recipe import load
 

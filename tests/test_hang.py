@@ -28,7 +28,7 @@ from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import Watchdog
 from fivefold.data import prepare
 from fivefold.launch import verdict
-from fivefold.launch.exits import HUNG
+from fivefold.launch.interrupt import HUNG
 from fivefold.launch.ranks import Ranks
 from fivefold.observe.slow import SECONDS, SlowRanks, section
 from fivefold.spread.layout import Layout

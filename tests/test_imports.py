@@ -56,7 +56,7 @@ LIGHT_FILES = (
     "kernels/__init__.py",
     "kernels/peak.py",
     "kernels/sizes.py",
-    *(f"launch/{name}.py" for name in ("exits", "interrupt", "launchers", "restarted", "scratch", "verdict")),
+    *(f"launch/{name}.py" for name in ("interrupt", "launchers", "restarted", "scratch", "verdict")),
     "models/__init__.py",
     "models/*/__init__.py",
     "models/*/card.py",

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.cache import LayerCache
-from fivefold.models.layers import Embedding, Linear, Positions, RMSNorm
+from fivefold.models.layers import Attention, Embedding, Linear, Positions, RMSNorm, SwiGLU
 from fivefold.models.section import ModelSection
-from fivefold.models.sublayers import Attention, SwiGLU
 
 
 class NormedAttention(Attention):

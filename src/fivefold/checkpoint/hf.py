@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.checkpoint import store, write
-from fivefold.checkpoint.hf_weights import read_config, read_weights
-from fivefold.checkpoint.source import tokenizer_of, weights_of
+from fivefold.checkpoint.source import read_config, read_weights, tokenizer_of, weights_of
 from fivefold.data.chat import ChatTemplate
 from fivefold.data.conversations import TEMPLATE_FILE, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer

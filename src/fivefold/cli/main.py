@@ -1,6 +1,6 @@
 """`fivefold`: the list of commands, and how their errors are reported.
 
-Exit codes: `launch/exits.py`.
+Exit codes: `launch/interrupt.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fivefold.errors import (
     problem,
 )
 from fivefold.host.memory import little_space, require_space_for_torch, restart_with_huge_pages
-from fivefold.launch.exits import BUSY, FAILED, USER
+from fivefold.launch.interrupt import BUSY, FAILED, USER
 
 # Plain help texts: rich alone takes 0.1 s to import
 app = typer.Typer(

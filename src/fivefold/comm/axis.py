@@ -33,8 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.private import all_gather_single, reduce_scatter_single
-from fivefold.comm.progress import Ops, Place, caller, progress, verdict
-from fivefold.comm.span import message
+from fivefold.comm.progress import Ops, Place, caller, message, progress, verdict
 from fivefold.comm.watch import UNIT, Work, watched
 from fivefold.errors import CommunicationError
 from fivefold.launch.ranks import Ranks

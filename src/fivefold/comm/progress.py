@@ -1,4 +1,5 @@
-"""What this rank has begun, what it waits for, and since when: notes that every message leaves, for `watchdog.py`.
+"""What this rank has begun, what it waits for, and since when: notes that every message leaves, for `watchdog.py`; and
+its names in the trace of PyTorch's profiler (`observe.profile_steps`).
 
 Only memory of this process is written: two attributes and a dict per message, about half a microsecond. The watchdog's
 thread reads them once a second.
@@ -9,13 +10,15 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch.profiler import record_function
 
 from fivefold.launch.verdict import backend_words
 
@@ -275,3 +278,32 @@ def verdict(
     else:
         said = "failed: one of these ranks has ended, or cannot be reached"
     return f"{what}, at {place}, {said}. The backend said: {backend_words(error)}"
+
+
+class Label(Protocol):
+    """What names a message: its axis, and what it is for (`Axis`)."""
+
+    name: str
+    purpose: str
+
+
+class _Profiling:
+    now = False
+
+
+profiling = _Profiling()
+"""`now` is True while a profiler records this process."""
+_OFF = nullcontext()
+
+
+def span(*words: object) -> AbstractContextManager[object]:
+    """Inside the block, the profiler's trace has a range with this name. It costs one look while none records."""
+    return record_function(" ".join(map(str, words))) if profiling.now else _OFF
+
+
+def message(operation: str, axis: Label, wait: bool = False) -> AbstractContextManager[object]:
+    """The range of a message: of its start, or of a wait for it."""
+    if not profiling.now:
+        return _OFF
+    begin, purpose = "wait for " * wait, f", {axis.purpose}" * bool(axis.purpose)
+    return record_function(f"{begin}{operation} over {axis.name}{purpose}")

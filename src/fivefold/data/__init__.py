@@ -1,8 +1,8 @@
 """Data: text to tokens to packed batches.
 
 `prepare(recipe)` finds the sources, tokenizes them once into memory-mapped shards and returns a `DataSet`. `Batches`
-cuts them into batches that depend on (seed, step) only. `order.py` says which sequence of which source comes where.
-`Prefetch` keeps the next batches ready. This room needs no torch.
+cuts them into batches that depend on (seed, step) only. `Prefetch` keeps the next batches ready. This room needs no
+torch.
 
 Names are imported when they are first used, so processes that only tokenize load no schema of recipes.
 """
@@ -13,17 +13,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.data.batches import Batches, Prefetch, objective_of
+    from fivefold.data.batches import NOT_COUNTED, Batch, Batches, Prefetch, objective_of
     from fivefold.data.facts import check
     from fivefold.data.one_source import progress_bar
-    from fivefold.data.packing import NOT_COUNTED, Batch, DataSet
+    from fivefold.data.packing import DataSet
     from fivefold.data.preparation import prepare
     from fivefold.data.tokenizer import Tokenizer, load_tokenizer
     from fivefold.data.tokens import Tokens
 
 _HOMES = {
-    "NOT_COUNTED": "packing",
-    "Batch": "packing",
+    "NOT_COUNTED": "batches",
+    "Batch": "batches",
     "Batches": "batches",
     "DataSet": "packing",
     "Prefetch": "batches",

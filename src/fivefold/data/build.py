@@ -1,35 +1,34 @@
 """Tokenizes a source into shards: learns the vocabulary, encodes on all cores, counts documents and tokens.
 
+One thread reads documents and hands them out in groups of about a megabyte; a thread per core encodes them, since the
+tokenizers' library works without Python's lock. Results come in the order of documents, so shards do not depend on
+timing. Few groups are under way, so memory is bounded.
+
 Every few seconds a journal beside the shards says how far they are. Who continues an interrupted folder cuts the shards
-there, and starts with the next task.
+there, and starts with the next document.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fivefold.data.conversations import read_template, special_of
-from fivefold.data.encode import (
-    MIN_PARALLEL,
-    Chunk,
-    Setup,
-    Summary,
-    run,
-    summary_from,
-    training_texts,
-)
-from fivefold.data.kinds import Fields, File, Task, describe_bad
-from fivefold.data.kinds.kind import SPAN, VAL
-from fivefold.data.sources import Source
-from fivefold.data.tasks import Place, samples, split_files, tasks
+from fivefold.data.conversations import NotAConversation, read_template, special_of
+from fivefold.data.kinds import describe_bad
+from fivefold.data.kinds.kind import BY_RULE, SPAN, TRAIN, VAL, Bad, Document, Fields, File
+from fivefold.data.sources import FileSplit, Place, Source, document_hash, split_files
 from fivefold.data.tokenizer import (
     Tokenizer,
     bytes_tokenizer,
@@ -38,43 +37,238 @@ from fivefold.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from fivefold.data.tokens import FLAGS, FORMAT, NAMES, ShardWriter
+from fivefold.data.tokens import COUNTED, ENDS, FLAGS, FORMAT, NAMES, ShardWriter
 from fivefold.errors import UserError
 from fivefold.files import BROKEN, expanded, read_json, remove, write_atomically
 from fivefold.precision import token_bytes
 from fivefold.recipe.schema import DataSection
 
+if TYPE_CHECKING:
+    from fivefold.data.chat import ChatTemplate, Encoded
+
 Progress = Callable[[str, int, int | None], None]  # (stage, bytes done, total bytes if known)
 BPE_SAMPLE = 16 << 20  # characters of training text that BPE learns from; more hardly changes the merges
-BPE_SAMPLE_PER_TASK = 2 << 20  # keeps one task with a huge row group from being the whole sample
+BPE_PIECES = 16  # of a document, each of 128 Ki characters, so that a huge one is not the whole sample
 JOURNAL = "journal.json"
 JOURNAL_S = 5.0  # seconds of work that an interruption may cost
+REPORTED_BAD = 20  # bad documents that are described; further ones are only counted
 
 
+@dataclass
+class Summary:
+    """Counts of documents.
+
+    documents, bytes (of UTF-8 text): for train and validation. pieces: documents, where each piece of a long text
+    counts as one. low, high: lowest and highest hash of documents split by rule. characters: the distinct ones, if they
+    are collected.
+    """
+
+    documents: list[int] = field(default_factory=lambda: [0, 0])
+    bytes: list[int] = field(default_factory=lambda: [0, 0])
+    empty: int = 0
+    pieces: int = 0
+    bad_count: int = 0
+    bad: list[Bad] = field(default_factory=list)
+    low: int | None = None
+    high: int | None = None
+    characters: str = ""
+
+    def add(self, other: Summary) -> None:
+        self.documents = [a + b for a, b in zip(self.documents, other.documents, strict=True)]
+        self.bytes = [a + b for a, b in zip(self.bytes, other.bytes, strict=True)]
+        self.empty += other.empty
+        self.pieces += other.pieces
+        self.bad_count += other.bad_count
+        self.bad = [*self.bad, *other.bad][:REPORTED_BAD]
+        self.low = min((x for x in (self.low, other.low) if x is not None), default=None)
+        self.high = max((x for x in (self.high, other.high) if x is not None), default=None)
+        if not set(other.characters) <= set(self.characters):
+            self.characters = "".join(sorted(set(self.characters) | set(other.characters)))
+
+    @classmethod
+    def of(cls, value: dict[str, Any]) -> Summary:
+        """From JSON."""
+        return cls(**{**value, "bad": [Bad(*bad) for bad in value["bad"]]})
+
+
+class Encoder(NamedTuple):
+    """What turns documents into ids. template: for conversations."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+
+
+@dataclass(frozen=True)
 class Work:
-    """The tasks of a source. files: what they name."""
+    """A source to tokenize, and how. size: its bytes; None: they are not known.
 
-    def __init__(self, source: Source, data: DataSection):
-        self.hub, self.fields = source.hub, Fields(data.text_key, bool(data.chat_template))
-        self.files, self.size = source.files, None if source.hub else source.size
-        self.split = split_files(self.files, data.val_fraction, data.stream)
+    Documents marked BY_RULE go to validation if their hash is below `threshold`. If the source is one such document,
+    the share `cut` at its end goes to validation. template: the Jinja text for conversations; "": all rows are texts.
+    encoder: None: only characters are collected.
+    """
 
-    def tasks(self, start: Place) -> Iterator[tuple[Task, Place]]:
-        """Those from a place on, and the place behind each."""
-        return tasks(self.split, self.fields, start)
+    split: FileSplit
+    fields: Fields
+    size: int | None
+    threshold: int
+    cut: float = 0.0
+    template: str = ""
+    encoder: Encoder | None = None
 
-    def samples(self, wanted: int) -> Iterator[Task]:
-        """About so many, spread over the source; a hub data set gives its beginning."""
-        if self.hub:
-            return (task for task, _ in self.tasks([]))
-        return samples(self.split, self.fields, wanted)
+    @classmethod
+    def of(cls, source: Source, data: DataSection) -> Work:
+        template = read_template(data.chat_template, data.tokenizer) if data.chat_template else ""
+        split = split_files(source.files, data.val_fraction, data.stream)
+        threshold, size = int(data.val_fraction * 2**64), None if source.hub else source.size
+        return cls(split, Fields(data.text_key, bool(template)), size, threshold, template=template)
+
+    def with_tokenizer(self, folder: Path) -> Work:
+        """Encodes by the tokenizer of a folder."""
+        tokenizer, template = load_tokenizer(folder / "tokenizer.json"), None
+        if self.template:
+            from fivefold.data.chat import ChatTemplate  # Jinja takes a moment to import
+
+            template = ChatTemplate(self.template, tokenizer)
+        return dataclasses.replace(self, encoder=Encoder(tokenizer, template))
+
+    @property
+    def dtype(self) -> str:
+        """Of the ids."""
+        assert self.encoder is not None
+        return f"<u{token_bytes(self.encoder.tokenizer.vocab_size)}"
 
 
-def noted(work: Iterable[tuple[Task, Place]], places: deque[Place]) -> Iterator[Task]:
-    """The tasks, whose places go to `places` first."""
-    for task, place in work:
-        places.append(place)
-        yield task
+class Chunk(NamedTuple):
+    """Consecutive ids of one split, and their flags (uint8) if some rows may be conversations."""
+
+    split: int
+    ids: np.ndarray
+    flags: np.ndarray | None = None
+
+
+class Group(NamedTuple):
+    """A group of documents as ids. place: where reading continues behind it."""
+
+    chunks: list[Chunk]
+    summary: Summary
+    place: Place
+
+
+def run(work: Work, start: Place, workers: int) -> Iterator[Group]:
+    """The documents from a place on, encoded in groups."""
+    ahead: deque[Future[Group]] = deque()
+    with _in_its_thread(), ThreadPoolExecutor(workers, "fivefold-tokenize") as pool:
+        try:
+            for documents, place in _groups(work, start):
+                ahead.append(pool.submit(_encoded, documents, place, work))
+                if len(ahead) > 2 * workers:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for group in ahead:
+                group.cancel()
+
+
+@contextmanager
+def _in_its_thread() -> Iterator[None]:
+    """The library encodes a text in the thread that asks: threads of its own would only wait for one another."""
+    name = "TOKENIZERS_PARALLELISM"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def _groups(work: Work, start: Place) -> Iterator[tuple[list[Document | Bad], Place]]:
+    """Documents of about SPAN characters, and the place behind them."""
+    documents: list[Document | Bad] = []
+    size, place = 0, start
+    for document, place in work.split.documents(work.fields, start):
+        documents.append(document)
+        size += 1 + (len(document.text) if isinstance(document, Document) else 0)
+        if size >= SPAN:
+            yield documents, place
+            documents, size = [], 0
+    if documents:
+        yield documents, place
+
+
+def _encoded(documents: Sequence[Document | Bad], place: Place, work: Work) -> Group:
+    summary, encoder = Summary(), work.encoder
+    ids: tuple[list[np.ndarray], ...] = ([], [])
+    flags: tuple[list[np.ndarray], ...] = ([], [])
+    for document in documents:
+        summary.pieces += 1
+        talk: Encoded | None = None
+        if isinstance(document, Document) and document.messages is not None and encoder is not None:
+            assert encoder.template is not None
+            try:
+                talk = encoder.template.encode(document.messages)
+            except (NotAConversation, UserError) as error:
+                document = Bad(document.file, document.place, str(error))
+        if isinstance(document, Bad):
+            summary.bad_count += 1
+            summary.bad = [*summary.bad, document][:REPORTED_BAD]
+            continue
+        if encoder is None:
+            summary.characters = "".join(set(summary.characters).union(*_characters(document, work)))
+        for split, text, end in _parts(document, work, summary):
+            if encoder is not None:
+                tokens, counted = _tokens(text, talk, end, encoder)
+                ids[split].append(tokens.astype(work.dtype))
+                flags[split].append(counted)
+    chunks = []
+    for split in (TRAIN, VAL):
+        if ids[split]:
+            counted = np.concatenate(flags[split]) if work.template else None
+            chunks.append(Chunk(split, np.concatenate(ids[split]), counted))
+    return Group(chunks, summary, place)
+
+
+def _tokens(text: str, talk: Encoded | None, end: bool, encoder: Encoder) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and flags of a text, or of a conversation, whose end token does not count."""
+    if talk is not None:
+        ids, counted = [talk.ids], talk.counted * np.uint8(COUNTED)
+    else:  # rows of .jsonl and .parquet can be longer than a span
+        starts = range(0, len(text), SPAN)
+        ids = [encoder.tokenizer.encode_array(text[start : start + SPAN]) for start in starts]
+        counted = np.full(sum(map(len, ids)), COUNTED, np.uint8)
+    if end:
+        ids.append(np.array([encoder.tokenizer.end_id]))
+        counted = np.append(counted, np.uint8(ENDS if talk is not None else ENDS | COUNTED))
+    return np.concatenate([np.empty(0, np.uint8), *ids]), counted.astype(np.uint8)
+
+
+def _characters(document: Document, work: Work) -> list[str]:
+    """Texts that hold all characters of a document, also of its rendered form."""
+    roles = [str(message["role"]) for message in document.messages or ()]
+    return [document.text, *([work.template, *roles, *map(str.title, roles)] if roles else [])]
+
+
+def _parts(document: Document, work: Work, summary: Summary) -> Iterator[tuple[int, str, bool]]:
+    """(split, text, whether an end token follows) for a document, or for both parts of one that is cut."""
+    text, split, ends = document.text, document.split, document.ends
+    if split == BY_RULE and not text:
+        summary.empty += 1
+        return
+    parts = [(split, text, ends)]
+    if split == BY_RULE and work.cut and document.messages is None:
+        at = int(len(text) * (1 - work.cut))
+        parts = [(TRAIN, text[:at], False), (VAL, text[at:], False)]
+    elif split == BY_RULE:
+        number = document_hash(work.split.files[document.file].name, document.place)
+        summary.low = number if summary.low is None else min(summary.low, number)
+        summary.high = number if summary.high is None else max(summary.high, number)
+        parts = [(VAL if number < work.threshold else TRAIN, text, ends)]
+    summary.documents[parts[0][0]] += document.begins
+    for part in parts:
+        summary.bytes[part[0]] += len(part[1].encode())
+        yield part
 
 
 def build(
@@ -84,23 +278,20 @@ def build(
 
     Raises UserError for the first bad document if max_bad_fraction is 0, and for a source without text.
     """
-    work = Work(source, data)
-    files, size = work.files, work.size
-    workers = workers if source.hub or source.size >= MIN_PARALLEL or any(f.url for f in files) else 1
-    setup, journal = setup_of(files, data), _read_journal(folder)
-    template = setup.template
+    work, journal = Work.of(source, data), _read_journal(folder)
     if journal:
         threshold, cut = journal["rule"]
-        setup = dataclasses.replace(setup, threshold=threshold, cut=cut)
+        work = dataclasses.replace(work, threshold=threshold, cut=cut)
     while True:  # a second time if validation got no document or all of them
         if journal is None:
-            _save_tokenizer(data, mask, Text(setup, work), folder, workers, tell)
-        setup = with_tokenizer(setup, folder)
-        summary, shards = _encode(work, setup, folder, journal, data.max_bad_fraction, workers, size, tell)
-        other = _other_rule(setup, summary, data.val_fraction)
+            _save_tokenizer(data, mask, work, folder, workers, tell)
+        work = work.with_tokenizer(folder)
+        summary, shards = _write_shards(work, folder, journal, data.max_bad_fraction, workers, tell)
+        other = _other_rule(work, summary, data.val_fraction)
         if other is None:
             break
-        setup, journal = other, None
+        work, journal = other, None
+    files = source.files
     if sum(summary.documents) == 0 and not summary.bad_count:
         raise UserError(f"data.source: {data.source} holds no text; empty files: {max(1, len(files))}")
     return {
@@ -110,47 +301,21 @@ def build(
         "documents": dict(zip(NAMES, summary.documents, strict=True)),
         "bytes": dict(zip(NAMES, summary.bytes, strict=True)),
         "tokens": {split: sum(e["tokens"] for e in shards[split]) for split in NAMES},
-        "skipped": {
-            "bad": summary.bad_count,
-            "pieces": summary.pieces,
-            "first_bad": describe_bad(files, summary.bad[0]) if summary.bad else "",
+        "skipped": skipped(summary, files)
+        | {
             "empty": summary.empty + sum(f.size == 0 for f in source.counted),
             "ignored": sum(source.unknown.values()),
         },
-        "dtype": setup.dtype,
+        "dtype": work.dtype,
         "shards": {name: shards[name] for name in NAMES},
-        **({"flags": {name: shards[FLAGS + name] for name in NAMES}} if template else {}),
+        **({"flags": {name: shards[FLAGS + name] for name in NAMES}} if work.template else {}),
     }
 
 
-def _save_tokenizer(
-    data: DataSection, mask: bool, text: Text, folder: Path, workers: int, tell: Progress
-) -> None:
-    """Writes the tokenizer of a source. Nothing of it stays in memory while the workers encode."""
-    tokenizer = learn(data, mask, [text], workers, tell)
-    if data.chat_template:
-        from fivefold.data.chat import open_template  # Jinja takes a moment to import
-
-        tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
-        tokenizer.chat_template = text.setup.template
-    tokenizer.save(folder / "tokenizer.json")
-
-
-def setup_of(files: list[File], data: DataSection) -> Setup:
-    template = read_template(data.chat_template, data.tokenizer) if data.chat_template else ""
-    return Setup(files, data.text_key, "encode", threshold=int(data.val_fraction * 2**64), template=template)
-
-
-def with_tokenizer(setup: Setup, folder: Path) -> Setup:
-    """The setup with the tokenizer of a folder."""
-    path = folder / "tokenizer.json"
-    item = token_bytes(load_tokenizer(path).vocab_size)
-    return dataclasses.replace(setup, tokenizer=str(path), dtype=f"<u{item}")
-
-
-def is_named(tokenizer: str) -> bool:
-    """True if data.tokenizer is one of Fivefold's own, not a path."""
-    return tokenizer in ("bytes", "chars") or tokenizer.startswith("bpe:")
+def skipped(summary: Summary, files: list[File]) -> dict[str, Any]:
+    """How many documents were bad, for `require_few_bad`."""
+    first = describe_bad(files, summary.bad[0]) if summary.bad else ""
+    return {"bad": summary.bad_count, "pieces": summary.pieces, "first_bad": first}
 
 
 def require_few_bad(skipped: dict[str, Any], max_bad_fraction: float) -> None:
@@ -162,57 +327,62 @@ def require_few_bad(skipped: dict[str, Any], max_bad_fraction: float) -> None:
         )
 
 
-class Text(NamedTuple):
-    """A source to learn a tokenizer from, and its share of what is learned from."""
-
-    setup: Setup
-    work: Work
-    share: float = 1.0
-
-
-def text_of(source: Source, data: DataSection, share: float) -> Text:
-    """A source of several, from whose training part a common tokenizer is learned."""
-    work = Work(source, data)
-    return Text(setup_of(work.files, data), work, share)
+def require_good(files: list[File], bad: Sequence[Bad], max_bad_fraction: float) -> None:
+    """Raises UserError for the first bad document if none is allowed."""
+    if bad and max_bad_fraction == 0:
+        raise UserError(
+            f"{describe_bad(files, bad[0])} (set data.max_bad_fraction to skip a share of bad documents)"
+        )
 
 
-def learn(data: DataSection, mask: bool, texts: Sequence[Text], workers: int, tell: Progress) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names, learned from the texts if it asks for that."""
+def is_named(tokenizer: str) -> bool:
+    """True if data.tokenizer is one of Fivefold's own, not a path."""
+    return tokenizer in ("bytes", "chars") or tokenizer.startswith("bpe:")
+
+
+def _save_tokenizer(
+    data: DataSection, mask: bool, work: Work, folder: Path, workers: int, tell: Progress
+) -> None:
+    """Writes the tokenizer of a source."""
+    tokenizer = learn(data, mask, [(work, 1.0)], workers, tell)
+    if data.chat_template:
+        from fivefold.data.chat import open_template  # Jinja takes a moment to import
+
+        tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
+        tokenizer.chat_template = work.template
+    tokenizer.save(folder / "tokenizer.json")
+
+
+def learn(
+    data: DataSection, mask: bool, texts: Sequence[tuple[Work, float]], workers: int, tell: Progress
+) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names, learned from sources if it asks for that: each by its share."""
     if data.tokenizer == "bytes":
         return bytes_tokenizer(mask)
     if data.tokenizer == "chars":
         # Collect characters from all text, as nanoGPT does: those that only validation has need an id, too.
-        found = Summary()
-        for text in texts:
-            own = workers if text.work.size is None or text.work.size >= MIN_PARALLEL else 1
-            everything = (task for task, _ in text.work.tasks([]))
-            for result in run(everything, dataclasses.replace(text.setup, mode="characters"), own):
-                if isinstance(result, Summary):
-                    found.add(result)
-                    tell("collecting characters", found.read, text.work.size if len(texts) == 1 else None)
-        return chars_tokenizer(found.characters, mask)
+        total = Summary()
+        for work, _ in texts:
+            for group in run(dataclasses.replace(work, encoder=None), [], workers):
+                total.add(group.summary)
+                tell("collecting characters", sum(total.bytes), work.size if len(texts) == 1 else None)
+        return chars_tokenizer(total.characters, mask)
     if data.tokenizer.startswith("bpe:"):
-        sample = (piece for text in texts for piece in _sample(text, tell))
+        sample = (piece for work, share in texts for piece in _sample(work, share, tell))
         size = int(data.tokenizer.removeprefix("bpe:"))
         return train_bpe(sample, size, mask, special_of(data.chat_template))
     return load_tokenizer(expanded("data.tokenizer", data.tokenizer), mask)
 
 
-def _sample(text: Text, tell: Progress) -> Iterator[str]:
+def _sample(work: Work, share: float, tell: Progress) -> Iterator[str]:
     """About BPE_SAMPLE characters of training text, or a source's share of them. The same source gives the same."""
-    most, size, taken = int(BPE_SAMPLE * text.share), text.work.size, 0
-    for task in text.work.samples(max(1, most // SPAN)):
-        here = 0
-        for document in training_texts(task, text.setup):
-            for piece in cut_text(document):
+    most, taken = int(BPE_SAMPLE * share), 0
+    for document in work.split.samples(work.fields, max(1, most // SPAN)):
+        for split, text, _ in _parts(document, work, Summary()):
+            for piece in islice(cut_text(text), BPE_PIECES) if split == TRAIN else ():
                 yield piece
-                here += len(piece)
-                if here >= BPE_SAMPLE_PER_TASK:
-                    break
-            if here >= BPE_SAMPLE_PER_TASK:
-                break
-        taken += here
-        tell("learning the vocabulary", taken, min(size or most, most))
+                taken += len(piece)
+        tell("learning the vocabulary", taken, min(work.size or most, most))
         if taken >= most:
             return
 
@@ -221,56 +391,48 @@ def _read_journal(folder: Path) -> dict[str, Any] | None:
     """How far an interrupted folder is; None: it begins."""
     try:
         journal = read_json(folder / JOURNAL)
-        summary_from(journal["summary"])
+        Summary.of(journal["summary"])
         shards = [folder / f"{name}-00000.bin" for name, n in journal["tokens"].items() if n]
-        return journal if journal["format"] == FORMAT and all(path.exists() for path in shards) else None
+        whole = "done" in journal and all(path.exists() for path in shards)
+        return journal if journal["format"] == FORMAT and whole else None
     except (OSError, UserError, *BROKEN):
         return None
 
 
-def _encode(
+def _write_shards(
     work: Work,
-    setup: Setup,
     folder: Path,
     journal: dict[str, Any] | None,
     max_bad_fraction: float,
     workers: int,
-    size: int | None,
     tell: Progress,
 ) -> tuple[Summary, dict[str, list[dict[str, Any]]]]:
     """Writes the shards, from where the journal ends."""
     if journal is None:
         for left in [folder / JOURNAL, *folder.glob("*-*.bin"), *folder.glob("*-*.digests")]:
             remove(left)
-    begun = journal or {"place": [], "tokens": {}, "summary": dataclasses.asdict(Summary())}
-    total, place, saved = summary_from(begun["summary"]), begun["place"], time.monotonic()
-    dtypes = dict.fromkeys(NAMES, setup.dtype)
-    if setup.template:
+    begun = journal or {"done": [], "tokens": {}, "summary": dataclasses.asdict(Summary())}
+    total, saved = Summary.of(begun["summary"]), time.monotonic()
+    dtypes = dict.fromkeys(NAMES, work.dtype)
+    if work.template:
         dtypes |= dict.fromkeys((FLAGS + name for name in NAMES), "|u1")
     writers = {
         name: ShardWriter(folder, name, dtype, count=begun["tokens"].get(name, 0))
         for name, dtype in dtypes.items()
     }
     if journal:
-        tell(f"note: continuing after {total.read / 1e6:,.1f} MB that are tokenized", 0, None)
-    places: deque[Place] = deque()
+        tell(f"note: continuing after {sum(total.bytes) / 1e6:,.1f} MB that are tokenized", 0, None)
     try:
-        for result in run(noted(work.tasks(place), places), setup, workers):
-            if isinstance(result, Chunk):
-                writers[NAMES[result.split]].write(np.asarray(result.ids))
-                if result.flags is not None:
-                    writers[FLAGS + NAMES[result.split]].write(result.flags)
-                continue
-            total.add(result)
-            place = places.popleft()
-            tell("tokenizing", total.read, size)
-            if result.bad and max_bad_fraction == 0:
-                raise UserError(
-                    f"{describe_bad(setup.files, result.bad[0])} "
-                    "(set data.max_bad_fraction to skip a share of bad documents)"
-                )
+        for group in run(work, begun["done"], workers):
+            for split, ids, flags in group.chunks:
+                writers[NAMES[split]].write(ids)
+                if flags is not None:
+                    writers[FLAGS + NAMES[split]].write(flags)
+            total.add(group.summary)
+            tell("tokenizing", sum(total.bytes), work.size)
+            require_good(work.split.files, group.summary.bad, max_bad_fraction)
             if time.monotonic() - saved >= JOURNAL_S:
-                _write_journal(folder, setup, writers, total, place)
+                _write_journal(folder, work, writers, total, group.place)
                 saved = time.monotonic()
     finally:
         for writer in writers.values():
@@ -279,28 +441,28 @@ def _encode(
 
 
 def _write_journal(
-    folder: Path, setup: Setup, writers: dict[str, ShardWriter], total: Summary, place: Place
+    folder: Path, work: Work, writers: dict[str, ShardWriter], total: Summary, done: Place
 ) -> None:
     for writer in writers.values():
         writer.flush()
     journal = {
         "format": FORMAT,
-        "rule": [setup.threshold, setup.cut],
-        "place": place,
+        "rule": [work.threshold, work.cut],
+        "done": done,
         "tokens": {name: writer.count for name, writer in writers.items()},
         "summary": dataclasses.asdict(total),
     }
     write_atomically(folder / JOURNAL, json.dumps(journal))
 
 
-def _other_rule(setup: Setup, summary: Summary, val_fraction: float) -> Setup | None:
+def _other_rule(work: Work, summary: Summary, val_fraction: float) -> Work | None:
     """Another split rule if the hashes of few documents left one side empty, or None if both have documents."""
-    if val_fraction == 0 or setup.cut or summary.low is None or summary.high is None:
+    if val_fraction == 0 or work.cut or summary.low is None or summary.high is None:
         return None
     if sum(summary.documents) == 1:
-        return dataclasses.replace(setup, cut=val_fraction)
+        return dataclasses.replace(work, cut=val_fraction)
     if summary.documents[VAL] == 0:
-        return dataclasses.replace(setup, threshold=summary.low + 1)
+        return dataclasses.replace(work, threshold=summary.low + 1)
     if summary.documents[VAL] == sum(summary.documents):
-        return dataclasses.replace(setup, threshold=summary.high)
+        return dataclasses.replace(work, threshold=summary.high)
     return None

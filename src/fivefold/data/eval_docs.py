@@ -1,7 +1,7 @@
 """What evaluations read: whole documents, and items of multiple-choice and completion tasks with their prompts.
 
-Training cuts files into spans (`tasks.py`) and keeps tokens only. An evaluation also needs the raw text, whose bytes it
-counts, and says where an error stands by the number of its line.
+Training keeps tokens only. An evaluation also needs the raw text, whose bytes it counts, and says where an error stands
+by the number of its line.
 
 A task is a file of JSON lines in one of the schemas of `SCHEMAS`: two of our own, and those in which HellaSwag (arXiv
 1905.07830), ARC (arXiv 1803.05457) and LAMBADA (arXiv 1606.06031) are published. The prompts of the published ones are

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
-from itertools import islice
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
 from fivefold.data import mixture, preparation
 from fivefold.data.batches import Batches, items_in, objective_of, steps_of
-from fivefold.data.build import is_named
+from fivefold.data.build import is_named, require_good
 from fivefold.data.conversations import special_of
-from fivefold.data.kinds import Bad, Fields, describe_bad, from_start, hub, kind_of, read_task, token_files
+from fivefold.data.kinds import hub, kind_of, token_files
+from fivefold.data.kinds.kind import Bad, Fields
 from fivefold.data.kinds.megatron import index_of
 from fivefold.data.mixture import Amount, amounts, order_of
 from fivefold.data.one_source import cache_key, check_tokenizer, require_vocabulary
 from fivefold.data.packing import DataSet, cut_of
-from fivefold.data.sources import Source, find
+from fivefold.data.sources import FileSplit, Source, find
 from fivefold.data.stream import Stream
-from fivefold.data.tasks import beginning
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.data.tokens import open_tokens, read_manifest
 from fivefold.errors import UserError, several
@@ -43,12 +42,15 @@ BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0}
 
 class Found(NamedTuple):
     """What is known of a source. fact: in words. amount: how much there is of it; None: not known before training.
-    most: the most tokens that it can have, if they are estimated; None: they are exact, or there is no bound."""
+    bound: no more than this; `amount` where it is exact, None if nothing bounds it."""
 
     fact: str
     amount: Amount | None = None
-    exact: bool = False
-    most: int | None = None
+    bound: Amount | None = None
+
+    @property
+    def exact(self) -> bool:
+        return self.amount is not None and self.amount is self.bound
 
 
 def check(recipe: Recipe) -> list[str]:
@@ -61,18 +63,16 @@ def check(recipe: Recipe) -> list[str]:
     """
     tokenizer = preparation.shared_tokenizer(recipe, HASHED_AT_ONCE)
     found: dict[str, Found] = {}
-    for name, one in preparation.each(recipe).items():
-        with preparation.said_of("data.sources", name) if name else nullcontext():
-            found[name] = _found(one, tokenizer)
+    for key, one in preparation.sources_of(recipe).items():
+        with preparation.named(key):
+            found[key.partition(", ")[2]] = _found(one, tokenizer)
     facts = [line for name, one in found.items() for line in _lines(name, one)]
-    for entry, one in zip(recipe.data.validation, preparation.each_validation(recipe).values(), strict=True):
-        name = entry.name
-        with preparation.said_of("data.validation", name):
-            preparation.require_whole(entry)
+    for key, one in preparation.validation_of(recipe).items():
+        name = key.partition(", ")[2]
+        with preparation.named(key):
             own = _found(one, tokenizer)
-        if own.amount is not None and (own.exact or own.most is not None):
-            most = own.amount if own.exact else _amount(recipe, own.most or 0, None)
-            mixture.require_sequence(recipe, name, most.tokens, most.items)
+        if own.bound is not None:
+            mixture.require_sequence(recipe, name, own.bound.tokens, own.bound.items)
         facts.append(f"validation {_lines(name, own)[0]}")
     amounts = {name: one.amount for name, one in found.items() if one.amount is not None}
     if len(amounts) < len(found):
@@ -80,15 +80,10 @@ def check(recipe: Recipe) -> list[str]:
     if recipe.data.weigh_by == "documents" and not all(amount.documents for amount in amounts.values()):
         return [*facts, "passes over each source: known when their documents are counted"]
     exact = all(one.exact for one in found.values())
-    if exact:
-        mixture.require_enough(recipe, amounts)
-    elif all(one.exact or one.most is not None for one in found.values()):
+    bounds = {name: one.bound for name, one in found.items() if one.bound is not None}
+    if len(bounds) == len(found):  # passes that are only estimated are held to no limit here
         lenient = recipe.model_copy(update={"data": mixture.without_limits(recipe.data)})
-        most = {
-            name: amount if found[name].exact else _amount(recipe, found[name].most or 0, None)
-            for name, amount in amounts.items()
-        }
-        mixture.require_enough(lenient, most)  # the passes are only estimated here
+        mixture.require_enough(recipe if exact else lenient, bounds)
     return [*facts, *_passes(recipe, amounts, exact)]
 
 
@@ -112,7 +107,7 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         amount = _amount(recipe, len(train), None if val is None else len(val))
         about = "about " * any(s.path.suffix == ".parquet" for s in shards)  # an empty row counts as one
         fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
-        return Found(fact, amount, exact=not about)
+        return Found(fact, amount, None if about else amount)
     mask = objective_of(recipe) == "mlm"
     check_tokenizer(recipe.data, mask)
     source = find(recipe.data.source)
@@ -138,14 +133,15 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
             fact += (
                 f"\ntokens: {tokens['train']:,} for training, {tokens['val']:,} for validation (in the cache)"
             )
-            return Found(fact, amount, exact=True)
+            return Found(fact, amount, amount)
     require_readable(recipe, source)
     most = source.size + len(source.files)  # at most one token per byte, and one end token per file
     likely = int(most * (1 - recipe.data.val_fraction) / bytes_per_token(recipe.data.tokenizer))
     fact += f"\ntokens: about {likely:,} for training (not tokenized yet)"
     # what is compressed, by itself or inside, may hold more than its bytes
     bounded = not any(f.packed or f.url or not kind_of(f).packs for f in source.files)
-    return Found(fact, _amount(recipe, likely, None), most=most if bounded else None)
+    bound = _amount(recipe, most, None) if bounded else None
+    return Found(fact, _amount(recipe, likely, None), bound)
 
 
 def bytes_per_token(tokenizer: str) -> float:
@@ -176,24 +172,20 @@ def _passes(recipe: Recipe, amounts: Mapping[str, Amount], exact: bool) -> list[
 
 def require_readable(recipe: Recipe, source: Source) -> None:
     """Raises UserError if a document in the beginning of the source cannot be read and none may be bad."""
-    data = recipe.data
+    data, files = recipe.data, source.files
     if data.max_bad_fraction:
         return
-    each = max(LEAST, PROBED // max(1, len(source.files)))
+    each = max(LEAST, PROBED // max(1, len(files)))
     whole = source.size <= PROBED
-    for number, file in enumerate(source.files[: PROBED // LEAST] if not whole else source.files):
+    for number, file in enumerate(files[: PROBED // LEAST] if not whole else files):
         if file.url:  # `check` uses no network but to list them
             continue
+        by_bytes = kind_of(file).by_bytes and file.plain
         fields = Fields(data.text_key, bool(data.chat_template))
-        task = beginning(source.files, number, fields, file.size if whole else min(file.size, each))
-        documents = read_task(task, source.files, fields)
-        counted = kind_of(file).by_bytes and not from_start(file)
-        for document in documents if counted else islice(documents, ROWS):
-            if isinstance(document, Bad):
-                raise UserError(
-                    f"{describe_bad(source.files, document)} "
-                    "(set data.max_bad_fraction to skip a share of bad documents)"
-                )
+        for count, (document, behind) in enumerate(FileSplit(files).read(number, fields), 1):
+            require_good(files, [document] if isinstance(document, Bad) else [], 0)
+            if (not whole and behind >= each) if by_bytes else count >= ROWS:
+                break
 
 
 def require_ids(recipe: Recipe, source: Source, mask: bool) -> None:

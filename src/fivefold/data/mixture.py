@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fivefold.data.batches import items_in, steps_of
-from fivefold.data.order import Order, Stage, whole_weights
+from fivefold.data.batches import Order, Stage, items_in, steps_of, whole_weights
 from fivefold.data.packing import DataSet, cut_of
 from fivefold.data.stream import ENDLESS
 from fivefold.errors import UserError

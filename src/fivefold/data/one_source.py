@@ -17,10 +17,9 @@ from fivefold.data import stream
 from fivefold.data.batches import objective_of
 from fivefold.data.build import JOURNAL, Progress, build, is_named, require_few_bad
 from fivefold.data.conversations import beside, read_template, special_of
-from fivefold.data.fingerprint import Memo, remembered, sampled_sha256, sha256_file
 from fivefold.data.kinds import hub, token_files
 from fivefold.data.packing import DataSet
-from fivefold.data.sources import Source, find
+from fivefold.data.sources import Memo, Source, find, remembered, sampled_sha256, sha256_file
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import (
     FORMAT,
@@ -57,7 +56,7 @@ def prepare_source(recipe: Recipe, progress: Progress | None = None, workers: in
     """The data of `data.source`. It is tokenized first, unless the cache has this content with these settings.
 
     Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
-    `workers` (processes; None: all cores). progress(stage, done, total) is called with bytes. Raises UserError for
+    `workers` (threads; None: one per core). progress(stage, done, total) is called with bytes. Raises UserError for
     every fault of the source, with file and offset.
     """
     tell = progress or (lambda stage, done, total: None)
@@ -146,7 +145,7 @@ def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell
         if (text := stream.error_of(folder)) is not None:
             raise UserError(text)
         stream.start(folder, setup)
-        done = 0 if now is None else (now.summary or {}).get("read", 0)
+        done = 0 if now is None else now.read
         tell("tokenizing until training can start", done, None)
         time.sleep(0.05)
         if now := stream.read_progress(folder):
@@ -270,7 +269,9 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: P
         tokenizer = hashlib.sha256(
             load_tokenizer(expanded("data.tokenizer", tokenizer), mask).to_json().encode()
         ).hexdigest()
-    settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key] + ["stream"] * data.stream
+    settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key] + [
+        "streams"
+    ] * data.stream
     if data.chat_template:
         settings.append(read_template(data.chat_template, data.tokenizer))
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
@@ -310,24 +311,11 @@ def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
 
         yield line
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    ]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    columns = [*progress.Progress.get_default_columns(), progress.TransferSpeedColumn()]
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks = {}
 
         def show(stage: str, done: int, total: int | None) -> None:

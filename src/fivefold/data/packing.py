@@ -1,17 +1,7 @@
-"""What a run trains on: how the tokens of a source become sequences, and where documents begin in them.
-
-A document in a sequence begins with the end token before it, which a prompt begins with, too. So the first word of a
-document is predicted from nothing else, as in evaluation. Masked tokens are predicted from all around them: there the
-end token belongs to the document that it ends.
-
-Where a source has conversations, flags of its tokens say where documents end and which targets count. Elsewhere it is
-the index of Megatron-LM's files, or else the end token, and all count. A conversation begins with its own first token,
-as the prompt of a chat does, and so does a document that follows no end token. That token is no target.
+"""What a run trains on; documents that are packed whole into sequences (`data.packing = "best_fit"`).
 
 Best-fit packing (arXiv 2404.10830) cuts documents only where they are longer than a sequence. All pieces, longest
 first, go into the fullest sequence that has room for them. Each token of the source is a target exactly once.
-
-Legend: R sequences, T tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -19,20 +9,19 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fivefold.data.batches import NOT_COUNTED, Batch, Concatenated, Cut
 from fivefold.data.stream import Stream
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.tokens import COUNTED, ENDS, Tokens
 from fivefold.files import cache_folder, locked, writable, write_atomically
 from fivefold.models.card import card_of
-from fivefold.models.registry import Objective
 from fivefold.recipe import Recipe
 from fivefold.recipe.entries import HELD_OUT
 
-NOT_COUNTED = -100  # a target that the loss ignores (the convention of torch's cross entropy)
 SCANNED = 1 << 24  # tokens searched for the end token at once
 
 
@@ -83,93 +72,6 @@ class DataSet:
             assert isinstance(part.train, Tokens), "only training data are streamed"
             found[part.name] = part.train
         return found
-
-
-class Batch(NamedTuple):
-    """Sequences of a batch, all int64 (R, T).
-
-    targets: negative ones do not count in the loss. first: the column at which the document of each token begins; None:
-    every sequence is one document.
-    """
-
-    inputs: np.ndarray
-    targets: np.ndarray
-    first: np.ndarray | None = None
-
-
-class Cut(Protocol):
-    """The sequences of a source. count: their number. uneven: sequences differ in how many targets count."""
-
-    count: int
-    uneven: bool
-
-    def read(self, numbers_R: np.ndarray) -> Batch:
-        """The sequences with these numbers. Where tokens are hidden later, targets are the inputs."""
-        ...
-
-
-def count_sequences(tokens: int, seq_len: int, objective: str) -> int:
-    """Number of whole sequences in `tokens` tokens. A causal sequence has T + 1 tokens (overlap 1), a masked one T."""
-    return max(0, tokens - 1) // seq_len if objective == "causal" else tokens // seq_len
-
-
-class Concatenated:
-    """Sequence n of a source is tokens[n T : n T + T + 1]. A remainder is dropped. end: the token between documents;
-    None: it is not known. apart: a sequence has documents; False: it is one. Unset: True if `end` is known."""
-
-    def __init__(
-        self,
-        tokens: Tokens | Stream,
-        seq_len: int,
-        objective: Objective = "causal",
-        end: int | None = None,
-        apart: bool | None = None,
-    ):
-        self.tokens, self.seq_len, self.objective, self.end = tokens, seq_len, objective, end
-        self.apart = end is not None if apart is None else apart
-        self.indexed = self.apart and isinstance(tokens, Tokens) and tokens.indexed
-        self.uneven = tokens.flags is not None or (self.indexed and objective == "causal")
-        self.count = count_sequences(len(tokens), seq_len, objective)
-
-    def read(self, numbers_R: np.ndarray) -> Batch:
-        causal = self.objective == "causal"
-        starts_R, length = numbers_R * self.seq_len, self.seq_len + causal
-        block = self.tokens.rows(starts_R, length)
-        flags = None if self.tokens.flags is None else self.tokens.flags.rows(starts_R, length)
-        first = None
-        others = np.zeros_like(block, bool)  # last tokens that do not belong to the next document, too
-        if self.apart:
-            ends = self._ends(starts_R, block, flags)
-            inside = ends & (block == self.end) if causal and flags is None else others
-            others = ends & ~inside
-            first = _first((inside | np.roll(others, 1, axis=1))[:, : self.seq_len])
-        if not causal:
-            return Batch(block, block, first)
-        targets_RT = block[:, 1:].copy()  # of a single row it would be a view, and inputs must not change
-        if flags is not None:
-            targets_RT[flags[:, 1:] & COUNTED == 0] = NOT_COUNTED
-        targets_RT[others[:, :-1]] = NOT_COUNTED  # the first token of the next document
-        return Batch(np.ascontiguousarray(block[:, :-1]), targets_RT, first)
-
-    def _ends(self, starts_R: np.ndarray, block: np.ndarray, flags: np.ndarray | None) -> np.ndarray:
-        """Which tokens of a block are the last of their document."""
-        if flags is not None:
-            return flags & ENDS > 0
-        if not self.indexed:
-            return block == self.end
-        assert isinstance(self.tokens, Tokens)
-        found = np.zeros_like(block, bool)
-        for row, start in zip(found, starts_R.tolist(), strict=True):
-            row[self.tokens.ends(start, start + len(row), self.end) - start] = True
-        return found
-
-
-def _first(begins_RT: np.ndarray) -> np.ndarray | None:
-    """The beginning of each token's document, given the columns at which one begins; None if none does but column 0."""
-    if not begins_RT[:, 1:].any():
-        return None
-    columns_T = np.arange(begins_RT.shape[1])
-    return np.maximum.accumulate(np.where(begins_RT & (columns_T > 0), columns_T, 0), axis=1)
 
 
 class Packed:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.data.batches import objective_of
-from fivefold.data.build import Progress, learn, text_of
+from fivefold.data.build import Progress, Work, learn
 from fivefold.data.kinds import megatron, token_files
 from fivefold.data.mixture import amounts, require_enough, require_sequence, weights_of
 from fivefold.data.one_source import cache_key, check_tokenizer, prepare_source
@@ -32,6 +32,10 @@ from fivefold.host import cores
 from fivefold.recipe import Recipe
 from fivefold.recipe.entries import SourceEntry, ValidationEntry
 
+ONE = "data.source"
+"""The key of the only source."""
+ALONE = {"sources": (), "stages": (), "validation": (), "weigh_by": "tokens"}
+"""What a recipe with one source has."""
 TOKENIZERS = 1
 """Of tokenizers that several sources share: raise it when the same sources would give another one."""
 
@@ -40,7 +44,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | Non
     """The data set of a recipe. It is tokenized first, unless the cache has this content with these settings.
 
     Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
-    `workers` (processes; None: all cores). progress(stage, done, total) is called with bytes.
+    `workers` (threads; None: one per core). progress(stage, done, total) is called with bytes.
 
     Raises:
         UserError: a fault of a source, with file and offset; or there is not enough data for the run.
@@ -57,26 +61,16 @@ def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | Non
 
 def _prepare_all(recipe: Recipe, progress: Progress | None, workers: int | None) -> DataSet:
     """Sources and validation sets, each by itself, with one tokenizer."""
-    began, section = time.perf_counter(), recipe.data
-    plain = _with(recipe, sources=(), stages=(), validation=(), weigh_by="tokens")
+    began, section, shared = time.perf_counter(), recipe.data, recipe
     learned = is_learned(section.tokenizer)
     if learned and (section.sources or section.tokenizer == "chars"):
-        plain = _with(plain, tokenizer=_learned(recipe, progress, workers))
-    if section.sources:
-        found = {
-            f"data.sources, {entry.name}": _entry(plain, "data.sources", entry, progress, workers)
-            for entry in section.sources
-        }
-    else:
-        found = {"data.source": _without_vocabulary(plain, progress, workers)}
-        tokenizer = found["data.source"].tokenizer
-        if learned and tokenizer is not None:
-            plain = _with(plain, tokenizer=_keep(recipe, tokenizer.to_json(), lambda: tokenizer))
-    own = {
-        f"data.validation, {entry.name}": _entry(plain, "data.validation", entry, progress, workers)
-        for entry in section.validation
-    }
-    everything = found | own
+        shared = _with(recipe, tokenizer=_learned(recipe, progress, workers))
+    found = {key: _alone(key, one, progress, workers) for key, one in sources_of(shared).items()}
+    tokenizer = next(iter(found.values())).tokenizer
+    if learned and not section.sources and tokenizer is not None:
+        shared = _with(shared, tokenizer=_keep(recipe, tokenizer.to_json(), lambda: tokenizer))
+    validated = {key: _alone(key, one, progress, workers) for key, one in validation_of(shared).items()}
+    everything = found | validated
     text = next((one for one in everything.values() if one.tokenizer is not None), None)
     vocab_size = _common_vocabulary(recipe, everything)
     masked = any(one.mask_id is not None for one in everything.values())
@@ -87,7 +81,7 @@ def _prepare_all(recipe: Recipe, progress: Progress | None, workers: int | None)
     )
     validation = tuple(
         Part(entry.name, one.train, None, one.info)
-        for entry, one in zip(section.validation, own.values(), strict=True)
+        for entry, one in zip(section.validation, validated.values(), strict=True)
     )
     first = next(iter(found.values()))
     info = _info(parts) if parts else first.info
@@ -118,58 +112,47 @@ def _with(recipe: Recipe, **data: Any) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
 
 
-def _entry(
-    recipe: Recipe,
-    key: str,
-    entry: SourceEntry | ValidationEntry,
-    progress: Progress | None,
-    workers: int | None,
-) -> DataSet:
-    """A source by itself. Of a validation set nothing is held out."""
-    with said_of(key, entry.name):
-        if isinstance(entry, ValidationEntry):
-            require_whole(entry)
-        return _without_vocabulary(of_entry(recipe, entry), progress, workers)
-
-
-def of_entry(recipe: Recipe, entry: SourceEntry | ValidationEntry) -> Recipe:
-    """The recipe with a source as its only one."""
-    own: dict[str, Any] = {"source": entry.source, "text_key": entry.text_key or recipe.data.text_key}
-    if isinstance(entry, ValidationEntry):
-        own |= {"val_fraction": 0.0, "stream": False}
-    return _with(recipe, sources=(), stages=(), validation=(), weigh_by="tokens", **own)
-
-
-def require_whole(entry: ValidationEntry) -> None:
-    """Raises UserError if only a part of a validation set is for validation by its name."""
-    if entry.source.startswith(token_files.PREFIX):
-        token_files.require_one_split(entry.source)
-
-
-def each(recipe: Recipe) -> dict[str, Recipe]:
-    """A recipe per source, of which it is the only one."""
-    plain = _with(recipe, validation=())
-    return {entry.name: of_entry(recipe, entry) for entry in recipe.data.sources} or {"": plain}
-
-
-def each_validation(recipe: Recipe) -> dict[str, Recipe]:
-    """A recipe per validation set of its own."""
-    return {entry.name: of_entry(recipe, entry) for entry in recipe.data.validation}
-
-
-def _without_vocabulary(recipe: Recipe, progress: Progress | None, workers: int | None) -> DataSet:
-    """A source whose own ids say how many there are; `_common_vocabulary` compares."""
+def _alone(key: str, recipe: Recipe, progress: Progress | None, workers: int | None) -> DataSet:
+    """A source by itself. Its own ids say how many there are; `_common_vocabulary` compares."""
     model = recipe.model.model_copy(update={"vocab_size": None})
-    return prepare_source(recipe.model_copy(update={"model": model}), progress, workers)
+    with named(key):
+        return prepare_source(recipe.model_copy(update={"model": model}), progress, workers)
+
+
+def sources_of(recipe: Recipe) -> dict[str, Recipe]:
+    """A recipe per source, of which it is the only one, by its key: "data.sources, NAME", or ONE."""
+    entries = {f"data.sources, {entry.name}": _of_entry(recipe, entry) for entry in recipe.data.sources}
+    return entries or {ONE: _with(recipe, **ALONE)}
+
+
+def validation_of(recipe: Recipe) -> dict[str, Recipe]:
+    """A recipe per validation set of its own, by its key. Nothing of it is held out.
+
+    Raises:
+        UserError: only a part of one is for validation by its name.
+    """
+    found = {}
+    for entry in recipe.data.validation:
+        key = f"data.validation, {entry.name}"
+        found[key] = _of_entry(recipe, entry, val_fraction=0.0, stream=False)
+        if entry.source.startswith(token_files.PREFIX):
+            with named(key):
+                token_files.require_one_split(entry.source)
+    return found
+
+
+def _of_entry(recipe: Recipe, entry: SourceEntry | ValidationEntry, **data: Any) -> Recipe:
+    text_key = entry.text_key or recipe.data.text_key
+    return _with(recipe, **ALONE, source=entry.source, text_key=text_key, **data)
 
 
 @contextmanager
-def said_of(key: str, name: str) -> Iterator[None]:
-    """Names the source in its errors."""
+def named(key: str) -> Iterator[None]:
+    """Names one of several sources in its errors."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{key}, {name}: {error}") from None
+        raise (error if key == ONE else UserError(f"{key}: {error}")) from None
 
 
 def _common_vocabulary(recipe: Recipe, found: Mapping[str, DataSet]) -> int:
@@ -218,7 +201,7 @@ def shared_tokenizer(recipe: Recipe, most: int) -> str:
     )
     if not shared or not (cache_folder(section.cache) / "data").is_dir():
         return section.tokenizer
-    every = [*each(recipe).values(), *each_validation(recipe).values()]
+    every = [*sources_of(recipe).values(), *validation_of(recipe).values()]
     sources = [find(one.data.source) for one in every if not one.data.source.startswith(token_files.PREFIX)]
     if any(source.hub for source in sources) or sum(source.size for source in sources) > most:
         return section.tokenizer
@@ -235,9 +218,9 @@ def _learned(recipe: Recipe, progress: Progress | None, workers: int | None, mak
     tell = progress or (lambda stage, done, total: None)
     section, mask = recipe.data, objective_of(recipe) == "mlm"
     check_tokenizer(section, mask)
-    recipes = {f"data.sources, {name}" if name else "data.source": one for name, one in each(recipe).items()}
+    recipes = sources_of(recipe)
     if section.tokenizer == "chars":  # characters that only validation has need an id, too
-        recipes |= {f"data.validation, {name}": one for name, one in each_validation(recipe).items()}
+        recipes |= validation_of(recipe)
     texts = [
         (name, one.data, find(one.data.source))
         for name, one in recipes.items()
@@ -250,10 +233,14 @@ def _learned(recipe: Recipe, progress: Progress | None, workers: int | None, mak
     with writable(root):
         keys = [cache_key(source, one, mask, root, tell) for _, one, source in texts]
     told = json.dumps([TOKENIZERS, section.tokenizer, mask, keys, list(shares.values())])
-    parts = [text_of(source, one, shares[name]) for name, one, source in texts]
     if not make and not _kept(recipe, told).is_file():
         return section.tokenizer
-    return _keep(recipe, told, lambda: learn(section, mask, parts, workers or cores(), tell))
+
+    def learned() -> Tokenizer:
+        parts = [(Work.of(source, one), shares[name]) for name, one, source in texts]
+        return learn(section, mask, parts, workers or cores(), tell)
+
+    return _keep(recipe, told, learned)
 
 
 def _kept(recipe: Recipe, told: str) -> Path:

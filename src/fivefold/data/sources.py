@@ -1,20 +1,36 @@
-"""Finds the files that a recipe's `data.source` names."""
+"""Finds the files that a recipe's `data.source` names, hashes them, says which are held out, and reads their documents.
+
+Stale tokens of a changed source are never used: a file is known by the SHA-256 of its content (1.7 GB/s per core with
+the SHA extension). Hashing a terabyte at every start would take minutes, so the hash is remembered under the file's
+size, modification time, change time and inode. The change time (ctime) makes this safe: the kernel updates it at every
+write and utime(), and no program can set it. Clocks tick coarsely, so a file that changed less than two seconds before
+it was hashed is hashed again (git's "racily clean" rule).
+"""
 
 from __future__ import annotations
 
 import difflib
 import glob
+import hashlib
+import json
 import os
 import stat
 import sysconfig
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fivefold.data.kinds import SUFFIXES, File, hub, named, remote
-from fivefold.data.kinds.opening import PACKED
+import numpy as np
+
+from fivefold.data.kinds import SUFFIXES, hub, kind_of, named, remote
+from fivefold.data.kinds.kind import BY_RULE, ENDED, PACKED, SPAN, VAL, Bad, Document, Fields, File
 from fivefold.errors import UserError, several
+from fivefold.files import write_atomically
+from fivefold.host import cores
 
 # `stdlib` leaves out installed packages, tests (many distributions do not install them, so the set would differ between
 # machines), and generated tables (encodings, documentation topics, build variables). 10 MB in 600 files remain.
@@ -180,3 +196,219 @@ def _fixed_part(pattern: Path) -> Path:
 def _known(*paths: Path) -> str:
     hint = "; for token files write tokens:PATH" if any(p.suffix in (".bin", ".npy") for p in paths) else ""
     return f"known: {' '.join(SUFFIXES)}, and texts as {' '.join(PACKED)}{hint}"
+
+
+Place = Sequence[int]
+"""Where reading continues: [file, bytes or rows of it that are done]. [] is the start."""
+
+
+@dataclass(frozen=True)
+class FileSplit:
+    """The files of a source and their split. A text file is one document and belongs to one split.
+
+    val: held-out files. cut: the byte where the validation part of a single text begins. pieces: the megabytes of a
+    single text are held out by their hashes instead, as documents are.
+    """
+
+    files: list[File]
+    val: frozenset[int] = frozenset()
+    cut: int | None = None
+    pieces: bool = False
+
+    @property
+    def single(self) -> bool:
+        """The source is one text. It needs no end token to separate documents (as in nanoGPT's split)."""
+        return len(self.files) == 1 and kind_of(self.files[0]).one_document
+
+    def documents(self, fields: Fields, start: Place) -> Iterator[tuple[Document | Bad, Place]]:
+        """The documents of all files from a place on, and the place behind each."""
+        for number in range(start[0] if start else 0, len(self.files)):
+            begin = start[1] if start and number == start[0] else 0
+            for document, place in self.read(number, fields, begin):
+                yield document, [number, place]
+
+    def read(self, number: int, fields: Fields, begin: int = 0) -> Iterator[tuple[Document | Bad, int]]:
+        """The documents of a file from a place on, and the place behind each."""
+        if begin == ENDED:
+            return
+        file = self.files[number]
+        kind = kind_of(file)
+        for document, place in kind.read(number, file, begin, fields, self.cut):
+            if isinstance(document, Document) and kind.one_document:
+                split = BY_RULE if self.pieces else VAL if number in self.val else document.split
+                document = document._replace(split=split, ends=document.ends and not self.single)
+            yield document, place
+
+    def samples(self, fields: Fields, wanted: int) -> Iterator[Document]:
+        """The documents of about `wanted` megabytes that are evenly spread over the source, without bad ones. Of what
+        can only be read from its start, the beginnings. All of a small source, and of one without a size."""
+        step = sum(max(0, file.size) for file in self.files) // (SPAN * wanted) * SPAN
+        if step <= SPAN:
+            yield from _first(self.documents(fields, []), ENDED)
+            return
+        base = 0
+        for number, file in enumerate(self.files):
+            points = range(-base % step, max(0, file.size), step)
+            starts = [kind_of(file).near(file, point) for point in points]
+            if None in starts:
+                yield from _first(self.documents(fields, [number, 0]), len(starts) * SPAN)
+            else:
+                for start in starts:
+                    yield from _first(self.documents(fields, [number, start or 0]), SPAN)
+            base += max(0, file.size)
+
+
+def _first(documents: Iterator[tuple[Document | Bad, Place]], characters: int) -> Iterator[Document]:
+    """The first good documents, until they have so many characters."""
+    for document, _ in documents:
+        if isinstance(document, Document):
+            yield document
+            characters -= len(document.text)
+            if characters <= 0:
+                return
+
+
+def split_files(files: list[File], val_fraction: float, stream: bool = False) -> FileSplit:
+    """Chooses the held-out text files in the order of a hash of their names.
+
+    It takes as many as fit into val_fraction of the bytes, or the smallest if none fits. A single text is cut by its
+    characters; stream: that would read all of it, so its megabytes are held out by their hashes.
+    """
+    texts = [i for i, f in enumerate(files) if kind_of(f).one_document and f.size > 0]
+    if val_fraction == 0 or not texts:
+        return FileSplit(files)
+    if len(files) == 1 and stream:
+        return FileSplit(files, pieces=True)
+    if len(files) == 1:
+        return FileSplit(files, cut=cut_at(files[0], val_fraction))
+    if len(texts) == 1:  # the other documents are rows of files, held out one by one
+        return FileSplit(files)
+    budget = val_fraction * sum(files[i].size for i in texts)
+    chosen = set()
+    for i in sorted(texts, key=lambda i: document_hash(files[i].name)):
+        if files[i].size <= budget:
+            chosen.add(i)
+            budget -= files[i].size
+    smallest = min(texts, key=lambda i: (files[i].size, document_hash(files[i].name)))
+    return FileSplit(files, frozenset(chosen or {smallest}))
+
+
+def document_hash(name: str, offset: int = 0) -> int:
+    """64 bits that decide a document's split. They depend on the file's name and the document's place in it."""
+    digest = hashlib.blake2b(f"{offset} {name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def cut_at(file: File, val_fraction: float) -> int:
+    """The byte where character int(n (1 - val_fraction)) of a UTF-8 text of n characters begins."""
+    try:
+        total = sum(int(starts.sum()) for _, starts in _character_starts(file))
+    except OSError:
+        return max(0, file.size)  # its reader will report the error
+    wanted, seen, end = int(total * (1 - val_fraction)), 0, 0
+    for offset, starts in _character_starts(file):
+        here, end = int(starts.sum()), offset + len(starts)
+        if seen + here > wanted:
+            return offset + int(np.flatnonzero(starts)[wanted - seen])
+        seen += here
+    return end
+
+
+def _character_starts(file: File) -> Iterator[tuple[int, np.ndarray]]:
+    at = 0
+    with file.open() as f:
+        while chunk := f.read(1 << 22):
+            yield at, (np.frombuffer(chunk, np.uint8) & 0xC0) != 0x80
+            at += len(chunk)
+
+
+RACY_NS = 2_000_000_000
+Stat = list[int]  # size, mtime, ctime (ns), inode
+
+
+def stat_of(path: Path) -> Stat | None:
+    """The identity of a file that is stored with its hash, or None if the file cannot be read."""
+    try:
+        s = path.stat()
+    except OSError:
+        return None
+    return [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino]
+
+
+def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
+    with open(path, "rb", buffering=0) as f:
+        while count := f.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            if advance:
+                advance(count)
+    return digest.hexdigest()
+
+
+ENDS = 1 << 16  # bytes at each end of a file that stand for its content
+
+
+def sampled_sha256(path: Path) -> str:
+    """Hash of a file's size and its two ends: for streams, which begin before anybody has read all of it."""
+    with open(path, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        digest = hashlib.sha256(f"{size} ".encode() + f.read(ENDS))
+        f.seek(max(0, size - ENDS))
+        digest.update(f.read(ENDS))
+    return digest.hexdigest()
+
+
+class Memo:
+    """Remembers a value per file while the file is certainly unchanged, in one JSON file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._changed = False
+        try:
+            self._known: dict[str, dict[str, Any]] = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError):
+            self._known = {}
+
+    def get(self, path: Path, stat: Stat) -> Any | None:
+        entry = self._known.get(str(path))
+        if (
+            entry is None or entry["stat"] != stat or os.name == "nt"
+        ):  # Windows: ctime is the time of creation
+            return None
+        return entry["value"] if entry["at"] - max(stat[1], stat[2]) > RACY_NS else None
+
+    def put(self, path: Path, stat: Stat, at: int, value: Any) -> None:
+        self._known[str(path)] = {"stat": stat, "at": at, "value": value}
+        self._changed = True
+
+    def forget(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            self._known.pop(str(path), None)
+
+    def save(self) -> None:
+        if self._changed:
+            write_atomically(self.path, json.dumps(self._known))
+
+
+def remembered(
+    paths: list[Path], memo: Memo, compute: Callable[[Path], Any], unreadable: Callable[[OSError], Any]
+) -> list[Any]:
+    """compute(path) for each file, in threads. An unchanged file gives its remembered value."""
+
+    def one(path: Path) -> Any:
+        before, at = stat_of(path), time.time_ns()
+        if before is not None and (known := memo.get(path, before)) is not None:
+            return known
+        try:
+            value = compute(path)
+        except OSError as error:
+            return unreadable(error)
+        if stat_of(path) != before or before is None:
+            raise UserError(f"{path}: changed while being read; run again when it is complete")
+        memo.put(path, before, at, value)
+        return value
+
+    with ThreadPoolExecutor(cores()) as pool:
+        values = list(pool.map(one, paths))
+    memo.save()
+    return values

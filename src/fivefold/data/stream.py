@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.data.order import hash_keys, permute
 from fivefold.errors import UserError
 from fivefold.files import BROKEN, Post, held, own_word, parse_json, remove
 
@@ -34,8 +33,10 @@ COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.stream_writer import 
 POLL_S = 0.02
 TOLD_S, AGAIN_S = 1.0, 60.0  # a wait that is longer is said, but not more often
 LOOK_S = 1.0  # between looks whether the tokenizing process lives
-OPEN_SHARDS = 8
-TAIL = 1 << 20  # bytes at the end of the list of commits that are read
+
+
+Shuffled = Callable[[np.ndarray, int, int, int], np.ndarray]
+"""The items at some positions of a window, of which it has so many; (positions, items, epoch, window)."""
 
 
 class Commit(NamedTuple):
@@ -75,6 +76,11 @@ class Progress(NamedTuple):
     def item(self) -> int:
         return np.dtype(self.dtype).itemsize
 
+    @property
+    def read(self) -> int:
+        """Bytes of text that are tokenized."""
+        return sum(self.summary["bytes"]) if self.summary else 0
+
     def has(self, low: int, need: int) -> bool:
         """Are tokens low .. need there, as far as there are so many?"""
         return self.first <= low and self.count >= (need if self.total is None else min(need, self.total))
@@ -90,12 +96,10 @@ def read_progress(folder: Path) -> Progress | None:
 
 
 def commits(folder: Path) -> list[Commit]:
-    """The last borders that were noted, in the order of notes."""
+    """The borders that were noted, in the order of notes."""
     found = []
     try:
-        with open(folder / COMMITS, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            lines = file.read().split(b"\n")
+        lines = (folder / COMMITS).read_bytes().split(b"\n")
     except OSError:
         return []
     for line in lines:
@@ -116,8 +120,7 @@ class Stream:
         self.waiting: Callable[[str], object] | None = None
         self.given_up = False  # nobody wants what a reader still waits for
         self._told = -AGAIN_S
-        self._owner = 0  # process that has posts and open files
-        self._files: dict[int, int] = {}
+        self._owner = 0  # process that posts
         self._span = max(1, window)  # tokens that a reader keeps: a window of whole items
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +135,7 @@ class Stream:
         total = self._progress().total
         return ENDLESS if total is None else total
 
-    def numbers(self, uses_R: np.ndarray, seq_len: int, overlap: int, seed: int) -> np.ndarray:
+    def numbers(self, uses_R: np.ndarray, seq_len: int, overlap: int, shuffled: Shuffled) -> np.ndarray:
         """The items that uses 0, 1, 2, ... take, each `seq_len` tokens and `overlap` of the next one."""
         with _reading:
             W = self._items_of_window(seq_len)
@@ -146,8 +149,7 @@ class Stream:
                 size = min(W, count - window * W) if count else W
                 begin = use - position + window * W
                 here = ~done & (uses_R < begin + size)
-                key = int(hash_keys(epoch, window)[0]) >> 1
-                found_R[here] = window * W + permute(uses_R[here] - begin, size, seed, key)
+                found_R[here] = window * W + shuffled(uses_R[here] - begin, size, epoch, window)
                 done |= here
             return found_R
 
@@ -171,7 +173,7 @@ class Stream:
     def finish(self, tell: Callable[[str, int, int | None], None]) -> None:
         """Waits until everything is tokenized."""
         while (now := self._progress()).total is None:
-            tell("tokenizing", (now.summary or {}).get("read", 0), None)
+            tell("tokenizing", now.read, None)
             self._look()
             time.sleep(10 * POLL_S)
 
@@ -218,7 +220,6 @@ class Stream:
                 self._post(low, need, active=False)
                 return out
             except FileNotFoundError:  # it has made room for another reader
-                self._close_shards()
                 time.sleep(POLL_S)
 
     def _read(self, row: np.ndarray, start: int, now: Progress) -> None:
@@ -226,23 +227,12 @@ class Stream:
         while at < len(row):
             index, within = divmod(start + at, now.shard)
             count = min(len(row) - at, now.shard - within)
-            raw = os.pread(self._shard(index), count * now.item, within * now.item)
-            if len(raw) < count * now.item:
+            path = self.folder / f"train-{index:05d}.bin"
+            ids = np.fromfile(path, now.dtype, count, offset=within * now.item)
+            if len(ids) < count:
                 raise FileNotFoundError
-            row[at : at + count] = np.frombuffer(raw, now.dtype)
+            row[at : at + count] = ids
             at += count
-
-    def _shard(self, index: int) -> int:
-        if index not in self._files:
-            if len(self._files) >= OPEN_SHARDS:
-                self._close_shards()
-            self._files[index] = os.open(self.folder / f"train-{index:05d}.bin", os.O_RDONLY | os.O_CLOEXEC)
-        return self._files[index]
-
-    def _close_shards(self) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
 
     def _progress(self) -> Progress:
         """What is there now. The end does not change once it is known."""
@@ -254,7 +244,7 @@ class Stream:
     def _post(self, low: int, need: int, active: bool) -> None:
         """Says what this reader needs, and that it waits for it or reads it (active)."""
         if self._owner != os.getpid():  # a process of its own, perhaps forked
-            self._owner, self._files = os.getpid(), {}
+            self._owner = os.getpid()
             self._posted = Post(self.folder / f"reading-{own_word()}")
         self._posted.write({"low": low, "need": need, "active": active, "hint": self.hint})
 

@@ -16,23 +16,11 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fivefold.data.build import (
-    Text,
-    Work,
-    describe_bad,
-    learn,
-    noted,
-    require_few_bad,
-    setup_of,
-    with_tokenizer,
-)
-from fivefold.data.encode import MIN_PARALLEL, Chunk, Summary, run, summary_from
+from fivefold.data.build import Chunk, Summary, Work, learn, require_few_bad, require_good, run, skipped
+from fivefold.data.kinds.kind import TRAIN, VAL
 from fivefold.data.sources import find
 from fivefold.data.stream import (
     BUILDER,
@@ -45,7 +33,6 @@ from fivefold.data.stream import (
     commits,
     read_progress,
 )
-from fivefold.data.tasks import TRAIN, VAL, Place
 from fivefold.data.tokens import NAMES, ShardWriter
 from fivefold.errors import UserError
 from fivefold.files import BROKEN, Lines, held, posts, remove, write_atomically
@@ -110,21 +97,17 @@ class StreamWriter:
         self.folder, self.data, self.mask = folder, data, bool(facts["mask"])
         self.most_val, self.shard = int(facts["val"]), int(facts["shard"])
         self.most_bytes = int(data.stream_gib * 2**30)
-        self.source = find(data.source)
-        self.work = Work(self.source, data)
-        self.setup = setup_of(self.work.files, data)
-        self.workers = cores() if self.source.hub or self.source.size >= MIN_PARALLEL else 1
+        self.work = Work.of(find(data.source), data)
         self._looked = self._published = 0.0
         self._posts: list[dict[str, Any]] = []
         self._read = time.monotonic()
 
     def run(self) -> None:
         if not (self.folder / "tokenizer.json").exists():
-            texts = [Text(self.setup, self.work)]
-            tokenizer = learn(self.data, self.mask, texts, self.workers, lambda *_: None)
+            tokenizer = learn(self.data, self.mask, [(self.work, 1.0)], cores(), lambda *_: None)
             tokenizer.save(self.folder / "tokenizer.json")
-        self.setup = with_tokenizer(self.setup, self.folder)
-        self.now = self._found() or Progress(self.setup.dtype, self.shard, full=not self.most_val)
+        self.work = self.work.with_tokenizer(self.folder)
+        self.now = self._left() or Progress(self.work.dtype, self.shard, full=not self.most_val)
         self.noted = set(commits(self.folder))
         with Lines(self.folder / COMMITS) as self.lines:
             while True:
@@ -134,7 +117,7 @@ class StreamWriter:
                 except _StartAgain as wanted:
                     self._start_again(wanted.low)
 
-    def _found(self) -> Progress | None:
+    def _left(self) -> Progress | None:
         """What the folder holds, without shards that an interruption has left; None: nothing, or not all it says."""
         now = read_progress(self.folder)
         if now is None:
@@ -149,30 +132,26 @@ class StreamWriter:
 
     def _grow(self) -> None:
         """Tokenizes from where the folder ends to the end of the source, and stays while somebody reads."""
-        now = self.now
+        now, files = self.now, self.work.split.files
         self.position, self.writers = [now.at.train, now.at.val], []
         for name, count in zip(NAMES, (now.count, now.val), strict=True):
             shard = self.shard if name == "train" else max(1, self.most_val)
             self.writers.append(ShardWriter(self.folder, name, now.dtype, shard, count))
-        total = summary_from(now.summary or dataclasses.asdict(Summary()))
-        places: deque[Place] = deque()
-        finished = now.total is not None and now.count >= now.total
-        tasks = iter(()) if finished else noted(self.work.tasks(now.at.place), places)
+        total = Summary.of(now.summary) if now.summary else Summary()
         try:
-            for result in run(tasks, self.setup, 1 if finished else self.workers):
-                if isinstance(result, Chunk):
-                    self._append(result)
-                    continue
-                total.add(result)
-                self._require_good(total, result)
-                self._note(Commit(self.position[0], self.position[1], tuple(places.popleft())), total)
-                self._look()
-                if time.monotonic() - self._published >= PUBLISH_S:
-                    self._publish()
-            if not finished:
+            if now.total is None or now.count < now.total:
+                for group in run(self.work, now.at.place, cores()):
+                    for chunk in group.chunks:
+                        self._append(chunk)
+                    total.add(group.summary)
+                    require_good(files, group.summary.bad, self.data.max_bad_fraction)
+                    self._note(Commit(self.position[0], self.position[1], tuple(group.place)), total)
+                    self._look()
+                    if time.monotonic() - self._published >= PUBLISH_S:
+                        self._publish()
                 self.now = self.now._replace(total=self.position[TRAIN], full=True)
                 self._publish()
-                self._require_few_bad(total)
+                require_few_bad(skipped(total, files), self.data.max_bad_fraction)
             while self.now.first and time.monotonic() - self._read < UNREAD_S:
                 time.sleep(QUIET)
                 self._look()
@@ -182,7 +161,7 @@ class StreamWriter:
 
     def _append(self, chunk: Chunk) -> None:
         """Writes what is not there yet."""
-        writer, ids = self.writers[chunk.split], np.asarray(chunk.ids)
+        writer, ids = self.writers[chunk.split], chunk.ids
         known = writer.count - self.position[chunk.split]
         self.position[chunk.split] += len(ids)
         ids = ids[max(0, known) :]
@@ -209,18 +188,6 @@ class StreamWriter:
         write_atomically(self.folder / PROGRESS, json.dumps(self.now._asdict()))
         self._published = time.monotonic()
 
-    def _require_good(self, total: Summary, result: Summary) -> None:
-        if result.bad and self.data.max_bad_fraction == 0:
-            raise UserError(
-                f"{describe_bad(self.setup.files, result.bad[0])} "
-                "(set data.max_bad_fraction to skip a share of bad documents)"
-            )
-
-    def _require_few_bad(self, total: Summary) -> None:
-        first = describe_bad(self.setup.files, total.bad[0]) if total.bad else ""
-        skipped = {"bad": total.bad_count, "pieces": total.pieces, "first_bad": first}
-        require_few_bad(skipped, self.data.max_bad_fraction)
-
     # Readers
 
     def _look(self) -> None:
@@ -240,22 +207,18 @@ class StreamWriter:
                     self.noted.add(hint)
                     self.lines.write(json.dumps(hint))
         active = [post for post in self._posts if post["active"]]
-        if not active or any(self._has(post) or post["low"] >= self.now.first for post in active):
-            lows = [post["low"] for post in active if not self._has(post) and post["low"] >= self.now.first]
-            if lows and len(lows) == len(active):
-                self._jump(min(lows))
+        lows = [post["low"] for post in active if not self._has(post)]
+        if not lows or len(lows) < len(active):  # who reads now comes first
             return
-        raise _StartAgain(min(post["low"] for post in active))
+        gone = max(lows) < self.now.first
+        # Further ahead it goes on only if a border there is known and validation is complete.
+        jumps = min(lows) >= self.now.first and (self.now.full or not self.data.val_fraction)
+        there = max(self.writers[TRAIN].count, self.position[TRAIN])
+        if gone or (jumps and self._border(min(lows)).train > there):
+            raise _StartAgain(min(lows))
 
     def _has(self, post: dict[str, Any]) -> bool:
         return self.now.has(post["low"], post["need"])
-
-    def _jump(self, low: int) -> None:
-        """Goes on further ahead, if a border there is known and validation is complete."""
-        if self.now.full or not self.data.val_fraction:
-            border = self._border(low)
-            if border.train > max(self.writers[TRAIN].count, self.position[TRAIN]):
-                raise _StartAgain(low)
 
     def _border(self, low: int) -> Commit:
         """The last noted border before the shard of a token."""

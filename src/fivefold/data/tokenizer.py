@@ -20,7 +20,6 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from fivefold.data import tokenizer_check
-from fivefold.data.bpe_cache import BpeCache, applies
 from fivefold.errors import UserError
 from fivefold.files import parse_json, read_bytes, read_json, write_atomically
 
@@ -37,8 +36,6 @@ WORDS = (
     r"|[\r\n]{1,64}[ \t]{0,64}|\s{1,64}(?!\S)|\s{1,64}"
 )
 PIECE = 1 << 17  # characters encoded at once; bounds memory (the library takes about 100 bytes per character)
-
-LONG = 1 << 10  # characters from which on a table of words is worth it
 
 
 class NoSuchToken(UserError):
@@ -75,7 +72,6 @@ class Tokenizer:
         self.special_tokens = {t["content"]: t["id"] for t in spec["added_tokens"] if t["special"]}
         self.chat_template = ""
         self._is_bytes = _is_plain_bytes(spec)
-        self._has_cache, self._cache = applies(spec, (WORDS,)), None
         self._char_ids = _character_table(spec)
         self.token_bytes = self._count_bytes(spec, vocab)
         self.prefixes = _prefixes(spec)
@@ -98,10 +94,6 @@ class Tokenizer:
             return self._encode_characters(text)
         ids = [np.empty(0, np.int64)]
         for piece in cut_text(text):
-            if self._has_cache and len(piece) >= LONG:
-                self._cache = self._cache or BpeCache(self._inner)
-                ids.append(self._cache.encode(piece))
-                continue
             (encoding,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
             ids.append(np.array(encoding.ids, np.int64))
         return np.concatenate(ids)

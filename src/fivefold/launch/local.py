@@ -19,7 +19,7 @@ import torch
 
 from fivefold.errors import BusyError, RankFailed, UserError
 from fivefold.host import cores
-from fivefold.launch.exits import unsaved
+from fivefold.launch.interrupt import unsaved
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.supervisor import Attempt, Outcome, Signals, Supervisor
 from fivefold.launch.verdict import Failure

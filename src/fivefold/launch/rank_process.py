@@ -21,8 +21,7 @@ from fivefold.errors import PASSING, BusyError, CommunicationError, UserError
 from fivefold.files import NO_ROOM
 from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
-from fivefold.launch.exits import FAILED, unsaved
-from fivefold.launch.interrupt import Interrupt, stopping_signals
+from fivefold.launch.interrupt import FAILED, Interrupt, stopping_signals, unsaved
 from fivefold.launch.ranks import Ranks
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h

@@ -28,8 +28,7 @@ from typing import Any
 
 from fivefold.host.memory import oom_kills
 from fivefold.launch import verdict
-from fivefold.launch.exits import FAILED, STOPPED, in_words, unsaved
-from fivefold.launch.interrupt import Interrupt, stopping_signals
+from fivefold.launch.interrupt import FAILED, STOPPED, Interrupt, in_words, stopping_signals, unsaved
 from fivefold.launch.rank_process import Place, run_rank
 from fivefold.launch.ranks import Ranks
 

@@ -29,7 +29,7 @@ from signal import SIGABRT, SIGKILL
 
 from fivefold.errors import printable, shortened
 from fivefold.files import own_word
-from fivefold.launch.exits import BUSY, FAILED, HUNG, STOPPED, USER, in_words
+from fivefold.launch.interrupt import BUSY, FAILED, HUNG, STOPPED, USER, in_words
 
 FOLDER = "FIVEFOLD_VERDICTS"  # environment variable of a rank: the folder of its attempt
 CODES = {

@@ -25,9 +25,8 @@ from torch.nn import functional as F
 from fivefold import kernels
 from fivefold.kernels.fp8 import Fp8
 from fivefold.kernels.mixture import assign, combine, dispatch, evened, grouped_linear
-from fivefold.models.layers import RegionInput, RegionOutput, Sublayer
+from fivefold.models.layers import RegionInput, RegionOutput, Sublayer, SwiGLU
 from fivefold.models.section import ModelSection
-from fivefold.models.sublayers import SwiGLU
 
 
 class RouterStats:

@@ -52,14 +52,6 @@ def positions(T: int, mesh: Mesh) -> Tensor:
     return torch.cat([torch.arange(start, stop, device=mesh.device) for start, stop in mine])
 
 
-def take(tokens_BT: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's columns of inputs or targets: (B, t)."""
-    if mesh.size("cp") == 1:
-        return tokens_BT
-    mine = token_spans(mesh.layout, tokens_BT.shape[1], mesh.index("cp"))
-    return torch.cat([tokens_BT[:, start:stop] for start, stop in mine], dim=1)
-
-
 def apply(stage: LanguageModel, mesh: Mesh) -> None:
     """Makes attention see the whole sequence, and weighs the loss by the number of targets. In place.
 

@@ -14,8 +14,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
-from fivefold.comm.progress import progress
-from fivefold.comm.span import profiling, span
+from fivefold.comm.progress import profiling, progress, span
 from fivefold.files import NO_ROOM, make_folder, own_word, remove, rename, stream
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks

@@ -19,7 +19,7 @@ from signal import Signals
 from fivefold.checkpoint import keep, store
 from fivefold.errors import UserError, printable, several
 from fivefold.files import read_json, write_atomically
-from fivefold.launch.exits import STOPPED, unsaved
+from fivefold.launch.interrupt import STOPPED, unsaved
 from fivefold.launch.launchers import launch_id
 from fivefold.launch.local import as_error
 from fivefold.launch.slots import Slots

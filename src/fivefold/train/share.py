@@ -25,10 +25,8 @@ from fivefold.files import BROKEN
 from fivefold.kernels.documents import Documents
 from fivefold.kernels.tiling import Sample
 from fivefold.models.base import LanguageModel
-from fivefold.parallel.context import take
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.microbatch import Microbatch
-from fivefold.parallel.share import Share
+from fivefold.parallel.microbatch import Microbatch, Share, take
 from fivefold.recipe import LeftOut, Recipe, batch_size, place
 from fivefold.spread import shares
 from fivefold.step.step import ValidationSet

@@ -31,8 +31,7 @@ from fivefold.host.memory import (
 from fivefold.kernels.peak import ensure_matmul_rate
 from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
-from fivefold.launch.exits import STOPPED, unsaved
-from fivefold.launch.interrupt import Interrupt, Leaving, run_complete
+from fivefold.launch.interrupt import STOPPED, Interrupt, Leaving, run_complete, unsaved
 from fivefold.launch.launchers import LAUNCH, may_be_again, restarted_by
 from fivefold.launch.local import launch
 from fivefold.launch.ranks import Ranks
@@ -99,7 +98,7 @@ def run_command(
     Raises:
         UserError: the layout, data, folder or checkpoint is not valid.
         RankFailed: a rank died or hung too often. The message names it.
-        SystemExit: a signal stopped the run: with STOPPED after saving, else with 128 + its number (`launch/exits.py`).
+        SystemExit: a signal stopped the run: with STOPPED after saving, else with 128 + its number.
     """
     caller = Caller.of_this_process()
     resuming = Resuming.asked(resume, resume_from, out)

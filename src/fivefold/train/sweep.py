@@ -28,8 +28,7 @@ from fivefold.data.mixture import amounts, passes, require_enough
 from fivefold.errors import BusyError, CheckFailed, CommunicationError, RankFailed, UserError, printable
 from fivefold.files import guard, make_folder, open_file, owned, stream
 from fivefold.host import cores
-from fivefold.launch.exits import BUSY, DONE, FAILED, STOPPED, USER, in_words
-from fivefold.launch.interrupt import Leaving, stopping_signals
+from fivefold.launch.interrupt import BUSY, DONE, FAILED, STOPPED, USER, Leaving, in_words, stopping_signals
 from fivefold.launch.ranks import found
 from fivefold.launch.supervisor import Signals
 from fivefold.observe.format import duration, short_number

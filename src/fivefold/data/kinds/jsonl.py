@@ -1,4 +1,4 @@
-"""JSON lines: each line is a row."""
+"""JSON lines: a document per line."""
 
 from __future__ import annotations
 
@@ -7,45 +7,42 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from fivefold.data.kinds.kind import (
+    ENDED,
     LONGEST_LINE,
     SPAN,
     Bad,
-    Block,
-    Blocks,
     Document,
     Fields,
     File,
-    FileSpan,
+    Kind,
     document_of,
+    unreadable,
 )
 
 
-class JsonLines(Blocks):
+class JsonLines(Kind):
     name = "jsonl"
     suffixes = (".jsonl",)
 
-    def read(self, file: File, span: FileSpan, fields: Fields) -> Iterator[Document | Bad]:
-        with open(file.path, "rb") as f:
-            if span.start > 0:  # a line belongs to the span in which it begins
-                f.seek(span.start - 1)
-                _skip_line(f)
-            while (at := f.tell()) < span.stop:
-                line = f.readline(LONGEST_LINE)
-                if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-                    _skip_line(f)
-                    yield Bad(span.file, at, f"a line of more than {LONGEST_LINE >> 20} MiB")
-                elif line.strip():
-                    yield _document(span.file, at, line, fields)
+    def read(
+        self, number: int, file: File, start: int, fields: Fields, cut: int | None = None
+    ) -> Iterator[tuple[Document | Bad, int]]:
+        at = start
+        try:
+            with file.open(start) as f:
+                while line := f.readline(LONGEST_LINE):
+                    begin, at = at, at + len(line)
+                    if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                        at += _skip_line(f)
+                        yield Bad(number, begin, f"a line of more than {LONGEST_LINE >> 20} MiB"), at
+                    elif line.strip():
+                        yield _document(number, begin, line, fields), at
+        except OSError as error:
+            yield Bad(number, at, unreadable(error)), ENDED
 
-    def cutter(self, f: BinaryIO, at: int, cut: int | None) -> _Lines:
-        return _Lines(f, at)
-
-    def read_block(self, block: Block, fields: Fields) -> Iterator[Document | Bad]:
-        at = block.place
-        for line in block.content.split(b"\n"):
-            if line.strip():
-                yield _document(block.file, at, line, fields)
-            at += len(line) + 1
+    def behind(self, file: File, byte: int) -> int | None:
+        with file.open(byte - 1) as f:  # a line that begins at this byte is found, too
+            return byte - 1 + _skip_line(f)
 
     def place(self, file: File, bad: Bad) -> str:
         if file.url or bad.reason.startswith("cannot be"):
@@ -83,28 +80,3 @@ def _document(file: int, at: int, line: bytes, fields: Fields) -> Document | Bad
             file, at, f"a JSON {type(value).__name__}; expected an object with the field {fields.text!r}"
         )
     return document_of(file, at, value, fields)
-
-
-class _Lines:
-    """Cuts lines of JSON into blocks of about SPAN bytes."""
-
-    ended = False
-
-    def __init__(self, f: BinaryIO, at: int):
-        self.f, self.at, self._rest = f, at, b""
-
-    def next(self) -> tuple[bytes, str] | None:
-        content = self._rest + self.f.read(max(1, SPAN - len(self._rest)))
-        self._rest = b""
-        end = content.rfind(b"\n") + 1
-        if not end:
-            content += self.f.readline(LONGEST_LINE - len(content))
-            end, reason = len(content), ""
-            if end >= LONGEST_LINE and not content.endswith(b"\n"):
-                end += _skip_line(self.f)
-                content, reason = b"", f"a line of more than {LONGEST_LINE >> 20} MiB"
-            self.at += end
-            return (content, reason) if end else None
-        self._rest = content[end:]
-        self.at += end
-        return content[:end], ""

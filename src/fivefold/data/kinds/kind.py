@@ -1,29 +1,36 @@
-"""What a kind of source offers, and the pieces in which its files are read.
+"""What a kind of source offers, and how its files are opened: plain, compressed, or at an address.
 
-Files of which any part can be read are cut into spans, which is pure arithmetic: workers read them. Others (compressed,
-elsewhere, or of a kind whose parts cannot be found) are read once, from their start on, by one process. It hands their
-content to the workers in blocks that end with a line, or in rows. A text is cut at the same places either way, so
-a.txt.gz gives the tokens of a.txt.
+A kind reads a file from any place behind a document on, one document after the other, each with the place behind it.
+A long text comes in pieces of about a megabyte, which are cut at the same places wherever reading begins.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
+import zlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from fivefold.data.conversations import ANSWER, MESSAGES, Message, NotAConversation, messages_of
-from fivefold.data.kinds.opening import opened
+from fivefold.data.kinds.remote import open_remote
+from fivefold.errors import UserError
+from fivefold.files import open_file
 
 SPAN = 1 << 20  # bytes
-LINE_SEARCH = 1 << 17  # bytes searched for a line break; without one, a text is cut between characters
 LONGEST_LINE = 1 << 28
 """Bytes of a .jsonl line or of a row of .json or .csv, which are held in memory as a whole."""
 ENDED = 1 << 62
 """The place behind a file that cannot be read any further."""
 TRAIN, VAL = 0, 1
-BY_RULE = -1  # the piece holds many documents, and each one's hash chooses its split
+BY_RULE = -1  # the document's hash chooses its split
+PACKED = (".gz", ".zst")
+"""Compressions that are known."""
+ZSTD_WINDOW = 1 << 27  # bytes that decompressing may need; those of `zstd --long=27`
+ZSTD_READ = 1 << 12  # compressed bytes taken at once; they become 128 MiB at most
 
 
 class File(NamedTuple):
@@ -46,9 +53,32 @@ class File(NamedTuple):
     def where(self) -> str:
         return self.url or str(self.path)
 
-    def open(self) -> BinaryIO:
-        """Its content, uncompressed: see `opened`."""
-        return opened(self.path, self.packed, self.url)
+    @property
+    def plain(self) -> bool:
+        """Reading may begin anywhere in its bytes."""
+        return not (self.packed or self.url)
+
+    def open(self, start: int = 0) -> BinaryIO:
+        """Its content, uncompressed, from byte `start` on.
+
+        Raises:
+            UserError: an extra is missing, or the network failed.
+            OSError: it cannot be opened. Reading raises it, too, where the compression is broken.
+        """
+        file: Any = open_remote(self.url) if self.url else open_file(self.path)
+        if self.packed:
+            try:
+                unpacked = gzip.GzipFile(fileobj=file) if self.packed == ".gz" else _zstd(file, self.where)
+            except BaseException:
+                file.close()
+                raise
+            file = io.BufferedReader(_Unpacked(file, unpacked), 1 << 18)
+        if file.seekable():
+            file.seek(start)
+        else:
+            while start and (chunk := file.read(min(start, SPAN))):
+                start -= len(chunk)
+        return file
 
 
 class Fields(NamedTuple):
@@ -58,60 +88,11 @@ class Fields(NamedTuple):
     chat: bool = False
 
 
-class FileSpan(NamedTuple):
-    """Bytes [start, stop) of files[file] (row groups for parquet), inside the document [low, high) of a text.
-
-    end: an end token follows the document's last span.
-    """
-
-    file: int
-    start: int
-    stop: int
-    low: int
-    high: int
-    split: int
-    end: bool
-
-
-class Block(NamedTuple):
-    """Whole lines of a .jsonl, or a piece of a text. place: its first byte, uncompressed. begins, ends: as in
-    `Document`. reason: why it cannot be read."""
-
-    file: int
-    place: int
-    split: int
-    begins: bool
-    ends: bool
-    reason: str
-    content: bytes
-
-
-class Row(NamedTuple):
-    """A row of a table. value: its fields, or why it cannot be read."""
-
-    file: int
-    number: int
-    value: dict[str, Any] | str
-
-
-class Fault(str):
-    """In place of a row: why its file cannot be read any further, at whatever row a run begins. A fault of the content
-    is a text, which whoever goes on behind it has said."""
-
-
-def unreadable(error: OSError) -> Fault:
-    reason = error.strerror or str(error)
-    return Fault(reason if "decompressed" in reason else f"cannot be read: {reason}")
-
-
-Task = list[FileSpan] | list[Block] | list[Row]
-
-
 class Document(NamedTuple):
-    """A piece of text.
+    """A document, or a piece of a text.
 
-    place: byte offset in the file (text: of the piece; jsonl: of the line) or row number (parquet, hf). begins: the
-    piece is the first of its document. ends: an end token follows it. messages: those of a conversation, whose text is
+    place: byte offset in the file (text: of the piece; jsonl: of the line) or row number. split: TRAIN, VAL or BY_RULE.
+    begins, ends: the piece is the first, the last of its document. messages: those of a conversation, whose text is
     only counted and learned from by BPE.
     """
 
@@ -132,97 +113,55 @@ class Bad(NamedTuple):
     reason: str
 
 
-class Cutter(Protocol):
-    """Cuts the content of a file into blocks. at: the byte behind the last one. ended: its document ends with it."""
+class Fault(str):
+    """In place of a row: why its file cannot be read any further, at whatever row a run begins. A fault of the content
+    is a text, which whoever goes on behind it has said."""
 
-    at: int
-    ended: bool
 
-    def next(self) -> tuple[bytes, str] | None:
-        """The next block, and why it cannot be read ("": it can); None: the file has ended."""
-        ...
+def unreadable(error: OSError) -> Fault:
+    reason = error.strerror or str(error)
+    return Fault(reason if "decompressed" in reason else f"cannot be read: {reason}")
 
 
 class Kind(ABC):
-    """A kind of source. A subclass of `Blocks` or `Rows` is an entry of the registry (`kinds/__init__.py`); an instance
-    holds no state.
+    """A kind of source. A subclass is an entry of the registry (`kinds/__init__.py`); an instance holds no state.
 
-    name: as the cache's keys have it. suffixes: of the files' names. from_start: no part of a file can be found without
-    what is before it. packs: files may be compressed. one_document: a file is one document, and its place decides its
-    split; else each row has its own. by_bytes: spans and places are bytes.
+    name: as the cache's keys have it. suffixes: of the files' names. packs: files may be compressed. one_document: a
+    file is one document, and its place decides its split; else each row has its own. by_bytes: places are bytes.
     """
 
     name: str
     suffixes: tuple[str, ...] = ()
-    from_start = False
     packs = True
     one_document = False
     by_bytes = True
 
-    def length(self, file: File) -> int:
-        """What spans cut: bytes, or another unit of the kind."""
-        return file.size
-
-    def read(self, file: File, span: FileSpan, fields: Fields) -> Iterator[Document | Bad]:
-        """The documents of a span, if not `from_start`."""
-        raise AssertionError(f"{self.name} is read from its start")
-
-    def read_block(self, block: Block, fields: Fields) -> Iterator[Document | Bad]:
-        """The documents of a block, if its tasks have any."""
-        raise AssertionError(f"{self.name} has no blocks")
-
     @abstractmethod
-    def tasks(
-        self, number: int, file: File, split: int, cut: int | None, done: int, separated: bool, fields: Fields
-    ) -> Iterator[tuple[Task, int]]:
-        """A file that is read from its start, from byte or row `done` on, and the place behind each task.
+    def read(
+        self, number: int, file: File, start: int, fields: Fields, cut: int | None = None
+    ) -> Iterator[tuple[Document | Bad, int]]:
+        """The documents of files[number] from place `start` on, and the place behind each. An unreadable one comes as
+        `Bad`, and reading continues. cut: the byte at which the validation part of a text begins."""
 
-        split: where its documents go; cut: the byte from which on a text is validation instead. separated: an end token
-        follows a text.
-        """
+    def near(self, file: File, byte: int) -> int | None:
+        """The first place behind a byte where reading may begin; None: it is not known without what is before it."""
+        try:
+            return 0 if byte == 0 else self.behind(file, byte) if file.plain else None
+        except (OSError, ValueError, NotImplementedError):  # its reader will report it
+            return None
+
+    def behind(self, file: File, byte: int) -> int | None:
+        """`near` in the middle of a plain file."""
+        return None
 
     def place(self, file: File, bad: Bad) -> str:
         """Where a bad document stands, in words."""
         return f"byte {bad.place}"
 
 
-class Blocks(Kind):
-    """A kind whose files are bytes, which are cut into blocks."""
-
-    @abstractmethod
-    def cutter(self, f: BinaryIO, at: int, cut: int | None) -> Cutter:
-        """Cuts a file from byte `at` on. cut: the byte at which a second document begins."""
-
-    def tasks(
-        self, number: int, file: File, split: int, cut: int | None, done: int, separated: bool, fields: Fields
-    ) -> Iterator[tuple[Task, int]]:
-        at = done
-        try:
-            with file.open() as f:
-                _skip(f, at)
-                cutter = self.cutter(f, at, cut)
-                while (piece := cutter.next()) is not None:
-                    content, reason = piece
-                    begins, ends = at == 0 or at == cut, cutter.ended
-                    goes = split if cut is None else int(at >= cut)
-                    yield [Block(number, at, goes, begins, ends and separated, reason, content)], cutter.at
-                    at = cutter.at
-        except OSError as error:
-            yield [Block(number, at, split, False, False, unreadable(error), b"")], ENDED
-
-
-def _skip(f: BinaryIO, count: int) -> None:
-    if count and f.seekable():
-        f.seek(count)
-        return
-    while count and (chunk := f.read(min(count, SPAN))):
-        count -= len(chunk)
-
-
 class Rows(Kind):
-    """A kind whose files are rows with fields. A subclass of one that is read from its start has `rows` only."""
+    """A kind whose files are rows with fields. A subclass has `rows` only."""
 
-    from_start = True
     by_bytes = False
 
     @abstractmethod
@@ -230,60 +169,21 @@ class Rows(Kind):
         """Number and fields of each row, or why it cannot be read. Those before `done` need not be among them. A
         `Fault` is the last."""
 
-    def tasks(
-        self, number: int, file: File, split: int, cut: int | None, done: int, separated: bool, fields: Fields
-    ) -> Iterator[tuple[Task, int]]:
-        if done == ENDED:
-            return iter(())
-        rows = (
-            Row(number, max(place, done), value)  # a file may have become unreadable before this place
-            for place, value in self.rows(file, fields, done)
-            if place >= done or isinstance(value, Fault)
-        )
-        return row_tasks(rows, fields)
+    def read(
+        self, number: int, file: File, start: int, fields: Fields, cut: int | None = None
+    ) -> Iterator[tuple[Document | Bad, int]]:
+        for row, value in self.rows(file, fields, start):
+            if isinstance(value, Fault):
+                yield (
+                    Bad(number, max(row, start), value),
+                    ENDED,
+                )  # it may have become unreadable before this place
+            elif row >= start:
+                bad = isinstance(value, str)
+                yield Bad(number, row, value) if bad else document_of(number, row, value, fields), row + 1
 
     def place(self, file: File, bad: Bad) -> str:
         return f"row {bad.place}"
-
-
-def row_tasks(rows: Iterator[Row], fields: Fields) -> Iterator[tuple[list[Row], int]]:
-    """Rows gathered into tasks of about SPAN characters, and the number of the row behind each."""
-    task: list[Row] = []
-    size = 0
-    for row in rows:
-        value = row.value
-        if isinstance(value, dict):
-            value, characters = _needed(value, fields)
-            size += characters
-        task.append(row._replace(value=value))
-        size += 1
-        if size >= SPAN:
-            yield task, row.number + 1
-            task, size = [], 0
-    if task:
-        yield task, ENDED if isinstance(task[-1].value, Fault) else task[-1].number + 1
-
-
-def _needed(row: dict[str, Any], fields: Fields) -> tuple[dict[str, Any], int]:
-    """What of a row goes to a worker, and its characters: the text or the messages, or else names for the error."""
-    text = row.get(fields.text)
-    if fields.chat and row.get(MESSAGES) is not None:
-        return {MESSAGES: row[MESSAGES]}, len(str(row[MESSAGES]))
-    if isinstance(text, str):
-        return {fields.text: text}, len(text)
-    return dict.fromkeys(map(str, row)) | _small(fields.text, row), 0
-
-
-def _small(key: str, row: dict[str, Any]) -> dict[str, Any]:
-    value = row.get(key)
-    return {key: value} if isinstance(value, int | float | bool) else {}
-
-
-def read_row(row: Row, fields: Fields) -> Document | Bad:
-    """A row as a document."""
-    if isinstance(row.value, str):
-        return Bad(row.file, row.number, row.value)
-    return document_of(row.file, row.number, row.value, fields)
 
 
 def document_of(file: int, place: int, row: dict[str, Any], fields: Fields) -> Document | Bad:
@@ -313,3 +213,66 @@ def document_of(file: int, place: int, row: dict[str, Any], fields: Fields) -> D
     except UnicodeEncodeError as error:
         return Bad(file, place, f"a lone surrogate at character {error.start}: not valid Unicode")
     return Document(file, place, text, BY_RULE)
+
+
+def _zstd(raw: BinaryIO, where: str) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(
+            f"data.source: {where} needs the extra `zstd`: pip install 'fivefold[zstd]'"
+        ) from None
+    return _Frames(raw, zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW))
+
+
+class _Frames:
+    """The content of a .zst. The library's own reader takes a file that was cut off for a shorter one."""
+
+    def __init__(self, raw: BinaryIO, library: Any):
+        self._raw, self._library = raw, library
+        self._frame: Any = None  # the one that has begun
+        self._ready: deque[memoryview] = deque()
+
+    def read(self, size: int) -> bytes | memoryview:
+        while not self._ready:
+            packed = self._raw.read(ZSTD_READ)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the file ends within a frame")
+                return b""
+            while packed:
+                frame = self._frame = self._frame or self._library.decompressobj()
+                if content := frame.decompress(packed):
+                    self._ready.append(memoryview(content))
+                packed = frame.unused_data if frame.eof else b""
+                self._frame = None if frame.eof else frame
+        content = self._ready.popleft()
+        if len(content) > size:
+            self._ready.appendleft(content[size:])
+        return content[:size]
+
+
+class _Unpacked(io.RawIOBase):
+    """What is broken in a compressed file is an OSError."""
+
+    def __init__(self, raw: BinaryIO, unpacked: Any):
+        self._raw, self._unpacked = raw, unpacked
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            content = self._unpacked.read(len(buffer))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise OSError(f"cannot be decompressed: {error}") from None
+        except Exception as error:
+            if type(error).__module__.startswith("zstandard"):
+                raise OSError(f"cannot be decompressed: {error}") from None
+            raise
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()

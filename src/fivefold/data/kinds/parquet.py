@@ -1,4 +1,4 @@
-"""Parquet: rows of a table. Spans are row groups."""
+"""Parquet: rows of a table."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fivefold.data.conversations import MESSAGES
-from fivefold.data.kinds.kind import (
-    Bad,
-    Document,
-    Fields,
-    File,
-    FileSpan,
-    Row,
-    Rows,
-    read_row,
-    unreadable,
-)
+from fivefold.data.kinds.kind import Fields, File, Rows, unreadable
 from fivefold.errors import UserError
 
 BROKEN = (ValueError, NotImplementedError)
@@ -29,33 +19,25 @@ ROWS = 64  # decoded at once, so that a row group of gigabytes never is
 class Parquet(Rows):
     name = "parquet"
     suffixes = (".parquet",)
-    from_start = False
     packs = False  # it has compressions of its own
-
-    def length(self, file: File) -> int:
-        """Number of row groups; 1 if it is broken (its reader will report it)."""
-        try:
-            return _open(file.path).num_row_groups
-        except (OSError, *BROKEN):
-            return 1
-
-    def read(self, file: File, span: FileSpan, fields: Fields) -> Iterator[Document | Bad]:
-        for number, value in _rows(file.path, fields, range(span.start, span.stop), 0):
-            yield read_row(Row(span.file, number, value), fields)
 
     def rows(self, file: File, fields: Fields, done: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
         try:
             with file.open() as f:
-                yield from _rows(f, fields, None, done)
+                yield from _rows(file.path if file.plain else f, fields, done)
         except OSError as error:
             yield done, unreadable(error)
 
+    def behind(self, file: File, byte: int) -> int | None:
+        """The first row of a group, as if all rows had as many bytes."""
+        starts = [0, *accumulate(_sizes(_open(file.path)))]
+        if len(starts) == 2:
+            return None
+        return next(start for start in starts if start * file.size >= byte * starts[-1])
 
-def _rows(
-    file: Path | BinaryIO, fields: Fields, groups: range | None, done: int
-) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """The rows of some row groups (None: all), without groups that end before row `done`. A fault ends its group
-    only."""
+
+def _rows(file: Path | BinaryIO, fields: Fields, done: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """The rows without groups that end before row `done`. A fault ends its group only."""
     try:
         parquet = _open(file)
         columns = parquet.schema_arrow.names
@@ -63,7 +45,7 @@ def _rows(
         if not wanted:
             yield 0, _no_column(fields.text, columns)
             return
-        sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
+        sizes = _sizes(parquet)
     except UserError:  # it is a ValueError, and no fault of the file
         raise
     except (OSError, *BROKEN) as error:
@@ -71,7 +53,7 @@ def _rows(
         return
     for group, stop in enumerate(accumulate(sizes)):
         row = stop - sizes[group]
-        if stop <= done or (groups is not None and group not in groups):
+        if stop <= done:
             continue
         try:
             for batch in parquet.iter_batches(ROWS, [group], wanted, use_threads=False):
@@ -82,6 +64,11 @@ def _rows(
             raise
         except (OSError, *BROKEN) as error:
             yield row, _reason(error)
+
+
+def _sizes(parquet: Any) -> list[int]:
+    """The rows of each group."""
+    return [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
 
 
 def _reason(error: Exception) -> str:

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 
 from fivefold.data.batches import objective_of
-from fivefold.data.fingerprint import Memo, remembered, sha256_file, stat_of
 from fivefold.data.kinds import megatron
 from fivefold.data.kinds.parquet import BROKEN as BROKEN_PARQUET
 from fivefold.data.packing import DataSet
-from fivefold.data.sources import nearest
+from fivefold.data.sources import Memo, nearest, remembered, sha256_file, stat_of
 from fivefold.data.tokens import BlockHasher, Shard, Tokens, read_digests
 from fivefold.errors import UserError
 from fivefold.files import (
@@ -292,7 +291,7 @@ def _scan(
 
     def known(shard: Shard, value: list[Any]) -> bytes | None:
         size = shard.tokens * np.dtype(shard.dtype).itemsize
-        return read_digests(digests_of(shard.path), size, value[2]) if len(value) > 2 else None
+        return read_digests(digests_of(shard.path), size, value[2])
 
     where = hashlib.sha256(f"{recipe.data.token_dtype} {shards[0].path.parent}".encode()).hexdigest()
     with writable(root):
@@ -300,7 +299,7 @@ def _scan(
         paths = [s.path for s in shards]
         found = remembered(paths, memo, scan, _unreadable)
         lacking = [s.path for s, value in zip(shards, found, strict=True) if known(s, value) is None]
-        if lacking:  # of an older version, or removed
+        if lacking:  # somebody has removed them
             memo.forget(lacking)
             found = remembered(paths, memo, scan, _unreadable)
     checked = [

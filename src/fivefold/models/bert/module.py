@@ -15,9 +15,8 @@ from fivefold import kernels
 from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.bert.card import TOKEN_TYPES
-from fivefold.models.layers import AddLayerNorm, Embedding, LayerNorm, Linear, Positions
+from fivefold.models.layers import GELU, AddLayerNorm, Attention, Embedding, LayerNorm, Linear, Positions
 from fivefold.models.section import ModelSection
-from fivefold.models.sublayers import GELU, Attention
 
 
 class Block(nn.Module):

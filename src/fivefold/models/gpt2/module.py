@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.cache import LayerCache
-from fivefold.models.layers import AddLayerNorm, Embedding, LayerNorm, Linear, Positions
+from fivefold.models.layers import GELU, AddLayerNorm, Attention, Embedding, LayerNorm, Linear, Positions
 from fivefold.models.section import ModelSection
-from fivefold.models.sublayers import GELU, Attention
 
 
 class Block(nn.Module):

@@ -16,15 +16,16 @@ from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.cache import LayerCache
 from fivefold.models.layers import (
     AddRMSNorm,
+    Attention,
     Embedding,
     Linear,
     RMSNorm,
     Sublayer,
+    SwiGLU,
     rope_scaling,
     rope_table,
 )
 from fivefold.models.section import ModelSection
-from fivefold.models.sublayers import Attention, SwiGLU
 
 
 class Block(nn.Module):

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 
 from fivefold.kernels.documents import Documents
 from fivefold.models.cache import LayerCache
-from fivefold.models.layers import RMSNorm, WideRMSNorm
+from fivefold.models.layers import Attention, RMSNorm, SwiGLU, WideRMSNorm
 from fivefold.models.llama import module as llama
 from fivefold.models.olmo2.card import normed
 from fivefold.models.section import ModelSection
-from fivefold.models.sublayers import Attention, SwiGLU
 
 
 class NormedAttention(Attention):

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fivefold.models.layers import RMSNorm
+from fivefold.models.layers import Attention, RMSNorm
 from fivefold.models.llama import module as llama
 from fivefold.models.section import ModelSection
-from fivefold.models.sublayers import Attention
 
 
 class NormedAttention(Attention):
