@@ -13,8 +13,9 @@ from runs import lines, ranks_of, train_rank
 from fivefold.comm import everyone
 from fivefold.errors import UserError
 from fivefold.kernels import fp8, matmul, native
-from fivefold.kernels.fp8 import E4M3, Fp8, encode, round_tiles
+from fivefold.kernels.fp8 import Fp8, encode
 from fivefold.kernels.mixture import grouped_linear
+from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles
 from fivefold.models.init import init_part
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import products, replica_builder
@@ -85,17 +86,17 @@ def test_where_a_sum_of_ones_stops(dtype: str, stops: int) -> None:
 def test_emulation_equals_the_matmul_of_fp8(scaling: str, form: Format) -> None:
     """`scaled_mm`, which GPUs use. This CPU has it, too; of blocks only the shapes can be checked."""
     a, b = numbers(256, 384), numbers(128, 384, seed=1)
-    how = Fp8(scaling, form)
+    how = Fp8(form, scaling=scaling)
     a8, scale = encode(a, *how.tile(a.shape), form)
     tiles = scale.repeat_interleave(256 // len(scale), 0).repeat_interleave(384 // scale.shape[1], 1)
-    assert (a8.float() * tiles).bfloat16().equal(how.rounded(a, form))
+    assert (a8.float() * tiles).bfloat16().equal(how.round(a, form))
     if scaling == "block":
         for weight in (False, True):
             assert how.multiply(a.to("meta"), b.to("meta"), form, weight).shape == (256, 128)
         return
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
         pytest.skip(f"torch {torch.__version__} multiplies fp8 on GPUs only")
-    found, wanted = how._product(a, b, form), how.multiply(a, b, form)
+    found, wanted = RoundedMatmuls.product(how, a, b, form), how.multiply(a, b, form)
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-9 * wanted.abs().max().item())
 
 
@@ -103,7 +104,7 @@ def test_emulation_equals_the_matmul_of_fp8(scaling: str, form: Format) -> None:
 @pytest.mark.parametrize("backward", [E4M3, E5M2], ids=lambda form: form.name)
 def test_the_three_products(scaling: str, backward: Format) -> None:
     """Through autograd, with a bias, and as errors in the bounds of rounding both factors."""
-    how = Fp8(scaling, backward)
+    how = Fp8(backward, scaling=scaling)
     x, w, dy = torch.randn(2, 80, 192), torch.randn(144, 192), torch.randn(2, 80, 144)
     x, w, dy = (t.bfloat16() for t in (x, w, dy))
     x.requires_grad_(), w.requires_grad_()
@@ -131,7 +132,7 @@ def test_the_three_products(scaling: str, backward: Format) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_experts_multiply_as_single_layers(scaling: str) -> None:
-    how, counts = Fp8(scaling, E5M2), torch.tensor([128, 0, 256])
+    how, counts = Fp8(E5M2, scaling=scaling), torch.tensor([128, 0, 256])
     rows, weight, dy = (
         t.bfloat16() for t in (torch.randn(384, 128), torch.randn(3, 256, 128), torch.randn(384, 256))
     )

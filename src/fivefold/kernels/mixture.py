@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.kernels import fp8
-from fivefold.kernels.fp8 import Fp8
+from fivefold.kernels import rounded
 from fivefold.kernels.matmul import wide, widened
+from fivefold.kernels.rounded import RoundedMatmuls
 
 
 class Assignment(NamedTuple):
@@ -96,7 +96,9 @@ def combine(rows_MD: Tensor, weights_NK: Tensor, assignment: Assignment) -> Tens
     return _Combine.apply(rows_MD, weights_NK.to(rows_MD.dtype), assignment)
 
 
-def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor, how: Fp8 | None = None) -> Tensor:
+def grouped_linear(
+    rows_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor, how: RoundedMatmuls | None = None
+) -> Tensor:
     """Multiplies rows sorted by expert with their expert's weight: counts_E[0] rows with weight 0, and so on. (M,
     F)."""
     offsets = counts_E.cumsum(0).to(torch.int32)
@@ -109,12 +111,12 @@ class _Grouped(Function):
     """Rows (M, D), weights (E, F, D) -> (M, F). Backward converts the factors again."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, how: Fp8 | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, how: RoundedMatmuls | None) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         ctx.how = how
         if how is None:
             return F.grouped_mm(wide(rows), wide(weight).transpose(1, 2), offs=ends).to(rows.dtype)
-        return fp8.grouped_forward(how, rows, weight, ends)
+        return rounded.grouped_forward(how, rows, weight, ends)
 
     @staticmethod
     @once_differentiable
@@ -124,8 +126,8 @@ class _Grouped(Function):
             drows = F.grouped_mm(wide(dy), wide(weight), offs=ends).to(dy.dtype)
             dweight = F.grouped_mm(wide(dy).t(), wide(rows), offs=ends)  # (E, F, D)
             return drows, dweight.to(dy.dtype), None, None
-        drows = fp8.grouped_input_gradient(ctx.how, dy, weight, ends)
-        return drows, fp8.grouped_weight_gradient(ctx.how, dy, rows, ends), None, None
+        drows = rounded.grouped_input_gradient(ctx.how, dy, weight, ends)
+        return drows, rounded.grouped_weight_gradient(ctx.how, dy, rows, ends), None, None
 
 
 class _Dispatch(Function):

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 
 from fivefold import kernels
 from fivefold.kernels.documents import Documents
-from fivefold.kernels.fp8 import Fp8
+from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.section import ModelSection
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` (same parameters, same names) through the project's own kernel. fp8: it multiplies numbers of 8
-    bits."""
+    """`torch.nn.Linear` (same parameters, same names) through the project's own kernel. rounded: how it rounds
+    factors."""
 
-    fp8: Fp8 | None = None
+    rounded: RoundedMatmuls | None = None
 
     def reset_parameters(self) -> None:
         """Does nothing: `init_weights` sets the values (on "meta", torch's own method imports its compiler: 1 s)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return kernels.linear(input, self.weight, self.bias, self.fp8)
+        return kernels.linear(input, self.weight, self.bias, self.rounded)
 
 
 class Embedding(nn.Embedding):

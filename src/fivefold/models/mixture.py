@@ -23,8 +23,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from fivefold import kernels
-from fivefold.kernels.fp8 import Fp8
 from fivefold.kernels.mixture import assign, combine, dispatch, evened, grouped_linear
+from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.layers import RegionInput, RegionOutput, Sublayer
 from fivefold.models.section import ModelSection
 from fivefold.models.sublayers import SwiGLU
@@ -123,9 +123,9 @@ class Router(nn.Module):
 
 
 class Experts(Sublayer):
-    """The routed experts: E SwiGLUs. Rows of each `gate_up`: F of the gate, then F of up. fp8: as in `Linear`."""
+    """The routed experts: E SwiGLUs. Rows of each `gate_up`: F of the gate, then F of up. rounded: as in `Linear`."""
 
-    fp8: Fp8 | None = None
+    rounded: RoundedMatmuls | None = None
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
@@ -140,11 +140,11 @@ class Experts(Sublayer):
         return self.exchange(rows_MD, counts_CE, self.compute)
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        return self.finish(grouped_linear(rows_MD, self.gate_up, counts_E, self.fp8), counts_E)
+        return self.finish(grouped_linear(rows_MD, self.gate_up, counts_E, self.rounded), counts_E)
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """Gate and up (M, 2F), counts (E) -> (M, D)."""
-        return grouped_linear(kernels.swiglu(product), self.down, tables[0], self.fp8)
+        return grouped_linear(kernels.swiglu(product), self.down, tables[0], self.rounded)
 
 
 class Mixture(nn.Module):

@@ -31,7 +31,7 @@ def generations(form: Format) -> list[str]:
 
 def modes(form: Format) -> list[str]:
     """The values of `precision.mode` that multiply in a format."""
-    return [name for name, mode in PRECISIONS.items() if mode.rate == form.multiplied]
+    return [name for name, mode in PRECISIONS.items() if mode.multiplies(form)]
 
 
 def table() -> list[dict[str, object]]:

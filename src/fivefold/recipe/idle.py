@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import starmap
 from operator import attrgetter
 
 from fivefold.models.card import Contradiction
 from fivefold.optim.outer import OUTER
-from fivefold.precision import PRECISIONS
-from fivefold.precision.fp8 import FP8
+from fivefold.precision import FIELDS
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
 from fivefold.schedules.collectives.choose import LIBRARY
@@ -64,22 +64,12 @@ def _served(key: str) -> Idle:
     )
 
 
-def _fp8(key: str) -> Idle:
-    """A field of training in fp8."""
+def _of_modes(key: str, modes: list[str]) -> Idle:
+    """A field of some precision modes."""
     return Idle(
         f"precision.{key}",
-        lambda r: r.precision.mode != FP8,
-        f'it needs precision.mode = "{FP8}"',
-        "precision.mode",
-    )
-
-
-def _scaled(key: str) -> Idle:
-    """A field of loss scaling."""
-    return Idle(
-        f"precision.{key}",
-        lambda r: r.precision.mode == "auto" or not PRECISIONS[r.precision.mode].scaled,
-        "only fp16 scales the loss",
+        lambda r: r.precision.mode not in modes,
+        f"it needs precision.mode = {' or '.join(map(toml_value, modes))}",
         "precision.mode",
     )
 
@@ -104,7 +94,7 @@ IDLE = (
         "the tokenizer says it where text is tokenized",
         "data.source",
     ),
-    *map(_fp8, ("fp8_scaling", "fp8_backward", "fp8_skip_first", "fp8_skip_last")),
+    *starmap(_of_modes, FIELDS.items()),
     Idle("faults.hash_every", lambda r: not _kept_twice(r), "no two ranks keep the same weights"),
     Idle(
         "faults.on_spike",
@@ -137,13 +127,6 @@ IDLE = (
         lambda r: _summing(r) > 1 and r.layout.compress != NONE,
         "layout.compress says what is sent",
     ),
-    Idle(
-        "precision.rounding",
-        lambda r: r.precision.mode == "auto" or not PRECISIONS[r.precision.mode].rounds,
-        "only modes without fp32 masters round the update",
-        "precision.mode",
-    ),
-    *map(_scaled, ("loss_scale", "loss_scale_every")),
     Idle(
         "layout.compress",
         lambda r: _summing(r) == 1,

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from fivefold.models.section import LARGEST, MOST_LAYERS, ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.optim.outer import OUTER
-from fivefold.precision import DTYPES, MASTER, ROUNDINGS, TRAINABLE, TRAINED
+from fivefold.precision import DTYPES, MASTER, PRECISIONS, ROUNDINGS, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry
 from fivefold.recipe.observed import as_text, joined
@@ -31,7 +31,7 @@ from fivefold.spread.tiers import NOT_OFFLOADED
 if TYPE_CHECKING:  # a type checker reads no tables
     AllReduce = Dtype = Fp8Gradient = Mode = Order = Rounding = Scaling = OptimizerName = SyncMethod = str
 else:
-    Dtype, Mode = Literal[TRAINED], Literal["auto", *TRAINABLE]
+    Dtype, Mode = Literal[TRAINED], Literal["auto", *PRECISIONS]
     Scaling, Fp8Gradient, Rounding = Literal[SCALINGS], Literal[tuple(GRADIENTS)], Literal[ROUNDINGS]
     OptimizerName, AllReduce = Literal[tuple(OPTIMIZERS)], Literal[ALL_REDUCES]
     SyncMethod, Order = Literal["all", SERVER, *OUTER], Literal[ORDERS]

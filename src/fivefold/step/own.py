@@ -20,7 +20,6 @@ from fivefold.models.recomputation import budget_of
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import products
 from fivefold.parallel.mesh import Mesh
-from fivefold.precision.fp8 import FP8
 from fivefold.recipe import Recipe, TrainSection
 from fivefold.spread.layout import Layout
 from fivefold.spread.tiers import OFFLOADS, partitions
@@ -43,7 +42,9 @@ def own_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = None)
             'a module of your own does not train with sync.method = "server". Use sync.method = "all"'
         )
     if products.wanted(recipe) is not None:
-        raise UserError(f'custom modules do not train in {FP8}. Use precision.mode = "bf16" or "auto"')
+        raise UserError(
+            f'custom modules do not train in {recipe.precision.mode}. Use precision.mode = "bf16" or "auto"'
+        )
     if OFFLOADS[layout.offload].streams:
         raise UserError(
             f'layout.offload = "{layout.offload}": custom modules keep their states on the device. Nearest valid: '

@@ -190,7 +190,7 @@ def assemble(
     mode = compute_mode(recipe, ranks.device, module is not None)
     dtype, masters = torch_dtype(mode.working), torch_dtype(mode.master)
     if ranks.device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if mode.rate == "tf32" else "highest")
+        torch.set_float32_matmul_precision("highest" if DTYPES[mode.rate].stored else "high")
     reduce = torch_dtype(sent(mode, recipe.precision.reduce))
     own, embeddings = None, None
     if module is not None:
