@@ -15,7 +15,7 @@ from fivefold.errors import UserError
 from fivefold.kernels import fp8, matmul, native
 from fivefold.kernels.fp8 import Fp8, encode
 from fivefold.kernels.mixture import grouped_linear
-from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles
+from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles, rounded_matmuls
 from fivefold.models.init import init_part
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import products, replica_builder
@@ -54,8 +54,14 @@ def test_the_compiled_kernel_rounds_as_torch_does(
             assert torch.equal(round_tiles(one, *tile, form), compiled)
     error = (compiled - x).abs()
     assert (error <= x.abs() * 2.0 ** -(form.fraction + 1) + x.abs().max()).all()
-    x[5, 5] = float("nan")
-    assert round_tiles(x, *tile, form)[5, 5].isnan()
+    x[5, 5], x[260, 650] = float("nan"), float("inf")
+    whole = round_tiles(x, *tile, form)
+    for row, column in ((5, 5), (260, 650)):
+        top, left = row // tile[0] * tile[0], column // tile[1] * tile[1]
+        assert whole[top : top + tile[0], left : left + tile[1]].isnan().all()
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "usable", lambda *_: False)
+        assert torch.equal(round_tiles(x, *tile, form).isnan(), whole.isnan())
 
 
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
@@ -152,7 +158,42 @@ def test_experts_multiply_as_single_layers(scaling: str) -> None:
     assert fp8.BLOCK == 128
 
 
-IN_FP32 = Mode("fp8", "fp32", products="fp8")
+@pytest.mark.parametrize("compiled", [True, False])
+def test_mxfp8_rounds_blocks_of_32(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each to E4M3 under a power of two of its own, without saturation, along the sum of each matmul."""
+    if not compiled:
+        monkeypatch.setattr(native, "usable", lambda *_: False)
+    how = rounded_matmuls(PRECISIONS["mxfp8"], None)
+    assert how is not None
+    x = numbers(64, 96, spread=30).float()
+    x[0, :32], x[1, 3], x[2, 40] = 0, float("inf"), float("nan")
+    x[3, :3] = torch.tensor([449.0, 500.0, -(2.0**-10)])  # 449 would saturate under the scale 1
+    x[4, :3] = torch.tensor([448.0, 17.0, 2.0**-9])
+    found = how.round(x, how.inputs)
+    assert not found[0, :32].any()
+    assert found.isnan().nonzero().tolist() == [[1, i] for i in range(32)] + [[2, i] for i in range(32, 64)]
+    assert found[3, :3].tolist() == [448, 512, 0], (
+        "the next numbers are 416 and 480 under the scale 1, 448 and 512 under 2"
+    )
+    assert found[4, :3].tolist() == [448, 16, 2.0**-9]
+    for block in range(3):
+        part = x[5:, 32 * block : 32 * block + 32]
+        scale = 2.0 ** torch.ceil(torch.log2(part.abs().amax(1, keepdim=True) / E4M3.largest))
+        assert torch.equal(
+            found[5:, 32 * block : 32 * block + 32], (part / scale).to(torch.float8_e4m3fn).float() * scale
+        )
+    x = x[5:37]
+    assert torch.equal(how.round(x.t(), how.inputs), how.round(x.t().contiguous(), how.inputs)), (
+        "as in memory"
+    )
+    weight = torch.randn(48, 96)
+    y, dy = how.forward(x, weight), torch.randn(32, 48)
+    assert torch.equal(y, how.round(x, E4M3) @ how.round(weight, E4M3).t())
+    assert torch.equal(how.input_gradient(dy, weight), how.round(dy, E4M3) @ how.round(weight.t(), E4M3).t())
+    assert torch.equal(how.weight_gradient(dy, x), how.round(dy.t(), E4M3) @ how.round(x.t(), E4M3).t())
+
+
+IN_FP32 = Mode("fp8", "fp32", products="fp8", kernel="fp8")
 """Rounds matmuls to fp8 and nothing else, so layouts differ only where fp32's roundings tip one of fp8."""
 LAYOUTS = [
     "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "dp=2,ep=2,tp=2",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fivefold.precision import fp8, plain
+from fivefold.precision import fp8, mxfp8, plain
 from fivefold.precision.card import MASTER, Mode
 
-_FAMILIES = (plain, fp8)
+_FAMILIES = (plain, fp8, mxfp8)
 PRECISIONS: dict[str, Mode] = {mode.name: mode for family in _FAMILIES for mode in family.CARDS}
 FIELDS: dict[str, list[str]] = {
     field: [mode.name for mode in PRECISIONS.values() if field in mode.fields]
