@@ -1,6 +1,7 @@
 """Training in fp8: rounding and matmuls, the self-test, layouts against one process."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles, rounded_
 from fivefold.models.init import init_part
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import products, replica_builder
-from fivefold.precision import PRECISIONS, Mode
+from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import SCALINGS
 from fivefold.recipe import Recipe, change, load, resolve
@@ -193,8 +194,8 @@ def test_mxfp8_rounds_blocks_of_32(compiled: bool, monkeypatch: pytest.MonkeyPat
     assert torch.equal(how.weight_gradient(dy, x), how.round(dy.t(), E4M3) @ how.round(x.t(), E4M3).t())
 
 
-IN_FP32 = Mode("fp8", "fp32", products="fp8", kernel="fp8")
-"""Rounds matmuls to fp8 and nothing else, so layouts differ only where fp32's roundings tip one of fp8."""
+IN_FP32 = {name: replace(PRECISIONS[name], working="fp32") for name in ("fp8", "mxfp8")}
+"""Round matmuls to 8 bits and nothing else, so layouts differ only where fp32's roundings tip one of fp8."""
 LAYOUTS = [
     "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "dp=2,ep=2,tp=2",
     "pp=2,schedule=zbv,virtual_stages=2,recompute=full", "dp=2,tp=2,pp=2,zero=1,sp=true",
@@ -207,10 +208,15 @@ QUICK = {
     "pp=2,schedule=zbv,virtual_stages=2,recompute=full",
 }
 CASES = [
-    *(pytest.param(one, [], marks=[] if one in QUICK else pytest.mark.slow) for one in LAYOUTS),
-    ("tp=2", ["precision.fp8_scaling=tensor"]),  # each rank has the largest number of its part
+    *(pytest.param("fp8", one, [], marks=[] if one in QUICK else pytest.mark.slow) for one in LAYOUTS),
+    ("mxfp8", "tp=2,sp=true", []),
     *(
-        pytest.param(layout, [f"precision.fp8_{set_}"], marks=pytest.mark.slow)
+        pytest.param("mxfp8", layout, [], marks=pytest.mark.slow)
+        for layout in ("dp=2,zero=3", "cp=2", "dp=2,ep=2,tp=2", "dp=2,tp=2,pp=2,zero=1,sp=true")
+    ),
+    ("fp8", "tp=2", ["precision.fp8_scaling=tensor"]),  # each rank has the largest number of its part
+    *(
+        pytest.param("fp8", layout, [f"precision.fp8_{set_}"], marks=pytest.mark.slow)
         for layout, set_ in (
             ("dp=2", "scaling=row"), ("dp=2,zero=2", "scaling=row"), ("cp=2,cp_method=ulysses", "scaling=row"),
             ("dp_replicate=2,dp_shard=2,zero=3", "scaling=tensor"), ("tp=2,sp=true", "backward=e4m3"),
@@ -226,45 +232,50 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def side_in_fp32(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
-    own, PRECISIONS["fp8"] = PRECISIONS["fp8"], IN_FP32
+    mode = recipe.precision.mode
+    own, PRECISIONS[mode] = PRECISIONS[mode], IN_FP32.get(mode, PRECISIONS[mode])
     try:
         side(rank, world, recipe, steps, folder)
     finally:
-        PRECISIONS["fp8"] = own
+        PRECISIONS[mode] = own
 
 
-@pytest.mark.parametrize(("layout", "sets"), CASES)
+@pytest.mark.parametrize(("mode", "layout", "sets"), CASES)
 def test_layouts_round_as_one_process_does(
-    room: Path, layout: str, sets: list[str], monkeypatch: pytest.MonkeyPatch
+    room: Path, mode: str, layout: str, sets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the same numbers: otherwise the errors of both would be independent, and their difference larger than either.
     Now and then fp32's rounding tips a number to its neighbour, and the layers behind enlarge that, to about a tenth of
     fp8's own error."""
-    monkeypatch.setitem(PRECISIONS, "fp8", IN_FP32)
-    recipe, model = change(tiny(room, layout, mode="fp8"), sets), "moe" if "ep=" in layout else "dense"
-    folder = room / "-".join([model, "fp32", *sets])
+    monkeypatch.setitem(PRECISIONS, mode, IN_FP32[mode])
+    recipe, model = change(tiny(room, layout, mode=mode), sets), "moe" if "ep=" in layout else "dense"
+    folder = room / "-".join([model, mode, "fp32", *sets])
     compared(recipe, folder=folder, part=side_in_fp32)
     second = OPTIMIZERS[recipe.optim.name].second_moment
-    found = dict(_differences(folder / "layout", folder / "fp8", second, together=True))
-    own = dict(_differences(folder / "fp8", folder / "fp32", second, together=True))
+    found = dict(_differences(folder / "layout", folder / mode, second, together=True))
+    own = dict(_differences(folder / mode, folder / "fp32", second, together=True))
     for (kind, where), difference in found.items():
         if kind == "gradients":
             assert difference < max(1e-5, own[kind, where] / 2), (where, own[kind, where])
         elif kind == "loss":
-            assert difference < PRECISIONS["fp8"].roundoff, where
+            assert difference < PRECISIONS[mode].roundoff, where
     assert max(error for (kind, _), error in own.items() if kind == "gradients") > 0.02, "fp8 rounds"
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("mode", "layout"),
     [
-        "tp=2,sp=true",
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("dp=2,tp=2,pp=2", "dp=4,ep=2,zero=3")),
+        ("fp8", "tp=2,sp=true"),
+        *(
+            pytest.param(mode, layout, marks=pytest.mark.slow)
+            for mode in ("fp8", "mxfp8")
+            for layout in ("dp=2,tp=2,pp=2", "dp=4,ep=2,zero=3")
+        ),
     ],
 )
-def test_verify_takes_fp8(room: Path, layout: str) -> None:
+def test_verify_takes_fp8(room: Path, mode: str, layout: str) -> None:
     model = "moe" if "ep=" in layout else "dense"
-    report = compared(tiny(room, layout, mode="fp8"), folder=room / f"{model}-bf16")
+    report = compared(tiny(room, layout, mode=mode), folder=room / f"{model}-{mode}-bf16")
     assert report.passed, report
 
 
