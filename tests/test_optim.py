@@ -20,10 +20,10 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.observe.optimizer_paths import contours, to_svg, to_text
 from fivefold.optim import OPTIMIZERS, learning_rate
-from fivefold.optim.clip import clip_scale, sum_of_squares
+from fivefold.optim.card import gathered, places, planned_ways, state_bytes, ways
 from fivefold.optim.eight_bit import decode, encode, table
 from fivefold.optim.muon import orthogonal
-from fivefold.optim.placing import gathered, places, planned_ways, state_bytes, ways
+from fivefold.optim.scaling import clip_scale, sum_of_squares
 from fivefold.optim.surfaces import SURFACES, path, tuned
 from fivefold.optim.updater import Updater
 from fivefold.parallel.matrices import Gathered

@@ -235,7 +235,7 @@ def of_offload(recipe: Recipe) -> dict[tuple[str, str], int]:
         layout.tp > 1 and away.gradients != "device"
     ):  # sums of norms' gradients; the norms of all, as one message
         found |= {("to_copy", "parallel/tensor.py"): 1, ("copy_", "parallel/tensor.py"): 2 * L + 1}
-        found["to_copy", "optim/clip.py"] = 2
+        found["to_copy", "optim/scaling.py"] = 2
     return found
 
 

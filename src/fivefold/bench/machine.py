@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.bench import hardware, links, overhead
-from fivefold.bench.disk import bandwidth
-from fivefold.bench.encoding import encodings
+from fivefold.bench.hardware import bandwidth, encodings
 from fivefold.errors import BusyError, UserError, several
 from fivefold.files import write
 from fivefold.host import cores, memory_bytes, tables

@@ -160,7 +160,10 @@ class RegionOutput(nn.Module):
 
 
 class Output(nn.Module):
-    """Hidden states and the output layer's weight -> logits or loss (see `logits_or_loss`). No parameters.
+    """Hidden states and the output layer's weight -> logits or loss. No parameters.
+
+    Without targets: logits (B, T, V) in fp32. With targets: the mean cross-entropy over targets other than -100,
+    computed in chunks, so that the logits never exist as a whole.
 
     Tensor parallelism replaces it by a module that works on a part of the vocabulary. z_loss: the factor of the squared
     log-sum-exp in the training loss.
@@ -171,7 +174,12 @@ class Output(nn.Module):
     def forward(
         self, x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, bias_V: Tensor | None = None
     ) -> Tensor:
-        return logits_or_loss(x_BTD, weight_VD, targets_BT, bias_V, self.z_loss * self.training)
+        if targets_BT is None:
+            return kernels.linear(x_BTD, weight_VD, bias_V).float()
+        z_loss = self.z_loss * self.training
+        return kernels.linear_cross_entropy(
+            x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss
+        )
 
 
 @dataclass(frozen=True)
@@ -241,17 +249,3 @@ def rope_table(
     if scaling is None or scaling.amplitude == 1:
         return angles.cos(), angles.sin()
     return angles.cos() * scaling.amplitude, angles.sin() * scaling.amplitude
-
-
-def logits_or_loss(
-    x_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor | None,
-    bias_V: Tensor | None = None,
-    z_loss: float = 0.0,
-) -> Tensor:
-    """Without targets: logits (B, T, V) in fp32. With targets: the mean cross-entropy over targets other than -100,
-    computed in chunks, so that the logits never exist as a whole. z_loss: see `kernels.linear_cross_entropy`."""
-    if targets_BT is None:
-        return kernels.linear(x_BTD, weight_VD, bias_V).float()
-    return kernels.linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss)

@@ -9,7 +9,7 @@ from itertools import starmap
 from operator import attrgetter
 
 from fivefold.models.card import Contradiction
-from fivefold.optim.outer import OUTER
+from fivefold.optim.registry import OUTER
 from fivefold.precision import FIELDS
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 
 from fivefold.models.section import LARGEST, MOST_LAYERS, ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
-from fivefold.optim.outer import OUTER
+from fivefold.optim.registry import OUTER
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, ROUNDINGS, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry

@@ -22,11 +22,11 @@ from fivefold.models.card import card_of
 from fivefold.models.layers import Output
 from fivefold.models.own import ModuleCard, OwnModel, buffers_of
 from fivefold.optim import OPTIMIZERS, kept_in
-from fivefold.optim.loss_scale import LossScale
-from fivefold.optim.outer import OUTER
-from fivefold.optim.placing import gathered, places, state_bytes, ways
+from fivefold.optim.card import gathered, places, state_bytes, ways
+from fivefold.optim.registry import OUTER
 from fivefold.optim.rounded import Rounded
 from fivefold.optim.rounding import Rounder, Rounding
+from fivefold.optim.scaling import LossScale
 from fivefold.optim.updater import Updater
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.matrices import Gathered

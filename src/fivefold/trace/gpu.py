@@ -28,8 +28,7 @@ from fivefold.files import cache_folder
 from fivefold.kernels.native import build
 from fivefold.recipe import Recipe
 from fivefold.schedules.memory_timeline import MemoryTimeline, from_json
-from fivefold.trace.cache import CachedFigures
-from fivefold.trace.depth import Exact, check_rank, read
+from fivefold.trace.depth import CachedFigures, Exact, check_rank, read
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 TORCH = Path(torch.__file__).parent

@@ -40,10 +40,9 @@ from fivefold.spread.layout import Layout
 from fivefold.step.state import State, assemble
 from fivefold.step.step import forward_backward, take_step
 from fivefold.trace import private, standins
-from fivefold.trace.flops import Flops
 from fivefold.trace.memory import Peak, Tracker, states_of, tensors_in
 from fivefold.trace.standins import hollow_files
-from fivefold.trace.traffic import Collectives
+from fivefold.trace.traffic import Collectives, Flops
 
 aten = torch.ops.aten
 SYNCS = (

@@ -22,7 +22,7 @@ from fivefold.models.operations import Message, Operation
 from fivefold.models.recomputation import of_blocks, region
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
-from fivefold.optim.placing import planned_ways
+from fivefold.optim.card import planned_ways
 from fivefold.plan import partition
 from fivefold.plan.memory.model_states import divided
 from fivefold.plan.messages.communication import best_all_reduces, group, summed_by

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fivefold.models.card import Contradiction, card_of
 from fivefold.optim import OPTIMIZERS
-from fivefold.optim.outer import OUTER
+from fivefold.optim.registry import OUTER
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
 from fivefold.spread.servers import SERVER
