@@ -53,7 +53,7 @@ LIGHT = {
 }
 LIGHT_FILES = (
     "kernels/__init__.py",
-    "kernels/peak.py",
+    "bench/peak.py",
     "kernels/sizes.py",
     *(
         f"lessons/{name}.py"

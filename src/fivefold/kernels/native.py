@@ -117,8 +117,8 @@ def usable(*tensors: torch.Tensor) -> bool:
 
 def call(name: str, dtype: torch.dtype, *arguments: torch.Tensor | int | float | None) -> None:
     """Runs kernel `name` of native.c for `dtype`. Tensors go as pointers (None: null), int as int64, float as float.
-    Hollow tensors have no memory, so the call does nothing: a trace takes the same path with the same shapes."""
-    if getattr(arguments[0], "hollow", False):  # not every argument: this is per call of every kernel
+    Fake tensors have no memory, so the call does nothing: a trace takes the same path with the same shapes."""
+    if getattr(arguments[0], "fake", False):  # not every argument: this is per call of every kernel
         assert isinstance(arguments[0], torch.Tensor)
         assert arguments[0].device.type == "cpu", f"{name} is a kernel for CPUs"
         return

@@ -8,7 +8,7 @@ round to the same numbers, up to 2^-17 and 2^-31 of the tile's largest.
 The rounded numbers are multiplied in bf16, which holds numbers of 8 bits exactly, and summed in fp32, at the speed of
 bf16. A mode may know a faster way to the same results.
 
-Legend: N rows (tokens), D input features, F output features, E experts, M rows of all experts.
+Legend: N rows (tokens), D input features, F output features, E experts.
 """
 
 from __future__ import annotations
@@ -57,44 +57,24 @@ class RoundedMatmuls:
 
     def product(self, a: Tensor, b: Tensor, form: Format, weight: bool = False) -> Tensor:
         """a @ b.T. a (m, k) in `form`, b (n, k), a weight or an input."""
-        return F.linear(self.round(a, form), self.round(b, self.inputs, weight))
+        return F.linear(self.round(a, form), self.round(b, weight=weight))
 
-    def round(self, x: Tensor, form: Format, weight: bool = False) -> Tensor:
-        """A factor (rows, summed dim), rounded, in its own dtype."""
+    def round(self, x: Tensor, form: Format | None = None, weight: bool = False) -> Tensor:
+        """A factor (rows, summed dim), rounded to a format (None: that of inputs), in its own dtype."""
+        form = form or self.inputs
         rows, columns = self.tile(x.shape, weight)
         if x.is_contiguous() or not x.t().is_contiguous():
             return round_tiles(x.contiguous(), rows, columns, form)
         return round_tiles(x.t(), columns, rows, form).t()  # in the order of its memory
 
+    def round_experts(self, weights: Tensor) -> Tensor:
+        """A stack of weights (E, rows, summed dim), each rounded by itself. Experts are always multiplied in bf16."""
+        return torch.stack([self.round(weight, weight=True) for weight in weights])
+
 
 def rounded_matmuls(mode: Mode, options: Any) -> RoundedMatmuls | None:
     """How the blocks' layers multiply in a mode. options: [precision] of the recipe. None: they round nothing."""
     return import_module(f"fivefold.kernels.{mode.kernel}").matmuls(options) if mode.kernel else None
-
-
-def grouped_forward(how: RoundedMatmuls, rows_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """Each expert's rows, times its weight: (M, F). Experts' matmuls are always those of bf16 on rounded numbers."""
-    return F.grouped_mm(
-        how.round(rows_MD, how.inputs), _experts(how, weight_EFD).transpose(1, 2), offs=ends_E
-    )
-
-
-def grouped_input_gradient(how: RoundedMatmuls, dy_MF: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """(M, D)."""
-    weight = _experts(how, weight_EFD.transpose(1, 2)).transpose(1, 2)
-    return F.grouped_mm(how.round(dy_MF, how.gradients), weight, offs=ends_E)
-
-
-def grouped_weight_gradient(how: RoundedMatmuls, dy_MF: Tensor, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
-    """(E, F, D). A tile may have rows of two experts."""
-    return F.grouped_mm(
-        how.round(dy_MF.t(), how.gradients), how.round(rows_MD.t(), how.inputs).t(), offs=ends_E
-    )
-
-
-def _experts(how: RoundedMatmuls, weights: Tensor) -> Tensor:
-    """A stack of weights, each rounded by itself."""
-    return torch.stack([how.round(weight, how.inputs, True) for weight in weights])
 
 
 def round_tiles(x: Tensor, rows: int, columns: int, form: Format) -> Tensor:

@@ -98,7 +98,7 @@ class Updater:
                 group["lr"] = lr * group["rate"]
             self.optimizer.step()
         if self.rules is not None:
-            on_host = skip is not None and skip.device.type == "cpu" and not getattr(skip, "hollow", False)
+            on_host = skip is not None and skip.device.type == "cpu" and not getattr(skip, "fake", False)
             if not (on_host and skip is not None and skip.item()):
                 own = {name: gradients[name] for name in self.rules.masters}
                 rates = {name: lr * self.rates.get(name, 1.0) for name in own}

@@ -28,7 +28,7 @@ from fivefold.errors import UserError
 from fivefold.files import cache_folder, writable, write_atomically
 from fivefold.host.machine import has_cpu_bf16, has_cpu_fp16
 from fivefold.kernels import native
-from fivefold.kernels.hollow import CPU
+from fivefold.kernels.fake import CPU
 from fivefold.launch.ranks import threads_of
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks

@@ -1,5 +1,5 @@
 """Traces a GPU's step on a machine with neither GPU nor driver: the code's path for GPUs, on tensors that claim to be
-on one (kernels/hollow.py).
+on one (kernels/fake.py).
 
 Autograd asks for a device guard for "cuda" from C++. PyTorch's CPU build has none, and that of a build for CUDA wants a
 driver. guard.cpp is one that does nothing. The machine's C++ compiler builds it at first use (two seconds). It must be

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fivefold.comm import axis
+from fivefold.kernels.fake import DispatchMode
 from fivefold.parallel.mesh import Mesh
 from fivefold.spread.layout import first_names
 
@@ -40,7 +40,7 @@ OPS = {
 }
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(DispatchMode):
     """found: {(operation, axis): [calls, bytes]}. The bytes are the larger of input and output: the tensor that is
     summed, gathered, scattered or sent. other: the messages in `found` that this mode saw, but that no `Axis` sent.
 
@@ -57,10 +57,6 @@ class Collectives(TorchDispatchMode):
             group = mesh.axis(name).group
             if group is not None:
                 self.axis_of[group.group_name] = name
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # see trace.memory.Tracker
 
     def __enter__(self) -> Collectives:
         self.listen()
@@ -157,17 +153,13 @@ if torch.backends.mkldnn.is_available():
     FORMULAS[torch.ops.mkldnn._linear_pointwise] = _linear
 
 
-class Flops(TorchDispatchMode):
+class Flops(DispatchMode):
     """total: FLOPs since it was entered. PyTorch's counter lacks grouped matmuls and attention on CPUs; its formulas
     serve for the rest."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # see trace.memory.Tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
