@@ -31,9 +31,9 @@ from fivefold.parallel.replica import Replica
 from fivefold.parallel.replica_builder import ReplicaBuilder
 from fivefold.parallel.stages import keep, split, sum_tied
 from fivefold.recipe import Recipe
-from fivefold.spread.parts import TIED, Part, held
+from fivefold.spread.parts import TIED, Part, held, tensor_sums
 from fivefold.spread.tiers import OFFLOADS, partitions
-from fivefold.spread.units import Keeping, keepings, tensor_sums
+from fivefold.spread.units import Keeping, keepings
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from fivefold.parallel.unit_messages import UnitMessages

@@ -43,8 +43,7 @@ from fivefold.parallel.norm import CutRMSNorm
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.sequence import Enter, Leave, TensorAxis, Whole, piece
 from fivefold.parallel.vocabulary import VocabularyEmbedding, VocabularyOutput
-from fivefold.spread.parts import Model, boxes, cuts_in, local_shape, parts
-from fivefold.spread.units import summed_over_tp
+from fivefold.spread.parts import Model, boxes, cuts_in, local_shape, parts, summed_over_tp
 
 
 def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:

@@ -31,7 +31,8 @@ from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.unit_messages import UnitMessages
 from fivefold.spread.parts import Part, local_shape, shard_dim
-from fivefold.spread.units import FsdpUnit, Sync
+from fivefold.spread.syncs import Sync
+from fivefold.spread.units import FsdpUnit
 
 
 def shard(

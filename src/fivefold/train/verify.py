@@ -50,7 +50,7 @@ from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_nearest import validate
 from fivefold.spread.layout_text import to_text
-from fivefold.spread.zeropp import zeropp
+from fivefold.spread.syncs import zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.train.reference import reference_state
