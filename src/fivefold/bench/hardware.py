@@ -150,7 +150,12 @@ def streams(dtype: str, device: torch.device) -> dict[str, list[float]]:
     def rate(forward: Sequence[Call], moved: float, backward: Sequence[Call], back: float) -> list[float]:
         return [moved / timed(forward, device), back / timed(backward, device)]
 
-    norms, gates, gelus = _norms(dtype, device), _gates(dtype, device), _gelus(dtype, device)
+    stream = ROWS, DIM
+    norms = _passes(
+        lambda *inputs: kernels.add_rms_norm(*inputs, 1e-5), (stream, stream, (DIM,)), dtype, device
+    )
+    gates = _passes(kernels.swiglu, [(ROWS, 2 * DIM)], dtype, device)
+    gelus = _passes(lambda x: kernels.gelu(x, "tanh"), [stream], dtype, device)
     flat = [_random((ROWS, DIM), dtype, device) for _ in range(2 * MANY)]
     logits = [_random((ROWS // 2, VOCABULARY), dtype, device) for _ in range(COPIES)]
     totals = [torch.zeros(size, device=device) for _ in range(MANY)]
@@ -207,42 +212,25 @@ def optimizer(dtype: str, device: torch.device) -> list[float]:
     return [moved / timed([update], device, seconds=0.05)] * 2
 
 
-def _norms(dtype: str, device: torch.device) -> tuple[list[Call], list[Call]]:
-    def one() -> tuple[Call, Call]:
-        x, residual = (_random((ROWS, DIM), dtype, device).requires_grad_() for _ in range(2))
-        w = _random((DIM,), dtype, device).requires_grad_()
-        total, normed = kernels.add_rms_norm(x, residual, w, 1e-5)
-        grads = (torch.ones_like(total), torch.ones_like(normed))
+def _passes(
+    compute: Callable[..., Tensor | tuple[Tensor, ...]],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: str,
+    device: torch.device,
+) -> tuple[list[Call], list[Call]]:
+    """Forward and backward of an operation, on several sets of inputs of these shapes."""
+
+    def both() -> tuple[Call, Call]:
+        inputs = [_random(shape, dtype, device).requires_grad_() for shape in shapes]
+        result = compute(*inputs)
+        outputs = result if isinstance(result, tuple) else (result,)
+        grads = [torch.ones_like(out) for out in outputs]
         return (
-            lambda: kernels.add_rms_norm(x, residual, w, 1e-5),
-            lambda: torch.autograd.grad((total, normed), (x, residual, w), grads, retain_graph=True),
+            lambda: compute(*inputs),
+            lambda: torch.autograd.grad(outputs, inputs, grads, retain_graph=True),
         )
 
-    return _both(one)
-
-
-def _gates(dtype: str, device: torch.device) -> tuple[list[Call], list[Call]]:
-    def one() -> tuple[Call, Call]:
-        x = _random((ROWS, 2 * DIM), dtype, device).requires_grad_()
-        y = kernels.swiglu(x)
-        dy = torch.ones_like(y)
-        return lambda: kernels.swiglu(x), lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
-
-    return _both(one)
-
-
-def _gelus(dtype: str, device: torch.device) -> tuple[list[Call], list[Call]]:
-    def one() -> tuple[Call, Call]:
-        x = _random((ROWS, DIM), dtype, device).requires_grad_()
-        y = kernels.gelu(x, "tanh")
-        dy = torch.ones_like(y)
-        return lambda: kernels.gelu(x, "tanh"), lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
-
-    return _both(one)
-
-
-def _both(one: Callable[[], tuple[Call, Call]]) -> tuple[list[Call], list[Call]]:
-    pairs = [one() for _ in range(COPIES)]
+    pairs = [both() for _ in range(COPIES)]
     return [forward for forward, _ in pairs], [backward for _, backward in pairs]
 
 

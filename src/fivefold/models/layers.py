@@ -140,23 +140,17 @@ class AttentionCore(nn.Module):
         )
 
 
-class RegionInput(nn.Module):
+class RegionInput(nn.Identity):
     """Identity: an activation enters the part of a sublayer that computes with some of the heads only, beside the
     linear layers there. No parameters.
 
     Tensor parallelism replaces it by a module that makes the activation whole and sums its gradients.
     """
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD
 
-
-class RegionOutput(nn.Module):
+class RegionOutput(nn.Identity):
     """Identity: an activation leaves the part of a sublayer that computes with some of the features only. No
     parameters. Tensor parallelism replaces it by a module that sums the activation over ranks, in place."""
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD
 
 
 class Output(nn.Module):
