@@ -78,14 +78,9 @@ def build(library: Path, command: list[str]) -> None:
     if not library.exists():
         _compile(command, library)
     for path in (library, library.parent):
-        _require_ours(path)
-
-
-def _require_ours(path: Path) -> None:
-    """Refuses to load code that another user could have written."""
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise OSError(f"{path} belongs to another user or can be written by others; not loaded")
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise OSError(f"{path} belongs to another user or can be written by others; not loaded")
 
 
 def _compile(command: list[str], library: Path) -> None:

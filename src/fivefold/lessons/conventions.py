@@ -23,7 +23,7 @@ OWN = "fivefold"
 
 
 def _in(mode: str) -> States:
-    """Adam's states in a mode (precision/plain.py), divided as the ZeRO paper does."""
+    """Adam's states in a mode (precision/registry.py), divided as the ZeRO paper does."""
     row = PRECISIONS[mode]
     gradient = DTYPES[row.gradient].bytes
     return States(

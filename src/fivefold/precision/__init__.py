@@ -11,5 +11,4 @@ from fivefold.precision.card import (
     token_bytes,
     torch_dtype,
 )
-from fivefold.precision.plain import ROUNDINGS
-from fivefold.precision.registry import FIELDS, PRECISIONS, chosen
+from fivefold.precision.registry import FIELDS, PRECISIONS, ROUNDINGS, chosen

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from fivefold.precision import fp8, mxfp8, plain
+from fivefold.precision import fp8, mxfp8
 from fivefold.precision.card import MASTER, Mode
 
-_FAMILIES = (plain, fp8, mxfp8)
-PRECISIONS: dict[str, Mode] = {mode.name: mode for family in _FAMILIES for mode in family.CARDS}
+ROUNDINGS = ("stochastic", "kahan", "nearest")
+"""The values of `precision.rounding`; see optim/rounding.py."""
+PLAIN = (
+    Mode("fp32", "fp32", auto=True),
+    Mode("tf32", "fp32", products="tf32", gpu=True),
+    Mode("bf16", "bf16", auto=True),
+    Mode("bf16_pure", "bf16", master="bf16", gradient="bf16", state="bf16", fields=("rounding",)),
+    Mode("fp16", "fp16", scaled=True, fields=("loss_scale", "loss_scale_every")),
+)
+"""The modes whose matmuls round no factor."""
+PRECISIONS: dict[str, Mode] = {mode.name: mode for mode in (*PLAIN, *fp8.CARDS, *mxfp8.CARDS)}
 FIELDS: dict[str, list[str]] = {
     field: [mode.name for mode in PRECISIONS.values() if field in mode.fields]
     for field in dict.fromkeys(field for mode in PRECISIONS.values() for field in mode.fields)
