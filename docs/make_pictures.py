@@ -21,12 +21,12 @@ import terminal_picture
 
 from fivefold.cli.main import main as fivefold
 from fivefold.draw.canvas import stacked
-from fivefold.lessons import criteria_svg
+from fivefold.lessons import criteria_svg, optimizer_paths
 from fivefold.lessons.compare import compare
-from fivefold.observe import layout_picture, memory_picture, number_formats, optimizer_paths, worker_picture
+from fivefold.lessons.optimizer_paths import SURFACES, tuned
+from fivefold.observe import layout_picture, memory_picture, number_formats, worker_picture
 from fivefold.observe.report import write_report
 from fivefold.optim import OPTIMIZERS
-from fivefold.optim.surfaces import SURFACES, tuned
 from fivefold.plan.advice.sweep_results import results as results_of
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.pages import svg as plan_svg
