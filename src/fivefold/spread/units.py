@@ -191,7 +191,7 @@ def buffer_order(parameters: Sequence[Any]) -> list[Any]:
 
 UPDATED = 1 << 18
 """Elements of whole parameters that an update with rounding takes at once, unless one parameter has more: few enough
-that their fp32 copies (optim/rounded.py) are small beside the states."""
+that their fp32 copies (optim/updater.py) are small beside the states."""
 
 
 def updated_together(sizes: Mapping[str, int]) -> Iterator[list[str]]:

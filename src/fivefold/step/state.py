@@ -24,10 +24,9 @@ from fivefold.models.own import ModuleCard, OwnModel, buffers_of
 from fivefold.optim import OPTIMIZERS, kept_in
 from fivefold.optim.card import gathered, places, state_bytes, ways
 from fivefold.optim.registry import OUTER
-from fivefold.optim.rounded import Rounded
 from fivefold.optim.rounding import Rounder, Rounding
 from fivefold.optim.scaling import LossScale
-from fivefold.optim.updater import Updater
+from fivefold.optim.updater import Rounded, Updater
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh

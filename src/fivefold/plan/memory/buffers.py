@@ -140,7 +140,7 @@ def sum_scratch(
 def rounding_scratch(
     model: ModelSection, layout: Layout, mine: Sequence[int], by_stage: tuple[range, ...], b: States
 ) -> float:
-    """Bytes of the fp32 copies that an update with rounding works on (optim/rounded.py), on the first rank. A streamed
+    """Bytes of the fp32 copies that an update with rounding works on (optim/updater.py), on the first rank. A streamed
     one copies chunks (`offload.held`)."""
     if not b.copied or OFFLOADS[layout.offload].streams:
         return 0.0
