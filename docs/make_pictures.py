@@ -35,7 +35,7 @@ from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_pi
 from fivefold.plan.predict import predict
 from fivefold.plan.search.search import as_rows, frontier, search
 from fivefold.plan.time.timeline import timeline
-from fivefold.precision.histogram import from_json as histogram_of
+from fivefold.precision.formats import from_json as histogram_of
 from fivefold.recipe import load, resolve
 from fivefold.recipe.sweep import Row, Sweep
 from fivefold.schedules import collectives
