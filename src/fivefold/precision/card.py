@@ -106,7 +106,8 @@ class Mode:
     def roundoff(self) -> float:
         """The largest relative error of a rounded product. Numbers of 8 bits have a larger one, but a loss or a norm is
         made of thousands of them, and the mean of 256 is as exact as bf16."""
-        return 2.0 ** -max(DTYPES["bf16"].bits, DTYPES[self.rate].bits)
+        least = DTYPES["bf16"].bits
+        return 2.0 ** -(least if self.kernel else max(least, DTYPES[self.rate].bits))
 
     @property
     def exact(self) -> bool:
