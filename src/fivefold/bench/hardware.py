@@ -152,7 +152,10 @@ def streams(dtype: str, device: torch.device) -> dict[str, list[float]]:
 
     stream = ROWS, DIM
     norms = _passes(
-        lambda *inputs: kernels.add_rms_norm(*inputs, 1e-5), (stream, stream, (DIM,)), dtype, device
+        lambda x, residual, w: kernels.add_rms_norm(x, residual, w, 1e-5),
+        (stream, stream, (DIM,)),
+        dtype,
+        device,
     )
     gates = _passes(kernels.swiglu, [(ROWS, 2 * DIM)], dtype, device)
     gelus = _passes(lambda x: kernels.gelu(x, "tanh"), [stream], dtype, device)
