@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from fivefold.bench.encoding import SHAPES, encoding
+from fivefold.bench.hardware import SHAPES, encoding
 from fivefold.data import prepare
 from fivefold.host.machine import describe
 from fivefold.launch.local import start_ranks

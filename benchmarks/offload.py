@@ -4,7 +4,7 @@
 
 Each run is a process of its own. The offloaded one is in a memory cgroup (version 1, which must be writable) with the
 limit, page cache included. `--gbps` throttles the disk by a blkio cgroup, reads and writes alike. The disk's bandwidth
-is measured inside the same limit, on a file of 1.5 times the limit (bench/disk.py).
+is measured inside the same limit, on a file of 1.5 times the limit (bench/hardware.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker == "disk":
-        from fivefold.bench.disk import bandwidth
+        from fivefold.bench.hardware import bandwidth
 
         return print(json.dumps(bandwidth(args.dir, int(1.5 * (args.limit_mib << 20)))))
     if args.worker:

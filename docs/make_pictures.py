@@ -21,12 +21,13 @@ import terminal_picture
 
 from fivefold.cli.main import main as fivefold
 from fivefold.draw.canvas import stacked
+from fivefold.lessons import optimizer_paths
 from fivefold.lessons import pictures as lesson_pictures
 from fivefold.lessons.compare import compare
-from fivefold.observe import layout_picture, memory_picture, number_formats, optimizer_paths, worker_picture
+from fivefold.lessons.optimizer_paths import SURFACES, tuned
+from fivefold.observe import layout_picture, memory_picture, number_formats, worker_picture
 from fivefold.observe.report import write_report
 from fivefold.optim import OPTIMIZERS
-from fivefold.optim.surfaces import SURFACES, tuned
 from fivefold.plan.advice.sweep_results import results as results_of
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.pages import svg as plan_svg
@@ -35,7 +36,7 @@ from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_pi
 from fivefold.plan.predict import predict
 from fivefold.plan.search.search import as_rows, frontier, search
 from fivefold.plan.time.timeline import timeline
-from fivefold.precision.histogram import from_json as histogram_of
+from fivefold.precision.formats import from_json as histogram_of
 from fivefold.recipe import load, resolve
 from fivefold.recipe.sweep import Row, Sweep
 from fivefold.schedules import collectives

@@ -307,7 +307,7 @@ PROOFS = (
     ),
     Proof(
         "test_fp8", "test_layouts_round_as_one_process_does",
-        lambda p: (["precision.mode=fp8", *p["sets"]], p["layout"]),
+        lambda p: ([_mode(p), *p["sets"]], p["layout"]),
     ),
     Proof("test_optim", "test_equals_one_process", lambda p: ([f"optim.name={p['name']}"], p["layout"])),
     Proof("test_optim", "test_options_equal_one_process", lambda p: (_tests("test_optim").OPTIONS, p["layout"])),

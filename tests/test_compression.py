@@ -19,7 +19,7 @@ from steps import Numbers, planned, recipe_of
 from test_trace import measured
 from torch import Tensor
 
-from fivefold.bench.encoding import encodings
+from fivefold.bench.hardware import encodings
 from fivefold.checkpoint import store
 from fivefold.comm import Axis
 from fivefold.comm.axis import counters

@@ -1,6 +1,7 @@
 """Training in fp8: rounding and matmuls, the self-test, layouts against one process."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from runs import lines, ranks_of, train_rank
 from fivefold.comm import everyone
 from fivefold.errors import UserError
 from fivefold.kernels import fp8, matmul, native
-from fivefold.kernels.fp8 import E4M3, Fp8, encode, round_tiles
+from fivefold.kernels.fp8 import Fp8, encode
 from fivefold.kernels.mixture import grouped_linear
+from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles, rounded_matmuls
 from fivefold.models.init import init_part
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import products, replica_builder
-from fivefold.precision import PRECISIONS, Mode
+from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import SCALINGS
 from fivefold.recipe import Recipe, change, load, resolve
@@ -53,8 +55,14 @@ def test_the_compiled_kernel_rounds_as_torch_does(
             assert torch.equal(round_tiles(one, *tile, form), compiled)
     error = (compiled - x).abs()
     assert (error <= x.abs() * 2.0 ** -(form.fraction + 1) + x.abs().max()).all()
-    x[5, 5] = float("nan")
-    assert round_tiles(x, *tile, form)[5, 5].isnan()
+    x[5, 5], x[260, 650] = float("nan"), float("inf")
+    whole = round_tiles(x, *tile, form)
+    for row, column in ((5, 5), (260, 650)):
+        top, left = row // tile[0] * tile[0], column // tile[1] * tile[1]
+        assert whole[top : top + tile[0], left : left + tile[1]].isnan().all()
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "usable", lambda *_: False)
+        assert torch.equal(round_tiles(x, *tile, form).isnan(), whole.isnan())
 
 
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
@@ -85,17 +93,17 @@ def test_where_a_sum_of_ones_stops(dtype: str, stops: int) -> None:
 def test_emulation_equals_the_matmul_of_fp8(scaling: str, form: Format) -> None:
     """`scaled_mm`, which GPUs use. This CPU has it, too; of blocks only the shapes can be checked."""
     a, b = numbers(256, 384), numbers(128, 384, seed=1)
-    how = Fp8(scaling, form)
+    how = Fp8(form, scaling=scaling)
     a8, scale = encode(a, *how.tile(a.shape), form)
     tiles = scale.repeat_interleave(256 // len(scale), 0).repeat_interleave(384 // scale.shape[1], 1)
-    assert (a8.float() * tiles).bfloat16().equal(how.rounded(a, form))
+    assert (a8.float() * tiles).bfloat16().equal(how.round(a, form))
     if scaling == "block":
         for weight in (False, True):
             assert how.multiply(a.to("meta"), b.to("meta"), form, weight).shape == (256, 128)
         return
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
         pytest.skip(f"torch {torch.__version__} multiplies fp8 on GPUs only")
-    found, wanted = how._product(a, b, form), how.multiply(a, b, form)
+    found, wanted = RoundedMatmuls.product(how, a, b, form), how.multiply(a, b, form)
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-9 * wanted.abs().max().item())
 
 
@@ -103,7 +111,7 @@ def test_emulation_equals_the_matmul_of_fp8(scaling: str, form: Format) -> None:
 @pytest.mark.parametrize("backward", [E4M3, E5M2], ids=lambda form: form.name)
 def test_the_three_products(scaling: str, backward: Format) -> None:
     """Through autograd, with a bias, and as errors in the bounds of rounding both factors."""
-    how = Fp8(scaling, backward)
+    how = Fp8(backward, scaling=scaling)
     x, w, dy = torch.randn(2, 80, 192), torch.randn(144, 192), torch.randn(2, 80, 144)
     x, w, dy = (t.bfloat16() for t in (x, w, dy))
     x.requires_grad_(), w.requires_grad_()
@@ -131,7 +139,7 @@ def test_the_three_products(scaling: str, backward: Format) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_experts_multiply_as_single_layers(scaling: str) -> None:
-    how, counts = Fp8(scaling, E5M2), torch.tensor([128, 0, 256])
+    how, counts = Fp8(E5M2, scaling=scaling), torch.tensor([128, 0, 256])
     rows, weight, dy = (
         t.bfloat16() for t in (torch.randn(384, 128), torch.randn(3, 256, 128), torch.randn(384, 256))
     )
@@ -151,8 +159,43 @@ def test_experts_multiply_as_single_layers(scaling: str) -> None:
     assert fp8.BLOCK == 128
 
 
-IN_FP32 = Mode("fp8", "fp32", products="fp8")
-"""Rounds matmuls to fp8 and nothing else, so layouts differ only where fp32's roundings tip one of fp8."""
+@pytest.mark.parametrize("compiled", [True, False])
+def test_mxfp8_rounds_blocks_of_32(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each to E4M3 under a power of two of its own, without saturation, along the sum of each matmul."""
+    if not compiled:
+        monkeypatch.setattr(native, "usable", lambda *_: False)
+    how = rounded_matmuls(PRECISIONS["mxfp8"], None)
+    assert how is not None
+    x = numbers(64, 96, spread=30).float()
+    x[0, :32], x[1, 3], x[2, 40] = 0, float("inf"), float("nan")
+    x[3, :3] = torch.tensor([449.0, 500.0, -(2.0**-10)])  # 449 would saturate under the scale 1
+    x[4, :3] = torch.tensor([448.0, 17.0, 2.0**-9])
+    found = how.round(x, how.inputs)
+    assert not found[0, :32].any()
+    assert found.isnan().nonzero().tolist() == [[1, i] for i in range(32)] + [[2, i] for i in range(32, 64)]
+    assert found[3, :3].tolist() == [448, 512, 0], (
+        "the next numbers are 416 and 480 under the scale 1, 448 and 512 under 2"
+    )
+    assert found[4, :3].tolist() == [448, 16, 2.0**-9]
+    for block in range(3):
+        part = x[5:, 32 * block : 32 * block + 32]
+        scale = 2.0 ** torch.ceil(torch.log2(part.abs().amax(1, keepdim=True) / E4M3.largest))
+        assert torch.equal(
+            found[5:, 32 * block : 32 * block + 32], (part / scale).to(torch.float8_e4m3fn).float() * scale
+        )
+    x = x[5:37]
+    assert torch.equal(how.round(x.t(), how.inputs), how.round(x.t().contiguous(), how.inputs)), (
+        "as in memory"
+    )
+    weight = torch.randn(48, 96)
+    y, dy = how.forward(x, weight), torch.randn(32, 48)
+    assert torch.equal(y, how.round(x, E4M3) @ how.round(weight, E4M3).t())
+    assert torch.equal(how.input_gradient(dy, weight), how.round(dy, E4M3) @ how.round(weight.t(), E4M3).t())
+    assert torch.equal(how.weight_gradient(dy, x), how.round(dy.t(), E4M3) @ how.round(x.t(), E4M3).t())
+
+
+IN_FP32 = {name: replace(PRECISIONS[name], working="fp32") for name in ("fp8", "mxfp8")}
+"""Round matmuls to 8 bits and nothing else, so layouts differ only where fp32's roundings tip one of fp8."""
 LAYOUTS = [
     "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "dp=2,ep=2,tp=2",
     "pp=2,schedule=zbv,virtual_stages=2,recompute=full", "dp=2,tp=2,pp=2,zero=1,sp=true",
@@ -165,10 +208,15 @@ QUICK = {
     "pp=2,schedule=zbv,virtual_stages=2,recompute=full",
 }
 CASES = [
-    *(pytest.param(one, [], marks=[] if one in QUICK else pytest.mark.slow) for one in LAYOUTS),
-    ("tp=2", ["precision.fp8_scaling=tensor"]),  # each rank has the largest number of its part
+    *(pytest.param("fp8", one, [], marks=[] if one in QUICK else pytest.mark.slow) for one in LAYOUTS),
+    ("mxfp8", "tp=2,sp=true", []),
     *(
-        pytest.param(layout, [f"precision.fp8_{set_}"], marks=pytest.mark.slow)
+        pytest.param("mxfp8", layout, [], marks=pytest.mark.slow)
+        for layout in ("dp=2,zero=3", "cp=2", "dp=2,ep=2,tp=2", "dp=2,tp=2,pp=2,zero=1,sp=true")
+    ),
+    ("fp8", "tp=2", ["precision.fp8_scaling=tensor"]),  # each rank has the largest number of its part
+    *(
+        pytest.param("fp8", layout, [f"precision.fp8_{set_}"], marks=pytest.mark.slow)
         for layout, set_ in (
             ("dp=2", "scaling=row"), ("dp=2,zero=2", "scaling=row"), ("cp=2,cp_method=ulysses", "scaling=row"),
             ("dp_replicate=2,dp_shard=2,zero=3", "scaling=tensor"), ("tp=2,sp=true", "backward=e4m3"),
@@ -184,45 +232,50 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def side_in_fp32(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
-    own, PRECISIONS["fp8"] = PRECISIONS["fp8"], IN_FP32
+    mode = recipe.precision.mode
+    own, PRECISIONS[mode] = PRECISIONS[mode], IN_FP32.get(mode, PRECISIONS[mode])
     try:
         side(rank, world, recipe, steps, folder)
     finally:
-        PRECISIONS["fp8"] = own
+        PRECISIONS[mode] = own
 
 
-@pytest.mark.parametrize(("layout", "sets"), CASES)
+@pytest.mark.parametrize(("mode", "layout", "sets"), CASES)
 def test_layouts_round_as_one_process_does(
-    room: Path, layout: str, sets: list[str], monkeypatch: pytest.MonkeyPatch
+    room: Path, mode: str, layout: str, sets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the same numbers: otherwise the errors of both would be independent, and their difference larger than either.
     Now and then fp32's rounding tips a number to its neighbour, and the layers behind enlarge that, to about a tenth of
     fp8's own error."""
-    monkeypatch.setitem(PRECISIONS, "fp8", IN_FP32)
-    recipe, model = change(tiny(room, layout, mode="fp8"), sets), "moe" if "ep=" in layout else "dense"
-    folder = room / "-".join([model, "fp32", *sets])
+    monkeypatch.setitem(PRECISIONS, mode, IN_FP32[mode])
+    recipe, model = change(tiny(room, layout, mode=mode), sets), "moe" if "ep=" in layout else "dense"
+    folder = room / "-".join([model, mode, "fp32", *sets])
     compared(recipe, folder=folder, part=side_in_fp32)
     second = OPTIMIZERS[recipe.optim.name].second_moment
-    found = dict(_differences(folder / "layout", folder / "fp8", second, together=True))
-    own = dict(_differences(folder / "fp8", folder / "fp32", second, together=True))
+    found = dict(_differences(folder / "layout", folder / mode, second, together=True))
+    own = dict(_differences(folder / mode, folder / "fp32", second, together=True))
     for (kind, where), difference in found.items():
         if kind == "gradients":
             assert difference < max(1e-5, own[kind, where] / 2), (where, own[kind, where])
         elif kind == "loss":
-            assert difference < PRECISIONS["fp8"].roundoff, where
+            assert difference < PRECISIONS[mode].roundoff, where
     assert max(error for (kind, _), error in own.items() if kind == "gradients") > 0.02, "fp8 rounds"
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("mode", "layout"),
     [
-        "tp=2,sp=true",
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("dp=2,tp=2,pp=2", "dp=4,ep=2,zero=3")),
+        ("fp8", "tp=2,sp=true"),
+        *(
+            pytest.param(mode, layout, marks=pytest.mark.slow)
+            for mode in ("fp8", "mxfp8")
+            for layout in ("dp=2,tp=2,pp=2", "dp=4,ep=2,zero=3")
+        ),
     ],
 )
-def test_verify_takes_fp8(room: Path, layout: str) -> None:
+def test_verify_takes_fp8(room: Path, mode: str, layout: str) -> None:
     model = "moe" if "ep=" in layout else "dense"
-    report = compared(tiny(room, layout, mode="fp8"), folder=room / f"{model}-bf16")
+    report = compared(tiny(room, layout, mode=mode), folder=room / f"{model}-{mode}-bf16")
     assert report.passed, report
 
 

@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 
 from fivefold.bench import hardware, links, machine, overhead
-from fivefold.bench.disk import bandwidth
+from fivefold.bench.hardware import bandwidth
 from fivefold.bench.machine import _axes
 from fivefold.host import tables
 from fivefold.launch.ranks import Ranks

@@ -21,7 +21,7 @@ TABLES = (
     "spread/shares.py",
     "spread/units.py",
     "spread/regions.py",
-    "precision/modes.py",
+    "precision/card.py",
     "host/devices.py",
 )
 ROOMS = ("plan", "models")

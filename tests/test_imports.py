@@ -54,7 +54,7 @@ LIGHT = {
 }
 LIGHT_FILES = (
     "kernels/__init__.py",
-    "kernels/peak.py",
+    "bench/peak.py",
     "kernels/sizes.py",
     *(f"launch/{name}.py" for name in ("interrupt", "launchers", "restarted", "scratch", "verdict")),
     "models/__init__.py",

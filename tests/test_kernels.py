@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fivefold import kernels
 from fivefold.host.machine import has_cpu_bf16
 from fivefold.kernels import fastest, matmul, native, private, sizes
-from fivefold.kernels.hollow import Hollow, Hollowing
+from fivefold.kernels.fake import Fake, FakeMode
 from fivefold.kernels.matmul import widened
 from fivefold.kernels.mixture import grouped_linear
 from fivefold.trace.memory import Tracker
@@ -486,11 +486,11 @@ def test_what_is_used_of_pytorch_that_is_not_documented():
     """Raising torch: each of `kernels/private.py` is there, and does what its line says."""
     x, weight, bias = torch.randn(6, 16), torch.randn(24, 16), torch.randn(24)
     close(private.onednn_linear(x, weight, bias), F.linear(x, weight, bias).double(), torch.float32)
-    with Hollowing():
-        hollow = torch.empty(3, 4)
-        product = hollow @ hollow.T
-        assert not private.fake_mode_is_on()
-    assert isinstance(product, Hollow)
+    with FakeMode():
+        fake = torch.empty(3, 4)
+        product = fake @ fake.T
+        assert not private.torch_fakes()
+    assert isinstance(product, Fake)
     assert (product.shape, product.device.type, product.untyped_storage().nbytes()) == ((3, 3), "cpu", 36)
     assert private.done_work([x]) is not None
     q, k = (torch.empty(2, 4, n, 16, dtype=torch.bfloat16, device="meta") for n in (64, 32))

@@ -15,6 +15,7 @@ import pytest
 import versions
 
 from fivefold import files, host
+from fivefold.bench import peak
 from fivefold.errors import UserError
 from fivefold.host.machine import (
     TORCH,
@@ -24,7 +25,6 @@ from fivefold.host.machine import (
     peak_memory_bytes,
     untried_torch,
 )
-from fivefold.kernels import peak
 from fivefold.observe import report
 from fivefold.observe.console import summary_rows
 from fivefold.observe.summary import summarize
@@ -117,7 +117,7 @@ def test_listed_peaks(name: str, dtype: str, teraflops: float | None) -> None:
 
 def test_rate_is_measured_once_without_torch_here(tmp_path: Path) -> None:
     program = (
-        "import sys, os; from fivefold.kernels.peak import ensure_matmul_rate as rate\n"
+        "import sys, os; from fivefold.bench.peak import matmul_rate as rate\n"
         "first = rate('fp32', 1); assert 'torch' not in sys.modules\n"
         "print(first, rate('fp32', 1))"
     )
@@ -200,7 +200,7 @@ def test_a_peak_measured_on_a_busy_machine_says_so(tmp_path: Path, monkeypatch: 
     later = [*lines, {"step": 2, "mfu": 0.4, "tokens_per_s": 9.0}]
     share[0] = 1.0
     monkeypatch.setattr(peak, "_DISTURBED_S", -1.0)
-    peak.ensure_matmul_rate("fp32", peak.cores())
+    peak.matmul_rate("fp32", peak.cores(), improve=True)
     assert peak.busy_share("cpu", "fp32") is None
     assert "peak_share" in summarize(later), "a median over steps of both kinds"
 
@@ -228,4 +228,4 @@ def test_without_a_home_the_cache_is_temporary(monkeypatch: pytest.MonkeyPatch) 
 
 def test_unknown_dtype_is_a_clear_error() -> None:
     with pytest.raises(UserError, match=r"'fp8'.*fp32.*bf16"):
-        peak.ensure_matmul_rate("fp8", 2)
+        peak.matmul_rate("fp8", 2)

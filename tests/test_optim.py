@@ -16,15 +16,14 @@ from runs import ranks_of
 
 from fivefold.cli.main import main
 from fivefold.errors import UserError
+from fivefold.lessons.optimizer_paths import SURFACES, contours, path, to_svg, to_text, tuned
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.section import ModelSection
-from fivefold.observe.optimizer_paths import contours, to_svg, to_text
 from fivefold.optim import OPTIMIZERS, learning_rate
-from fivefold.optim.clip import clip_scale, sum_of_squares
+from fivefold.optim.card import gathered, places, planned_ways, state_bytes, ways
 from fivefold.optim.eight_bit import decode, encode, table
 from fivefold.optim.muon import orthogonal
-from fivefold.optim.placing import gathered, places, planned_ways, state_bytes, ways
-from fivefold.optim.surfaces import SURFACES, path, tuned
+from fivefold.optim.scaling import clip_scale, sum_of_squares
 from fivefold.optim.updater import Updater
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh

@@ -21,10 +21,9 @@ from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.hashing import keys
 from fivefold.optim import OPTIMIZERS, kept_in
-from fivefold.optim.loss_scale import HIGHEST, LOWEST, LossScale
-from fivefold.optim.rounded import Rounded
 from fivefold.optim.rounding import Rounder, Rounding, round_stochastic_
-from fivefold.optim.updater import Updater
+from fivefold.optim.scaling import HIGHEST, LOWEST, LossScale
+from fivefold.optim.updater import Rounded, Updater
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import held, predict
 from fivefold.precision import PRECISIONS

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.kernels.hollow import Hollowing
+from fivefold.kernels.fake import FakeMode
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
@@ -108,10 +108,10 @@ def test_fsdp_does_what_is_assumed(what) -> None:
 
 
 def test_storage() -> None:
-    """Of views and detached tensors, hollow ones, too."""
-    with Hollowing():
-        hollow = [torch.empty(2, 3), torch.empty(2, 3)]
-    for x, other in ((torch.ones(2, 3), torch.ones(2, 3)), hollow):
+    """Of views and detached tensors, fake ones, too."""
+    with FakeMode():
+        fake = [torch.empty(2, 3), torch.empty(2, 3)]
+    for x, other in ((torch.ones(2, 3), torch.ones(2, 3)), fake):
         assert private.storage_of(x) == private.storage_of(x.detach().view(6))
         assert private.storage_of(x) != private.storage_of(other)
 

@@ -13,7 +13,7 @@ from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import FACTS
 from fivefold.optim import DEFAULT, FIELDS, OPTIMIZERS
-from fivefold.optim.outer import OUTER
+from fivefold.optim.registry import OUTER
 from fivefold.recipe import (
     DataSection,
     ModelSection,

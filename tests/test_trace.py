@@ -22,12 +22,10 @@ from fivefold.spread.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace import depth, private
-from fivefold.trace.cache import CachedFigures
-from fivefold.trace.depth import depths, exact, extrapolate, fewer, sizes
-from fivefold.trace.flops import Flops
+from fivefold.trace.depth import CachedFigures, depths, exact, extrapolate, fewer, sizes
 from fivefold.trace.memory import Tracker, states_of
 from fivefold.trace.step import Traced, trace
-from fivefold.trace.traffic import Collectives
+from fivefold.trace.traffic import Collectives, Flops
 from fivefold.train.share import share_of
 
 V, T, B = 96, 32, 16

@@ -34,8 +34,7 @@ from fivefold.recipe.unused_fields import notes
 from fivefold.schedules.compression.blocks import INT4, INT8, LARGEST, Blocks
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import describe, parse, to_text
-from fivefold.spread.units import syncs
-from fivefold.spread.zeropp import zeropp
+from fivefold.spread.syncs import syncs, zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.train.verify import prepared

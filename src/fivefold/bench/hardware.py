@@ -1,4 +1,5 @@
-"""Measures how fast one rank of this machine computes: matmuls by shape, attention, element-wise operations.
+"""Measures how fast one rank of this machine computes: matmuls by shape, attention, element-wise operations, compressed
+gradient sums without their messages; and its disk, by direct I/O of the threads that offload (`Disk`).
 
 All ranks of a process group measure at the same time, as they compute at the same time in training. The operations are
 the trainer's: `kernels`, fused AdamW.
@@ -8,9 +9,12 @@ Legend: m tokens, n output features, k input features; e bytes per element.
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import product as combinations
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -19,12 +23,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fivefold import kernels
+from fivefold.comm.axis import Axis, Started
+from fivefold.comm.compress import compressed_sum
 from fivefold.kernels.loss import loss_and_gradient, mean_scale
 from fivefold.kernels.partial_attention import attend, attend_backward, merge, queries
 from fivefold.optim import OPTIMIZERS, update_traffic
-from fivefold.optim.clip import sum_of_squares
+from fivefold.optim.scaling import sum_of_squares
 from fivefold.optim.updater import Updater
+from fivefold.parallel.offload.disk import SPAN, Disk, aligned, wait_for
 from fivefold.precision import DTYPES, MASTER, torch_dtype
+from fivefold.schedules.compression import NONE, TEXTS, compressor
 
 COPIES = 3  # sets of operands that take turns, so that they do not stay in the first cache
 MANY = 12  # sets for operands that a step passes over once: no cache holds them
@@ -142,7 +150,15 @@ def streams(dtype: str, device: torch.device) -> dict[str, list[float]]:
     def rate(forward: Sequence[Call], moved: float, backward: Sequence[Call], back: float) -> list[float]:
         return [moved / timed(forward, device), back / timed(backward, device)]
 
-    norms, gates, gelus = _norms(dtype, device), _gates(dtype, device), _gelus(dtype, device)
+    stream = ROWS, DIM
+    norms = _passes(
+        lambda x, residual, w: kernels.add_rms_norm(x, residual, w, 1e-5),
+        (stream, stream, (DIM,)),
+        dtype,
+        device,
+    )
+    gates = _passes(kernels.swiglu, [(ROWS, 2 * DIM)], dtype, device)
+    gelus = _passes(lambda x: kernels.gelu(x, "tanh"), [stream], dtype, device)
     flat = [_random((ROWS, DIM), dtype, device) for _ in range(2 * MANY)]
     logits = [_random((ROWS // 2, VOCABULARY), dtype, device) for _ in range(COPIES)]
     totals = [torch.zeros(size, device=device) for _ in range(MANY)]
@@ -199,42 +215,25 @@ def optimizer(dtype: str, device: torch.device) -> list[float]:
     return [moved / timed([update], device, seconds=0.05)] * 2
 
 
-def _norms(dtype: str, device: torch.device) -> tuple[list[Call], list[Call]]:
-    def one() -> tuple[Call, Call]:
-        x, residual = (_random((ROWS, DIM), dtype, device).requires_grad_() for _ in range(2))
-        w = _random((DIM,), dtype, device).requires_grad_()
-        total, normed = kernels.add_rms_norm(x, residual, w, 1e-5)
-        grads = (torch.ones_like(total), torch.ones_like(normed))
+def _passes(
+    compute: Callable[..., Tensor | tuple[Tensor, ...]],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: str,
+    device: torch.device,
+) -> tuple[list[Call], list[Call]]:
+    """Forward and backward of an operation, on several sets of inputs of these shapes."""
+
+    def both() -> tuple[Call, Call]:
+        inputs = [_random(shape, dtype, device).requires_grad_() for shape in shapes]
+        result = compute(*inputs)
+        outputs = result if isinstance(result, tuple) else (result,)
+        grads = [torch.ones_like(out) for out in outputs]
         return (
-            lambda: kernels.add_rms_norm(x, residual, w, 1e-5),
-            lambda: torch.autograd.grad((total, normed), (x, residual, w), grads, retain_graph=True),
+            lambda: compute(*inputs),
+            lambda: torch.autograd.grad(outputs, inputs, grads, retain_graph=True),
         )
 
-    return _both(one)
-
-
-def _gates(dtype: str, device: torch.device) -> tuple[list[Call], list[Call]]:
-    def one() -> tuple[Call, Call]:
-        x = _random((ROWS, 2 * DIM), dtype, device).requires_grad_()
-        y = kernels.swiglu(x)
-        dy = torch.ones_like(y)
-        return lambda: kernels.swiglu(x), lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
-
-    return _both(one)
-
-
-def _gelus(dtype: str, device: torch.device) -> tuple[list[Call], list[Call]]:
-    def one() -> tuple[Call, Call]:
-        x = _random((ROWS, DIM), dtype, device).requires_grad_()
-        y = kernels.gelu(x, "tanh")
-        dy = torch.ones_like(y)
-        return lambda: kernels.gelu(x, "tanh"), lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
-
-    return _both(one)
-
-
-def _both(one: Callable[[], tuple[Call, Call]]) -> tuple[list[Call], list[Call]]:
-    pairs = [one() for _ in range(COPIES)]
+    pairs = [both() for _ in range(COPIES)]
     return [forward for forward, _ in pairs], [backward for _, backward in pairs]
 
 
@@ -246,3 +245,95 @@ def _loss(logits: Tensor, targets: Tensor) -> None:
 
 def _random(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
     return torch.randn(shape, device=device).to(torch_dtype(dtype))
+
+
+SHAPES = ((1536, 512), (512, 1536), (2048, 512), (512,))  # 2.6M elements: no cache of a core holds them
+MORE = ("topk:0.1", "randk:0.1", "powersgd:32")  # other numbers than those of TEXTS
+
+
+def encodings(device: torch.device) -> dict[str, list[list[float]]]:
+    """Seconds per element by compressor's name: [number behind the colon (or 0), seconds], the numbers ascending."""
+    found: dict[str, list[list[float]]] = {}
+    for text in (*TEXTS, *MORE):
+        if text != NONE:
+            name, _, number = text.partition(":")
+            seconds = encoding(text, device) / sum(map(math.prod, SHAPES))
+            found.setdefault(name, []).append([float(number or 0), seconds])
+    return {name: sorted(points) for name, points in found.items()}
+
+
+class Answered(Axis):
+    """The first of two ranks. The other one sends the same, at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.index, self.size, self.device = 0, 2, device
+
+    def start_all_reduce(self, x: Tensor, op: str = "sum") -> Started:
+        return Started(self, "all_reduce", x)
+
+    def start_all_to_all(self, x: Tensor) -> Started:
+        return Started(self, "all_to_all", x.clone())
+
+    def start_all_gather(self, x: Tensor, out: Tensor | None = None) -> Started:
+        return Started(self, "all_gather", torch.cat([x, x]))
+
+
+def encoding(text: str, device: torch.device, times: int = 3) -> float:
+    """Seconds that a rank of two encodes and decodes a bucket of SHAPES: the least of several."""
+    compress = compressor(text)
+    assert compress is not None
+    one, laps = compressed_sum(compress, SHAPES, Answered(device), 0), []
+    gradient = torch.randn(sum(map(math.prod, SHAPES)), device=device)
+    for _ in range(times):
+        given = gradient.clone()
+        _wait(device)
+        began = time.perf_counter()
+        messages = one.sum(given)
+        started = next(messages)
+        try:
+            while True:
+                started = messages.send(started())
+        except StopIteration:
+            _wait(device)
+            laps.append(time.perf_counter() - began)
+    return min(laps)
+
+
+SIZE = 1 << 30
+"""Of the file: a quarter of it was written 1.3 times as fast here, in a burst."""
+
+
+def bandwidth(folder: Path, size: int = SIZE) -> dict[str, float]:
+    """Bytes per second of an unnamed file in `folder`: "write" (flushed), "read", and "both" at once, together.
+
+    size: bytes of the file, of which whole pairs of spans are used.
+
+    Raises:
+        UserError: the folder cannot be written, has not enough space, or is on a file system without unnamed files.
+    """
+    disk = Disk(folder)
+    try:
+        return _measured(disk, range(0, size // (2 * SPAN) * 2 * SPAN, SPAN))
+    finally:
+        disk.close()
+
+
+def _measured(disk: Disk, spans: range) -> dict[str, float]:
+    file, data = disk.file(len(spans) * SPAN, "a test file"), aligned(SPAN)
+    data.copy_(torch.frombuffer(bytearray(os.urandom(SPAN)), dtype=torch.uint8))  # a disk may compress zeros
+
+    def read(at: int) -> None:
+        file.read(at, disk.staging())
+
+    def write(at: int) -> None:
+        file.write(at, data)
+
+    def rate(*work: tuple[Callable[[int], None], int]) -> float:
+        began = time.perf_counter()
+        wait_for([disk.submit(one, at) for one, at in work])
+        file.sync()
+        return len(work) * SPAN / (time.perf_counter() - began)
+
+    found = {"write": rate(*((write, at) for at in spans)), "read": rate(*((read, at) for at in spans))}
+    halves = zip(spans[: len(spans) // 2], spans[len(spans) // 2 :], strict=True)
+    return found | {"both": rate(*(one for a, b in halves for one in ((read, a), (write, b))))}

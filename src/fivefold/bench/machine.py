@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 
 from fivefold.bench import hardware, links, overhead
-from fivefold.bench.disk import bandwidth
-from fivefold.bench.encoding import encodings
+from fivefold.bench.hardware import bandwidth, encodings
+from fivefold.bench.peak import UNDISTURBED, device_peak, measure_apart
 from fivefold.errors import BusyError, UserError, several
 from fivefold.files import write
 from fivefold.host import cores, memory_bytes, tables
 from fivefold.host.machine import has_fast_bf16
 from fivefold.host.memory import keep_freed_memory
-from fivefold.kernels.peak import UNDISTURBED, device_peak, measure_apart
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.offload.disk import folder_of

@@ -32,8 +32,8 @@ def optimizers(
 
     Paths are those of the optimizers that train models, each at the best of eleven learning rates.
     """
+    from fivefold.lessons.optimizer_paths import SURFACES, to_svg, to_text, tuned
     from fivefold.optim import OPTIMIZERS
-    from fivefold.optim.surfaces import SURFACES, tuned
 
     names = only.split(",") if only else list(OPTIMIZERS)
     for flag_name, given, valid in (
@@ -51,13 +51,9 @@ def optimizers(
     wanted = list(SURFACES) if svg else [draw] if draw else []
     paths = {name: {one: tuned(one, SURFACES[name]) for one in names} for name in wanted}
     if draw:
-        from fivefold.observe.optimizer_paths import to_text
-
         width = max(40, min(110, shutil.get_terminal_size().columns - 1))
         lines = [to_text(SURFACES[draw], paths[draw], width)]
     if svg:
-        from fivefold.observe.optimizer_paths import to_svg
-
         save_as("--svg", svg, to_svg(paths))
         lines = [*(lines if draw else []), str(svg)]
         found["picture"] = str(svg)

@@ -10,6 +10,7 @@ from fivefold.cli import plan_shared as shared
 from fivefold.cli.options import JsonOption, RecipeArgument, SetOption, print_json, require_writable
 from fivefold.cli.plan_pictures import Wanted, draw_search
 from fivefold.errors import UserError
+from fivefold.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from fivefold.plan.advice.questions import Questions
@@ -126,6 +127,8 @@ def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
     lines += [f"  other layouts: {reasons or 'none'}; {room}", f"  {shared.accuracy(first)}"]
     if first.attention:
         lines.append(f"  attention of the first: {first.attention}")
-    if "fp8" in first.setting.cluster.device.peak and "fp8" not in modes:
-        lines.append("  not considered: fp8, which the device supports (--precision bf16,fp8)")
+    for mode in PRECISIONS.values():
+        if mode.kernel and mode.rate in first.setting.cluster.device.peak and mode.name not in modes:
+            names = f"{mode.working},{mode.name}"
+            lines.append(f"  not considered: {mode.name}, which the device supports (--precision {names})")
     return [*lines, "  bottlenecks of the first:", *(f"    {text}" for text in found.bottlenecks or ["none"])]

@@ -16,14 +16,14 @@ from fivefold.cli.options import (
     print_json,
 )
 from fivefold.errors import CheckFailed, several
-from fivefold.precision import TRAINABLE
+from fivefold.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from fivefold.train.verify import Report
 
     Mode = str
 else:
-    Mode = Literal[TRAINABLE]
+    Mode = Literal[tuple(PRECISIONS)]
 
 EXAMPLES = [
     "fivefold verify quickstart --layout dp=2",

@@ -70,6 +70,6 @@ def _plain(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
-def _value(scalar: Tensor, hollow: float) -> float:
-    """A scalar's value, or `hollow` of one that has none."""
-    return hollow if getattr(scalar, "hollow", False) else scalar.item()
+def _value(scalar: Tensor, fake: float) -> float:
+    """A scalar's value, or `fake` of one that has none."""
+    return fake if getattr(scalar, "fake", False) else scalar.item()

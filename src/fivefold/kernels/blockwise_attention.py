@@ -187,10 +187,15 @@ def _probabilities(q_BHQd: Tensor, k_BKSd: Tensor, tile: Tile, causal: bool) -> 
 
 def _softmax(way: str, p: Tensor, dp: Tensor | None, tile: Tile, heads: int, causal: bool, d: int) -> None:
     """Runs the softmax kernel on (B K, G Q, S): forward over scores p in place; backward over dp in place, given p."""
+    shape = softmax_shape(p, tile, heads, causal, d)
+    native.call(f"softmax_{way}", p.dtype, p, dp, *shape)  # forward could return lse in dp's place
+
+
+def softmax_shape(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> tuple[Any, ...]:
+    """The last arguments of the softmax kernels. scores: (B K, G Q, S)."""
     queries = tile.end - tile.start
-    sizes = p.shape[0] * p.shape[1] // queries, queries, p.shape[2]
-    seen = tile.start, int(causal), float(d**-0.5), tile.bounds, heads
-    native.call(f"softmax_{way}", p.dtype, p, dp, *sizes, *seen)  # forward could return lse in dp's place
+    matrices = scores.shape[0] * scores.shape[1] // queries
+    return matrices, queries, scores.shape[2], tile.start, int(causal), float(d**-0.5), tile.bounds, heads
 
 
 def _summed(
@@ -213,7 +218,7 @@ def _summed(
 def _stack(x_BHQd: Tensor, kv_heads: int) -> Tensor:
     """Stacks the query heads that share a key-value head: (B K, G Q, d)."""
     B, H, Q, d = x_BHQd.shape
-    return x_BHQd.view(B * kv_heads, H // kv_heads * Q, d)
+    return x_BHQd.reshape(B * kv_heads, H // kv_heads * Q, d)
 
 
 def _flat(x_BKSd: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ from fivefold.kernels import native
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in fp32 (arXiv 1910.07467). x (..., D)."""
     if native.usable(x, weight):
-        return _RMSNorm.apply(x, None, weight, eps)[1]
+        return _Norm.apply(x, None, weight, None, eps)[1]
     return _plain_rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + residual, rms_norm(x + residual)): the residual stream and its norm in one pass. All (..., D)."""
     if native.usable(x, residual, weight):
-        return _RMSNorm.apply(x, residual, weight, eps)
+        return _Norm.apply(x, residual, weight, None, eps)
     total = x + residual
     return total, _plain_rms_norm(total, weight, eps)
 
@@ -36,77 +36,28 @@ def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (F.rms_norm(x.float(), (x.shape[-1],), eps=eps) * weight.float()).to(x.dtype)
 
 
-class _RMSNorm(Function):
-    """(x, residual or None, weight (D)) -> (x + residual, its norm)."""
+class _Norm(Function):
+    """(x, residual or None, weight (D), bias (D) or None) -> (x + residual, its norm): LayerNorm with a bias, else
+    RMSNorm. Statistics of a row: its mean, if there is a bias, and the factor that it is multiplied by."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float):
-        assert weight.shape == x.shape[-1:], "one weight a column"
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ):
+        weights = [w.contiguous() for w in (weight, bias) if w is not None]
+        assert all(w.shape == x.shape[-1:] for w in weights), "one weight and one bias a column"
         assert residual is None or residual.shape == x.shape
-        x, weight = x.contiguous(), weight.contiguous()
+        x = x.contiguous()
         total = x if residual is None else torch.empty_like(x)
         residual = None if residual is None else residual.contiguous()
         out, rows, dim = torch.empty_like(x), x.numel() // x.shape[-1], x.shape[-1]
-        rstd = torch.empty(rows, dtype=torch.float32)
-        native.call("rms_norm_forward", x.dtype, x, residual, weight, total, out, rstd, rows, dim, float(eps))
-        ctx.save_for_backward(total, weight, rstd)
-        ctx.set_materialize_grads(False)
-        ctx.added = residual is not None
-        return (None if residual is None else total), out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None):
-        carry, dout = grads
-        x, weight, rstd = ctx.saved_tensors
-        if dout is None:  # only the sum was used
-            return carry, carry if ctx.added else None, None, None
-        dx, rows, dim = torch.empty_like(x), rstd.numel(), x.shape[-1]
-        threads = torch.get_num_threads()
-        dweight, scratch = torch.empty(dim), torch.empty(threads * dim)
-        carry = None if carry is None else carry.contiguous()
-        dout = dout.contiguous()
+        statistics = torch.empty(rows, len(weights), dtype=torch.float32)
+        ctx.kind, ctx.added = "rms_norm" if bias is None else "layer_norm", residual is not None
         native.call(
-            "rms_norm_backward", x.dtype, dout, x, weight, rstd, carry, dx, dweight, scratch, rows, dim, threads
+            f"{ctx.kind}_forward", x.dtype, x, residual, *weights, total, out, statistics, rows, dim, float(eps)
         )  # fmt: skip
-        return dx, dx if ctx.added else None, dweight.to(weight.dtype), None
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in fp32 (arXiv 1607.06450). x (..., D)."""
-    if native.usable(x, weight, bias):
-        return _LayerNorm.apply(x, None, weight, bias, eps)[1]
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(x + residual, layer_norm(x + residual)) in one pass. All (..., D)."""
-    if native.usable(x, residual, weight, bias):
-        return _LayerNorm.apply(x, residual, weight, bias, eps)
-    total = x + residual
-    return total, F.layer_norm(total, x.shape[-1:], weight, bias, eps)
-
-
-class _LayerNorm(Function):
-    """(x, residual or None, weight (D), bias (D)) -> (x + residual, its norm)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float):
-        assert weight.shape == bias.shape == x.shape[-1:], "one weight and one bias a column"
-        assert residual is None or residual.shape == x.shape
-        x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
-        total = x if residual is None else torch.empty_like(x)
-        residual = None if residual is None else residual.contiguous()
-        out, rows, dim = torch.empty_like(x), x.numel() // x.shape[-1], x.shape[-1]
-        statistics = torch.empty(rows, 2, dtype=torch.float32)
-        native.call(
-            "layer_norm_forward", x.dtype, x, residual, weight, bias, total, out, statistics, rows, dim, float(eps)
-        )  # fmt: skip
-        ctx.save_for_backward(total, weight, statistics)
+        ctx.save_for_backward(total, weights[0], statistics)
         ctx.set_materialize_grads(False)
-        ctx.added = residual is not None
         return (None if residual is None else total), out
 
     @staticmethod
@@ -116,17 +67,35 @@ class _LayerNorm(Function):
         x, weight, statistics = ctx.saved_tensors
         if dout is None:  # only the sum was used
             return carry, carry if ctx.added else None, None, None, None
-        dx, rows, dim = torch.empty_like(x), len(statistics), x.shape[-1]
-        threads = torch.get_num_threads()
-        gradients, scratch = torch.empty(2, dim), torch.empty(threads * 2 * dim)
+        (rows, count), dim, threads = statistics.shape, x.shape[-1], torch.get_num_threads()
+        dx, gradients = torch.empty_like(x), torch.empty((2, dim) if count == 2 else dim)
+        scratch = torch.empty(threads * count * dim)
         carry = None if carry is None else carry.contiguous()
         dout = dout.contiguous()
         native.call(
-            "layer_norm_backward", x.dtype, dout, x, weight, statistics, carry, dx, gradients, scratch, rows, dim,
+            f"{ctx.kind}_backward", x.dtype, dout, x, weight, statistics, carry, dx, gradients, scratch, rows, dim,
             threads,
         )  # fmt: skip
-        dweight, dbias = gradients.to(weight.dtype).unbind()
+        gradients = gradients.to(weight.dtype)
+        dweight, dbias = gradients.unbind() if count == 2 else (gradients, None)
         return dx, dx if ctx.added else None, dweight, dbias, None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in fp32 (arXiv 1607.06450). x (..., D)."""
+    if native.usable(x, weight, bias):
+        return _Norm.apply(x, None, weight, bias, eps)[1]
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(x + residual, layer_norm(x + residual)) in one pass. All (..., D)."""
+    if native.usable(x, residual, weight, bias):
+        return _Norm.apply(x, residual, weight, bias, eps)
+    total = x + residual
+    return total, F.layer_norm(total, x.shape[-1:], weight, bias, eps)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

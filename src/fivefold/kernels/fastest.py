@@ -79,7 +79,7 @@ def table() -> Table:
 
 def by_onednn(products: tuple[str, ...], x: Tensor, elements: int, bias: bool) -> bool:
     """True if oneDNN multiplies x in any of these products of a layer whose weight has so many elements."""
-    now, large = UNMEASURED if getattr(x, "hollow", False) else table(), elements >= LARGE_WEIGHT
+    now, large = UNMEASURED if getattr(x, "fake", False) else table(), elements >= LARGE_WEIGHT
     return any(case(one, x.dtype, bias and one == OUTPUT, large) in now.onednn for one in products)
 
 

@@ -1,8 +1,8 @@
 """The three matmuls of a linear layer: its output, the gradient of its input, the gradient of its weight. Every layer
 uses them, even one that communicates or defers its weight gradient.
 
-With `fp8` they multiply numbers of 8 bits (fp8.py). Most CPUs multiply fp16 in fp32 (`wide`). On CPUs in fp32, and in
-bf16 with a bias, each goes to PyTorch's library or to oneDNN, whichever is faster on the processor (`fastest.py`).
+With `rounded` their factors are rounded (rounded.py). Most CPUs multiply fp16 in fp32 (`wide`). On CPUs in fp32, and
+in bf16 with a bias, each goes to PyTorch's library or to oneDNN, whichever is faster on the processor (`fastest.py`).
 
 Legend: D input features, F output features.
 """
@@ -20,45 +20,49 @@ from torch.autograd.function import once_differentiable
 from fivefold.host.machine import has_cpu_fp16
 from fivefold.kernels import fastest, native
 from fivefold.kernels.fastest import INPUT_GRADIENT, OUTPUT, PRODUCTS, WEIGHT_GRADIENT
-from fivefold.kernels.fp8 import Fp8
 from fivefold.kernels.private import onednn_linear
+from fivefold.kernels.rounded import RoundedMatmuls
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: Fp8 | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, rounded: RoundedMatmuls | None = None
+) -> Tensor:
     """x @ weight.T + bias. x (..., D), weight (F, D), bias (F) -> (..., F)."""
-    if fp8 is None and _one_row(x, weight):
+    if rounded is None and _one_row(x, weight):
         return _matrix_vector(x, weight, bias)
-    if fp8 is None and not (_onednn(PRODUCTS, x, weight, bias) or (widened(x, weight) and _fits(x, weight))):
+    if rounded is None and not (
+        _onednn(PRODUCTS, x, weight, bias) or (widened(x, weight) and _fits(x, weight))
+    ):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        return _forward(x, weight, bias, fp8)
+        return _forward(x, weight, bias, rounded)
     if torch.compiler.is_compiling():
-        return _Whole.apply(x, weight, bias, fp8)
-    kept = _Kept.apply(x, weight, bias, fp8)
-    return _Linear.apply(kept, x.detach(), weight.detach(), None if bias is None else bias.detach(), fp8)
+        return _Whole.apply(x, weight, bias, rounded)
+    kept = _Kept.apply(x, weight, bias, rounded)
+    return _Linear.apply(kept, x.detach(), weight.detach(), None if bias is None else bias.detach(), rounded)
 
 
-def input_gradient(dy: Tensor, weight: Tensor, fp8: Fp8 | None = None) -> Tensor:
+def input_gradient(dy: Tensor, weight: Tensor, rounded: RoundedMatmuls | None = None) -> Tensor:
     """dy @ weight. dy (..., F), weight (F, D) -> (..., D)."""
-    if fp8 is not None:
-        return fp8.input_gradient(dy, weight)
+    if rounded is not None:
+        return rounded.input_gradient(dy, weight)
     return _product(dy, weight.t(), product=INPUT_GRADIENT)
 
 
-def weight_gradient(dy: Tensor, x: Tensor, fp8: Fp8 | None = None) -> Tensor:
+def weight_gradient(dy: Tensor, x: Tensor, rounded: RoundedMatmuls | None = None) -> Tensor:
     """dy.T @ x, summed over all leading dims. dy (..., F), x (..., D) -> (F, D)."""
-    if fp8 is not None:
-        return fp8.weight_gradient(dy, x)
+    if rounded is not None:
+        return rounded.weight_gradient(dy, x)
     dy_FN, x_DN = wide(dy).flatten(0, -2).t(), wide(x).flatten(0, -2).t()
     if _onednn((WEIGHT_GRADIENT,), dy_FN, x_DN, elements=len(dy_FN) * len(x_DN)):
         return onednn_linear(dy_FN, x_DN).to(dy.dtype)
     return (dy_FN @ x_DN.t()).to(dy.dtype)
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None) -> Tensor:
-    if fp8 is None:
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, rounded: RoundedMatmuls | None) -> Tensor:
+    if rounded is None:
         return _product(x, weight, bias)
-    y = fp8.forward(x, weight)
+    y = rounded.forward(x, weight)
     return y if bias is None else y.add_(bias)
 
 
@@ -122,9 +126,11 @@ class _Kept(Function):
     last saved tensor, so it does not repeat this matmul, just as it would not repeat PyTorch's own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rounded: RoundedMatmuls | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.fp8 = fp8
+        ctx.rounded = rounded
         return x.as_strided((*x.shape[:-1], weight.shape[0]), (0,) * x.dim())
 
     @staticmethod
@@ -134,8 +140,8 @@ class _Kept(Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = None
         if needs_x:
-            dx = input_gradient(dy, weight, ctx.fp8)
-        dweight = weight_gradient(dy, x, ctx.fp8) if needs_weight else None
+            dx = input_gradient(dy, weight, ctx.rounded)
+        dweight = weight_gradient(dy, x, ctx.rounded) if needs_weight else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if needs_bias else None, None
 
 
@@ -144,9 +150,9 @@ class _Linear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kept: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None
+        ctx: Any, kept: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rounded: RoundedMatmuls | None
     ) -> Tensor:
-        return _forward(x, weight, bias, fp8)
+        return _forward(x, weight, bias, rounded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
@@ -157,10 +163,12 @@ class _Whole(_Kept):
     """Both at once, for PyTorch's compiler, which cannot trace the placeholder."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rounded: RoundedMatmuls | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.fp8 = fp8
-        return _forward(x, weight, bias, fp8)
+        ctx.rounded = rounded
+        return _forward(x, weight, bias, rounded)
 
 
 def widened(*tensors: Tensor) -> bool:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.kernels import fp8
-from fivefold.kernels.fp8 import Fp8
 from fivefold.kernels.matmul import wide, widened
+from fivefold.kernels.rounded import RoundedMatmuls
 
 
 class Assignment(NamedTuple):
@@ -69,7 +68,7 @@ def evened(way: Assignment, dtype: torch.dtype) -> Assignment:
     The added rows take 1/16 of the experts' time."""
     counts_E, slots = way.counts_CE[0], way.place_NK.numel()
     part = 1 << max(1, slots // (8 * len(counts_E))).bit_length() - 1
-    compiles = dtype == torch.bfloat16 and counts_E.device.type == "cpu" and not hasattr(counts_E, "hollow")
+    compiles = dtype == torch.bfloat16 and counts_E.device.type == "cpu" and not hasattr(counts_E, "fake")
     if not compiles or part == 1 or len(way.order_M) < slots:
         return way
     rows_E = (counts_E + part - 1) // part * part
@@ -96,7 +95,9 @@ def combine(rows_MD: Tensor, weights_NK: Tensor, assignment: Assignment) -> Tens
     return _Combine.apply(rows_MD, weights_NK.to(rows_MD.dtype), assignment)
 
 
-def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor, how: Fp8 | None = None) -> Tensor:
+def grouped_linear(
+    rows_MD: Tensor, weight_EFD: Tensor, counts_E: Tensor, how: RoundedMatmuls | None = None
+) -> Tensor:
     """Multiplies rows sorted by expert with their expert's weight: counts_E[0] rows with weight 0, and so on. (M,
     F)."""
     offsets = counts_E.cumsum(0).to(torch.int32)
@@ -109,23 +110,24 @@ class _Grouped(Function):
     """Rows (M, D), weights (E, F, D) -> (M, F). Backward converts the factors again."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, how: Fp8 | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, how: RoundedMatmuls | None) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         ctx.how = how
-        if how is None:
-            return F.grouped_mm(wide(rows), wide(weight).transpose(1, 2), offs=ends).to(rows.dtype)
-        return fp8.grouped_forward(how, rows, weight, ends)
+        x, w = (wide(rows), wide(weight)) if how is None else (how.round(rows), how.round_experts(weight))
+        return F.grouped_mm(x, w.transpose(1, 2), offs=ends).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        (rows, weight, ends), dy = ctx.saved_tensors, grads[0].contiguous()
-        if ctx.how is None:
+        (rows, weight, ends), dy, how = ctx.saved_tensors, grads[0].contiguous(), ctx.how
+        if how is None:
             drows = F.grouped_mm(wide(dy), wide(weight), offs=ends).to(dy.dtype)
-            dweight = F.grouped_mm(wide(dy).t(), wide(rows), offs=ends)  # (E, F, D)
-            return drows, dweight.to(dy.dtype), None, None
-        drows = fp8.grouped_input_gradient(ctx.how, dy, weight, ends)
-        return drows, fp8.grouped_weight_gradient(ctx.how, dy, rows, ends), None, None
+            return drows, F.grouped_mm(wide(dy).t(), wide(rows), offs=ends).to(dy.dtype), None, None
+        w = how.round_experts(weight.transpose(1, 2)).transpose(1, 2)
+        drows = F.grouped_mm(how.round(dy, how.gradients), w, offs=ends)
+        del w  # before the next factors; a tile of these may have rows of two experts
+        dy, x = how.round(dy.t(), how.gradients), how.round(rows.t()).t()
+        return drows, F.grouped_mm(dy, x, offs=ends), None, None
 
 
 class _Dispatch(Function):

@@ -394,6 +394,7 @@ void NAME(round_tiles)(const T *x, T *out, i64 rows, i64 D, i64 R, i64 C, i64 fr
     for (i64 g = 0; g * C < n; g++) {
       i64 power = lowest - fraction - highest + (i64)(most[g] >> 23) - 127 + ((most[g] & 0x7fffffu) > full);
       uint32_t u = (uint32_t)((power > -120 ? power : -120) + 127) << 23;
+      if (most[g] >= 0x7f800000u) u = 0x7fc00000u; /* not finite */
       memcpy(&least[g], &u, 4);
     }
     for (i64 r = first; r < last; r++) {

@@ -78,14 +78,9 @@ def build(library: Path, command: list[str]) -> None:
     if not library.exists():
         _compile(command, library)
     for path in (library, library.parent):
-        _require_ours(path)
-
-
-def _require_ours(path: Path) -> None:
-    """Refuses to load code that another user could have written."""
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise OSError(f"{path} belongs to another user or can be written by others; not loaded")
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise OSError(f"{path} belongs to another user or can be written by others; not loaded")
 
 
 def _compile(command: list[str], library: Path) -> None:
@@ -117,8 +112,8 @@ def usable(*tensors: torch.Tensor) -> bool:
 
 def call(name: str, dtype: torch.dtype, *arguments: torch.Tensor | int | float | None) -> None:
     """Runs kernel `name` of native.c for `dtype`. Tensors go as pointers (None: null), int as int64, float as float.
-    Hollow tensors have no memory, so the call does nothing: a trace takes the same path with the same shapes."""
-    if getattr(arguments[0], "hollow", False):  # not every argument: this is per call of every kernel
+    Fake tensors have no memory, so the call does nothing: a trace takes the same path with the same shapes."""
+    if getattr(arguments[0], "fake", False):  # not every argument: this is per call of every kernel
         assert isinstance(arguments[0], torch.Tensor)
         assert arguments[0].device.type == "cpu", f"{name} is a kernel for CPUs"
         return

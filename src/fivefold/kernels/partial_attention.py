@@ -13,13 +13,20 @@ block, S keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fivefold.kernels import native
-from fivefold.kernels.blockwise_attention import _flat, _heads_first, _heads_last, _keys
+from fivefold.kernels.blockwise_attention import (
+    _flat,
+    _heads_first,
+    _heads_last,
+    _keys,
+    _stack,
+    softmax_shape,
+)
 from fivefold.kernels.documents import Tile, sums_dtype, whole_tiles
 from fivefold.kernels.elementwise import rope
 from fivefold.kernels.matmul import wide
@@ -99,7 +106,7 @@ def attend(
     for tile in tiles if tiles is not None else _tiles(q, k, causal):
         block = tile.rows, slice(None), slice(tile.start, tile.end)
         keys, values = _flat(_keys(k, tile)), _flat(_keys(v, tile))
-        p = torch.bmm(wide(_rows(q[block], k.shape[1])), keys.transpose(1, 2))  # (B K, G q, S)
+        p = torch.bmm(wide(_stack(q[block], k.shape[1])), keys.transpose(1, 2))  # (B K, G q, S)
         lse[block] = _softmax(p, tile, q.shape[1], causal, q.shape[3]).view(lse[block].shape)
         out[block] = torch.bmm(p, values).view(out[block].shape)
     return out, lse
@@ -133,7 +140,7 @@ def attend_backward(
     for tile in reversed(tiles):  # the last one may see every key: its matmuls start the sums
         block = tile.rows, slice(None), slice(tile.start, tile.end)
         part, keys = Queries(*(x[block] for x in rows)), _flat(_keys(k, tile))
-        q_rows, do_rows = wide(_rows(part.q, K)), wide(_rows(part.dout, K))  # (B K, G q, d)
+        q_rows, do_rows = wide(_stack(part.q, K)), wide(_stack(part.dout, K))  # (B K, G q, d)
         p = torch.bmm(q_rows, keys.transpose(1, 2))
         ds = torch.bmm(do_rows, _flat(_keys(v, tile)).transpose(1, 2))
         _softmax_backward(p, ds, part, tile, causal)
@@ -165,17 +172,13 @@ def _summed(total: Tensor | None, part: Tensor, like_BKSd: Tensor, tile: Tile, d
     return total
 
 
-def _rows(x_BHqd: Tensor, kv_heads: int) -> Tensor:
-    """Stacks the query heads that share a key-value head: (B K, G q, d)."""
-    B, H, q, d = x_BHqd.shape
-    return x_BHqd.reshape(B * kv_heads, H // kv_heads * q, d)
-
-
 def _softmax(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> Tensor:
     """Turns scores (B K, G q, S) of a tile into probabilities in place. Returns lse (B K, G q)."""
     if native.usable(scores):
         lse = torch.empty(scores.shape[:2])
-        native.call("softmax_forward", scores.dtype, scores, lse, *_shape(scores, tile, heads, causal, d))
+        native.call(
+            "softmax_forward", scores.dtype, scores, lse, *softmax_shape(scores, tile, heads, causal, d)
+        )
         return lse
     exponents = _masked(scores.float() * d**-0.5, tile, heads, causal)
     lse = exponents.logsumexp(-1)
@@ -189,20 +192,13 @@ def _softmax_backward(scores: Tensor, dp: Tensor, rows: Queries, tile: Tile, cau
     heads, d = rows.q.shape[1], rows.q.shape[3]
     lse, delta = rows.lse.contiguous(), rows.delta.contiguous()
     if native.usable(scores, dp):
-        shape = _shape(scores, tile, heads, causal, d)
+        shape = softmax_shape(scores, tile, heads, causal, d)
         native.call("softmax_lse_backward", dp.dtype, scores, dp, lse, delta, *shape)
         return
     lse, delta = (x.view(scores.shape[0], -1, 1) for x in (lse, delta))
     p = (_masked(scores.float() * d**-0.5, tile, heads, causal) - lse).exp_()
     dp.copy_(p * (dp.float() - delta) * d**-0.5)
     scores.copy_(p)
-
-
-def _shape(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> tuple[Any, ...]:
-    """The last arguments of the softmax kernels."""
-    queries = tile.end - tile.start
-    matrices = scores.shape[0] * scores.shape[1] // queries
-    return matrices, queries, scores.shape[2], tile.start, int(causal), float(d**-0.5), tile.bounds, heads
 
 
 def _masked(scores: Tensor, tile: Tile, heads: int, causal: bool) -> Tensor:

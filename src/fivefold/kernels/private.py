@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A tensor class without PyTorch's own overrides. Without it each use of a hollow tensor is slower.
+# A tensor class without PyTorch's own overrides. Without it each use of a fake tensor is slower.
 no_torch_function = torch._C._disabled_torch_function_impl
 
 
 def wrapper(cls: type, like: Tensor, device: torch.device) -> Any:
     """A tensor of class `cls` that claims to be on `device`, and has the shape and dtype of `like` but no memory.
-    Without it there are no hollow tensors: traces would use FakeTensorMode, 10 times slower."""
+    Without it there are no fake tensors: traces would use FakeTensorMode, 10 times slower."""
     return Tensor._make_wrapper_subclass(
         cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=device
     )
 
 
-def fake_mode_is_on() -> bool:
+def torch_fakes() -> bool:
     """True if FakeTensorMode is on. Without it DTensor cannot compute shapes while a step is traced."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 

@@ -21,7 +21,7 @@ from fivefold.plan.time.cost import Cost, Setting, operation
 from fivefold.plan.time.time import Step
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import sharing_group
-from fivefold.spread.units import syncs
+from fivefold.spread.syncs import syncs
 
 
 @dataclass(frozen=True)

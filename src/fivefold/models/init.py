@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fivefold.kernels.fake import Fake
 from fivefold.kernels.hashing import chunk_on, hash64_, indices, keys
-from fivefold.kernels.hollow import Hollow
 from fivefold.models.base import LanguageModel
 from fivefold.models.registry import file_of
 from fivefold.models.section import ModelSection
@@ -48,7 +48,7 @@ def init_part(
 ) -> Tensor:
     """Initial values of a rank's part of parameter `name`: fp32, in the shape of `part.keeps`."""
     out = torch.empty(local_shape(part.keeps), dtype=torch.float32, device=device)
-    if isinstance(out, Hollow):  # it has a shape but no values
+    if isinstance(out, Fake):  # it has a shape but no values
         return out
     for where, box in boxes(part.keeps):
         if name.endswith("bias"):

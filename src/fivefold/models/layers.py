@@ -16,22 +16,22 @@ from torch import Tensor, nn
 
 from fivefold import kernels
 from fivefold.kernels.documents import Documents
-from fivefold.kernels.fp8 import Fp8
+from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.cache import LayerCache, cached_attention
 from fivefold.models.section import ModelSection
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` (same parameters, same names) through the project's own kernel. fp8: it multiplies numbers of 8
-    bits."""
+    """`torch.nn.Linear` (same parameters, same names) through the project's own kernel. rounded: how it rounds
+    factors."""
 
-    fp8: Fp8 | None = None
+    rounded: RoundedMatmuls | None = None
 
     def reset_parameters(self) -> None:
         """Does nothing: `init_weights` sets the values (on "meta", torch's own method imports its compiler: 1 s)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return kernels.linear(input, self.weight, self.bias, self.fp8)
+        return kernels.linear(input, self.weight, self.bias, self.rounded)
 
 
 class Embedding(nn.Embedding):
@@ -142,27 +142,24 @@ class AttentionCore(nn.Module):
         )
 
 
-class RegionInput(nn.Module):
+class RegionInput(nn.Identity):
     """Identity: an activation enters the part of a sublayer that computes with some of the heads only, beside the
     linear layers there. No parameters.
 
     Tensor parallelism replaces it by a module that makes the activation whole and sums its gradients.
     """
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD
 
-
-class RegionOutput(nn.Module):
+class RegionOutput(nn.Identity):
     """Identity: an activation leaves the part of a sublayer that computes with some of the features only. No
     parameters. Tensor parallelism replaces it by a module that sums the activation over ranks, in place."""
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD
-
 
 class Output(nn.Module):
-    """Hidden states and the output layer's weight -> logits or loss (see `logits_or_loss`). No parameters.
+    """Hidden states and the output layer's weight -> logits or loss. No parameters.
+
+    Without targets: logits (B, T, V) in fp32. With targets: the mean cross-entropy over targets other than -100,
+    computed in chunks, so that the logits never exist as a whole.
 
     Tensor parallelism replaces it by a module that works on a part of the vocabulary. z_loss: the factor of the squared
     log-sum-exp in the training loss.
@@ -173,7 +170,12 @@ class Output(nn.Module):
     def forward(
         self, x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, bias_V: Tensor | None = None
     ) -> Tensor:
-        return logits_or_loss(x_BTD, weight_VD, targets_BT, bias_V, self.z_loss * self.training)
+        if targets_BT is None:
+            return kernels.linear(x_BTD, weight_VD, bias_V).float()
+        z_loss = self.z_loss * self.training
+        return kernels.linear_cross_entropy(
+            x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss
+        )
 
 
 @dataclass(frozen=True)
@@ -243,20 +245,6 @@ def rope_table(
     if scaling is None or scaling.amplitude == 1:
         return angles.cos(), angles.sin()
     return angles.cos() * scaling.amplitude, angles.sin() * scaling.amplitude
-
-
-def logits_or_loss(
-    x_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor | None,
-    bias_V: Tensor | None = None,
-    z_loss: float = 0.0,
-) -> Tensor:
-    """Without targets: logits (B, T, V) in fp32. With targets: the mean cross-entropy over targets other than -100,
-    computed in chunks, so that the logits never exist as a whole. z_loss: see `kernels.linear_cross_entropy`."""
-    if targets_BT is None:
-        return kernels.linear(x_BTD, weight_VD, bias_V).float()
-    return kernels.linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss)
 
 
 class Attention(Sublayer):

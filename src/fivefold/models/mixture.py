@@ -23,10 +23,10 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from fivefold import kernels
-from fivefold.kernels.fp8 import Fp8
 from fivefold.kernels.mixture import assign, combine, dispatch, evened, grouped_linear
+from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.layers import RegionInput, RegionOutput, Sublayer, SwiGLU
-from fivefold.models.section import ModelSection
+from fivefold.models.section import ModelSection, known
 
 
 class RouterStats:
@@ -94,14 +94,13 @@ class Router(nn.Module):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        assert model.experts, "a resolved recipe has experts"
-        assert model.experts_per_token, "a resolved recipe has experts_per_token"
-        self.per_token, self.normalize = model.experts_per_token, model.router_normalize
+        experts = known(model.experts)
+        self.per_token, self.normalize = known(model.experts_per_token), model.router_normalize
         self.sigmoid, self.scale = model.router_score == "sigmoid", model.router_scale
         self.groups, self.groups_per_token = model.expert_groups, model.groups_per_token
-        self.weight = nn.Parameter(torch.empty(model.experts, model.dim))
+        self.weight = nn.Parameter(torch.empty(experts, model.dim))
         self.bias: Tensor | None
-        self.register_buffer("bias", torch.zeros(model.experts) if model.balance == "bias" else None)
+        self.register_buffer("bias", torch.zeros(experts) if model.balance == "bias" else None)
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The chosen experts (N, K), their weights (N, K), all scores as shares that sum to 1 (N, E), logits (N, E)."""
@@ -122,16 +121,15 @@ class Router(nn.Module):
 
 
 class Experts(Sublayer):
-    """The routed experts: E SwiGLUs. Rows of each `gate_up`: F of the gate, then F of up. fp8: as in `Linear`."""
+    """The routed experts: E SwiGLUs. Rows of each `gate_up`: F of the gate, then F of up. rounded: as in `Linear`."""
 
-    fp8: Fp8 | None = None
+    rounded: RoundedMatmuls | None = None
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        assert model.experts, "a resolved recipe has experts"
-        assert model.expert_ffn_dim, "a resolved recipe has expert_ffn_dim"
-        self.gate_up = nn.Parameter(torch.empty(model.experts, 2 * model.expert_ffn_dim, model.dim))
-        self.down = nn.Parameter(torch.empty(model.experts, model.dim, model.expert_ffn_dim))
+        experts, width = known(model.experts), known(model.expert_ffn_dim)
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * width, model.dim))
+        self.down = nn.Parameter(torch.empty(experts, model.dim, width))
         self.exchange = Exchange()
 
     def forward(self, rows_MD: Tensor, counts_CE: Tensor) -> Tensor:
@@ -139,11 +137,11 @@ class Experts(Sublayer):
         return self.exchange(rows_MD, counts_CE, self.compute)
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        return self.finish(grouped_linear(rows_MD, self.gate_up, counts_E, self.fp8), counts_E)
+        return self.finish(grouped_linear(rows_MD, self.gate_up, counts_E, self.rounded), counts_E)
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """Gate and up (M, 2F), counts (E) -> (M, D)."""
-        return grouped_linear(kernels.swiglu(product), self.down, tables[0], self.fp8)
+        return grouped_linear(kernels.swiglu(product), self.down, tables[0], self.rounded)
 
 
 class Mixture(nn.Module):
@@ -156,13 +154,11 @@ class Mixture(nn.Module):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        assert model.experts, "a resolved recipe has experts"
-        assert model.expert_ffn_dim, "a resolved recipe has expert_ffn_dim"
-        self.count, self.capacity_factor = model.experts, model.capacity_factor
+        self.count, self.capacity_factor = known(model.experts), model.capacity_factor
         self.aux_weight = model.aux_loss_weight if model.balance == "aux" else 0.0
         self.z_weight = model.z_loss_weight
         self.router, self.total, self.experts = Router(model), Total(), Experts(model)
-        width = (model.shared_experts or 0) * model.expert_ffn_dim
+        width = (model.shared_experts or 0) * known(model.expert_ffn_dim)
         self.shared = SwiGLU(model.dim, width) if width else None
         self.enter, self.leave = RegionInput(), RegionOutput()
         self.stats = RouterStats()

@@ -34,8 +34,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Matmul:
-    """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter. sensitive: fp8 leaves it
-    alone. grouped: of experts, whose fp8 is always emulated."""
+    """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter. sensitive: its
+    factors are never rounded. grouped: of experts, which multiply rounded factors in the working dtype."""
 
     m: float
     n: float
@@ -47,7 +47,7 @@ class Matmul:
 
     @property
     def rounded(self) -> tuple[float, float, float]:
-        """Elements of both factors of its three products, which fp8 rounds."""
+        """Elements of both factors of its three products, which some modes round."""
         x, w, y = self.count * self.m * self.k, self.count * self.k * self.n, self.count * self.m * self.n
         return (x + w, y + w, y + x) if self.weight and not self.sensitive else (0.0, 0.0, 0.0)
 
@@ -132,7 +132,7 @@ WHOLE_SEQUENCES = Seen()
 class Sizes:
     """A model's share on one rank for one microbatch of B sequences. load: rows of this rank's experts relative to an
     even split. chunks: of these rows, whose messages overlap. narrow: bytes per element of a factor that is rounded for
-    a matmul in fp8; 0: none is. seen: by attention, of sequences with several documents."""
+    a matmul; 0: none is. seen: by attention, of sequences with several documents."""
 
     model: ModelSection
     B: int

@@ -6,13 +6,14 @@ Sizes: T sequence, D model, H heads, K key-value heads, F feed-forward, V vocabu
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from fivefold.models.registry import ARCHITECTURES
 from fivefold.precision import MOST_IDS
 
+T = TypeVar("T")
 if TYPE_CHECKING:
     Arch = str
 else:
@@ -166,6 +167,12 @@ class ModelSection(Section):
     def rope_amplitude(self) -> float:
         """The factor on queries and keys that scaling by YaRN asks for."""
         return 1 + 0.1 * self.rope_mscale * math.log(self.rope_factor) if self.rope_scaling == "yarn" else 1.0
+
+
+def known(value: T | None) -> T:
+    """The value of a field of a resolved model."""
+    assert value is not None, "a resolved recipe has every field of [model]"
+    return value
 
 
 FACTS: dict[str, str] = {

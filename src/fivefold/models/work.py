@@ -167,11 +167,6 @@ def norm(name: str, s: Sizes, program: Program, role: Role, reader: Operation | 
     return Operation(name, None, 0.0, *moved, kernels, saved=tuple(saved), part=part, rate="norm")
 
 
-def _bias(biased: bool, features: float, rows: float, e: float) -> float:
-    """Bytes read for the gradient of a bias."""
-    return rows * features * e if biased else 0.0
-
-
 def add(name: str, s: Sizes, program: Program, mask: float) -> Operation:
     """Bias, dropout and the residual stream."""
     D, e, n = s.model.dim, s.e, s.n
@@ -184,31 +179,54 @@ def add(name: str, s: Sizes, program: Program, mask: float) -> Operation:
 
 def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bool) -> list[Operation]:
     """Attention with one matmul for queries, keys and values."""
-    D, e, N, qkv, q = s.model.dim, s.e, s.N, s.qkv, s.q
-    into, back = s.enter()
-    out, out_back = s.leave()
-    product = Operation(
-        "qkv",
-        Matmul(N, qkv, D),
-        backward=_bias(biased, qkv, N, e),
-        sent_forward=into,
-        sent_backward=back,
-        saved=(Saved("qkv", N * qkv * e, "copied" if program.attention == "blocks" else "product"),),
-        workspace=N * qkv * e + _gathered(s),
-    )
+    kept = Saved("qkv", s.N * s.qkv * s.e, "copied" if program.attention == "blocks" else "product")
+    output = Saved("attention output", s.N * s.q * s.e, "inner")
     return [
-        product,
-        *core(s, program, causal, rotary, q),
-        Operation(
-            "attention out",
-            Matmul(N, D, q),
-            backward=_bias(biased, D, N, e),
-            sent_forward=out,
-            sent_backward=out_back,
-            saved=(Saved("attention output", N * q * e, "inner"),),
-            part="out",
-        ),
+        region_first("qkv", s, s.qkv, biased=biased, saved=(kept,)),
+        *core(s, program, causal, rotary, s.q),
+        region_last("attention out", s, s.q, "out", biased, (output,)),
     ]
+
+
+def region_first(
+    name: str,
+    s: Sizes,
+    features: float,
+    width: int | None = None,
+    biased: bool = False,
+    saved: tuple[Saved, ...] = (),
+    part: Part = "",
+) -> Operation:
+    """A matmul at the beginning of a tensor-parallel region, from vectors of `width` features (None: D) to this rank's
+    `features`. Its backward holds the gradient of the whole input, and that input if it is gathered again."""
+    inputs, (sent, back) = width or s.model.dim, s.enter(width)
+    gathered = s.N * inputs * s.e * ((s.tp > 1) + s.sp_regather)
+    return Operation(
+        name,
+        Matmul(s.N, features, inputs),
+        backward=s.N * features * s.e * biased,  # read for the gradient of the bias
+        sent_forward=sent,
+        sent_backward=back,
+        saved=saved,
+        part=part,
+        workspace=s.N * features * s.e + gathered,
+    )
+
+
+def region_last(
+    name: str, s: Sizes, features: float, part: Part, biased: bool = False, saved: tuple[Saved, ...] = ()
+) -> Operation:
+    """The matmul at the end of a tensor-parallel region, from this rank's features."""
+    sent, back = s.leave()
+    return Operation(
+        name,
+        Matmul(s.N, s.model.dim, features),
+        backward=s.N * s.model.dim * s.e * biased,
+        sent_forward=sent,
+        sent_backward=back,
+        saved=saved,
+        part=part,
+    )
 
 
 def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -> list[Operation]:
@@ -292,12 +310,6 @@ def _kept_by_attention(s: Sizes, program: Program, causal: float) -> tuple[tuple
     return (copies, Saved("probabilities", every, "core", once=largest)), largest
 
 
-def _gathered(s: Sizes) -> float:
-    """Bytes of the gradient of a whole input, and of that input if it is gathered again, in the backward of the matmul
-    that begins a tensor-parallel region."""
-    return s.N * s.model.dim * s.e * ((s.tp > 1) + s.sp_regather)
-
-
 def _plain_attention(s: Sizes, program: Program, causal: float) -> list[Operation]:
     """Scores, softmax and the matmul with the values, each in memory. The fused masked softmax reads the scores that
     the mask does not hide, and writes all."""
@@ -333,24 +345,14 @@ def _plain_attention(s: Sizes, program: Program, causal: float) -> list[Operatio
 
 
 def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[Operation]:
-    D, F, e, N = s.model.dim, (s.model.ffn_dim or 0) / s.tp, s.e, s.N
-    into, back = s.enter()
-    out, out_back = s.leave()
+    F, e, N = (s.model.ffn_dim or 0) / s.tp, s.e, s.N
     wide = 2 * F if gated else F
     # gelu: reads, writes; with the gate: reads two, writes one. Unfused, the gate is two operations and more.
     forward, backward = (3, 5) if gated else (2, 3)
     if not program.fused:
         forward, backward = (5, 13) if gated else (4, 6)
     return [
-        Operation(
-            "up",
-            Matmul(N, wide, D),
-            backward=_bias(biased, wide, N, e),
-            sent_forward=into,
-            sent_backward=back,
-            saved=(Saved("up", N * wide * e, "product"),),
-            workspace=N * wide * e + _gathered(s),
-        ),
+        region_first("up", s, wide, biased=biased, saved=(Saved("up", N * wide * e, "product"),)),
         Operation(
             "gate" if gated else "gelu",
             None,
@@ -363,14 +365,7 @@ def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[
             rate="gate" if gated else "gelu",
             workspace=N * wide * e,  # the gradient of its result takes the place of the result
         ),
-        Operation(
-            "down",
-            Matmul(N, D, F),
-            backward=_bias(biased, D, N, e),
-            sent_forward=out,
-            sent_backward=out_back,
-            part="down",
-        ),
+        region_last("down", s, F, "down", biased),
     ]
 
 

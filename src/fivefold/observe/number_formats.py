@@ -13,8 +13,7 @@ from fivefold.files import make_folder, read_json, understood, write_atomically
 from fivefold.host.devices import SHEETS
 from fivefold.observe.format import aligned
 from fivefold.precision import PRECISIONS
-from fivefold.precision.formats import BLOCKS, FORMATS, Format
-from fivefold.precision.histogram import KINDS, Histogram, from_json
+from fivefold.precision.formats import BLOCKS, FORMATS, KINDS, Format, Histogram, from_json
 
 RANGES = tuple(one for one in FORMATS.values() if one.bits <= 16)
 """The formats whose ranges a histogram is compared with. Those of fp32 and wider hold every number of a run."""
@@ -31,7 +30,7 @@ def generations(form: Format) -> list[str]:
 
 def modes(form: Format) -> list[str]:
     """The values of `precision.mode` that multiply in a format."""
-    return [name for name, mode in PRECISIONS.items() if mode.rate == form.multiplied]
+    return [name for name, mode in PRECISIONS.items() if mode.multiplies(form)]
 
 
 def table() -> list[dict[str, object]]:

@@ -1,6 +1,6 @@
 """Rounds weights and states that are kept in lower precision than they are computed in.
 
-An update runs over fp32 copies: of a few parameters at a time (optim/rounded.py), or of a chunk of streamed states
+An update runs over fp32 copies: of a few parameters at a time (optim/updater.py), or of a chunk of streamed states
 (parallel/offload). Then weights and states are rounded back. `precision.rounding` says how:
 
 - nearest: an update smaller than half a spacing of the weight (2^-9 of it in bf16) is lost.
@@ -66,7 +66,7 @@ def round_stochastic_(
 
     A bf16 number is an fp32 number whose lower 16 bits are 0. Random bits are added to these and carry, or not.
     """
-    if getattr(x, "hollow", False):
+    if getattr(x, "fake", False):
         return
     if not shape:
         x, shape, box = x.view(1), (1,), ((0, 1),)
@@ -105,6 +105,6 @@ def cut_off(exact: Tensor, rounded: Tensor) -> Tensor:
     """What rounding has cut off, itself cut to the dtype of `rounded`. It is less than half a spacing, so rounding the
     sum again gives the same two numbers: a skipped update changes nothing."""
     rest = exact - rounded.float()
-    if rounded.dtype == torch.bfloat16 and not getattr(rest, "hollow", False):
+    if rounded.dtype == torch.bfloat16 and not getattr(rest, "fake", False):
         rest = rest.view(torch.int32).bitwise_and_(-0x10000).view(torch.float32)
     return rest.to(rounded.dtype)

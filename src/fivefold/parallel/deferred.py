@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold import kernels
-from fivefold.kernels.fp8 import Fp8
+from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.layers import Linear
 
 WeightGradient = partial[None]
@@ -64,8 +64,8 @@ def attach(stage: nn.Module, deferred: Deferred) -> None:
 
 def _linear(module: Linear, deferred: Deferred, input: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
-        return kernels.linear(input, module.weight, module.bias, module.fp8)
-    return _Linear.apply(input, module.weight, module.bias, deferred, module.fp8)
+        return kernels.linear(input, module.weight, module.bias, module.rounded)
+    return _Linear.apply(input, module.weight, module.bias, deferred, module.rounded)
 
 
 class _Linear(Function):
@@ -73,24 +73,29 @@ class _Linear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: Deferred, fp8: Fp8 | None
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        deferred: Deferred,
+        rounded: RoundedMatmuls | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # not saved: under recomputation a saved weight would come back as a copy
-        ctx.deferred, ctx.has_bias, ctx.fp8 = deferred, bias is not None, fp8
-        return kernels.linear(x, weight, bias, fp8)
+        ctx.deferred, ctx.has_bias, ctx.rounded = deferred, bias is not None, rounded
+        return kernels.linear(x, weight, bias, rounded)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (x,), weight, dy = ctx.saved_tensors, ctx.weight, grads[0]
-        dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.fp8)
-        dx = kernels.input_gradient(dy, weight, ctx.fp8) if ctx.needs_input_grad[0] else None
+        dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
+        dx = kernels.input_gradient(dy, weight, ctx.rounded) if ctx.needs_input_grad[0] else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None, None
 
 
 def weight_gradient(
-    deferred: Deferred | None, weight: Tensor, dy: Tensor, x: Tensor, fp8: Fp8 | None = None
+    deferred: Deferred | None, weight: Tensor, dy: Tensor, x: Tensor, rounded: RoundedMatmuls | None = None
 ) -> Tensor | None:
     """Returns dy^T x; None while `deferred` collects, when the matmul is in its queue, and for a frozen weight.
 
@@ -99,11 +104,11 @@ def weight_gradient(
     if not weight.requires_grad:
         return None
     if deferred is None or deferred.queue is None:
-        return kernels.weight_gradient(dy, x, fp8)
-    deferred.queue.append(partial(_add_weight_gradient, weight, dy, x, fp8=fp8))
+        return kernels.weight_gradient(dy, x, rounded)
+    deferred.queue.append(partial(_add_weight_gradient, weight, dy, x, rounded=rounded))
     return None
 
 
-def _add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, fp8: Fp8 | None) -> None:
+def _add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, rounded: RoundedMatmuls | None) -> None:
     """Adds it through autograd, so hooks on the parameter see it."""
-    torch.autograd.backward(weight, kernels.weight_gradient(dy, x, fp8))
+    torch.autograd.backward(weight, kernels.weight_gradient(dy, x, rounded))

@@ -2,7 +2,7 @@
 
 The optimizer updates the masters, and a checkpoint holds them. The module computes with working weights: the masters
 themselves, or a copy of them in another dtype (refreshed once per step, so forward casts nothing). Gradients are summed
-over microbatches in the masters' dtype, fp32 in most modes (precision/modes.py): a hook adds each parameter's gradient
+over microbatches in the masters' dtype, fp32 in most modes (`precision`): a hook adds each parameter's gradient
 to the flat buffer as soon as backward has it, and frees it.
 
 The order of the buffers is roughly the order in which backward finishes. A bucket is a slice of the buffer, so its

@@ -1,7 +1,7 @@
 """Builds the part of a recipe's model that one rank computes. The order is fixed here, and only here:
 
 1. cut the model into pipeline stages and keep this rank's (on "meta": no memory yet);
-2. choose the layers that multiply in fp8;
+2. choose the layers that round factors;
 3. shard experts, tensors and the sequence: parameters become this rank's parts, with collectives between them;
 4. recompute activations; 5. compile; 6. shard states and sum gradients over the data axes.
 """
@@ -31,9 +31,9 @@ from fivefold.parallel.replica import Replica
 from fivefold.parallel.replica_builder import ReplicaBuilder
 from fivefold.parallel.stages import keep, split, sum_tied
 from fivefold.recipe import Recipe
-from fivefold.spread.parts import TIED, Part, held
+from fivefold.spread.parts import TIED, Part, held, tensor_sums
 from fivefold.spread.tiers import OFFLOADS, partitions
-from fivefold.spread.units import Keeping, keepings, tensor_sums
+from fivefold.spread.units import Keeping, keepings
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from fivefold.parallel.unit_messages import UnitMessages

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fivefold.optim.clip import Norms, sum_of_squares
+from fivefold.optim.scaling import Norms, sum_of_squares
 from fivefold.optim.updater import Updater
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload.pages import Paged

@@ -21,8 +21,9 @@ from fivefold.parallel.replica import Replica
 from fivefold.recipe import Recipe
 from fivefold.schedules.compression import compressor
 from fivefold.spread.parts import Part
+from fivefold.spread.syncs import syncs
 from fivefold.spread.tiers import OFFLOADS, Tiers, tiers
-from fivefold.spread.units import FlatBuffer, Keeping, syncs
+from fivefold.spread.units import FlatBuffer, Keeping
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from fivefold.parallel.unit_messages import UnitMessages

@@ -26,7 +26,7 @@ from torch import Tensor
 from fivefold.comm import Axis, Started
 from fivefold.comm.progress import Named, progress
 from fivefold.errors import CommunicationError
-from fivefold.optim.clip import clip_scale, sum_of_squares
+from fivefold.optim.scaling import clip_scale, sum_of_squares
 from fivefold.optim.updater import Updater, largest
 from fivefold.parallel.link import TEXT_TAG, Kind, Link, Note, as_note, as_tensor, tag_of
 from fivefold.spread.parts import Part, local_shape

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold import kernels
 from fivefold.comm import Started
-from fivefold.kernels.fp8 import Fp8
+from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import (
     AttentionCore,
@@ -43,8 +43,7 @@ from fivefold.parallel.norm import CutRMSNorm
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.sequence import Enter, Leave, TensorAxis, Whole, piece
 from fivefold.parallel.vocabulary import VocabularyEmbedding, VocabularyOutput
-from fivefold.spread.parts import Model, boxes, cuts_in, local_shape, parts
-from fivefold.spread.units import summed_over_tp
+from fivefold.spread.parts import Model, boxes, cuts_in, local_shape, parts, summed_over_tp
 
 
 def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
@@ -159,21 +158,21 @@ class _Column(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, *more: Any
     ) -> Tensor:
-        """more: the deferred weight gradients and the fp8 of the layer."""
+        """more: the deferred weight gradients and how the layer rounds."""
         whole = axis.start_whole(x)()
         ctx.save_for_backward(x if axis.regather else whole)
-        ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.fp8) = weight, axis, bias is not None, more
-        return kernels.linear(whole, weight, bias, ctx.fp8)
+        ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.rounded) = weight, axis, bias is not None, more
+        return kernels.linear(whole, weight, bias, ctx.rounded)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
         whole = axis.start_again(x)
-        dx = kernels.input_gradient(dy, weight, ctx.fp8)
+        dx = kernels.input_gradient(dy, weight, ctx.rounded)
         x = whole()
         dx = axis.start_sum(dx)  # overlaps with the gradients that need no communication
-        dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.fp8)
+        dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
         dbias = dy.sum((0, 1)) if ctx.has_bias else None
         return dx(), dweight, dbias, None, None, None
 
@@ -185,8 +184,8 @@ class _Row(Function):
     ) -> Tensor:
         """more: as of `_Column`."""
         ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.fp8) = weight, axis, bias is not None, more
-        y = axis.start_sum(kernels.linear(x, weight, None, ctx.fp8))()
+        ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.rounded) = weight, axis, bias is not None, more
+        y = axis.start_sum(kernels.linear(x, weight, None, ctx.rounded))()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -195,8 +194,8 @@ class _Row(Function):
         (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
         dbias = dy.sum((0, 1)) if ctx.has_bias else None  # with sp, of this piece
         dy = axis.start_whole(dy)()
-        dx = kernels.input_gradient(dy, weight, ctx.fp8)
-        return dx, weight_gradient(ctx.deferred, weight, dy, x, ctx.fp8), dbias, None, None, None
+        dx = kernels.input_gradient(dy, weight, ctx.rounded)
+        return dx, weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded), dbias, None, None, None
 
 
 class CutLinear(nn.Module):
@@ -207,11 +206,11 @@ class CutLinear(nn.Module):
     def __init__(self, linear: nn.Linear, axis: TensorAxis):
         super().__init__()
         self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
-        self.fp8: Fp8 | None = getattr(linear, "fp8", None)
+        self.rounded: RoundedMatmuls | None = getattr(linear, "rounded", None)
         self.deferred: Deferred | None = None  # set if a pipeline defers weight gradients
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(x, self.weight, self.bias, self.axis, self.deferred, self.fp8)
+        return self.function.apply(x, self.weight, self.bias, self.axis, self.deferred, self.rounded)
 
 
 class ColumnLinear(CutLinear):

@@ -18,14 +18,18 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold import kernels
-from fivefold.kernels.loss import add_chunk, add_z_gradient, ahead, mean_scale, rows_at_once
-from fivefold.kernels.private import assert_on_device
-from fivefold.kernels.vocabulary import (
+from fivefold.kernels.loss import (
+    add_chunk,
+    add_z_gradient,
+    ahead,
     local_targets,
+    mean_scale,
+    rows_at_once,
     vocabulary_gradient,
     vocabulary_loss,
     vocabulary_statistics,
 )
+from fivefold.kernels.private import assert_on_device
 from fivefold.models.layers import Output
 from fivefold.parallel.sequence import Enter, Join, Leave, TensorAxis
 from fivefold.spread.regions import LOSS_STATISTICS, STATISTICS

@@ -1,7 +1,7 @@
 """Sharded states (ZeRO stages 1 to 3, arXiv 1910.02054), and hybrids of them with replicas, on PyTorch's FSDP2.
 
 The ranks of a "shard" group divide the rows of every parameter (for few experts, the rows of each: `parts.shard_dim`).
-Each rank keeps the master weights, gradients and moments of its rows only, in fp32 in most modes (precision/modes.py).
+Each rank keeps the master weights, gradients and moments of its rows only, in fp32 in most modes (`precision`).
 A block's weights are gathered, in the compute dtype, before it runs. After its backward, its gradients are summed and
 scattered to the owners of the rows. The stages are one engine with two switches:
 
@@ -31,7 +31,8 @@ from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.unit_messages import UnitMessages
 from fivefold.spread.parts import Part, local_shape, shard_dim
-from fivefold.spread.units import FsdpUnit, Sync
+from fivefold.spread.syncs import Sync
+from fivefold.spread.units import FsdpUnit
 
 
 def shard(

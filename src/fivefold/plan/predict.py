@@ -26,11 +26,10 @@ from fivefold.plan.search.recompute_budget import Budget, with_budget
 from fivefold.plan.search.recompute_budget import resolve as resolve_budget
 from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software, States, of
 from fivefold.plan.time import offload, servers, sync_costs
-from fivefold.plan.time.cost import Setting, matmul_dtype
+from fivefold.plan.time.cost import Setting
 from fivefold.plan.time.stage_costs import Parts, parts, recomputed
 from fivefold.plan.time.time import Step, step
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, sent
-from fivefold.precision.fp8 import FP8
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
 from fivefold.spread.layout import Layout
@@ -404,11 +403,11 @@ def priced(mode: str, cluster: Cluster) -> bool:
 
 def _lacks(mode: str, device: Device) -> str:
     """The dtype that a mode needs and the device has no rate of."""
-    needed = (PRECISIONS[mode].working, matmul_dtype(mode, device))
+    needed = (PRECISIONS[mode].working, PRECISIONS[mode].rate_on(device.peak))
     return next((dtype for dtype in needed if dtype not in device.peak), "")
 
 
 def rounded_bytes(mode: str, cluster: Cluster) -> float:
-    """Bytes of an element that is rounded for a matmul in fp8: emulation keeps it in the working dtype."""
-    products = PRECISIONS[mode].products == FP8
-    return DTYPES[matmul_dtype(mode, cluster.device)].bytes if products else 0.0
+    """Bytes of an element that is rounded for a matmul: emulation keeps it in the working dtype. 0: none is."""
+    card = PRECISIONS[mode]
+    return DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0

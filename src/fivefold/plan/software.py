@@ -24,7 +24,7 @@ class States:
     moments: the optimizer's states, by its card; what some parameters have more is in `memory.more_states`. gradient:
     the sum over microbatches. reduce: bytes per element of a gradient message. cast: under ZeRO, working weights exist
     only gathered, cast from the masters (FSDP2), and whole gradients only while microbatches add up. copied:
-    fp32 copies of what an update rounds (optim/rounded.py), of a few parameters at a time.
+    fp32 copies of what an update rounds (optim/updater.py), of a few parameters at a time.
     """
 
     working: float = DTYPES["bf16"].bytes

@@ -1,17 +1,14 @@
 """The dtypes and modes of training: which there are, and what each implies. No torch."""
 
-from fivefold.precision.modes import (
+from fivefold.precision.card import (
     DTYPES,
     MASTER,
     MOST_IDS,
-    PRECISIONS,
-    ROUNDINGS,
-    TRAINABLE,
     TRAINED,
     Dtype,
     Mode,
-    chosen,
     sent,
     token_bytes,
     torch_dtype,
 )
+from fivefold.precision.registry import FIELDS, PRECISIONS, ROUNDINGS, chosen

@@ -9,7 +9,7 @@ from fivefold.errors import UserError
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.registry import predicted
 from fivefold.optim import OPTIMIZERS
-from fivefold.optim.outer import OUTER
+from fivefold.optim.registry import OUTER
 from fivefold.recipe.load import Recipe
 from fivefold.recipe.ramp import ramp, sequences_before, steps_for
 from fivefold.recipe.rules import contradictions

@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, Field
 
 from fivefold.models.section import LARGEST, MOST_LAYERS, ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS
-from fivefold.optim.outer import OUTER
-from fivefold.precision import DTYPES, MASTER, ROUNDINGS, TRAINABLE, TRAINED
+from fivefold.optim.registry import OUTER
+from fivefold.precision import DTYPES, MASTER, PRECISIONS, ROUNDINGS, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry, as_text, joined
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
@@ -30,7 +30,7 @@ from fivefold.spread.tiers import NOT_OFFLOADED
 if TYPE_CHECKING:  # a type checker reads no tables
     AllReduce = Dtype = Fp8Gradient = Mode = Order = Rounding = Scaling = OptimizerName = SyncMethod = str
 else:
-    Dtype, Mode = Literal[TRAINED], Literal["auto", *TRAINABLE]
+    Dtype, Mode = Literal[TRAINED], Literal["auto", *PRECISIONS]
     Scaling, Fp8Gradient, Rounding = Literal[SCALINGS], Literal[tuple(GRADIENTS)], Literal[ROUNDINGS]
     OptimizerName, AllReduce = Literal[tuple(OPTIMIZERS)], Literal[ALL_REDUCES]
     SyncMethod, Order = Literal["all", SERVER, *OUTER], Literal[ORDERS]
@@ -322,7 +322,8 @@ class PrecisionSection(Section):
     mode: Mode = "auto"
     """Precision of training. `auto`: bf16 if the processor supports it, else fp32. `bf16`: weights and activations in
     bf16, with fp32 master weights, gradient sums and optimizer states. `bf16_pure`: everything in bf16, 8 bytes per
-    parameter with AdamW. `fp16`: as `bf16`, with a scaled loss. `tf32`: fp32, which GPUs multiply with 11 bits."""
+    parameter with AdamW. `fp16`: as `bf16`, with a scaled loss. `tf32`: fp32, which GPUs multiply with 11 bits. `fp8`,
+    `mxfp8`: as `bf16`, with the factors of the blocks' matmuls in 8 bits."""
     loss_scale: float = Field(default=2.0**16, ge=1, le=2.0**24)
     """Factor on the loss at the start, a power of two. `fp16` only. An overflow halves it and skips the step (arXiv
     1710.03740)."""
@@ -341,10 +342,10 @@ class PrecisionSection(Section):
     """Format of gradients in `mode = "fp8"`. `e5m2` has the wider range, `e4m3` is finer, but small gradients round
     differently where a layout cuts a tile."""
     fp8_skip_first: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """First blocks that stay in bf16 in `mode = "fp8"`. Embedding, output layer, norms, routers and attention's own
-    matmuls always do."""
+    """First blocks that stay in bf16 in the modes `fp8` and `mxfp8`. Embedding, output layer, norms, routers and
+    attention's own matmuls always do."""
     fp8_skip_last: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """Last blocks that stay in bf16 in `mode = "fp8"`."""
+    """Last blocks that stay in bf16 in the modes `fp8` and `mxfp8`."""
 
 
 class CheckpointSection(Section):

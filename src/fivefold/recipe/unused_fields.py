@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import starmap
 from operator import attrgetter
 from typing import NamedTuple
 
 from fivefold.models.card import Contradiction
-from fivefold.optim.outer import OUTER
-from fivefold.precision import PRECISIONS
-from fivefold.precision.fp8 import FP8
+from fivefold.optim.registry import OUTER
+from fivefold.precision import FIELDS
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import toml_value
 from fivefold.schedules.compression import NONE
@@ -58,9 +58,10 @@ def _unweighed(recipe: Sections) -> bool:
     return all(entry.weight is None for entry in data.sources) and all(s.weights is None for s in data.stages)
 
 
-def _in_mode(recipe: Sections, fact: str) -> bool:
-    """A fact of the precision mode; false while the machine chooses it."""
-    return recipe.precision.mode != "auto" and bool(getattr(PRECISIONS[recipe.precision.mode], fact))
+def _of_modes(key: str, modes: list[str]) -> Unused:
+    """A field of some precision modes."""
+    needed = f"it needs precision.mode = {' or '.join(map(toml_value, modes))}"
+    return Unused("precision", key, lambda r: r.precision.mode not in modes, needed, "precision.mode")
 
 
 NO_SUM = "gradients are summed with dp > 1 or cp > 1 only (within a site)"
@@ -100,12 +101,7 @@ UNUSED = (
            lambda r: r.sync.method not in OUTER, "every step sums gradients", "sync.method"),
     Unused("sync", "servers staleness order partition", lambda r: not r.servers.count,
            f'it needs sync.method = "{SERVER}"', "sync.method"),
-    Unused("precision", "fp8_scaling fp8_backward fp8_skip_first fp8_skip_last", lambda r: r.precision.mode != FP8,
-           f'it needs precision.mode = "{FP8}"', "precision.mode"),
-    Unused("precision", "loss_scale loss_scale_every", lambda r: not _in_mode(r, "scaled"),
-           "only fp16 scales the loss", "precision.mode"),
-    Unused("precision", "rounding", lambda r: not _in_mode(r, "rounds"),
-           "only modes without fp32 masters round the update", "precision.mode"),
+    *starmap(_of_modes, FIELDS.items()),
     Unused("precision", "reduce", lambda r: not _summing(r), NO_SUM),
     Unused("precision", "reduce", lambda r: _summing(r) and r.layout.compress != NONE,
            "layout.compress says what is sent"),

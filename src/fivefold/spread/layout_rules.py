@@ -12,8 +12,8 @@ from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import SCHEDULES, stages_per_rank
 from fivefold.spread.layout import AXES, Layout, groups, summing_groups
 from fivefold.spread.layout_text import to_text
+from fivefold.spread.syncs import zeropp
 from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS, partitions
-from fivefold.spread.zeropp import zeropp
 
 MOST_RANKS = 1_000_000
 """Ranks of a layout: ten times as many as the largest run had so far."""

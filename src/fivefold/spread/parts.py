@@ -11,7 +11,7 @@ spans.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
@@ -325,3 +325,71 @@ def joined(spans: list[Span]) -> tuple[Span, ...]:
         else:
             out.append((start, stop))
     return tuple(out)
+
+
+@dataclass(frozen=True)
+class Local:
+    """A parameter as a rank computes with it. axis: the one that cuts it ("tp" or "ep"; "ep" if both do), or ""."""
+
+    shape: Shape
+    axis: str = ""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def share(self, ranks: int, index: int = 0) -> int:
+        """Elements that rank `index` of `ranks` keeps when they share the parameter; rank 0 has most."""
+        dim, (start, stop) = kept_rows(self.shape, index, ranks)
+        return (stop - start) * self.size // self.shape[dim]
+
+
+def local_parameters(model: Model, layout: Layout) -> dict[str, Local]:
+    """Every parameter as a rank that has it computes with it, in the module's order."""
+    return _local_parameters(model, layout.tp, layout.ep, layout.sp)
+
+
+@lru_cache(maxsize=256)
+def _local_parameters(model: Model, tp: int, ep: int, sp: bool) -> dict[str, Local]:
+    found = {}
+    for name, shape in model.parameters.items():
+        cuts = cuts_in(model.cuts.get(name), sp)
+        for each in cuts:  # equal on every rank; a search also counts layouts that do not divide the model
+            ranks, dim = (ep if each.axis == "ep" else tp), each.dim
+            shape = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
+        found[name] = Local(shape, cuts[0].axis if cuts else "")
+    return found
+
+
+def summed_over_tp(model: Model, layout: Layout, names: Iterable[str]) -> list[str]:
+    """The uncut parameters whose gradients are partial sums over the tensor axis: those within its regions, and under
+    sequence parallelism, where each rank sees a piece of the sequence, all others except those of modules that compute
+    with whole sequences."""
+    if layout.tp == 1:
+        return []
+    moving = (n for n in names if n not in model.frozen)
+    uncut = (n for n in moving if all(cut.axis != "tp" for cut in cuts_in(model.cuts.get(n), layout.sp)))
+    return [
+        name
+        for name in uncut
+        if name.endswith(model.regional) or (layout.sp and not name.startswith(model.whole_sequences))
+    ]
+
+
+def tensor_sums(model: Model, layout: Layout, names: Iterable[str]) -> list[list[str]]:
+    """The messages that sum the gradients of these parameters over the tensor axis: matrices each in a message of its
+    own, in place; vectors together."""
+    local = local_parameters(model, layout)
+    vectors, found = [], list[list[str]]()
+    for name in names:
+        (found.append([name]) if len(local[name].shape) > 1 else vectors.append(name))
+    return [*found, vectors] if vectors else found
+
+
+def kept_elements(model: Model, layout: Layout, rank: int, names: Iterable[str]) -> int:
+    """Number of elements of these parameters whose states a rank keeps."""
+    local, total = local_parameters(model, layout), 0
+    for name in names:
+        group, ranks = sharing_group(layout, expert=local[name].axis == "ep")
+        total += local[name].share(ranks, index_in(layout, group, rank) if ranks > 1 else 0)
+    return total

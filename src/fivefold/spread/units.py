@@ -1,4 +1,4 @@
-"""The messages that ranks use to gather weights and to scatter or sum gradients, as data. No torch.
+"""The parameters whose weights are gathered and whose gradients are scattered or summed together, as data. No torch.
 
 Without ZeRO every rank has its parameters whole. Gradients lie in flat buffers, which are summed in buckets. With ZeRO
 they are divided by rows, and FSDP2 gathers and scatters them in units: a block, its experts if fewer ranks share
@@ -8,43 +8,25 @@ these, and the rest of the stage. `parallel` builds both from these tables, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from fivefold.schedules.compression import NONE
-from fivefold.schedules.compression.blocks import Blocks
-from fivefold.spread.layout import Layout, groups, index_in
+from fivefold.spread.layout import Layout, groups
 from fivefold.spread.parts import (
     Model,
     Shape,
     block_of,
-    cuts_in,
     kept_rows,
+    local_parameters,
     sharing_group,
     stage_blocks,
     stage_parameters,
 )
 from fivefold.spread.shares import buckets
-from fivefold.spread.zeropp import zeropp
-
-
-@dataclass(frozen=True)
-class Local:
-    """A parameter as a rank computes with it. axis: the one that cuts it ("tp" or "ep"; "ep" if both do), or ""."""
-
-    shape: Shape
-    axis: str = ""
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    def share(self, ranks: int, index: int = 0) -> int:
-        """Elements that rank `index` of `ranks` keeps when they share the parameter; rank 0 has most."""
-        dim, (start, stop) = kept_rows(self.shape, index, ranks)
-        return (stop - start) * self.size // self.shape[dim]
+from fivefold.spread.syncs import syncs
 
 
 @dataclass(frozen=True)
@@ -90,66 +72,6 @@ class FlatBuffer:
     def bucket_shapes(self) -> tuple[tuple[Shape, ...], ...]:
         """The shapes of the parameters of each bucket."""
         return _bucket_shapes(self.shapes, self.bucket_bytes)
-
-
-@dataclass(frozen=True)
-class Sync:
-    """A message by which ranks with the same parameters share weights or sum gradients.
-
-    what: "gather" weights from the ranks that keep them; "scatter" sums of gradients to these; "sum" gradients. each:
-    times per microbatch, in forward and again in backward if twice; 0: once per step. rows: only those that a rank
-    keeps. part: the message as a share of a unit's elements. blocks: how they are quantised, if they are.
-    """
-
-    what: Literal["gather", "scatter", "sum"]
-    group: str
-    each: int = 0
-    rows: bool = False
-    part: float = 1.0
-    blocks: Blocks | None = None
-
-    def size(self, padded: float, width: float, shares: Sequence[int], ranks: int) -> float:
-        """Bytes for a unit of `padded` elements, of which `ranks` ranks have `shares`. width: bytes of an element that
-        is not quantised."""
-        if self.blocks is None:
-            return self.part * padded * width
-        return self.part * ranks * self.blocks.row(self.blocks.chunk([(share,) for share in shares], 1))
-
-
-def syncs(layout: Layout, expert: bool = False) -> tuple[Sync, ...]:
-    """The messages for parameters in a step, in their order. expert: those that expert parallelism cuts.
-
-    Whole parameters are summed once. Of divided ones, stage 3 gathers weights before forward and before backward, the
-    other stages after the update. Gradients are scattered, and a hybrid then sums its rows over the replicas.
-    """
-    group, ranks = sharing_group(layout, expert)
-    inside = groups(layout)["inside"][0] if layout.zeropp != NONE else 1
-    return _syncs(
-        group, ranks > 1, layout.zero, layout.pp > 1, layout.dp_replicate > 1, layout.zeropp, inside
-    )
-
-
-@lru_cache
-def _syncs(
-    group: str, shared: bool, zero: int, pipeline: bool, hybrid: bool, plus: str, inside: int
-) -> tuple[Sync, ...]:
-    if not shared:
-        return (Sync("sum", {"shard": "batch", "eshard": "edp"}[group]),)
-    chosen, gathers, scatters = zeropp(plus), 2 if zero == 3 else 0, 1
-    if scattered_once(zero, 2 if pipeline else 1):
-        scatters = 0
-    found = [Sync("gather", group, gathers)]
-    if chosen.two_gathers:  # the nodes' copies stay until the weights change
-        first = Sync(
-            "gather", "across", 0 if chosen.hier else gathers, part=1 / inside, blocks=chosen.weights
-        )
-        found = [first, Sync("gather", "inside", gathers, blocks=chosen.weights)]
-    if chosen.gradients:
-        found.append(Sync("scatter", "inside", scatters, blocks=chosen.gradients))
-        found.append(Sync("scatter", "across", scatters, part=1 / inside, blocks=chosen.gradients))
-    else:
-        found.append(Sync("scatter", group, scatters))
-    return (*found, Sync("sum", "replicate", rows=True)) if hybrid else tuple(found)
 
 
 @dataclass(frozen=True)
@@ -267,17 +189,9 @@ def buffer_order(parameters: Sequence[Any]) -> list[Any]:
     return list(reversed(parameters))
 
 
-def scattered_once(zero: int, pp: int) -> bool:
-    """True if gradients add up whole on each rank and are scattered once per step, in the last microbatch.
-
-    ZeRO 1 does so. In a pipeline every ZeRO stage does: microbatches overlap, and may defer weight gradients.
-    """
-    return zero == 1 or (zero > 1 and pp > 1)
-
-
 UPDATED = 1 << 18
 """Elements of whole parameters that an update with rounding takes at once, unless one parameter has more: few enough
-that their fp32 copies (optim/rounded.py) are small beside the states."""
+that their fp32 copies (optim/updater.py) are small beside the states."""
 
 
 def updated_together(sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -292,54 +206,3 @@ def updated_together(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         size += elements
     if some:
         yield some
-
-
-def local_parameters(model: Model, layout: Layout) -> dict[str, Local]:
-    """Every parameter as a rank that has it computes with it, in the module's order."""
-    return _local_parameters(model, layout.tp, layout.ep, layout.sp)
-
-
-@lru_cache(maxsize=256)
-def _local_parameters(model: Model, tp: int, ep: int, sp: bool) -> dict[str, Local]:
-    found = {}
-    for name, shape in model.parameters.items():
-        cuts = cuts_in(model.cuts.get(name), sp)
-        for cut in cuts:  # equal on every rank; a search also counts layouts that do not divide the model
-            ranks, dim = (ep if cut.axis == "ep" else tp), cut.dim
-            shape = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
-        found[name] = Local(shape, cuts[0].axis if cuts else "")
-    return found
-
-
-def summed_over_tp(model: Model, layout: Layout, names: Iterable[str]) -> list[str]:
-    """The uncut parameters whose gradients are partial sums over the tensor axis: those within its regions, and under
-    sequence parallelism, where each rank sees a piece of the sequence, all others except those of modules that compute
-    with whole sequences."""
-    if layout.tp == 1:
-        return []
-    moving = (n for n in names if n not in model.frozen)
-    uncut = (n for n in moving if all(cut.axis != "tp" for cut in cuts_in(model.cuts.get(n), layout.sp)))
-    return [
-        name
-        for name in uncut
-        if name.endswith(model.regional) or (layout.sp and not name.startswith(model.whole_sequences))
-    ]
-
-
-def tensor_sums(model: Model, layout: Layout, names: Iterable[str]) -> list[list[str]]:
-    """The messages that sum the gradients of these parameters over the tensor axis: matrices each in a message of its
-    own, in place; vectors together."""
-    local = local_parameters(model, layout)
-    vectors, found = [], list[list[str]]()
-    for name in names:
-        (found.append([name]) if len(local[name].shape) > 1 else vectors.append(name))
-    return [*found, vectors] if vectors else found
-
-
-def kept_elements(model: Model, layout: Layout, rank: int, names: Iterable[str]) -> int:
-    """Number of elements of these parameters whose states a rank keeps."""
-    local, total = local_parameters(model, layout), 0
-    for name in names:
-        group, ranks = sharing_group(layout, expert=local[name].axis == "ep")
-        total += local[name].share(ranks, index_in(layout, group, rank) if ranks > 1 else 0)
-    return total

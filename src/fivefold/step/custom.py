@@ -32,7 +32,6 @@ from fivefold.models.recomputation import budget_of
 from fivefold.optim import OPTIMIZERS, OptimizerCard
 from fivefold.parallel import products
 from fivefold.parallel.mesh import Mesh
-from fivefold.precision.fp8 import FP8
 from fivefold.recipe import Recipe, TrainSection
 from fivefold.spread.layout import Layout
 from fivefold.spread.tiers import OFFLOADS, partitions
@@ -206,7 +205,7 @@ def _problems(recipe: Recipe, model: CustomModel, given: bool) -> Iterator[str]:
     if recipe.servers.count:
         yield 'a module of your own does not train with sync.method = "server". Use sync.method = "all"'
     if products.wanted(recipe) is not None:
-        yield f'custom modules do not train in {FP8}. Use precision.mode = "bf16" or "auto"'
+        yield f'custom modules do not train in {recipe.precision.mode}. Use precision.mode = "bf16" or "auto"'
     if OFFLOADS[layout.offload].streams:
         yield f'{offload}: custom modules keep their states on the device. Nearest valid: "activations"'
     if partitions(layout.offload, layout.recompute, layout.tp, layout.sp):

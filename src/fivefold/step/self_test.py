@@ -1,4 +1,5 @@
-"""The self-test of fp8: each layer's three matmuls on random rows and its own weights, against the working dtype.
+"""The self-test of modes that round factors: each layer's three matmuls on random rows and its own weights,
+against the working dtype.
 
 Each factor of a matmul is rounded by at most u = 2^-(fraction bits + 1) of its size. The roundings are independent, so
 the error of a product's feature is at most sqrt(u_a^2 + u_b^2) of its norm, on average half of that. It is more if many
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fivefold.comm import Axis
 from fivefold.kernels import input_gradient, linear, weight_gradient
-from fivefold.kernels.fp8 import E4M3, Fp8
+from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.card import card_of
 from fivefold.parallel import products
 from fivefold.precision import PRECISIONS, torch_dtype
@@ -51,15 +52,15 @@ class Tested:
         return found
 
 
-def allowed(how: Fp8) -> tuple[float, ...]:
+def allowed(how: RoundedMatmuls) -> tuple[float, ...]:
     """The largest relative error of each product."""
-    forward, backward = (2.0 ** -(form.fraction + 1) for form in (E4M3, how.backward))
+    forward, backward = (2.0 ** -(form.fraction + 1) for form in (how.inputs, how.gradients))
     return math.hypot(forward, forward), math.hypot(backward, forward), math.hypot(backward, forward)
 
 
 def self_test(state: State, recipe: Recipe, axis: Axis) -> Tested | None:
-    """Tests the weights that each rank keeps. All ranks of the axis get the largest errors. None: the recipe's mode is
-    another."""
+    """Tests the weights that each rank keeps. All ranks of the axis get the largest errors. None: the recipe's mode
+    rounds none."""
     how = products.wanted(recipe)
     if how is None:
         return None
@@ -84,11 +85,11 @@ def fall_back(state: State, failed: set[str]) -> None:
     for stage in state.parallel.stages:
         for name, module in list(products.layers(stage)):
             if name in failed:
-                module.fp8 = None
+                module.rounded = None
 
 
 @torch.no_grad()
-def _errors(weight: Tensor, how: Fp8, name: str) -> list[float]:
+def _errors(weight: Tensor, how: RoundedMatmuls, name: str) -> list[float]:
     """Of one weight (F, D)."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     x, dy = (

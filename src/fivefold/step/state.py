@@ -22,12 +22,11 @@ from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
 from fivefold.models.layers import Output
 from fivefold.optim import OPTIMIZERS, kept_in
-from fivefold.optim.loss_scale import LossScale
-from fivefold.optim.outer import OUTER
-from fivefold.optim.placing import gathered, places, state_bytes, ways
-from fivefold.optim.rounded import Rounded
+from fivefold.optim.card import gathered, places, state_bytes, ways
+from fivefold.optim.registry import OUTER
 from fivefold.optim.rounding import Rounder, Rounding
-from fivefold.optim.updater import Updater
+from fivefold.optim.scaling import LossScale
+from fivefold.optim.updater import Rounded, Updater
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
@@ -189,7 +188,7 @@ def assemble(
     mode = compute_mode(recipe, ranks.device, module is not None)
     dtype, masters = torch_dtype(mode.working), torch_dtype(mode.master)
     if ranks.device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if mode.rate == "tf32" else "highest")
+        torch.set_float32_matmul_precision("highest" if DTYPES[mode.rate].stored else "high")
     reduce = torch_dtype(sent(mode, recipe.precision.reduce))
     own, embeddings = None, None
     if module is not None:

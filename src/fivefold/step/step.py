@@ -18,7 +18,7 @@ from fivefold.comm.progress import progress, span
 from fivefold.kernels.loss import scaled
 from fivefold.observe.slow import SECONDS, SHARED_EVERY
 from fivefold.optim import learning_rate
-from fivefold.optim.clip import clip_scale
+from fivefold.optim.scaling import clip_scale
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.microbatch import Microbatch, Share
 from fivefold.parallel.replica import gradient_square

@@ -1,1 +1,1 @@
-"""The trainer's own step on hollow tensors: memory, traffic and FLOPs, exactly."""
+"""The trainer's own step on fake tensors: memory, traffic and FLOPs, exactly."""

@@ -1,5 +1,5 @@
 """Traces a GPU's step on a machine with neither GPU nor driver: the code's path for GPUs, on tensors that claim to be
-on one (kernels/hollow.py).
+on one (kernels/fake.py).
 
 Autograd asks for a device guard for "cuda" from C++. PyTorch's CPU build has none, and that of a build for CUDA wants a
 driver. guard.cpp is one that does nothing. The machine's C++ compiler builds it at first use (two seconds). It must be
@@ -28,8 +28,7 @@ from fivefold.files import cache_folder
 from fivefold.kernels.native import build
 from fivefold.recipe import Recipe
 from fivefold.schedules.memory_timeline import MemoryTimeline, from_json
-from fivefold.trace.cache import CachedFigures
-from fivefold.trace.depth import Exact, check_rank, read
+from fivefold.trace.depth import CachedFigures, Exact, check_rank, read
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 TORCH = Path(torch.__file__).parent

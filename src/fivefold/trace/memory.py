@@ -9,7 +9,7 @@ before it began) counts from its first use. Memory is counted per storage, so vi
 is freed. FSDP2 frees weights by shrinking their storage, which is tracked, too. Workspace inside an operation is not
 seen. Collectives are waited for at once, so the count does not depend on their speed.
 
-Hollow tensors work, too, though they allocate nothing: enter the tracker inside `Hollowing`.
+Fake tensors work, too, though they allocate nothing: enter the tracker inside `FakeMode`.
 
 | Category | What is counted |
 |---|---|
@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fivefold.kernels.hollow import FROM_DATA, Hollow, Hollowing
+from fivefold.kernels.fake import FROM_DATA, DispatchMode, Fake, FakeMode
 from fivefold.kernels.private import done_work
 from fivefold.parallel.offload.activations import Activations
 from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, Change, MemoryTimeline, Phase, of_changes
@@ -49,7 +49,7 @@ LiveTensors = Mapping[str, Callable[[], Iterable[Tensor]]]
 """Per category, a function that returns its live tensors."""
 
 SETTLE_S = 0.002
-_PLAIN = (Tensor, nn.Parameter, Hollow)
+_PLAIN = (Tensor, nn.Parameter, Fake)
 _TRANSFERS = ("send", "recv_", "recv_any_source_")  # not waited for: they complete when the other side does
 
 
@@ -107,7 +107,7 @@ class _Memory:
     reference: Any = field(default=None, repr=False)
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(DispatchMode):
     """Counts from entry to exit. states: tensors of known categories; other memory is activations or buffers. on: the
     type of the device whose memory counts. host: another device's, with the CPU's tensors beside it. Track one step
     only: gradients are recognised while they are live."""
@@ -122,10 +122,10 @@ class Tracker(TorchDispatchMode):
         self.phases: list[tuple[str, int, float]] = []  # of the step: kind, number of changes before, when
         self.of_forward: list[_Memory] = []  # made in forward since backward last ran
         self.forward = True
-        self.hollowing = False
+        self.on_fakes = False
 
     def __enter__(self) -> Tracker:
-        self.hollowing = _hollowing_is_on()
+        self.on_fakes = _fake_mode_is_on()
         self.began = time.perf_counter()
         self._find_states()
         self.before = len(self.changes)
@@ -145,10 +145,6 @@ class Tracker(TorchDispatchMode):
         for memory in self.there.values():
             memory.reference = None  # storages freed from here on do not count
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the default wraps the method below in PyTorch's compiler: two seconds to import
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._look_at_phase()
@@ -158,8 +154,8 @@ class Tracker(TorchDispatchMode):
             self._walk(kwargs, False)
         out = self.execute(func, types, args, kwargs)
         self._walk(out, not given)
-        if func.namespace == "c10d" and (self.hollowing or func.__name__.split(".")[0] not in _TRANSFERS):
-            return _settled(out, list(tensors_in(args)), wait=not self.hollowing)
+        if func.namespace == "c10d" and (self.on_fakes or func.__name__.split(".")[0] not in _TRANSFERS):
+            return _settled(out, list(tensors_in(args)), wait=not self.on_fakes)
         return out
 
     def execute(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -186,7 +182,7 @@ class Tracker(TorchDispatchMode):
         self._begin("update")
 
     def timeline(self, timed: bool = True, rank: int = 0, step: int = 0) -> MemoryTimeline:
-        """The bytes of everything so far, over time. timed: False if no time passed, as on hollow tensors."""
+        """The bytes of everything so far, over time. timed: False if no time passed, as on fake tensors."""
         ends = [*self.phases[1:], ("", len(self.changes), self.ended)]
 
         def when(number: int, at: float) -> float:
@@ -255,7 +251,7 @@ class Tracker(TorchDispatchMode):
     def _walk(self, found: Any, made: bool) -> None:
         """Sees all tensors in nested tuples, lists and dictionaries."""
         kind = type(found)
-        if kind is Hollow:
+        if kind is Fake:
             if found.on.type in (self.on, self.host):
                 self._count(found.meta.untyped_storage(), made, found.on.type)
         elif kind is tuple or kind is list:
@@ -316,8 +312,8 @@ class Tracker(TorchDispatchMode):
         torch.UntypedStorage.resize_ = watched  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _hollowing_is_on() -> bool:
-    return any(isinstance(mode, Hollowing) for mode in private.modes())
+def _fake_mode_is_on() -> bool:
+    return any(isinstance(mode, FakeMode) for mode in private.modes())
 
 
 def _settled(out: Any, tensors: list[Tensor], wait: bool) -> Any:

@@ -54,5 +54,5 @@ def saving_hook() -> Callable[..., object] | None:
 
 
 def modes() -> list[TorchDispatchMode]:
-    """The dispatch modes that are on. Without it a tracker cannot know whether tensors are hollow."""
+    """The dispatch modes that are on. Without it a tracker cannot know whether tensors are fake."""
     return _get_current_dispatch_mode_stack()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fivefold.kernels.hollow import Hollowing
+from fivefold.kernels.fake import FakeMode
 from fivefold.parallel.offload import disk
 from fivefold.trace import private
 
@@ -140,26 +140,26 @@ def _gpu_attention(
 
 
 class Creating(TorchFunctionMode):
-    """Makes tensors hollow that are created on the GPU, or sent there, where `hollow` is not entered: modules are built
+    """Makes tensors fake that are created on the GPU, or sent there, where `fake` is not entered: modules are built
     outside of it, on "meta". Also where PyTorch itself would copy from the CPU before anybody sees it."""
 
-    def __init__(self, hollow: Hollowing) -> None:
+    def __init__(self, fake: FakeMode) -> None:
         super().__init__()
-        self.hollow = hollow
+        self.fake = fake
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if device is None or torch.device(device).type != "cuda":
             return func(*args, **kwargs)
-        with nullcontext() if self.hollow in private.modes() else self.hollow:
+        with nullcontext() if self.fake in private.modes() else self.fake:
             if func is torch.tensor:
                 return func(*args, **{**kwargs, "device": "cpu"}).to(device)
             return func(*args, **kwargs)
 
 
-class HollowFile(disk.File):
-    """A file whose bytes are a hollow tensor. It takes no room on the disk."""
+class FakeFile(disk.File):
+    """A file whose bytes are a fake tensor. It takes no room on the disk."""
 
     def __init__(self, owner: disk.Disk, size: int, what: str):
         self.disk, self.size, self.what = owner, size, what
@@ -172,9 +172,9 @@ class HollowFile(disk.File):
 
 
 @contextmanager
-def hollow_files() -> Iterator[None]:
-    """Files that are made inside are hollow. Enter `Hollowing` where they are made."""
-    real, disk.File = disk.File, HollowFile
+def fake_files() -> Iterator[None]:
+    """Files that are made inside are fake. Enter `FakeMode` where they are made."""
+    real, disk.File = disk.File, FakeFile
     try:
         yield
     finally:

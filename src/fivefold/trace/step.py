@@ -1,6 +1,6 @@
 """Traces the trainer's own step on one rank of a layout with any number of ranks, in one process, without its memory.
 
-PyTorch's fake process group sends nothing, and hollow tensors have shapes but no bytes. Memory, messages and FLOPs
+PyTorch's fake process group sends nothing, and fake tensors have shapes but no bytes. Memory, messages and FLOPs
 match those of a rank that trains on CPUs, to the byte (tests/test_trace.py).
 
 Some shapes depend on values. The trace assumes that gradients are finite, all targets count, experts share tokens
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.kernels.hollow import CPU, Hollow, Hollowing, is_mask
+from fivefold.kernels.fake import CPU, Fake, FakeMode, is_mask
 from fivefold.launch.ranks import Ranks, threads_of
 from fivefold.models.card import card_of
 from fivefold.models.registry import predicted
@@ -39,10 +39,9 @@ from fivefold.spread.layout import Layout
 from fivefold.step.state import State, assemble
 from fivefold.step.step import forward_backward, take_step
 from fivefold.trace import private, standins
-from fivefold.trace.flops import Flops
 from fivefold.trace.memory import Peak, Tracker, states_of, tensors_in
-from fivefold.trace.standins import hollow_files
-from fivefold.trace.traffic import Collectives
+from fivefold.trace.standins import fake_files
+from fivefold.trace.traffic import Collectives, Flops
 
 aten = torch.ops.aten
 SYNCS = (
@@ -59,7 +58,7 @@ MASKED = (
 operators: set[str] = set()
 """The operators that have run on a GPU in traces of this process."""
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
-TRACING = (PACKAGE + "trace" + os.sep, PACKAGE + os.path.join("kernels", "hollow.py"))
+TRACING = (PACKAGE + "trace" + os.sep, PACKAGE + os.path.join("kernels", "fake.py"))
 
 
 @dataclass(frozen=True)
@@ -85,18 +84,18 @@ def probe(
 ) -> Probe:
     """The instrument behind `trace`. first: traces the run's first step instead."""
     layout = Layout.from_recipe(recipe.layout)
-    hollow = Hollowing(partial(_chosen, recipe.model, recipe.model.seq_len // layout.cp))
+    fake = FakeMode(partial(_chosen, recipe.model, recipe.model.seq_len // layout.cp))
     with ExitStack() as stack:
         ranks = stack.enter_context(_one_of(rank, layout.ranks, device))
         if device != CPU:
             stack.enter_context(standins.a_gpu())
-            stack.enter_context(standins.Creating(hollow))
-        stack.enter_context(hollow_files())
-        state = assemble(recipe, ranks, memory=hollow)
+            stack.enter_context(standins.Creating(fake))
+        stack.enter_context(fake_files())
+        state = assemble(recipe, ranks, memory=fake)
         state.go_to(layout.compress_after or 0)
         try:
             _share_evenly(state)
-            with hollow:
+            with fake:
                 if not first:
                     _prime(state)
                     state.step = recipe.sites.traced(recipe.train.steps or 1) - 1
@@ -106,7 +105,7 @@ def probe(
                     forward_backward(
                         state, batch, recipe.train.seed
                     )  # makes the host's buffers, as a first step does
-                with Probe(state, hollow) as found:
+                with Probe(state, fake) as found:
                     done = take_step(state, recipe, batch, inspect=found.begin_update)
                     assert done.loss, "read as a loop does"
         finally:
@@ -115,7 +114,7 @@ def probe(
 
 
 def _prime(state: State) -> None:
-    """Creates the optimizer's states, as a first step does. The loss scale becomes hollow like all else."""
+    """Creates the optimizer's states, as a first step does. The loss scale becomes fake like all else."""
     for replica in state.parallel.replicas:
         gradients = {name: torch.zeros_like(master) for name, master in replica.masters.items()}
         if (
@@ -159,12 +158,12 @@ class _No:
 
 
 class Probe(Tracker):
-    """Counts memory, messages and FLOPs of a step on hollow tensors in one dispatch mode instead of three, and executes
+    """Counts memory, messages and FLOPs of a step on fake tensors in one dispatch mode instead of three, and executes
     the operations itself."""
 
-    def __init__(self, state: State, hollow: Hollowing) -> None:
+    def __init__(self, state: State, fake: FakeMode) -> None:
         super().__init__(states_of(state), state.mesh.device.type, host=state.parallel.disk is not None)
-        self.hollow, self.sent, self.flops = hollow, Collectives(state.mesh), Flops()
+        self.fake, self.sent, self.flops = fake, Collectives(state.mesh), Flops()
         self.syncs: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Probe:
@@ -184,10 +183,10 @@ class Probe(Tracker):
             raise RuntimeError(f"{func} does not send from host memory")
         if self._waits(func, args, kwargs):
             self._waited(_name(func))
-        out = self.hollow.__torch_dispatch__(func, types, args, kwargs)
-        if self.on != "cpu" and func.namespace == "aten" and (type(out) is not Hollow or out.on != CPU):
+        out = self.fake.__torch_dispatch__(func, types, args, kwargs)
+        if self.on != "cpu" and func.namespace == "aten" and (type(out) is not Fake or out.on != CPU):
             operators.add(func.name())
-        if out is NotImplemented:  # Hollowing leaves it to the tensors' class
+        if out is NotImplemented:  # FakeMode leaves it to the tensors' class
             out = func(*args, **kwargs)
         self.flops.see(func, args, kwargs, out)
         return out

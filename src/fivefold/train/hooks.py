@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.bench.peak import busy_share, device_peak, listed_peak
 from fivefold.checkpoint import store
 from fivefold.comm.progress import progress
 from fivefold.data import mixture
@@ -20,7 +21,6 @@ from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.host import memory
 from fivefold.host.machine import peak_memory_bytes
-from fivefold.kernels.peak import busy_share, device_peak, listed_peak
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of, flops_per_token
 from fivefold.observe import number_formats, step_timeline

@@ -1,5 +1,5 @@
 """How a run multiplies, settled when it starts, for all ranks, so that it multiplies as before when it resumes: which
-library does (RUN/products.json and checkpoints), and which layers do so in fp8, by a test (RUN/fp8.json)."""
+library does (RUN/products.json and checkpoints), and which layers round factors, by a test (RUN/fp8.json)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fivefold.kernels import fastest
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.parallel import products
+from fivefold.precision import PRECISIONS, Mode
 from fivefold.step.self_test import PRODUCTS, Tested, fall_back, self_test
 from fivefold.step.state import State
 from fivefold.train.job import Job
@@ -21,11 +22,11 @@ FILE, LIBRARY = "fp8.json", "products.json"
 
 
 def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
-    """Decides which library multiplies, and which layers in fp8. Returns what the console shall say. All ranks call it
-    together.
+    """Decides which library multiplies, and which layers round factors. Returns what the console shall say. All ranks
+    call it together.
 
     resumed: rank 0's counts."""
-    return [*_settle_library(state, job, ranks), *_settle_fp8(state, job, ranks, resumed)]
+    return [*_settle_library(state, job, ranks), *_settle_rounded(state, job, ranks, resumed)]
 
 
 def _settle_library(state: State, job: Job, ranks: Ranks) -> list[str]:
@@ -44,32 +45,35 @@ def _settle_library(state: State, job: Job, ranks: Ranks) -> list[str]:
     return [f"this run began on another processor ({began}), so its last bits may differ here"]
 
 
-def _settle_fp8(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
+def _settle_rounded(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
     if job.module is not None or products.wanted(job.recipe) is None:
         return []
     axis = everyone(ranks)
     if (kept := _read(axis, job, resumed)) is not None:
         fall_back(state, kept)
-        return [f"fp8, except in {', '.join(sorted(kept))}, as before"] if kept else []
+        mode = job.recipe.precision.mode
+        return [f"{mode}, except in {', '.join(sorted(kept))}, as before"] if kept else []
     tested = self_test(state, job.recipe, axis)
     assert tested is not None
     fall_back(state, set(tested.failed))
     if ranks.first:
         _write(job, tested)
-    return _said(tested)
+    return _lines(tested, PRECISIONS[job.recipe.precision.mode])
 
 
-def _said(tested: Tested) -> list[str]:
+def _lines(tested: Tested, mode: Mode) -> list[str]:
     if not tested.errors:
-        return ["WARNING: precision.fp8_skip_first and fp8_skip_last leave no block in fp8"]
+        return [f"WARNING: precision.fp8_skip_first and fp8_skip_last leave no block in {mode.name}"]
     largest = [max(errors) for errors in zip(*tested.errors.values(), strict=True)]
     errors = ", ".join(
         f"{product} {error:.1%} (allowed {bound:.1%})"
         for product, error, bound in zip(PRODUCTS, largest, tested.allowed, strict=True)
     )
-    lines = [f"self-test of fp8 in {len(tested.errors)} weights, largest relative errors: {errors}"]
+    lines = [f"self-test of {mode.name} in {len(tested.errors)} weights, largest relative errors: {errors}"]
     for name, why in tested.failed.items():
-        lines.append(f"WARNING: {name} failed the self-test of fp8 and computes in bf16: {why}")
+        lines.append(
+            f"WARNING: {name} failed the self-test of {mode.name} and computes in {mode.working}: {why}"
+        )
     return lines
 
 

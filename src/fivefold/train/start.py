@@ -15,6 +15,7 @@ from signal import SIGINT, Signals
 import torch
 from torch import nn
 
+from fivefold.bench.peak import matmul_rate
 from fivefold.checkpoint import store
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
@@ -28,7 +29,6 @@ from fivefold.host.memory import (
     let_segments_grow,
     return_large_memory,
 )
-from fivefold.kernels.peak import ensure_matmul_rate
 from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
 from fivefold.launch.interrupt import STOPPED, Interrupt, Leaving, run_complete, unsaved
@@ -284,7 +284,7 @@ def _set_up_process(job: Job, caller: Caller) -> None:
     if job.module is None and card_of(job.recipe.model).has_experts:
         keep_few_primitives()
     if not torch.cuda.is_available() and caller.world is None:
-        ensure_matmul_rate(compute_mode(job.recipe, torch.device("cpu")).measured, cores())
+        matmul_rate(compute_mode(job.recipe, torch.device("cpu")).measured, cores(), improve=True)
 
 
 def _note_start(job: Job, caller: Caller, world: int) -> None:

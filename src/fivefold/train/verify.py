@@ -41,7 +41,7 @@ from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.optim import OPTIMIZERS
-from fivefold.precision import MASTER, PRECISIONS, TRAINABLE
+from fivefold.precision import FIELDS, MASTER, PRECISIONS
 from fivefold.recipe import Recipe, batch_size, change, resolve
 from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.schema import LayoutSection
@@ -50,7 +50,7 @@ from fivefold.schedules.compression import NONE
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_nearest import validate
 from fivefold.spread.layout_text import to_text
-from fivefold.spread.zeropp import zeropp
+from fivefold.spread.syncs import zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.train.reference import reference_state
@@ -164,14 +164,13 @@ def verify(
 
 def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple[Recipe, list[str]]:
     """(the recipe as it is compared, notes on the fields that were changed for that)."""
-    if mode not in TRAINABLE:
-        raise UserError(f"mode '{mode}': must be {' or '.join(TRAINABLE)}")
+    if mode not in PRECISIONS:
+        raise UserError(f"mode '{mode}': must be {' or '.join(PRECISIONS)}")
     if steps < 1:
         raise UserError(f"steps {steps}: must be at least 1")
     changes, notes = [f"precision.mode={mode}"], []
     if mode != recipe.precision.mode:
-        own = type(recipe.precision).model_fields.keys() - {"mode", "reduce"}  # only some modes have them
-        changes += [f"precision.{key}={getattr(PLAIN.precision, key)}" for key in own]
+        changes += [f"precision.{key}={getattr(PLAIN.precision, key)}" for key in FIELDS]
     if recipe.sync.method != PLAIN.sync.method:
         notes.append(
             f'all ranks sum gradients in every step here (the recipe has sync.method = "{recipe.sync.method}")'

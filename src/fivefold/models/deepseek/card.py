@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fivefold.models import work
@@ -116,15 +117,43 @@ class Card(moe.Card):
 
     def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
         """The latent vectors are whole on every tensor-parallel rank, of the tokens that it has outside of regions. A
-        region begins behind their norms, so it is entered with narrow activations. Queries without a latent vector
-        enter it with the block's normed input, which the first matmul keeps, too."""
-        w, e, N, n, H = widths_of(s.model), s.e, s.N, s.n, s.model.heads / s.tp
-        blocks, out, out_back = program.attention == "blocks", *s.leave()
+        region begins behind their norms, so it is entered with narrow activations."""
+        w, e, N, H = widths_of(s.model), s.e, s.N, s.model.heads / s.tp
+        blocks = program.attention == "blocks"
         value = s.q if program.pads_values else H * w.value
         qkv = s.qkv - s.q + value
+        moved = N * (H * (w.query + w.key_value) + qkv) * e
+        cut = 0.0 if value == H * w.value else N * (value + H * w.value) * e  # values lose their padding
+        held = [Saved("attention output", N * H * w.value * e, "inner")]
+        if cut and (not blocks or (s.cp > 1 and s.cp_method == "ring")):  # these keep their own result
+            held.append(Saved("padded output", N * value * e, "inner"))
+        out = work.region_last("attention out", s, H * w.value, "out", saved=tuple(held))
+        return [
+            *self._latents(s, program),
+            work.region_first("query up", s, H * w.query, w.query_rank or s.model.dim, part="inner"),
+            work.region_first("key-value up", s, H * w.key_value, w.kv_rank, part="inner"),
+            Operation(
+                "heads",
+                forward=moved,
+                backward=moved,
+                kernels=1 if program.fused else 8,
+                sent_forward=s.whole(w.rope),
+                sent_backward=s.sum(w.rope),
+                saved=() if blocks else (Saved("qkv", N * qkv * e, "inner"),),
+                part="inner",
+                workspace=moved,
+            ),
+            *work.core(s, program, self.causal, rotary=False, value=value),
+            replace(out, forward=cut, backward=cut),
+        ]
+
+    def _latents(self, s: Sizes, program: Program) -> list[Operation]:
+        """The latent vectors and their norms. Queries without a latent vector enter the region with the block's normed
+        input, which the first matmul keeps, too."""
+        w, e, n, blocks = widths_of(s.model), s.e, s.n, program.attention == "blocks"
         normed, rows = (
             n * (w.query_rank + w.kv_rank) * e,
-            s.n if s.sp_regather else N,
+            n if s.sp_regather else s.N,
         )  # rows kept in the region
         norms = 1 + (w.query_rank > 0)
         forward, backward, kernels = (2, 3, norms) if program.fused else (14, 24, 6 * norms)
@@ -133,11 +162,6 @@ class Card(moe.Card):
             kept.append(Saved("input of all ranks", rows * s.model.dim * e, "inner"))
         if blocks:  # each norm copies its part of the latents
             kept.append(Saved("copied latents", normed, "inner"))
-        moved = N * (H * (w.query + w.key_value) + qkv) * e
-        cut = 0.0 if value == H * w.value else N * (value + H * w.value) * e  # values lose their padding
-        held = [Saved("attention output", N * H * w.value * e, "inner")]
-        if cut and (not blocks or (s.cp > 1 and s.cp_method == "ring")):  # these keep their own result
-            held.append(Saved("padded output", N * value * e, "inner"))
         return [
             Operation(
                 "latents",
@@ -155,41 +179,4 @@ class Card(moe.Card):
                 workspace=n * w.latents * e + normed,
                 rate="norm",
             ),
-            self._up("query up", s, w.query_rank or s.model.dim, H * w.query),
-            self._up("key-value up", s, w.kv_rank, H * w.key_value),
-            Operation(
-                "heads",
-                forward=moved,
-                backward=moved,
-                kernels=1 if program.fused else 8,
-                sent_forward=s.whole(w.rope),
-                sent_backward=s.sum(w.rope),
-                saved=() if blocks else (Saved("qkv", N * qkv * e, "inner"),),
-                part="inner",
-                workspace=moved,
-            ),
-            *work.core(s, program, self.causal, rotary=False, value=value),
-            Operation(
-                "attention out",
-                Matmul(N, s.model.dim, H * w.value),
-                forward=cut,
-                backward=cut,
-                sent_forward=out,
-                sent_backward=out_back,
-                saved=tuple(held),
-                part="out",
-            ),
         ]
-
-    def _up(self, name: str, s: Sizes, rank: int, features: float) -> Operation:
-        """A matmul from vectors of `rank` features to this rank's heads."""
-        into, back = s.enter(rank)
-        gathered = s.N * rank * s.e * ((s.tp > 1) + s.sp_regather)
-        return Operation(
-            name,
-            Matmul(s.N, features, rank),
-            sent_forward=into,
-            sent_backward=back,
-            part="inner",
-            workspace=s.N * features * s.e + gathered,
-        )

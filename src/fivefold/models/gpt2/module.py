@@ -14,7 +14,7 @@ from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.cache import LayerCache
 from fivefold.models.layers import GELU, AddLayerNorm, Attention, Embedding, LayerNorm, Linear, Positions
-from fivefold.models.section import ModelSection
+from fivefold.models.section import ModelSection, known
 
 
 class Block(nn.Module):
@@ -23,13 +23,11 @@ class Block(nn.Module):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
-        assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
         self.dropout = model.dropout
-        self.norm1 = LayerNorm(model.dim, model.norm_eps)
+        self.norm1 = LayerNorm(model.dim, known(model.norm_eps))
         self.attention = Attention(model, bias=True)
-        self.norm2 = AddLayerNorm(model.dim, model.norm_eps)
-        self.mlp = GELU(model.dim, model.ffn_dim, approximate="tanh")
+        self.norm2 = AddLayerNorm(model.dim, known(model.norm_eps))
+        self.mlp = GELU(model.dim, known(model.ffn_dim), approximate="tanh")
 
     def forward(
         self, x_BTD: Tensor, cache: LayerCache | None = None, documents: Documents | None = None
@@ -44,14 +42,12 @@ class Model(LanguageModel):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        assert model.vocab_size is not None, "a resolved recipe has vocab_size"
-        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
         self.dropout = model.dropout
-        self.embed = Embedding(model.vocab_size, model.dim)
+        self.embed = Embedding(known(model.vocab_size), model.dim)
         self.embed_positions = Positions(model.seq_len, model.dim)
         self.blocks = block_dict([Block(model) for _ in range(model.layers)])
-        self.norm = LayerNorm(model.dim, model.norm_eps)
-        self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
+        self.norm = LayerNorm(model.dim, known(model.norm_eps))
+        self.head = None if model.tie_embeddings else Linear(model.dim, known(model.vocab_size), bias=False)
 
     def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
         """Embeds tokens. T must not exceed the recipe's `seq_len`: only these positions are learned."""

@@ -25,7 +25,7 @@ from fivefold.models.layers import (
     rope_scaling,
     rope_table,
 )
-from fivefold.models.section import ModelSection
+from fivefold.models.section import ModelSection, known
 
 
 class Block(nn.Module):
@@ -35,13 +35,11 @@ class Block(nn.Module):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
-        assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
         self.dropout = model.dropout
-        self.norm1 = RMSNorm(model.dim, model.norm_eps)
+        self.norm1 = RMSNorm(model.dim, known(model.norm_eps))
         self.attention = self.attention_type(model, bias=model.attention_bias)
-        self.norm2 = AddRMSNorm(model.dim, model.norm_eps)
-        self.mlp: nn.Module = SwiGLU(model.dim, model.ffn_dim)
+        self.norm2 = AddRMSNorm(model.dim, known(model.norm_eps))
+        self.mlp: nn.Module = SwiGLU(model.dim, known(model.ffn_dim))
 
     def forward(
         self,
@@ -63,15 +61,13 @@ class Model(LanguageModel):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        assert model.vocab_size is not None, "a resolved recipe has vocab_size"
-        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
         self.rotary_width, self.rope_theta = model.rotary_width, model.rope_theta
         self.scaling = rope_scaling(model)
         self.dropout = model.dropout
-        self.embed = Embedding(model.vocab_size, model.dim)
+        self.embed = Embedding(known(model.vocab_size), model.dim)
         self.blocks = block_dict([self.block_type(model) for _ in range(model.layers)])
-        self.norm = RMSNorm(model.dim, model.norm_eps)
-        self.head = None if model.tie_embeddings else Linear(model.dim, model.vocab_size, bias=False)
+        self.norm = RMSNorm(model.dim, known(model.norm_eps))
+        self.head = None if model.tie_embeddings else Linear(model.dim, known(model.vocab_size), bias=False)
 
     def begin(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
         return F.dropout(self.embed(tokens_BT), self.dropout, self.training)

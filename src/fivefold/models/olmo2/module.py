@@ -15,7 +15,7 @@ from fivefold.models.cache import LayerCache
 from fivefold.models.layers import Attention, RMSNorm, SwiGLU, WideRMSNorm
 from fivefold.models.llama import module as llama
 from fivefold.models.olmo2.card import normed
-from fivefold.models.section import ModelSection
+from fivefold.models.section import ModelSection, known
 
 
 class NormedAttention(Attention):
@@ -23,8 +23,7 @@ class NormedAttention(Attention):
 
     def __init__(self, model: ModelSection, bias: bool) -> None:
         super().__init__(model, bias)
-        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
-        self.norm_qk = WideRMSNorm(normed(model), model.norm_eps)
+        self.norm_qk = WideRMSNorm(normed(model), known(model.norm_eps))
 
     def prepare(self, qkv: Tensor) -> Tensor:
         heads, kv_heads = self.core.heads, self.core.kv_heads
@@ -36,13 +35,11 @@ class NormedAttention(Attention):
 class Block(nn.Module):
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
-        assert model.ffn_dim is not None, "a resolved recipe has ffn_dim"
         self.dropout = model.dropout
         self.attention = NormedAttention(model, bias=model.attention_bias)
-        self.norm1 = RMSNorm(model.dim, model.norm_eps)
-        self.mlp = SwiGLU(model.dim, model.ffn_dim)
-        self.norm2 = RMSNorm(model.dim, model.norm_eps)
+        self.norm1 = RMSNorm(model.dim, known(model.norm_eps))
+        self.mlp = SwiGLU(model.dim, known(model.ffn_dim))
+        self.norm2 = RMSNorm(model.dim, known(model.norm_eps))
 
     def forward(
         self,

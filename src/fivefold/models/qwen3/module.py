@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fivefold.models.layers import Attention, RMSNorm
 from fivefold.models.llama import module as llama
-from fivefold.models.section import ModelSection
+from fivefold.models.section import ModelSection, known
 
 
 class NormedAttention(Attention):
@@ -18,9 +18,8 @@ class NormedAttention(Attention):
 
     def __init__(self, model: ModelSection, bias: bool) -> None:
         super().__init__(model, bias)
-        assert model.norm_eps is not None, "a resolved recipe has norm_eps"
-        self.norm_q = RMSNorm(model.head_width, model.norm_eps)
-        self.norm_k = RMSNorm(model.head_width, model.norm_eps)
+        self.norm_q = RMSNorm(model.head_width, known(model.norm_eps))
+        self.norm_k = RMSNorm(model.head_width, known(model.norm_eps))
 
     def prepare(self, qkv: Tensor) -> Tensor:
         heads, kv_heads = self.core.heads, self.core.kv_heads

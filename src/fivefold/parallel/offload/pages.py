@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.comm import Started, Summation
-from fivefold.optim.clip import Norms, norms
+from fivefold.optim.scaling import Norms, norms
 from fivefold.optim.updater import Updater
 from fivefold.parallel.flat import add_gradient
 from fivefold.parallel.offload.disk import Disk, File, wait_for

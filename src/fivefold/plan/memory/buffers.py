@@ -10,7 +10,8 @@ from functools import lru_cache
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
-from fivefold.optim import OPTIMIZERS, placing
+from fivefold.optim import OPTIMIZERS
+from fivefold.optim.card import planned_ways
 from fivefold.plan.memory.model_states import Elements, elements
 from fivefold.plan.software import Software, States
 from fivefold.precision import DTYPES, MASTER
@@ -19,18 +20,10 @@ from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import compressor
 from fivefold.spread.layout import Layout, groups
 from fivefold.spread.matrices import sizes_sent
-from fivefold.spread.parts import sharing_group
+from fivefold.spread.parts import local_parameters, sharing_group
+from fivefold.spread.syncs import scattered_once, syncs, zeropp
 from fivefold.spread.tiers import OFFLOADS
-from fivefold.spread.units import (
-    buffer_order,
-    compressed_buckets,
-    keepings,
-    local_parameters,
-    scattered_once,
-    syncs,
-    updated_together,
-)
-from fivefold.spread.zeropp import zeropp
+from fivefold.spread.units import buffer_order, compressed_buckets, keepings, updated_together
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,7 @@ def _largest_unit(block: Elements, layout: Layout) -> float:
 @lru_cache(maxsize=4096)
 def update_scratch(optimizer: str, model: ModelSection, layout: Layout, position: int) -> float:
     """Bytes of an update that brings pieces together: what arrives, the matrices, and what goes back."""
-    found = placing.planned_ways(OPTIMIZERS[optimizer], card_of(model), layout, layout.rank({"pp": position}))
+    found = planned_ways(OPTIMIZERS[optimizer], card_of(model), layout, layout.rank({"pp": position}))
     return 3 * DTYPES[MASTER].bytes * max((size for _, size in sizes_sent(found)), default=0)
 
 
@@ -147,7 +140,7 @@ def sum_scratch(
 def rounding_scratch(
     model: ModelSection, layout: Layout, mine: Sequence[int], by_stage: tuple[range, ...], b: States
 ) -> float:
-    """Bytes of the fp32 copies that an update with rounding works on (optim/rounded.py), on the first rank. A streamed
+    """Bytes of the fp32 copies that an update with rounding works on (optim/updater.py), on the first rank. A streamed
     one copies chunks (`offload.held`)."""
     if not b.copied or OFFLOADS[layout.offload].streams:
         return 0.0

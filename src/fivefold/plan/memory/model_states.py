@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
-from fivefold.optim import OPTIMIZERS, placing
+from fivefold.optim import OPTIMIZERS
+from fivefold.optim.card import state_bytes as all_state_bytes
 from fivefold.plan.partition import stages
 from fivefold.plan.software import Partition, States
 from fivefold.spread.layout import Layout, changed
-from fivefold.spread.parts import TIED, held, sharing_group, size_of, stages_of
-from fivefold.spread.units import local_parameters, scattered_once
+from fivefold.spread.parts import TIED, held, local_parameters, sharing_group, size_of, stages_of
+from fivefold.spread.syncs import scattered_once
 
 
 class Elements(NamedTuple):
@@ -98,7 +99,7 @@ def more_states(optimizer: str, model: ModelSection, layout: Layout, position: i
     if card.uniform:
         return 0.0
     kept = sum(size_of(part.keeps) for part in held(spec, layout, rank).values() if not part.frozen)
-    return placing.state_bytes(card, spec, layout, rank) - moments * kept
+    return all_state_bytes(card, spec, layout, rank) - moments * kept
 
 
 def rank_states(

@@ -32,7 +32,7 @@ class Sums:
 
 
 def sums(work: Work, e: float, mixed: bool, narrow: float = 0.0) -> Sums:
-    """mixed: True if the last block has experts. e: bytes per element. narrow: of factors rounded to fp8."""
+    """mixed: True if the last block has experts. e: bytes per element. narrow: of rounded factors."""
     parts: list[list[Operation]] = [[]]
     for op in work.block[mixed]:
         if any(saved.role in ("product", "copied") for saved in op.saved):

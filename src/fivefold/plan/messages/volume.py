@@ -22,7 +22,7 @@ from fivefold.models.operations import Message, Operation
 from fivefold.models.recomputation import of_blocks, region
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
-from fivefold.optim.placing import planned_ways
+from fivefold.optim.card import planned_ways
 from fivefold.plan import partition
 from fivefold.plan.memory.model_states import divided
 from fivefold.plan.messages.communication import best_all_reduces, group, summed_by
@@ -36,18 +36,22 @@ from fivefold.schedules.compression import Compressor, compressor
 from fivefold.spread import sites
 from fivefold.spread.layout import Layout, first_names, groups, index_in, summing_groups
 from fivefold.spread.matrices import sizes_sent
-from fivefold.spread.parts import TIED, Shape, held, local_shape, sharing_group, stage_parameters, stages_of
-from fivefold.spread.tiers import partitions
-from fivefold.spread.units import (
-    Sync,
-    compressed_buckets,
-    keepings,
+from fivefold.spread.parts import (
+    TIED,
+    Shape,
+    held,
     kept_elements,
     local_parameters,
+    local_shape,
+    sharing_group,
+    stage_parameters,
+    stages_of,
     summed_over_tp,
-    syncs,
     tensor_sums,
 )
+from fivefold.spread.syncs import Sync, syncs
+from fivefold.spread.tiers import partitions
+from fivefold.spread.units import compressed_buckets, keepings
 
 DATA = ("shard", "replicate", "batch", "edp", "eshard", "inside", "across")
 """Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""

@@ -10,13 +10,12 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation, Sizes
 from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
-from fivefold.plan.cluster.devices import Cluster, Device
+from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.messages import communication
 from fivefold.plan.messages.communication import Group, exposed, group, held
 from fivefold.plan.software import Software, States
 from fivefold.plan.time import rates
 from fivefold.precision import PRECISIONS
-from fivefold.precision.fp8 import FP8
 from fivefold.schedules.ring_attention import messages
 from fivefold.spread.layout import Layout
 from fivefold.spread.regions import ROWS
@@ -108,7 +107,7 @@ class Setting:
     @property
     def rate(self) -> str:
         """The dtype of products, by which the device's peak is listed."""
-        return matmul_dtype(self.mode, self.cluster.device)
+        return PRECISIONS[self.mode].rate_on(self.cluster.device.peak)
 
     @property
     def states(self) -> States:
@@ -122,12 +121,6 @@ class Setting:
                 self.sites.count, max(1, min(self.sites.count, self.cluster.per_node // self.layout.ranks))
             )
         return group(self.layout, self.cluster, axis)
-
-
-def matmul_dtype(mode: str, device: Device) -> str:
-    """The dtype of products in a mode. A device without fp8 emulates it (kernels/fp8.py)."""
-    row = PRECISIONS[mode]
-    return row.working if row.products == FP8 and FP8 not in device.peak else row.rate
 
 
 def message(sent: Message, s: Setting, backward: bool) -> float:

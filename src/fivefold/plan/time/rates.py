@@ -73,7 +73,7 @@ def stream(size: float, device: Device, like: str = "copy", dtype: str = "", bac
 
 
 def rounding(elements: float, device: Device, dtype: str, s: Sizes) -> float:
-    """Seconds to round factors for a matmul in fp8: they are read twice, for the scale and for the numbers."""
+    """Seconds to round the factors of a matmul: they are read twice, for the scale and for the numbers."""
     return stream((2 * s.e + s.narrow) * elements, device, "copy", dtype)
 
 

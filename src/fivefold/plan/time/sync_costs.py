@@ -15,7 +15,8 @@ from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
 from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.spread.parts import sharing_group
-from fivefold.spread.units import Sync, bucket_bytes, scattered_once
+from fivefold.spread.syncs import Sync, scattered_once
+from fivefold.spread.units import bucket_bytes
 
 
 def accumulate(elements: float, s: Setting) -> Cost:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fivefold.errors import UserError
 from fivefold.models.card import Contradiction
 from fivefold.optim import FIELDS, OPTIMIZERS
-from fivefold.optim.outer import OUTER
+from fivefold.optim.registry import OUTER
 from fivefold.precision import PRECISIONS
 from fivefold.recipe.ramp import ramp, steps_for
 from fivefold.recipe.schema import Sections

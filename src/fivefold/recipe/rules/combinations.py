@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fivefold.models.card import Contradiction, card_of, resolve_model
 from fivefold.models.recomputation import budget_of
 from fivefold.optim import DEFAULT, OPTIMIZERS
-from fivefold.optim.outer import OUTER
+from fivefold.optim.registry import OUTER
 from fivefold.precision import MASTER, PRECISIONS, Mode
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.words import short

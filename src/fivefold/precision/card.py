@@ -1,9 +1,13 @@
-"""The tables of dtypes and of precision modes. Recipes, the trainer, benchmarks and the planner read them. No torch."""
+"""The table of dtypes, and the card of a precision mode: all that recipes, trainer, kernels and planner know of one. No
+torch."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from fivefold.precision.formats import Format
 
 if TYPE_CHECKING:
     import torch
@@ -46,12 +50,17 @@ TRAINED = tuple(dtype.name for dtype in DTYPES.values() if dtype.trains)
 
 @dataclass(frozen=True)
 class Mode:
-    """A row of the table of modes: which number has which dtype in training.
+    """A precision mode: which number has which dtype in training.
 
     working: weights that compute, and activations. master: weights that the optimizer updates; if it is `working`, they
     are the same tensors. gradient: sums over microbatches. state: the optimizer's states that its card has in fp32.
     products: the way to multiply, a name in `DTYPES`; "": as `working`. auto: `precision.mode = "auto"` may choose it.
-    scaled: the loss is scaled (optim/loss_scale.py). gpu: only GPUs have it.
+    scaled: the loss is scaled (optim/scaling.py). gpu: only GPUs have it. fields: of [precision], which only some
+    modes have.
+
+    kernel: the module of `fivefold.kernels` that rounds the factors of the blocks' matmuls; its `matmuls(options)`
+    makes a `kernels.quantized.Matmuls` from [precision]. "": none is rounded. A device without `products` multiplies
+    the rounded factors in `working`. formats: to which it may round, names in `formats.FORMATS`.
 
     The tolerance of `fivefold verify` follows from the row. Roundings of `working` and `products` differ between
     layouts, because sums are cut elsewhere, so they are not compared with a constant. One process trains in the mode,
@@ -70,6 +79,9 @@ class Mode:
     auto: bool = False
     scaled: bool = False
     gpu: bool = False
+    fields: tuple[str, ...] = ()
+    kernel: str = ""
+    formats: tuple[str, ...] = ()
 
     @property
     def rate(self) -> str:
@@ -78,20 +90,30 @@ class Mode:
 
     @property
     def measured(self) -> str:
-        """The dtype whose matmul rate is measured where no data sheet has that of `rate`. Where fp8 is emulated, the
-        matmuls are those of `working`."""
+        """The dtype whose matmul rate is measured where no data sheet has that of `rate`."""
         return self.rate if DTYPES[self.rate].multiplied else self.working
+
+    def rate_on(self, rates: Container[str]) -> str:
+        """The dtype of matmuls on a device with these rates. Without `products` it multiplies rounded factors in
+        `working`."""
+        return self.working if self.kernel and self.rate not in rates else self.rate
+
+    def multiplies(self, form: Format) -> bool:
+        """True if the factors of matmuls may have this format."""
+        return form.name in self.formats if self.kernel else form.multiplied == self.rate
 
     @property
     def roundoff(self) -> float:
         """The largest relative error of a rounded product. Numbers of 8 bits have a larger one, but a loss or a norm is
         made of thousands of them, and the mean of 256 is as exact as bf16."""
-        return 2.0 ** -max(DTYPES["bf16"].bits, DTYPES[self.rate].bits)
+        least = DTYPES["bf16"].bits
+        return 2.0 ** -(least if self.kernel else max(least, DTYPES[self.rate].bits))
 
     @property
     def exact(self) -> bool:
         """True if everything is in fp32."""
-        return {self.working, self.rate, self.master, self.gradient, self.state} == {MASTER}
+        dtypes = {self.working, self.rate, self.master, self.gradient, self.state}
+        return dtypes == {MASTER} and not self.kernel
 
     @property
     def rounds(self) -> bool:
@@ -104,31 +126,9 @@ class Mode:
         return self.working != self.master
 
 
-PRECISIONS = {
-    mode.name: mode
-    for mode in (
-        Mode("fp32", "fp32", auto=True),
-        Mode("tf32", "fp32", products="tf32", gpu=True),
-        Mode("bf16", "bf16", auto=True),
-        Mode("bf16_pure", "bf16", master="bf16", gradient="bf16", state="bf16"),
-        Mode("fp16", "fp16", scaled=True),
-        Mode("fp8", "bf16", products="fp8"),
-    )
-}
-ROUNDINGS = ("stochastic", "kahan", "nearest")
-"""The values of `precision.rounding`; see optim/rounding.py."""
-TRAINABLE = tuple(PRECISIONS)
-"""The modes that `precision.mode` can name."""
-
-
 def sent(mode: Mode, reduce: str) -> str:
     """The dtype of gradient messages under `precision.reduce`: at most that of the sum over microbatches."""
     return reduce if DTYPES[reduce].bytes < DTYPES[mode.gradient].bytes else mode.gradient
-
-
-def chosen(mode: str, fast_bf16: bool) -> str:
-    """The mode that `precision.mode` stands for. "auto" is bf16 on devices that compute it faster than fp32."""
-    return ("bf16" if fast_bf16 else MASTER) if mode == "auto" else mode
 
 
 MOST_IDS = 1 << 22

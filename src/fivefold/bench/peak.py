@@ -56,23 +56,15 @@ def listed_peak(name: str, dtype: str) -> float | None:
     return sheet.rate(dtype) if sheet else None
 
 
-def ensure_matmul_rate(dtype: str, threads: int) -> float:
-    """As `matmul_rate`, for the process that starts the ranks, before it does so: a cached rate whose
-    measurement was disturbed by other processes is measured again here, and only here."""
-    return _matmul_rate(dtype, threads, improve=True)
-
-
-def matmul_rate(dtype: str, threads: int) -> float:
+def matmul_rate(dtype: str, threads: int, improve: bool = False) -> float:
     """FLOP/s of dense square matrix products on `threads` cores of this processor, cached or measured now.
 
     The measurement (about 3 s with start-up) runs in a process of its own, so the caller's OpenMP threads are
     not started and it may fork afterwards. Several processes may call at once: one measures, the others read.
+    improve: a cached rate whose measurement was disturbed by other processes is measured again. Only the process that
+    starts the ranks asks for it, before it does so.
     Raises: UserError for an unknown dtype or threads < 1.
     """
-    return _matmul_rate(dtype, threads, improve=False)
-
-
-def _matmul_rate(dtype: str, threads: int, improve: bool) -> float:
     if dtype not in MULTIPLIED or threads < 1:
         allowed = f"{', '.join(MULTIPLIED)}; threads >= 1"
         raise UserError(f"matmul rate: dtype {dtype!r}, threads {threads}; allowed: {allowed}")
@@ -102,7 +94,7 @@ def measure_apart(dtype: str, threads: int) -> dict[str, Any]:
     )
     environment = {key: value for key, value in os.environ.items() if key not in unset}
     environment |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-P", "-m", "fivefold.kernels.peak", dtype, str(threads)]
+    command = [sys.executable, "-P", "-m", "fivefold.bench.peak", dtype, str(threads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")

@@ -1,13 +1,13 @@
-"""Hollow tensors: they claim to be on a device, and have a shape but no memory. The trainer's step runs on them
+"""Fake tensors: they claim to be on a device, and have a shape but no memory. The trainer's step runs on them
 unchanged (trace/), for models of any size. Claiming to be on a GPU, they take the code's path for GPUs, and two of them
 on different devices do not mix. That takes the guard of trace/gpu.py where PyTorch has no GPU.
 
 PyTorch's FakeTensorMode is the same idea, made for its compiler, and takes about 0.1 ms per operation. Here an
 operation runs on PyTorch's "meta" device, whose kernels compute shapes only: nothing is converted or cached.
 
-    with Hollowing():
+    with FakeMode():
         x = torch.empty(4, 8)
-        y = x @ x.T  # Hollow((4, 4), torch.float32)
+        y = x @ x.T  # Fake((4, 4), torch.float32)
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ COPIES = (aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default
 """Operations between devices."""
 
 
-class Hollow(Tensor):
+class Fake(Tensor):
     """meta: a plain tensor on "meta" of the same shape. Views share its storage. on: the device it claims to be on."""
 
     meta: Tensor
     on: torch.device
-    hollow = True  # `native.call` asks this of its first tensor
+    fake = True  # `native.call` asks this of its first tensor
 
     @staticmethod
-    def __new__(cls, meta: Tensor, on: torch.device = CPU) -> Hollow:
+    def __new__(cls, meta: Tensor, on: torch.device = CPU) -> Fake:
         self = private.wrapper(cls, meta, on)
         self.meta, self.on = meta, on
         return self
@@ -59,7 +59,7 @@ class Hollow(Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, other: Hollow) -> None:
+    def data(self, other: Fake) -> None:
         Tensor.data.__set__(self, other)  # pyright: ignore[reportAttributeAccessIssue]
         self.meta, self.on = other.meta, other.on
 
@@ -74,11 +74,19 @@ class Hollow(Tensor):
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         where = "" if self.on == CPU else f", {self.on}"
-        return f"Hollow({tuple(self.shape)}, {self.dtype}{where})"
+        return f"Fake({tuple(self.shape)}, {self.dtype}{where})"
 
 
-class Hollowing(TorchDispatchMode):
-    """Makes tensors hollow that are created inside, on any device but "meta".
+class DispatchMode(TorchDispatchMode):
+    """A mode whose method is not wrapped in PyTorch's compiler: that takes two seconds to import."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class FakeMode(DispatchMode):
+    """Makes tensors fake that are created inside, on any device but "meta".
 
     chosen: the number of elements that a mask selects, which shapes depend on. Numbers that are read are 1.
     """
@@ -87,15 +95,11 @@ class Hollowing(TorchDispatchMode):
         super().__init__()
         self.chosen = chosen
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the default wraps the method below in PyTorch's compiler: two seconds to import
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if private.fake_mode_is_on():
+        if private.torch_fakes():
             return func(*args, **(kwargs or {}))  # DTensor asks FakeTensorMode about shapes
         for kind in types:
-            if kind is not Hollow and kind is not Tensor and kind is not nn.Parameter:
+            if kind is not Fake and kind is not Tensor and kind is not nn.Parameter:
                 return NotImplemented  # a DTensor, say, which comes again with what is inside
         if self.chosen is not None and func is aten.index.Tensor and is_mask(args[1]):
             mask = args[1][0]
@@ -107,7 +111,7 @@ class Hollowing(TorchDispatchMode):
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs one operation."""
-    if func in _READS and type(args[0]) is Hollow:
+    if func in _READS and type(args[0]) is Fake:
         return 1.0 if args[0].is_floating_point() else 1
     if func in _PUTS and is_mask(args[1]):
         return args[0]
@@ -115,14 +119,14 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
     if func in FROM_DATA:
         given = args[0]
-        return Hollow(torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=META))
+        return Fake(torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=META))
     if (
         func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
     ):  # its meta kernel knows bf16 only
         return args[0].new_empty(_grouped(args[0], args[1], kwargs["offs"] if "offs" in kwargs else args[2]))
     if func.namespace == "c10d":
         return _sent(func, args)
-    owners: dict[int, Hollow] = {}
+    owners: dict[int, Fake] = {}
     bare = [_bare(arg, owners) for arg in args]
     named = {name: _bare(arg, owners) for name, arg in kwargs.items()}
     if (on := _to_meta(func, args, named, owners)) is None:
@@ -136,9 +140,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _dressed(out, owners, on)
 
 
-def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Hollow]) -> torch.device | None:
+def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Fake]) -> torch.device | None:
     """Sends the result to "meta". Returns the device that it claims to be on; None: neither arguments nor result are
-    hollow."""
+    fake."""
     device = kwargs.get("device")
     if device is not None:
         if device.type == "meta" and not owners:
@@ -155,7 +159,7 @@ def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Hol
     return _common(func, args, owners)
 
 
-def _common(func: Any, args: Any, owners: dict[int, Hollow]) -> torch.device:
+def _common(func: Any, args: Any, owners: dict[int, Fake]) -> torch.device:
     """The device of an operation's arguments. A number of the CPU, a tensor without dims, goes anywhere.
 
     Raises:
@@ -176,11 +180,11 @@ def numbered(device: torch.device) -> torch.device:
     return device if device.type == "cpu" or device.index is not None else torch.device(device.type, 0)
 
 
-def _bare(arg: Any, owners: dict[int, Hollow]) -> Any:
-    """Replaces hollow tensors in an argument by their meta tensors. Real tensors without dims act as numbers in type
+def _bare(arg: Any, owners: dict[int, Fake]) -> Any:
+    """Replaces fake tensors in an argument by their meta tensors. Real tensors without dims act as numbers in type
     promotion, so they stay; of other real tensors only the shape is kept."""
     kind = type(arg)
-    if kind is Hollow:
+    if kind is Fake:
         meta = arg.meta
         owners[id(meta)] = arg
         return meta
@@ -191,11 +195,11 @@ def _bare(arg: Any, owners: dict[int, Hollow]) -> Any:
     return arg
 
 
-def _dressed(out: Any, owners: dict[int, Hollow], on: torch.device) -> Any:
-    """Wraps a result: an argument that is returned stays the same object, others become new hollow tensors."""
+def _dressed(out: Any, owners: dict[int, Fake], on: torch.device) -> Any:
+    """Wraps a result: an argument that is returned stays the same object, others become new fake tensors."""
     kind = type(out)
     if kind is Tensor:
-        return owners[id(out)] if id(out) in owners else Hollow(out, on)
+        return owners[id(out)] if id(out) in owners else Fake(out, on)
     if kind is list or kind is tuple:
         return kind([_dressed(item, owners, on) for item in out])
     return out

@@ -1,0 +1,112 @@
+"""The three matmuls of a linear layer on rounded factors, summed in higher precision.
+
+Both factors are rounded first. A scale makes the largest number of a *tile* fill the format's range; what a tile is, is
+the mode's choice (fp8.py, mxfp8.py). Scales are powers of two. So a scale changes no number but those that become
+subnormal: 2^-14 of the tile's largest and smaller in E4M3, 2^-29 in E5M2. Layouts that cut a tile differently therefore
+round to the same numbers, up to 2^-17 and 2^-31 of the tile's largest.
+
+The rounded numbers are multiplied in bf16, which holds numbers of 8 bits exactly, and summed in fp32, at the speed of
+bf16. A mode may know a faster way to the same results.
+
+Legend: N rows (tokens), D input features, F output features, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.kernels import native
+from fivefold.precision import Mode
+from fivefold.precision.formats import FORMATS, Format
+
+E4M3 = FORMATS["fp8 e4m3"]
+
+
+@dataclass(frozen=True)
+class RoundedMatmuls:
+    """How a layer rounds and multiplies. gradients: the format of the output's gradient. inputs: that of the others."""
+
+    gradients: Format = E4M3
+    inputs: Format = E4M3
+
+    def tile(self, shape: torch.Size, weight: bool = False) -> tuple[int, int]:
+        """(rows, columns) that share a scale, of a factor whose last dim is summed."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight.T. x (..., D), weight (F, D) -> (..., F)."""
+        flat = x.reshape(-1, x.shape[-1])
+        y = self.product(flat, weight, self.inputs, weight=True)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """dy @ weight. dy (..., F), weight (F, D) -> (..., D)."""
+        flat = dy.reshape(-1, dy.shape[-1])
+        dx = self.product(flat, weight.t(), self.gradients, weight=True)
+        return dx.view(*dy.shape[:-1], weight.shape[1])
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """dy.T @ x, summed over all leading dims. dy (..., F), x (..., D) -> (F, D)."""
+        return self.product(dy.flatten(0, -2).t(), x.flatten(0, -2).t(), self.gradients)
+
+    def product(self, a: Tensor, b: Tensor, form: Format, weight: bool = False) -> Tensor:
+        """a @ b.T. a (m, k) in `form`, b (n, k), a weight or an input."""
+        return F.linear(self.round(a, form), self.round(b, weight=weight))
+
+    def round(self, x: Tensor, form: Format | None = None, weight: bool = False) -> Tensor:
+        """A factor (rows, summed dim), rounded to a format (None: that of inputs), in its own dtype."""
+        form = form or self.inputs
+        rows, columns = self.tile(x.shape, weight)
+        if x.is_contiguous() or not x.t().is_contiguous():
+            return round_tiles(x.contiguous(), rows, columns, form)
+        return round_tiles(x.t(), columns, rows, form).t()  # in the order of its memory
+
+    def round_experts(self, weights: Tensor) -> Tensor:
+        """A stack of weights (E, rows, summed dim), each rounded by itself. Experts are always multiplied in bf16."""
+        return torch.stack([self.round(weight, weight=True) for weight in weights])
+
+
+def rounded_matmuls(mode: Mode, options: Any) -> RoundedMatmuls | None:
+    """How the blocks' layers multiply in a mode. options: [precision] of the recipe. None: they round nothing."""
+    return import_module(f"fivefold.kernels.{mode.kernel}").matmuls(options) if mode.kernel else None
+
+
+def round_tiles(x: Tensor, rows: int, columns: int, form: Format) -> Tensor:
+    """x (r, c), contiguous, rounded to a format. Each tile of `rows` x `columns` has a scale."""
+    if x.device.type == "cpu" and native.usable(x) and x.numel():
+        out = torch.empty_like(x)
+        native.call(
+            "round_tiles", x.dtype, x, out, *x.shape, rows, columns, form.fraction, form.highest, form.lowest,
+            float(form.largest),
+        )  # fmt: skip
+        return out
+    r, c = x.shape
+    padded = F.pad(x.float(), (0, -c % columns, 0, -r % rows))
+    tiles = tiles_of(padded, rows, columns)
+    scale = power_of_two(tiles.abs().amax((1, 3), keepdim=True), form)
+    back = (tiles * scale).to(torch_format(form)).float() / scale
+    return back.flatten(2, 3).flatten(0, 1)[:r, :c].to(x.dtype)
+
+
+def tiles_of(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x (r, c) as whole tiles: (r / rows, rows, c / columns, columns)."""
+    return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+
+def power_of_two(largest: Tensor, form: Format) -> Tensor:
+    """The largest powers of two, times which numbers as large as `largest` (fp32) are in a format's range. 1 for zero,
+    NaN for what is not finite."""
+    fraction, exponent = torch.frexp(largest)
+    power = form.highest - (exponent - 1) - (2 * fraction > form.largest / 2.0**form.highest).int()
+    scale = torch.ldexp(torch.ones_like(largest), power.clamp(max=110))
+    return torch.where(largest > 0, torch.where(largest.isinf(), torch.nan, scale), largest + 1)
+
+
+def torch_format(form: Format) -> torch.dtype:
+    return getattr(torch, form.torch)

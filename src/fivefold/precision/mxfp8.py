@@ -1,0 +1,10 @@
+"""Training in MXFP8 (kernels/mxfp8.py; OCP Microscaling 1.0, arXiv 2310.10537). Every device emulates it. No torch."""
+
+from __future__ import annotations
+
+from fivefold.precision.card import Mode
+from fivefold.precision.formats import BLOCKS
+from fivefold.precision.fp8 import SKIPS
+
+FORMAT = next(block for block in BLOCKS if block.name == "mxfp8 e4m3")
+CARDS = (Mode("mxfp8", "bf16", fields=SKIPS, kernel="mxfp8", formats=(FORMAT.element.name,)),)
