@@ -21,13 +21,12 @@ from fivefold.models.card import Card, card_of
 from fivefold.models.own import OwnModel
 from fivefold.models.recomputation import of_blocks
 from fivefold.parallel import context, expert, products, recompute, tensor
-from fivefold.parallel.frozen import stop_gradients
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload.activations import Activations, Parts
 from fivefold.parallel.offload.disk import Disk, folder_of
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.parallel.replica import Replica
+from fivefold.parallel.replica import Replica, stop_gradients
 from fivefold.parallel.replica_builder import ReplicaBuilder
 from fivefold.parallel.stages import keep, split, sum_tied
 from fivefold.recipe import Recipe

@@ -174,7 +174,7 @@ IDLE = (
         _outer,
         ("every", "sites", "fragments", "overlap", "patience", "outer_dtype", "outer_lr", "outer_momentum"),
     ),
-    *map(_served, ("servers", "staleness", "order", "partition")),
+    *map(_served, ("servers", "staleness", "order")),
     Idle(
         "layout.all_reduce",
         lambda r: not _sums(r) and r.layout.all_reduce != LIBRARY,  # the default of earlier versions

@@ -98,7 +98,7 @@ def line(s: Service) -> Line:
     """The line of one worker while all workers push and pull. A server updates while more arrives, so an update delays
     a part by its own time only; where it waits for the norm, by that of all its rows."""
     cluster = s.worker.cluster
-    elements = s.servers.partition / DTYPES[MASTER].bytes
+    elements = min(s.servers.order.partition / DTYPES[MASTER].bytes, max(s.elements))
     size = elements * s.pushed
     latency, per_byte = communication.send_line(size, s.crosses, cluster)
     per_byte *= s.incast
@@ -112,7 +112,7 @@ def line(s: Service) -> Line:
     return Line(
         up=1 / per_byte, down=1 / per_byte, latency=latency, update=update,
         partition=size,
-        together=s.clips, order=s.servers.order,
+        together=s.clips, order=s.servers.order.name,
     )  # fmt: skip
 
 
