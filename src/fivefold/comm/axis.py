@@ -34,8 +34,7 @@ from torch import Tensor
 
 from fivefold.comm.private import all_gather_single, reduce_scatter_single
 from fivefold.comm.progress import Ops, Place, caller, progress, verdict
-from fivefold.comm.span import message
-from fivefold.comm.watch import UNIT, Work, watched
+from fivefold.comm.watch import UNIT, Work, message, watched
 from fivefold.errors import CommunicationError
 from fivefold.launch.ranks import Ranks
 from fivefold.spread.regions import Collective

@@ -15,7 +15,7 @@ from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
 from fivefold.comm.progress import progress
-from fivefold.comm.span import profiling, span
+from fivefold.comm.watch import profiling, span
 from fivefold.files import NO_ROOM, make_folder, own_word, remove, rename, stream
 from fivefold.launch.ranks import Ranks
 from fivefold.observe import profile as page
