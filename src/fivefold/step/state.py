@@ -240,7 +240,8 @@ def with_optimizer(
         gathering = Gathered(mine, mesh) if mine else None
         trained = {name: w for name, w in replica.masters.items() if not replica.parts[name].frozen}
         shapes = {name: replica.parts[name].shape for name in trained}
-        given = updater_arguments(recipe, shapes, embeddings, brought) | {"compute": compute}
+        given: dict[str, Any] = updater_arguments(recipe, shapes, embeddings, brought)
+        given["compute"] = compute
         if not trained:
             replica.updater = Updater(masters={}, **given)
         elif offload := parallel.offloads.get(id(replica)):

@@ -9,6 +9,7 @@ validates or samples after a step, no share of a later one is handed out before.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from fivefold.models.card import card_of
 from fivefold.observe.metrics import drop_after
 from fivefold.observe.worker_picture import WORKERS
 from fivefold.parallel.link import Kind, Link, Note, links
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.server import Event, Server
 from fivefold.spread.servers import Shares
 from fivefold.step.servers import assert_possible, server_state
@@ -97,7 +99,7 @@ class ServerHooks(RunHooks):
     def __post_init__(self) -> None:
         super().__post_init__()
         recipe, stopped = self.job.recipe, partial(self.server.keep_alive, self.stop_wanted)
-        self.next_batch = lambda: ([], 0.0)  # workers read them
+        self.next_batch: Callable[[], tuple[list[Microbatch], float]] = lambda: ([], 0.0)  # workers read them
         self.saver = Saver(self.state, self.job, self.alarm, self.flush, stopped, beside=False)
         self.workers = self.ranks.world - recipe.servers.count
         self.shares = Shares(self.workers, self.state.step, self.state.step, recipe.servers.staleness)
@@ -147,7 +149,7 @@ class ServerHooks(RunHooks):
                 return command
             self.server.settle(int(command[1]))
 
-    def take(self, *_: object) -> Done:
+    def take(self, *arguments: object) -> Done:
         """The next step: takes the place of `step.take_step`."""
         state, recipe = self.state, self.job.recipe
         summary = self._lead() if self.ranks.first else ()
