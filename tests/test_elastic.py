@@ -38,8 +38,9 @@ from fivefold.spread import shares
 from fivefold.spread.layout import Layout
 from fivefold.spread.layout_text import to_text
 from fivefold.train import restart, share
+from fivefold.train.elastic import Elastic
 from fivefold.train.job import Job
-from fivefold.train.restart import Elastic, Restarts
+from fivefold.train.restart import Restarts
 from fivefold.train.run import run_rank
 from fivefold.train.start import run_command
 

@@ -19,7 +19,7 @@ from fivefold.trace import gpu, private
 from fivefold.trace.depth import timelines
 from fivefold.trace.step import trace
 from fivefold.train.job import Job
-from fivefold.train.profile import MemoryWatch
+from fivefold.train.memory import MemoryWatch
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from runs import ranks_of, train_rank
 from torch.autograd import DeviceType
 
-from fivefold.comm.watch import message, profiling, span
+from fivefold.comm.span import message, profiling, span
 from fivefold.errors import UserError
 from fivefold.observe import profile
 from fivefold.recipe import Recipe, load

@@ -12,7 +12,7 @@ belongs here:
 - time-outs: a message that fails is a `CommunicationError` that names rank, axis, operation and the caller's line
   (with NCCL, its watchdog ends the process instead);
 - hangs: `progress.py` notes what has begun and what is waited for, and `watchdog.py` reads it;
-- timelines: `watch.py` notes when messages begin and end, in a step that is measured, and names them for
+- timelines: `watch.py` notes when messages begin and end, in a step that is measured, and `span.py` names them for
   PyTorch's profiler;
 - algorithms: `sum_scatter` is an all-to-all with a local sum on CPUs, and the backend's reduce-scatter on GPUs.
 
@@ -34,7 +34,8 @@ from torch import Tensor
 
 from fivefold.comm.private import all_gather_single, reduce_scatter_single
 from fivefold.comm.progress import Ops, Place, caller, progress, verdict
-from fivefold.comm.watch import UNIT, Work, message, watched
+from fivefold.comm.span import message
+from fivefold.comm.watch import UNIT, Work, watched
 from fivefold.errors import CommunicationError
 from fivefold.launch.ranks import Ranks
 from fivefold.spread.regions import Collective

@@ -1,9 +1,8 @@
-"""Notes when the messages of a step begin and end, and when the step waits for them; and names what a rank does, for
-the trace of PyTorch's profiler (`observe.profile_steps`).
+"""Notes when the messages of a step begin and end, and when the step waits for them.
 
 `watched.now` is a `Watch` while a step is measured (step/recorder.py), otherwise None: then each message costs one look
 at it. Only messages that begin on the watched thread are noted. (Rounds of a sum that another thread drives are part of
-that sum.) While no profiler records, a span costs one look at `profiling.now`.
+that sum.)
 """
 
 from __future__ import annotations
@@ -11,10 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
-
-from torch.profiler import record_function
 
 from fivefold.schedules.overlap import COMPUTE, MESSAGE, WAIT, Span
 
@@ -114,25 +110,3 @@ class _Followed:
         began = self.watch.clock()
         self.done.result()
         self.watch.wait(self.number, began)
-
-
-class _Profiling:
-    now = False
-
-
-profiling = _Profiling()
-"""`now` is True while a profiler records this process."""
-_OFF = nullcontext()
-
-
-def span(*words: object) -> AbstractContextManager[object]:
-    """Inside the block, the profiler's trace has a range with this name."""
-    return record_function(" ".join(map(str, words))) if profiling.now else _OFF
-
-
-def message(operation: str, axis: Label, wait: bool = False) -> AbstractContextManager[object]:
-    """The range of a message: of its start, or of a wait for it."""
-    if not profiling.now:
-        return _OFF
-    begin, purpose = "wait for " * wait, f", {axis.purpose}" * bool(axis.purpose)
-    return record_function(f"{begin}{operation} over {axis.name}{purpose}")

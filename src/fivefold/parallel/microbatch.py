@@ -1,14 +1,12 @@
-"""A microbatch: what a rank gives its model at once; and a data-parallel rank's microbatches of one step."""
+"""A microbatch: what a rank gives its model at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fivefold.kernels.documents import Documents
-from fivefold.parallel.mesh import Mesh
 
 
 class Microbatch(NamedTuple):
@@ -29,24 +27,3 @@ class Microbatch(NamedTuple):
         """The model's arguments besides tokens. positions_T: of this rank's columns; None: 0, 1, 2, ..."""
         given = {"positions_T": positions_T, "documents": self.documents}
         return {name: value for name, value in given.items() if value is not None}
-
-
-class Share(list[Microbatch]):
-    """The microbatches of a rank, which may have fewer than others (spread/shares.py).
-
-    counted: how many of them count. Empty ones follow, without targets, where ranks exchange something in every
-    microbatch. total: those that count on all data-parallel ranks of the site. A microbatch's
-    `weight` is relative to their average.
-    """
-
-    def __init__(self, microbatches: Iterable[tuple[Any, ...]], counted: int, total: int):
-        super().__init__(Microbatch(*microbatch) for microbatch in microbatches)
-        self.counted, self.total = counted, total
-
-    @classmethod
-    def of(cls, microbatches: Sequence[tuple[Any, ...]], mesh: Mesh) -> Share:
-        """The share itself. A plain list stands for one of equal shares."""
-        if isinstance(microbatches, Share):
-            return microbatches
-        count = len(microbatches)
-        return cls(microbatches, count, count * mesh.size("dp"))

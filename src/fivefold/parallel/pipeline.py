@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fivefold.comm import Started
-from fivefold.comm.watch import span
+from fivefold.comm.span import span
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.deferred import Deferred, WeightGradient, attach
 from fivefold.parallel.expert import AllToAll

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from fivefold.comm import Axis
 from fivefold.comm.progress import progress
-from fivefold.comm.watch import span
+from fivefold.comm.span import span
 from fivefold.kernels.loss import scaled
 from fivefold.observe.slow import SECONDS, SHARED_EVERY
 from fivefold.optim import learning_rate
 from fivefold.optim.clip import clip_scale
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.microbatch import Microbatch, Share
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.replica import gradient_square
+from fivefold.parallel.share import Share
 from fivefold.recipe import OptimSection, Recipe
 from fivefold.step.judge import destroyed, judge
 from fivefold.step.state import State

@@ -45,10 +45,11 @@ from fivefold.train.faults import Fault, note
 from fivefold.train.generate import Sampling, generate_text, open_run
 from fivefold.train.job import Job
 from fivefold.train.loop import due
+from fivefold.train.memory import MemoryWatch
 from fivefold.train.noise import NoiseScale
 from fivefold.train.own import WITHOUT, Callbacks
 from fivefold.train.prediction import Prediction
-from fivefold.train.profile import MemoryWatch, ProfileWatch
+from fivefold.train.profile import ProfileWatch
 from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
 from fivefold.train.share import documents_of, stream_states, validation_sets

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fivefold.comm.progress import progress
-from fivefold.comm.watch import span
+from fivefold.comm.span import span
 from fivefold.errors import UserError
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import FaultsSection, Recipe, batch_size

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.parallel.microbatch import Microbatch, Share
+from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.share import Share
 from fivefold.plan.advice.budget import noise_parts
 from fivefold.recipe import Recipe, microbatches_per_step, tokens_per_step
 from fivefold.spread.parts import Part, size_of

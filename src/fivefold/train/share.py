@@ -27,7 +27,8 @@ from fivefold.kernels.tiling import Sample
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.context import take
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.microbatch import Microbatch, Share
+from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.share import Share
 from fivefold.recipe import LeftOut, Recipe, batch_size, place
 from fivefold.spread import shares
 from fivefold.step.step import ValidationSet

@@ -51,12 +51,13 @@ from fivefold.spread.sites import site_layout
 from fivefold.spread.tiers import OFFLOADS
 from fivefold.step.own import own_model, try_out
 from fivefold.step.state import compute_mode
+from fivefold.train.elastic import Elastic
 from fivefold.train.initial import Initial, initial
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.out_of_memory import advice
 from fivefold.train.own import WITHOUT, Own
 from fivefold.train.prediction import add_exact
-from fivefold.train.restart import Elastic, Restarts, go_back_once, grace_s, newest, note_restart
+from fivefold.train.restart import Restarts, go_back_once, grace_s, newest, note_restart
 from fivefold.train.rollback import goes_back
 from fivefold.train.run import run_rank
 from fivefold.train.share import batches_of, streaming
@@ -83,7 +84,7 @@ def run_command(
     """Trains a recipe and returns its run folder.
 
     nproc: local ranks to start; None: as many as the layout says; (fewest, most): as many as there are slots for
-    (`restart.Elastic`). Under torchrun or Slurm their ranks are used.
+    (`train/elastic.py`). Under torchrun or Slurm their ranks are used.
     out: run folder; None: a new one, runs/NAME-N. resume: continue from its last checkpoint.
     resume_from: AUTO: continue if there is a checkpoint, else start; the default for ranks that another launcher may
     have started before (`launch/launchers.py`). A path: continue from this checkpoint.
