@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fivefold.comm import Started
+from fivefold.comm.compress import CompressedSum
 from fivefold.comm.progress import Named, progress
 from fivefold.errors import CommunicationError
 from fivefold.models.base import LanguageModel
@@ -35,7 +36,7 @@ class Pushes:
     """Pushes the gradients of `weights` to the servers in the last backward of a share (see `data.Sum`), and makes the
     model wait for its weights. units: the parameters of each. step: of the share that is computed."""
 
-    compressed = ()
+    compressed: Sequence[CompressedSum] = ()
 
     def __init__(self, weights: Weights, units: Sequence[Sequence[str]], exchange: Exchange):
         self.weights, self.exchange, self.step = weights, exchange, 0

@@ -9,7 +9,6 @@ validates or samples after a step, no share of a later one is handed out before.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -99,7 +98,7 @@ class ServerHooks(RunHooks):
     def __post_init__(self) -> None:
         super().__post_init__()
         recipe, stopped = self.job.recipe, partial(self.server.keep_alive, self.stop_wanted)
-        self.next_batch: Callable[[], tuple[list[Microbatch], float]] = lambda: ([], 0.0)  # workers read them
+        self.next_batch = _no_batch
         self.saver = Saver(self.state, self.job, self.alarm, self.flush, stopped, beside=False)
         self.workers = self.ranks.world - recipe.servers.count
         self.shares = Shares(self.workers, self.state.step, self.state.step, recipe.servers.staleness)
@@ -119,13 +118,14 @@ class ServerHooks(RunHooks):
         path = self.job.out / WORKERS
         if self.ranks.first and path.exists():  # as in metrics.jsonl: these steps run again
             drop_after(path, self.state.step)
+        hooks: RunHooks = self  # a type checker binds no protocol to Self
         self.server.start()
         complete = self.state.step == self.job.recipe.train.steps
         try:
             with Lines(path) if self.ranks.first else nullcontext() as self.lines:
                 self._oversee()
                 if not leaving:
-                    complete = train_loop(self.state, self.job.recipe, self, take=self.take)
+                    complete = train_loop(self.state, self.job.recipe, hooks, take=self.take)
         except Fault as fault:
             raise fault.ended(self.job.out) from None
         progress.overseen = frozenset()  # they end now, one after the other
@@ -301,3 +301,8 @@ class ServerHooks(RunHooks):
         if not waits:
             raise UserError("workers compute later steps already")
         super().save(step, ends)
+
+
+def _no_batch() -> tuple[list[Microbatch], float]:
+    """Workers read the batches."""
+    return [], 0.0
