@@ -9,6 +9,7 @@ validates or samples after a step, no share of a later one is handed out before.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -118,14 +119,13 @@ class ServerHooks(RunHooks):
         path = self.job.out / WORKERS
         if self.ranks.first and path.exists():  # as in metrics.jsonl: these steps run again
             drop_after(path, self.state.step)
-        hooks: RunHooks = self  # a type checker binds no protocol to Self
         self.server.start()
         complete = self.state.step == self.job.recipe.train.steps
         try:
             with Lines(path) if self.ranks.first else nullcontext() as self.lines:
                 self._oversee()
                 if not leaving:
-                    complete = train_loop(self.state, self.job.recipe, hooks, take=self.take)
+                    complete = _train(self, self.take)
         except Fault as fault:
             raise fault.ended(self.job.out) from None
         progress.overseen = frozenset()  # they end now, one after the other
@@ -306,3 +306,7 @@ class ServerHooks(RunHooks):
 def _no_batch() -> tuple[list[Microbatch], float]:
     """Workers read the batches."""
     return [], 0.0
+
+
+def _train(hooks: RunHooks, take: Callable[..., Done]) -> bool:
+    return train_loop(hooks.state, hooks.job.recipe, hooks, take=take)
