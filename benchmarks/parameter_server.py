@@ -38,7 +38,7 @@ MODEL = [
     "model.layers=8", "model.dim=192", "model.heads=6", "model.kv_heads=6", "model.ffn_dim=512", "model.seq_len=16",
     f"model.vocab_size={V}", "model.tie_embeddings=false", "train.global_batch_size=1", "train.microbatch_size=1",
     "precision.mode=fp32", "optim.grad_clip=0", "observe.tracker=none", "sync.method=server",
-    f"sync.partition={PARTITION}",
+    f"sync.order=priority:{PARTITION >> 10}KiB",
 ]  # fmt: skip
 
 
@@ -51,9 +51,8 @@ class Numbers:
 
 
 def recipe_of(steps: int, order: str) -> Recipe:
-    return resolve(
-        load("quickstart", [*MODEL, f"train.steps={steps}", f"sync.order={order}"], "dp=1"), vocab_size=V
-    )
+    sets = [*MODEL, f"train.steps={steps}", f"sync.order={order}:{PARTITION >> 10}KiB"]
+    return resolve(load("quickstart", sets, "dp=1"), vocab_size=V)
 
 
 def main() -> None:
@@ -139,7 +138,7 @@ def stragglers(steps: int) -> dict[str, Any]:
 
 def straggle(steps: int, staleness: int, out: Path, ranks: Any) -> int | None:
     from fivefold.train.job import Job
-    from fivefold.train.served import run_served
+    from fivefold.train.run import run_rank
 
     small = ["model.layers=2", "model.dim=96", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=192"]
     small += [
@@ -149,7 +148,7 @@ def straggle(steps: int, staleness: int, out: Path, ranks: Any) -> int | None:
         "train.microbatch_size=2",
     ]
     recipe = resolve(load("quickstart", [*MODEL, *small], "dp=3"), vocab_size=V)
-    return run_served(Job(recipe, out, None, batches=Lagging(0.3 if ranks.rank == 3 else 0.06)), ranks)
+    return run_rank(Job(recipe, out, None, batches=Lagging(0.3 if ranks.rank == 3 else 0.06)), ranks)
 
 
 def compared(folder: Path) -> dict[str, Any]:
@@ -229,27 +228,28 @@ def part(folder: Path, rounds: int, steps: int) -> None:
     from fivefold.comm import everyone
     from fivefold.launch import ranks as ranks_
     from fivefold.observe.metrics import read_metrics
-    from fivefold.train import served, served_worker
+    from fivefold.train import server_worker
     from fivefold.train.job import Job
+    from fivefold.train.run import run_rank
 
     found: dict[str, Any] = {"steps": [], "traces": []}
-    keep, traces = served_worker.worker_state, []
+    keep, traces = server_worker.worker_state, []
 
     def traced(*arguments: Any) -> Any:
-        state, replica = keep(*arguments)
+        state, pushes = keep(*arguments)
         for block in state.module.get_submodule("blocks").children():
             block.register_forward_hook(lambda *call: sleeping(call[-1]))
-        replica.exchange.trace = []
-        traces.append(replica.exchange.trace)
-        return state, replica
+        pushes.exchange.trace = []
+        traces.append(pushes.exchange.trace)
+        return state, pushes
 
-    served_worker.worker_state = traced
+    server_worker.worker_state = traced
     with ranks_.join(timeout_s=120) as ranks:
         found["link"] = link(everyone(ranks))
         for number in range(rounds):
             for order in ORDERS:
                 out = folder / f"{number}-{order}"
-                served.run_served(Job(recipe_of(steps, order), out, None, batches=Numbers()), ranks)
+                run_rank(Job(recipe_of(steps, order), out, None, batches=Numbers()), ranks)
                 if ranks.first:
                     found["steps"].append(
                         (order, [line["step_s"] for line in read_metrics(out) if "step_s" in line])

@@ -103,8 +103,9 @@ def serve(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str
     from fivefold.comm.progress import progress
     from fivefold.data import prepare
     from fivefold.parallel.server import Shard
-    from fivefold.train import served, served_worker
+    from fivefold.train import server_worker
     from fivefold.train.job import Job
+    from fivefold.train.run import run_rank
 
     def hooked(function: Callable[..., Any]) -> Callable[..., Any]:
         def inner(*arguments: Any) -> Any:
@@ -117,8 +118,8 @@ def serve(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str
 
         return inner
 
-    served_worker.forward_backward = hooked(served_worker.forward_backward)
+    server_worker.forward_backward = hooked(server_worker.forward_backward)
     Shard.update = hooked(Shard.update)
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
-    served.run_served(Job(recipe, out, data, resume_command="resume"), ranks)
+    run_rank(Job(recipe, out, data, resume_command="resume"), ranks)

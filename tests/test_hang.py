@@ -63,7 +63,7 @@ def judged(
     *posts: Post | None, silent: dict[int, float] | None = None, ahead: bool = False
 ) -> tuple[tuple[int, ...], str] | None:
     seen = {rank: Seen(one, (silent or {}).get(rank, 0.0)) for rank, one in enumerate(posts)}
-    return Judge(0, "here 1", 30, 10, 30, ahead).verdict(seen)
+    return Judge(0, "here 1", seen, 30, 10, 30, ahead).verdict()
 
 
 PAIR, TP = (0, 1), (0, 1, 2, 3)
@@ -445,7 +445,7 @@ def test_who_waits_for_a_slow_worker_is_not_named() -> None:
 
     def overseen(*posts: Post, silent: float = 0.0) -> Any:
         seen = {rank: Seen(one, silent * (rank == 3)) for rank, one in enumerate(posts)}
-        return Judge(0, "here 1", 30, 10, 30).overseen((1, 2, 3), seen)
+        return Judge(0, "here 1", seen, 30, 10, 30).overseen((1, 2, 3))
 
     assert overseen(first, idle, slow, other) is None
     missing, said = overseen(first, idle, slow, replace(other, still_s=301))

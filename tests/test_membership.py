@@ -20,8 +20,7 @@ from test_sites import resolved, simulated
 
 from fivefold.checkpoint import store
 from fivefold.comm import ALONE, Axis
-from fivefold.comm.membership import Meeting, Membership, Seat, Waits
-from fivefold.comm.sealed import SECRET
+from fivefold.comm.membership import SECRET, Meeting, Membership, Seat, Waits
 from fivefold.data import prepare
 from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks

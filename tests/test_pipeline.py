@@ -27,7 +27,7 @@ from fivefold.models.section import Arch
 from fivefold.observe.step_timeline import write_pipeline_trace
 from fivefold.parallel import pipeline as pipeline_
 from fivefold.parallel.deferred import Deferred, attach
-from fivefold.parallel.stages import split
+from fivefold.parallel.parallelize import split
 from fivefold.recipe import (
     ModelSection,
     Recipe,

@@ -42,12 +42,13 @@ from fivefold.parallel.server import Shard
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
+from fivefold.schedules.priority import Order
 from fivefold.spread.servers import Servers, Shares, messages, pieces, units
-from fivefold.step import served as step_served
-from fivefold.step.served import worker_state
-from fivefold.train import served_worker
+from fivefold.step import servers as step_servers
+from fivefold.step.servers import worker_state
+from fivefold.train import server_worker
 from fivefold.train.job import Job
-from fivefold.train.served import run_served
+from fivefold.train.run import run_rank
 from fivefold.train.share import batches_of
 
 SERVER = ["sync.method=server", "observe.tracker=none"]
@@ -55,7 +56,6 @@ PLAIN = [
     "sync.method=all",
     "sync.servers=1",
     "sync.order=priority",
-    "sync.partition=1048576",
 ]
 
 
@@ -105,7 +105,7 @@ def rank_of_run(
     data = prepare(recipe)
     batches = _Slow(recipe, data, slow) if slow and rank == world - 1 else None
     job = Job(recipe, out, data, batches=batches, resume=resume, resume_command="resume")
-    return run_served(job, ranks_of(rank, world))
+    return run_rank(job, ranks_of(rank, world))
 
 
 def waiting_rank(rank: int, world: int, recipe: Recipe, out: Path) -> Any:
@@ -121,7 +121,7 @@ def waiting_rank(rank: int, world: int, recipe: Recipe, out: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write.Writing, "write_part", full)
         job = Job(recipe, out, prepare(recipe))
-        return run_served(job, replace(ranks_of(rank, world), timeout_s=8))
+        return run_rank(job, replace(ranks_of(rank, world), timeout_s=8))
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def plain(recipe: Recipe, *sets: str) -> Recipe:
             [
                 "optim.name=momentum",
                 "optim.grad_clip=0",
-                "sync.partition=4096",
+                "sync.order=priority:4KiB",
                 "train.microbatch_size=6",
             ],
         ),
@@ -368,7 +368,7 @@ def test_a_share_is_applied_once_whenever_its_worker_is_lost(
         "sync.servers=2",
         "train.steps=6",
         "train.sample_every=0",
-        "sync.partition=4096",
+        "sync.order=priority:4KiB",
     ]
     recipe = served(room, 3, *sets, f"optim.grad_clip={clip}")
     codes = processes(5, tmp_path, recipe, tmp_path / "run", False, when)
@@ -465,7 +465,7 @@ def test_messages_divide_the_model(room: Path) -> None:
     """Every element is in one message of one server; parts have the given size; units are in the order of forward."""
     card = card_of(served(room, 2).model)
     for count in (1, 2, 3):
-        found, seen = messages(card, Servers(count, partition=1024)), dict[str, int]()
+        found, seen = messages(card, Servers(count, order=Order(partition=1024))), dict[str, int]()
         for message in found:
             assert all(stop - start <= 256 for start, stop in message.cuts)
             rows = [row for part in message.parts for row in part]
@@ -496,12 +496,12 @@ def test_an_error_of_a_worker_says_its_step(room: Path, tmp_path: Path, monkeypa
         raise OSError("the data are away for a moment")
 
     state, exchange = SimpleNamespace(step=7), SimpleNamespace(order=lambda: Note(Kind.TRAIN))
-    monkeypatch.setattr(served_worker, "links", lambda *_: [])
-    monkeypatch.setattr(served_worker, "settle", lambda *_: [])
-    monkeypatch.setattr(served_worker, "worker_state", lambda *_: (state, SimpleNamespace(exchange=exchange)))
-    monkeypatch.setattr(served_worker, "_train", fails)
+    monkeypatch.setattr(server_worker, "connect", lambda *_: [])
+    monkeypatch.setattr(server_worker, "settle", lambda *_: [])
+    monkeypatch.setattr(server_worker, "worker_state", lambda *_: (state, SimpleNamespace(exchange=exchange)))
+    monkeypatch.setattr(server_worker, "_train", fails)
     with pytest.raises(OSError, match="away") as found:
-        served_worker.work(Job(served(room, 2), tmp_path, None), ranks_of(1, 2), None, lambda: None)
+        server_worker.work(Job(served(room, 2), tmp_path, None), ranks_of(1, 2), None)
     assert found.value.__notes__ == ["after step 7"]
 
 
@@ -522,8 +522,8 @@ def in_fp8(rank: int, world: int, recipe: Recipe, out: Path, resume: bool) -> tu
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(step_served, "init_part", with_an_outlier)
-        patch.setattr(served_worker, "worker_state", kept_state)
+        patch.setattr(step_servers, "init_part", with_an_outlier)
+        patch.setattr(server_worker, "worker_state", kept_state)
         rank_of_run(rank, world, recipe, out, resume)
     layers = {name for state, _ in kept for name, _ in products.layers(state.module)}
     return layers, " ".join(said.getvalue().split())
@@ -594,6 +594,7 @@ def test_recipes(room: Path) -> None:
         (["layout.compress=int8"], "dp=2", "layout.compress"),
         (["sync.every=4"], "dp=2", "sync.every = 4 has no effect"),
         (["observe.noise_scale=true"], "dp=2", "is not supported with sync.method"),
+        (["sync.order=priority:0KiB"], "dp=2", 'must be text, such as "fifo", "priority", "priority:256KiB"'),
         (["sync.method=all", "sync.staleness=2"], "dp=2", 'it needs sync.method = "server"'),
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):

@@ -200,7 +200,8 @@ def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
     from fivefold.plan.time.servers import simulation, step
     from fivefold.schedules.priority import ORDERS
 
-    ways = {order: replace(s, servers=replace(s.servers, order=order)) for order in ORDERS}
+    order = s.servers.order
+    ways = {name: replace(s, servers=replace(s.servers, order=order._replace(name=name))) for name in ORDERS}
     rows = {order: one_at_a_time(simulated(simulation(one))) for order, one in ways.items()}
     seconds, text = max(map(end_of, rows.values())), ""
     for order, one in ways.items():

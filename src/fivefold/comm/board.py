@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,27 +24,10 @@ MOST = 1 << 16  # bytes of a post
 HEAD = 8  # digits of its length
 
 
-class Board(Protocol):
-    every_s: float
-    """Seconds between posts."""
-    answers: int
-    """Grows when other ranks' posts have been read, or could have been."""
-
-    def post(self, said: str) -> None: ...
-
-    def read(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """What was last posted, by rank. A board that is far away returns it at a later call."""
-        ...
-
-    def claim(self) -> bool:
-        """True for the first rank that calls it, or if nobody can be asked."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Files:
-    """A file per rank in a folder of this machine. Each post takes the place of the one before by one write."""
+    """A file per rank in a folder of this machine. Each post takes the place of the one before by one write.
+
+    every_s: seconds between posts. answers: grows when other ranks' posts have been read."""
 
     def __init__(self, folder: Path, rank: int, every_s: float):
         make_folder(folder, mode=0o700)
@@ -58,6 +41,7 @@ class Files:
             os.pwrite(self._own, b"%0*d" % (HEAD, len(content)) + content, 0)
 
     def read(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """What was last posted, by rank."""
         found = {}
         for rank in ranks:
             with suppress(OSError, ValueError):  # not there yet, or it was just being written
@@ -69,6 +53,7 @@ class Files:
         return found
 
     def claim(self) -> bool:
+        """True for the first rank that calls it."""
         with suppress(OSError):
             os.close(os.open(self.folder / "claimed", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             return True
@@ -98,6 +83,7 @@ class Store:
         self._said = said
 
     def read(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """What was last posted, by rank: what an earlier call has asked for."""
         self._wanted = set(ranks)
         return dict(self._found)
 
@@ -133,3 +119,6 @@ class Store:
                             self._found[int(rank)] = json.loads(content)
                 self.answers += 1
                 self._hurry.wait(self.every_s)
+
+
+Board = Files | Store

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,77 +103,82 @@ class Verdict(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Judge:
-    """Of the ranks as one of them sees them. rank, host: its own. limit_s: how long a message may take. silence_s: how
-    long a rank may go without a post. apart_s: times its patience, how long a rank may work apart. ahead: hosts run
+    """Judges the ranks as one of them sees them. rank, host: its own. limit_s: how long a message may take. silence_s:
+    how long a rank may go without a post. apart_s: times its patience, how long a rank may work apart. ahead: hosts run
     ahead of their devices, which do the messages."""
 
     rank: int
     host: str
+    seen: Mapping[int, Seen]
     limit_s: float
     silence_s: float
     apart_s: float
     ahead: bool = False
 
-    def verdict(self, seen: Mapping[int, Seen]) -> Verdict | None:
-        """None: nobody is missing, or the missing one still does something."""
-        own, posted = seen[self.rank].post, seen
-        assert own is not None, "a rank knows itself"
-        if own.wait is None and self.ahead:
-            seen = {**seen, self.rank: Seen(replace(own, wait=Wait("step")))}
-        ends, waiting = self._follow(seen)
-        if own.wait is None:
-            still = self._still(posted)
-            ends = self._first(ends or still, seen) if self.ahead else still
-        if not ends:
-            return self._nobody(waiting, seen)
-        return self._named(ends, waiting, seen)
+    def __post_init__(self) -> None:
+        self.posts = {rank: one.post for rank, one in self.seen.items() if one.post}
+        self.waits = {rank: post.wait for rank, post in self.posts.items() if post.wait}
 
-    def overseen(self, ranks: Iterable[int], seen: Mapping[int, Seen]) -> Verdict | None:
+    def verdict(self) -> Verdict | None:
+        """None: nobody is missing, or the missing one still does something."""
+        waits, still = self.rank in self.waits, self._still()
+        if not waits and self.ahead:
+            self.waits[self.rank] = Wait("step")
+        ends, waiting = self._follow()
+        if not waits:
+            ends = self._first(ends or still) if self.ahead else still
+        return self._named(ends, waiting) if ends else self._nobody(waiting)
+
+    def overseen(self, ranks: Iterable[int]) -> Verdict | None:
         """Of ranks that need not wait for each other, names those that get nothing done. Who waits, or works apart, is
         only missing if it is silent."""
         ends = []
         for rank in ranks:
-            post, idle_s = seen.get(rank, Seen(None))
+            post = self.posts.get(rank)
             if post is None or rank == self.rank:
                 continue
-            if post.wait is None and not post.phase:
-                idle_s += post.still_s
-            if idle_s >= self._patience_s(post) and self._excuse(rank, seen) is not None:
+            works = rank not in self.waits and not post.phase
+            idle_s = self.seen[rank].silent_s + (post.still_s if works else 0.0)
+            if idle_s >= self._patience_s(post) and self._excuse(rank) is not None:
                 ends.append(rank)
-        own = seen[self.rank].post
-        waiting = {self.rank: own.wait} if own and own.wait else {}
-        return self._named(ends, waiting, seen) if ends else None
+        return self._named(ends, {self.rank: self.waits.get(self.rank)}) if ends else None
 
-    def _named(
-        self, ends: list[int], waiting: Mapping[int, Wait], seen: Mapping[int, Seen]
-    ) -> Verdict | None:
+    def store_lost(self, silent_s: float) -> Verdict | None:
+        """The store, which is where rank 0 is, does not answer."""
+        first, wait = self.posts.get(0), self.waits.get(self.rank)
+        if first is None or wait is None:
+            return None
+        ranks = [rank for rank, post in sorted(self.posts.items()) if post.host == first.host]
+        if first.host == self.host:
+            ranks = [0]
+        return Verdict((*ranks,), f"{self._lost(ranks, silent_s)}. {self._others({self.rank: wait})}")
+
+    def _named(self, ends: list[int], waiting: Mapping[int, Wait | None]) -> Verdict | None:
         """None: one of them still does something."""
         missing, far = tuple(sorted(ends)), dict[str, list[int]]()
-        why = {rank: self._excuse(rank, seen) for rank in missing}
-        if any(reason is None for reason in why.values()):
+        why = {rank: self._excuse(rank) for rank in missing}
+        if None in why.values():
             return None
         for rank in missing:
-            post, silent_s = seen.get(rank, Seen(None))
-            if post is not None and self._is_lost(post, silent_s, seen):
-                far.setdefault(post.host, []).append(rank)
-        lost = {rank for some in far.values() for rank in some}
-        said = [f"rank {rank}{_role(rank, seen)} {why[rank]}" for rank in missing if rank not in lost]
-        said += [self.lost(host, {rank: seen[rank] for rank in ranks}) for host, ranks in far.items()]
+            if self._is_lost(rank):
+                far.setdefault(self.posts[rank].host, []).append(rank)
+        lost = {rank for ranks in far.values() for rank in ranks}
+        roles = {rank: f" ({post.role})" if post.role else "" for rank, post in self.posts.items()}
+        texts = [f"rank {rank}{roles.get(rank, '')} {why[rank]}" for rank in missing if rank not in lost]
+        texts += [self._lost(ranks, self.seen[ranks[0]].silent_s) for ranks in far.values()]
         others = self._others({rank: wait for rank, wait in waiting.items() if rank not in missing})
-        return Verdict(missing, f"{'; '.join(said)}. {others}".strip(". "))
+        return Verdict(missing, f"{'; '.join(texts)}. {others}".strip(". "))
 
-    def _still(self, seen: Mapping[int, Seen]) -> list[int]:
+    def _still(self) -> list[int]:
         """The ranks that wait for nobody, work on nothing apart, and get nothing done."""
-        posts = {rank: one.post for rank, one in seen.items() if one.post}
-        idle = [rank for rank, post in posts.items() if post.wait is None and not post.phase]
-        return [rank for rank in idle if self._excuse(rank, seen) is not None]
+        idle = [rank for rank, post in self.posts.items() if post.wait is None and not post.phase]
+        return [rank for rank in idle if self._excuse(rank) is not None]
 
-    @staticmethod
-    def _first(ranks: list[int], seen: Mapping[int, Seen]) -> list[int]:
+    def _first(self, ranks: list[int]) -> list[int]:
         """Those of these ranks that have begun no more messages than others of them."""
-        begun = {rank: one.post.begun for rank, one in seen.items() if one.post}
+        begun = {rank: post.begun for rank, post in self.posts.items()}
 
         def is_behind(rank: int, other: int) -> bool:
             theirs = begun.get(rank, {})
@@ -181,64 +186,59 @@ class Judge:
 
         return [r for r in ranks if not any(is_behind(other, r) for other in ranks)] or ranks
 
-    def _is_lost(self, post: Post, silent_s: float, seen: Mapping[int, Seen]) -> bool:
+    def _is_lost(self, rank: int) -> bool:
         """True if another host is lost: nothing is heard of any of its ranks. A rank alone may only be held up, by
         something that holds its interpreter."""
-        if post.host == self.host or silent_s < self.silence_s * (post.patience if post.phase else 1):
+        post = self.posts.get(rank)
+        if post is None or post.host == self.host:
             return False
-        there = [one for one in seen.values() if one.post and one.post.host == post.host]
+        if self.seen[rank].silent_s < self.silence_s * (post.patience if post.phase else 1):
+            return False
+        there = [self.seen[other] for other, theirs in self.posts.items() if theirs.host == post.host]
         return all(one.silent_s >= self.silence_s for one in there)
 
-    def lost(self, host: str, seen: Mapping[int, Seen]) -> str:
-        """Says that a host is lost, with these ranks."""
-        rank, first = min(seen.items())
-        who = f"{numbers(seen)} {'are' if len(seen) > 1 else 'is'} missing"
+    def _lost(self, ranks: list[int], silent_s: float) -> str:
+        """Says that the host of these ranks is lost."""
+        post = self.posts[ranks[0]]
         return (
-            f"{who}: nothing is heard of host {_name(host)} for {first.silent_s:.0f} s. It has stopped, or the network "
-            f"to it is lost. Rank {rank} was last seen {_where(first.post)}"
+            f"{numbers(ranks)} {'are' if len(ranks) > 1 else 'is'} missing: nothing is heard of host "
+            f"{_name(post.host)} for {silent_s:.0f} s. It has stopped, or the network to it is lost. Rank {ranks[0]} "
+            f"was last seen {_where(post)}"
         )
 
-    def _follow(self, seen: Mapping[int, Seen]) -> tuple[list[int], dict[int, Wait]]:
+    def _follow(self) -> tuple[list[int], dict[int, Wait]]:
         """(ranks at the end of the chain, what the ranks before them wait in)."""
-        ends, waiting, queue, known = list[int](), dict[int, Wait](), [self.rank], {self.rank}
-        while queue:
-            rank = queue.pop(0)
-            post, silent_s = seen.get(rank, Seen(None, self.silence_s))
-            silent = rank != self.rank and silent_s >= self.silence_s
-            if silent or post is None or post.wait is None:
+        ends, waiting, chain = list[int](), dict[int, Wait](), [self.rank]
+        for rank in chain:  # it grows
+            wait = self.waits.get(rank)
+            if wait is None or (rank != self.rank and self.seen[rank].silent_s >= self.silence_s):
                 ends.append(rank)
             else:
-                waiting[rank] = post.wait
-                behind = [other for other in self._behind(post, seen) if other not in known]
-                queue += behind
-                known |= {*behind}
+                waiting[rank] = wait
+                chain += [other for other in self._behind(rank, wait) if other not in chain]
         return ends, waiting
 
-    def _behind(self, post: Post, seen: Mapping[int, Seen]) -> list[int]:
+    def _behind(self, rank: int, wait: Wait) -> list[int]:
         """The ranks that a rank waits for. Where all have begun a collective, those that are silent."""
-        wait = post.wait
-        assert wait is not None
         if wait.peers:
             return [*dict.fromkeys(wait.peers)]  # one rank may send several
-        others = [rank for rank in (wait.ranks or seen) if rank != post.rank]
-        posts = {rank: seen[rank].post if rank in seen else None for rank in others}
-        behind = [r for r, theirs in posts.items() if theirs is None or not _has_begun(theirs, wait, post)]
-        return behind or [rank for rank in others if seen[rank].silent_s >= self.silence_s]
+        others, own = [other for other in (wait.ranks or self.seen) if other != rank], self.posts[rank]
+        behind = [r for r in others if r not in self.posts or not _has_begun(self.posts[r], wait, own)]
+        return behind or [other for other in others if self.seen[other].silent_s >= self.silence_s]
 
-    def _excuse(self, rank: int, all_seen: Mapping[int, Seen]) -> str | None:
+    def _excuse(self, rank: int) -> str | None:
         """Why a rank counts as missing, in words; None if it still does something."""
-        seen = all_seen.get(rank, Seen(None))
-        post = seen.post
+        post = self.posts.get(rank)
         if post is None:
             return "is missing: it has not begun to train"
-        where = _where(post)
-        if self._is_lost(post, seen.silent_s, all_seen):
-            return "is missing"  # see `lost`
-        if post.host == self.host and seen.silent_s >= self.silence_s:
+        if self._is_lost(rank):
+            return "is missing"  # see `_lost`
+        silent_s, where = self.seen[rank].silent_s, _where(post)
+        if post.host == self.host and silent_s >= self.silence_s:
             state = state_of(post.pid)
             if state in STATES:
                 return f"is missing: {STATES[state]}. It was last seen {where}"
-        still_s = post.still_s + seen.silent_s
+        still_s = post.still_s + silent_s
         if still_s < self._patience_s(post):
             return None
         return f"is missing: it has done nothing for {still_s:.0f} s, {where}"
@@ -248,56 +248,41 @@ class Judge:
         limit_s = max(self.limit_s, STEPS * post.usual_s)  # ranks with servers need not be equally fast
         return max(self.apart_s, limit_s) * post.patience if post.phase else limit_s
 
-    def _nobody(self, waiting: Mapping[int, Wait], seen: Mapping[int, Seen]) -> Verdict | None:
+    def _nobody(self, waiting: Mapping[int, Wait]) -> Verdict | None:
         """All ranks of the chain wait, and have done so for long. In a phase, messages may be large, too."""
-        posts = {rank: post for rank in waiting if (post := seen[rank].post)}
         if self.rank not in waiting:  # it got on meanwhile
             return None
-        if any(post.still_s + seen[rank].silent_s < self._patience_s(post) for rank, post in posts.items()):
-            return None
+        for rank in waiting:
+            post = self.posts[rank]
+            if post.still_s + self.seen[rank].silent_s < self._patience_s(post):
+                return None
         wait, every = waiting[self.rank], dict(waiting)
         for rank in wait.ranks:
-            post = seen[rank].post if rank in seen else None
-            if post and post.wait and (post.wait.group, post.wait.number) == (wait.group, wait.number):
-                every[rank] = post.wait
-        waits = "; ".join(f"rank {rank} waits in {one}" for rank, one in sorted(every.items()))
+            theirs = self.waits.get(rank)
+            if theirs and (theirs.group, theirs.number) == (wait.group, wait.number):
+                every[rank] = theirs
+        texts = "; ".join(f"rank {rank} waits in {one}" for rank, one in sorted(every.items()))
         same = {one.operation for one in every.values() if one.group == wait.group}
         if len(same) > 1 and not wait.peers:
-            return Verdict((), f"ranks wait in different messages, so none of them ends: {waits}")
-        hosts = {r: post.host for r in wait.ranks if (seen_ := seen.get(r)) and (post := seen_.post)}
+            return Verdict((), f"ranks wait in different messages, so none of them ends: {texts}")
+        hosts = {rank: self.posts[rank].host for rank in wait.ranks if rank in self.posts}
         far = tuple(rank for rank, host in hosts.items() if host != self.host)
-        if far:
-            names = ", ".join(sorted({_name(hosts[rank]) for rank in far}))
-            return Verdict(
-                far,
-                f"messages of {numbers(far)} on host {names} do not arrive, though all ranks have begun this one: the "
-                f"network is lost, or too slow. {self._others(waiting)}",
-            )
-        return Verdict((), f"ranks wait for each other: {waits}")
+        if not far:
+            return Verdict((), f"ranks wait for each other: {texts}")
+        names = ", ".join(sorted({_name(hosts[rank]) for rank in far}))
+        return Verdict(
+            far,
+            f"messages of {numbers(far)} on host {names} do not arrive, though all ranks have begun this one: the "
+            f"network is lost, or too slow. {self._others(waiting)}",
+        )
 
-    def store_lost(self, seen: Mapping[int, Seen], silent_s: float) -> Verdict | None:
-        """The store, which is where rank 0 is, does not answer."""
-        first, own = seen.get(0, Seen(None)).post, seen[self.rank].post
-        if first is None or own is None or own.wait is None:
-            return None
-        there = {
-            rank: Seen(one.post, silent_s)
-            for rank, one in seen.items()
-            if one.post and one.post.host == first.host
-        }
-        if first.host == self.host:
-            there = {0: there[0]}
-        return Verdict((*there,), f"{self.lost(first.host, there)}. {self._others({self.rank: own.wait})}")
-
-    def _others(self, waiting: Mapping[int, Wait]) -> str:
+    def _others(self, waiting: Mapping[int, Wait | None]) -> str:
         """What the others wait in: the judge's own wait, and by whom it is shared."""
         if (own := waiting.get(self.rank)) is None:
             return ""
-        same = [
-            rank for rank, wait in waiting.items() if (wait.group, wait.number) == (own.group, own.number)
-        ]
-        who = numbers(same)
-        verb = "waits" if len(same) == 1 else "wait"
+        place = own.group, own.number
+        who = numbers(rank for rank, wait in waiting.items() if wait and (wait.group, wait.number) == place)
+        verb = "wait" if who.startswith("ranks") else "waits"
         return f"{who[:1].upper()}{who[1:]} {verb} in {own}"
 
 
@@ -325,18 +310,11 @@ def state_of(pid: int) -> str:
     return "X"
 
 
-def _role(rank: int, seen: Mapping[int, Seen]) -> str:
-    post = seen.get(rank, Seen(None)).post
-    return f" ({post.role})" if post and post.role else ""
-
-
 def _name(host: str) -> str:
     return host.split(" ")[0]
 
 
-def _where(post: Post | None) -> str:
-    if post is None:
-        return "nowhere"
+def _where(post: Post) -> str:
     return f"{f'{post.phase}, ' * bool(post.phase)}after step {post.step}, at {_line(post.at)}"
 
 

@@ -220,10 +220,10 @@ class Watchdog:
         silence_s = max(self.limit_s / 3, 3 * self.board.every_s) if self.board else 0.0
         apart_s = max(self.hang_s, self.limit_s)
         ahead = self.ranks.device.type == "cuda"
-        judge = Judge(self.ranks.rank, self.host, self.limit_s, silence_s, apart_s, ahead)
+        judge = Judge(self.ranks.rank, self.host, self._seen, self.limit_s, silence_s, apart_s, ahead)
         if self.board and own.wait is not None and self._unanswered_s >= silence_s:
-            return judge.store_lost(self._seen, self._unanswered_s)
-        return judge.overseen(overseen, self._seen) if overseen else judge.verdict(self._seen)
+            return judge.store_lost(self._unanswered_s)
+        return judge.overseen(overseen) if overseen else judge.verdict()
 
     def _leave(self, found: Verdict) -> None:
         """Says the verdict, unless another rank does so, and ends this process."""

@@ -9,7 +9,8 @@ al., arXiv 2006.15704). Earlier microbatches communicate nothing. `layout.compre
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +18,26 @@ from torch import Tensor, nn
 from fivefold.comm import Started, Summation
 from fivefold.comm.compress import CompressedSum, compressed_sum
 from fivefold.comm.compress.base import Messages
-from fivefold.optim.updater import Updater
 from fivefold.parallel.flat import Weights
+from fivefold.parallel.replica import Replica
 from fivefold.schedules.compression import Compressor
 from fivefold.spread.parts import Part
 from fivefold.spread.shares import buckets
 
 
-class DataParallel:
-    """ZeRO stage 0 (see `replica.Replica`). Every rank has masters, gradients and optimizer states of `params`.
-    Gradients are summed by `sums`, in dtype `reduce`."""
+class Sum(Protocol):
+    """What takes the gradients of `Weights` to other ranks, from `enable_sync` to `wait`."""
 
-    updater: Updater
+    compressed: Sequence[CompressedSum]
+
+    def enable_sync(self) -> None: ...
+    def wait(self) -> None: ...
+    def kept(self) -> list[Tensor]: ...
+
+
+class DataParallel(Replica):
+    """ZeRO stage 0. Every rank has masters, gradients and optimizer states of `params`. Gradients are summed by `sums`,
+    in dtype `reduce`; or a worker's `sum` pushes them to parameter servers."""
 
     def __init__(
         self,
@@ -46,20 +55,34 @@ class DataParallel:
         """flat_master, masters, device: see `Weights`. compressor: see `GradientSum`. bucket_bytes: see `buckets`."""
         self.parts = {name: parts[name] for name in params}
         self.weights = Weights(params, compute_dtype, flat_master, masters, device)
-        self.sum = GradientSum(self.weights, sums, reduce, bucket_bytes, compressor)
+        self.sum: Sum = GradientSum(self.weights, sums, reduce, bucket_bytes, compressor)
         self.masters, self.gradients = self.weights.master, self.weights.grads
         separate = self.weights.flat_working is not self.weights.flat_master
-        self.working = self.weights.working if separate else None
-        self.start_step, self.refresh, self.close = (
-            self.weights.start_step,
-            self.weights.refresh,
-            self.weights.close,
-        )
-        self.enable_sync, self.finish, self.collect = (
-            self.sum.enable_sync,
-            self.sum.wait,
-            self.weights.collect,
-        )
+        self.working = self.weights.working if separate else {}
+        self.compressed = self.sum.compressed
+
+    def only_working(self) -> None:
+        """Forgets the masters: others have them, and this rank only computes."""
+        self.weights.forget_masters()
+        self.masters = self.weights.master
+
+    def start_step(self) -> None:
+        self.weights.start_step()
+
+    def enable_sync(self) -> None:
+        self.sum.enable_sync()
+
+    def collect(self) -> None:
+        self.weights.collect()
+
+    def finish(self) -> None:
+        self.sum.wait()
+
+    def refresh(self) -> None:
+        self.weights.refresh()
+
+    def close(self) -> None:
+        self.weights.close()
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         if self.weights.flat_working.dtype == torch.bfloat16:
@@ -73,20 +96,11 @@ class DataParallel:
         return {
             "params": [self.weights.flat_working],
             "gradients": list(self.unsent().values()),
-            "buffers": self.sum.sums.scratch.kept(),
-        }
-
-    def unsent(self) -> dict[str, Tensor]:
-        """What compression keeps from step to step, by a name; empty without it. Checkpoints store it."""
-        return {
-            f"{number}.{name}": tensor
-            for number, one in enumerate(self.sum.compressed)
-            for name, tensor in one.state().items()
+            "buffers": self.sum.kept(),
         }
 
     def errors(self) -> dict[str, float]:
-        """What compression left out in the last step, by parameter (`CompressedSum.errors`); empty without it."""
-        found = [error for one in self.sum.compressed for error in one.errors()]
+        found = [error for one in self.compressed for error in one.errors()]
         return dict(zip(self.weights.names, found, strict=True)) if found else {}
 
     def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
@@ -124,7 +138,7 @@ class GradientSum:
         shapes = [tuple(p.shape) for p in weights.params]
         some = buckets([p.numel() for p in weights.params], bucket_bytes)
         self.buckets = [Bucket(indices, weights.offsets) for indices in some]
-        self.compressed: list[CompressedSum] = []
+        self.compressed: Sequence[CompressedSum] = ()
         if compressor is not None and self.axis.size > 1:
             self.compressed = [
                 compressed_sum(
@@ -165,6 +179,10 @@ class GradientSum:
                 if (started := _next(messages, last)) is not None
             ]
         self._syncing = False
+
+    def kept(self) -> list[Tensor]:
+        """The scratch of sums."""
+        return self.sums.scratch.kept()
 
     def _gradient_ready(self, index: int) -> None:
         if not self._syncing:

@@ -98,6 +98,10 @@ class Weights:
 
         return add
 
+    def forget_masters(self) -> None:
+        """The working weights are all that is left."""
+        self.flat_master, self.master = self.flat_working, self.working
+
     def close(self) -> None:
         """Takes the hooks off the module, which then keeps its working weights."""
         for hook in self._hooks:

@@ -19,7 +19,7 @@ from fivefold.comm import Axis, Started
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import axis_between
 
-FIGURES = 9  # of a note
+FIGURES = 8  # of a note
 KEPT = 32  # notes whose sending nobody has waited for
 
 

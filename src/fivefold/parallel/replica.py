@@ -1,80 +1,114 @@
 """The trainer's interface to a set of parameters, independent of how their states are kept.
 
-Three classes implement it: `data.DataParallel` (ZeRO stage 0: everything on every rank), `zero.Sharded` (stages 1 to
-3) and `offload.pages.Paged` (stage 0 with gradients, and perhaps weights, in another tier). A step is: start_step,
-backward of each microbatch with enable_sync before the last, finish, update.
+Implemented by `data.DataParallel` (ZeRO stage 0: everything on every rank), `zero.Sharded` (stages 1 to 3),
+`offload.pages.Paged` (stage 0 with gradients, and perhaps weights, in another tier), `server.Shard` (a parameter
+server's) and `Frozen`. A step is: start_step, backward of each microbatch with enable_sync before the last, finish,
+update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fivefold.comm.compress import CompressedSum
 from fivefold.optim.scaling import Norms, sum_of_squares
 from fivefold.optim.updater import Updater
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.offload.pages import Paged
 from fivefold.spread.parts import Part
 
 
-class Kept(Protocol):
-    """What checkpoints need of a set of parameters.
+class Replica:
+    """What training and checkpoints need of a set of parameters. A method that a class leaves out does nothing.
 
     masters: this rank's part of each parameter (`parts[name].keeps`), which the optimizer updates; fp32, unless the
     mode rounds. gradients: with the same names, shapes and dtype, summed over the batch; valid from `finish` to the
-    next `start_step`. updater: the optimizer over the masters; it is set last."""
+    next `start_step`. updater: the optimizer over the masters; it is set last. working: the weights that compute,
+    where they are a copy which the update may write; replicas of stage 0 have it. compressed: the compressed sums."""
 
     masters: dict[str, Tensor]
     gradients: dict[str, Tensor]
     parts: dict[str, Part]
     updater: Updater
-
-    def refresh(self) -> None:
-        """Updates the working weights after the masters have changed."""
-        ...
-
-
-class Replica(Kept, Protocol):
-    """What training needs of them."""
+    working: dict[str, Tensor]
+    compressed: Sequence[CompressedSum] = ()
 
     def start_step(self) -> None:
         """Forgets the gradients of the last step."""
-        ...
 
     def enable_sync(self) -> None:
         """Marks the next backward as the last of the step: reductions may start while it runs."""
-        ...
 
     def collect(self) -> None:
         """Takes gradients that were set outside of the module's backward: a pipeline's deferred weight gradients."""
-        ...
 
     def finish(self) -> None:
         """Waits until all gradients are summed over the ranks that hold the same weights."""
-        ...
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         """Runs the optimizer: updates the masters with their gradients times `scale` unless `skip` is 1 (both: fp32
         scalars on the device), and the working weights from them."""
-        ...
+
+    def refresh(self) -> None:
+        """Updates the working weights after the masters have changed."""
 
     def kept(self) -> dict[str, list[Tensor]]:
         """Tensors by category of `trace.memory`. "params": working weights that stay. "buffers": working weights that
         exist only temporarily. "gradients": those not yet summed over ranks. Masters that do not compute are left
         out."""
-        ...
+        return {}
+
+    def norms(self) -> Mapping[str, Norms] | None:
+        """Of gradients, if they are known without reading them."""
+        return None
+
+    def unsent(self) -> dict[str, Tensor]:
+        """What compression keeps from step to step, by a name; empty without it. Checkpoints store it."""
+        return {
+            f"{number}.{name}": tensor
+            for number, one in enumerate(self.compressed)
+            for name, tensor in one.state().items()
+        }
+
+    def errors(self) -> dict[str, float]:
+        """What compression left out in the last step, by parameter (`CompressedSum.errors`); empty without it."""
+        return {}
 
     def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
         """Calls `seen` from now on with the gradients of these parameters, one or several at once, before they are
         added up. They are those of a microbatch, or of the rank's share of a step if ranks sum once per step."""
-        ...
 
     def close(self) -> None:
         """Removes its hooks from the module."""
-        ...
+
+
+class Frozen(Replica):
+    """Parameters that are not trained, whole on a rank: weights in the dtype of computation, which are the masters.
+    There are no gradients."""
+
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], parts: Mapping[str, Part], compute_dtype: torch.dtype
+    ):
+        for parameter in params.values():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(compute_dtype)
+        self.parts = {name: parts[name] for name in params}
+        self.masters = {name: parameter.data for name, parameter in params.items()}
+        self.gradients = {}
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        return {"params": list(self.masters.values())}
+
+
+def stop_gradients(stages: Sequence[nn.Module], frozen: frozenset[str]) -> None:
+    """Marks the parameters that are not trained, before anything is built around them."""
+    if frozen:
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                if name in frozen:
+                    parameter.requires_grad_(False)
 
 
 def gradient_square(replicas: Sequence[Replica], mesh: Mesh) -> Tensor:
@@ -90,7 +124,7 @@ def gradient_square(replicas: Sequence[Replica], mesh: Mesh) -> Tensor:
             names = [
                 n for n in replica.gradients if (not mesh.layout.divided or replica.parts[n].owned) == owned
             ]
-            known = replica.norms() if isinstance(replica, Paged) else None
+            known = replica.norms()
             if known is None:
                 mine += [replica.gradients[name] for name in names]
             else:

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from fivefold.models.init import init_part
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.flat import allocate
-from fivefold.parallel.frozen import Frozen
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload.disk import Disk
 from fivefold.parallel.offload.pages import Paged
 from fivefold.parallel.offload.states import Offload
-from fivefold.parallel.replica import Replica
+from fivefold.parallel.replica import Frozen, Replica
 from fivefold.recipe import Recipe
 from fivefold.schedules.compression import compressor
 from fivefold.spread.parts import Part

@@ -29,14 +29,15 @@ from fivefold.errors import CommunicationError
 from fivefold.optim.scaling import clip_scale, sum_of_squares
 from fivefold.optim.updater import Updater, largest
 from fivefold.parallel.link import TEXT_TAG, Kind, Link, Note, as_note, as_tensor, tag_of
+from fivefold.parallel.replica import Replica
 from fivefold.spread.parts import Part, local_shape
 from fivefold.spread.servers import Message, Row, Servers
 
 CLOSING_S = 0.5  # between looks at who has still to say goodbye
 
 
-class Shard:
-    """This server's rows of a unit, in the order of its message. Masters and gradients: see `replica.Kept`.
+class Shard(Replica):
+    """This server's rows of a unit, in the order of its message.
 
     arrived: what each worker has pushed. outgoing: what each worker gets; synchronous workers all get the same tensor.
     missing: workers that have still to push each part.
@@ -150,13 +151,11 @@ class _ByPart(Updater):
 
 
 class Event(NamedTuple):
-    """What a worker told, or the error by which it was lost. lag: of a share that is computed, the number of earlier
-    steps that its weights lack something of."""
+    """What a worker told, or the error by which it was lost (worker -1: this server's own)."""
 
     worker: int
     note: Note | None
     lost: BaseException | None = None
-    lag: int = 0
     text: str = ""
 
 
@@ -186,8 +185,6 @@ class Server:
         self._workers = [_Worker() for _ in links]
         self._payloads = [SimpleQueue[tuple[Started, Note] | None]() for _ in links]
         self._steps: dict[int, _Step] = {}
-        self._applied: set[tuple[int, int]] = set()
-        self._whole_steps = 0
         self._error: BaseException | None = None
         self._threads = [
             threading.Thread(target=self._guarded, args=(worker, target), daemon=True)
@@ -195,9 +192,8 @@ class Server:
             for target in (self._listen, self._receive)
         ]
 
-    def start(self, step: int) -> None:
-        """Begins to serve. step: the first (0, 1, ...)."""
-        self._whole_steps = step
+    def start(self) -> None:
+        """Begins to serve."""
         for shard in self.shards:
             shard.refresh()
         for thread in self._threads:
@@ -231,11 +227,10 @@ class Server:
                 )
             return float(found.square), float(found.skipped)
 
-    def settle(self, worker: int) -> tuple[Note, int] | None:
+    def settle(self, worker: int) -> Note | None:
         """Ends what a lost worker of an asynchronous run has left behind. All servers call it. A worker says that a
         share is computed when all servers have all of its gradient. So if one of them has heard it, all apply it; what
-        came of a later share is dropped. Returns the note of the last share that was applied and its lag (see `Event`);
-        None: there was none."""
+        came of a later share is dropped. Returns the note of the last share that was applied; None: there was none."""
         own = self._workers[worker]
         with self._held():
             own.lost = True  # notes that come from now on are ignored
@@ -250,7 +245,7 @@ class Server:
                     raise CommunicationError(f"the gradient of lost worker {worker} is not complete")
                 self._apply(worker, last)
             own.arrived = []
-            return (last, self._lag(own, last)) if last.step >= 0 else None
+            return last if last.step >= 0 else None
 
     def await_workers(self, what: str, workers: Iterable[int]) -> float:
         """The main thread waits for one of these workers: see `progress.expect`."""
@@ -319,7 +314,7 @@ class Server:
                 started = link.up.start_receive(shard.arrived[worker][start:stop], link.peer, tag)
                 self._payloads[worker].put((started, note))
             elif note.kind == Kind.PULL:
-                self._send(worker, self._by_number[note.first], note.second, note.step)
+                self._send(worker, self._by_number[note.first], note.second)
             elif note.kind == Kind.TEXT:
                 text = torch.empty(note.first, dtype=torch.uint8)
                 if note.first:
@@ -334,22 +329,16 @@ class Server:
                 self._note(worker, note)
 
     def _note(self, worker: int, note: Note) -> None:
-        lag = 0
         if note.kind == Kind.COMPUTED:
             with self._held():
                 own = self._workers[worker]
                 if own.lost:
                     return
                 own.computed = own.heard = note
-                if not self.servers.synchronous:
-                    lag = self._lag(own, note)
                 self._go_on(worker, note.first)
-        self._tell_leader(Event(worker, note, lag=lag))
+        self._tell_leader(Event(worker, note))
 
-    def _lag(self, own: _Worker, note: Note) -> int:
-        return note.first - own.take_seen(2 * note.step + 1, self._whole_steps)
-
-    def _send(self, worker: int, shard: Shard, part: int, pull: int) -> None:
+    def _send(self, worker: int, shard: Shard, part: int) -> None:
         link, here = self.links[worker], slice(*shard.message.cuts[part])
         out = shard.outgoing[worker][here]
         sending, key = self._workers[worker].sending, (shard.message.number, part)
@@ -358,7 +347,6 @@ class Server:
         if not self.servers.synchronous:
             with self._held():
                 out.copy_(shard.flat[here])
-                self._workers[worker].seen.setdefault(pull, self._whole_steps)
         tag = tag_of(*key, self.most, down=True)
         sending[key] = link.down.start_send(out, link.peer, tag)
 
@@ -413,10 +401,6 @@ class Server:
         for shard, part in arrived:
             shard.take(part, [worker])
             self._update(shard, part, square, note.first, scale)
-        self._applied.add((note.first, note.second))
-        while all((self._whole_steps, share) in self._applied for share in range(len(self.links))):
-            self._applied -= {(self._whole_steps, share) for share in range(len(self.links))}
-            self._whole_steps += 1
         for shard, part in arrived:
             self._tell([worker], shard, part)
 
@@ -457,8 +441,7 @@ class Server:
 class _Worker:
     """What a server knows of a worker. computed: the end of its share, until all weights have it. heard: the last such
     note. applied: the number of the worker's last share that the weights have. arrived: the parts that it has pushed.
-    sending: those on their way to it. seen: the steps that the weights contain whole, when it began to pull them, by
-    the number of the pull."""
+    sending: those on their way to it."""
 
     def __init__(self) -> None:
         self.lost = False
@@ -467,15 +450,6 @@ class _Worker:
         self.applied = -1
         self.arrived: list[tuple[Shard, int]] = []
         self.sending: dict[tuple[int, int], Started] = {}
-        self.seen: dict[int, int] = {}
-
-    def take_seen(self, pull: int, now: int) -> int:
-        """The steps that the weights of the last pull up to this number contained."""
-        older = sorted(number for number in self.seen if number <= pull)
-        found = self.seen[older[-1]] if older else now
-        for number in older:
-            del self.seen[number]
-        return found
 
 
 class _Step:

@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank has some of the heads, of the feed-forward columns and of the vocabulary.
 
 A column-parallel layer (rows of its weight: output features) reads whole activations and gives this rank's features; a
-row-parallel layer reads them and gives a partial sum. Between them only a norm over all heads communicates (norm.py).
+row-parallel layer reads them and gives a partial sum. Between them only a norm over all heads communicates.
 Forward has one sum behind attention and one behind the feed-forward; backward has as many (Shoeybi et al., arXiv
 1909.08053). With `sp`, activations between the regions are cut along the sequence (Korthikanti et al., arXiv
 2205.05198); see sequence.py.
@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold import kernels
-from fivefold.comm import Started
+from fivefold.comm import Axis, Started
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import (
@@ -39,11 +39,11 @@ from fivefold.models.layers import (
 from fivefold.models.mixture import Mixture
 from fivefold.parallel.deferred import Deferred, weight_gradient
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.norm import CutRMSNorm
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.sequence import Enter, Leave, TensorAxis, Whole, piece
 from fivefold.parallel.vocabulary import VocabularyEmbedding, VocabularyOutput
 from fivefold.spread.parts import Model, boxes, cuts_in, local_shape, parts, summed_over_tp
+from fivefold.spread.regions import SQUARES
 
 
 def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
@@ -61,23 +61,14 @@ def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
     for name, module in list(stage.named_modules()):
         if name.startswith(mixtures):  # a region of its own
             if not sp and isinstance(module, RegionInput | RegionOutput):
-                kind = EnterRegion if isinstance(module, RegionInput) else LeaveRegion
-                stage.set_submodule(name, kind(axis))
-            continue
-        cut = table.get(f"{name}.weight")
-        if isinstance(module, AttentionCore):
+                stage.set_submodule(name, Region(axis, Enter if isinstance(module, RegionInput) else Leave))
+        elif isinstance(module, AttentionCore):
             module.heads, module.kv_heads = module.heads // axis.size, module.kv_heads // axis.size
-        elif isinstance(module, nn.Embedding) and cut is not None and cut.kind == "vocab":
-            stage.set_submodule(name, VocabularyEmbedding(module, axis))
-        elif isinstance(module, Positions) and sp:
-            stage.set_submodule(name, PiecePositions(module, axis))
-        elif isinstance(module, WideRMSNorm) and cut is not None:
-            stage.set_submodule(name, CutRMSNorm(module, axis.axis))
-        elif isinstance(module, RegionInput):
-            stage.set_submodule(name, EnterRegion(axis))
-        elif isinstance(module, nn.Linear) and cut is not None and cut.kind in ("column", "row"):
-            kind = ColumnLinear if cut.kind == "column" else RowLinear
-            stage.set_submodule(name, kind(module, replace(axis, ordered=_attends(stage, name))))
+        else:
+            cut = table.get(f"{name}.weight")
+            ordered = replace(axis, ordered=_attends(stage, name))
+            if (other := _replacement(module, "" if cut is None else cut.kind, ordered, axis)) is not None:
+                stage.set_submodule(name, other)
     if any(cut.kind == "vocab" for cut in table.values()):
         assert isinstance(stage, LanguageModel)
         if sp and stage.last:
@@ -90,6 +81,23 @@ def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
     if mesh.device.type == "cuda":
         _compile_around(stage)
     return summed_over_tp(card, mesh.layout, [name for name, _ in stage.named_parameters()])
+
+
+def _replacement(module: nn.Module, cut: str, ordered: TensorAxis, axis: TensorAxis) -> nn.Module | None:
+    """What takes the place of a module outside of mixtures; None: it stays. cut: the kind of its weight's; "": it has
+    none. ordered: the axis for linear layers."""
+    match module:
+        case nn.Embedding() if cut == "vocab":
+            return VocabularyEmbedding(module, axis)
+        case Positions() if axis.sp:
+            return PiecePositions(module, axis)
+        case WideRMSNorm() if cut:
+            return CutRMSNorm(module, axis.axis)
+        case RegionInput():
+            return Region(axis, Enter)
+        case nn.Linear() if cut in LINEAR:
+            return LINEAR[cut](module, ordered)
+    return None
 
 
 def _attends(stage: nn.Module, name: str) -> bool:
@@ -123,7 +131,7 @@ def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
 def _compile_around(stage: nn.Module) -> None:
     """Excludes the layers that communicate from compilation; the code between them is compiled."""
     for module in stage.modules():
-        if isinstance(module, CutLinear | CutRMSNorm | EnterRegion | LeaveRegion):
+        if isinstance(module, CutLinear | CutRMSNorm | Region):
             as_it_is: Any = torch.compiler.disable(module.forward)
             module.forward = as_it_is
 
@@ -226,26 +234,19 @@ class RowLinear(CutLinear):
     function = _Row
 
 
-class EnterRegion(nn.Module):
-    """Replaces `models.layers.RegionInput`. x whole, or with sp a piece of the sequence -> whole (B, T, D)."""
+LINEAR = {"column": ColumnLinear, "row": RowLinear}
 
-    def __init__(self, axis: TensorAxis):
+
+class Region(nn.Module):
+    """Replaces `models.layers.RegionInput` by `Enter`: x whole, or with sp a piece of the sequence -> whole (B, T, D);
+    and `RegionOutput` by `Leave`: the sum over ranks of x, which is overwritten."""
+
+    def __init__(self, axis: TensorAxis, function: type[Function]):
         super().__init__()
-        self.axis = axis
+        self.axis, self.function = axis, function
 
     def forward(self, x: Tensor) -> Tensor:
-        return Enter.apply(x, self.axis)
-
-
-class LeaveRegion(nn.Module):
-    """Replaces `models.layers.RegionOutput`: the sum over ranks of x, which is overwritten."""
-
-    def __init__(self, axis: TensorAxis):
-        super().__init__()
-        self.axis = axis
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Leave.apply(x, self.axis)
+        return self.function.apply(x, self.axis)
 
 
 class PiecePositions(nn.Module):
@@ -257,3 +258,60 @@ class PiecePositions(nn.Module):
 
     def forward(self, positions_T: Tensor) -> Tensor:
         return nn.functional.embedding(piece(positions_T, self.axis, -1), self.weight)
+
+
+class CutRMSNorm(nn.Module):
+    """`WideRMSNorm` over features that tensor parallelism cuts, such as those of all heads: this rank's features of
+    each vector, and their weights."""
+
+    def __init__(self, norm: WideRMSNorm, axis: Axis):
+        super().__init__()
+        self.weight, self.eps, self.axis = norm.weight, norm.eps, axis
+
+    def forward(self, *vectors: Tensor) -> tuple[Tensor, ...]:
+        return _CutRMSNorm.apply(self.weight, self.eps, self.axis, *vectors)
+
+
+class _CutRMSNorm(Function):
+    """Each rank has the same share of every vector. The sums over all features, one number per vector, are those of the
+    ranks: in forward of the squares, in backward of the products of gradient and vector.
+
+        y = x r w,  r = (sum(x^2) / F + eps)^(-1/2)
+        dx = r (dy w - x r^2 sum(dy w x) / F)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, eps: float, axis: Axis, *vectors: Tensor):
+        vectors = tuple(x.contiguous() for x in vectors)
+        norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in vectors]
+        squares = axis.run(SQUARES, torch.stack(norms).square_()).unbind()
+        rs = [
+            torch.rsqrt(square / (axis.size * x.shape[-1]) + eps)[..., None]
+            for square, x in zip(squares, vectors, strict=True)
+        ]
+        ctx.save_for_backward(weight, *rs, *vectors)
+        ctx.axis = axis
+        each = zip(vectors, rs, _weights(weight, vectors), strict=True)
+        return tuple((x * r).mul_(w).to(x.dtype) for x, r, w in each)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        weight, *saved = ctx.saved_tensors
+        axis, rs, vectors = ctx.axis, saved[: len(grads)], saved[len(grads) :]
+        weights, products, dweights = _weights(weight, vectors), [], []
+        for dy, x, r, w in zip(grads, vectors, rs, weights, strict=True):
+            product = (x * r).mul_(dy)
+            dweights.append(product.flatten(0, -2).sum(0))
+            products.append(product.mul_(w).sum(-1))  # r sum(dy w x)
+        sums = axis.run(SQUARES, torch.stack(products), backward=True).unbind()
+        dxs = []
+        for dy, x, r, w, total in zip(grads, vectors, rs, weights, sums, strict=True):
+            shrunk = x * (r * total[..., None] / (axis.size * x.shape[-1]))
+            dxs.append((dy * w).sub_(shrunk).mul_(r).to(x.dtype))
+        return torch.cat(dweights).to(weight.dtype), None, None, *dxs
+
+
+def _weights(weight: Tensor, vectors: Any) -> tuple[Tensor, ...]:
+    """The section of each vector, in fp32."""
+    return weight.float().split([x.shape[-1] for x in vectors])

@@ -19,117 +19,82 @@ import torch
 from torch import Tensor
 
 from fivefold.comm import Started
+from fivefold.comm.compress import CompressedSum
 from fivefold.comm.progress import Named, progress
 from fivefold.errors import CommunicationError
 from fivefold.models.base import LanguageModel
-from fivefold.optim.updater import Updater
-from fivefold.parallel.data import DataParallel
-from fivefold.parallel.flat import views
+from fivefold.parallel.flat import Weights
 from fivefold.parallel.link import ORDERS, TEXT_TAG, Kind, Link, Note, as_bytes, tag_of
 from fivefold.schedules.priority import CREDITS, Ready
 from fivefold.spread.servers import Message, Servers, pieces
 
+Part = tuple[int, int]
+"""(number of a message, number of its part)."""
 
-class Served:
-    """A worker's replica (see `replica.Replica`). The servers have masters, states and updates; `masters` are the
-    weights that it computes with.
 
-    messages: of all servers. links: to each server. pushed: dtype of gradients on their way.
-    """
+class Pushes:
+    """Pushes the gradients of `weights` to the servers in the last backward of a share (see `data.Sum`), and makes the
+    model wait for its weights. units: the parameters of each. step: of the share that is computed."""
 
-    updater: Updater
+    compressed: Sequence[CompressedSum] = ()
 
-    def __init__(
-        self,
-        replica: DataParallel,
-        module: LanguageModel,
-        names: Sequence[Sequence[str]],
-        messages: Sequence[Message],
-        links: Sequence[Link],
-        servers: Servers,
-        pushed: torch.dtype,
-    ):
-        """names: the parameters of each unit."""
-        weights = self.weights = replica.weights
-        by_name = dict(zip(weights.names, weights.params, strict=True))
-        weights.flat_master = weights.flat_working  # in bf16 the fp32 masters are the servers'
-        weights.master = self.masters = views(weights.flat_working, by_name)
-        self.parts, self.gradients = replica.parts, weights.grads
-        unit_of = {name: unit for unit, some in enumerate(names) for name in some}
-        self._unit_of, self._sizes = [unit_of[name] for name in weights.names], [len(some) for some in names]
+    def __init__(self, weights: Weights, units: Sequence[Sequence[str]], exchange: Exchange):
+        self.weights, self.exchange, self.step = weights, exchange, 0
+        unit_of = {name: unit for unit, names in enumerate(units) for name in names}
+        self._unit_of, self._sizes = (
+            [unit_of[name] for name in weights.names],
+            [len(names) for names in units],
+        )
+        self._missing, self._syncing = list(self._sizes), False
         weights.on_gradient = self._gradient_ready
-        offsets = dict(zip(weights.names, weights.offsets, strict=False))
-        buffers = weights.flat_grads, weights.flat_working
-        self.exchange = Exchange(messages, offsets, buffers, links, servers, pushed)
-        self._waiting, self._syncing, self.step = list(self._sizes), False, 0
-        self._wait_for_weights(module, names)
-
-    def _wait_for_weights(self, module: LanguageModel, names: Sequence[Sequence[str]]) -> None:
-        """Makes each part of the model wait for its weights before it runs."""
-        parts = [next(iter(some)) for some in names]
-        before, behind, need = list[int](), list[int](), self.exchange.need
-        for unit, name in enumerate(parts):
-            if name.startswith("blocks."):
-                block = module.blocks[name.split(".")[1]]
-                block.register_forward_pre_hook(lambda *_, unit=unit: need([unit]))
-            else:
-                (before if name.startswith("embed") else behind).append(unit)
-        begin, end = module.begin, module.end
-
-        def beginning(*arguments: Any) -> Tensor:
-            need(before)
-            return begin(*arguments)
-
-        def ending(*arguments: Any) -> Tensor:
-            need(behind)
-            found = end(*arguments)
-            self.exchange.note("loss", 0)
-            return found
-
-        setattr(module, "begin", beginning)  # noqa: B010, a type checker takes no other function
-        setattr(module, "end", ending)  # noqa: B010
-
-    def start_step(self) -> None:
-        self.weights.start_step()
 
     def enable_sync(self) -> None:
-        self._waiting, self._syncing = list(self._sizes), True
+        self._missing, self._syncing = list(self._sizes), True
         self.exchange.begin(self.step)
-
-    def collect(self) -> None:
-        self.weights.collect()
 
     def _gradient_ready(self, index: int) -> None:
         if self._syncing:
             unit = self._unit_of[index]
-            self._waiting[unit] -= 1
-            if self._waiting[unit] == 0:
+            self._missing[unit] -= 1
+            if self._missing[unit] == 0:
                 self.exchange.push(unit)
 
-    def finish(self) -> None:
-        """All gradients are pushed, or will be."""
+    def wait(self) -> None:
+        """All gradients are pushed, or will be. Some parameters may have got none."""
         self.weights.finish_gradients()
         if self._syncing:
-            for unit, waiting in enumerate(self._waiting):
-                if waiting:  # some of its parameters got no gradient
+            for unit, missing in enumerate(self._missing):
+                if missing:
                     self.exchange.push(unit)
         self._syncing = False
 
-    def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
-        raise AssertionError("servers update the weights")
+    def kept(self) -> list[Tensor]:
+        return self.exchange.kept()
 
-    def refresh(self) -> None:
-        """The working weights are all that a worker has."""
 
-    def kept(self) -> dict[str, list[Tensor]]:
-        return {"params": [self.weights.flat_working], "buffers": self.exchange.kept()}
+def wait_for_weights(module: LanguageModel, units: Sequence[Sequence[str]], exchange: Exchange) -> None:
+    """Makes each part of the model wait for its weights before it runs."""
+    before, behind, need = list[int](), list[int](), exchange.need
+    for unit, (name, *_) in enumerate(units):
+        if name.startswith("blocks."):
+            block = module.blocks[name.split(".")[1]]
+            block.register_forward_pre_hook(lambda *_, unit=unit: need([unit]))
+        else:
+            (before if name.startswith("embed") else behind).append(unit)
+    begin, end = module.begin, module.end
 
-    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
-        of = self.weights.names
-        self.weights.seen = lambda index, gradient: seen(gradient) if of[index] in names else None
+    def beginning(*arguments: Any) -> Tensor:
+        need(before)
+        return begin(*arguments)
 
-    def close(self) -> None:
-        self.weights.close()
+    def ending(*arguments: Any) -> Tensor:
+        need(behind)
+        loss = end(*arguments)
+        exchange.note("loss", 0)
+        return loss
+
+    setattr(module, "begin", beginning)  # noqa: B010, a type checker takes no other function
+    setattr(module, "end", ending)  # noqa: B010
 
 
 class _Way:
@@ -155,13 +120,16 @@ class _Way:
             piece.copy_(room)
 
     def _pairs(self, part: int) -> Any:
-        some = [] if self.direct else self._slices[part]
-        room = self.data[slice(*self.cuts[part])].split([len(piece) for piece in some]) if some else []
-        return zip(some, room, strict=True)
+        slices = [] if self.direct else self._slices[part]
+        room = self.data[slice(*self.cuts[part])].split([len(piece) for piece in slices]) if slices else []
+        return zip(slices, room, strict=True)
 
 
 class Exchange:
     """Sends and receives in threads of its own: one starts messages, one waits for weights, one per server hears notes.
+
+    Synchronous workers pull a part once its weights are new. Others pull all weights when they get an order: what
+    bounds their staleness is when the first server gives it.
 
     orders: what the first server asks for. serial: counts the shares that were begun. waited: seconds in `need`.
     trace: None, or a list that gets (what, unit, start, end) of what happens from now on. "need": forward waits for
@@ -171,16 +139,17 @@ class Exchange:
     def __init__(
         self,
         messages: Sequence[Message],
-        offsets: dict[str, int],
-        buffers: tuple[Tensor, Tensor],
+        weights: Weights,
         links: Sequence[Link],
         servers: Servers,
         pushed: torch.dtype,
     ):
+        """pushed: dtype of gradients on their way."""
         self.messages, self.links, self.servers = list(messages), list(links), servers
-        gradients, weights = buffers
-        self._up = [_Way(message, offsets, gradients, pushed) for message in messages]
-        self._down = [_Way(message, offsets, weights, weights.dtype) for message in messages]
+        offsets = dict(zip(weights.names, weights.offsets, strict=False))
+        working = weights.flat_working
+        self._up = [_Way(message, offsets, weights.flat_grads, pushed) for message in messages]
+        self._down = [_Way(message, offsets, working, working.dtype) for message in messages]
         self._of_unit: dict[int, list[Message]] = {}
         for message in messages:
             self._of_unit.setdefault(message.unit, []).append(message)
@@ -189,37 +158,28 @@ class Exchange:
             for server in range(len(links))
         ]
         self._lock = threading.Condition()
-        self._pushes, self._pulls = Ready(servers.order), Ready(servers.order)
-        self._all = {(m.number, part): m.unit for m in messages for part in range(len(m.parts))}
-        self._held: set[tuple[int, int]] = set()  # pulls that wait for an order
-        self._trained, self._looked = 0, False  # orders to train; any other order since the last
+        self._pushes, self._pulls = (Ready(servers.order.name) for _ in range(2))
+        self._parts = {(m.number, part): m.unit for m in messages for part in range(len(m.parts))}
         self._credits = {"push": CREDITS, "pull": CREDITS}
         self._sizes = {unit: sum(len(m.parts) for m in some) for unit, some in self._of_unit.items()}
-        self._stale = dict(self._sizes)  # parts still to be pulled
-        self._sending: dict[tuple[int, int], Started] = {}
-        self._receiving = SimpleQueue[tuple[Started, Message, int, float] | None]()
-        self._pushed = dict.fromkeys(self._sizes, -1)  # the last share of which each unit was pushed
-        self._updates, self._step, self.serial = 0, 0, -1
+        self._stale = dict.fromkeys(self._sizes, 0)  # parts still to be pulled
+        self._sending: dict[Part, tuple[Started, float]] = {}  # and when that began
         self._unacknowledged = 0  # parts pushed that servers may not have yet
-        self._computed: tuple[int, int, int, tuple[float, ...]] | None = (
-            None  # a share, until they have all parts
-        )
-        self._share: tuple[int, int] | None = None
+        self._receiving = SimpleQueue[tuple[Started, Message, int, float] | None]()
+        self._updates, self._step, self.serial = 0, 0, -1
+        self._computed: tuple[int, int, int, tuple[float, ...]] | None = None  # until servers have all parts
+        self._share: tuple[int, int] | None = None  # until they have applied it
         self._error: BaseException | None = None
         self._closing, self.waited = False, 0.0
         self.trace: list[tuple[str, int, float, float]] | None = None
-        self._began: dict[tuple[int, int], float] = {}  # of pushes under way
         self.orders = SimpleQueue[Note | None]()
-        targets = [
-            self._start_messages,
-            self._receive,
-            *(lambda s=server: self._listen(s) for server in range(len(links))),
-        ]
+        if servers.synchronous:
+            self._pull_all()  # the servers have the first weights
+        listening = [lambda server=server: self._listen(server) for server in range(len(links))]
         self._threads = [
-            threading.Thread(target=self._guarded, args=(target,), daemon=True) for target in targets
+            threading.Thread(target=self._guarded, args=(target,), daemon=True)
+            for target in (self._start_messages, self._receive, *listening)
         ]
-        for number, part in self._all:  # the servers have the first weights
-            self._updated(number, part)
         for thread in self._threads:
             thread.start()
 
@@ -233,22 +193,16 @@ class Exchange:
         if note is None:
             assert self._error
             raise self._error
-        with self._lock:
-            if note.kind == Kind.TRAIN:
-                self._trained += 1
-            if self.servers.staleness > 0 and note.kind != Kind.END:
-                self._release(note.kind == Kind.TRAIN)
-            self._lock.notify_all()
+        if note.kind != Kind.END and not self.servers.synchronous:
+            self._pull_all()
         return note
 
-    def _release(self, training: bool) -> None:
-        """With bounded staleness weights are pulled when an order allows it, and again if they were pulled for another
-        one."""
-        for key in self._all if training and self._looked else sorted(self._held):
-            if key not in self._held:
-                self._stale[self._all[key]] += 1
-            self._pulls.add(key, self._all[key])
-        self._held, self._looked = set(), not training
+    def _pull_all(self) -> None:
+        with self._lock:
+            self._stale = dict(self._sizes)
+            for part, unit in self._parts.items():
+                self._pulls.add(part, unit)
+            self._lock.notify_all()
 
     @contextmanager
     def _waiting(self, what: str, servers: Iterable[int]) -> Iterator[None]:
@@ -279,15 +233,10 @@ class Exchange:
             now = time.perf_counter()
             self.trace.append((what, unit, now if start is None else start, now))
 
-    def look(self) -> None:
-        """Pulls all weights before the first order. With bounded staleness they are pulled again to train."""
-        with self._lock:
-            if self.servers.staleness > 0:
-                self._release(False)
-            self._lock.notify_all()
-        self.need_all()
-
-    def need_all(self) -> None:
+    def need_all(self, pull: bool = False) -> None:
+        """pull: no order has come yet."""
+        if pull and not self.servers.synchronous:
+            self._pull_all()
         self.need(list(self._stale))
 
     def begin(self, step: int) -> None:
@@ -301,11 +250,12 @@ class Exchange:
         with self._lock:
             if self._error:
                 raise self._error
-            self._stale[unit], self._pushed[unit] = self._sizes[unit], self.serial
+            if self.servers.synchronous:
+                self._stale[unit] = self._sizes[unit]
+            self._unacknowledged += self._sizes[unit]
             for message in self._of_unit[unit]:
-                self._unacknowledged += len(message.parts)
                 for part in range(len(message.parts)):
-                    self._pushes.add((message.number, part, self._step), message.unit)
+                    self._pushes.add((message.number, part, self._step), unit)
             self._lock.notify_all()
 
     def computed(self, step: int, share: int, figures: tuple[float, ...]) -> None:
@@ -318,12 +268,21 @@ class Exchange:
         with self._lock:
             if self._computed is None or self._unacknowledged:
                 return
-            (step, share, serial, figures), self._computed = self._computed, None
+            told, self._computed = self._computed, None
         for link in self.links:
-            link.tell(Kind.COMPUTED, step, share, serial, figures)
+            link.tell(Kind.COMPUTED, *told)
         with self._lock:
-            self._share = step, share
+            self._share = told[:2]
         self._tell_if_applied()
+
+    def _tell_if_applied(self) -> None:
+        """Tells the first server once all servers have applied a share's gradients."""
+        with self._lock:
+            if self._share is None or self._updates < len(self._parts):
+                return
+            (step, share), self._share = self._share, None
+            self._updates -= len(self._parts)
+        self.links[0].tell(Kind.APPLIED, step, share)
 
     def report(self, step: int, text: str, figures: tuple[float, ...] = ()) -> None:
         """Answers an order of the first server."""
@@ -349,7 +308,7 @@ class Exchange:
                 thread.join()
 
     def _idle(self) -> bool:
-        return not self._sending and not len(self._pushes) and sum(self._stale.values()) == len(self._held)
+        return not (self._unacknowledged or any(self._stale.values()))
 
     def _guarded(self, target: Callable[[], None]) -> None:
         try:
@@ -363,14 +322,6 @@ class Exchange:
             self._receiving.put(None)
             self.orders.put(None)
 
-    def _updated(self, number: int, part: int) -> None:
-        """The weights of a part are new. They are pulled; with bounded staleness, once an order to train has come."""
-        unit = self._all[number, part]
-        if self.servers.staleness > 0 and self._trained < self._pushed[unit] + 2 and not self._looked:
-            self._held.add((number, part))
-        else:
-            self._pulls.add((number, part), unit)
-
     def _start_messages(self) -> None:
         """Starts the next part of a gradient, or of weights, while there are credits."""
         while True:
@@ -383,13 +334,10 @@ class Exchange:
                     return
                 self._credits[way] -= 1
                 number, part, *step = (self._pushes if way == "push" else self._pulls).pop()
-                message = self.messages[number]
-                serial = self._pushed[message.unit]
-                pull = 2 * (serial + 1) + (self._trained == serial + 2)
             if step:
-                self._push_part(message, part, *step)
+                self._push_part(self.messages[number], part, *step)
             else:
-                self._pull_part(message, part, pull)
+                self._pull_part(self.messages[number], part)
 
     def _next_way(self) -> str:
         if self._error or self._closing:
@@ -402,13 +350,12 @@ class Exchange:
         link, tag = self.links[message.server], tag_of(message.number, part, self.most[message.server])
         started = link.up.start_send(self._up[message.number].gather(part), link.peer, tag)
         with self._lock:
-            self._sending[message.number, part] = started
-            self._began[message.number, part] = time.perf_counter()
+            self._sending[message.number, part] = started, time.perf_counter()
         link.tell(Kind.PUSHED, message.number, part, step)
 
-    def _pull_part(self, message: Message, part: int, pull: int) -> None:
+    def _pull_part(self, message: Message, part: int) -> None:
         link, way = self.links[message.server], self._down[message.number]
-        link.tell(Kind.PULL, message.number, part, pull)
+        link.tell(Kind.PULL, message.number, part)
         tag = tag_of(message.number, part, self.most[message.server], down=True)
         started = link.down.start_receive(way.data[slice(*way.cuts[part])], link.peer, tag)
         self._receiving.put((started, message, part, time.perf_counter()))
@@ -417,10 +364,10 @@ class Exchange:
         """Waits for weights, in the order in which they were asked for."""
         while True:
             with progress.rest():
-                found = self._receiving.get()
-            if found is None:
+                pulled = self._receiving.get()
+            if pulled is None:
                 return
-            started, message, part, began = found
+            started, message, part, began = pulled
             started()
             self.note("pull", message.unit, began)
             self._down[message.number].scatter(part)
@@ -440,9 +387,8 @@ class Exchange:
                 self.links[server].tell(Kind.ALIVE)
             elif note.kind == Kind.ACKNOWLEDGED:
                 with self._lock:
-                    key = note.first, note.second
-                    started = self._sending.pop(key)
-                    self.note("push", self.messages[note.first].unit, self._began.pop(key))
+                    started, began = self._sending.pop((note.first, note.second))
+                    self.note("push", self.messages[note.first].unit, began)
                     self._credits["push"] += 1
                     self._unacknowledged -= 1
                     self._lock.notify_all()
@@ -450,17 +396,10 @@ class Exchange:
                 self._tell_if_received()
             else:
                 assert note.kind == Kind.UPDATED, note
+                part = note.first, note.second
                 with self._lock:
                     self._updates += 1
-                    self._updated(note.first, note.second)
+                    if self.servers.synchronous:
+                        self._pulls.add(part, self._parts[part])
                     self._lock.notify_all()
                 self._tell_if_applied()
-
-    def _tell_if_applied(self) -> None:
-        """Tells the first server once all servers have applied a share's gradients."""
-        with self._lock:
-            if self._share is None or self._updates < len(self._all):
-                return
-            (step, share), self._share = self._share, None
-            self._updates -= len(self._all)
-        self.links[0].tell(Kind.APPLIED, step, share)

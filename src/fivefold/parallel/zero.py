@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fivefold.optim.updater import Updater
 from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.replica import Replica
 from fivefold.parallel.unit_messages import UnitMessages
 from fivefold.spread.parts import Part, local_shape, shard_dim
 from fivefold.spread.syncs import Sync
@@ -94,15 +94,13 @@ def materialize(stages: Sequence[nn.Module], device: torch.device, initial: Call
                 rows(parameter).copy_(initial(name))
 
 
-class Sharded:
-    """ZeRO stage 1, 2 or 3 (see `replica.Replica`) for modules that `shard` has divided and `materialize` has filled.
+class Sharded(Replica):
+    """ZeRO stage 1, 2 or 3 for modules that `shard` has divided and `materialize` has filled.
 
     The masters are FSDP2's rows, as plain tensors that share their memory. messages: what `shard` returned for these
     stages. sent: what they send in a step (`units.syncs`). defer: gradients add up whole on each rank, and are
     scattered once per step. again: weights are freed after forward, and gathered again for backward.
     """
-
-    updater: Updater
 
     def __init__(
         self,
@@ -220,9 +218,6 @@ class Sharded:
         """Makes parameters share memory: a tied embedding, if a rank has the first and the last stage."""
         for parameter in same[1:]:
             private.share_memory(self.units, parameter, same[0])
-
-    def close(self) -> None:
-        """Does nothing: a sharded module is not used without this object."""
 
 
 def rows(tensor: DTensor) -> Tensor:

@@ -19,7 +19,7 @@ from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry, as_text, joined
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.schedules.priority import ORDERS
+from fivefold.schedules.priority import ORDER, ORDERS, PRIORITY, Order
 from fivefold.spread.layout import Counts
 from fivefold.spread.layout_rules import MOST_RANKS
 from fivefold.spread.servers import SERVER, UNBOUNDED, Servers
@@ -28,12 +28,12 @@ from fivefold.spread.sites import ONE_SITE, Sites
 from fivefold.spread.tiers import NOT_OFFLOADED
 
 if TYPE_CHECKING:  # a type checker reads no tables
-    AllReduce = Dtype = Fp8Gradient = Mode = Order = Rounding = Scaling = OptimizerName = SyncMethod = str
+    AllReduce = Dtype = Fp8Gradient = Mode = Rounding = Scaling = OptimizerName = SyncMethod = str
 else:
     Dtype, Mode = Literal[TRAINED], Literal["auto", *PRECISIONS]
     Scaling, Fp8Gradient, Rounding = Literal[SCALINGS], Literal[tuple(GRADIENTS)], Literal[ROUNDINGS]
     OptimizerName, AllReduce = Literal[tuple(OPTIMIZERS)], Literal[ALL_REDUCES]
-    SyncMethod, Order = Literal["all", SERVER, *OUTER], Literal[ORDERS]
+    SyncMethod = Literal["all", SERVER, *OUTER]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 TrackerNames = Annotated[str, BeforeValidator(joined)]
 Steps = Annotated[str, BeforeValidator(as_text)]
@@ -309,13 +309,12 @@ class SyncSection(Section):
     every parameter. `server` only."""
     staleness: int = Field(default=0, ge=UNBOUNDED, le=LARGEST)
     """0: synchronous. Each step has the mean gradient of all workers. N: a worker's gradient is applied by itself, and
-    its weights lack no update of steps more than N before (arXiv 1312.7869). -1: unbounded; workers never wait for each
-    other. `server` only."""
-    order: Order = "priority"
+    its weights lack no update of steps more than N before (arXiv 1312.7869). -1: unbounded; workers do not wait for
+    each other while they train. `server` only."""
+    order: str = Field(default=PRIORITY, pattern=ORDER, examples=[*ORDERS, "priority:256KiB"])
     """Which message goes first. `fifo`: the gradient that is ready first. `priority`: the layer nearest to the input,
-    which the next forward needs first (ByteScheduler, SOSP 2019). `server` only."""
-    partition: int = Field(default=1 << 20, ge=1 << 10, le=LARGEST)
-    """Bytes of fp32 of the parts into which messages are cut. `server` only."""
+    which the next forward needs first. Messages are cut into parts of 1 MiB of fp32, or of the size behind a colon
+    (ByteScheduler, SOSP 2019). `server` only."""
 
 
 class PrecisionSection(Section):
@@ -464,4 +463,4 @@ class Sections(Section):
         sync = self.sync
         if sync.method != SERVER:
             return Servers()
-        return Servers(sync.servers, sync.staleness, sync.order, sync.partition)
+        return Servers(sync.servers, sync.staleness, Order.parse(sync.order))

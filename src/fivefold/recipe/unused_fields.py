@@ -99,7 +99,7 @@ UNUSED = (
            "one site has nobody to synchronise with"),
     Unused("sync", "every sites fragments overlap patience outer_dtype outer_lr outer_momentum",
            lambda r: r.sync.method not in OUTER, "every step sums gradients", "sync.method"),
-    Unused("sync", "servers staleness order partition", lambda r: not r.servers.count,
+    Unused("sync", "servers staleness order", lambda r: not r.servers.count,
            f'it needs sync.method = "{SERVER}"', "sync.method"),
     *starmap(_of_modes, FIELDS.items()),
     Unused("precision", "reduce", lambda r: not _summing(r), NO_SUM),

@@ -10,14 +10,30 @@ The worker takes parts from the same queue as the simulator.
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 FIFO, PRIORITY = ORDERS = ("fifo", "priority")
+ORDER = r"^(fifo|priority)(:[1-9][0-9]{0,5}[KM]iB)?$"
+"""The texts of `Order`."""
 CREDITS = 4
 """Parts that a worker has under way in each direction."""
+
+
+class Order(NamedTuple):
+    """Which message goes first, and bytes of fp32 of the parts into which messages are cut."""
+
+    name: str = PRIORITY
+    partition: int = 1 << 20
+
+    @classmethod
+    def parse(cls, text: str) -> Order:
+        """`fifo`, `priority:256KiB`. Without a size, parts have 1 MiB."""
+        name, *size = re.split("[:KM]", text.removesuffix("iB"))
+        return cls(name, int(size[0]) << (20 if "M" in text else 10)) if size else cls(name)
 
 
 class Ready:

@@ -11,12 +11,12 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 
 from fivefold.precision import DTYPES, MASTER
-from fivefold.schedules.priority import PRIORITY
+from fivefold.schedules.priority import Order
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import Model, Span, parts
 from fivefold.spread.sites import messages as units_of
@@ -28,12 +28,11 @@ UNBOUNDED = -1
 
 @dataclass(frozen=True)
 class Servers:
-    """How `count` servers serve. staleness, order, partition: as in `[sync]`."""
+    """How `count` servers serve. staleness, order: as in `[sync]`."""
 
     count: int = 0
     staleness: int = 0
-    order: str = PRIORITY
-    partition: int = 1 << 20
+    order: Order = field(default_factory=Order)
 
     @property
     def synchronous(self) -> bool:
@@ -89,7 +88,7 @@ def messages(model: Model, servers: Servers) -> list[Message]:
     """All messages, by unit and server. A server without rows of a unit has none. Parameters lie in the order in which
     backward finishes, as in flat buffers."""
     tables = [parts(model, servers.layout, server) for server in range(servers.count)]
-    most, found = max(1, servers.partition // int(DTYPES[MASTER].bytes)), list[Message]()
+    most, found = max(1, servers.order.partition // int(DTYPES[MASTER].bytes)), list[Message]()
     for unit, names in enumerate(units(model)):
         for server, table in enumerate(tables):
             rows = [
@@ -121,7 +120,8 @@ class Shares:
 
     Synchronous: worker w computes share w of every batch. Else whoever asks gets the next share, of the oldest batch
     first. What a lost worker has not finished is handed out again. limit: no share of this step or a later one is
-    handed out. oldest: the first step (0, 1, ...) that is not finished.
+    handed out. oldest: the first step (0, 1, ...) that is not finished. lags: of a worker's share of a step that is not
+    synchronous, the number of earlier steps that were not finished when it got it.
     """
 
     def __init__(self, workers: int, first: int, limit: int, staleness: int = 0):
@@ -129,6 +129,7 @@ class Shares:
         self.alive = set(range(workers))
         self.under_way: dict[int, list[tuple[int, int]]] = {worker: [] for worker in self.alive}
         self.highest = first - 1  # the last step of which a share was handed out
+        self.lags: dict[tuple[int, int], int] = {}
         self._own = dict.fromkeys(self.alive, first)
         self._given_back: list[tuple[int, int]] = []
         self._next = (first, 0)
@@ -151,6 +152,7 @@ class Shares:
             else:
                 step, share = found
                 self._next = (step, share + 1) if share + 1 < self.workers else (step + 1, 0)
+            self.lags[worker, found[0]] = found[0] - self.oldest
         self.under_way[worker].append(found)
         self.highest = max(self.highest, found[0])
         return found

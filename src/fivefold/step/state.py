@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,10 +27,8 @@ from fivefold.optim.registry import OUTER
 from fivefold.optim.rounding import Rounder, Rounding
 from fivefold.optim.scaling import LossScale
 from fivefold.optim.updater import Rounded, Updater
-from fivefold.parallel.data import DataParallel
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.offload.pages import Paged
 from fivefold.parallel.outer import Outer
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
@@ -128,13 +126,13 @@ class State:
         """What this rank keeps of compressed gradient sums, named as in a checkpoint; empty without compression."""
         return {
             f"unsent.{self.mesh.axis('run').rank}.{number}.{name}": tensor
-            for number, replica in enumerate(self._replicas())
+            for number, replica in enumerate(self.parallel.replicas)
             for name, tensor in replica.unsent().items()
         }
 
     def compression_errors(self) -> dict[str, float]:
         """For each parameter of this rank the share of its gradient that the last step's compressed sum left out."""
-        return {name: error for replica in self._replicas() for name, error in replica.errors().items()}
+        return {name: error for replica in self.parallel.replicas for name, error in replica.errors().items()}
 
     def go_to(self, step: int) -> None:
         """Sets the step, by which compressed sums begin, and random-k and stochastic rounding draw. Weights of another
@@ -149,10 +147,7 @@ class State:
 
     def compressed(self) -> list[CompressedSum]:
         """The compressed gradient sums; none without compression."""
-        return [one for replica in self._replicas() for one in replica.sum.compressed]
-
-    def _replicas(self) -> list[DataParallel]:
-        return [replica for replica in self.parallel.replicas if isinstance(replica, DataParallel)]
+        return [one for replica in self.parallel.replicas for one in replica.compressed]
 
 
 def build_state(
@@ -233,52 +228,56 @@ def with_optimizer(
                 module.z_loss = recipe.train.z_loss
     if functions.loss is not None:
         use_loss(parallel.stages, functions.loss)
-    optim, compute = recipe.optim, torch_dtype(mode.working)
-    card, fields = OPTIMIZERS[optim.name], optimizer_fields(optim)
-    if functions.card is not None:
-        card, fields = functions.card, dict(functions.card.fields)
-    how = recipe.precision.rounding
+    compute, how = torch_dtype(mode.working), recipe.precision.rounding
+    card = functions.card or OPTIMIZERS[recipe.optim.name]
     rounding = Rounding(how, torch_dtype(mode.state), recipe.train.seed, kept_in(card, mode, how))
     model = own or card_of(recipe.model)
     found = ways(card, model, mesh.layout, mesh.rank) if mesh.layout.divided else {}
-    tokens = targets_per_step(recipe) // recipe.sites.count
     for replica in parallel.replicas:
         mine = {name: way for name, way in found.items() if name in replica.masters}
         gathering = Gathered(mine, mesh) if mine else None
         trained = {name: w for name, w in replica.masters.items() if not replica.parts[name].frozen}
+        shapes = {name: replica.parts[name].shape for name in trained}
+        given: dict[str, Any] = updater_arguments(recipe, shapes, embeddings, functions)
+        given["compute"] = compute
         if not trained:
-            replica.updater = Updater(card, {}, optim.lr, 0.0, fields)
-            continue
-        rates = {name: rate_of(optim, name, replica.parts[name].shape, embeddings) for name in trained}
-        decays = {name: decay_of(optim, name) for name in trained}
-        offload = parallel.offloads.get(id(replica))
-        if offload is None:
-            make = partial(
-                Updater,
-                card,
-                lr=optim.lr,
-                weight_decay=decays,
-                fields=fields,
-                rates=rates,
-                compute=compute,
-                gathering=gathering,
-                tokens=tokens,
-            )
+            replica.updater = Updater(masters={}, **given)
+        elif offload := parallel.offloads.get(id(replica)):
+            given |= {"gradients": replica.gradients, "working": replica.working}
+            given |= {"rounder": Rounder(rounding, replica.parts) if mode.rounds else None}
+            with memory or nullcontext():
+                replica.updater = offload.update_by(masters=trained, **given)
+        else:
+            given |= {"gathering": gathering}
+            make = lambda masters, given=given: Updater(masters=masters, **given)  # noqa: E731
             replica.updater = (
                 Rounded(rounding, trained, replica.parts, make) if mode.rounds else make(trained)
             )
-        else:
-            working = replica.working if isinstance(replica, (DataParallel, Paged)) else None
-            given = card, replica.masters, replica.gradients, working, optim.lr, decays, fields, rates
-            rounder = Rounder(rounding, replica.parts) if mode.rounds else None
-            with memory or nullcontext():
-                replica.updater = offload.update_by(*given, compute, tokens, rounder)
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual, functions=functions)
     if mode.scaled:
         precision = recipe.precision
         state.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_every, mesh.device)
     return state
+
+
+def updater_arguments(
+    recipe: Recipe,
+    shapes: Mapping[str, tuple[int, ...]],
+    embeddings: frozenset[str] | None = None,
+    functions: UserFunctions = NOTHING,
+) -> dict[str, Any]:
+    """The arguments of `Updater` that follow from the recipe, for parameters of these shapes, each undivided.
+    embeddings: as in `rate_of`."""
+    optim, card = recipe.optim, functions.card
+    return {
+        "card": card or OPTIMIZERS[optim.name],
+        "lr": optim.lr,
+        "weight_decay": {name: decay_of(optim, name) for name in shapes},
+        "fields": dict(card.fields) if card else optimizer_fields(optim),
+        "rates": {name: rate_of(optim, name, shape, embeddings) for name, shape in shapes.items()},
+        "tokens": targets_per_step(recipe) // recipe.sites.count,
+    }
 
 
 def rate_of(

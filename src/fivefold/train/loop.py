@@ -67,11 +67,17 @@ class Hooks(Protocol):
         ...
 
 
-def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = None) -> bool:
+def train_loop(
+    state: State,
+    recipe: Recipe,
+    hooks: Hooks,
+    behind: int | None = None,
+    take: Callable[..., Done] | None = None,
+) -> bool:
     """Trains to the recipe's last step. Returns False if it was stopped before; the state is saved either way.
 
     behind: number of steps that may run on while the figures of an earlier one are not read. None: 1, but 0 on CPUs,
-    where reading does not wait.
+    where reading does not wait. take: in place of `take_step`, where other ranks compute.
 
     Raises:
         Fault: a number that is not finite, a spike, or a difference between ranks. What the recipe wants is to go back,
@@ -93,7 +99,7 @@ def train_loop(state: State, recipe: Recipe, hooks: Hooks, behind: int | None = 
                 with span("wait for data"):
                     microbatches, waited = hooks.next_batch()  # the first may open files
                 hooks.begin_step(microbatches)
-                done = take_step(
+                done = (take or take_step)(
                     state, recipe, microbatches, hooks.stop_wanted, hooks.inspect, hooks.save_wanted
                 )
             first = False

@@ -16,11 +16,11 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.init import build
-from fivefold.optim.updater import Updater
 from fivefold.parallel import products
 from fivefold.parallel.expert import Balance
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel
+from fivefold.parallel.replica import Replica
 from fivefold.precision import Mode, torch_dtype
 from fivefold.recipe import Recipe
 from fivefold.spread.layout import Layout
@@ -28,11 +28,9 @@ from fivefold.spread.parts import Part, held
 from fivefold.step.state import State, compute_mode, with_optimizer
 
 
-class Plain:
-    """The simplest replica (see `parallel.replica.Replica`). The module must be in fp32 when this is built; afterwards
+class Plain(Replica):
+    """The simplest replica. The module must be in fp32 when this is built; afterwards
     it computes as the mode says."""
-
-    updater: Updater
 
     def __init__(self, module: nn.Module, parts: dict[str, Part], mode: Mode):
         self.parts, self.params = parts, dict(module.named_parameters())
@@ -60,15 +58,6 @@ class Plain:
         for gradient in self.gradients.values():
             gradient.zero_()
 
-    def enable_sync(self) -> None:
-        """Does nothing: there is nothing to send."""
-
-    def collect(self) -> None:
-        """Does nothing: no gradient is deferred."""
-
-    def finish(self) -> None:
-        """Does nothing: there is nothing to wait for."""
-
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         self.updater.step(self.gradients, lr, scale, skip)
         self.refresh()
@@ -83,9 +72,6 @@ class Plain:
     def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
         for name in names:
             self.params[name].register_hook(seen)
-
-    def close(self) -> None:
-        """Does nothing: the module is not used without this object."""
 
 
 def reference_state(recipe: Recipe, one: Ranks) -> State:

@@ -29,6 +29,7 @@ from fivefold.observe.console import Console
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
+from fivefold.parallel.server import Server
 from fivefold.recipe import count_parameters, to_toml, tokens_per_step
 from fivefold.recipe.unused_fields import notes
 from fivefold.recipe.warnings import warnings
@@ -43,6 +44,8 @@ from fivefold.train.resume import Resumed, resume
 from fivefold.train.rollback import train
 from fivefold.train.saved import shared, tokenizer_to_keep
 from fivefold.train.self_test import settle
+from fivefold.train.server_run import ServerHooks, build_server
+from fivefold.train.server_worker import work
 
 
 def run_rank(job: Job, ranks: Ranks) -> int | None:
@@ -54,8 +57,10 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         message = "stopping: finishing the steps under way, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
         stack.enter_context(watching(ranks, recipe.observe.hang_s, job.out / "traces"))
+        if 0 < recipe.servers.count <= ranks.rank:
+            return None if work(job, ranks, interrupt) else interrupt.signal or 15
         with progress.phase("starting"):
-            state, resumed = _first_state(job, ranks, stack)
+            state, server, resumed = _first_state(job, ranks, stack)
             membership = join(state, job) if job.seat else None
             predicted = Prediction(job, ranks, state.step)
             stack.enter_context(predicted.watching)
@@ -66,8 +71,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             for note in settle(state, job, ranks, resumed is not None):
                 console.note(note)
             leaving = _stop_asked(state, interrupt)  # before the first step: there is nothing new to save
-            hooks = RunHooks(state, job, ranks, console, metrics, interrupt.wanted, predicted)
-            rank.hooks = hooks
+            given = state, job, ranks, console, metrics, interrupt.wanted, predicted
+            hooks = rank.hooks = RunHooks(*given) if server is None else ServerHooks(*given, server)
             stack.callback(hooks.saver.close)
             for text in resumed.alarms if resumed else ():
                 hooks.alarm(state.step, text)
@@ -76,8 +81,14 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             # It may have joined in the last outer step
             if membership is not None and state.step == recipe.train.steps:
                 hooks.save(state.step, ends=True)
-        complete = state.step == recipe.train.steps if leaving else train(state, job, hooks)
+        complete = state.step == recipe.train.steps
+        if isinstance(hooks, ServerHooks):
+            complete = hooks.run(leaving)
+        elif not leaving:
+            complete = train(state, job, hooks)
         enough = _end(hooks, complete)
+        if server is not None:
+            server.close()
         # The ranks leave together: a launcher stops the others when one is gone
         state.mesh.axis("run").barrier()
         if membership is not None:
@@ -85,17 +96,21 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         return None if complete or enough else interrupt.signal or 15
 
 
-def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Resumed | None]:
-    """The state to train from: of a checkpoint, if the run resumes, else with initial weights."""
-    site, frozen = job.seat.site if job.seat else None, job.recipe.checkpoint.frozen
-    state = build_state(job.recipe, ranks, job.module, site, job.card, job.own.functions())
+def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Server | None, Resumed | None]:
+    """The state to train from: of a checkpoint, if the run resumes, else with initial weights; and the parameter
+    server that has it, if it is one's."""
+    site, frozen, server = job.seat.site if job.seat else None, job.recipe.checkpoint.frozen, None
+    if job.recipe.servers.count:
+        state, server = build_server(job, ranks)
+    else:
+        state = build_state(job.recipe, ranks, job.module, site, job.card, job.own.functions())
     stack.callback(state.parallel.close)
     resumed = resume(state, job) if job.resume else None
     if frozen:
         state.elsewhere = None
     if job.initial is not None and not resumed:
         load_initial(state, job.initial, named_by(job.card), frozen)
-    return state, resumed
+    return state, server, resumed
 
 
 def join(state: State, job: Job) -> Membership:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +33,6 @@ from fivefold.launch import verdict
 from fivefold.launch.interrupt import STOPPED, Interrupt, Leaving, run_complete, unsaved
 from fivefold.launch.launchers import LAUNCH, may_be_again, restarted_by
 from fivefold.launch.local import launch
-from fivefold.launch.ranks import Ranks
 from fivefold.launch.supervisor import Attempt
 from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard
@@ -59,7 +57,6 @@ from fivefold.train.prediction import add_exact
 from fivefold.train.restart import Elastic, Restarts, go_back_once, grace_s, newest, note_restart
 from fivefold.train.rollback import goes_back
 from fivefold.train.run import run_rank
-from fivefold.train.served import run_served
 from fivefold.train.share import batches_of, streaming
 from fivefold.train.user_hooks import WITHOUT, UserHooks
 
@@ -311,16 +308,12 @@ def _attempt(world: int, job: Job) -> Attempt:
     servers = job.recipe.servers  # asynchronous training goes on without a worker
     expendable = range(servers.count, world) if servers.staleness else range(0)
     return Attempt(
-        partial(_part(job), job),
+        partial(run_rank, job),
         world,
         expendable,
         partial(grace_s, job),
         timeout_s=job.recipe.launch.timeout,
     )
-
-
-def _part(job: Job) -> Callable[[Job, Ranks], int | None]:
-    return run_served if job.recipe.servers.count else run_rank
 
 
 def _run_here(job: Job, interrupt: Interrupt, world: int) -> int | None:
@@ -331,7 +324,7 @@ def _run_here(job: Job, interrupt: Interrupt, world: int) -> int | None:
         with ExitStack() as stack:
             with Leaving():  # the others may never come
                 ranks = stack.enter_context(ranks_.join(launch.timeout, launch.meet, members=world))
-            return _part(job)(job, ranks)
+            return run_rank(job, ranks)
     except KeyboardInterrupt:
         raise SystemExit(unsaved(SIGINT)) from None
     except Exception as error:

@@ -24,6 +24,7 @@ from fivefold.parallel.flat import add_gradient
 from fivefold.parallel.offload.disk import Disk, File, wait_for
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.offload.update import GRADIENTS, WORKING, Home, InPlace, OnDisk
+from fivefold.parallel.replica import Replica
 from fivefold.spread.parts import Part
 from fivefold.spread.tiers import AHEAD, BEHIND, Chunk
 from fivefold.spread.units import buffer_order
@@ -79,8 +80,8 @@ class Unit:
         return self.size * self.working.itemsize
 
 
-class Paged:
-    """ZeRO stage 0 (see `replica.Replica`) with gradients in another tier, and perhaps working weights. One file or
+class Paged(Replica):
+    """ZeRO stage 0 with gradients in another tier, and perhaps working weights. One file or
     host buffer holds each kind, in the order of the arena.
 
     reduced: True if gradients change after they are stored (`Parallel.reductions`); their norms are then computed from

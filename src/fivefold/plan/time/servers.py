@@ -93,7 +93,7 @@ def line(s: Service) -> Line:
     """The line of one worker while all workers push and pull. A server updates while more arrives, so an update delays
     a part by its own time only; where it waits for the norm, by that of all its rows."""
     cluster = s.worker.cluster
-    elements = s.servers.partition / DTYPES[MASTER].bytes
+    elements = min(s.servers.order.partition / DTYPES[MASTER].bytes, max(s.elements))
     size = elements * s.pushed
     latency, per_byte = communication.send_line(size, s.crosses, cluster)
     per_byte *= max(1.0, s.workers / s.servers.count)  # workers share the link of a server
@@ -107,7 +107,7 @@ def line(s: Service) -> Line:
     return Line(
         up=1 / per_byte, down=1 / per_byte, latency=latency, update=update,
         partition=size,
-        together=s.clips, order=s.servers.order,
+        together=s.clips, order=s.servers.order.name,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 
 from fivefold.comm.progress import progress
@@ -13,40 +12,39 @@ from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel import products
-from fivefold.parallel.link import Kind, Note, links
+from fivefold.parallel.link import Kind, Note
 from fivefold.parallel.replica import gradient_square
-from fivefold.parallel.worker import Served
-from fivefold.step.served import worker_state
+from fivefold.parallel.worker import Pushes
+from fivefold.step.servers import worker_state
 from fivefold.step.state import State
 from fivefold.step.step import forward_backward, validate
 from fivefold.train.hooks import sampled
 from fivefold.train.job import Job
 from fivefold.train.loop import names_step
 from fivefold.train.self_test import settle
+from fivefold.train.server_run import connect
 from fivefold.train.share import batches_of, share_of, validation_sets
 
 
-def work(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], None]) -> bool:
-    """A worker's part: does what the first server orders. begun: called when it has started. Returns True if the run is
-    complete."""
-    worker_links = links(ranks, job.recipe.servers.count)
-    state, served = worker_state(job.recipe, ranks, worker_links)
-    exchange, trained, validated = served.exchange, False, False
-    if products.wanted(job.recipe) is not None:
-        exchange.look()
-    settle(state, job, ranks, False)  # the first server knows whether the run is resumed
-    begun()
+def work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
+    """A worker's part: does what the first server orders. Returns True if the run is complete."""
+    with progress.phase("starting"):
+        state, pushes = worker_state(job.recipe, ranks, connect(job, ranks))
+        exchange, trained, validated = pushes.exchange, False, False
+        if products.wanted(job.recipe) is not None:
+            exchange.need_all(pull=True)
+        settle(state, job, ranks, False)  # the first server knows whether the run is resumed
     while (note := exchange.order()).kind != Kind.END:
         if note.kind == Kind.TRAIN:
             slower = nullcontext() if trained else progress.phase("a slower step")  # it may compile
             with slower, names_step(state):
-                _train(job, ranks, state, served, note, interrupt)
+                _train(job, ranks, state, pushes, note, interrupt)
             trained = True
         elif note.kind == Kind.VALIDATE:
             with nullcontext() if validated else progress.phase("the first validation"):
-                found = validate(state, validation_sets(job, state.mesh))
+                figures = validate(state, validation_sets(job, state.mesh))
             validated = True
-            exchange.report(note.first, json.dumps(found))
+            exchange.report(note.first, json.dumps(figures))
         else:
             exchange.need_all()
             assert job.data
@@ -58,18 +56,15 @@ def work(job: Job, ranks: Ranks, interrupt: Interrupt, begun: Callable[[], None]
             except UserError as error:  # a diverged model cannot write; the run continues
                 exchange.report(note.first, str(error), (1.0,))
     exchange.close()
-    served.close()
+    state.parallel.close()
     return bool(note.first)
 
 
-def _train(job: Job, ranks: Ranks, state: State, served: Served, order: Note, interrupt: Interrupt) -> None:
+def _train(job: Job, ranks: Ranks, state: State, pushes: Pushes, order: Note, interrupt: Interrupt) -> None:
     """Computes the gradient of a share."""
     recipe, train = job.recipe, job.recipe.train
-    begin, clock = (
-        time.time(),
-        time.perf_counter(),
-    )  # the hosts' common clock, which may jump, and one that does not
-    step, share, before = order.first, order.second, served.exchange.waited
+    begin, clock = time.time(), time.perf_counter()  # the hosts' clock may jump, the other one does not
+    step, share, before = order.first, order.second, pushes.exchange.waited
     batches = job.batches
     if batches is None:
         assert job.data is not None
@@ -79,15 +74,15 @@ def _train(job: Job, ranks: Ranks, state: State, served: Served, order: Note, in
         batches, step, train.global_batch_size, train.microbatch_size or 1, state.mesh, share=(share, count)
     )
     read = time.perf_counter() - clock
-    state.step = served.step = step
+    state.step = pushes.step = step
     loss = forward_backward(state, microbatches, train.seed).item()
     square = 0.0
     if not recipe.servers.synchronous:
         square = gradient_square(state.parallel.replicas, state.mesh).item()
         if loss - loss != 0:  # not finite: then no server takes the gradient
             square = float("nan")
-    waited, memory = served.exchange.waited - before, float(peak_memory_bytes("cpu"))
+    waited, memory = pushes.exchange.waited - before, float(peak_memory_bytes("cpu"))
     end = begin + time.perf_counter() - clock
     figures = loss, square, float(interrupt.wanted()), begin, end, waited, read, memory
-    served.exchange.computed(step, share, figures)
+    pushes.exchange.computed(step, share, figures)
     progress.end_step(step + 1, time.perf_counter() - clock, read)

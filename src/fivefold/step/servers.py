@@ -12,85 +12,68 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.init import init_part
-from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.link import Link
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel, parallelize
-from fivefold.parallel.replica import Replica, assert_owned_once
+from fivefold.parallel.replica import assert_owned_once
 from fivefold.parallel.server import Shard
-from fivefold.parallel.worker import Served
+from fivefold.parallel.worker import Exchange, Pushes, wait_for_weights
 from fivefold.precision import torch_dtype
-from fivefold.recipe import Recipe, count_parameters, targets_per_step
+from fivefold.recipe import Recipe, count_parameters
 from fivefold.spread.layout import Layout
 from fivefold.spread.parts import parts
 from fivefold.spread.servers import messages, units
-from fivefold.step.state import State, compute_mode, decay_of, optimizer_fields, rate_of
+from fivefold.step.state import State, compute_mode, updater_arguments
 
 
 def server_state(recipe: Recipe, ranks: Ranks) -> tuple[State, list[Shard]]:
     """A server's state at step 0, and its rows of each unit. The servers save and resume as ranks of ZeRO 1 do.
 
     ranks: of the run. The first are the servers."""
-    servers = recipe.servers
+    servers, card = recipe.servers, card_of(recipe.model)
     mesh = Mesh(servers.layout, replace(ranks, world=servers.count))
-    table = parts(card_of(recipe.model), servers.layout, ranks.rank)
-    card, optim = OPTIMIZERS[recipe.optim.name], recipe.optim
-    fields = optimizer_fields(optim)
-    pushed = torch_dtype(recipe.precision.reduce)
-    pulled = torch_dtype(compute_mode(recipe, ranks.device).working)
+    table = parts(card, servers.layout, ranks.rank)
+    arguments = updater_arguments(recipe, {name: part.shape for name, part in table.items()})
     shards = [
         Shard(
             message,
             table,
             lambda name: init_part(recipe.train.seed, name, recipe.model, table[name]),
             ranks.world - servers.count,
-            pushed,
-            pulled,
+            torch_dtype(recipe.precision.reduce),
+            torch_dtype(compute_mode(recipe, ranks.device).working),
             servers.synchronous,
-            lambda masters: Updater(
-                card,
-                masters,
-                optim.lr,
-                {name: decay_of(optim, name) for name in masters},
-                fields,
-                {name: rate_of(optim, name, table[name].shape) for name in masters},
-                tokens=targets_per_step(recipe),
-            ),
+            lambda masters: Updater(masters=masters, **arguments),
         )
-        for message in messages(card_of(recipe.model), servers)
+        for message in messages(card, servers)
         if message.server == ranks.rank
     ]
-    kept = cast("list[Replica]", shards)  # a server computes no gradients
-    assert_owned_once(kept, mesh, count_parameters(recipe.model))
-    return State(Parallel([], kept), mesh, torch.zeros(2, dtype=torch.float64)), shards
+    assert_owned_once(shards, mesh, count_parameters(recipe.model))
+    return State(Parallel([], [*shards]), mesh, torch.zeros(2, dtype=torch.float64)), shards
 
 
-def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State, Served]:
-    """A worker's state, whose weights come from the servers."""
+def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State, Pushes]:
+    """A worker's state, whose weights come from the servers, and what takes its gradients there."""
     servers, worker = recipe.servers, ranks.rank - recipe.servers.count
-    alone = replace(Layout.from_recipe(recipe.layout), dp_replicate=1)
-    mesh = Mesh(alone, replace(ranks, rank=worker, world=1))
-    own = recipe.model_copy(
-        update={"layout": recipe.layout.model_copy(update={"dp_replicate": 1})}
-    )  # the model of one rank
-    parallel = parallelize(own, mesh, torch_dtype(compute_mode(recipe, ranks.device).working), torch.float32)
-    (module,), (replica,) = parallel.stages, parallel.replicas
-    assert isinstance(replica, DataParallel)
-    card = card_of(recipe.model)
-    served = Served(
-        replica,
-        cast("LanguageModel", module),
-        units(card),
-        messages(card, servers),
-        links,
-        servers,
-        torch_dtype(recipe.precision.reduce),
+    mesh = Mesh(
+        replace(Layout.from_recipe(recipe.layout), dp_replicate=1), replace(ranks, rank=worker, world=1)
     )
-    parallel.replicas[0] = served
+    model_of_one_rank = recipe.model_copy(
+        update={"layout": recipe.layout.model_copy(update={"dp_replicate": 1})}
+    )
+    working = torch_dtype(compute_mode(recipe, ranks.device).working)
+    parallel = parallelize(model_of_one_rank, mesh, working, torch.float32)
+    replica, module, card = parallel.replicas[0], parallel.stages[0], card_of(recipe.model)
+    assert isinstance(replica, DataParallel)
+    replica.only_working()
+    pushed = torch_dtype(recipe.precision.reduce)
+    exchange = Exchange(messages(card, servers), replica.weights, links, servers, pushed)
+    replica.sum = pushes = Pushes(replica.weights, units(card), exchange)
+    wait_for_weights(cast("LanguageModel", module), units(card), exchange)
     module.train()
-    return State(parallel, mesh, torch.zeros(2, dtype=torch.float64)), served
+    return State(parallel, mesh, torch.zeros(2, dtype=torch.float64)), pushes
 
 
 def assert_possible(ranks: Ranks, own_module: bool) -> None:

@@ -1,0 +1,312 @@
+"""The servers of a run with parameter servers (`sync.method = "server"`). They train by the trainer's loop: a step ends
+when they have applied as many shares of the batch as there are workers.
+
+The first ranks are the servers. The first of them also leads: it hands out the shares, writes metrics, and has a worker
+validate or write a sample. So a lost worker loses nothing but the share that it was computing. Where the loop saves,
+validates or samples after a step, no share of a later one is handed out before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from fivefold.comm import all_or_none, everyone, told
+from fivefold.comm.progress import progress
+from fivefold.errors import CommunicationError, UserError
+from fivefold.files import Lines
+from fivefold.launch.ranks import Ranks
+from fivefold.models.card import card_of
+from fivefold.observe.metrics import drop_after
+from fivefold.observe.worker_picture import WORKERS
+from fivefold.parallel.link import Kind, Link, Note, links
+from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.server import Event, Server
+from fivefold.spread.servers import Shares
+from fivefold.step.servers import assert_possible, server_state
+from fivefold.step.state import State
+from fivefold.step.step import SAVE, STOP, Done, last_update, rate
+from fivefold.train.faults import Fault, destroyed_after
+from fivefold.train.hooks import RunHooks
+from fivefold.train.job import Job
+from fivefold.train.loop import due, train_loop
+from fivefold.train.rollback import FILE, read
+from fivefold.train.saved import shared
+from fivefold.train.saver import Saver
+
+STEP, LOST, END = range(3)  # what the first server has the others do
+NUMBERS = 6  # of a command
+
+
+def connect(job: Job, ranks: Ranks) -> list[Link]:
+    """Links servers and workers, before anything else makes groups (see `axis_between`). All ranks call it together.
+
+    Raises:
+        UserError: parameter servers cannot do it, or a rank has another recipe or other data than the first server.
+    """
+    assert_possible(ranks, job.module is not None)
+    if read(job.out)["left_out"]:
+        raise UserError(
+            f"{job.out / FILE}: this run left out data after a fault, and parameter servers cannot do that. Nearest "
+            'valid: sync.method = "all"'
+        )
+    servers = job.recipe.servers.count
+    progress.role = f"worker {ranks.rank - servers}" if ranks.rank >= servers else f"server {ranks.rank}"
+    if ranks.first:
+        progress.role = "first server"
+    settings = {key: str(value) for key, value in shared(job).items()}
+    first = json.loads(told(json.dumps(settings), 0, axis := everyone(ranks)))
+    with all_or_none(axis):
+        for key in sorted(first.keys() | settings.keys()):
+            if first.get(key) != settings.get(key):
+                raise UserError(
+                    f"rank {ranks.rank} has another recipe than rank 0: {key} = {settings.get(key)}, and there it is "
+                    f"{first.get(key)}. All ranks of a run need the same recipe and data"
+                )
+    return links(ranks, servers)
+
+
+def build_server(job: Job, ranks: Ranks) -> tuple[State, Server]:
+    """A server at step 0. It serves from `ServerHooks.run` on."""
+    recipe, worker_links = job.recipe, connect(job, ranks)
+    state, shards = server_state(recipe, ranks)
+    norms = state.mesh.new_axis("norms", list(range(recipe.servers.count)), apart=True)
+    learning_rate = partial(rate, recipe.optim, steps=recipe.train.steps or 0)
+    clip = recipe.optim.grad_clip
+    return state, Server(shards, worker_links, recipe.servers, norms, clip, learning_rate)
+
+
+@dataclass
+class ServerHooks(RunHooks):
+    """The hooks of `train_loop` on a server.
+
+    shares: who computes what; the first server's, as all that follows. idle: workers that have nothing to do. computed:
+    by worker and step, what it said of its share. applied: shares that all servers have applied, of steps that have not
+    ended. answer: to what a worker was asked beside its shares. asks: what `Done` tells the loop once all shares that
+    were handed out are applied.
+    """
+
+    server: Server
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        recipe, stopped = self.job.recipe, partial(self.server.keep_alive, self.stop_wanted)
+        self.next_batch = _no_batch
+        self.saver = Saver(self.state, self.job, self.alarm, self.flush, stopped, beside=False)
+        self.workers = self.ranks.world - recipe.servers.count
+        self.shares = Shares(self.workers, self.state.step, self.state.step, recipe.servers.staleness)
+        self.idle = set(range(self.workers))
+        self.computed: dict[tuple[int, int], Note] = {}
+        self.applied: list[Note] = []
+        self.answer: tuple[Note, str] | None = None
+        self.asks, self.stopping = 0.0, False
+        self.known: dict[str, Any] = {}  # of the step that has ended
+
+    def run(self, leaving: bool) -> bool:
+        """Trains to the recipe's last step. Returns False if it was stopped before. leaving: before it began.
+
+        Raises:
+            UserError: a fault that ends the run.
+        """
+        path = self.job.out / WORKERS
+        if self.ranks.first and path.exists():  # as in metrics.jsonl: these steps run again
+            drop_after(path, self.state.step)
+        self.server.start()
+        complete = self.state.step == self.job.recipe.train.steps
+        try:
+            with Lines(path) if self.ranks.first else nullcontext() as self.lines:
+                self._oversee()
+                if not leaving:
+                    complete = _train(self, self.take)
+        except Fault as fault:
+            raise fault.ended(self.job.out) from None
+        progress.overseen = frozenset()  # they end now, one after the other
+        self._command(END)
+        for worker in self.shares.alive if self.ranks.first else ():
+            self.server.order(worker, Kind.END, int(complete))
+        return complete
+
+    def _oversee(self) -> None:
+        """The first server watches all workers: asynchronous ones may go on for long without one that hangs."""
+        if self.ranks.first:
+            progress.overseen = frozenset(self.server.links[worker].rank for worker in self.shares.alive)
+
+    def _command(self, *numbers: float) -> list[float]:
+        """The first server's next command to all, but for the loss of workers, which is dealt with here."""
+        axis = self.state.mesh.axis("run")
+        while True:
+            command = torch.tensor([*numbers, *[0.0] * (NUMBERS - len(numbers))], dtype=torch.float64)
+            command = axis.broadcast(command, 0).tolist()
+            if self.ranks.first or command[0] != LOST:
+                return command
+            self.server.settle(int(command[1]))
+
+    def take(self, *arguments: object) -> Done:
+        """The next step: takes the place of `step.take_step`."""
+        state, recipe = self.state, self.job.recipe
+        summary = self._lead() if self.ranks.first else ()
+        _, loss, norm, bad, asked, updates = self._command(STEP, *summary)
+        if recipe.servers.synchronous:  # the servers, and not the workers, know the whole gradient
+            axis = state.mesh.axis("run")
+            figures = self.server.finished(state.step, axis.timeout_s)
+            square, bad = axis.all_reduce(torch.tensor(figures, dtype=torch.float64)).tolist()
+            norm, updates = square**0.5, float(not bad)
+        state.set_counts(int(state.updates + updates), state.skipped + 1 if bad else 0)
+        lr = rate(recipe.optim, state.step, recipe.train.steps or 0)
+        state.step += 1
+        figures = {"loss": loss, "norm": norm, "asked": asked, "skipped": state.skipped, "nonfinite": bad > 0}
+        return Done(lr, {name: torch.tensor(float(value)) for name, value in figures.items()})
+
+    def _lead(self) -> tuple[float, ...]:
+        """Has workers compute a step. Returns what `take` tells all servers of it."""
+        step, steps = self.state.step, self.job.recipe.train.steps or 0
+        if step == self.shares.limit:  # the next one after which all wait
+            later = range(step + 1, steps + 1)
+            self.shares.limit, self.asks = next(s for s in later if s == steps or self._pauses(s)), 0.0
+        while len(self.applied) < self.workers:
+            self.stopping = self.stopping or self.stop_wanted()
+            if self.stopping or self.save_wanted():
+                self.asks = STOP if self.stopping else SAVE
+                self.shares.limit = min(self.shares.limit, max(step, self.shares.highest) + 1)
+            self._hand_out()
+            self._wait()
+        notes, self.applied = self.applied[: self.workers], self.applied[self.workers :]
+        losses, squares, *_, waited, memory = zip(*(note.figures for note in notes), strict=True)
+        self.known = {"peak_memory_bytes": int(max(memory)), "data_wait_s": max(waited)}
+        if not self.job.recipe.servers.synchronous:
+            self.known["staleness"] = max(note.step for note in notes)
+        bad = sum(not abs(square) < float("inf") for square in squares)
+        asks = self.asks if step + 1 == self.shares.limit else 0.0
+        return fmean(losses), fmean(square**0.5 for square in squares), bad, asks, len(notes) - bad
+
+    def _pauses(self, step: int) -> bool:
+        train = self.job.recipe.train
+        return self.save_due(step) or due(train.val_every, step) or due(train.sample_every, step)
+
+    def _hand_out(self) -> None:
+        for worker in sorted(self.idle):
+            if share := self.shares.take(worker):
+                self.server.order(worker, Kind.TRAIN, *share)
+                self.idle.discard(worker)
+
+    def _wait(self) -> None:
+        """Takes the next event, if there is one soon."""
+        alive, under_way = sorted(self.shares.alive), self.shares.under_way
+        busy = [worker for worker in alive if worker not in self.idle or under_way[worker]]
+        began = self.server.await_workers("answers", busy)
+        try:
+            event = self.server.events.get(timeout=0.1)
+        except Empty:
+            return  # and waits on
+        progress.leave(began)
+        if event.worker < 0:
+            assert event.lost
+            raise event.lost
+        if event.worker not in self.shares.alive:
+            return
+        if event.lost is not None:
+            self._lose(event)
+        elif event.note is not None and event.note.kind == Kind.TEXT:
+            self.answer = event.note, event.text
+        elif event.note is not None:
+            self._take_note(event.worker, event.note)
+
+    def _take_note(self, worker: int, note: Note) -> None:
+        if note.kind == Kind.COMPUTED:
+            self._computed(worker, note)
+        else:
+            self.shares.finish(worker, note.first, note.second)
+            self.applied.append(self.computed.pop((worker, note.first)))
+        if (note.kind == Kind.COMPUTED) == self.job.recipe.servers.synchronous:
+            self.idle.add(worker)
+
+    def _computed(self, worker: int, note: Note) -> None:
+        """Notes a share. The note's last number becomes its lag."""
+        lag = self.shares.lags.pop((worker, note.first), 0)
+        self.computed[worker, note.first] = note._replace(step=lag)
+        _, _, stop, begin, end, waited, *_ = note.figures
+        line = {"worker": worker, "step": note.first + 1, "share": note.second, "begin": begin, "end": end}
+        assert self.lines
+        self.lines.write(json.dumps(line | {"waited_s": waited, "lag": lag}))
+        self.stopping = self.stopping or bool(stop)
+
+    def _lose(self, event: Event) -> None:
+        worker = event.worker
+        self._command(LOST, worker)
+        note = self.server.settle(worker)
+        for step, _ in self.shares.lose(worker, (note.first, note.second) if note else None):
+            if note and (worker, step) not in self.computed:  # only another server has heard of it
+                self._computed(worker, note)
+            self.applied.append(self.computed.pop((worker, step)))
+        self._oversee()
+        self.idle.discard(worker)
+        rank, left = self.server.links[worker].rank, len(self.shares.alive)
+        self.console.note(f"worker {worker} (rank {rank}) is lost; {left} go on. {event.lost}")
+        if not left:
+            raise CommunicationError(f"all workers are lost. The last was rank {rank}: {event.lost}")
+
+    def _ask(self, kind: Kind, step: int) -> tuple[Note, str]:
+        """Has a worker do something beside its shares, while all of them wait. Returns its answer."""
+        self.answer, asked = None, -1
+        while self.answer is None:
+            if asked not in self.shares.alive:
+                asked = min(self.idle)
+                self.idle.discard(asked)
+                self.server.order(asked, kind, step)
+            self._wait()
+        self.idle.add(asked)
+        return self.answer
+
+    def begin_step(self, microbatches: object) -> None:
+        """Nothing is measured."""
+
+    def end_step(self) -> dict[str, Any]:
+        return self.known
+
+    def compare(self, step: int) -> Fault | None:
+        ruined, self.state.limit = last_update(self.state)
+        destroyed = self.state.mesh.axis("run").all_reduce(ruined).item()
+        return destroyed_after(step, self.job.recipe.faults) if destroyed else None
+
+    def validate(self, step: int) -> None:
+        job = self.job
+        held_out = job.val_batches is not None or bool(job.data is not None and job.data.validation_sets)
+        if self.ranks.first and held_out:
+            _, text = self._ask(Kind.VALIDATE, step)
+            line = {"step": step, **json.loads(text)}
+            self._write(line)
+            self.console.validation(line)
+
+    def sample(self, step: int) -> None:
+        job = self.job
+        writes = card_of(job.recipe.model).causal and job.data is not None and job.data.tokenizer is not None
+        if not self.ranks.first or not writes:
+            return
+        note, text = self._ask(Kind.SAMPLE, step)
+        if note.figures[0]:
+            self.console.note(f"step {step}: no sample: {text}")
+        else:
+            self._write({"step": step, "sample": text})
+            self.console.sample(text, step)
+
+    def save(self, step: int, ends: bool, waits: bool = True) -> None:
+        if not waits:
+            raise UserError("workers compute later steps already")
+        super().save(step, ends)
+
+
+def _no_batch() -> tuple[list[Microbatch], float]:
+    """Workers read the batches."""
+    return [], 0.0
+
+
+def _train(hooks: RunHooks, take: Callable[..., Done]) -> bool:
+    return train_loop(hooks.state, hooks.job.recipe, hooks, take=take)
