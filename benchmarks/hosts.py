@@ -277,7 +277,7 @@ def planned_bytes(plan: Any, local: int) -> float:
         for (what, axis), (_, size) in volume.counted(s, rank).items():
             members = s.group(axis)
             if members.nodes > 1 and what in GLOO:
-                by = build(what, GLOO[what], members.ranks)
+                by = build(*GLOO[what], members.ranks)
                 total += simulate(by, on_hosts(members, s.cluster), size).link_bytes / members.local
             elif members.nodes > 1 and what == "send":
                 by, share = summed_by(s.layout.all_reduce, members, s.cluster), 1.0
