@@ -75,7 +75,7 @@ def connect(job: Job, ranks: Ranks) -> list[Link]:
 
 
 def build_server(job: Job, ranks: Ranks) -> tuple[State, Server]:
-    """A server at step 0. It serves from `ServerHooks.run` on."""
+    """A server at step 0, which does not serve yet."""
     recipe, worker_links = job.recipe, connect(job, ranks)
     state, shards = server_state(recipe, ranks)
     norms = state.mesh.new_axis("norms", list(range(recipe.servers.count)), apart=True)
@@ -119,7 +119,6 @@ class ServerHooks(RunHooks):
         path = self.job.out / WORKERS
         if self.ranks.first and path.exists():  # as in metrics.jsonl: these steps run again
             drop_after(path, self.state.step)
-        self.server.start()
         complete = self.state.step == self.job.recipe.train.steps
         try:
             with Lines(path) if self.ranks.first else nullcontext() as self.lines:
