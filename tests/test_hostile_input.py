@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fivefold import files
 from fivefold.cli.main import app
-from fivefold.data import encode, prepare, tokenizer_check
+from fivefold.data import prepare, stream, tokenizer_check
 from fivefold.data.tokenizer import bytes_tokenizer, load_tokenizer, train_bpe
 from fivefold.errors import LONGEST_MESSAGE, UserError, printable
 from fivefold.observe.metrics import last_line
@@ -201,7 +201,7 @@ def test_children_import_nothing_from_the_working_folder(
     write(tmp_path / "base64.py", "raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     assert tokenizer_check._try(bytes_tokenizer().to_json().encode()) == ""
-    assert "-P" in encode.COMMAND
+    assert "-P" in stream.COMMAND
 
 
 # Data

@@ -154,8 +154,8 @@ def parse_only(line: str) -> None:
 
 def typed(words: list[str]) -> None:
     """What somebody types: a command with known options, and a valid recipe."""
-    command = COMMANDS[words[1]]
-    found = command.make_context(words[1], words[2:]).params
+    name = " ".join(words[1:3]) if " ".join(words[1:3]) in COMMANDS else words[1]
+    found = COMMANDS[name].make_context(name, words[1 + len(name.split()) :]).params
     if found.get("recipe") in fivefold.shipped():
         fivefold.load(found["recipe"], found["set_"] or [], found.get("layout"))
 
@@ -219,7 +219,9 @@ def test_commands_that_are_not_run_can_be_typed(page: Path) -> None:
         for line in block.replace("\\\n", " ").splitlines():
             typed(shlex.split(line)) if line.startswith("fivefold ") else None
     for name, rest in IN_TEXT.findall(text):
-        inner = getattr(COMMANDS[name], "commands", {}).get((rest.split() or [""])[0], COMMANDS[name])
+        second = (rest.split() or [""])[0]
+        command = COMMANDS.get(f"{name} {second}", COMMANDS[name])
+        inner = getattr(command, "commands", {}).get(second, command)
         known = {
             option for parameter in inner.params for option in (*parameter.opts, *parameter.secondary_opts)
         }

@@ -4,9 +4,10 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from schedule_texts import parse
 from test_schedules_pipeline import CASES
 
-from fivefold.schedules.pipeline import Costs, Event, Timeline, build, parse, simulate, to_svg, to_text
+from fivefold.schedules.pipeline import Costs, Event, Timeline, build, simulate, to_svg, to_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 

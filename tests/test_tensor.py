@@ -132,7 +132,7 @@ def loss_of_parts(rank: int, world: int, x, weight, bias, targets, chunks: bool,
     """Loss and gradients by the vocabulary-parallel layer."""
     import torch.distributed as dist
 
-    from fivefold.kernels import sizes, vocabulary
+    from fivefold.kernels import native, sizes
     from fivefold.parallel.sequence import TensorAxis
     from fivefold.parallel.vocabulary import VocabularyOutput
 
@@ -148,7 +148,7 @@ def loss_of_parts(rank: int, world: int, x, weight, bias, targets, chunks: bool,
             patch.setattr(sizes, "SUM_SIZE", 0)
             patch.setitem(sizes.LOGITS_BYTES, "cpu", 1)
         if not native:
-            patch.setattr(vocabulary.native, "usable", lambda *tensors: False)
+            patch.setattr(native, "usable", lambda *tensors: False)
         found = output(x, weight, targets, bias)
         found.backward(torch.tensor(0.5), retain_graph=True)
         with pytest.raises(RuntimeError, match="a second backward of the same loss"):

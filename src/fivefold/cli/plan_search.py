@@ -128,7 +128,7 @@ def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
     if first.attention:
         lines.append(f"  attention of the first: {first.attention}")
     for mode in PRECISIONS.values():
-        if mode.kernel and mode.rate in first.setting.cluster.device.peak and mode.name not in modes:
+        if mode.kernel and mode.products in first.setting.cluster.device.peak and mode.name not in modes:
             names = f"{mode.working},{mode.name}"
             lines.append(f"  not considered: {mode.name}, which the device supports (--precision {names})")
     return [*lines, "  bottlenecks of the first:", *(f"    {text}" for text in found.bottlenecks or ["none"])]

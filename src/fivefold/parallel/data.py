@@ -58,7 +58,7 @@ class DataParallel(Replica):
         self.sum: Sum = GradientSum(self.weights, sums, reduce, bucket_bytes, compressor)
         self.masters, self.gradients = self.weights.master, self.weights.grads
         separate = self.weights.flat_working is not self.weights.flat_master
-        self.working = self.weights.working if separate else {}
+        self.working = self.weights.working if separate else None
         self.compressed = self.sum.compressed
 
     def only_working(self) -> None:

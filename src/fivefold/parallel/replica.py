@@ -26,13 +26,13 @@ class Replica:
     masters: this rank's part of each parameter (`parts[name].keeps`), which the optimizer updates; fp32, unless the
     mode rounds. gradients: with the same names, shapes and dtype, summed over the batch; valid from `finish` to the
     next `start_step`. updater: the optimizer over the masters; it is set last. working: the weights that compute,
-    where they are a copy which the update may write; replicas of stage 0 have it. compressed: the compressed sums."""
+    where they are a copy which the update may write: replicas of stage 0 have it. compressed: the compressed sums."""
 
     masters: dict[str, Tensor]
     gradients: dict[str, Tensor]
     parts: dict[str, Part]
     updater: Updater
-    working: dict[str, Tensor]
+    working: dict[str, Tensor] | None = None
     compressed: Sequence[CompressedSum] = ()
 
     def start_step(self) -> None:

@@ -352,13 +352,13 @@ def _with_optimizer(s: States, card: OptimizerCard, recipe: Recipe, mode: Mode) 
     rounded = [state for state in card.states if state.dtype == MASTER]
     copied = DTYPES[MASTER].bytes * (2 + len(rounded)) if mode.rounds else 0.0  # of master, gradient, states
     reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
-    moments = kept.bytes
-    if not kept.uniform:  # of the parameter that has fewest
+    if kept.uniform:
+        moments = kept.bytes
+    else:  # of the parameter that has fewest
         shapes = card_of(recipe.model).parameters.items()
-        sizes = (
+        moments = min(
             kept.state_bytes(name, shape) / math.prod(shape) for name, shape in shapes if math.prod(shape)
         )
-        moments = min(sizes)
     return replace(s, reduce=reduce, moments=moments, copied=copied)
 
 
