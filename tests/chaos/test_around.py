@@ -50,7 +50,7 @@ def test_clocks_that_jump(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.Mo
     assert all(0 < seconds < 60 for seconds in lines(tmp_path / "jumps", "step_s"))
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_run_whose_rank_is_killed(tmp_path: Path) -> None:
     """See `python tests/chaos/run.py kills` for more."""
     found = kills.trial(0, 0, tmp_path, ["save"], ("rank",))
@@ -58,7 +58,7 @@ def test_a_run_whose_rank_is_killed(tmp_path: Path) -> None:
     assert [kill["moment"] for kill in found["kills"]] == ["save"]
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_ranks_that_leave_and_join(tmp_path: Path) -> None:
     """See `python tests/chaos/run.py elastic` for more."""
     found = elastic.trial(0, 0, tmp_path, rounds=1)
@@ -66,7 +66,7 @@ def test_ranks_that_leave_and_join(tmp_path: Path) -> None:
     assert {event["ranks"] for event in found["events"]} == {3, 4}
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.parametrize("layout", ["dp=2", "pp=2", "dp=2,tp=2"])
 def test_ranks_that_are_suspended_or_slow(tmp_path: Path, layout: str) -> None:
     at = random.Random(layout)
@@ -74,7 +74,7 @@ def test_ranks_that_are_suspended_or_slow(tmp_path: Path, layout: str) -> None:
     faults.disturbed(tmp_path, layout, 200, faults.slow_down(5.0, at), "slow")
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.parametrize("staleness", [0, -1])
 def test_a_worker_of_parameter_servers_that_hangs(tmp_path: Path, staleness: int) -> None:
     """All ranks are started again; synchronous ones end with the bits of an undisturbed run."""
@@ -102,7 +102,7 @@ def test_a_worker_of_parameter_servers_that_hangs(tmp_path: Path, staleness: int
     assert staleness or not kills.difference(wanted, run.out)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_disks_that_are_full_or_read_only(tmp_path: Path) -> None:
     """The run goes on, says so, and saves when it can again; started again if it ended."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:

@@ -19,7 +19,7 @@ from fivefold.checkpoint import store
 GLOO = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
 LAYOUT, STEPS = "dp=4", 200
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 
 @pytest.fixture(scope="module")

@@ -71,8 +71,8 @@ def newest(run: Path, wanted: dict[int, store.Checkpoint]) -> int:
     ("layout", "how", "every"),
     [
         ("dp=1", ("flushed", "names", "some"), 150),
-        pytest.param("dp=1", power.HOW, 5, marks=pytest.mark.slow),
-        pytest.param("dp=2,zero=3", power.HOW, 5, marks=pytest.mark.slow),
+        pytest.param("dp=1", power.HOW, 5, marks=pytest.mark.chaos),
+        pytest.param("dp=2,zero=3", power.HOW, 5, marks=pytest.mark.chaos),
     ],
 )
 def test_power_loss_at_any_write(
@@ -109,7 +109,7 @@ def test_power_loss_at_any_write(
     assert checked > 50
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_power_loss_while_data_is_prepared(recipe: Recipe, tmp_path: Path) -> None:
     """A cache that lost writes is read as the same tokens, or made again."""
     cache = tmp_path / "all" / "cache"

@@ -59,8 +59,8 @@ class Mode:
     modes have.
 
     kernel: the module of `fivefold.kernels` that rounds the factors of the blocks' matmuls; its `matmuls(options)`
-    makes a `kernels.rounded.RoundedMatmuls` from [precision]. "": none is rounded. A device without `products` multiplies
-    the rounded factors in `working`. formats: to which it may round, names in `formats.FORMATS`.
+    makes a `kernels.rounded.RoundedMatmuls` from [precision]. "": none is rounded. A device without `products`
+    multiplies the rounded factors in `working`. formats: to which it may round, names in `formats.FORMATS`.
 
     The tolerance of `fivefold verify` follows from the row. Roundings of `working` and `products` differ between
     layouts, because sums are cut elsewhere, so they are not compared with a constant. One process trains in the mode,
