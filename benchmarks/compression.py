@@ -37,7 +37,7 @@ from fivefold.plan.messages import volume
 from fivefold.plan.predict import setting
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.recipe import Recipe, expected_vocab_size, load, resolve
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank
 

@@ -30,7 +30,7 @@ from typing import Any
 from fivefold.host.machine import describe
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import Recipe, load
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from hanging import start  # pyright: ignore[reportMissingImports]

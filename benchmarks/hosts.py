@@ -270,7 +270,7 @@ def planned_bytes(plan: Any, local: int) -> float:
     from fivefold.plan.messages.communication import GLOO, on_hosts, summed_by
     from fivefold.schedules.collectives import ALGORITHMS, build, shape_of
     from fivefold.schedules.collectives.cost import simulate
-    from fivefold.spread.layout import index_in
+    from fivefold.sharding.layout import index_in
 
     total, s = 0.0, plan.setting
     for rank in range(local):

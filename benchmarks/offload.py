@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fivefold.recipe import Recipe, load, resolve
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 
 MEMORY, BLKIO = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup/blkio")
 

@@ -215,7 +215,7 @@ def layers_of(traces: list[list[Any]]) -> list[Layer]:
 
 def unit_sizes(recipe: Recipe) -> list[int]:
     from fivefold.models.card import card_of
-    from fivefold.spread.servers import messages
+    from fivefold.sharding.servers import messages
 
     found: dict[int, int] = {}
     for message in messages(card_of(recipe.model), recipe.servers):

@@ -35,7 +35,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.schedules.pipeline import SCHEDULES, Costs, Timeline, build, simulate, to_svg
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 
 ROWS, LENGTH, DIM = 2, 256, 384
 

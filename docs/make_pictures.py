@@ -44,7 +44,7 @@ from fivefold.schedules.collectives import draw
 from fivefold.schedules.overlap import from_json
 from fivefold.schedules.overlap_draw import to_svg as timelines_svg
 from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate, to_svg
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.trace.depth import timelines as timelines_of_memory
 
 FOLDER = Path(__file__).absolute().with_name("parallelism") / "pictures"

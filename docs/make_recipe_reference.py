@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from fivefold.recipe import explain, load
-from fivefold.recipe.words import SECTIONS, allowed, entry_type, toml_value
+from fivefold.recipe.messages import SECTIONS, allowed, entry_type, toml_value
 
 PAGE = Path(__file__).with_name("recipes.md")
 BEGIN = "<!-- What follows is written by docs/make_recipe_reference.py, from recipe/schema.py -->\n"

@@ -9,7 +9,7 @@ from runs import ranks_of
 
 from fivefold.data import prepare
 from fivefold.recipe import Recipe, load, resolve
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.train.verify import Report, Side, alone, compare_with_one_process, compute, prepared
 
 TINY = [

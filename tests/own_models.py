@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.layers import AttentionCore, Positions
-from fivefold.spread.parts import Cut
+from fivefold.sharding.parts import Cut
 
 V, T, D, H = 64, 16, 32, 4
 

@@ -15,7 +15,7 @@ from fivefold.plan.predict import apart, for_recipe, setting
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.plan.time.cost import Setting
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step
 from fivefold.trace.memory import Tracker, states_of

@@ -23,9 +23,9 @@ from ranks import RankFailed
 
 from fivefold.errors import UserError
 from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.spread.layout import AXES, Layout
-from fivefold.spread.layout_rules import problems
-from fivefold.spread.layout_text import to_text
+from fivefold.sharding.layout import AXES, Layout
+from fivefold.sharding.layout_rules import problems
+from fivefold.sharding.layout_text import to_text
 from fivefold.train.verify import Report
 
 RANKS = 8

@@ -28,7 +28,7 @@ from fivefold.cli.main import main
 from fivefold.cli.options import save_as
 from fivefold.errors import BusyError
 from fivefold.recipe import Recipe
-from fivefold.recipe.words import KEYS, allowed
+from fivefold.recipe.messages import KEYS, allowed
 from fivefold.schedules.pipeline import SCHEDULES
 
 COMMANDS = {

@@ -11,7 +11,7 @@ from fivefold.comm.execute import Executor
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.collectives import ALGORITHMS, PRIMITIVES, Primitive, build, shape_of
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 
 CPU = torch.device("cpu")
 

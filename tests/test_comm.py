@@ -17,8 +17,8 @@ from fivefold.comm import Axis, all_or_none
 from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
-from fivefold.spread.layout import Layout
-from fivefold.spread.regions import Collective
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.regions import Collective
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")

@@ -42,8 +42,8 @@ from fivefold.schedules.compression import TEXTS, compressor
 from fivefold.schedules.compression.blocks import LARGEST, Blocks
 from fivefold.schedules.compression.lowrank import LowRank
 from fivefold.schedules.compression.sparse import Sparse, TopK
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_text import describe, to_text
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_text import describe, to_text
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace.step import trace

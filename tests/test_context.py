@@ -18,8 +18,8 @@ from fivefold.kernels import native, partial_attention
 from fivefold.kernels.partial_attention import attend, attend_backward, merge, queries
 from fivefold.parallel import context, microbatch
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import token_spans
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import token_spans
 from fivefold.step.step import forward_backward
 from fivefold.train.share import share_of
 

@@ -36,8 +36,8 @@ from fivefold.plan.documents import documents_of
 from fivefold.plan.predict import predict
 from fivefold.plan.software import FIVEFOLD
 from fivefold.recipe import Recipe, change, flops_per_token, load, resolve
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import ring_columns
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import ring_columns
 
 ROWS, T, V, END = 8, 32, 96, 0
 MODELS = {

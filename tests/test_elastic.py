@@ -34,9 +34,9 @@ from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, fit, load, microbatches_per_step, resolve
 from fivefold.recipe.fit import nearest_layout
 from fivefold.recipe.unused_fields import notes
-from fivefold.spread import shares
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_text import to_text
+from fivefold.sharding import shares
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_text import to_text
 from fivefold.train import restart, share
 from fivefold.train.job import Job
 from fivefold.train.restart import Elastic, Restarts

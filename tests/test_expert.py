@@ -20,11 +20,11 @@ from fivefold.kernels.mixture import grouped_linear
 from fivefold.models.card import card_of
 from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.turns import Turns
+from fivefold.parallel.ring_steps import Turns
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.schedules.pipeline import build
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import local_shape, parts
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import local_shape, parts
 
 # Terms that are large enough to be seen in every gradient.
 MODEL = [

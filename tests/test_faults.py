@@ -21,7 +21,7 @@ from fivefold.kernels.hashing import digest
 from fivefold.observe import faults as observed
 from fivefold.observe.report import page
 from fivefold.recipe import FaultsSection, Recipe, change, leave_out, load, place
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.step.judge import destroyed, judge
 from fivefold.step.state import State
 from fivefold.train.start import run_command

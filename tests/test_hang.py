@@ -31,7 +31,7 @@ from fivefold.launch import verdict
 from fivefold.launch.interrupt import HUNG
 from fivefold.launch.ranks import Ranks
 from fivefold.observe.slow import SECONDS, SlowRanks, section
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 
 CPU = torch.device("cpu")
 SLEPT_S = 0.1  # by the slow rank in a step: much more than a busy machine takes away

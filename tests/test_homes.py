@@ -18,9 +18,9 @@ from fivefold.recipe import load, resolve
 SRC = Path(fivefold.__file__).parent
 TABLES = (
     "kernels/sizes.py",
-    "spread/shares.py",
-    "spread/units.py",
-    "spread/regions.py",
+    "sharding/shares.py",
+    "sharding/units.py",
+    "sharding/regions.py",
     "precision/card.py",
     "host/devices.py",
 )

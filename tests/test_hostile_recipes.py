@@ -17,11 +17,11 @@ from fivefold.errors import LONGEST_MESSAGE, UserError
 from fivefold.models.hf import from_hf_config
 from fivefold.models.section import LARGEST, MOST_LAYERS
 from fivefold.recipe import load
-from fivefold.recipe.words import KEYS, plain_type
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_nearest import nearest
-from fivefold.spread.layout_rules import MOST_RANKS
-from fivefold.spread.shares import divisors, largest_divisor
+from fivefold.recipe.messages import KEYS, plain_type
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_nearest import nearest
+from fivefold.sharding.layout_rules import MOST_RANKS
+from fivefold.sharding.shares import divisors, largest_divisor
 
 sys.path.insert(0, str(Path(__file__).parent / "chaos"))
 from fuzz_recipes import SLOWEST_S, fuzz

@@ -28,7 +28,7 @@ LINES = [
     {"models", "optim"},
     {"kernels"},
     {"launch"},
-    {"spread"},
+    {"sharding"},
     {"schedules"},
     {"host"},
     {"files", "draw"},
@@ -50,7 +50,7 @@ LIGHT = {
     "precision",
     "recipe",
     "schedules",
-    "spread",
+    "sharding",
 }
 LIGHT_FILES = (
     "kernels/__init__.py",
@@ -151,7 +151,7 @@ def test_light_rooms_have_no_torch_at_module_level(file: Path) -> None:
     [
         ("import fivefold", ["torch", "numpy", "pydantic", "typer", "rich"]),
         ("import fivefold.cli.main", ["torch", "numpy", "pydantic", "rich", "tokenizers"]),
-        ("import fivefold.recipe, fivefold.spread.layout", ["torch", "numpy", "typer", "rich"]),
+        ("import fivefold.recipe, fivefold.sharding.layout", ["torch", "numpy", "typer", "rich"]),
         ("import fivefold.optim, fivefold.precision", ["torch", "numpy", "pydantic"]),
         ("import fivefold.schedules.pipeline", ["torch", "numpy", "pydantic"]),
         (

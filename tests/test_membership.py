@@ -42,7 +42,7 @@ def free_port() -> int:
 def launch(recipe: Recipe, out: Path, seat: Seat, resume: bool, dead: Path, dies: bool) -> None:
     """Trains a site. dies: it ends without a word in its second outer step. Site 0 is patient until then, and after
     step 10 waits until the other wants to join again, so that the test does not depend on who is faster."""
-    from fivefold.parallel.outer import Outer
+    from fivefold.parallel.diloco import Outer
     from fivefold.train import loop
     from fivefold.train.run import run_rank
 

@@ -14,7 +14,7 @@ from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state
 from fivefold.step.step import agree, forward_backward
 from fivefold.train.noise import NoiseScale

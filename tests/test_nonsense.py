@@ -12,9 +12,9 @@ from fivefold.plan.cluster.clusters import parse as parse_cluster
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import allows
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_nearest import nearest, validate
-from fivefold.spread.layout_text import parse
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_nearest import nearest, validate
+from fivefold.sharding.layout_text import parse
 
 RUNNER = CliRunner()
 SETS = ["model.vocab_size=4098", "model.ffn_dim=2304", "train.microbatch_size=none"]

@@ -25,8 +25,8 @@ from fivefold.parallel.parallelize import Parallel
 from fivefold.plan.messages import volume
 from fivefold.plan.time.offload import streams
 from fivefold.recipe import change, resolve
-from fivefold.spread import tiers
-from fivefold.spread.layout import Layout
+from fivefold.sharding import tiers
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace.memory import Tracker

@@ -28,10 +28,10 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
 from fivefold.recipe import load, resolve
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_text import parse
-from fivefold.spread.matrices import exchanges, sizes_sent
-from fivefold.spread.parts import boxes, held, local_shape
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_text import parse
+from fivefold.sharding.matrices import exchanges, sizes_sent
+from fivefold.sharding.parts import boxes, held, local_shape
 from fivefold.step import step as steps_of
 from fivefold.step.judge import NORM, judge, outlier
 from fivefold.step.state import build_state

@@ -30,7 +30,7 @@ from fivefold.models.parameters import cut_of
 from fivefold.parallel.offload import activations
 from fivefold.plan.predict import held
 from fivefold.recipe import Recipe, load, resolve
-from fivefold.spread.parts import Cut
+from fivefold.sharding.parts import Cut
 from fivefold.step.custom import custom_model
 from fivefold.step.state import build_state
 from fivefold.step.step import evaluate, rate, take_step

@@ -50,8 +50,8 @@ from fivefold.schedules.pipeline import (
     simulate,
     with_transfers,
 )
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import held, size_of, stage_blocks
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import held, size_of, stage_blocks
 from fivefold.step.state import build_state
 from fivefold.step.step import evaluate, forward_backward
 from fivefold.train.share import batches_of, in_order, rows_of, share_of

@@ -19,7 +19,7 @@ from fivefold.plan.predict import mode_of, predict
 from fivefold.precision import DTYPES
 from fivefold.recipe import load
 from fivefold.schedules.collectives.cost import compare
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

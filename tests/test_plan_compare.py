@@ -36,9 +36,9 @@ from fivefold.plan.time.cost import Setting
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, load, resolve_model
 from fivefold.schedules.overlap import COMPUTE, WAIT
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_text import parse as fields
-from fivefold.spread.layout_text import to_text
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_text import parse as fields
+from fivefold.sharding.layout_text import to_text
 
 RUNNER = CliRunner()
 PROGRAM = observe_browser.find()

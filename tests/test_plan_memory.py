@@ -26,8 +26,8 @@ from fivefold.plan.predict import predict, setting
 from fivefold.plan.search.search import apply, search
 from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states
 from fivefold.recipe import Recipe, count_parameters, load, resolve_model
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import held, size_of
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import held, size_of
 from fivefold.trace.depth import exact
 from fivefold.train import prediction
 from fivefold.train.user_hooks import WITHOUT

@@ -12,8 +12,8 @@ from fivefold.plan.predict import held, predict
 from fivefold.plan.search.search import search
 from fivefold.plan.time import offload
 from fivefold.recipe import load
-from fivefold.spread import tiers
-from fivefold.spread.tiers import OFFLOADS, flows
+from fivefold.sharding import tiers
+from fivefold.sharding.tiers import OFFLOADS, flows
 from fivefold.trace.step import trace
 
 GIB = 2**30

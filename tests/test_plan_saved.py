@@ -10,7 +10,7 @@ from fivefold.cli.main import app
 from fivefold.data import prepare
 from fivefold.observe.metrics import read_metrics
 from fivefold.recipe import load
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.train.start import run_command
 from fivefold.train.verify import verify
 

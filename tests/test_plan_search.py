@@ -21,8 +21,8 @@ from fivefold.plan.search.space import SEQUENCES, Choice, Space
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.spread.layout import Layout
-from fivefold.spread.shares import divisors, largest
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.shares import divisors, largest
 
 LLAMA = load("llama-7b", ["train.global_batch_size=512"])
 SMALL = [

@@ -22,7 +22,7 @@ from fivefold.plan.software import FIVEFOLD, Software
 from fivefold.plan.time import pipeline, rates, stage_costs, time
 from fivefold.plan.time.cost import message, operation
 from fivefold.recipe import count_parameters, load, resolve_model
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 
 TABLES = Path(published.__file__).with_name("tables")
 

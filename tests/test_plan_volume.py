@@ -13,10 +13,10 @@ from sweep import candidates
 from fivefold.models.card import card_of
 from fivefold.plan.messages import volume
 from fivefold.recipe import Recipe
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_text import to_text
-from fivefold.spread.parts import local_parameters
-from fivefold.spread.units import keepings
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.parts import local_parameters
+from fivefold.sharding.units import keepings
 
 TWO = [
     "dp=2,zero=2", "cp=2,cp_method=ulysses", "pp=2", "tp=2,sp=true,sp_regather=true",

@@ -28,8 +28,8 @@ from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import held, predict
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import Part, boxes, local_shape, whole
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import Part, boxes, local_shape, whole
 from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step
 from fivefold.trace.step import trace

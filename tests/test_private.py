@@ -17,8 +17,8 @@ from fivefold.launch.ranks import Ranks
 from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.unit_messages import UnitMessages
-from fivefold.spread.layout import Layout
-from fivefold.spread.units import FsdpUnit
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.units import FsdpUnit
 
 
 class Twice(nn.Module):

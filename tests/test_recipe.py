@@ -33,9 +33,9 @@ from fivefold.recipe import (
     tokens_per_step,
     total_steps,
 )
+from fivefold.recipe.messages import ESSENTIAL, KEYS
 from fivefold.recipe.rules.combinations import REFUSED
 from fivefold.recipe.unused_fields import UNUSED, notes
-from fivefold.recipe.words import ESSENTIAL, KEYS
 
 SHIPPED = [
     "bert-base-mlm", "bert-large-mlm", "bert-tiny", "continue", "deepseek-v3", "gpt2-1.5b", "gpt2-124m", "gpt2-355m",

@@ -20,7 +20,7 @@ from fivefold.models.operations import Part, Program, Role, Sizes
 from fivefold.models.recomputation import EVERY, MODES, OPERATIONS, PARTS, PREFIX, REGIONS, chosen, region
 from fivefold.parallel import recompute
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import forward_backward
 from fivefold.trace.memory import Tracker

@@ -27,7 +27,7 @@ from fivefold.plan.predict import budget, predict, priced_here, within
 from fivefold.plan.search.search import search
 from fivefold.plan.software import FIVEFOLD_CPU
 from fivefold.recipe import Recipe, change, load, microbatches_per_step
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.trace.step import trace
 from fivefold.train.start import run_command
 

@@ -23,7 +23,7 @@ from fivefold.observe.console import Console
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.mesh import Mesh
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.train import checked, hooks
 from fivefold.train.resume import load_checkpoint

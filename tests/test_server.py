@@ -36,14 +36,14 @@ from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.models.card import card_of
 from fivefold.models.init import init_part
 from fivefold.observe import worker_picture
-from fivefold.parallel import products
+from fivefold.parallel import matmuls
 from fivefold.parallel.link import Kind, Link, Note
 from fivefold.parallel.server import Shard
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.schedules.priority import Order
-from fivefold.spread.servers import Servers, Shares, messages, pieces, units
+from fivefold.sharding.servers import Servers, Shares, messages, pieces, units
 from fivefold.step import servers as step_servers
 from fivefold.step.servers import worker_state
 from fivefold.train import server_worker
@@ -525,7 +525,7 @@ def in_fp8(rank: int, world: int, recipe: Recipe, out: Path, resume: bool) -> tu
         patch.setattr(step_servers, "init_part", with_an_outlier)
         patch.setattr(server_worker, "worker_state", kept_state)
         rank_of_run(rank, world, recipe, out, resume)
-    layers = {name for state, _ in kept for name, _ in products.layers(state.module)}
+    layers = {name for state, _ in kept for name, _ in matmuls.layers(state.module)}
     return layers, " ".join(said.getvalue().split())
 
 

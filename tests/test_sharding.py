@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from fivefold.models.card import card_of
 from fivefold.models.init import build
 from fivefold.recipe import ModelSection, resolve_model
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_text import to_text
-from fivefold.spread.parts import (
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.parts import (
     Cut,
     boxes,
     divide,

@@ -22,8 +22,8 @@ from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.models.init import build
 from fivefold.optim import OPTIMIZERS, learning_rate
+from fivefold.parallel.diloco import sum_int8
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.outer import sum_int8
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.messages import volume
@@ -31,8 +31,8 @@ from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.recipe.unused_fields import notes
 from fivefold.schedules.compression.blocks import INT8
-from fivefold.spread.layout import Layout
-from fivefold.spread.sites import Sites, messages
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.sites import Sites, messages
 from fivefold.step.step import take_step
 from fivefold.trace.depth import depths, exact
 from fivefold.trace.traffic import Collectives

@@ -12,7 +12,7 @@ from fivefold.checkpoint import store
 from fivefold.comm import Axis
 from fivefold.errors import UserError
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.step.step import agree, forward_backward, update
 from fivefold.trace.traffic import Collectives
 

@@ -41,10 +41,10 @@ from fivefold.schedules.overlap import (
     simulate,
 )
 from fivefold.schedules.overlap_draw import to_svg, to_text
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_text import parse as fields
-from fivefold.spread.layout_text import to_text as to_text_of
-from fivefold.spread.tiers import OFFLOADS
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_text import parse as fields
+from fivefold.sharding.layout_text import to_text as to_text_of
+from fivefold.sharding.tiers import OFFLOADS
 from fivefold.step.recorder import Recorder
 from fivefold.step.step import take_step
 from fivefold.train.share import share_of

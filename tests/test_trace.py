@@ -18,7 +18,7 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace import depth, private

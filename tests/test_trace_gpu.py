@@ -25,9 +25,9 @@ from fivefold.precision import PRECISIONS, chosen
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.schedules.memory_timeline import AWAY
 from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import stages_of
-from fivefold.spread.tiers import tiers
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import stages_of
+from fivefold.sharding.tiers import tiers
 from fivefold.trace import gpu
 from fivefold.trace.depth import exact
 from fivefold.trace.standins import DEVICE

@@ -22,7 +22,7 @@ from fivefold.host import machine
 from fivefold.kernels import fastest
 from fivefold.parallel.mesh import axis_between
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import forward_backward
 from fivefold.train.job import Job

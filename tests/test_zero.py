@@ -15,8 +15,8 @@ from torch import Tensor
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import boxes, parts
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import boxes, parts
 from fivefold.step.state import State, build_state
 from fivefold.step.step import evaluate, forward_backward, take_step, update
 from fivefold.trace.traffic import Collectives

@@ -27,7 +27,7 @@ from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.plan.predict import held
 from fivefold.recipe import Recipe
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.trace.depth import exact
 from fivefold.train.verify import alone
 

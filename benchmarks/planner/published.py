@@ -30,7 +30,7 @@ from fivefold.plan.time import time
 from fivefold.plan.time.cost import Setting, part
 from fivefold.recipe import resolve_model
 from fivefold.schedules.pipeline import Costs, build, simulate
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 
 Row = dict[str, str]
 Result = dict[str, Any]

@@ -11,7 +11,7 @@ from fivefold.launch.ranks import join
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Microbatch, Pipeline
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 
 V, D, B, T, M = 32, 16, 2, 8, 4  # vocabulary, width, rows of a microbatch, length, microbatches
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fivefold.models.init import build
     from fivefold.observe.metrics import read_metrics
     from fivefold.recipe import Recipe, change, load, shipped, to_toml
-    from fivefold.spread.layout import Layout
-    from fivefold.spread.parts import Cut
+    from fivefold.sharding.layout import Layout
+    from fivefold.sharding.parts import Cut
     from fivefold.train.api import Run, resume, train
     from fivefold.train.user_hooks import Callback, Event
     from fivefold.train.verify import verify
@@ -55,9 +55,9 @@ __all__ = [
 _HOMES = {
     "Callback": "fivefold.train.user_hooks",
     "Event": "fivefold.train.user_hooks",
-    "Cut": "fivefold.spread.parts",
+    "Cut": "fivefold.sharding.parts",
     "LanguageModel": "fivefold.models.base",
-    "Layout": "fivefold.spread.layout",
+    "Layout": "fivefold.sharding.layout",
     "ModuleCard": "fivefold.models.custom",
     "RankFailed": "fivefold.errors",
     "Recipe": "fivefold.recipe",

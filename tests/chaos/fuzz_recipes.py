@@ -26,8 +26,8 @@ from fivefold.cli.check import summary
 from fivefold.errors import LONGEST_MESSAGE, UserError, printable
 from fivefold.recipe import load
 from fivefold.recipe.load import shipped, source
-from fivefold.recipe.words import KEYS, plain_type
-from fivefold.spread.layout import AXES
+from fivefold.recipe.messages import KEYS, plain_type
+from fivefold.sharding.layout import AXES
 
 SLOWEST_S = 1.0
 HANGS_S = 20

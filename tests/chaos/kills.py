@@ -227,7 +227,7 @@ def difference(wanted: Path, out: Path) -> str:
 
 def _ranks(layout: str, sets: list[str]) -> int:
     from fivefold.recipe import load
-    from fivefold.spread.layout import Layout
+    from fivefold.sharding.layout import Layout
 
     return Layout.from_recipe(load("quickstart", sets, layout).layout).ranks
 

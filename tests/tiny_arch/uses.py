@@ -16,7 +16,7 @@ from fivefold.plan.messages.volume import counted
 from fivefold.plan.predict import predict
 from fivefold.recipe import active_parameters, change, count_parameters, flops_per_token, load, resolve
 from fivefold.recipe.rules import allows
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace.depth import exact

@@ -12,7 +12,7 @@ import torch
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 

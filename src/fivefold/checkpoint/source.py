@@ -22,7 +22,7 @@ from fivefold.models.card import card_of
 from fivefold.models.hf import INDEX, WEIGHTS, made_from_hf
 from fivefold.models.section import ModelSection
 from fivefold.recipe.initial import hf_model
-from fivefold.spread.parts import Shape
+from fivefold.sharding.parts import Shape
 
 FROZEN = "frozen"
 """A key of a checkpoint's meta: true if it has frozen weights, in the dtype in which they compute."""

@@ -103,8 +103,8 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     )
     from fivefold.recipe.unused_fields import notes
     from fivefold.recipe.warnings import warnings
-    from fivefold.spread.layout import Layout
-    from fivefold.spread.layout_text import to_text
+    from fivefold.sharding.layout import Layout
+    from fivefold.sharding.layout_text import to_text
 
     layout = Layout.from_recipe(recipe.layout)
     steps, step_tokens = total_steps(recipe), tokens_per_step(recipe)
@@ -182,8 +182,8 @@ def _recompute(recipe: Recipe) -> dict[str, Any] | None:
 def _summary_text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     """The summary for people."""
     from fivefold.observe.format import short_number
-    from fivefold.spread.layout import Layout
-    from fivefold.spread.layout_text import describe
+    from fivefold.sharding.layout import Layout
+    from fivefold.sharding.layout_text import describe
 
     def short(key: str) -> str:
         return short_number(result[key])
@@ -222,7 +222,7 @@ def _summary_text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str
 def _explain_text(recipe: Recipe) -> list[str]:
     """Every field, section by section. `*` marks values that differ from the default."""
     from fivefold.recipe import explain
-    from fivefold.recipe.words import toml_value
+    from fivefold.recipe.messages import toml_value
 
     width = min(shutil.get_terminal_size().columns, 110)
     lines, section = ["Fields (* marks values that differ from the default)"], ""
@@ -286,8 +286,8 @@ def recipes(
 def _fields() -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
     """The essential fields, the most important first, and the names of all others by section."""
     from fivefold.recipe import explain
+    from fivefold.recipe.messages import ESSENTIAL
     from fivefold.recipe.schema import Sections
-    from fivefold.recipe.words import ESSENTIAL
 
     known = {field.key: field for field in explain(Sections())}
     essential = [
@@ -303,7 +303,7 @@ def _fields() -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
 
 
 def _fields_text(essential: list[dict[str, Any]], others: dict[str, list[str]]) -> str:
-    from fivefold.recipe.words import toml_value
+    from fivefold.recipe.messages import toml_value
 
     lines = [
         "The fields that most runs set, with their defaults. --layout sets [layout], such as dp=8,zero=3.",

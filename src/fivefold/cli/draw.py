@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fivefold.plan.time.cost import Setting
     from fivefold.plan.time.servers import Service
     from fivefold.recipe import Recipe
-    from fivefold.spread.layout import Layout
+    from fivefold.sharding.layout import Layout
 
 EXAMPLES = [
     "fivefold draw quickstart --layout dp=2,tp=2,zero=3",
@@ -76,7 +76,7 @@ def draw(
         return _show(*drawn, out, json)
     from fivefold.observe import layout_picture
     from fivefold.recipe import expected_vocab_size, load, resolve
-    from fivefold.spread.layout import Layout
+    from fivefold.sharding.layout import Layout
 
     loaded = load(recipe, set_ or [], layout)
     loaded = resolve(loaded, vocab_size=expected_vocab_size(loaded) or VOCABULARY)

@@ -110,7 +110,7 @@ class Command(TyperCommand):
         except Exception as error:
             name = getattr(error, "option_name", None) if hasattr(error, "possibilities") else None
             if name and any("--set" in param.opts for param in self.params):
-                from fivefold.recipe.words import home
+                from fivefold.recipe.messages import home
 
                 if key := home(name.lstrip("-").replace("-", "_")):
                     use = f"--set {key}={_typed(words, [name]) or '...'}"

@@ -37,7 +37,7 @@ from fivefold.comm.progress import Ops, Place, caller, message, progress, verdic
 from fivefold.comm.watch import UNIT, Work, watched
 from fivefold.errors import CommunicationError
 from fivefold.launch.ranks import Ranks
-from fivefold.spread.regions import Collective
+from fivefold.sharding.regions import Collective
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -60,7 +60,7 @@ _counting = threading.Lock()  # several threads send
 class Axis:
     """n ranks that send messages to each other.
 
-    name: one of `spread.layout.GROUP_NAMES`, or "machine". ranks: their numbers in the run, by index. index: this
+    name: one of `sharding.layout.GROUP_NAMES`, or "machine". ranks: their numbers in the run, by index. index: this
     rank's index. group: None if this rank is alone. timeout_s: seconds until a message fails. purpose: what the
     messages are for, such as "FSDP2 unit blocks.3"; errors and timelines name it.
     """
@@ -177,7 +177,7 @@ class Axis:
         return self._start("all_to_all", out, larger, _all_to_all, out, x, taken, given)
 
     def run(self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False) -> Tensor:
-        """Runs a collective of `spread/regions.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
+        """Runs a collective of `sharding/regions.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
         return getattr(self, _operation(collective, x, backward))(x, *rows)
 
     def start(

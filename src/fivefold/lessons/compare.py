@@ -21,11 +21,11 @@ from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import Recipe
 from fivefold.recipe.fit import in_layout
 from fivefold.recipe.rules import contradictions, synchronous
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_rules import problems
-from fivefold.spread.layout_text import parse, to_text
-from fivefold.spread.parts import block_of, cuts_in
-from fivefold.spread.shares import divisors
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_rules import problems
+from fivefold.sharding.layout_text import parse, to_text
+from fivefold.sharding.parts import block_of, cuts_in
+from fivefold.sharding.shares import divisors
 
 MICROBATCH = 1
 """Sequences of a microbatch, if the recipe leaves that open: the same for all layouts, so that they compare."""

@@ -19,9 +19,9 @@ from fivefold.plan.messages.volume import Moment
 from fivefold.plan.time import pipeline, stage_costs, sync_costs, time
 from fivefold.plan.time.cost import Cost, Setting, operation
 from fivefold.plan.time.time import Step
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import sharing_group
-from fivefold.spread.syncs import syncs
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import sharing_group
+from fivefold.sharding.syncs import syncs
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from fivefold.recipe.fit import in_layout
 from fivefold.recipe.rules import contradictions
 from fivefold.schedules.overlap_draw import to_svg as drawn_step
 from fivefold.schedules.pipeline import to_svg as drawn_pipeline
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_rules import problems
-from fivefold.spread.layout_text import to_text
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_rules import problems
+from fivefold.sharding.layout_text import to_text
 
 WORDS = {
     "data": (

@@ -30,7 +30,7 @@ from fivefold.plan.time import stage_costs
 from fivefold.plan.time.cost import Setting
 from fivefold.recipe import active_parameters
 from fivefold.schedules.pipeline import few, simulate
-from fivefold.spread.layout import Layout, groups
+from fivefold.sharding.layout import Layout, groups
 
 
 @dataclass(frozen=True)

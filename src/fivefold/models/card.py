@@ -19,8 +19,8 @@ from fivefold.models.operations import Operation, Program, Sizes, Work
 from fivefold.models.parameters import cut_of, under
 from fivefold.models.registry import MASKED_SHARE, Objective, file_of, predicted
 from fivefold.models.section import ModelSection
-from fivefold.spread.names import matching
-from fivefold.spread.parts import TIED, Cut, Shape
+from fivefold.sharding.names import matching
+from fivefold.sharding.parts import TIED, Cut, Shape
 
 Contradiction = tuple[set[str], str]
 """Recipe keys that disagree, and the rule between them."""
@@ -28,7 +28,7 @@ Contradiction = tuple[set[str], str]
 
 class Card(ABC):
     """The card of a `[model]` section. Properties that depend on sizes need a resolved one. It is a `Model` of
-    `spread/parts.py`."""
+    `sharding/parts.py`."""
 
     summary: str
     """The architecture in a few words, for `fivefold check --explain`."""

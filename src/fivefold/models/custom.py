@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Linear, Sublayer
 from fivefold.models.recomputation import of_blocks
-from fivefold.spread.layout import Layout
-from fivefold.spread.names import matching
-from fivefold.spread.parts import TIED, Cut, Shape, block_of, stage_blocks, stage_parameters, stages_of
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.names import matching
+from fivefold.sharding.parts import TIED, Cut, Shape, block_of, stage_blocks, stage_parameters, stages_of
 
 
 def _whole(name: str, shape: Shape) -> Cut | None:
@@ -56,7 +56,7 @@ def buffers_of(module: nn.Module) -> tuple[dict[str, Tensor], set[str]]:
 
 
 class CustomModel:
-    """A user's own module with its card. It is a `Model` of `spread/parts.py`. patterns: `model.freeze`.
+    """A user's own module with its card. It is a `Model` of `sharding/parts.py`. patterns: `model.freeze`.
 
     parameters: their shapes. tensors: those of buffers that checkpoints keep, too. frozen: parameters that are not
     trained. shared: the names of each parameter that has several. stack: the name of the modules that repeat, "" if

@@ -28,7 +28,7 @@ from fivefold.models.registry import ARCHITECTURES, file_of
 from fivefold.models.rules import model_rules
 from fivefold.models.section import ModelSection
 from fivefold.precision import DTYPES, torch_dtype
-from fivefold.spread.parts import Shape
+from fivefold.sharding.parts import Shape
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fivefold.kernels.hashing import chunk_on, hash64_, indices, keys
 from fivefold.models.base import LanguageModel
 from fivefold.models.registry import file_of
 from fivefold.models.section import ModelSection
-from fivefold.spread.parts import Part, boxes, local_shape
+from fivefold.sharding.parts import Part, boxes, local_shape
 
 
 def init_weights(module: nn.Module, seed: int, model: ModelSection) -> None:

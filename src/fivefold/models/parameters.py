@@ -6,7 +6,7 @@ Sizes: D model, d head, K key-value heads, F feed-forward, V vocabulary.
 from __future__ import annotations
 
 from fivefold.models.section import ModelSection
-from fivefold.spread.parts import Cut, Shape
+from fivefold.sharding.parts import Cut, Shape
 
 
 def under(prefix: str, table: dict[str, Shape]) -> dict[str, Shape]:

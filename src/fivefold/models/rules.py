@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fivefold.models.card import Card, Contradiction, card_of
 from fivefold.models.registry import ARCHITECTURES, file_of
 from fivefold.models.section import FACTS, ModelSection
-from fivefold.spread.shares import divisors
+from fivefold.sharding.shares import divisors
 
 PLAIN = ModelSection()
 

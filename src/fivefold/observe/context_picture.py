@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fivefold.draw.canvas import Canvas
 from fivefold.draw.palette import NAMES
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import token_spans
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import token_spans
 
 MOST = 16  # ranks drawn
 CELL, LEFT, TOP, SIDE = 22, 40, 70, 130  # pixels: a pair of chunks, margins, room for words beside a picture

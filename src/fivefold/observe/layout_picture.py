@@ -9,9 +9,9 @@ from fivefold.draw.canvas import Canvas
 from fivefold.models.card import card_of
 from fivefold.observe.format import aligned, short_number
 from fivefold.recipe import Recipe
-from fivefold.spread.layout import Layout, index_in
-from fivefold.spread.layout_text import describe, equation
-from fivefold.spread.parts import (
+from fivefold.sharding.layout import Layout, index_in
+from fivefold.sharding.layout_text import describe, equation
+from fivefold.sharding.parts import (
     Span,
     held,
     joined,
@@ -21,8 +21,8 @@ from fivefold.spread.parts import (
     stages_of,
     token_spans,
 )
-from fivefold.spread.shares import share
-from fivefold.spread.sites import in_site, site_layout
+from fivefold.sharding.shares import share
+from fivefold.sharding.sites import in_site, site_layout
 
 MOST = 64  # ranks drawn; the first ones of larger layouts
 COLUMNS = 6  # ranks side by side, if groups can be broken

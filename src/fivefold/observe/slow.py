@@ -8,7 +8,7 @@ from statistics import median, median_low
 from typing import Any
 
 from fivefold.observe.document import table
-from fivefold.spread.layout import Layout, index_in
+from fivefold.sharding.layout import Layout, index_in
 
 KINDS = ("computing", "data", "network")
 SHARE = 0.2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fivefold.optim.card import OptimizerCard, OptimizerState, Update
-from fivefold.spread.parts import Shape
+from fivefold.sharding.parts import Shape
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fivefold.precision import DTYPES, MASTER, Mode
-from fivefold.spread.layout import Layout
-from fivefold.spread.matrices import Needs, Outline, Route, outlines, routes
-from fivefold.spread.parts import Model, Part, Ranges, Shape, held, size_of, whole
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.matrices import Needs, Outline, Route, outlines, routes
+from fivefold.sharding.parts import Model, Part, Ranges, Shape, held, size_of, whole
 
 if TYPE_CHECKING:
     import torch

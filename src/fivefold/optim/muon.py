@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.optim.adamw import ADAMW
 from fivefold.optim.card import OptimizerCard, OptimizerState, Update
-from fivefold.spread.parts import Shape
+from fivefold.sharding.parts import Shape
 
 if TYPE_CHECKING:
     from torch import Tensor

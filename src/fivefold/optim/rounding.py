@@ -22,7 +22,7 @@ from torch import Tensor
 from fivefold.kernels import native
 from fivefold.kernels.hashing import chunk_on, hash32_, indices, keys
 from fivefold.optim.card import OptimizerCard
-from fivefold.spread.parts import Part, boxes, local_shape, size_of, stretches
+from fivefold.sharding.parts import Part, boxes, local_shape, size_of, stretches
 
 
 @dataclass(frozen=True)

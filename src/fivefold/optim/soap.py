@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fivefold.optim.adamw import ADAMW
 from fivefold.optim.card import OptimizerCard, OptimizerState, Update
 from fivefold.optim.muon import is_hidden
-from fivefold.spread.parts import Shape
+from fivefold.sharding.parts import Shape
 
 if TYPE_CHECKING:
     from torch import Tensor

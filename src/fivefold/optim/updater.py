@@ -14,8 +14,8 @@ from fivefold.kernels.adamw import AdamW
 from fivefold.optim.card import COMPENSATION, OptimizerCard
 from fivefold.optim.rounding import Rounder, Rounding, cut_off
 from fivefold.optim.rules import Gathering, Rules
-from fivefold.spread.parts import Part, local_shape
-from fivefold.spread.units import updated_together
+from fivefold.sharding.parts import Part, local_shape
+from fivefold.sharding.units import updated_together
 
 
 class Updater:

@@ -41,9 +41,9 @@ from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Output
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.ring_attention import Turn, turns
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import ring_columns, token_spans
-from fivefold.spread.regions import HEADS, TARGETS
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import ring_columns, token_spans
+from fivefold.sharding.regions import HEADS, TARGETS
 
 
 def positions(T: int, mesh: Mesh) -> Tensor:

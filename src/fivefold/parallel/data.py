@@ -1,8 +1,8 @@
 """Data parallelism (DDP): every rank has the whole model and a share of the batch; gradients are summed.
 
-The sum runs in buckets (spread/shares.py), slices of the flat gradient buffer (parallel/flat.py). In the last backward
-of a step each bucket starts once its gradients are there, so communication overlaps with the rest of backward (Li et
-al., arXiv 2006.15704). Earlier microbatches communicate nothing. `layout.compress` sums buckets with fewer bytes
+The sum runs in buckets (sharding/shares.py), slices of the flat gradient buffer (parallel/flat.py). In the last
+backward of a step each bucket starts once its gradients are there, so communication overlaps with the rest of backward
+(Li et al., arXiv 2006.15704). Earlier microbatches communicate nothing. `layout.compress` sums buckets with fewer bytes
 (comm/compress).
 """
 
@@ -21,8 +21,8 @@ from fivefold.comm.compress.base import Messages
 from fivefold.parallel.flat import Weights
 from fivefold.parallel.replica import Replica
 from fivefold.schedules.compression import Compressor
-from fivefold.spread.parts import Part
-from fivefold.spread.shares import buckets
+from fivefold.sharding.parts import Part
+from fivefold.sharding.shares import buckets
 
 
 class Sum(Protocol):

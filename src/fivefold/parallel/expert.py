@@ -27,9 +27,9 @@ from fivefold.models.card import card_of
 from fivefold.models.mixture import Exchange, Mixture, Total
 from fivefold.models.section import ModelSection
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.turns import Turns
-from fivefold.spread.parts import Part, local_shape
-from fivefold.spread.regions import COUNTS, ROWS, Collective, loads
+from fivefold.parallel.ring_steps import Turns
+from fivefold.sharding.parts import Part, local_shape
+from fivefold.sharding.regions import COUNTS, ROWS, Collective, loads
 
 
 def mixtures(stage: LanguageModel) -> Iterator[tuple[int, Mixture]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.kernels import add_gradient
-from fivefold.spread.units import buffer_order
+from fivefold.sharding.units import buffer_order
 
 
 def allocate(params: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,6 +1,6 @@
 """Brings the pieces of matrices together on their owners before an update, and the update's pieces back.
 
-The ways and the messages are data (spread/matrices.py), which the planner counts.
+The ways and the messages are data (sharding/matrices.py), which the planner counts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fivefold.parallel.mesh import Mesh
-from fivefold.spread.layout import index_in
-from fivefold.spread.matrices import Exchange, Hop, Route, exchanges, placed
-from fivefold.spread.parts import Ranges, local_shape, size_of
+from fivefold.sharding.layout import index_in
+from fivefold.sharding.matrices import Exchange, Hop, Route, exchanges, placed
+from fivefold.sharding.parts import Ranges, local_shape, size_of
 
 
 class Gathered:

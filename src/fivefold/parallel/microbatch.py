@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fivefold.kernels.documents import Documents
 from fivefold.parallel.mesh import Mesh
-from fivefold.spread.parts import token_spans
+from fivefold.sharding.parts import token_spans
 
 
 class Microbatch(NamedTuple):
@@ -34,7 +34,7 @@ class Microbatch(NamedTuple):
 
 
 class Share(list[Microbatch]):
-    """The microbatches of a rank, which may have fewer than others (spread/shares.py).
+    """The microbatches of a rank, which may have fewer than others (sharding/shares.py).
 
     counted: how many of them count. Empty ones follow, without targets, where ranks exchange something in every
     microbatch. total: those that count on all data-parallel ranks of the site. A microbatch's

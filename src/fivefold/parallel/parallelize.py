@@ -22,7 +22,7 @@ from fivefold.models.custom import CustomModel
 from fivefold.models.init import build
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
-from fivefold.parallel import context, expert, products, recompute, tensor
+from fivefold.parallel import context, expert, matmuls, recompute, tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload.activations import Activations, Parts
 from fivefold.parallel.offload.disk import Disk, folder_of
@@ -31,10 +31,10 @@ from fivefold.parallel.pipeline import Pipeline
 from fivefold.parallel.replica import Replica, stop_gradients
 from fivefold.parallel.replica_builder import ReplicaBuilder
 from fivefold.recipe import Recipe
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import TIED, Part, held, stage_blocks, stage_parameters, stages_of, tensor_sums
-from fivefold.spread.tiers import OFFLOADS, partitions
-from fivefold.spread.units import Keeping, keepings
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import TIED, Part, held, stage_blocks, stage_parameters, stages_of, tensor_sums
+from fivefold.sharding.tiers import OFFLOADS, partitions
+from fivefold.sharding.units import Keeping, keepings
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from fivefold.parallel.unit_messages import UnitMessages
@@ -125,7 +125,7 @@ def parallelize(
     if not OFFLOADS[layout.offload].stays:
         found.disk = Disk(folder_of(layout.offload_dir))
     for stage in stages if own is None else ():
-        products.apply(stage, recipe)
+        matmuls.apply(stage, recipe)
     _divide(found, recipe, mesh, card, table)
     if mesh.size("pp") > 1:
         again = set(modes) != {"none"} and model.dropout > 0

@@ -30,7 +30,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.private import watched
 from fivefold.parallel.replica import Replica
-from fivefold.parallel.turns import Turns
+from fivefold.parallel.ring_steps import Turns
 from fivefold.schedules.pipeline import (
     SENDS_PER_RANK,
     Action,

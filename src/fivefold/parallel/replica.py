@@ -17,7 +17,7 @@ from fivefold.comm.compress import CompressedSum
 from fivefold.optim.scaling import Norms, sum_of_squares
 from fivefold.optim.updater import Updater
 from fivefold.parallel.mesh import Mesh
-from fivefold.spread.parts import Part
+from fivefold.sharding.parts import Part
 
 
 class Replica:

@@ -19,10 +19,10 @@ from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.replica import Frozen, Replica
 from fivefold.recipe import Recipe
 from fivefold.schedules.compression import compressor
-from fivefold.spread.parts import Part
-from fivefold.spread.syncs import syncs
-from fivefold.spread.tiers import OFFLOADS, Tiers, tiers
-from fivefold.spread.units import FlatBuffer, Keeping
+from fivefold.sharding.parts import Part
+from fivefold.sharding.syncs import syncs
+from fivefold.sharding.tiers import OFFLOADS, Tiers, tiers
+from fivefold.sharding.units import FlatBuffer, Keeping
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from fivefold.parallel.unit_messages import UnitMessages

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fivefold.comm import Axis
-from fivefold.spread.regions import AGAIN, SUM, WHOLE
+from fivefold.sharding.regions import AGAIN, SUM, WHOLE
 
 Wait = Callable[[], Tensor]
 """Waits for a message that was started, and returns its result."""
@@ -87,7 +87,7 @@ SENDS: dict[str | None, Callable[[Tensor, TensorAxis], Wait]] = {
     "all_reduce": lambda x, axis: axis.axis.start_all_reduce(x),
     "reduce_scatter": start_scatter,
 }
-"""How activations are sent, by the names of `spread.regions`."""
+"""How activations are sent, by the names of `sharding.regions`."""
 
 
 def piece(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:

@@ -42,8 +42,8 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.sequence import Enter, Leave, TensorAxis, Whole, piece
 from fivefold.parallel.vocabulary import VocabularyEmbedding, VocabularyOutput
-from fivefold.spread.parts import Model, boxes, cuts_in, local_shape, parts, summed_over_tp
-from fivefold.spread.regions import SQUARES
+from fivefold.sharding.parts import Model, boxes, cuts_in, local_shape, parts, summed_over_tp
+from fivefold.sharding.regions import SQUARES
 
 
 def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:

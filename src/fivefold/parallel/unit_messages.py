@@ -14,8 +14,8 @@ from fivefold.comm import Started
 from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zeropp import Gathers, Scatters
-from fivefold.spread.syncs import zeropp
-from fivefold.spread.units import FsdpUnit
+from fivefold.sharding.syncs import zeropp
+from fivefold.sharding.units import FsdpUnit
 
 
 class UnitMessages:

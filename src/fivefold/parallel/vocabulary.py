@@ -32,7 +32,7 @@ from fivefold.kernels.loss import (
 from fivefold.kernels.private import assert_on_device
 from fivefold.models.layers import Output
 from fivefold.parallel.sequence import Enter, Join, Leave, TensorAxis
-from fivefold.spread.regions import LOSS_STATISTICS, STATISTICS
+from fivefold.sharding.regions import LOSS_STATISTICS, STATISTICS
 
 
 class VocabularyEmbedding(nn.Module):

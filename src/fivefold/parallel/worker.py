@@ -26,7 +26,7 @@ from fivefold.models.base import LanguageModel
 from fivefold.parallel.flat import Weights
 from fivefold.parallel.link import ORDERS, TEXT_TAG, Kind, Link, Note, as_bytes, tag_of
 from fivefold.schedules.priority import CREDITS, Ready
-from fivefold.spread.servers import Message, Servers, pieces
+from fivefold.sharding.servers import Message, Servers, pieces
 
 Part = tuple[int, int]
 """(number of a message, number of its part)."""

@@ -30,9 +30,9 @@ from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.unit_messages import UnitMessages
-from fivefold.spread.parts import Part, local_shape, shard_dim
-from fivefold.spread.syncs import Sync
-from fivefold.spread.units import FsdpUnit
+from fivefold.sharding.parts import Part, local_shape, shard_dim
+from fivefold.sharding.syncs import Sync
+from fivefold.sharding.units import FsdpUnit
 
 
 def shard(

@@ -24,7 +24,7 @@ from fivefold.comm import Axis
 from fivefold.kernels.quantize import Quantizer
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.compression.blocks import Blocks
-from fivefold.spread.syncs import ZeroPP
+from fivefold.sharding.syncs import ZeroPP
 
 
 class Gathers:

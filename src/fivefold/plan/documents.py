@@ -13,8 +13,8 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import WHOLE_SEQUENCES, Program, Seen
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import ring_columns
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import ring_columns
 
 if TYPE_CHECKING:
     from fivefold.kernels.tiling import Sample

@@ -9,8 +9,8 @@ from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.software import Partition
 from fivefold.schedules.pipeline import DEFAULT, Schedule, build, stages_per_rank
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import stage_blocks
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import stage_blocks
 
 
 @lru_cache(maxsize=256)

@@ -3,6 +3,7 @@
 from fivefold.models.card import active_parameters, count_parameters, flops_per_token, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.recipe.load import Recipe, change, families, load, shipped, source
+from fivefold.recipe.messages import Explained, explain, to_toml
 from fivefold.recipe.ramp import LeftOut, batch_size, leave_out, place, sequences_before
 from fivefold.recipe.resolve import (
     microbatches_per_step,
@@ -23,7 +24,6 @@ from fivefold.recipe.schema import (
     PrecisionSection,
     TrainSection,
 )
-from fivefold.recipe.words import Explained, explain, to_toml
 
 __all__ = [
     "CheckpointSection",

@@ -14,14 +14,14 @@ from pydantic import ValidationError, model_validator
 from fivefold.errors import LONGEST_WORD, Problem, UserError, brief, did_you_mean, problem, shortened
 from fivefold.files import read_text
 from fivefold.models.section import LARGEST
-from fivefold.recipe import words
+from fivefold.recipe import messages
 from fivefold.recipe.initial import HERE, taken_over
+from fivefold.recipe.messages import KEYS, SECTIONS, none_unsets, plain_type, to_toml
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.schema import Sections
-from fivefold.recipe.words import KEYS, SECTIONS, none_unsets, plain_type, to_toml
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_text import describe
-from fivefold.spread.layout_text import parse as parse_layout
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_text import describe
+from fivefold.sharding.layout_text import parse as parse_layout
 
 MOST_BYTES = 256 << 10
 """Size of a recipe's file. A long one has 5 KiB."""
@@ -152,8 +152,8 @@ def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(base, str) or EARLIER.get(base, base) not in files:
         hint = did_you_mean(base, files) if isinstance(base, str) else ""
         raise UserError(
-            f"recipe {path}: {origins.get('base', 'base')}: base = {words.short(base)}: must be the name of a shipped "
-            f"recipe{hint or ', one of ' + ', '.join(files)}"
+            f"recipe {path}: {origins.get('base', 'base')}: base = {messages.short(base)}: must be the name of a "
+            f"shipped recipe{hint or ', one of ' + ', '.join(files)}"
         )
     below, _ = _with_base(files[EARLIER.get(base, base)])
     for key, others in REPLACED.items():
@@ -228,7 +228,7 @@ class _Draft:
         self._take_over()
         for key, value in self.table.items():
             if key not in SECTIONS:
-                self._problem(key, value, words.unknown_section(key, value))
+                self._problem(key, value, messages.unknown_section(key, value))
         sections = {section: self._section(section) for section in SECTIONS}
         draft = Recipe.model_construct(**sections)
         for keys, message in contradictions(draft):
@@ -240,7 +240,9 @@ class _Draft:
             message = "set train.steps or train.tokens, the length of the run"
             self.problems.append(problem(message, "train.steps"))
         if self.problems:
-            raise UserError(words.list_problems(name, [one.message for one in self.problems]), self.problems)
+            raise UserError(
+                messages.list_problems(name, [one.message for one in self.problems]), self.problems
+            )
         return Recipe(**sections)
 
     def _take_over(self) -> None:
@@ -254,7 +256,7 @@ class _Draft:
             found = taken_over(where, lambda path: _with_base(path)[0])
         except UserError as error:
             self.problems.append(
-                problem(f"train.init_from = {words.short(where)}: {error}", "train.init_from")
+                problem(f"train.init_from = {messages.short(where)}: {error}", "train.init_from")
             )
             return
         for section, fields in found.items():
@@ -269,7 +271,7 @@ class _Draft:
 
     def _problem(self, key: str, value: Any, message: str) -> None:
         self.wrong.add(key)
-        allowed = words.allowed(KEYS[key]) if key in KEYS else None
+        allowed = messages.allowed(KEYS[key]) if key in KEYS else None
         whole = f"{self.origins[key]}: {message}" if key in self.origins else message
         self.problems.append(problem(whole, key, value, allowed))
 
@@ -290,7 +292,7 @@ class _Draft:
             section, dot, name = key.partition(".")
             if not (equals and section and dot and name):
                 said = shortened(text, LONGEST_WORD)
-                near = f"; did you mean {home}={raw}?" if (home := words.home(key)) and raw else ""
+                near = f"; did you mean {home}={raw}?" if (home := messages.home(key)) and raw else ""
                 message = f"{option} {said}: must have the form section.key=value{near}"
                 self.problems.append(problem(message, option, said, "section.key=value"))
                 continue
@@ -320,7 +322,11 @@ class _Draft:
         field, _, rest = name.partition(".")
         wanted, _, key = rest.rpartition(".")
         entries = self.table.get(section, {}).get(field)
-        if not wanted or not words.entry_type(f"{section}.{field}") or not isinstance(entries, list | tuple):
+        if (
+            not wanted
+            or not messages.entry_type(f"{section}.{field}")
+            or not isinstance(entries, list | tuple)
+        ):
             return None
         copies = [dict(entry) if isinstance(entry, dict) else entry for entry in entries]
         self.table[section][field] = copies
@@ -331,7 +337,7 @@ class _Draft:
         """Checks one section. A wrong field is reported and gets its default, so that checking can continue."""
         values, cls = self.table.get(section, {}), SECTIONS[section]
         if not isinstance(values, dict):
-            self._problem(section, values, words.not_a_section(section, values))
+            self._problem(section, values, messages.not_a_section(section, values))
             self.wrong |= {f"{section}.{name}" for name in cls.model_fields}
             return cls()
         values = {name: _as_field(f"{section}.{name}", value) for name, value in values.items()}
@@ -341,11 +347,13 @@ class _Draft:
             names = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
         for name in names:
             key, value = f"{section}.{name}", values[name]
-            if words.entry_type(key):
-                for message in words.bad_entries(key, value):
+            if messages.entry_type(key):
+                for message in messages.bad_entries(key, value):
                     self._problem(key, value, message)
                 continue
-            self._problem(key, value, (words.bad_value if key in KEYS else words.unknown_key)(key, value))
+            self._problem(
+                key, value, (messages.bad_value if key in KEYS else messages.unknown_key)(key, value)
+            )
         return cls.model_validate({name: v for name, v in values.items() if name not in names})
 
 

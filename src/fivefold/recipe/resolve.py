@@ -14,7 +14,7 @@ from fivefold.recipe.load import Recipe
 from fivefold.recipe.ramp import ramp, sequences_before, steps_for
 from fivefold.recipe.rules import contradictions
 from fivefold.schedules.compression import compressor
-from fivefold.spread.shares import largest
+from fivefold.sharding.shares import largest
 
 
 def total_steps(recipe: Recipe) -> int:

@@ -20,12 +20,12 @@ from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry, as
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDER, ORDERS, PRIORITY, Order
-from fivefold.spread.layout import Counts
-from fivefold.spread.layout_rules import MOST_RANKS
-from fivefold.spread.servers import SERVER, UNBOUNDED, Servers
-from fivefold.spread.shares import BUCKET_BYTES
-from fivefold.spread.sites import ONE_SITE, Sites
-from fivefold.spread.tiers import NOT_OFFLOADED
+from fivefold.sharding.layout import Counts
+from fivefold.sharding.layout_rules import MOST_RANKS
+from fivefold.sharding.servers import SERVER, UNBOUNDED, Servers
+from fivefold.sharding.shares import BUCKET_BYTES
+from fivefold.sharding.sites import ONE_SITE, Sites
+from fivefold.sharding.tiers import NOT_OFFLOADED
 
 if TYPE_CHECKING:  # a type checker reads no tables
     AllReduce = Dtype = Fp8Gradient = Mode = Rounding = Scaling = OptimizerName = SyncMethod = str

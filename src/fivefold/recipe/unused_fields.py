@@ -12,13 +12,13 @@ from typing import NamedTuple
 from fivefold.models.card import Contradiction
 from fivefold.optim.registry import OUTER
 from fivefold.precision import FIELDS
+from fivefold.recipe.messages import toml_value
 from fivefold.recipe.schema import Sections
-from fivefold.recipe.words import toml_value
 from fivefold.schedules.compression import NONE
-from fivefold.spread.layout import Layout, summing_groups
-from fivefold.spread.servers import SERVER
-from fivefold.spread.shares import largest
-from fivefold.spread.tiers import OFFLOADS
+from fivefold.sharding.layout import Layout, summing_groups
+from fivefold.sharding.servers import SERVER
+from fivefold.sharding.shares import largest
+from fivefold.sharding.tiers import OFFLOADS
 
 
 class Unused(NamedTuple):

@@ -30,11 +30,11 @@ from fivefold.models.custom import CustomModel, ModuleCard, buffers_of, problems
 from fivefold.models.layers import Output
 from fivefold.models.recomputation import budget_of
 from fivefold.optim import OPTIMIZERS, OptimizerCard
-from fivefold.parallel import products
+from fivefold.parallel import matmuls
 from fivefold.parallel.mesh import Mesh
 from fivefold.recipe import Recipe, TrainSection
-from fivefold.spread.layout import Layout
-from fivefold.spread.tiers import OFFLOADS, partitions
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.tiers import OFFLOADS, partitions
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """loss(logits_NV, targets_N): logits in fp32, targets of -100 do not count -> the mean over those that do, a scalar. So
@@ -204,7 +204,7 @@ def _problems(recipe: Recipe, model: CustomModel, given: bool) -> Iterator[str]:
     offload, optimizer = f'layout.offload = "{layout.offload}"', OPTIMIZERS[recipe.optim.name]
     if recipe.servers.count:
         yield 'a module of your own does not train with sync.method = "server". Use sync.method = "all"'
-    if products.wanted(recipe) is not None:
+    if matmuls.wanted(recipe) is not None:
         yield f'custom modules do not train in {recipe.precision.mode}. Use precision.mode = "bf16" or "auto"'
     if OFFLOADS[layout.offload].streams:
         yield f'{offload}: custom modules keep their states on the device. Nearest valid: "activations"'

@@ -19,7 +19,7 @@ from fivefold.models.base import LanguageModel
 from fivefold.models.mixture import Experts
 from fivefold.parallel.tensor import CutLinear
 from fivefold.precision.formats import BINS, KINDS, LOWEST, Histogram
-from fivefold.spread.parts import Part, local_shape
+from fivefold.sharding.parts import Part, local_shape
 from fivefold.step.state import State
 
 

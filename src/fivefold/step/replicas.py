@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fivefold.comm import told
 from fivefold.kernels.hashing import digest, keys
-from fivefold.spread.parts import Ranges
+from fivefold.sharding.parts import Ranges
 from fivefold.step.state import State
 
 

@@ -22,9 +22,9 @@ from fivefold.parallel.server import Shard
 from fivefold.parallel.worker import Exchange, Pushes, wait_for_weights
 from fivefold.precision import torch_dtype
 from fivefold.recipe import Recipe, count_parameters
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import parts
-from fivefold.spread.servers import messages, units
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import parts
+from fivefold.sharding.servers import messages, units
 from fivefold.step.state import State, compute_mode, updater_arguments
 
 

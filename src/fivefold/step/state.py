@@ -27,17 +27,17 @@ from fivefold.optim.registry import OUTER
 from fivefold.optim.rounding import Rounder, Rounding
 from fivefold.optim.scaling import LossScale
 from fivefold.optim.updater import Rounded, Updater
+from fivefold.parallel.diloco import Outer
 from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.outer import Outer
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
 from fivefold.precision import DTYPES, PRECISIONS, Mode, chosen, sent, torch_dtype
 from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters, targets_per_step
-from fivefold.spread.layout import Layout
-from fivefold.spread.names import factors, groups
-from fivefold.spread.parts import Part, held, size_of
-from fivefold.spread.tiers import tiers
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.names import factors, groups
+from fivefold.sharding.parts import Part, held, size_of
+from fivefold.sharding.tiers import tiers
 from fivefold.step.custom import NOTHING, UserFunctions, custom_model, make_equal, use_loss
 
 

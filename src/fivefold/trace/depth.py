@@ -36,11 +36,11 @@ from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
 from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, MemoryTimeline
 from fivefold.schedules.pipeline import FILLING, few
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_nearest import validate
-from fivefold.spread.layout_text import to_text
-from fivefold.spread.parts import stage_blocks, stages_of
-from fivefold.spread.sites import in_site, site_layout
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_nearest import validate
+from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.parts import stage_blocks, stages_of
+from fivefold.sharding.sites import in_site, site_layout
 from fivefold.step.state import compute_mode
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace

@@ -35,7 +35,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.microbatch import Microbatch, take
 from fivefold.parallel.offload.activations import Activations
 from fivefold.recipe import Recipe
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, assemble
 from fivefold.step.step import forward_backward, take_step
 from fivefold.trace import private, standins

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from fivefold.comm import axis
 from fivefold.kernels.fake import DispatchMode
 from fivefold.parallel.mesh import Mesh
-from fivefold.spread.layout import first_names
+from fivefold.sharding.layout import first_names
 
 OPS = {
     "allreduce_": "all_reduce",

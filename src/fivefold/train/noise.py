@@ -22,8 +22,8 @@ from fivefold.errors import UserError
 from fivefold.parallel.microbatch import Microbatch, Share
 from fivefold.plan.advice.budget import noise_parts
 from fivefold.recipe import Recipe, microbatches_per_step, tokens_per_step
-from fivefold.spread.parts import Part, size_of
-from fivefold.spread.syncs import scattered_once
+from fivefold.sharding.parts import Part, size_of
+from fivefold.sharding.syncs import scattered_once
 from fivefold.step.state import State
 
 MEMORY = 0.98

@@ -32,8 +32,8 @@ from fivefold.plan.software import of
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe.ramp import ramp
 from fivefold.schedules.overlap import StepTimeline
-from fivefold.spread.layout import Layout
-from fivefold.spread.sites import site_layout
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.sites import site_layout
 from fivefold.step.state import State
 from fivefold.trace.depth import blocks_traced, exact
 from fivefold.trace.traffic import Collectives

@@ -19,9 +19,9 @@ from fivefold.comm import all_or_none
 from fivefold.errors import UserError
 from fivefold.models.custom import buffers_of
 from fivefold.optim.card import COMPENSATION
-from fivefold.parallel.outer import Outer
+from fivefold.parallel.diloco import Outer
 from fivefold.recipe import sequences_before
-from fivefold.spread.parts import Part, boxes, local_shape
+from fivefold.sharding.parts import Part, boxes, local_shape
 from fivefold.step.state import State
 from fivefold.train.checked import Meta, assert_same, check_files, damaged_together, meta_of
 from fivefold.train.job import Job

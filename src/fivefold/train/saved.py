@@ -15,12 +15,12 @@ from fivefold.checkpoint.source import ELSEWHERE, FROZEN, TOKENIZER
 from fivefold.data.mixture import amounts, order_of
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.files import expanded
-from fivefold.parallel.outer import Outer
+from fivefold.parallel.diloco import Outer
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.spread.layout_text import to_text
-from fivefold.spread.parts import Part, boxes
-from fivefold.spread.tiers import NOT_OFFLOADED
+from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.parts import Part, boxes
+from fivefold.sharding.tiers import NOT_OFFLOADED
 from fivefold.step.state import State
 from fivefold.train.initial import recorded
 from fivefold.train.job import Job

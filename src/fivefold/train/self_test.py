@@ -1,5 +1,5 @@
 """How a run multiplies, settled when it starts, for all ranks, so that it multiplies as before when it resumes: which
-library does (RUN/products.json and checkpoints), and which layers round factors, by a test (RUN/fp8.json)."""
+library does (RUN/matmuls.json and checkpoints), and which layers round factors, by a test (RUN/fp8.json)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fivefold.files import make_folder, read_json, understood, write_atomically
 from fivefold.kernels import fastest
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
-from fivefold.parallel import products
+from fivefold.parallel import matmuls
 from fivefold.precision import PRECISIONS, Mode
 from fivefold.step.self_test import PRODUCTS, Tested, fall_back, self_test
 from fivefold.step.state import State
 from fivefold.train.job import Job
 
-FILE, LIBRARY = "fp8.json", "products.json"
+FILE, LIBRARY = "fp8.json", "matmuls.json"
 
 
 def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
@@ -46,7 +46,7 @@ def _settle_library(state: State, job: Job, ranks: Ranks) -> list[str]:
 
 
 def _settle_rounded(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
-    if job.module is not None or products.wanted(job.recipe) is None:
+    if job.module is not None or matmuls.wanted(job.recipe) is None:
         return []
     axis = everyone(ranks)
     if (kept := _read(axis, job, resumed)) is not None:

@@ -11,7 +11,7 @@ from fivefold.errors import UserError
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
-from fivefold.parallel import products
+from fivefold.parallel import matmuls
 from fivefold.parallel.link import Kind, Note
 from fivefold.parallel.replica import gradient_square
 from fivefold.parallel.worker import Pushes
@@ -31,7 +31,7 @@ def work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
     with progress.phase("starting"):
         state, pushes = worker_state(job.recipe, ranks, connect(job, ranks))
         exchange, trained, validated = pushes.exchange, False, False
-        if products.wanted(job.recipe) is not None:
+        if matmuls.wanted(job.recipe) is not None:
             exchange.need_all(pull=True)
         settle(state, job, ranks, False)  # the first server knows whether the run is resumed
     while (note := exchange.order()).kind != Kind.END:

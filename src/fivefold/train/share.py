@@ -28,7 +28,7 @@ from fivefold.models.base import LanguageModel
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.microbatch import Microbatch, Share, take
 from fivefold.recipe import LeftOut, Recipe, batch_size, place
-from fivefold.spread import shares
+from fivefold.sharding import shares
 from fivefold.step.step import ValidationSet
 from fivefold.train.job import BatchSource, Job
 

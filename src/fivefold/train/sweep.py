@@ -38,7 +38,7 @@ from fivefold.plan.advice.budget import training_flops
 from fivefold.recipe import active_parameters, resolve, tokens_before, total_steps
 from fivefold.recipe import sweep as table
 from fivefold.recipe.sweep import Row, Sweep
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 from fivefold.train.start import AUTO, prepare_data, run_command
 
 LOG = "log.txt"

@@ -26,8 +26,8 @@ from fivefold.optim import OptimizerCard
 from fivefold.optim.custom import Make, card_from, is_torch
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
-from fivefold.spread.layout import Layout
-from fivefold.spread.tiers import NOT_OFFLOADED
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.tiers import NOT_OFFLOADED
 from fivefold.step.custom import NOTHING, Loss, Metric, Schedule, UserFunctions, called
 
 Optimizer = OptimizerCard | Make

@@ -47,10 +47,10 @@ from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.schema import LayoutSection
 from fivefold.recipe.unused_fields import PLAIN
 from fivefold.schedules.compression import NONE
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_nearest import validate
-from fivefold.spread.layout_text import to_text
-from fivefold.spread.syncs import zeropp
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_nearest import validate
+from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.syncs import zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.train.reference import reference_state

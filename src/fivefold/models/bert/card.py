@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold.models import card
 from fivefold.models.parameters import attention, gelu, layer_norm, linear, under
-from fivefold.spread.parts import Shape
+from fivefold.sharding.parts import Shape
 
 TOKEN_TYPES = 2  # sentence A and B of the original; only A (0) is used, but both are kept for weight exchange
 

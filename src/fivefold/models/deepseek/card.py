@@ -12,7 +12,7 @@ from fivefold.models.moe import card as moe
 from fivefold.models.operations import Matmul, Operation, Program, Saved, Sizes
 from fivefold.models.parameters import linear, rms_norm, under
 from fivefold.models.section import ModelSection
-from fivefold.spread.parts import Cut, Shape
+from fivefold.sharding.parts import Cut, Shape
 
 
 class Widths(NamedTuple):

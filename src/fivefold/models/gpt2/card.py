@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold.models import card
 from fivefold.models.parameters import attention, gelu, layer_norm, under
-from fivefold.spread.parts import Shape
+from fivefold.sharding.parts import Shape
 
 
 class Card(card.Card):

@@ -7,7 +7,7 @@ from typing import Any
 from fivefold.models import card
 from fivefold.models.card import round_up
 from fivefold.models.parameters import attention, rms_norm, swiglu, under
-from fivefold.spread.parts import Shape
+from fivefold.sharding.parts import Shape
 
 
 class Card(card.Card):

@@ -8,7 +8,7 @@ from fivefold.models import work
 from fivefold.models.llama import card as llama
 from fivefold.models.operations import Operation, Program, Sizes
 from fivefold.models.parameters import rms_norm, under
-from fivefold.spread.parts import Shape
+from fivefold.sharding.parts import Shape
 
 NORMS = ("norm_q", "norm_k")
 

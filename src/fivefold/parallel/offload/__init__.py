@@ -1,1 +1,1 @@
-"""Keeps and streams what `layout.offload` takes off the device. Which tier has what is a table (spread/tiers.py)."""
+"""Keeps and streams what `layout.offload` takes off the device. Which tier has what is a table (sharding/tiers.py)."""

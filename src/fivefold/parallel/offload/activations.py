@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fivefold.comm import Axis
 from fivefold.parallel import private
 from fivefold.parallel.offload.disk import Disk
-from fivefold.spread.tiers import READ_AHEAD, SMALLEST
+from fivefold.sharding.tiers import READ_AHEAD, SMALLEST
 
 
 class Saved:

@@ -25,9 +25,9 @@ from fivefold.parallel.offload.disk import Disk, File, wait_for
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.offload.update import GRADIENTS, WORKING, Home, InPlace, OnDisk
 from fivefold.parallel.replica import Replica
-from fivefold.spread.parts import Part
-from fivefold.spread.tiers import AHEAD, BEHIND, Chunk
-from fivefold.spread.units import buffer_order
+from fivefold.sharding.parts import Part
+from fivefold.sharding.tiers import AHEAD, BEHIND, Chunk
+from fivefold.sharding.units import buffer_order
 
 Futures = list[Future[None]]
 

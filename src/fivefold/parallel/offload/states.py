@@ -1,4 +1,4 @@
-"""The states that one replica keeps in host memory or on disk: masters, moments, gradients (spread/tiers.py)."""
+"""The states that one replica keeps in host memory or on disk: masters, moments, gradients (sharding/tiers.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fivefold.parallel.offload.update import (
     StreamedUpdater,
 )
 from fivefold.precision import torch_dtype
-from fivefold.spread.tiers import Tiers, arena, runs_twice, unit_of
+from fivefold.sharding.tiers import Tiers, arena, runs_twice, unit_of
 
 
 class Offload:

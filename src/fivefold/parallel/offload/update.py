@@ -20,7 +20,7 @@ from fivefold.optim.rounding import Rounder, cut_off
 from fivefold.optim.updater import Updater
 from fivefold.parallel import private
 from fivefold.parallel.offload.disk import Disk, File, aligned, alone, at_once, wait_for
-from fivefold.spread.tiers import CHUNK, SLOTS, Arena, Chunk, Piece, share_of_second
+from fivefold.sharding.tiers import CHUNK, SLOTS, Arena, Chunk, Piece, share_of_second
 
 MASTERS, GRADIENTS, WORKING = "masters", "gradients", "working"
 

@@ -18,9 +18,9 @@ from fivefold.plan.search.space import Space
 from fivefold.plan.time import stage_costs
 from fivefold.plan.time.cost import Setting
 from fivefold.recipe import count_parameters
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_text import to_text
-from fivefold.spread.parts import stages_of
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.parts import stages_of
 
 TRIED = 24  # numbers of devices between a bound and the first doubling that does
 SMALLEST = 20  # layouts whose bytes are counted exactly, of those that seem smallest

@@ -11,9 +11,9 @@ from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.software import Software
 from fivefold.recipe import Recipe, change
-from fivefold.spread.layout import Layout
-from fivefold.spread.shares import divisors
-from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.shares import divisors
+from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 
 LESS = 0.98
 """A change counts if it needs less than this share of the memory."""

@@ -15,7 +15,7 @@ from fivefold.host.devices import BY_NAME, GB, GIB, PCIE, sheet_of
 from fivefold.plan.cluster import measured
 from fivefold.plan.cluster.devices import Cluster, Device, Link, Storage, Wiring, copies, of_table
 from fivefold.precision import DTYPES
-from fivefold.spread.layout_rules import MOST_RANKS
+from fivefold.sharding.layout_rules import MOST_RANKS
 
 MOST_BYTES = 64 << 10
 """Size of a cluster's file."""

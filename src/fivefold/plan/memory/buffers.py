@@ -18,12 +18,12 @@ from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.collectives.choose import chosen
 from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import compressor
-from fivefold.spread.layout import Layout, groups
-from fivefold.spread.matrices import sizes_sent
-from fivefold.spread.parts import local_parameters, sharing_group
-from fivefold.spread.syncs import scattered_once, syncs, zeropp
-from fivefold.spread.tiers import OFFLOADS
-from fivefold.spread.units import buffer_order, compressed_buckets, keepings, updated_together
+from fivefold.sharding.layout import Layout, groups
+from fivefold.sharding.matrices import sizes_sent
+from fivefold.sharding.parts import local_parameters, sharing_group
+from fivefold.sharding.syncs import scattered_once, syncs, zeropp
+from fivefold.sharding.tiers import OFFLOADS
+from fivefold.sharding.units import buffer_order, compressed_buckets, keepings, updated_together
 
 
 @dataclass(frozen=True)

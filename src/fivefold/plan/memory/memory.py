@@ -27,9 +27,9 @@ from fivefold.plan.software import Software
 from fivefold.schedules.collectives.choose import AUTO, LIBRARY
 from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import stages_of
-from fivefold.spread.tiers import partitions
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import stages_of
+from fivefold.sharding.tiers import partitions
 
 if TYPE_CHECKING:
     from fivefold.plan.time.cost import Setting

@@ -13,9 +13,9 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.optim.card import state_bytes as all_state_bytes
 from fivefold.plan.partition import stages
 from fivefold.plan.software import Partition, States
-from fivefold.spread.layout import Layout, changed
-from fivefold.spread.parts import TIED, held, local_parameters, sharing_group, size_of, stages_of
-from fivefold.spread.syncs import scattered_once
+from fivefold.sharding.layout import Layout, changed
+from fivefold.sharding.parts import TIED, held, local_parameters, sharing_group, size_of, stages_of
+from fivefold.sharding.syncs import scattered_once
 
 
 class Elements(NamedTuple):

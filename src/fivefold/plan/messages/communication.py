@@ -19,7 +19,7 @@ from fivefold.schedules.collectives import ALGORITHMS, Levels, Line, Primitive, 
 from fivefold.schedules.collectives.choose import AUTO, LIBRARY, fastest, pieces_of, resolved
 from fivefold.schedules.collectives.cost import line, simulate
 from fivefold.schedules.collectives.topology import Topology
-from fivefold.spread.layout import Layout, groups, on_node
+from fivefold.sharding.layout import Layout, groups, on_node
 
 # Seconds of a collective besides its algorithm: kernels start, ranks meet. All-reduces of 32 KiB take 39.8 us on 8
 # H200, 43.8 on 8 A100, 47.8 on 8 B200 (stas00/ml-engineering, network/README.md). Of these the best algorithm
@@ -41,7 +41,7 @@ class Group:
 
 
 def group(layout: Layout, cluster: Cluster, name: str) -> Group:
-    """The group with this name, in the order of ranks of `spread/layout.py`."""
+    """The group with this name, in the order of ranks of `sharding/layout.py`."""
     x = layout
     axes = (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp)
     return _group(name, axes, x.ep, cluster.per_node, x.ranks_per_node)

@@ -33,10 +33,10 @@ from fivefold.schedules import ring_attention
 from fivefold.schedules.collectives.choose import LIBRARY, chosen
 from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import Compressor, compressor
-from fivefold.spread import sites
-from fivefold.spread.layout import Layout, first_names, groups, index_in, summing_groups
-from fivefold.spread.matrices import sizes_sent
-from fivefold.spread.parts import (
+from fivefold.sharding import sites
+from fivefold.sharding.layout import Layout, first_names, groups, index_in, summing_groups
+from fivefold.sharding.matrices import sizes_sent
+from fivefold.sharding.parts import (
     TIED,
     Shape,
     held,
@@ -49,9 +49,9 @@ from fivefold.spread.parts import (
     summed_over_tp,
     tensor_sums,
 )
-from fivefold.spread.syncs import Sync, syncs
-from fivefold.spread.tiers import partitions
-from fivefold.spread.units import compressed_buckets, keepings
+from fivefold.sharding.syncs import Sync, syncs
+from fivefold.sharding.tiers import partitions
+from fivefold.sharding.units import compressed_buckets, keepings
 
 DATA = ("shard", "replicate", "batch", "edp", "eshard", "inside", "across")
 """Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""

@@ -22,7 +22,7 @@ from fivefold.plan.pages.pictures import pictures
 from fivefold.plan.predict import Plan
 from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.schedules.pipeline import Timeline, shown
-from fivefold.spread.layout_text import to_text
+from fivefold.sharding.layout_text import to_text
 
 HEAD = (
     "step", "tokens_per_s", "mfu", "limit", "flops", "bandwidth", "microbatches", "drawn", "makespan", "stages",

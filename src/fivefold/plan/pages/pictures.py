@@ -15,7 +15,7 @@ from fivefold.plan.predict import Plan
 from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
 from fivefold.plan.time.cost import Setting, operation
 from fivefold.schedules.pipeline import Timeline, shown, simulate
-from fivefold.spread.parts import stages_of
+from fivefold.sharding.parts import stages_of
 
 
 @dataclass(frozen=True)

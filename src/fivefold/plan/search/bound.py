@@ -17,7 +17,7 @@ from fivefold.plan.time import sync_costs, time
 from fivefold.plan.time.cost import Cost, Setting
 from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.schedules.pipeline import ends_upwards, splits_backward
-from fivefold.spread.layout import changed
+from fivefold.sharding.layout import changed
 
 RankSeconds = tuple[float, float, float]
 """Seconds of a rank: gradient sums, weight gathers (both without overlap), and the optimizer."""

@@ -20,7 +20,7 @@ from fivefold.models.recomputation import BUDGET, MODES, OPERATIONS, PREFIX, UNI
 from fivefold.plan.memory.memory import Memory, Predictor
 from fivefold.plan.time import stage_costs
 from fivefold.plan.time.cost import Setting
-from fivefold.spread.parts import stages_of
+from fivefold.sharding.parts import stages_of
 
 MARGIN = 0.05
 """Share of the budget that is left for the formula's error: the most that tests allow it."""

@@ -27,9 +27,9 @@ from fivefold.plan.time.time import step
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import with_layout
 from fivefold.recipe.unused_fields import PLAIN
-from fivefold.spread.layout import Layout, changed
-from fivefold.spread.layout_text import to_text
-from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
+from fivefold.sharding.layout import Layout, changed
+from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 
 GLIMPSE = 32
 LOOKED, SLOWER = 32, 4 / 3  # plans whose recomputation is thinned out; a step with it beside one without

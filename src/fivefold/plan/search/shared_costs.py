@@ -22,8 +22,8 @@ from fivefold.plan.software import Software
 from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
 from fivefold.plan.time.cost import Cost, Setting
 from fivefold.plan.time.stage_costs import Parts
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import stages_of
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import stages_of
 
 
 @dataclass(frozen=True)

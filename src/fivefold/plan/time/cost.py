@@ -17,9 +17,9 @@ from fivefold.plan.software import Software, States
 from fivefold.plan.time import rates
 from fivefold.precision import PRECISIONS
 from fivefold.schedules.ring_attention import messages
-from fivefold.spread.layout import Layout
-from fivefold.spread.regions import ROWS
-from fivefold.spread.sites import ONE_SITE, Sites
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.regions import ROWS
+from fivefold.sharding.sites import ONE_SITE, Sites
 
 
 class Cost(NamedTuple):  # not a dataclass, because a search makes millions

@@ -1,6 +1,6 @@
 """Prices `layout.offload`: which tier has how much, and what of its I/O computing does not hide.
 
-The tiers and the streams are those of spread/tiers.py, which parallel/offload executes.
+The tiers and the streams are those of sharding/tiers.py, which parallel/offload executes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fivefold.plan.time.cost import Cost, Setting
 from fivefold.plan.time.stage_costs import stage_costs
 from fivefold.schedules.offload import WAYS, Unit, simulate
 from fivefold.schedules.overlap import StepTimeline
-from fivefold.spread.parts import stages_of
-from fivefold.spread.tiers import (
+from fivefold.sharding.parts import stages_of
+from fivefold.sharding.tiers import (
     AHEAD,
     CHUNK,
     READ_AHEAD,

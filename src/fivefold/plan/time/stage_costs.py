@@ -19,9 +19,9 @@ from fivefold.plan.time.cost import Cost, Setting, message, operation, part, tog
 from fivefold.plan.time.pipeline import transfers
 from fivefold.plan.time.sync_costs import accumulate, per_microbatch
 from fivefold.schedules.pipeline import splits_backward
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import stages_of
-from fivefold.spread.tiers import partitions
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import stages_of
+from fivefold.sharding.tiers import partitions
 
 
 @dataclass(frozen=True)

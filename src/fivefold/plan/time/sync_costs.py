@@ -14,9 +14,9 @@ from fivefold.precision import DTYPES, MASTER, PRECISIONS
 from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
 from fivefold.schedules.overlap import exposed_in_pieces
-from fivefold.spread.parts import sharing_group
-from fivefold.spread.syncs import Sync, scattered_once
-from fivefold.spread.units import bucket_bytes
+from fivefold.sharding.parts import sharing_group
+from fivefold.sharding.syncs import Sync, scattered_once
+from fivefold.sharding.units import bucket_bytes
 
 
 def accumulate(elements: float, s: Setting) -> Cost:

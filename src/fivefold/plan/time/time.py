@@ -16,7 +16,7 @@ from fivefold.plan.time.pipeline import PipelineTimer, hidden_by_pairs, pipeline
 from fivefold.plan.time.stage_costs import Parts, outside_blocks, stage_costs
 from fivefold.plan.time.sync_costs import compressed_sums, message_seconds, per_step, shared_sums
 from fivefold.schedules.compression import NONE
-from fivefold.spread.parts import stages_of
+from fivefold.sharding.parts import stages_of
 
 
 @dataclass

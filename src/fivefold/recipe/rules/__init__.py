@@ -14,7 +14,7 @@ from fivefold.recipe.rules.mixture import mixture
 from fivefold.recipe.rules.texts import documents, observed, texts, vocabulary, weights
 from fivefold.recipe.schema import Sections
 from fivefold.recipe.unused_fields import refused
-from fivefold.spread.layout import Layout
+from fivefold.sharding.layout import Layout
 
 R = TypeVar("R", bound=Sections)
 

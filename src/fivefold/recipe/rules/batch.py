@@ -10,10 +10,10 @@ from fivefold.models.card import Contradiction
 from fivefold.optim import FIELDS, OPTIMIZERS
 from fivefold.optim.registry import OUTER
 from fivefold.precision import PRECISIONS
+from fivefold.recipe.messages import toml_value
 from fivefold.recipe.ramp import ramp, steps_for
 from fivefold.recipe.schema import Sections
-from fivefold.recipe.words import toml_value
-from fivefold.spread.shares import largest_divisor
+from fivefold.sharding.shares import largest_divisor
 
 
 def length(recipe: Sections) -> Iterator[Contradiction]:

@@ -11,10 +11,10 @@ from fivefold.models.recomputation import budget_of
 from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.optim.registry import OUTER
 from fivefold.precision import MASTER, PRECISIONS, Mode
+from fivefold.recipe.messages import short
 from fivefold.recipe.schema import Sections
-from fivefold.recipe.words import short
 from fivefold.schedules.compression import NONE
-from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS
+from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 
 
 class Refused(NamedTuple):

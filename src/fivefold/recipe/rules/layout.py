@@ -10,13 +10,13 @@ from fivefold.models.card import Contradiction, card_of, resolve_model
 from fivefold.models.recomputation import budget_of, of_blocks
 from fivefold.models.rules import lacks
 from fivefold.models.section import ModelSection
+from fivefold.recipe.messages import toml_value
 from fivefold.recipe.rules.texts import expected_vocab_size
 from fivefold.recipe.schema import Sections
-from fivefold.recipe.words import toml_value
-from fivefold.spread.layout import Layout
-from fivefold.spread.layout_rules import problems
-from fivefold.spread.servers import SERVER
-from fivefold.spread.shares import divisors, largest_divisor
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_rules import problems
+from fivefold.sharding.servers import SERVER
+from fivefold.sharding.shares import divisors, largest_divisor
 
 
 def experts(recipe: Sections) -> Iterator[Contradiction]:

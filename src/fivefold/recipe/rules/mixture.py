@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from fivefold.errors import UserError, did_you_mean
 from fivefold.models.card import Contradiction
 from fivefold.recipe.entries import HELD_OUT
+from fivefold.recipe.messages import toml_value
 from fivefold.recipe.ramp import ramp, steps_for
 from fivefold.recipe.schema import DataSection, Sections
-from fivefold.recipe.words import toml_value
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,60}", re.ASCII)
 _CLOSE = 1e-6

@@ -11,9 +11,9 @@ from fivefold.models.card import Contradiction, round_up
 from fivefold.models.section import Section
 from fivefold.precision import MOST_IDS
 from fivefold.recipe.entries import NONE, TRACKERS, steps, unknown
+from fivefold.recipe.messages import short, toml_value
 from fivefold.recipe.schema import Sections
-from fivefold.recipe.words import short, toml_value
-from fivefold.spread.names import groups, matching, patterns, unmatched
+from fivefold.sharding.names import groups, matching, patterns, unmatched
 
 _INVALID = re.compile("[\0\ud800-\udfff]")
 _BPE = re.compile(r"bpe:(\d{1,7})", re.ASCII)

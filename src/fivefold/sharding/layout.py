@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.pipeline import DEFAULT, stages_per_rank
-from fivefold.spread.shares import BUCKET_BYTES
-from fivefold.spread.tiers import NOT_OFFLOADED
+from fivefold.sharding.shares import BUCKET_BYTES
+from fivefold.sharding.tiers import NOT_OFFLOADED
 
 T = TypeVar("T")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -27,7 +27,7 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.replica import Replica
 from fivefold.precision import torch_dtype
 from fivefold.schedules.compression.blocks import INT8
-from fivefold.spread.sites import OWN_SHARE, Sites, messages
+from fivefold.sharding.sites import OWN_SHARE, Sites, messages
 
 ARRIVING = "arriving"
 """In checkpoints, the name of a mean outer gradient that has not changed the weights yet."""

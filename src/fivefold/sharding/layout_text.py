@@ -7,9 +7,9 @@ from dataclasses import asdict, fields
 from fivefold.errors import LONGEST_WORD, UserError, did_you_mean, shortened
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.spread.layout import Layout
-from fivefold.spread.shares import BUCKET_BYTES
-from fivefold.spread.tiers import NOT_OFFLOADED
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.shares import BUCKET_BYTES
+from fivefold.sharding.tiers import NOT_OFFLOADED
 
 ELSEWHERE = {"fsdp": "dp={},zero=3", "ddp": "dp={}", "tensor": "tp={}"}
 """Names of axes in other programs, and what they are here."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from fivefold.precision import DTYPES
 from fivefold.schedules.compression.blocks import INT8
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import TIED
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import TIED
 
 OWN_SHARE = 0.5
 """What a site keeps of its own weights when a sum arrives that overlapped with inner steps (alpha of arXiv 2501.18512):

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from fivefold.schedules.compression import NONE
-from fivefold.spread.layout import Layout, groups
-from fivefold.spread.parts import (
+from fivefold.sharding.layout import Layout, groups
+from fivefold.sharding.parts import (
     Model,
     Shape,
     block_of,
@@ -25,8 +25,8 @@ from fivefold.spread.parts import (
     stage_blocks,
     stage_parameters,
 )
-from fivefold.spread.shares import buckets
-from fivefold.spread.syncs import syncs
+from fivefold.sharding.shares import buckets
+from fivefold.sharding.syncs import syncs
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Literal
 from fivefold.errors import UserError, did_you_mean
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.compression.blocks import INT4, INT8, Blocks
-from fivefold.spread.layout import Layout, groups
-from fivefold.spread.parts import sharing_group
+from fivefold.sharding.layout import Layout, groups
+from fivefold.sharding.parts import sharing_group
 
 GRADIENTS = {"gradients": INT4, "gradients:int4": INT4, "gradients:int8": INT8}
 WORDS = ("weights", "hier", *GRADIENTS)

@@ -19,8 +19,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
-from fivefold.spread.layout import Layout, group_of, groups, index_in
-from fivefold.spread.parts import (
+from fivefold.sharding.layout import Layout, group_of, groups, index_in
+from fivefold.sharding.parts import (
     Model,
     Part,
     Ranges,

@@ -20,7 +20,7 @@ from typing import Protocol
 from fivefold.schedules.pipeline import SCHEDULES, cut, place
 from fivefold.schedules.pipeline.schedule import Placement
 from fivefold.schedules.ring_attention import turns
-from fivefold.spread.layout import Layout, index_in
+from fivefold.sharding.layout import Layout, index_in
 
 Shape = tuple[int, ...]
 Span = tuple[int, int]

@@ -10,10 +10,10 @@ from fivefold.schedules.collectives import choose
 from fivefold.schedules.collectives.choose import ALL_REDUCES
 from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import SCHEDULES, stages_per_rank
-from fivefold.spread.layout import AXES, Layout, groups, summing_groups
-from fivefold.spread.layout_text import to_text
-from fivefold.spread.syncs import zeropp
-from fivefold.spread.tiers import NOT_OFFLOADED, OFFLOADS, partitions
+from fivefold.sharding.layout import AXES, Layout, groups, summing_groups
+from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.syncs import zeropp
+from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS, partitions
 
 MOST_RANKS = 1_000_000
 """Ranks of a layout: ten times as many as the largest run had so far."""

@@ -10,10 +10,10 @@ from itertools import combinations, islice
 from fivefold.errors import UserError
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.spread.layout import AXES, Layout
-from fivefold.spread.layout_rules import problems
-from fivefold.spread.layout_text import equation, to_text
-from fivefold.spread.shares import divisors
+from fivefold.sharding.layout import AXES, Layout
+from fivefold.sharding.layout_rules import problems
+from fivefold.sharding.layout_text import equation, to_text
+from fivefold.sharding.shares import divisors
 
 MANY_DIVISORS = 40
 """Numbers of ranks with more divisors can be divided between the axes in more than 10,000 ways."""

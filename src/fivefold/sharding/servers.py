@@ -17,9 +17,9 @@ from itertools import accumulate, chain, pairwise
 
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.priority import Order
-from fivefold.spread.layout import Layout
-from fivefold.spread.parts import Model, Span, parts
-from fivefold.spread.sites import messages as units_of
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import Model, Span, parts
+from fivefold.sharding.sites import messages as units_of
 
 SERVER = "server"
 """The `sync.method`."""
