@@ -145,7 +145,7 @@ def due(found: dict[str, Any]) -> Iterator[tuple[str, Callable[[], dict[str, Any
             one(best, whole, seed),
         ):
             if name not in runs:
-                yield name, lambda run=run, name=name: run() | {"final": re.match(r"\w+", name)[0]}
+                yield name, lambda run=run, name=name: run() | {"final": re.split(r"\W", name)[0]}
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:

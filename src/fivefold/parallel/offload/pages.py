@@ -114,7 +114,7 @@ class Paged(Replica):
             self._working = self._store(WORKING)
         self.units: dict[str, Unit] = {}
         self._unit: list[Unit] = [None] * len(self.names)  # type: ignore[list-item]
-        self.working: dict[str, Tensor] = {}
+        resident: dict[str, Tensor] = {}
         for name, (start, stop) in arena.spans.items():
             flat = torch.empty(stop - start, dtype=compute_dtype, device=device)
             paged = self._working is not None and name != ""
@@ -125,9 +125,10 @@ class Paged(Replica):
                 p.data = flat[at : at + p.numel()].view(p.shape)
                 self._unit[index] = unit
                 if not paged:
-                    self.working[self.names[index]] = p.data
+                    resident[self.names[index]] = p.data
+        self.working = resident
         if self._working is not None:
-            offload.homes[WORKING] = _ByUnit(offload.homes[WORKING], self.working, compute_dtype)
+            offload.homes[WORKING] = _ByUnit(offload.homes[WORKING], resident, compute_dtype)
         self._order = [unit for unit in self.units.values() if unit.paged]
         self._place = {unit.name: place for place, unit in enumerate(self._order)}
         self._fresh, self._syncing = [True] * len(self.params), False
