@@ -31,7 +31,7 @@ from fivefold.trace.depth import exact
 
 ODD = {
     "query_rank": 20, "kv_rank": 12, "nope_dim": 7, "rope_dim": 4, "value_dim": 5, "experts": 8, "experts_per_token": 3,
-    "expert_ffn_dim": 24, "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2, "router_scale": 2.5,
+    "expert_ffn_dim": 16, "dense_layers": 1, "expert_groups": 4, "groups_per_token": 2, "router_scale": 2.5,
 }  # fmt: skip
 SMALL = {
     "arch": "deepseek",
