@@ -25,7 +25,7 @@ from fivefold.data.kinds import KINDS, megatron, parquet, remote
 from fivefold.data.kinds import csv as kinds_csv
 from fivefold.data.kinds.hub import Hub, parse
 from fivefold.data.kinds.json import _Characters
-from fivefold.data.kinds.kind import Bad, Document, Fields
+from fivefold.data.kinds.kind import Bad, Document, Fields, File
 from fivefold.data.packing import Packed, cut_of, pieces
 from fivefold.data.preparation import write_megatron
 from fivefold.data.sources import FileSplit, find
@@ -686,3 +686,16 @@ def test_a_file_that_became_unreadable_is_said_when_a_run_goes_on(tmp_path: Path
     assert isinstance(bad, Bad)
     assert (bad.place, bad.reason[:14]) == (5, "cannot be read")
     assert [*FileSplit([file]).read(0, Fields("text"), place)] == [], "it is said once"
+
+
+def test_a_text_that_ends_with_a_long_line_ends_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A reader that begins behind the last piece has missed no end."""
+    monkeypatch.setattr("fivefold.data.kinds.text.SPAN", 64)
+    for size in (60, 64, 65, 100, 128, 200):
+        (tmp_path / "one.txt").write_text("a" * 40 + "\n" + "b" * (size - 42) + "\n")
+        file = File("one.txt", tmp_path / "one.txt", "text", size)
+        read = list(FileSplit([file, file]).read(0, Fields("text", False)))
+        documents = [document for document, _ in read if isinstance(document, Document)]
+        assert [document.ends for document in documents] == [*[False] * (len(documents) - 1), True]
+        assert all(document.text for document in documents)
+        assert read[-1][1] == size

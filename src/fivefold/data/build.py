@@ -185,13 +185,16 @@ def _in_its_thread() -> Iterator[None]:
 
 
 def _groups(work: Work, start: Place) -> Iterator[tuple[list[Document | Bad], Place]]:
-    """Documents of about SPAN characters, and the place behind them."""
+    """Documents of about SPAN characters, and the place behind them. Bad ones count more, so that the first groups of a
+    source that is all bad end early: then it is refused. A bad piece of a text ends no group, since its place is that
+    before it."""
     documents: list[Document | Bad] = []
     size, place = 0, start
-    for document, place in work.split.documents(work.fields, start):
+    for document, behind in work.split.documents(work.fields, start):
         documents.append(document)
-        size += 1 + (len(document.text) if isinstance(document, Document) else 0)
-        if size >= SPAN:
+        size += 1 + len(document.text) if isinstance(document, Document) else SPAN // REPORTED_BAD
+        moved, place = behind != place, behind
+        if size >= SPAN and moved:
             yield documents, place
             documents, size = [], 0
     if documents:

@@ -180,11 +180,13 @@ def require_readable(recipe: Recipe, source: Source) -> None:
     for number, file in enumerate(files[: PROBED // LEAST] if not whole else files):
         if file.url:  # `check` uses no network but to list them
             continue
-        by_bytes = kind_of(file).by_bytes and file.plain
+        by_bytes = kind_of(file).by_bytes
+        plain = by_bytes and file.plain
         fields = Fields(data.text_key, bool(data.chat_template))
         for count, (document, behind) in enumerate(FileSplit(files).read(number, fields), 1):
             require_good(files, [document] if isinstance(document, Bad) else [], 0)
-            if (not whole and behind >= each) if by_bytes else count >= ROWS:
+            far = by_bytes and behind >= each
+            if (far and not whole) if plain else (far or count >= ROWS):
                 break
 
 

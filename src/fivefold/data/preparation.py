@@ -36,7 +36,7 @@ ONE = "data.source"
 """The key of the only source."""
 ALONE = {"sources": (), "stages": (), "validation": (), "weigh_by": "tokens"}
 """What a recipe with one source has."""
-TOKENIZERS = 1
+TOKENIZERS = 2
 """Of tokenizers that several sources share: raise it when the same sources would give another one."""
 
 

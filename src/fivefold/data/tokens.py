@@ -167,7 +167,7 @@ COUNTED = 1
 """A bit of a token's flags: the loss counts where it is predicted."""
 ENDS = 2
 """A bit of a token's flags: it is the last of its document. Conversations hold end tokens inside, too."""
-FORMAT = 1  # raise it when the same source and settings would give other shards
+FORMAT = 2  # raise it when the same source and settings would give other shards
 SHARD_TOKENS = 1 << 27
 NAMES = ("train", "val")
 FLAGS = "flags-"

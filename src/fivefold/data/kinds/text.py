@@ -73,7 +73,9 @@ def _pieces(f: BinaryIO, at: int, cut: int | None) -> Iterator[tuple[bytes, bool
         behind = cut is not None and at >= cut
         low, high = (cut or 0, None) if behind else (0, cut)
         nominal = low + ((at - low) // SPAN + 1) * SPAN
-        wanted = nominal - at + LINE_SEARCH
+        wanted = (
+            nominal - at + LINE_SEARCH + 1
+        )  # one more than a piece can have: less means the end of the text
         while len(buffer) < wanted and (chunk := f.read(wanted - len(buffer))):
             buffer += chunk
         have = at + len(buffer) if high is None else min(high, at + len(buffer))
@@ -83,6 +85,6 @@ def _pieces(f: BinaryIO, at: int, cut: int | None) -> Iterator[tuple[bytes, bool
         if not ends:
             before = nominal - 1 - at
             size = before + _line_border(buffer[before : have - at][:LINE_SEARCH])
-            ends = at + size == high
+            ends = at + size == high or size == len(buffer) < wanted
         yield buffer[:size], ends
         buffer, at = buffer[size:], at + size
