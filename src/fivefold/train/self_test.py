@@ -1,5 +1,5 @@
 """How a run multiplies, settled when it starts, for all ranks, so that it multiplies as before when it resumes: which
-library does (RUN/matmuls.json and checkpoints), and which layers round factors, by a test (RUN/fp8.json)."""
+library does (RUN/products.json and checkpoints), and which layers round factors, by a test (RUN/fp8.json)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fivefold.step.self_test import PRODUCTS, Tested, fall_back, self_test
 from fivefold.step.state import State
 from fivefold.train.job import Job
 
-FILE, LIBRARY = "fp8.json", "matmuls.json"
+FILE, LIBRARY = "fp8.json", "products.json"
 
 
 def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
