@@ -49,6 +49,7 @@ from fivefold.step.servers import worker_state
 from fivefold.train import server_worker
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank
+from fivefold.train.server_run import ServerHooks
 from fivefold.train.share import batches_of
 
 SERVER = ["sync.method=server", "observe.tracker=none"]
@@ -89,12 +90,17 @@ def rank_of_run(
 ) -> Any:
     """A rank's part of a run. slow: what the last worker does when it reads batches, or in which moment of its third
     share it is killed (LEAVES); or what happens to the second server: it is killed ("server"), or its third update of
-    each part leaves 1e8 in a "weight", or infinity in a "state"."""
+    each part leaves 1e8 in a "weight", or infinity in a "state". "poison": the last worker's gradients are not finite
+    from step 3 on."""
     if slow in LEAVES:
         if rank < recipe.servers.count:
             _count_updates(rank, out)
         elif rank == world - 1:
             setattr(Link, "tell", _leaving(Link.tell, *LEAVES[slow], lost=slow == "said elsewhere"))  # noqa: B010, in a process that ends
+        slow = ""
+    if slow == "poison":
+        if rank == world - 1:
+            setattr(server_worker, "share_of", _poisoned(server_worker.share_of))  # noqa: B010, in a process that ends
         slow = ""
     if slow in ("server", "weight", "state"):
         if rank == 1 and slow == "server":
@@ -132,6 +138,51 @@ def test_workers_wait_for_a_last_save_however_long_it_takes(pools, room, tmp_pat
     assert len(lines(tmp_path, "alarm")) == 1
 
 
+def validating_rank(rank: int, world: int, recipe: Recipe, out: Path) -> Any:
+    """The first validation takes longer than a message may."""
+    validate, seconds = server_worker.validate, [15]
+
+    def long(*arguments: Any) -> Any:
+        time.sleep(seconds.pop() if seconds else 0)
+        return validate(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_worker, "validate", long)
+        return run_rank(Job(recipe, out, prepare(recipe)), replace(ranks_of(rank, world), timeout_s=8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_workers_wait_for_a_validation_however_long_it_takes(pools, room, tmp_path, staleness):
+    sets = ["sync.servers=2", f"sync.staleness={staleness}", "train.steps=4", "train.val_every=2"]
+    assert pools(4, validating_rank, served(room, 2, *sets), tmp_path) == [None] * 4
+    assert len(lines(tmp_path, "val_loss")) == 2
+    assert len(lines(tmp_path, "loss")) == 4
+
+
+def stopped_rank(rank: int, world: int, recipe: Recipe, out: Path) -> Any:
+    """The second server gets a SIGTERM in step 3."""
+    end_step = ServerHooks.end_step
+
+    def ended(hooks: ServerHooks) -> Any:
+        if rank == 1 and hooks.state.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return end_step(hooks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerHooks, "end_step", ended)
+        return run_rank(Job(recipe, out, prepare(recipe)), ranks_of(rank, world))
+
+
+@pytest.mark.parametrize("staleness", [2, *slow(0)])
+def test_a_signal_to_any_server_stops_the_run(pools, room, tmp_path, staleness):
+    sets = ["sync.servers=2", f"sync.staleness={staleness}", "train.steps=40", "checkpoint.every=0"]
+    assert pools(4, stopped_rank, served(room, 2, *sets), tmp_path) == [signal.SIGTERM] * 4
+    (folder,) = store.checkpoints(tmp_path)
+    assert 3 <= store.step_in(folder) < 40
+    assert len(lines(tmp_path, "loss")) == store.step_in(folder)
+
+
 def _destroying(update: Any, what: str) -> Any:
     calls = Counter[tuple[int, int]]()
 
@@ -148,6 +199,16 @@ def _destroying(update: Any, what: str) -> Any:
         update(shard, part, *rest)
 
     return destroying
+
+
+def _poisoned(share_of: Any) -> Any:
+    def poisoned(batches: Any, step: int, *rest: Any, **named: Any) -> Any:
+        microbatches = share_of(batches, step, *rest, **named)
+        if step >= 2:
+            microbatches[:] = [microbatch._replace(weight=math.nan) for microbatch in microbatches]
+        return microbatches
+
+    return poisoned
 
 
 LEAVES = {
@@ -416,6 +477,24 @@ def test_what_an_update_destroys_is_never_saved(
         *range(every, step, every)
     ]
     assert len(lines(tmp_path / "run", "loss")) == step
+
+
+@pytest.mark.parametrize(
+    ("policy", "staleness"), [("abort", 2), *slow(("abort", 0), ("abort", -1), ("skip", 0), ("skip", 2))]
+)
+def test_a_run_that_ends_with_a_fault_is_saved(
+    room: Path, tmp_path: Path, policy: str, staleness: int
+) -> None:
+    """What workers have begun by then ends first."""
+    sets = ["sync.servers=2", f"sync.staleness={staleness}", "train.steps=20", "checkpoint.every=0"]
+    recipe = served(room, 2, *sets, f"faults.on_nonfinite={policy}")
+    assert processes(4, tmp_path, recipe, tmp_path / "run", False, "poison") == [1, 1, 1, 1]
+    said = {(tmp_path / f"error-{rank}").read_text() for rank in range(2)}
+    assert len(said) == 1
+    assert "not finite" in said.pop()
+    (folder,) = store.checkpoints(tmp_path / "run")
+    assert len(lines(tmp_path / "run", "loss")) <= store.step_in(folder) < 20
+    assert all(tensor.isfinite().all() for tensor in store.load(folder).model.values())
 
 
 @pytest.mark.parametrize(("staleness", "least"), [pytest.param(-1, 4, marks=pytest.mark.slow), (2, 2)])

@@ -198,6 +198,7 @@ class Exchange:
         return note
 
     def _pull_all(self) -> None:
+        self.need_all()  # what is on its way
         with self._lock:
             self._stale = dict(self._sizes)
             for part, unit in self._parts.items():

@@ -106,12 +106,12 @@ def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Serve
         state = build_state(job.recipe, ranks, job.module, site, job.card, job.own.functions())
     stack.callback(state.parallel.close)
     resumed = resume(state, job) if job.resume else None
-    if server is not None:
-        server.start()  # workers may test the weights before the first step
     if frozen:
         state.elsewhere = None
     if job.initial is not None and not resumed:
         load_initial(state, job.initial, named_by(job.card), frozen)
+    if server is not None:
+        server.start()  # workers may test the weights before the first step
     return state, server, resumed
 
 

@@ -9,7 +9,7 @@ validates or samples after a step, no share of a later one is handed out before.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from fivefold.sharding.servers import Shares
 from fivefold.step.servers import assert_possible, server_state
 from fivefold.step.state import State
 from fivefold.step.step import SAVE, STOP, Done, last_update, rate
-from fivefold.train.faults import Fault, destroyed_after
+from fivefold.train.faults import Fault, destroyed_after, weights_fault
 from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job
 from fivefold.train.loop import due, train_loop
@@ -42,8 +42,9 @@ from fivefold.train.rollback import FILE, read
 from fivefold.train.saved import shared
 from fivefold.train.saver import Saver
 
-STEP, LOST, END = range(3)  # what the first server has the others do
-NUMBERS = 6  # of a command
+STEP, LOST, ALIVE, END = range(4)  # what the first server has the others do
+NUMBERS = 7  # of a command
+ALIVE_S = 1.0  # between two commands, at most
 
 
 def connect(job: Job, ranks: Ranks) -> list[Link]:
@@ -91,7 +92,7 @@ class ServerHooks(RunHooks):
     shares: who computes what; the first server's, as all that follows. idle: workers that have nothing to do. computed:
     by worker and step, what it said of its share. applied: shares that all servers have applied, of steps that have not
     ended. answer: to what a worker was asked beside its shares. asks: what `Done` tells the loop once all shares that
-    were handed out are applied.
+    were handed out are applied. limit: the next step after which no share is under way, as all servers know it.
     """
 
     server: Server
@@ -107,7 +108,7 @@ class ServerHooks(RunHooks):
         self.computed: dict[tuple[int, int], Note] = {}
         self.applied: list[Note] = []
         self.answer: tuple[Note, str] | None = None
-        self.asks, self.stopping = 0.0, False
+        self.asks, self.stopping, self.limit = 0.0, False, self.state.step
         self.known: dict[str, Any] = {}  # of the step that has ended
 
     def run(self, leaving: bool) -> bool:
@@ -124,7 +125,7 @@ class ServerHooks(RunHooks):
             with Lines(path) if self.ranks.first else nullcontext() as self.lines:
                 self._oversee()
                 if not leaving:
-                    complete = _train(self, self.take)
+                    complete = train_loop(self.state, self.job.recipe, self, take=self.take)
         except Fault as fault:
             raise fault.ended(self.job.out) from None
         progress.overseen = frozenset()  # they end now, one after the other
@@ -139,20 +140,23 @@ class ServerHooks(RunHooks):
             progress.overseen = frozenset(self.server.links[worker].rank for worker in self.shares.alive)
 
     def _command(self, *numbers: float) -> list[float]:
-        """The first server's next command to all, but for the loss of workers, which is dealt with here."""
+        """The first server's next command to all. Those that do not concern the step are dealt with here."""
         axis = self.state.mesh.axis("run")
         while True:
             command = torch.tensor([*numbers, *[0.0] * (NUMBERS - len(numbers))], dtype=torch.float64)
             command = axis.broadcast(command, 0).tolist()
-            if self.ranks.first or command[0] != LOST:
+            if command[0] == ALIVE:
+                self.server.keep_alive(self.stop_wanted)
+            if self.ranks.first or command[0] in (STEP, END):
                 return command
-            self.server.settle(int(command[1]))
+            if command[0] == LOST:
+                self.server.settle(int(command[1]))
 
     def take(self, *arguments: object) -> Done:
         """The next step: takes the place of `step.take_step`."""
         state, recipe = self.state, self.job.recipe
         summary = self._lead() if self.ranks.first else ()
-        _, loss, norm, bad, asked, updates = self._command(STEP, *summary)
+        _, loss, norm, bad, asked, updates, limit = self._command(STEP, *summary)
         if recipe.servers.synchronous:  # the servers, and not the workers, know the whole gradient
             axis = state.mesh.axis("run")
             figures = self.server.finished(state.step, axis.timeout_s)
@@ -160,7 +164,7 @@ class ServerHooks(RunHooks):
             norm, updates = square**0.5, float(not bad)
         state.set_counts(int(state.updates + updates), state.skipped + 1 if bad else 0)
         lr = rate(recipe.optim, state.step, recipe.train.steps or 0)
-        state.step += 1
+        state.step, self.limit = state.step + 1, int(limit)
         figures = {"loss": loss, "norm": norm, "asked": asked, "skipped": state.skipped, "nonfinite": bad > 0}
         return Done(lr, {name: torch.tensor(float(value)) for name, value in figures.items()})
 
@@ -170,11 +174,13 @@ class ServerHooks(RunHooks):
         if step == self.shares.limit:  # the next one after which all wait
             later = range(step + 1, steps + 1)
             self.shares.limit, self.asks = next(s for s in later if s == steps or self._pauses(s)), 0.0
-        while len(self.applied) < self.workers:
+        while True:
             self.stopping = self.stopping or self.stop_wanted()
             if self.stopping or self.save_wanted():
                 self.asks = STOP if self.stopping else SAVE
                 self.shares.limit = min(self.shares.limit, max(step, self.shares.highest) + 1)
+            if len(self.applied) >= self.workers:
+                break
             self._hand_out()
             self._wait()
         notes, self.applied = self.applied[: self.workers], self.applied[self.workers :]
@@ -184,7 +190,8 @@ class ServerHooks(RunHooks):
             self.known["staleness"] = max(note.step for note in notes)
         bad = sum(not abs(square) < float("inf") for square in squares)
         asks = self.asks if step + 1 == self.shares.limit else 0.0
-        return fmean(losses), fmean(square**0.5 for square in squares), bad, asks, len(notes) - bad
+        norm = fmean(square**0.5 for square in squares)
+        return fmean(losses), norm, bad, asks, len(notes) - bad, self.shares.limit
 
     def _pauses(self, step: int) -> bool:
         train = self.job.recipe.train
@@ -254,8 +261,11 @@ class ServerHooks(RunHooks):
 
     def _ask(self, kind: Kind, step: int) -> tuple[Note, str]:
         """Has a worker do something beside its shares, while all of them wait. Returns its answer."""
-        self.answer, asked = None, -1
+        self.answer, asked, said = None, -1, time.monotonic()
         while self.answer is None:
+            if time.monotonic() - said > ALIVE_S:
+                self._command(ALIVE)
+                said = time.monotonic()
             if asked not in self.shares.alive:
                 asked = min(self.idle)
                 self.idle.discard(asked)
@@ -272,7 +282,9 @@ class ServerHooks(RunHooks):
 
     def compare(self, step: int) -> Fault | None:
         ruined, self.state.limit = last_update(self.state)
-        destroyed = self.state.mesh.axis("run").all_reduce(ruined).item()
+        asked = torch.stack([ruined, ruined.new_tensor(self.stop_wanted())])
+        destroyed, stopping = self.state.mesh.axis("run").all_reduce(asked).tolist()
+        self.stopping = self.stopping or bool(stopping)
         return destroyed_after(step, self.job.recipe.faults) if destroyed else None
 
     def validate(self, step: int) -> None:
@@ -297,15 +309,15 @@ class ServerHooks(RunHooks):
             self.console.sample(text, step)
 
     def save(self, step: int, ends: bool, waits: bool = True) -> None:
-        if not waits:
-            raise UserError("workers compute later steps already")
-        super().save(step, ends)
+        while step < self.limit:  # a fault ends the run, and workers compute later steps already
+            self.stopping = True
+            self.take()
+            step = self.state.step
+        if not waits and (fault := weights_fault(self.state, self.job.recipe.faults)):
+            raise UserError(str(fault))
+        super().save(step, ends, waits)
 
 
 def _no_batch() -> tuple[list[Microbatch], float]:
     """Workers read the batches."""
     return [], 0.0
-
-
-def _train(hooks: RunHooks, take: Callable[..., Done]) -> bool:
-    return train_loop(hooks.state, hooks.job.recipe, hooks, take=take)
