@@ -8,19 +8,21 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from data_recipes import recipe_of, write
 
-from fivefold.data import Batches, check, prepare
+from fivefold.data import Batches, build, check, prepare
 from fivefold.data.kinds.kind import Fields
 from fivefold.data.one_source import prepare_source
 from fivefold.data.packing import DataSet
 from fivefold.data.sources import FileSplit, find
-from fivefold.data.tokenizer import train_bpe
+from fivefold.data.tokenizer import Tokenizer, train_bpe
 from fivefold.data.tokens import BLOCK, SHARD_TOKENS, ShardWriter
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
@@ -203,6 +205,49 @@ def test_a_sample_is_spread_over_the_source(tmp_path: Path, monkeypatch: pytest.
     assert len(numbers) == 5 * 11
     assert numbers[0] == 0
     assert numbers[-1] > 900
+
+
+def test_a_sample_of_a_table_takes_as_much_of_each_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Reading can begin at a group of rows only, and a group may be many times as long as a sample's step."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    texts = [f"{i:04d} " + "".join(str(i * j % 7) for j in range(95)) for i in range(1000)]
+    pq.write_table(
+        pa.table({"text": texts}),
+        tmp_path / "a.parquet",
+        row_group_size=250,
+        compression="none",
+        use_dictionary=False,
+    )
+    split = FileSplit(find(str(tmp_path / "a.parquet")).files)
+    monkeypatch.setattr("fivefold.data.sources.SPAN", 1 << 10)
+    numbers = [int(document.text[:4]) for document in split.samples(Fields("text"), 8)]
+    assert numbers == sorted(set(numbers))
+    assert {number // 250 for number in numbers} == {0, 1, 2, 3}
+    assert 8 * 1024 <= 100 * len(numbers) < 10 * 1024
+
+
+def test_who_stops_does_not_wait_for_documents_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = [json.dumps({"text": f"{i:04d}"}) for i in range(4000)]
+    recipe = recipe_of(write(tmp_path / "a.jsonl", "\n".join(rows)), tmp_path / "cache")
+    encode, groups, seen = Tokenizer.encode_array, build._groups, list[str]()
+
+    def slow(tokenizer: Tokenizer, text: str) -> np.ndarray:
+        seen.append(text)
+        time.sleep(0.01)
+        return encode(tokenizer, text)
+
+    def interrupted(*arguments: Any) -> Iterator[Any]:
+        yield next(groups(*arguments))
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tokenizer, "encode_array", slow)
+    monkeypatch.setattr(build, "_groups", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(recipe, workers=2)
+    assert 0 < len(seen) < 1000
 
 
 def test_a_changed_source_is_never_read_stale(tmp_path: Path):

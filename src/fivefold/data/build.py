@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -157,15 +158,17 @@ class Group(NamedTuple):
 def run(work: Work, start: Place, workers: int) -> Iterator[Group]:
     """The documents from a place on, encoded in groups."""
     ahead: deque[Future[Group]] = deque()
+    stopped = threading.Event()
     with _in_its_thread(), ThreadPoolExecutor(workers, "fivefold-tokenize") as pool:
         try:
             for documents, place in _groups(work, start):
-                ahead.append(pool.submit(_encoded, documents, place, work))
+                ahead.append(pool.submit(_encoded, documents, place, work, stopped))
                 if len(ahead) > 2 * workers:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
         finally:
+            stopped.set()
             for group in ahead:
                 group.cancel()
 
@@ -201,11 +204,16 @@ def _groups(work: Work, start: Place) -> Iterator[tuple[list[Document | Bad], Pl
         yield documents, place
 
 
-def _encoded(documents: Sequence[Document | Bad], place: Place, work: Work) -> Group:
+def _encoded(
+    documents: Sequence[Document | Bad], place: Place, work: Work, stopped: threading.Event
+) -> Group:
+    """stopped: nobody waits for the group any more."""
     summary, encoder = Summary(), work.encoder
     ids: tuple[list[np.ndarray], ...] = ([], [])
     flags: tuple[list[np.ndarray], ...] = ([], [])
     for document in documents:
+        if stopped.is_set():
+            break
         summary.pieces += 1
         talk: Encoded | None = None
         if isinstance(document, Document) and document.messages is not None and encoder is not None:

@@ -253,8 +253,10 @@ class FileSplit:
             if None in starts:
                 yield from _first(self.documents(fields, [number, 0]), len(starts) * SPAN)
             else:
-                for start in starts:
-                    yield from _first(self.documents(fields, [number, start or 0]), SPAN)
+                for start, points_here in Counter(
+                    starts
+                ).items():  # a group of rows may be larger than a step
+                    yield from _first(self.documents(fields, [number, start or 0]), points_here * SPAN)
             base += max(0, file.size)
 
 

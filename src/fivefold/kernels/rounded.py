@@ -13,6 +13,7 @@ Legend: N rows (tokens), D input features, F output features, E experts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -29,15 +30,15 @@ E4M3 = FORMATS["fp8 e4m3"]
 
 
 @dataclass(frozen=True)
-class RoundedMatmuls:
+class RoundedMatmuls(ABC):
     """How a layer rounds and multiplies. gradients: the format of the output's gradient. inputs: that of the others."""
 
     gradients: Format = E4M3
     inputs: Format = E4M3
 
+    @abstractmethod
     def tile(self, shape: torch.Size, weight: bool = False) -> tuple[int, int]:
         """(rows, columns) that share a scale, of a factor whose last dim is summed."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T. x (..., D), weight (F, D) -> (..., F)."""

@@ -144,10 +144,10 @@ class Kind(ABC):
         `Bad`, and reading continues. cut: the byte at which the validation part of a text begins."""
 
     def near(self, file: File, byte: int) -> int | None:
-        """The first place behind a byte where reading may begin; None: it is not known without what is before it."""
+        """A place near a byte where reading may begin; None: it is not known without what is before it."""
         try:
             return 0 if byte == 0 else self.behind(file, byte) if file.plain else None
-        except (OSError, ValueError, NotImplementedError):  # its reader will report it
+        except (OSError, ValueError):  # its reader will report it
             return None
 
     def behind(self, file: File, byte: int) -> int | None:

@@ -11,8 +11,6 @@ from fivefold.data.conversations import MESSAGES
 from fivefold.data.kinds.kind import Fields, File, Rows, unreadable
 from fivefold.errors import UserError
 
-BROKEN = (ValueError, NotImplementedError)
-"""What pyarrow raises for a file that is broken, or has what it does not read."""
 ROWS = 64  # decoded at once, so that a row group of gigabytes never is
 
 
@@ -29,11 +27,12 @@ class Parquet(Rows):
             yield done, unreadable(error)
 
     def behind(self, file: File, byte: int) -> int | None:
-        """The first row of a group, as if all rows had as many bytes."""
-        starts = [0, *accumulate(_sizes(_open(file.path)))]
-        if len(starts) == 2:
-            return None
-        return next(start for start in starts if start * file.size >= byte * starts[-1])
+        """The first row of the group that has the byte, as if all rows had as many bytes."""
+        try:
+            *starts, rows = [0, *accumulate(_sizes(_open(file.path)))]
+        except _broken():
+            return None  # its reader will report it
+        return max(start for start in starts if start * file.size <= byte * rows) if len(starts) > 1 else None
 
 
 def _rows(file: Path | BinaryIO, fields: Fields, done: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -48,7 +47,7 @@ def _rows(file: Path | BinaryIO, fields: Fields, done: int) -> Iterator[tuple[in
         sizes = _sizes(parquet)
     except UserError:  # it is a ValueError, and no fault of the file
         raise
-    except (OSError, *BROKEN) as error:
+    except _broken() as error:
         yield 0, _reason(error)
         return
     for group, stop in enumerate(accumulate(sizes)):
@@ -62,7 +61,7 @@ def _rows(file: Path | BinaryIO, fields: Fields, done: int) -> Iterator[tuple[in
                     row += 1
         except UserError:
             raise
-        except (OSError, *BROKEN) as error:
+        except _broken() as error:
             yield row, _reason(error)
 
 
@@ -95,6 +94,13 @@ def _no_column(text_key: str, columns: list[str]) -> str:
     """Why a .parquet has no text."""
     tokens = "; for its column input_ids write tokens:PATH" if "input_ids" in columns else ""
     return f"no column {text_key!r} (columns: {', '.join(columns[:10])}); set data.text_key{tokens}"
+
+
+def _broken() -> tuple[type[Exception], ...]:
+    """What pyarrow raises for a file that is broken, or has what it does not read."""
+    import pyarrow
+
+    return OSError, ValueError, pyarrow.ArrowException
 
 
 def _open(file: Path | BinaryIO) -> Any:

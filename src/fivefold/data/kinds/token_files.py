@@ -18,7 +18,6 @@ import numpy as np
 
 from fivefold.data.batches import objective_of
 from fivefold.data.kinds import megatron
-from fivefold.data.kinds.parquet import BROKEN as BROKEN_PARQUET
 from fivefold.data.packing import DataSet
 from fivefold.data.sources import Memo, nearest, remembered, sha256_file, stat_of
 from fivefold.data.tokens import BlockHasher, Shard, Tokens, read_digests
@@ -187,7 +186,7 @@ def _input_ids(path: Path) -> tuple[Any, int]:
 
     try:
         parquet: Any = pyarrow.parquet.ParquetFile(path)
-    except BROKEN_PARQUET as error:
+    except (ValueError, pyarrow.ArrowException) as error:
         raise UserError(f"data.source: {path}: a broken parquet file: {error}") from None
     schema = parquet.schema_arrow
     if COLUMN not in schema.names:
