@@ -6,9 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from fivefold.cli.options import JsonOption, bytes_of, print_json, require_writable, save_as
+from fivefold.cli.options import JsonOption, bytes_of, option, print_json, require_writable, save_as
 from fivefold.draw.lanes import time_text
 from fivefold.errors import UserError
 from fivefold.observe.format import size as size_text
@@ -27,25 +25,21 @@ SIZES = tuple(4096 << 4 * i for i in range(5))  # 4 KiB to 256 MiB
 
 
 def collectives(
-    ranks: Annotated[int, typer.Option(metavar="N", help="Number of ranks.")] = 8,
-    size: Annotated[
-        str, typer.Option(metavar="BYTES", help="Size of the message, such as 4K or 16M.")
-    ] = "16M",
+    ranks: Annotated[int, option("N", "Number of ranks.")] = 8,
+    size: Annotated[str, option("BYTES", "Size of the message, such as 4K or 16M.")] = "16M",
     topology: Annotated[
         str,
-        typer.Option(metavar="CLUSTER", help="Cluster such as h100:2x8, TOML file of links, or local."),
+        option("CLUSTER", "Cluster such as h100:2x8, TOML file of links, or local."),
     ] = "h100",
-    primitive: Annotated[
-        str, typer.Option(metavar="NAME", help="Collective, such as all_gather.")
-    ] = "all_reduce",
+    primitive: Annotated[str, option("NAME", "Collective, such as all_gather.")] = "all_reduce",
     draw: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Draw the rounds of this algorithm."),
+        option("NAME", "Draw the rounds of this algorithm."),
     ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rounds as a picture.")] = None,
+    svg: Annotated[Path | None, option("FILE", "Write the rounds as a picture.")] = None,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a page that steps through them."),
+        option("FILE", "Write a page that steps through them."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -64,8 +58,8 @@ def collectives(
         raise UserError(f"--ranks: {ranks} is not possible; must be at least 1 and at most {MOST}")
     if draw is not None:
         algorithm(primitive, draw)
-    for option, path in (("--svg", svg), ("--html", html)):
-        require_writable(option, path)
+    for name, path in (("--svg", svg), ("--html", html)):
+        require_writable(name, path)
     message, net = bytes_of("--size", size), read(topology, ranks)
     choices, refused = compare(primitive, net, message)
     found: dict[str, Any] = {"primitive": primitive, "ranks": ranks, "size": message, "topology": net.name}

@@ -9,11 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from fivefold.cli.compare_tables import criteria_table, overlap_table
 from fivefold.cli.local import ensure_measured
-from fivefold.cli.options import JsonOption, RecipeArgument, SetOption, print_json, require_writable, save_as
+from fivefold.cli.options import (
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    flag,
+    option,
+    print_json,
+    require_writable,
+    save_as,
+)
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,38 +37,32 @@ EXAMPLES = [
 ]
 ClusterOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "NAME:DEVICES",
+        "Cluster, as for `fivefold plan`. [default: h100, or local with --measure]",
         "--cluster",
-        metavar="NAME:DEVICES",
-        help="Cluster, as for `fivefold plan`. [default: h100, or local with --measure]",
     ),
 ]
 RanksOption = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Ranks. [default: the cluster's, else a node]"),
+    option("N", "Ranks. [default: the cluster's, else a node]", min=1),
 ]
 LayoutsOption = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="'L L ...'", help="Layouts instead of one per technique, separated by spaces. Repeatable."
-    ),
+    option("'L L ...'", "Layouts instead of one per technique, separated by spaces. Repeatable."),
 ]
-OverlapOption = Annotated[
-    bool, typer.Option("--overlap", help="Print when communication hides behind computing.")
-]
+OverlapOption = Annotated[bool, flag("Print when communication hides behind computing.", "--overlap")]
 PictureOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.svg", help="Draw the criteria; with --overlap, its curves."),
+    option("FILE.svg", "Draw the criteria; with --overlap, its curves."),
 ]
 PageOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE.html", help='Write "5-D in a nutshell": what each dimension divides, sends and costs.'
-    ),
+    option("FILE.html", 'Write "5-D in a nutshell": what each dimension divides, sends and costs.'),
 ]
-MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run each layout here for a few steps.")]
+MeasureOption = Annotated[bool, flag("Also run each layout here for a few steps.", "--measure")]
 # At least 4 steps: the first two warm up, one is tracked and slower, and one is left
-StepsOption = Annotated[int, typer.Option(min=4, max=1000, metavar="N", help="Steps that --measure runs.")]
+StepsOption = Annotated[int, option("N", "Steps that --measure runs.", min=4, max=1000)]
 
 
 def compare(
@@ -86,8 +87,8 @@ def compare(
     from fivefold.lessons import nutshell, pictures
     from fivefold.recipe import load
 
-    for option, path in (("--picture", picture), ("--page", page)):
-        require_writable(option, path)
+    for name, path in (("--picture", picture), ("--page", page)):
+        require_writable(name, path)
     named = _named(cluster, measure)
     ensure_measured(named)
     again = _recompute(recipe, set_ or [])  # of the recipe's layout, only this counts

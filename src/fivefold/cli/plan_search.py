@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from fivefold.cli import plan_shared as shared
-from fivefold.cli.options import JsonOption, RecipeArgument, SetOption, print_json, require_writable
+from fivefold.cli.options import JsonOption, RecipeArgument, SetOption, option, print_json, require_writable
 from fivefold.cli.plan_pictures import Wanted, draw_search
 from fivefold.errors import UserError
 from fivefold.precision import PRECISIONS
@@ -33,12 +31,10 @@ def search(
     recipe: RecipeArgument,
     set_: SetOption = None,
     cluster: shared.ClusterOption = "h100",
-    top: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Number of layouts to list.")] = 10,
+    top: Annotated[int, option("N", "Number of layouts to list.", min=1, max=1000)] = 10,
     precision: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODES", help="Precision modes to consider, such as bf16,fp8. [default: the recipe's]"
-        ),
+        option("MODES", "Precision modes to consider, such as bf16,fp8. [default: the recipe's]"),
     ] = None,
     params: shared.ParamsOption = None,
     expert_load: shared.ExpertLoadOption = None,
@@ -59,8 +55,8 @@ def search(
     """
     from fivefold.plan.search.search import search as found_by
 
-    for option, path in (("--save", save), ("--html", html)):
-        require_writable(option, path)
+    for name, path in (("--save", save), ("--html", html)):
+        require_writable(name, path)
     wanted = Wanted(pictures, html, json)
     typed = shared.Typed(recipe, set_ or [], cluster, expert_load, document_tokens)
     loaded, machine, software = shared.read(typed, "dp=1", params, search=True)

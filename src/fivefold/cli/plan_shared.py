@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from fivefold.cli.local import ensure_measured
-from fivefold.cli.options import save_as
+from fivefold.cli.options import flag, option, save_as
 
 if TYPE_CHECKING:
     from fivefold.plan.advice.questions import Questions
@@ -27,51 +25,49 @@ GROUPS = {
 
 ClusterOption = Annotated[
     str,
-    typer.Option(
+    option(
+        "NAME:DEVICES",
+        "A name of `fivefold clusters`, local, or a .toml file. h100:64: 64 devices; h100:8x4: 8 nodes of 4.",
         "--cluster",
-        metavar="NAME:DEVICES",
-        help="A name of `fivefold clusters`, local, or a .toml file. h100:64: 64 devices; h100:8x4: 8 nodes of 4.",
     ),
 ]
-ExplainOption = Annotated[bool, typer.Option("--explain", help="Print every term of the prediction.")]
+ExplainOption = Annotated[bool, flag("Print every term of the prediction.", "--explain")]
 SaveOption = Annotated[
     Path | None,
-    typer.Option("--save", metavar="FILE", help="Write the recipe with the planned (best) layout to FILE."),
+    option("FILE", "Write the recipe with the planned (best) layout to FILE.", "--save"),
 ]
-PicturesOption = Annotated[
-    bool, typer.Option("--pictures", help="Draw all pictures, even into a file or a pipe.")
-]
+PicturesOption = Annotated[bool, flag("Draw all pictures, even into a file or a pipe.", "--pictures")]
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write a page with the pictures and with sliders for the sizes."),
+    option("FILE", "Write a page with the pictures and with sliders for the sizes."),
 ]
 ExpertLoadOption = Annotated[
     float | None,
-    typer.Option(metavar="X", help="Load of the busiest expert rank relative to an even split. [default: 1]"),
+    option("X", "Load of the busiest expert rank relative to an even split. [default: 1]"),
 ]
 DocumentTokensOption = Annotated[
     float | None,
-    typer.Option(
-        metavar="N",
-        help="Average length of the documents, which attention does not cross. [default: counted in tokenized data]",
+    option(
+        "N",
+        "Average length of the documents, which attention does not cross. [default: counted in tokenized data]",
     ),
 ]
 ParamsOption = Annotated[
     float | None,
-    typer.Option(metavar="N", help="Plan a model with about N parameters instead of the recipe's."),
+    option("N", "Plan a model with about N parameters instead of the recipe's."),
 ]
 TokensOption = Annotated[
     float | None,
-    typer.Option(metavar="N", help="Tokens to train on, such as 1.4e12. [default: the recipe's]"),
+    option("N", "Tokens to train on, such as 1.4e12. [default: the recipe's]"),
 ]
 DeadlineOption = Annotated[
     str | None,
-    typer.Option(metavar="TIME", help="Devices needed to finish within TIME, such as 30d (m, h, d, w)."),
+    option("TIME", "Devices needed to finish within TIME, such as 30d (m, h, d, w)."),
 ]
-PriceOption = Annotated[float | None, typer.Option(metavar="X", help="Price per device-hour.")]
+PriceOption = Annotated[float | None, option("X", "Price per device-hour.")]
 NoiseOption = Annotated[
     float | None,
-    typer.Option(metavar="N", help="Gradient noise scale in tokens, as a run measured it."),
+    option("N", "Gradient noise scale in tokens, as a run measured it."),
 ]
 
 

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from fivefold.cli import plan_shared as shared
 from fivefold.cli.options import (
     JsonOption,
     LayoutOption,
     RecipeArgument,
     SetOption,
+    option,
     print_json,
     require_writable,
     save_as,
@@ -39,33 +38,33 @@ def terms(
     cluster: shared.ClusterOption = "h100",
     convention: Annotated[
         str,
-        typer.Option(
-            "--as",
-            metavar="CONVENTION",
-            help="paper: 2 + 2 + 12 bytes of states (arXiv 1910.02054), activations 34sbh + 5abs^2 (arXiv 2205.05198); "
+        option(
+            "CONVENTION",
+            "paper: 2 + 2 + 12 bytes of states (arXiv 1910.02054), activations 34sbh + 5abs^2 (arXiv 2205.05198); "
             "fivefold: what the recipe really has.",
+            "--as",
         ),
     ] = "fivefold",
     only: Annotated[
         str | None,
-        typer.Option(
-            metavar="SECTIONS",
-            help="Of parameters, states, activations, flops, messages, bubble, by commas. [default: all]",
+        option(
+            "SECTIONS",
+            "Of parameters, states, activations, flops, messages, bubble, by commas. [default: all]",
         ),
     ] = None,
     psi: Annotated[
         float | None,
-        typer.Option(metavar="N", help="Count with N parameters, such as 175e9, instead of the recipe's."),
+        option("N", "Count with N parameters, such as 175e9, instead of the recipe's."),
     ] = None,
     flops: Annotated[
         float | None,
-        typer.Option(metavar="RATE", help="FLOP/s of a device, such as 160e12. [default: as predicted]"),
+        option("RATE", "FLOP/s of a device, such as 160e12. [default: as predicted]"),
     ] = None,
     tokens: shared.TokensOption = None,
     deadline: shared.DeadlineOption = None,
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the states by ZeRO stage, the activations of a block."),
+        option("FILE", "Draw the states by ZeRO stage, the activations of a block."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -76,11 +75,11 @@ def terms(
     from fivefold.plan.predict import predict
 
     sections = only.split(",") if only is not None else list(SECTIONS)
-    for option, given, valid in (("--as", [convention], CONVENTIONS), ("--only", sections, SECTIONS)):
+    for asked, given, valid in (("--as", [convention], CONVENTIONS), ("--only", sections, SECTIONS)):
         for name in given:
             if name not in valid:
                 near = did_you_mean(name, list(valid))
-                raise UserError(f"{option} {name}: must be {' or '.join(valid)}{near}")
+                raise UserError(f"{asked} {name}: must be {' or '.join(valid)}{near}")
     for name, number in (("flops", flops), ("psi", psi)):
         if number is not None and not 0 < number < float("inf"):
             raise UserError(f"--{name} {number:g}: must be above 0 and finite")

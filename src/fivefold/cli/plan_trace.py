@@ -6,14 +6,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from fivefold.cli import plan_shared as shared
 from fivefold.cli.options import (
     JsonOption,
     LayoutOption,
     RecipeArgument,
     SetOption,
+    option,
     print_json,
     require_writable,
     save_as,
@@ -34,13 +33,10 @@ def trace(
     set_: SetOption = None,
     layout: LayoutOption = None,
     cluster: shared.ClusterOption = "h100",
-    rank: Annotated[int, typer.Option(metavar="N", help="The rank to trace.")] = 0,
+    rank: Annotated[int, option("N", "The rank to trace.")] = 0,
     memory_timeline: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.svg",
-            help="Draw its memory over the step instead, by category, here and in FILE.",
-        ),
+        option("FILE.svg", "Draw its memory over the step instead, by category, here and in FILE."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -125,7 +125,8 @@ class ServerHooks(RunHooks):
             with Lines(path) if self.ranks.first else nullcontext() as self.lines:
                 self._oversee()
                 if not leaving:
-                    complete = train_loop(self.state, self.job.recipe, self, take=self.take)
+                    recipe = self.job.recipe
+                    complete = train_loop(self.state, recipe, self, take=self.take)  # pyright: ignore[reportArgumentType]
         except Fault as fault:
             raise fault.ended(self.job.out) from None
         progress.overseen = frozenset()  # they end now, one after the other
