@@ -173,7 +173,11 @@ def test_bench_hardware_then_a_run_that_was_predicted(
     monkeypatch.delenv("OMP_NUM_THREADS")
     command = [sys.executable, "-m", "fivefold.cli.main"]
     done = subprocess.run(
-        [*command, "bench", "hardware", "--busy", "--json"], check=True, capture_output=True, text=True
+        [*command, "bench", "hardware", "--busy", "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     found = json.loads(done.stdout)
     assert found["machine"] == tables.key()

@@ -17,6 +17,7 @@ from itertools import product as combinations
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -320,7 +321,8 @@ def bandwidth(folder: Path, size: int = SIZE) -> dict[str, float]:
 
 def _measured(disk: Disk, spans: range) -> dict[str, float]:
     file, data = disk.file(len(spans) * SPAN, "a test file"), aligned(SPAN)
-    data.copy_(torch.frombuffer(bytearray(os.urandom(SPAN)), dtype=torch.uint8))  # a disk may compress zeros
+    # A disk may compress zeros. Not by torch: its threads would be lost in ranks that are forked later, which then wait
+    data.numpy()[:] = np.frombuffer(os.urandom(SPAN), np.uint8)
 
     def read(at: int) -> None:
         file.read(at, disk.staging())
