@@ -165,10 +165,12 @@ class Space:
                     yield name, virtual
 
     def microbatches(self, shape: Layout) -> list[int]:
-        """Sizes of a microbatch, in sequences, that give no rank more of them than single sequences would."""
+        """Sizes of a microbatch, in sequences, that give no rank more of them than single sequences would, and none
+        none."""
         dp = shape.dp_replicate
         most = largest(self.batch, dp)
-        return [B for B in divisors(self.batch) if largest(self.batch // B, dp) * B == most]
+        whole = [B for B in divisors(self.batch) if self.batch // B >= dp]
+        return [B for B in whole if largest(self.batch // B, dp) * B == most]
 
     def choice(self, layout: Layout, B: int, mode: str) -> Choice:
         """A layout with this microbatch size."""
