@@ -62,19 +62,24 @@ def assign(chosen_NK: Tensor, experts: int, capacity: int = 0, chunks: int = 1) 
 
 def evened(way: Assignment, dtype: torch.dtype) -> Assignment:
     """Adds rows that are nobody's behind those of each expert, so that each has a multiple of a power of 2, at most an
-    eighth of the mean. Without chunks. Unchanged if slots were dropped, in traces, and but in bf16 on CPUs.
+    eighth of the mean. Without chunks. Unchanged if slots were dropped, and but in bf16 on CPUs. In traces slots are
+    shared evenly.
 
     There oneDNN compiles a matmul for each number of rows that occurs, which takes several times as long as the matmul.
     The added rows take 1/16 of the experts' time."""
-    counts_E, slots = way.counts_CE[0], way.place_NK.numel()
-    part = 1 << max(1, slots // (8 * len(counts_E))).bit_length() - 1
-    compiles = dtype == torch.bfloat16 and counts_E.device.type == "cpu" and not hasattr(counts_E, "fake")
+    counts_E, slots, experts = way.counts_CE[0], way.place_NK.numel(), way.counts_CE.shape[1]
+    part = 1 << max(1, slots // (8 * experts)).bit_length() - 1
+    compiles = dtype == torch.bfloat16 and counts_E.device.type == "cpu"
     if not compiles or part == 1 or len(way.order_M) < slots:
         return way
     rows_E = (counts_E + part - 1) // part * part
     before_E = (rows_E - counts_E).cumsum(0) - (rows_E - counts_E)
-    place_M = torch.arange(slots) + before_E.repeat_interleave(counts_E)
-    order = torch.full((int(rows_E.sum()),), slots)
+    place_M = torch.arange(slots) + before_E.repeat_interleave(counts_E, output_size=slots)
+    if hasattr(counts_E, "fake"):
+        rows = sum(-(-(slots // experts + (e < slots % experts)) // part) * part for e in range(experts))
+    else:
+        rows = int(rows_E.sum())
+    order = torch.full((rows,), slots)
     order[place_M] = way.order_M
     return way._replace(order_M=order, place_NK=place_M[way.place_NK], counts_CE=rows_E[None])
 
