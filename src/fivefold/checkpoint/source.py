@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -80,17 +81,13 @@ class Elsewhere:
         Raises:
             Damaged: the entry is none.
         """
-        found = meta.get(ELSEWHERE)
-        if found is None:
+        if meta.get(ELSEWHERE) is None:
             return None
-        table = found if isinstance(found, dict) else {}
-        where, at, digest = (table.get(key) for key in ("where", "checkpoint", "fingerprint"))
-        names: Any = table.get("names")
-        pairs = names.items() if isinstance(names, dict) else [(None, None)]
-        right = all(isinstance(text, str) for pair in pairs for text in pair)
-        if not (right and isinstance(where, str) and isinstance(at, str) and isinstance(digest, str)):
-            raise Damaged(f"{checkpoint / MANIFEST} is damaged: {ELSEWHERE} must say where weights are")
-        return cls(where, at, digest, names)
+        try:
+            return TypeAdapter(cls).validate_python(meta[ELSEWHERE])
+        except ValidationError:
+            path = checkpoint / MANIFEST
+            raise Damaged(f"{path} is damaged: {ELSEWHERE} must say where weights are") from None
 
     def open(self) -> Source:
         """Whoever wrote the checkpoint has chosen the folder, so nothing there is used before its hash is right.
