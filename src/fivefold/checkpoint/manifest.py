@@ -176,7 +176,7 @@ def parse(content: bytes, path: Path) -> Manifest:
                 f"it has {'a' if hashed else 'no'} hash of its own, and format is {version!r:.40}"
             )
         if version == FORMAT:
-            return _checked(_MANIFEST.validate_python(table))
+            return checked(_MANIFEST.validate_python(table))
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, wrong["loc"]))
@@ -188,7 +188,7 @@ def parse(content: bytes, path: Path) -> Manifest:
     raise UserError(f"{path} is of format {version}, and this version reads {FORMAT}")
 
 
-def _checked(manifest: Manifest) -> Manifest:
+def checked(manifest: Manifest) -> Manifest:
     """The manifest, whose parts have the right types. Raises ValueError unless they fit each other."""
     counts = ("step", "updates", "skipped", "tokens")
     _COUNTS.validate_python({f"meta.{name}": manifest.meta[name] for name in counts if name in manifest.meta})
