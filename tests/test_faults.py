@@ -120,9 +120,17 @@ def test_data_that_are_left_out(base: Recipe) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp=1",
         "dp=2,zero=3",
-        *slow("dp=2", "tp=2", "pp=2", "cp=2", "dp=2,zero=1", "dp_replicate=2,dp_shard=2,zero=2", "dp=2,tp=2"),
+        *slow(
+            "dp=1",
+            "dp=2",
+            "tp=2",
+            "pp=2",
+            "cp=2",
+            "dp=2,zero=1",
+            "dp_replicate=2,dp_shard=2,zero=2",
+            "dp=2,tp=2",
+        ),
     ],
 )
 def test_a_run_goes_back_over_a_step(base: Recipe, tmp_path: Path, layout: str) -> None:
@@ -435,11 +443,11 @@ def test_a_run_goes_back_over_a_flipped_bit(base: Recipe, tmp_path: Path) -> Non
     ("layout", "sets"),
     [
         ("dp=2,zero=3", ["observe.noise_scale=true"]),
-        (
-            "dp_replicate=2,dp_shard=2,zero=1",
-            ["model.arch=moe", "model.experts=4", "model.experts_per_token=2"],
-        ),
         *slow(
+            (
+                "dp_replicate=2,dp_shard=2,zero=1",
+                ["model.arch=moe", "model.experts=4", "model.experts_per_token=2"],
+            ),
             ("dp=2,cp=2", []),
             ("dp=2,tp=2,sp=true,zero=2", []),
             ("dp=2", ["precision.mode=bf16", "layout.recompute=full"]),
@@ -503,7 +511,7 @@ def test_modules_of_ones_own(base: Recipe) -> None:
     assert rates == pytest.approx({"0.weight": 2, "1.weight": 1, "1.bias": 3, "2.weight": 2, "2.bias": 3})
 
 
-@pytest.mark.parametrize("name", ["soap", "sophia"])
+@pytest.mark.parametrize("name", ["soap", *slow("sophia")])
 def test_a_resume_where_all_steps_were_skipped(base: Recipe, tmp_path: Path, name: str) -> None:
     """What happens every so many steps counts from the run's first one, not from the resume."""
     every = "basis_every" if name == "soap" else "estimate_every"
