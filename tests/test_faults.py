@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from ranks import run_ranks
 from runs import after_each_step, lines, train_rank
 from torch import Tensor
@@ -119,19 +120,16 @@ def test_data_that_are_left_out(base: Recipe) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp=1",
-        "dp=2",
         "dp=2,zero=3",
-        *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in (
-                "tp=2",
-                "pp=2",
-                "cp=2",
-                "dp=2,zero=1",
-                "dp_replicate=2,dp_shard=2,zero=2",
-                "dp=2,tp=2",
-            )
+        *slow(
+            "dp=1",
+            "dp=2",
+            "tp=2",
+            "pp=2",
+            "cp=2",
+            "dp=2,zero=1",
+            "dp_replicate=2,dp_shard=2,zero=2",
+            "dp=2,tp=2",
         ),
     ],
 )
@@ -194,7 +192,7 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(base: Recipe, tmp_path: Path) 
     assert past == {"rollbacks": [[5, 2]], "left_out": [[2, 24]]}
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=1"])
+@pytest.mark.parametrize("layout", [*slow("dp=1"), "dp=2,zero=1"])
 def test_weights_that_an_update_destroys_are_never_saved(base: Recipe, tmp_path: Path, layout: str) -> None:
     """A learning rate of 1e300: the run says so at once, the checkpoint from before stays, and the advice works."""
     recipe = change(base, ["train.steps=2"], layout)
@@ -229,7 +227,7 @@ def destroyed_rank(rank: int, world: int, recipe: Recipe, out: Path, value: floa
 
 
 @pytest.mark.parametrize("value", [1e8, pytest.param(math.nan, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=1", "tp=2"])
+@pytest.mark.parametrize("layout", ["dp=2,zero=1", *slow("dp=1", "tp=2")])
 def test_an_update_that_destroys_weights_is_never_saved(
     base: Recipe, tmp_path: Path, layout: str, value: float
 ) -> None:
@@ -245,10 +243,8 @@ def test_an_update_that_destroys_weights_is_never_saved(
     ]
 
 
-@pytest.mark.parametrize(
-    "value", [1e8, *(pytest.param(one, marks=pytest.mark.slow) for one in (math.inf, math.nan))]
-)
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=1", "tp=2"])
+@pytest.mark.parametrize("value", [1e8, *slow(math.inf, math.nan)])
+@pytest.mark.parametrize("layout", ["tp=2", *slow("dp=1", "dp=2,zero=1")])
 def test_an_update_that_destroys_weights_is_found_in_the_next_step(
     base: Recipe, tmp_path: Path, layout: str, value: float
 ) -> None:
@@ -271,11 +267,9 @@ def test_an_update_that_destroys_weights_is_found_in_the_next_step(
 @pytest.mark.parametrize(
     "sets",
     [
-        ["optim.name=sgd"],
         ["optim.name=muon"],
-        ["precision.mode=bf16"],
         ["precision.mode=bf16_pure"],
-        ["layout.offload=states:disk"],
+        *slow((["optim.name=sgd"],), (["precision.mode=bf16"],), (["layout.offload=states:disk"],)),
     ],
     ids=" ".join,
 )
@@ -415,10 +409,12 @@ def flipped_rank(
 @pytest.mark.parametrize(
     ("layout", "bad", "word", "who"),
     [
-        ("dp=2", 1, "blocks.1.mlp.down", "0 and rank 1 have different bits"),
         ("dp=2,tp=2", 2, "blocks.1.norm", "rank 2 has other bits than 3 other ranks"),
         ("dp_replicate=2,dp_shard=2,zero=3", 3, "embed", "1 and rank 3 have different bits"),
-        pytest.param("dp=4", 3, "norm", "rank 3 has other bits than 3", marks=pytest.mark.slow),
+        *slow(
+            ("dp=2", 1, "blocks.1.mlp.down", "0 and rank 1 have different bits"),
+            ("dp=4", 3, "norm", "rank 3 has other bits than 3"),
+        ),
     ],
 )
 def test_a_flipped_bit_is_named(
@@ -447,17 +443,19 @@ def test_a_run_goes_back_over_a_flipped_bit(base: Recipe, tmp_path: Path) -> Non
     ("layout", "sets"),
     [
         ("dp=2,zero=3", ["observe.noise_scale=true"]),
-        (
-            "dp_replicate=2,dp_shard=2,zero=1",
-            ["model.arch=moe", "model.experts=4", "model.experts_per_token=2"],
+        *slow(
+            (
+                "dp_replicate=2,dp_shard=2,zero=1",
+                ["model.arch=moe", "model.experts=4", "model.experts_per_token=2"],
+            ),
+            ("dp=2,cp=2", []),
+            ("dp=2,tp=2,sp=true,zero=2", []),
+            ("dp=2", ["precision.mode=bf16", "layout.recompute=full"]),
+            ("dp=2", ["precision.mode=bf16", "layout.compress=powersgd:2"]),
+            ("dp=2", ["precision.mode=bf16_pure"]),
+            ("dp=4", ["sync.method=diloco", "sync.sites=2", "sync.every=3"]),
+            ("dp=2", ["optim.name=muon"]),
         ),
-        pytest.param("dp=2,cp=2", [], marks=pytest.mark.slow),
-        pytest.param("dp=2,tp=2,sp=true,zero=2", [], marks=pytest.mark.slow),
-        pytest.param("dp=2", ["precision.mode=bf16", "layout.recompute=full"], marks=pytest.mark.slow),
-        pytest.param("dp=2", ["precision.mode=bf16", "layout.compress=powersgd:2"], marks=pytest.mark.slow),
-        pytest.param("dp=2", ["precision.mode=bf16_pure"], marks=pytest.mark.slow),
-        pytest.param("dp=4", ["sync.method=diloco", "sync.sites=2", "sync.every=3"], marks=pytest.mark.slow),
-        pytest.param("dp=2", ["optim.name=muon"], marks=pytest.mark.slow),
     ],
 )
 def test_checks_change_nothing_and_find_nothing(
@@ -513,7 +511,7 @@ def test_modules_of_ones_own(base: Recipe) -> None:
     assert rates == pytest.approx({"0.weight": 2, "1.weight": 1, "1.bias": 3, "2.weight": 2, "2.bias": 3})
 
 
-@pytest.mark.parametrize("name", ["soap", "sophia"])
+@pytest.mark.parametrize("name", ["soap", *slow("sophia")])
 def test_a_resume_where_all_steps_were_skipped(base: Recipe, tmp_path: Path, name: str) -> None:
     """What happens every so many steps counts from the run's first one, not from the resume."""
     every = "basis_every" if name == "soap" else "estimate_every"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from hanging import codes, serve, start, train
+from marks import slow
 from namespaces import Hosts, Unavailable
 from ranks import run_ranks
 from runs import lines, train_rank
@@ -356,6 +357,7 @@ def test_a_rank_that_is_stopped_is_named(text: Path, tmp_path: Path) -> None:  #
     assert "last posted, innermost first:\n  " in stacks
 
 
+@pytest.mark.slow
 def test_a_rank_that_loops_is_named_to_torchrun(text: Path, tmp_path: Path) -> None:  # noqa: F811
     """Its ranks meet in a store, and nobody reads their verdicts."""
     recipe = tiny(text, "layout.dp_replicate=2", "observe.hang_s=2", "train.steps=50")
@@ -403,6 +405,7 @@ def hung(folder: Path, ranks: list[Any]) -> str:
 WAITS = r"waits? in [\w ]+ over axis \w+ \(ranks? [0-3, ]+\).*, at fivefold/\w+/\w+\.py:\d+"
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_named(text: Path, tmp_path: Path) -> None:  # noqa: F811
     """The other one goes on without it: nobody waits, and the first server watches."""
     ranks = start(4, tmp_path, serve, served(text, "sync.staleness=-1"), tmp_path / "run", 3, 2, "stopped")
@@ -522,7 +525,7 @@ def slow_run(rank: int, world: int, recipe: Any, out: Path, cause: str) -> None:
         loop.take_step, share.training_batches = take_step, training_batches
 
 
-@pytest.mark.parametrize(("cause", "other"), [("computing", "data"), ("data", "computing")])
+@pytest.mark.parametrize(("cause", "other"), [("computing", "data"), *slow(("data", "computing"))])
 def test_a_slow_rank_is_named_within_50_steps(text: Path, tmp_path: Path, cause: str, other: str) -> None:  # noqa: F811
     recipe = tiny(text, "layout.dp_replicate=2", "train.steps=50")
     run_ranks(2, slow_run, recipe, tmp_path / "run", cause)

@@ -59,7 +59,7 @@ def test_layouts_of_many_ranks(layout: str) -> None:
         (["train.steps=" + "9" * 5000], "train.steps = "),
         (["train.steps=0x" + "f" * 5000], "train.steps = a number of 20000 bits: must be a whole number"),
         (["train.steps=10000000000000000"], f"must be a whole number >= 1 and <= {LARGEST}"),
-        (["train.batch_ramp=" + "9" * 5000 + ":1"], "must be sizes with their number of steps"),
+        (["train.batch_ramp=" + "9" * 5000 + ":1"], "must be text, such as \"4:100"),
         (["data.tokenizer=bpe:" + "9" * 5000], "N must be a whole number"),
         (["layout.recompute=budget:" + "9" * 5000 + "GiB"], "layout.recompute"),
         (["layout.compress=powersgd:" + "9" * 5000], "must be a number"),

@@ -81,7 +81,7 @@ def test_cpuinfo_of_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cgroup_quotas_bound_cores_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000")
     (tmp_path / "memory.max").write_text(str(2**28))
-    monkeypatch.setattr(host, "_cgroups", lambda: [tmp_path])
+    monkeypatch.setattr(host, "control_groups", lambda controller: [tmp_path])
     assert host.cores() == 1
     assert host.memory_bytes() == 2**28
     (tmp_path / "cpu.max").write_text("max 100000")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from layouts import tiny
+from marks import slow
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, ranks_of, train_rank
 from steps import counted, planned
@@ -88,23 +89,23 @@ def compared(recipe, offload: str, folder: Path) -> None:
 
 QUICK = [
     ("states:disk", "bf16", "dp=1", []),
-    ("all:disk", "bf16", "dp=1", ["optim.grad_clip=0.1"]),
-    ("all:disk", "fp32", "dp=1,recompute=full", []),
-    ("states:host", "bf16", "dp=1", []),
     ("states:disk", "fp32", "dp=1", ["optim.name=momentum", "optim.lr=0.05", "optim.grad_clip=0.1"]),
-    ("states:disk", "bf16", "dp=2,zero=1", ["optim.name=nesterov"]),
     ("all:disk", "bf16", "dp=2,ep=2", []),
     ("states:host", "bf16", "tp=2", []),
-    ("activations", "bf16", "dp=1", []),
     ("activations", "bf16", "tp=2,recompute=full", []),
     ("activations:tp", "bf16", "tp=2,recompute=full", []),
-    ("all:disk", "bf16", "dp=1", ["optim.name=adamsage", "optim.grad_clip=0.1"]),
     ("states:disk", "fp32", "dp=2,zero=1", ["optim.name=sophia", "optim.estimate_every=2"]),
-    ("states:disk", "bf16_pure", "dp=2,zero=1", []),
-    ("states:host", "bf16_pure", "tp=2", []),
     ("all:disk", "bf16_pure", "dp=1", ["precision.rounding=kahan", "optim.grad_clip=0.1"]),
 ]
 SLOW = [
+    ("all:disk", "fp32", "dp=1,recompute=full", []),
+    ("states:host", "bf16", "dp=1", []),
+    ("states:disk", "bf16", "dp=2,zero=1", ["optim.name=nesterov"]),
+    ("activations", "bf16", "dp=1", []),
+    ("all:disk", "bf16", "dp=1", ["optim.name=adamsage", "optim.grad_clip=0.1"]),
+    ("states:disk", "bf16_pure", "dp=2,zero=1", []),
+    ("states:host", "bf16_pure", "tp=2", []),
+    ("all:disk", "bf16", "dp=1", ["optim.grad_clip=0.1"]),
     ("states:host", "bf16", "pp=2", []),
     ("activations:tp", "fp32", "tp=2,pp=2,recompute=full", []),
     ("activations:tp", "bf16", "tp=2,dp=2,zero=3,recompute=full", ["model.dropout=0.1"]),
@@ -149,7 +150,7 @@ SLOW = [
     ("all:disk", "bf16_pure", "dp=2,ep=2", ["optim.name=sgd", "optim.lr=0.05"]),
     ("all:disk", "bf16_pure", "tp=2,recompute=full", ["optim.name=lion", "precision.rounding=kahan"]),
 ]
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = [*QUICK, *slow(*SLOW)]
 
 
 @pytest.mark.parametrize(("offload", "mode", "layout", "sets"), CASES)
@@ -165,10 +166,9 @@ PURE = "precision.mode=bf16_pure"
     "optimizer",
     [
         ["optim.name=adamw"],
-        [PURE],
         [PURE, "precision.rounding=kahan", "optim.name=momentum"],
-        ["optim.name=sophia", "optim.estimate_every=2"],
-        *(pytest.param([f"optim.name={name}"], marks=pytest.mark.slow) for name in RULES),
+        *slow(([PURE],), (["optim.name=sophia", "optim.estimate_every=2"],)),
+        *slow(*(([f"optim.name={name}"],) for name in RULES)),
     ],
 )
 def test_a_run_resumes_exactly_whatever_its_tier(tmp_path, optimizer):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_predicted_runs import recipe_of
 
+from fivefold import host
 from fivefold.checkpoint import store
 from fivefold.errors import UserError
 from fivefold.host import memory
@@ -107,8 +108,8 @@ def test_limits_of_control_groups_are_read(tmp_path: Path, monkeypatch: pytest.M
     (inside.parent / "memory.limit_in_bytes").write_text("1000000\n")
     (inside / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     (inside / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_groups", lambda: iter([inside, inside.parent]))
+    for module in (host, memory):
+        monkeypatch.setattr(module, "control_groups", lambda controller: [inside, inside.parent])
     found = memory.limit()
     if sys.platform.startswith("linux"):
         assert found is not None
@@ -119,7 +120,7 @@ def test_limits_of_control_groups_are_read(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_left_is_that_of_the_narrowest_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.current").write_text("600000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 50000\n")
-    monkeypatch.setattr(memory, "_group_limits", lambda: [(tmp_path / "memory.max", 1_000_000)])
+    monkeypatch.setattr(memory, "memory_limits", lambda: [(tmp_path / "memory.max", 1_000_000)])
     assert memory.available() == 1_000_000 - 600_000 + 50_000
 
 
@@ -221,7 +222,7 @@ def test_a_real_limit_of_the_address_space(tmp_path: Path, layout: str) -> None:
 def group_of(size: int) -> Path | None:
     """A new control group with a limit of memory, of cgroup v1 or v2; None if none can be made here."""
     name = f"fivefold-{uuid.uuid4().hex[:8]}"
-    for home, limit in ((memory.CGROUPS / "memory", "memory.limit_in_bytes"), (memory.CGROUPS, "memory.max")):
+    for home, limit in ((host.CGROUPS / "memory", "memory.limit_in_bytes"), (host.CGROUPS, "memory.max")):
         with suppress(OSError):
             (home / name).mkdir()
             try:

@@ -168,14 +168,8 @@ def check_python(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fivefold, "load", load)
 
 
-LONG = {"communication.md", "training.md"}
-
-
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=pytest.mark.slow if page.name in LONG else ()) for page in RUN],
-    ids=lambda page: page.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     if "fivefold bench collectives" in page.read_text():  # training goes by its table; other tests must not
@@ -304,6 +298,7 @@ def test_the_terminal_shows_the_recorded_run() -> None:
     assert script["first_run"]() == picture, "run: python docs/make_pictures.py"
 
 
+@pytest.mark.slow
 def test_the_support_matrix_is_current() -> None:
     script = runpy.run_path(str(REPO / "docs" / "make_support_matrix.py"))
     page = (REPO / "docs" / "support.md").read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import slow
 from ranks import run_ranks
 from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 
@@ -69,13 +70,15 @@ def train(recipe: Recipe, layout: str, out: Path, steps: int, resume: bool = Fal
     ("first", "second"),
     [
         ("dp=4,zero=1", "dp=2,tp=2"),
-        pytest.param("dp=2,tp=2", ONE, marks=pytest.mark.slow),
-        (ONE, "dp=4,zero=3"),
-        ("dp=4,zero=3", "dp=2,zero=2"),
-        pytest.param("dp=2,zero=2", "dp_replicate=2,dp_shard=2,zero=1", marks=pytest.mark.slow),
-        ("dp_replicate=2,dp_shard=2,zero=3", "dp=2"),
-        pytest.param("dp=2", "pp=2,dp=2,zero=1", marks=pytest.mark.slow),
         ("pp=2,dp=2,zero=1", "cp=2,dp=2,zero=3"),
+        *slow(
+            ("dp=2,tp=2", ONE),
+            (ONE, "dp=4,zero=3"),
+            ("dp=4,zero=3", "dp=2,zero=2"),
+            ("dp=2,zero=2", "dp_replicate=2,dp_shard=2,zero=1"),
+            ("dp_replicate=2,dp_shard=2,zero=3", "dp=2"),
+            ("dp=2", "pp=2,dp=2,zero=1"),
+        ),
     ],
 )
 def test_goes_on_at_another_layout(
@@ -113,11 +116,13 @@ def test_experts_that_are_shared_another_way(base: Recipe, tmp_path: Path, secon
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [
-        ("dp=2,zero=1", "fp32"),
         ("dp=2,zero=2", "bf16"),
-        ("dp=4,zero=3,ranks_per_node=2,zeropp=weights,hier,gradients", "bf16"),
-        pytest.param("dp=4,zero=3", "bf16", marks=pytest.mark.slow),
-        pytest.param("dp=4,zero=3", "fp32", marks=pytest.mark.slow),
+        *slow(
+            ("dp=2,zero=1", "fp32"),
+            ("dp=4,zero=3,ranks_per_node=2,zeropp=weights,hier,gradients", "bf16"),
+            ("dp=4,zero=3", "bf16"),
+            ("dp=4,zero=3", "fp32"),
+        ),
     ],
 )
 def test_same_layout_same_bits(base: Recipe, tmp_path: Path, layout: str, mode: str) -> None:
@@ -136,20 +141,17 @@ def test_same_layout_same_bits(base: Recipe, tmp_path: Path, layout: str, mode: 
     ("name", "first", "second"),
     [
         ("nesterov", "dp=2,zero=3", "tp=2"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("momentum", "tp=2", "dp=2,zero=1"),
-                ("sgd", "dp=2,zero=1", "pp=2"),
-                ("adam", "dp=2,zero=2", "tp=2"),
-                ("adagrad", "tp=2", "dp=2,zero=3"),
-                ("rmsprop", "dp=2,zero=3", "pp=2"),
-                ("radam", "pp=2", "dp=2,zero=1"),
-                ("nadam", "dp=2,zero=1", "tp=2"),
-                ("adamsage", "tp=2", "dp=2,zero=3"),
-                ("lion", "dp=2,zero=3", "tp=2"),
-                ("sophia", "cp=2", "dp=2,zero=2"),
-            )
+        *slow(
+            ("momentum", "tp=2", "dp=2,zero=1"),
+            ("sgd", "dp=2,zero=1", "pp=2"),
+            ("adam", "dp=2,zero=2", "tp=2"),
+            ("adagrad", "tp=2", "dp=2,zero=3"),
+            ("rmsprop", "dp=2,zero=3", "pp=2"),
+            ("radam", "pp=2", "dp=2,zero=1"),
+            ("nadam", "dp=2,zero=1", "tp=2"),
+            ("adamsage", "tp=2", "dp=2,zero=3"),
+            ("lion", "dp=2,zero=3", "tp=2"),
+            ("sophia", "cp=2", "dp=2,zero=2"),
         ),
     ],
 )

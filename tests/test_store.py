@@ -167,24 +167,25 @@ def deep(found):
     ("change", "says"),
     [
         (swapped, "has a piece with the key 'exp_avg.b' instead of 'b'"),
-        (lambda m: m["meta"].update(step=-3), "meta.step must be a whole number >= 0, not -3"),
+        (lambda m: m["meta"].update(step=-3), "meta.step: Input should be greater than or equal to 0, not -3"),
         (lambda m: m["meta"].update(step=8), "meta.step is 8, but the folder is called step-00000007"),
         (lambda m: m["meta"].pop("step"), "meta.step is missing"),
-        (lambda m: m["meta"].update(step=True), "whole number"),
-        (lambda m: m["meta"].update(tokens=1e9), "whole number"),
+        (lambda m: m["meta"].update(step=True), "meta.step: Input should be a valid integer"),
+        (lambda m: m["meta"].update(tokens=1e9), "meta.tokens: Input should be a valid integer"),
         (lambda m: m.update(format=0), "a hash of its own, and format is 0"),
-        (lambda m: m.update(meta=[]), "meta must be an object"),
-        (lambda m: m["tensors"].update(other={}), "tensors must have the parts"),
-        (lambda m: m["tensors"]["model"]["b"].update(dtype="F8"), "has the dtype 'F8'"),
+        (lambda m: m.update(meta=[]), "meta: Input should be a valid dictionary"),
+        (lambda m: m["tensors"].pop("optimizer"), "tensors must have the parts"),
+        (lambda m: m["tensors"].update(other={}), "tensors.other"),
+        (lambda m: m["tensors"]["model"]["b"].update(dtype="F8"), "b.dtype: Input should be 'F64'"),
         (lambda m: m["tensors"]["model"]["b"].update(dtype="F16"), "is of torch.float32, shape"),
         (lambda m: m["tensors"]["model"]["b"].update(shape=[5, 3]), "has a piece at"),
         (lambda m: m["tensors"]["model"]["b"]["pieces"].append(m["tensors"]["model"]["b"]["pieces"][0]), "hold 30 of"),
         (lambda m: m["tensors"]["model"].pop("b"), "does not have the tensors that the manifest names: 'b'"),
-        (lambda m: m["files"]["model-00000-00001.safetensors"].update(bytes=-1), "whole number >= 0"),
-        (lambda m: m["files"]["model-00000-00001.safetensors"].update(sha256="x"), "64 hexadecimal digits"),
+        (lambda m: m["files"]["model-00000-00001.safetensors"].update(bytes=-1), "should be greater than"),
+        (lambda m: m["files"]["model-00000-00001.safetensors"].update(sha256="x"), "should match pattern"),
         (lambda m: m["files"].update({"../m.safetensors": {"bytes": 1, "sha256": "0" * 64}}), "outside its folder"),
         (lambda m: m["files"].pop("model-00000-00001.safetensors"), "which is not among its files"),
-        (deep, "must be a whole number"),
+        (deep, "shape.0: Input should be a valid integer"),
     ],
 )  # fmt: skip
 def test_a_manifest_with_a_mended_hash_is_checked_too(saved, change, says):
@@ -244,7 +245,7 @@ def test_pieces_may_not_overlap(tmp_path):
         piece["box"], piece["key"] = [[1, 3], [0, 2]], "w[1:3,0:2]"
 
     mend(folder, overlap)
-    with pytest.raises(Damaged, match="'w' has pieces that overlap"):
+    with pytest.raises(Damaged, match=r"'w', .* has pieces that overlap"):
         store.Reader(folder)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launched import Launched, command, last_step, typed
+from marks import slow
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, train_rank
 from test_train import TINY
@@ -192,7 +193,7 @@ def test_a_pod_without_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         (leave_silently, "ended", "rank 1 ended (exit code 3) without a message"),
         (fail, "failed", "rank 1 failed: KeyError: 'of rank 1'"),
         (mistake, "error", "layout.tp = 3 does not divide"),
-        (forbidden, "error", "run/metrics.jsonl: Read-only file system"),
+        *slow((forbidden, "error", "run/metrics.jsonl: Read-only file system")),
         (full, "busy", "run/step-1: No space left on device"),
         (found_hung, "hung", "rank 0 is missing in all_reduce"),
     ],
@@ -417,7 +418,7 @@ def test_a_signal_at_any_moment(text: Path, tmp_path: Path, layout: str, which: 
             assert last_step(out) == 12
 
 
-@pytest.mark.parametrize("moment", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
+@pytest.mark.parametrize("moment", [0, *slow(1, 2, 3, 4)])
 def test_ctrl_c_in_the_last_moments(text: Path, tmp_path: Path, moment: int) -> None:
     """It comes to the launcher and to all ranks at once. From the last step, and from the last validation on."""
     out, steps = tmp_path / "run", 12
@@ -612,7 +613,7 @@ def test_restarts_by_other_launchers_go_on(
     assert run_command(recipe, name=str(tmp_path / "new")).name == "new-1", "a new folder is new"
 
 
-@pytest.mark.parametrize("counts", ["01", "10"])
+@pytest.mark.parametrize("counts", ["01", *slow("10")])
 def test_ranks_of_torchrun_resume_together_whatever_each_was_told(
     text: Path, tmp_path: Path, counts: str
 ) -> None:

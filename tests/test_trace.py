@@ -43,10 +43,10 @@ LAYOUTS = [
     "tp=2,sp=true,sp_regather=true,recompute=ops:attention+gate+norm", "dp_replicate=2,dp_shard=2,zero=3",
     "dp=2,tp=2,zero=2",
 ]  # fmt: skip
-FP32 = ["dp=2,zero=3"]  # the others in fp32: `make test-all`
 LONGER = {
     "tp=2", "tp=2,sp=true", "tp=2,sp=true,recompute=selective", "dp=2,tp=2,zero=2", "dp=2", "dp=2,zero=1",
-    "dp=2,recompute=full", "pp=2,schedule=1f1b", "dp_replicate=2,dp_shard=2,zero=3",
+    "dp=2,recompute=full", "pp=2,schedule=1f1b", "dp_replicate=2,dp_shard=2,zero=3", "dp=2,zero=2",
+    "cp=2,cp_method=ulysses",
 }  # fmt: skip
 """Layouts whose parts others have, too: `make test-all`."""
 EIGHT = [
@@ -102,10 +102,7 @@ def compare(recipe: Recipe) -> Traced:
             pytest.param(layout, "bf16", marks=pytest.mark.slow if layout in LONGER else ())
             for layout in LAYOUTS
         ),
-        *(
-            (layout, "fp32") if layout in FP32 else pytest.param(layout, "fp32", marks=pytest.mark.slow)
-            for layout in LAYOUTS
-        ),
+        *(pytest.param(layout, "fp32", marks=pytest.mark.slow) for layout in LAYOUTS),
     ],
 )
 def test_trace_is_the_real_step(layout: str, mode: str) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fivefold import kernels
+from fivefold.bench.peak import laps
 from fivefold.comm.axis import Axis, Started
 from fivefold.comm.compress import compressed_sum
 from fivefold.kernels.loss import loss_and_gradient, mean_scale
@@ -56,23 +57,11 @@ def timed(work: Sequence[Call], device: torch.device, seconds: float = 0.006, le
         dist.barrier()
     best = float("inf")
     for number in range(TRIES):
-        took, share = _laps(work, device, seconds, least)
-        best = min(best, took)
-        if number and (device.type != "cpu" or share > UNDISTURBED):
+        times, had = laps(work, lambda: _wait(device), seconds, least)
+        best = min(best, median(times))
+        if number and (device.type != "cpu" or had > UNDISTURBED * torch.get_num_threads()):
             break
     return best
-
-
-def _laps(work: Sequence[Call], device: torch.device, seconds: float, least: int) -> tuple[float, float]:
-    """(median seconds, share of its threads' time that this process got)."""
-    laps: list[float] = []
-    began, cpu = time.perf_counter(), time.process_time()
-    while len(laps) < least or time.perf_counter() - began < seconds:
-        start = time.perf_counter()
-        work[len(laps) % len(work)]()
-        _wait(device)
-        laps.append(time.perf_counter() - start)
-    return median(laps), (time.process_time() - cpu) / (time.perf_counter() - began) / torch.get_num_threads()
 
 
 def _wait(device: torch.device) -> None:

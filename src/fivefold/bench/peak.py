@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -134,13 +134,23 @@ def _time(work: Callable[[], object], wait: Callable[[], object], threads: int) 
     for _ in range(2):
         work()
         wait()
-    laps, start, start_cpu = [], time.perf_counter(), time.process_time()
-    while len(laps) < 3 or time.perf_counter() - start < 0.5:
-        lap = time.perf_counter()
-        work()
+    times, share = laps([work], wait, 0.5, 3)
+    return min(times), share / threads
+
+
+def laps(
+    work: Sequence[Callable[[], object]], wait: Callable[[], object], seconds: float, least: int
+) -> tuple[list[float], float]:
+    """Seconds of pieces of work that take turns for so many `seconds`, at least `least` times; and the cores that this
+    process had meanwhile."""
+    times: list[float] = []
+    began, cpu = time.perf_counter(), time.process_time()
+    while len(times) < least or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        work[len(times) % len(work)]()
         wait()
-        laps.append(time.perf_counter() - lap)
-    return min(laps), (time.process_time() - start_cpu) / (time.perf_counter() - start) / threads
+        times.append(time.perf_counter() - start)
+    return times, (time.process_time() - cpu) / (time.perf_counter() - began)
 
 
 def _cached(key: str, measure: Callable[[], dict[str, Any]], improve: bool = False) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -140,7 +141,6 @@ def copy(folder: Path, target: Path) -> Path:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    with open_file(source) as one, stream(target) as other:
-        while chunk := one.read(CHUNK):
-            other.write(chunk)
+    with open_file(source) as content, stream(target) as copied:
+        shutil.copyfileobj(content, copied, CHUNK)
     flush(target)

@@ -14,7 +14,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from fivefold.errors import UserError, system_error
 from fivefold.files import open_file
@@ -42,11 +44,15 @@ DTYPES = {
 }
 """safetensors' name of each dtype that a checkpoint may hold, and torch's."""
 
-Box = tuple[tuple[int, int], ...]
+Whole = Annotated[int, Field(strict=True, ge=0, lt=2**62)]
+Box = tuple[tuple[Whole, Whole], ...]
+if TYPE_CHECKING:  # a type checker reads no tables
+    Dtype = Kind = str
+else:
+    Dtype, Kind = Literal[tuple(DTYPES)], Literal[KINDS]
 _BEGIN = b'{"sha256": "'
 _HASH = slice(len(_BEGIN), len(_BEGIN) + 64)
 _ZEROS = b"0" * 64
-_HEX = re.compile("[0-9a-f]{64}")
 _STEP = re.compile(r"step-(\d{8,18})")
 
 
@@ -56,8 +62,8 @@ class Damaged(UserError):
 
 @dataclass(frozen=True)
 class File:
-    sha256: str
-    bytes: int
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    bytes: Whole
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,10 @@ class Stored:
 class Entry:
     """A tensor. dtype: safetensors' name. buffer: it may hold infinities."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Annotated[tuple[Whole, ...], Field(max_length=MOST_DIMS)]
+    dtype: Dtype
     pieces: tuple[Stored, ...]
-    buffer: bool = False
+    buffer: Annotated[bool, Field(strict=True)] = False
 
 
 @dataclass(frozen=True)
@@ -85,11 +91,15 @@ class Manifest:
 
     meta: dict[str, Any]
     files: dict[str, File]
-    tensors: dict[str, dict[str, Entry]]
+    tensors: dict[Kind, dict[str, Entry]]
 
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
+
+
+_MANIFEST = TypeAdapter(Manifest)
+_COUNTS = TypeAdapter(dict[str, Whole])
 
 
 def step_of(name: str) -> int | None:
@@ -112,23 +122,7 @@ def key_of(name: str, shape: Sequence[int], box: Sequence[Sequence[int]]) -> str
 
 def to_bytes(manifest: Manifest) -> bytes:
     """The content of the file. Its first entry is the hash of the whole file, with zeros in the place of the hash."""
-    body = {
-        "format": FORMAT,
-        "meta": manifest.meta,
-        "files": {name: {"sha256": f.sha256, "bytes": f.bytes} for name, f in manifest.files.items()},
-        "tensors": {
-            kind: {
-                name: {
-                    "shape": entry.shape,
-                    "dtype": entry.dtype,
-                    **({"buffer": True} if entry.buffer else {}),
-                    "pieces": [{"file": p.file, "key": p.key, "box": p.box} for p in entry.pieces],
-                }
-                for name, entry in tensors.items()
-            }
-            for kind, tensors in manifest.tensors.items()
-        },
-    }
+    body = {"format": FORMAT, **_MANIFEST.dump_python(manifest, exclude_defaults=True)}
     text = _BEGIN + _ZEROS + b'", ' + json.dumps(body)[1:].encode() + b"\n"
     return text.replace(_ZEROS, hashlib.sha256(text).hexdigest().encode(), 1)
 
@@ -170,134 +164,80 @@ def parse(content: bytes, path: Path) -> Manifest:
     Damaged: it is not a manifest.
     UserError: it is of another format.
     """
-    parser = _Parser(path)
-    if content.startswith(_BEGIN):
-        said = content[_HASH].decode("ascii", "replace")
-        blank = content[: _HASH.start] + _ZEROS + content[_HASH.stop :]
-        if hashlib.sha256(blank).hexdigest() != said:
-            parser.fail("its content does not match its own hash")
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        parser.fail(f"not JSON: {str(error)[:200]}")
-    return parser.manifest(found, hashed=content.startswith(_BEGIN))
-
-
-class _Parser:
-    """Checks a manifest's JSON and makes the objects of it."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def fail(self, why: str) -> NoReturn:
-        raise Damaged(f"{self.path} is damaged: {why}")
-
-    def manifest(self, found: Any, hashed: bool) -> Manifest:
-        whole = self.object("the manifest", found)
-        version = whole.get("format")
-        if type(version) is int and version > 0 and version != FORMAT:
-            raise UserError(f"{self.path} is of format {version}, and this version reads {FORMAT}")
-        if type(version) is not int or version < 1 or not hashed:
-            self.fail(f"it has {'a' if hashed else 'no'} hash of its own, and format is {version!r:.40}")
-        meta = self.object("meta", whole.get("meta"))
-        for name in ("step", "updates", "skipped", "tokens"):
-            if name in meta:
-                self.whole(f"meta.{name}", meta.get(name))
-        files = {n: self.file(n, f) for n, f in self.object("files", whole.get("files")).items()}
-        kinds = self.object("tensors", whole.get("tensors"))
-        if set(kinds) != set(KINDS):
-            self.fail(f"tensors must have the parts {', '.join(KINDS)}, not {sorted(kinds)!s:.80}")
-        tensors = {
-            kind: {
-                name: self.entry(kind, name, entry, files)
-                for name, entry in self.object(f"tensors.{kind}", kinds[kind]).items()
-            }
-            for kind in KINDS
-        }
-        return Manifest(meta, files, tensors)
-
-    def file(self, name: str, found: Any) -> File:
-        if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
-            self.fail(f"it names {name!r:.80}, a file outside its folder")
-        file, what = self.object(f"files.{name:.80}", found), f"files.{name:.80}"
-        digest = file.get("sha256")
-        if not isinstance(digest, str) or not _HEX.fullmatch(digest):
-            self.fail(f"{what}.sha256 must be 64 hexadecimal digits")
-        return File(digest, self.whole(f"{what}.bytes", file.get("bytes")))
-
-    def entry(self, kind: str, name: str, found: Any, files: Mapping[str, File]) -> Entry:
-        what = f"{kind} tensor {name!r:.120}"
-        entry = self.object(what, found)
-        shape = tuple(self.whole(f"{what}: shape", size) for size in self.list(what, entry.get("shape")))
-        if len(shape) > MOST_DIMS:
-            self.fail(f"{what} has {len(shape)} dimensions, at most {MOST_DIMS} are possible")
-        dtype = entry.get("dtype")
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            self.fail(f"{what} has the dtype {dtype!r:.40}, not one of {', '.join(DTYPES)}")
-        buffer = entry.get("buffer", False)
-        if type(buffer) is not bool or (buffer and kind != "model"):
-            self.fail(f"{what} has buffer = {buffer!r:.40}")
-        pieces = tuple(
-            self.piece(what, kind, name, shape, piece, files)
-            for piece in self.list(what, entry.get("pieces"))
-        )
-        self.once(what, shape, [piece.box for piece in pieces])
-        return Entry(shape, dtype, pieces, buffer)
-
-    def piece(
-        self, what: str, kind: str, name: str, shape: tuple[int, ...], found: Any, files: Mapping[str, File]
-    ) -> Stored:
-        piece = self.object(what, found)
-        file, key = piece.get("file"), piece.get("key")
-        if not isinstance(file, str) or file not in files or not file.startswith(f"{kind}-"):
-            self.fail(f"{what} refers to {file!r:.80}, which is not among its files of {kind}s")
-        spans = [self.list(what, span) for span in self.list(what, piece.get("box"))]
-        box = tuple(
-            (self.whole(what, span[0]), self.whole(what, span[1])) for span in spans if len(span) == 2
-        )
-        inside = [a <= b <= size for (a, b), size in zip(box, shape, strict=False)]
-        if not len(spans) == len(box) == len(shape) or not all(inside):
-            self.fail(f"{what}, shape {list(shape)}, has a piece at {piece.get('box')!s:.80}")
-        wanted = key_of(name, shape, box)
-        if key != wanted:
-            self.fail(f"{what} has a piece with the key {key!r:.120} instead of {wanted!r:.120}")
-        assert isinstance(key, str)
-        return Stored(file, key, box)
-
-    def once(self, what: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-        """Fails unless the boxes hold each element of the shape once."""
-        held = sum(math.prod(stop - start for start, stop in box) for box in boxes)
-        if held != math.prod(shape):
-            self.fail(
-                f"the pieces of {what}, shape {list(shape)}, hold {held} of its {math.prod(shape)} elements: the "
-                "checkpoint is incomplete"
+        hashed = content.startswith(_BEGIN)
+        blank = content[: _HASH.start] + _ZEROS + content[_HASH.stop :]
+        if hashed and hashlib.sha256(blank).hexdigest().encode() != content[_HASH]:
+            raise ValueError("its content does not match its own hash")
+        table = json.loads(content)
+        version = table.get("format") if isinstance(table, dict) else None
+        if type(version) is not int or version < 1 or (version == FORMAT and not hashed):
+            raise ValueError(
+                f"it has {'a' if hashed else 'no'} hash of its own, and format is {version!r:.40}"
             )
-        if not shape:
-            if len(boxes) != 1:
-                self.fail(f"{what} has {len(boxes)} pieces")
-            return
-        ordered = sorted(boxes)
-        for number, box in enumerate(ordered):
-            for other in ordered[number + 1 :]:
-                if other[0][0] >= box[0][1]:
-                    break  # it and all later ones begin below
-                if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
-                    self.fail(f"{what} has pieces that overlap")
+        if version == FORMAT:
+            return checked(_MANIFEST.validate_python(table))
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
+        raise Damaged(
+            f"{path} is damaged: {place:.200}: {wrong['msg']}, not {wrong['input']!r:.40}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path} is damaged: {str(error)[:400]}") from None
+    raise UserError(f"{path} is of format {version}, and this version reads {FORMAT}")
 
-    def object(self, what: str, found: Any) -> dict[str, Any]:
-        if not isinstance(found, dict):
-            self.fail(f"{what} must be an object")
-        return found
 
-    def list(self, what: str, found: Any) -> list[Any]:
-        if not isinstance(found, list):
-            self.fail(f"{what} must have lists of numbers and pieces")
-        return found
+def checked(manifest: Manifest) -> Manifest:
+    """The manifest, whose parts have the right types. Raises ValueError unless they fit each other."""
+    counts = ("step", "updates", "skipped", "tokens")
+    _COUNTS.validate_python({f"meta.{name}": manifest.meta[name] for name in counts if name in manifest.meta})
+    for name in manifest.files:
+        if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
+            raise ValueError(f"it names {name!r:.80}, a file outside its folder")
+    if set(manifest.tensors) != set(KINDS):
+        raise ValueError(f"tensors must have the parts {', '.join(KINDS)}, not {sorted(manifest.tensors)}")
+    for kind, tensors in manifest.tensors.items():
+        for name, entry in tensors.items():
+            what = f"{kind} tensor {name!r:.120}, shape {list(entry.shape)},"
+            if entry.buffer and kind != "model":
+                raise ValueError(f"{what} has buffer = true")
+            for piece in entry.pieces:
+                if piece.file not in manifest.files or not piece.file.startswith(f"{kind}-"):
+                    raise ValueError(
+                        f"{what} is in {piece.file!r:.80}, which is not among its files of {kind}s"
+                    )
+                inside = [a <= b <= size for (a, b), size in zip(piece.box, entry.shape, strict=False)]
+                if len(piece.box) != len(entry.shape) or not all(inside):
+                    raise ValueError(f"{what} has a piece at {piece.box!s:.80}")
+                wanted = key_of(name, entry.shape, piece.box)
+                if piece.key != wanted:
+                    raise ValueError(
+                        f"{what} has a piece with the key {piece.key!r:.120} instead of {wanted!r:.120}"
+                    )
+            _once(what, entry)
+    return manifest
 
-    def whole(self, what: str, found: Any) -> int:
-        if type(found) is not int or not 0 <= found < 2**62:
-            self.fail(f"{what} must be a whole number >= 0, not {found!r:.40}")
-        return found
+
+def _once(what: str, entry: Entry) -> None:
+    """Raises ValueError unless the pieces hold each element of the tensor once."""
+    boxes = sorted(piece.box for piece in entry.pieces)
+    held, wanted = (
+        sum(math.prod(stop - start for start, stop in box) for box in boxes),
+        math.prod(entry.shape),
+    )
+    if held != wanted:
+        raise ValueError(
+            f"the pieces of {what} hold {held} of its {wanted} elements: the checkpoint is incomplete"
+        )
+    if not entry.shape:
+        return  # one number, in one piece
+    for number, box in enumerate(boxes):
+        for other in boxes[number + 1 :]:
+            if other[0][0] >= box[0][1]:
+                break  # it and all later ones begin below
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
+                raise ValueError(f"{what} has pieces that overlap")
 
 
 def join(parts: Iterable[Mapping[str, Any]], meta: Mapping[str, Any]) -> Manifest:

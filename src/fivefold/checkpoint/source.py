@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -33,35 +34,50 @@ TOKENIZER = "the tokenizer's fingerprint"
 
 
 class Source:
-    """Weights by name. folder: of the run, or a Hugging Face folder. checkpoint: of the run."""
+    """Weights by name. folder: of the run, or a Hugging Face folder. checkpoint: of the run; None for Hugging Face's.
+
+    Files of a Hugging Face folder are mapped into memory, and fused matrices are put together one at a time.
+    """
 
     def __init__(self, folder: Path, checkpoint: Path | None):
+        """Raises UserError: a checkpoint's manifest is damaged, or the weights are not those of config.json."""
         self.folder, self.checkpoint = folder, checkpoint
         self.reader = store.Reader(checkpoint) if checkpoint is not None else None
-        self.hf = HfWeights(folder, ModelSection(**hf_model(folder))) if checkpoint is None else None
+        if self.reader is None:
+            model = ModelSection(**hf_model(folder))
+            self._made = made_from_hf(read_weights(folder), model)
+            self._shapes = card_of(model).parameters | card_of(model).buffers
 
     def names(self) -> list[str]:
-        return self.reader.names("model") if self.reader else self._hf.names()
+        return self.reader.names("model") if self.reader else list(self._made)
 
     def shape(self, name: str) -> Shape:
-        return self.reader.shape("model", name) if self.reader else self._hf.shape(name)
+        return self.reader.shape("model", name) if self.reader else self._shapes[name]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        box = store.all_of(self.shape(name)) if box is None else box
-        return self.reader.read("model", name, box) if self.reader else self._hf.read(name, box)
+        """The elements of a weight in a box (None: all). Raises UserError: they are damaged, or not finite."""
+        if self.reader:
+            return self.reader.read("model", name, box)
+        tensor = self._made[name]()
+        if box is not None:
+            tensor = tensor[tuple(slice(*span) for span in box)]
+        if why := store.odd_numbers(tensor):
+            raise UserError(f"{self.folder}: weight {name} {why}")
+        return tensor
 
     def fingerprint(self) -> str:
         return fingerprint(self.folder, self.checkpoint)
 
-    @property
-    def _hf(self) -> HfWeights:
-        assert self.hf is not None
-        return self.hf
-
 
 def fingerprint(folder: Path, checkpoint: Path | None) -> str:
-    """A hash of all weights. A manifest has the hash of each file of its checkpoint."""
-    return hf_fingerprint(folder) if checkpoint is None else store.sha256(checkpoint / MANIFEST)
+    """A hash of all weights. A manifest has the hash of each file of its checkpoint. Of a Hugging Face folder
+    config.json and all bytes of the weights count."""
+    if checkpoint is not None:
+        return store.sha256(checkpoint / MANIFEST)
+    digest = hashlib.sha256()
+    for file in ["config.json", *weight_files(folder)]:
+        digest.update(store.sha256(folder / file).encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -80,17 +96,13 @@ class Elsewhere:
         Raises:
             Damaged: the entry is none.
         """
-        found = meta.get(ELSEWHERE)
-        if found is None:
+        if meta.get(ELSEWHERE) is None:
             return None
-        table = found if isinstance(found, dict) else {}
-        where, at, digest = (table.get(key) for key in ("where", "checkpoint", "fingerprint"))
-        names: Any = table.get("names")
-        pairs = names.items() if isinstance(names, dict) else [(None, None)]
-        right = all(isinstance(text, str) for pair in pairs for text in pair)
-        if not (right and isinstance(where, str) and isinstance(at, str) and isinstance(digest, str)):
-            raise Damaged(f"{checkpoint / MANIFEST} is damaged: {ELSEWHERE} must say where weights are")
-        return cls(where, at, digest, names)
+        try:
+            return TypeAdapter(cls).validate_python(meta[ELSEWHERE])
+        except ValidationError:
+            path = checkpoint / MANIFEST
+            raise Damaged(f"{path} is damaged: {ELSEWHERE} must say where weights are") from None
 
     def open(self) -> Source:
         """Whoever wrote the checkpoint has chosen the folder, so nothing there is used before its hash is right.
@@ -152,38 +164,6 @@ def weights_of(checkpoint: Path) -> dict[str, Tensor]:
         return found.model
     widest = max(real, key=lambda dtype: dtype.itemsize)
     return {name: t.to(widest) if t.is_floating_point() else t for name, t in found.model.items()}
-
-
-class HfWeights:
-    """Reads any part of our weights from a Hugging Face folder. Files are mapped into memory, and fused matrices are
-    put together one at a time."""
-
-    def __init__(self, folder: Path, model: ModelSection):
-        """Raises UserError: the weights are not those of config.json, whose model is `model`."""
-        self.folder = folder
-        card = card_of(model)
-        self._made = made_from_hf(read_weights(folder), model)
-        self._shapes = card.parameters | card.buffers
-
-    def names(self) -> list[str]:
-        return list(self._made)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def read(self, name: str, box: Box) -> Tensor:
-        tensor = self._made[name]()[tuple(slice(*span) for span in box)]
-        if why := store.odd_numbers(tensor):
-            raise UserError(f"{self.folder}: weight {name} {why}")
-        return tensor
-
-
-def hf_fingerprint(folder: Path) -> str:
-    """A hash of config.json and of all bytes of the weights."""
-    digest = hashlib.sha256()
-    for file in ["config.json", *weight_files(folder)]:
-        digest.update(store.sha256(folder / file).encode())
-    return digest.hexdigest()
 
 
 def weight_files(source: Path) -> list[str]:

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.manifest import DTYPES, KINDS, MANIFEST, Box, join, key_of, to_bytes
+from fivefold.checkpoint.manifest import DTYPES, KINDS, MANIFEST, Box, checked, join, key_of, to_bytes
 from fivefold.checkpoint.store import all_of, odd_numbers
 from fivefold.comm import ALONE, Axis, all_or_none
 from fivefold.comm.progress import progress
@@ -146,12 +146,7 @@ class Writing:
         name. The first rank does it."""
         with self._explained():
             parts = [json.loads(self._part(rank).read_bytes()) for rank in range(self.axis.size)]
-            manifest = join(parts, self.meta)
-            for kind in KINDS:
-                for name, entry in manifest.tensors[kind].items():
-                    held = sum(_size(piece.box) for piece in entry.pieces)
-                    wanted = _size(all_of(entry.shape))
-                    assert held == wanted, f"{name}: {held} elements written of {entry.shape}"
+            manifest = checked(join(parts, self.meta))
             for rank in range(self.axis.size):
                 remove(self._part(rank))
             write_file(self.temporary / MANIFEST, to_bytes(manifest))
@@ -263,13 +258,6 @@ def _element_size(piece: Piece) -> int:
 def _code(tensor: Tensor) -> str:
     """safetensors' name of a tensor's dtype."""
     return _CODES[str(tensor.dtype).removeprefix("torch.")]
-
-
-def _size(box: Box) -> int:
-    size = 1
-    for start, stop in box:
-        size *= stop - start
-    return size
 
 
 def _mib(count: int) -> str:

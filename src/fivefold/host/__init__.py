@@ -8,23 +8,23 @@ from __future__ import annotations
 import math
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-_V1_MEMORY = "memory/memory.limit_in_bytes"
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
     """Cores that this process may use: the smaller of its affinity mask and its cgroup's quota, at least 1."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(usable, _cgroup_cpus())))
+    return max(1, int(min(usable, _quota())))
 
 
 def memory_bytes() -> int:
     """Bytes of memory that this process may use: the machine's, or its cgroup's limit if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_number(folder / name) for folder in _cgroups() for name in ("memory.max", _V1_MEMORY)]
-    limits.append(_number(Path("/sys/fs/cgroup/memory") / _own_cgroup("memory") / "memory.limit_in_bytes"))
-    return int(min(total, *(limit for limit in limits if limit), math.inf))
+    return min([total, *(size for _, size in memory_limits())])
 
 
 def machine_id() -> bytes:
@@ -51,48 +51,40 @@ def cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def _cgroups() -> list[Path]:
-    """Folders with this process's limits: its own cgroup (version 2) and all above it."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        own = next(
-            line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")
-        )
-    except (OSError, StopIteration):
-        return [root]
-    folder = root / own[3:].lstrip("/")
-    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+def control_groups(controller: str) -> list[Path]:
+    """Folders of this process's control groups that may limit `memory` or `cpu`: its own, and those around it. Version
+    2 has one tree for all controllers, version 1 a tree for each."""
+    folders: list[Path] = []
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            root = CGROUPS / controller if controllers else CGROUPS
+            own = root / path.lstrip("/")
+            folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return folders
 
 
-def _own_cgroup(controller: str) -> str:
-    """The path of this process's cgroup (version 1) of a controller; "" if there is none."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return ""
-    rows = (line.split(":", 2) for line in lines)
-    return next((path.lstrip("/") for _, names, path in rows if controller in names.split(",")), "")
+def memory_limits() -> Iterator[tuple[Path, int]]:
+    """(file, bytes) of each limit on the memory of this process's control groups."""
+    for folder in control_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and 1
+            with suppress(OSError, ValueError):
+                size = int((folder / name).read_text())  # version 2 says "max" if there is none
+                if size < 1 << 60:
+                    yield folder / name, size
 
 
-def _cgroup_cpus() -> float:
-    """CPUs that cgroup quotas leave (version 2: cpu.max, 1: cpu.cfs_quota_us); infinity without a quota."""
+def _quota() -> float:
+    """CPUs that quotas of control groups leave; infinity without a quota."""
     shares = [math.inf]
-    for folder in _cgroups():
-        try:
-            quota, period = (folder / "cpu.max").read_text().split()
-            if quota != "max":
+    for folder in control_groups("cpu"):
+        with suppress(OSError, ValueError):
+            if (folder / "cpu.max").is_file():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:  # version 1
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if quota != "max" and int(quota) > 0:
                 shares.append(int(quota) / int(period))
-        except (OSError, ValueError):
-            pass
-    quota = _number(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
-    period = _number(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
-    if quota and period and quota > 0:
-        shares.append(quota / period)
     return min(shares)
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None

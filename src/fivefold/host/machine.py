@@ -54,15 +54,6 @@ def compute_alone() -> None:
         ctypes.CDLL("libgomp.so.1").omp_set_num_threads(1)  # the one that PyTorch has loaded
 
 
-__all__ = [
-    "cores",
-    "current_memory_bytes",
-    "describe",
-    "has_fast_bf16",
-    "memory_bytes",
-    "peak_memory_bytes",
-]
-
 _NOTABLE_FLAGS = (
     "avx2",
     "avx512f",

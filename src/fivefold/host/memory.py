@@ -8,15 +8,14 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from fivefold.errors import UserError
+from fivefold.host import control_groups, memory_limits
 
-CGROUPS = Path("/sys/fs/cgroup")
 TUNABLES = "GLIBC_TUNABLES"
 HUGE_PAGES = {TUNABLES: "glibc.malloc.hugetlb=1"}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -96,7 +95,7 @@ def limit() -> Limit | None:
     if not sys.platform.startswith("linux"):
         return None
     resident, virtual = _own()
-    found = [Limit(size, f"the memory limit of {path}", True, resident) for path, size in _group_limits()]
+    found = [Limit(size, f"the memory limit of {path}", True, resident) for path, size in memory_limits()]
     if (most := address_space()) is not None:
         found.append(Limit(most, "ulimit -v", False, virtual))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -111,7 +110,7 @@ def available() -> int | None:
     with suppress(OSError, ValueError, IndexError):
         words = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()
         found.append(int(words[0]) << 10)
-    for file, size in _group_limits():
+    for file, size in memory_limits():
         with suppress(OSError, ValueError):
             used = "memory.current" if file.name == "memory.max" else "memory.usage_in_bytes"
             stat = (file.parent / "memory.stat").read_text().split()
@@ -150,7 +149,7 @@ def oom_kills() -> int | None:
     """Number of processes of this control group that the system has killed because memory ran out; None if it does not
     say."""
     for file in ("memory.events", "memory.oom_control"):  # of cgroup v2 and v1
-        for folder in _groups():
+        for folder in control_groups("memory"):
             with suppress(OSError, ValueError):
                 words = (folder / file).read_text().split()
                 return int(words[words.index("oom_kill") + 1])
@@ -164,26 +163,6 @@ def _own() -> tuple[int, int]:
         page = os.sysconf("SC_PAGE_SIZE")
         return int(resident) * page, int(virtual) * page
     return 0, 0
-
-
-def _groups() -> Iterator[Path]:
-    """Folders of this process's control groups that may limit memory: its own, and those around it."""
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            root = CGROUPS / "memory" if kinds == "memory" else CGROUPS if kinds == "" else None
-            if root is not None:
-                inside = root / path.lstrip("/")
-                yield from (one for one in (inside, *inside.parents) if one == root or root in one.parents)
-
-
-def _group_limits() -> Iterator[tuple[Path, int]]:
-    for folder in _groups():
-        for file in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):
-                size = int((folder / file).read_text())  # cgroup v2 says "max" if there is none
-                if size < 1 << 60:
-                    yield folder / file, size
 
 
 LEAST, PER_RANK = 128, 8

@@ -5,30 +5,15 @@ Where a step begins in the data is a function of the recipe and the step, as its
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
-from fivefold.errors import UserError
-from fivefold.recipe.schema import TrainSection
-
-_PHASE = re.compile(r"0*([1-9]\d{0,8}):0*([1-9]\d{0,14})", re.ASCII)
+from fivefold.recipe.schema import Sections, TrainSection
 
 
 def ramp(train: TrainSection) -> list[tuple[int, int]]:
-    """[(sequences per step, number of steps)] before the full batch.
-
-    Raises:
-        UserError: the text of `train.batch_ramp` is none.
-    """
-    found = []
-    for part in filter(None, (train.batch_ramp or "").split("+")):
-        if not (phase := _PHASE.fullmatch(part)):
-            raise UserError(
-                f'train.batch_ramp = "{train.batch_ramp}": must be sizes with their number of steps, such as '
-                '"4:100+8:200"'
-            )
-        found.append((int(phase[1]), int(phase[2])))
-    return found
+    """[(sequences per step, number of steps)] before the full batch."""
+    phases = (phase.split(":") for phase in train.batch_ramp.split("+") if phase)
+    return [(int(size), int(steps)) for size, steps in phases]
 
 
 def _phases(train: TrainSection) -> Iterator[tuple[int, int, int]]:
@@ -70,3 +55,11 @@ def steps_for(train: TrainSection, sequences: int) -> int:
     """The number of steps that see so many sequences, or a few more."""
     first, place, size = [phase for phase in _phases(train) if phase[1] < max(1, sequences)][-1]
     return first - (place - sequences) // size
+
+
+def run_steps(recipe: Sections) -> int | None:
+    """Optimizer steps of the run: `train.steps`, or `train.tokens` rounded up to whole steps. None: it has neither."""
+    train = recipe.train
+    if train.steps or not train.tokens:
+        return train.steps
+    return steps_for(train, -(-train.tokens // recipe.model.seq_len))

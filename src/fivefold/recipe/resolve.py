@@ -11,7 +11,7 @@ from fivefold.models.registry import predicted
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.registry import OUTER
 from fivefold.recipe.load import Recipe
-from fivefold.recipe.ramp import ramp, sequences_before, steps_for
+from fivefold.recipe.ramp import ramp, run_steps, sequences_before
 from fivefold.recipe.rules import contradictions
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.shares import largest
@@ -23,11 +23,10 @@ def total_steps(recipe: Recipe) -> int:
     Raises:
         UserError: the recipe gives neither.
     """
-    if recipe.train.steps:
-        return recipe.train.steps
-    if recipe.train.tokens:
-        return steps_for(recipe.train, -(-recipe.train.tokens // recipe.model.seq_len))
-    raise UserError("recipe: set train.steps or train.tokens, the length of the run")
+    steps = run_steps(recipe)
+    if steps is None:
+        raise UserError("recipe: set train.steps or train.tokens, the length of the run")
+    return steps
 
 
 def tokens_per_step(recipe: Recipe) -> int:

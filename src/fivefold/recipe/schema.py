@@ -37,6 +37,8 @@ else:
 Beta = Annotated[float, Field(ge=0, lt=1)]
 TrackerNames = Annotated[str, BeforeValidator(joined)]
 Steps = Annotated[str, BeforeValidator(as_text)]
+_PHASE = "[1-9][0-9]{0,8}:[1-9][0-9]{0,14}"
+BATCH_RAMP = rf"^({_PHASE}(\+{_PHASE})*)?$"
 MOST_SEQUENCES = 1 << 30
 """Sequences of a batch."""
 MOST_SECONDS = 10**7
@@ -123,7 +125,7 @@ class TrainSection(Section):
     folder, also where a shipped recipe says otherwise. Unset: random weights."""
     global_batch_size: int = Field(default=16, ge=1, le=MOST_SEQUENCES)
     """Sequences per optimizer step, over all ranks."""
-    batch_ramp: str = ""
+    batch_ramp: str = Field(default="", pattern=BATCH_RAMP, examples=["4:100+8:200"])
     """Smaller batches of the first steps: `4:100+8:200` has 4 sequences in 100 steps, 8 in the next 200, and
     `global_batch_size` in the others."""
     microbatch_size: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)

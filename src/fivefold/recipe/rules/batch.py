@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fivefold.errors import UserError
 from fivefold.models.card import Contradiction
 from fivefold.optim import FIELDS, OPTIMIZERS
 from fivefold.optim.registry import OUTER
 from fivefold.precision import PRECISIONS
 from fivefold.recipe.messages import toml_value
-from fivefold.recipe.ramp import ramp, steps_for
+from fivefold.recipe.ramp import ramp, run_steps
 from fivefold.recipe.schema import Sections
 from fivefold.sharding.shares import largest_divisor
 
@@ -20,12 +19,7 @@ def length(recipe: Sections) -> Iterator[Contradiction]:
     train, optim = recipe.train, recipe.optim
     if train.steps and train.tokens:
         yield {"train.steps", "train.tokens"}, "train.steps and train.tokens are both set; set only one"
-    try:
-        ramp(train)
-    except UserError as error:
-        yield {"train.batch_ramp"}, str(error)
-        return
-    steps = train.steps or (train.tokens and steps_for(train, -(-train.tokens // recipe.model.seq_len)))
+    steps = run_steps(recipe)
     if steps and optim.warmup_steps and optim.warmup_steps > steps:
         yield (
             {"optim.warmup_steps", "train.steps", "train.tokens", "train.global_batch_size", "model.seq_len"},
@@ -73,7 +67,7 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
             f"data-parallel ranks need at least one {'microbatch' if micro else 'sequence'} each ({ranks}). Nearest "
             f"valid: {near}" + (f", or train.microbatch_size = {smaller}" if micro and smaller else ""),
         )
-    for size in _ramped(recipe):
+    for size, _ in ramp(train):
         if size > recipe.train.global_batch_size:
             yield (
                 keys | {"train.batch_ramp"},
@@ -89,14 +83,6 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
                 f'train.batch_ramp = "{recipe.train.batch_ramp}": {size} sequences must be {multiple}at least {least} '
                 f"({product}). Nearest valid: {max(least, round(size / each) * each)}",
             )
-
-
-def _ramped(recipe: Sections) -> list[int]:
-    """The sizes of batches before the full one."""
-    try:
-        return [size for size, _ in ramp(recipe.train)]
-    except UserError:  # `length` says so
-        return []
 
 
 def sites(recipe: Sections) -> Iterator[Contradiction]:

@@ -11,7 +11,7 @@ from fivefold.models.recomputation import budget_of
 from fivefold.optim import DEFAULT, OPTIMIZERS
 from fivefold.optim.registry import OUTER
 from fivefold.precision import MASTER, PRECISIONS, Mode
-from fivefold.recipe.messages import short
+from fivefold.recipe.messages import short, toml_value
 from fivefold.recipe.schema import Sections
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
@@ -30,6 +30,14 @@ class Refused(NamedTuple):
 
 def _servers(recipe: Sections) -> bool:
     return recipe.servers.count > 0
+
+
+def _default_with_servers(key: str, why: str) -> Refused:
+    """A field that keeps its default with parameter servers."""
+    value = attrgetter(key)
+    default = value(Sections())
+    nearest = f"{key} = {toml_value(default)}"
+    return Refused(key, "sync.method", lambda r: _servers(r) and value(r) != default, why, nearest)
 
 
 def _sites(recipe: Sections) -> bool:
@@ -153,22 +161,17 @@ REFUSED = (
             "a server keeps fp32 masters", 'mode = "bf16"'),
     Refused("train.init_from", "sync.method", lambda r: _servers(r) and bool(r.train.init_from),
             "", NO_SERVERS),
-    Refused("train.batch_ramp", "sync.method", lambda r: _servers(r) and bool(r.train.batch_ramp),
-            "workers count batches of one size", 'train.batch_ramp = ""'),
-    Refused("train.z_loss", "sync.method", lambda r: _servers(r) and r.train.z_loss > 0, OWN_STEPS, "train.z_loss = 0"),
     Refused("layout.recompute", "sync.method",
             lambda r: _servers(r) and budget_of(r.layout.recompute) is not None,
             "", 'layout.recompute = "full"'),
-    Refused("faults.on_spike", "sync.method", lambda r: _servers(r) and r.faults.on_spike != "tell",
-            OWN_STEPS, 'faults.on_spike = "tell"'),
     Refused("faults.on_nonfinite", "sync.method", lambda r: _servers(r) and r.faults.on_nonfinite == "rollback",
             OWN_STEPS, 'faults.on_nonfinite = "skip"'),
-    Refused("faults.hash_every", "sync.method", lambda r: _servers(r) and r.faults.hash_every > 0,
-            OWN_STEPS, "faults.hash_every = 0"),
-    Refused("observe.noise_scale", "sync.method", lambda r: _servers(r) and r.observe.noise_scale,
-            OWN_STEPS, NOISELESS),
-    Refused("observe.memory_step", "sync.method", lambda r: _servers(r) and r.observe.memory_step > 0,
-            "steps of workers are not tracked", "observe.memory_step = 0"),
+    _default_with_servers("train.batch_ramp", "workers count batches of one size"),
+    _default_with_servers("train.z_loss", OWN_STEPS),
+    _default_with_servers("faults.on_spike", OWN_STEPS),
+    _default_with_servers("faults.hash_every", OWN_STEPS),
+    _default_with_servers("observe.noise_scale", OWN_STEPS),
+    _default_with_servers("observe.memory_step", "steps of workers are not tracked"),
     # Frozen weights
     Refused("model.freeze", "layout.offload", lambda r: _frozen(r) and r.layout.offload != NOT_OFFLOADED,
             "", f'layout.offload = "{NOT_OFFLOADED}"'),

@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Iterator
 
-from fivefold.errors import UserError, did_you_mean
+from fivefold.errors import did_you_mean
 from fivefold.models.card import Contradiction
 from fivefold.recipe.entries import HELD_OUT
 from fivefold.recipe.messages import toml_value
-from fivefold.recipe.ramp import ramp, steps_for
+from fivefold.recipe.ramp import run_steps
 from fivefold.recipe.schema import DataSection, Sections
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,60}", re.ASCII)
@@ -75,7 +75,7 @@ def _stages(recipe: Sections) -> Iterator[Contradiction]:
                 )
         if not any(weight != 0 for weight in own.values()):
             yield keys, f"data.stages: every weight of stage {number} is 0; at least one must be > 0"
-    if (steps := _steps(recipe)) and abs(total - 1) <= _CLOSE:
+    if (steps := run_steps(recipe)) and abs(total - 1) <= _CLOSE:
         begins = [*data.first_steps(steps), steps]
         for number, stage in enumerate(data.stages, 1):
             if begins[number] <= begins[number - 1]:
@@ -84,13 +84,3 @@ def _stages(recipe: Sections) -> Iterator[Contradiction]:
                     f"data.stages: stage {number} with share = {stage.share:g} has no step in a run of {steps}. "
                     f"Nearest valid: share = {1 / steps:.3g}",
                 )
-
-
-def _steps(recipe: Sections) -> int | None:
-    """Steps of the run, if it says so."""
-    train = recipe.train
-    try:
-        ramp(train)
-    except UserError:  # the rule of the length says so
-        return None
-    return train.steps or (train.tokens and steps_for(train, -(-train.tokens // recipe.model.seq_len)))
