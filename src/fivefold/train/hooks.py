@@ -34,13 +34,12 @@ from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import LeftOut, Recipe, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary
-from fivefold.step import replicas
 from fivefold.step.custom import measuring
 from fivefold.step.histogram import Counter
 from fivefold.step.recorder import Recorder
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import validate
-from fivefold.train.faults import Fault, note
+from fivefold.train.faults import Fault, corrupted, note
 from fivefold.train.generate import Chat, Sampling, generate_text, open_run
 from fivefold.train.job import Job
 from fivefold.train.loop import due
@@ -170,7 +169,7 @@ class RunHooks:
         faults = self.job.recipe.faults
         if self.state.mesh.size("run") == 1 or not due(faults.hash_every, step):
             return None
-        if wrong := replicas.compare(self.state):
+        if wrong := corrupted(self.state):
             return Fault(step, wrong, faults.on_corruption, self.right, leaves_out=False, good=False)
         self.right = step
         return None

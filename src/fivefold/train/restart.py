@@ -9,6 +9,7 @@ ends it at once: it would come every time.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,9 +22,7 @@ from fivefold.errors import UserError, printable, several
 from fivefold.files import read_json, write_atomically
 from fivefold.launch.interrupt import STOPPED, unsaved
 from fivefold.launch.launchers import launch_id
-from fivefold.launch.local import as_error
-from fivefold.launch.slots import Slots
-from fivefold.launch.supervisor import Attempt, Outcome
+from fivefold.launch.local import Attempt, Outcome, as_error
 from fivefold.launch.verdict import Failure
 from fivefold.observe import restarts as record
 from fivefold.observe.metrics import last_line
@@ -185,6 +184,54 @@ def grace_s(job: Job) -> float:
 
 
 OF_A_SLOT = ("killed", "failed", "ended")  # kinds of failures that another slot may not have
+FAILURES = 2  # in a row, without progress, until a slot is given up
+SLOTS = "slots"  # in the run folder; a number in it says how many ranks may run
+SLOTS_BYTES = 32  # that are read of the file
+
+
+class Slots:
+    """Slots 0 to `most` - 1, of which at least `least` are used. run: the run folder.
+
+    A slot whose rank fails FAILURES times in a row without progress is given up, unless too few would be left. It is
+    taken up again when the file in the run folder is written: somebody has looked at the machine.
+    """
+
+    def __init__(self, run: Path, least: int, most: int):
+        self.file, self.least, self.most = run / SLOTS, least, most
+        self.failed = (-1, 0)  # the slot that failed last, and how often in a row
+        self.given_up: set[int] = set()
+        self._found = self._read()
+
+    def usable(self) -> tuple[int, ...]:
+        """The slots for ranks, now."""
+        if (found := self._read()) != self._found:
+            self._found = found
+            self.given_up.clear()
+            self.failed = (-1, 0)
+        slots = [slot for slot in range(self.most) if slot not in self.given_up]
+        return tuple(slots[: max(self.least, found[0])])
+
+    def fail(self, slot: int, progress: bool) -> bool:
+        """The rank on a slot has failed. progress: the ranks have saved a step since the failure before. Returns True
+        if the slot is given up."""
+        before, times = self.failed
+        times = times + 1 if slot == before and not progress else 1
+        self.failed = slot, times
+        if times < FAILURES or len(self.usable()) <= self.least:
+            return False
+        self.given_up.add(slot)
+        self.failed = (-1, 0)
+        return True
+
+    def _read(self) -> tuple[int, int]:
+        """The number in the file, and when it was written; all slots without one."""
+        with suppress(OSError, ValueError):
+            descriptor = os.open(self.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                text, written = file.read(SLOTS_BYTES).strip(), os.fstat(descriptor).st_mtime_ns
+            if text.isdigit() and len(text) < SLOTS_BYTES:
+                return int(text), written
+        return self.most, 0
 
 
 class Elastic:

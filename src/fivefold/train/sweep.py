@@ -29,8 +29,8 @@ from fivefold.errors import BusyError, CheckFailed, CommunicationError, RankFail
 from fivefold.files import guard, make_folder, open_file, owned, stream
 from fivefold.host import cores
 from fivefold.launch.interrupt import BUSY, DONE, FAILED, STOPPED, USER, Leaving, in_words, stopping_signals
+from fivefold.launch.local import Signals
 from fivefold.launch.ranks import found
-from fivefold.launch.supervisor import Signals
 from fivefold.observe.format import duration, short_number
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.summary import summarize
@@ -147,7 +147,7 @@ class _Runs:
 
     def all(self) -> int:
         try:
-            while (self.waiting and self.signals.first is None) or self.running:
+            while (self.waiting and self.signals.signal is None) or self.running:
                 self._start()
                 wait([self.signals.reader, *(process.sentinel for process in self.running)])
                 self._pass_on()
@@ -159,11 +159,11 @@ class _Runs:
                 process.join(GRACE_S)
                 process.kill()
         ends = {row.status for row in self.sweep.rows}
-        stopped = self.signals.first is not None or table.STOPPED in ends
+        stopped = self.signals.signal is not None or table.STOPPED in ends
         return DONE if ends <= {table.FINISHED} else STOPPED if stopped else FAILED
 
     def _start(self) -> None:
-        while self.waiting and self.free and self.signals.first is None:
+        while self.waiting and self.free and self.signals.signal is None:
             row, place = self.waiting.pop(0), self.free.pop()
             arguments = (self.folder.absolute(), row.name, Path.cwd(), {**os.environ, **place[1]})
             process = self.context.Process(target=train_row, args=arguments, name=row.name, daemon=False)
@@ -201,7 +201,7 @@ class _Runs:
             row.status = table.FINISHED
             self.done += 1
             said = f"{figures_text(row.figures)}, {duration(seconds)}"
-        elif code == STOPPED or self.signals.first is not None:
+        elif code == STOPPED or self.signals.signal is not None:
             row.status = table.STOPPED
             said = "stopped; it resumes when the sweep does"
         else:
