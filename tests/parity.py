@@ -15,7 +15,7 @@ from fivefold.recipe import Recipe
 from fivefold.step.state import State, build_state
 from fivefold.step.step import evaluate, take_step
 from fivefold.train.job import BatchSource
-from fivefold.train.saved import owned_pieces
+from fivefold.train.saver import owned_pieces
 from fivefold.train.share import share_of
 
 

@@ -48,9 +48,8 @@ class Counter:
         self.eager = ExitStack()
         if self.mesh.device.type == "cuda":
             self.eager.enter_context(torch.compiler.set_stance("force_eager"))
-        parts = {name: part for replica in state.parallel.replicas for name, part in replica.parts.items()}
         for stage in state.parallel.stages:
-            self._attach(stage, parts)
+            self._attach(stage, state.parts())
 
     def take_gradients(self) -> None:
         """Counts weights and their gradients, which are whole and not clipped yet: those that this rank owns."""

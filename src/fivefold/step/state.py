@@ -96,6 +96,10 @@ class State:
         self.parallel.settle()
         return {name: w for replica in self.parallel.replicas for name, w in replica.masters.items()}
 
+    def parts(self) -> dict[str, Part]:
+        """This rank's part of each parameter, by name."""
+        return {name: part for replica in self.parallel.replicas for name, part in replica.parts.items()}
+
     def buffers(self) -> dict[str, Tensor]:
         """The buffers of this rank's stages that checkpoints keep, by name."""
         return {name: b for stage in self.parallel.stages for name, b in buffers_of(stage)[0].items()}

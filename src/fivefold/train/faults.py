@@ -158,7 +158,7 @@ def corrupted(state: State) -> str:
 
 def _kept(state: State) -> dict[str, Tensor]:
     """This rank's part of each parameter. Its key is the same on ranks that must have the same bits."""
-    parts = {name: part for replica in state.parallel.replicas for name, part in replica.parts.items()}
+    parts = state.parts()
     found = {f"site{state.mesh.site} {_named(n, parts[n].keeps)}": w for n, w in state.masters().items()}
     if state.outer is not None:
         common = {f"common {_named(n, parts[n].keeps)}": w for n, w in state.outer.weights.items()}

@@ -41,12 +41,11 @@ from fivefold.step.state import State, compute_mode
 from fivefold.step.step import validate
 from fivefold.train.faults import Fault, corrupted, note
 from fivefold.train.generate import Chat, Sampling, generate_text, open_run
-from fivefold.train.job import Job
+from fivefold.train.job import Job, identity
 from fivefold.train.loop import due
 from fivefold.train.noise import NoiseScale
 from fivefold.train.prediction import Prediction
 from fivefold.train.profile import MemoryWatch, ProfileWatch
-from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
 from fivefold.train.share import documents_of, stream_states, validation_sets
 from fivefold.train.user_hooks import WITHOUT, Callbacks

@@ -182,8 +182,7 @@ def load_initial(state: State, found: Initial, named: Rename = str, keep: bool =
     """
     run = state.mesh.axis("run")
     masters, disk = state.masters(), state.parallel.disk
-    parts = {name: part for replica in state.parallel.replicas for name, part in replica.parts.items()}
-    buffers = state.buffers()
+    parts, buffers = state.parts(), state.buffers()
     with all_or_none(run):
         source = Source(Path(found.where), Path(found.checkpoint) if found.checkpoint else None)
         mine = [name for name in masters if name not in found.new]

@@ -37,12 +37,11 @@ from fivefold.step.state import State, build_state, compute_mode
 from fivefold.train.hooks import RunHooks
 from fivefold.train.initial import load_initial, named_by
 from fivefold.train.initial import write as write_initial
-from fivefold.train.job import Job
+from fivefold.train.job import Job, shared, tokenizer_to_keep
 from fivefold.train.out_of_memory import Told, foreseen, told
 from fivefold.train.prediction import Prediction
 from fivefold.train.resume import Resumed, resume
 from fivefold.train.rollback import train
-from fivefold.train.saved import shared, tokenizer_to_keep
 from fivefold.train.self_test import settle
 from fivefold.train.server_run import ServerHooks, build_server
 from fivefold.train.server_worker import work

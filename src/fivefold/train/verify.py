@@ -64,7 +64,7 @@ from fivefold.sharding.parts import Part, held
 from fivefold.sharding.syncs import zeropp
 from fivefold.step.state import State, build_state, compute_mode, with_optimizer
 from fivefold.step.step import take_step
-from fivefold.train.saved import buffer_pieces, moment_pieces, owned_pieces
+from fivefold.train.saver import buffer_pieces, moment_pieces, owned_pieces
 from fivefold.train.share import batches_of, share_of
 from fivefold.train.start import prepare_data
 
