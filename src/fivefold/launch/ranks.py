@@ -101,9 +101,8 @@ def join(
                 host, here = master()[0], _on_one_machine(store, rank, world, meet_s)
                 if world > local_world and not network.is_named(backend):
                     network.name_interface(backend, host if here else network.reachable(host, backend), here)
-            if (
-                timeout_s < meet_s and STORE_FILE in os.environ
-            ):  # else it is the time for local ranks to start
+            # Local ranks have the time of a message to start, and may need longer
+            if timeout_s < meet_s and STORE_FILE in os.environ:
                 store.set(f"fivefold/{rank}", "")
                 store.wait([f"fivefold/{other}" for other in range(launched)], timedelta(seconds=meet_s))
             if world > 1:

@@ -86,10 +86,9 @@ def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [
-            f" ({f.filename}:{f.lineno}: {f.line})" for f in frames if not f.filename.startswith(NOT_THEIRS)
-        ]
-        raise UserError(f"{what} failed: {type(error).__name__}: {error}{(own or [''])[-1]}") from error
+        theirs = [f for f in frames if not f.filename.startswith(NOT_THEIRS)]
+        where = f" ({theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line})" if theirs else ""
+        raise UserError(f"{what} failed: {type(error).__name__}: {error}{where}") from error
 
 
 def use_loss(stages: Iterable[nn.Module], loss: Loss) -> None:
@@ -166,16 +165,13 @@ def _measured(
             if n := int(counted.sum()):
                 for place, (name, metric) in enumerate(metrics.items()):
                     value = called(f"metric {name}", metric, logits[counted], own[counted].long())
-                    sums[place, 0] += _scalar(name, value) * n
+                    try:
+                        sums[place, 0] += float(value) * n
+                    except (TypeError, ValueError, RuntimeError):
+                        said = f"metric {name}(logits, targets) = {value!r:.60}: must be one number"
+                        raise UserError(said) from None
                     sums[place, 1] += n
     return plain(x, weight, targets, bias)
-
-
-def _scalar(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise UserError(f"metric {name}(logits, targets) = {value!r:.60}: must be one number") from None
 
 
 def _outputs(stages: Iterable[nn.Module]) -> Iterator[Output]:
@@ -252,11 +248,9 @@ def try_out(module: nn.Module, batches: Any, train: TrainSection) -> None:
         for row in range(0, train.global_batch_size, B)[:2]:
             found = Batch(*batches.batch(0, range(row, row + B)))
             inputs, targets = (torch.as_tensor(x).long() for x in (found.inputs, found.targets))
-            more = (
-                {}
-                if found.first is None
-                else {"documents": Documents(np.asarray(found.first), inputs.device)}
-            )
+            more: dict[str, Any] = {}
+            if found.first is not None:
+                more["documents"] = Documents(np.asarray(found.first), inputs.device)
             call = f"{name}(inputs, targets) with tokens {inputs.min()} to {inputs.max()} of shape {(*inputs.shape,)}"
             loss = called(call, partial(copied, inputs, targets, **more))
             if not isinstance(loss, Tensor) or loss.dim():

@@ -63,10 +63,8 @@ class State:
     limit: Tensor | None = None
     left_out: LeftOut = ()
     rollbacks: Sequence[tuple[int, int]] = ()
-    noise: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # numerator and denominator averages of the noise scale (train/noise.py)
+    # Numerator and denominator averages of the noise scale (train/noise.py)
+    noise: tuple[float, float] = (0.0, 0.0)
     elsewhere: Elsewhere | None = None  # where the frozen weights are that checkpoints leave out
     functions: UserFunctions = NOTHING  # the user's own in place of the recipe's
     forgotten: str = ""  # what a checkpoint had no place for, in words
@@ -254,9 +252,8 @@ def with_optimizer(
         else:
             given |= {"gathering": gathering}
             make = lambda masters, given=given: Updater(masters=masters, **given)  # noqa: E731
-            replica.updater = (
-                Rounded(rounding, trained, replica.parts, make) if mode.rounds else make(trained)
-            )
+            rounds = mode.rounds
+            replica.updater = Rounded(rounding, trained, replica.parts, make) if rounds else make(trained)
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual, functions=functions)
     if mode.scaled:
@@ -274,11 +271,14 @@ def updater_arguments(
     """The arguments of `Updater` that follow from the recipe, for parameters of these shapes, each undivided.
     embeddings: as in `rate_of`."""
     optim, card = recipe.optim, functions.card
+    fields = dict(card.fields) if card else {n: getattr(optim, n) for n in OPTIMIZERS[optim.name].fields}
+    assert card or None not in fields.values(), "a resolved recipe has the optimizer's fields"
     return {
         "card": card or OPTIMIZERS[optim.name],
         "lr": optim.lr,
-        "weight_decay": {name: decay_of(optim, name) for name in shapes},
-        "fields": dict(card.fields) if card else optimizer_fields(optim),
+        # Only matrices decay
+        "weight_decay": {n: optim.weight_decay * factors(_groups(optim.groups), n)[1] for n in shapes},
+        "fields": fields,
         "rates": {name: rate_of(optim, name, shape, embeddings) for name, shape in shapes.items()},
         "tokens": targets_per_step(recipe) // recipe.sites.count,
     }
@@ -297,11 +297,6 @@ def rate_of(
     return factor
 
 
-def decay_of(optim: OptimSection, name: str) -> float:
-    """The weight decay of a parameter, if it is a matrix."""
-    return optim.weight_decay * factors(_groups(optim.groups), name)[1]
-
-
 _groups = lru_cache(groups)
 
 
@@ -315,13 +310,6 @@ def embeddings_of(module: nn.Module, vocab_size: int | None) -> frozenset[str]:
         if id(p) in inside
         or (p.dim() == 2 and (vocab_size or 0) > 2 and p.shape[0] == vocab_size)  # 2: not known
     )
-
-
-def optimizer_fields(optim: OptimSection) -> dict[str, Any]:
-    """The values of the fields that the recipe's optimizer has."""
-    fields = {name: getattr(optim, name) for name in OPTIMIZERS[optim.name].fields}
-    assert None not in fields.values(), "a resolved recipe has the optimizer's fields"
-    return fields
 
 
 def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:

@@ -91,12 +91,6 @@ def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> F
     return None
 
 
-def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
-    """A fault if the last update has destroyed weights (step/judge.py), or if a weight or a state of the optimizer is
-    not finite, or a buffer holds NaN, on any rank. All ranks call it."""
-    return None if finite(state) else destroyed_after(state.step, faults)
-
-
 def destroyed_after(step: int, faults: FaultsSection) -> Fault:
     """The fault of weights or states that are found destroyed after this step."""
     said = (
@@ -107,9 +101,9 @@ def destroyed_after(step: int, faults: FaultsSection) -> Fault:
 
 
 @torch.no_grad()
-def finite(state: State) -> bool:
-    """True if all weights and states of the optimizer are finite and not beyond LARGEST, no buffer holds NaN, and the
-    last update has not destroyed weights, on all ranks. All ranks call it."""
+def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
+    """A fault if a weight or a state of the optimizer is not finite or beyond LARGEST, or a buffer holds NaN, or the
+    last update has destroyed weights (step/judge.py), on any rank. All ranks call it."""
     common = state.outer.weights if state.outer is not None else {}
     worst = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
     for tensors in (state.masters(), state.moments(), common):
@@ -123,7 +117,8 @@ def finite(state: State) -> bool:
     for buffer in state.buffers().values():
         if buffer.is_floating_point():
             wrong = torch.maximum(wrong, buffer.float().isnan().any().float())
-    return not state.mesh.axis("run").all_reduce(wrong, "max").item()
+    anywhere = state.mesh.axis("run").all_reduce(wrong, "max").item()
+    return destroyed_after(state.step, faults) if anywhere else None
 
 
 def corrupted(state: State) -> str:

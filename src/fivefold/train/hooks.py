@@ -35,8 +35,7 @@ from fivefold.recipe import LeftOut, Recipe, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary
 from fivefold.step.custom import measuring
-from fivefold.step.histogram import Counter
-from fivefold.step.recorder import Recorder
+from fivefold.step.recorder import Counter, Recorder
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import validate
 from fivefold.train.faults import Fault, corrupted, note
@@ -143,15 +142,16 @@ class RunHooks:
         self.inspected = self.state.step
         self.saver.before_update()
         if self.counter is not None:
-            self._write_histogram(self.counter)
-            self.counter = None
+            found, self.counter = self.counter.take(), None
+            if self.ranks.first:
+                path = number_formats.write(self.job.out, self.state.step + 1, found)
+                shows = f"`fivefold formats --run {self.job.out}` shows them"
+                self.console.note(f"numbers by exponent: {path}; {shows}")
         self.memory.begin_update()
         if self.recorder is not None:
             self.recorder.mark("update", "update")
-        return self.saver.figures() | self._noise()
-
-    def _noise(self) -> dict[str, Tensor]:
-        return dict(zip((SQUARES, UNEVEN), self.noise.take(), strict=True)) if self.noise else {}
+        noise = zip((SQUARES, UNEVEN), self.noise.take(), strict=True) if self.noise else ()
+        return self.saver.figures() | dict(noise)
 
     def end_step(self) -> dict[str, Any]:
         self.predicted.end_step()
@@ -200,15 +200,6 @@ class RunHooks:
         if said:
             self.console.warn(said)
 
-    def _write_histogram(self, counter: Counter) -> None:
-        counter.take_gradients()
-        found = counter.take()
-        if self.ranks.first:
-            path = number_formats.write(self.job.out, self.state.step + 1, found)
-            self.console.note(
-                f"numbers by exponent: {path}; `fivefold formats --run {self.job.out}` shows them"
-            )
-
     def _write_timeline(self, timeline: StepTimeline) -> None:
         path = step_timeline.write(self.job.out, timeline)
         if self.ranks.first:
@@ -242,12 +233,7 @@ class RunHooks:
         tokenizer = job.data.tokenizer if job.data is not None else None
         if self.state.mesh.layout.divided:
             self.settle()  # the sample is written by the checkpoint of this step
-        if (
-            not self.ranks.first
-            or tokenizer is None
-            or job.module is not None
-            or not card_of(job.recipe.model).causal
-        ):
+        if not self.ranks.first or tokenizer is None or job.module or not card_of(job.recipe.model).causal:
             return
         try:
             with progress.phase("sampling"), self._common_weights():
@@ -325,13 +311,8 @@ def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:
     try:
         module = _whole_model(state, job, step)
         if tokenizer.chat_template:
-            chat = Chat(
-                module,
-                job.recipe.model,
-                tokenizer,
-                ChatTemplate(tokenizer.chat_template, tokenizer),
-                sampling,
-            )
+            template = ChatTemplate(tokenizer.chat_template, tokenizer)
+            chat = Chat(module, job.recipe.model, tokenizer, template, sampling)
             said = train.sample_prompt or GREETING
             return f"{said}\n{''.join(chat.ask(said))}"
         pieces = generate_text(module, job.recipe.model, tokenizer, train.sample_prompt, sampling)

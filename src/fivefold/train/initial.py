@@ -72,7 +72,9 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel
             "it first (docs/own_model.md)"
         )
     said = f"train.init_from = {where}"
-    if own is None and not _own_weights(folder, source):
+    # A run's weights may be those of a user's own module, which its recipe does not describe
+    described = source.reader is None or set(source.names()) == set(_names(_model(folder)))
+    if own is None and described:
         changed = _same_model(said, recipe.model, _model(folder))
     new = _same_shapes(said, recipe, source, own)
     _same_vocabulary(said, folder, recipe, tokenizer)
@@ -102,11 +104,6 @@ def _model(folder: Path) -> ModelSection:
     else:
         model = ModelSection(**hf_model(folder))
     return resolve_model(model, vocab_size=model.vocab_size or 2)
-
-
-def _own_weights(folder: Path, source: Source) -> bool:
-    """True if a run's weights are those of a user's own module, which its recipe does not describe."""
-    return source.reader is not None and set(source.names()) != set(_names(_model(folder)))
 
 
 def _names(model: ModelSection) -> dict[str, Shape]:

@@ -134,15 +134,9 @@ class Restarts:
 
 def note_restart(run: Path, launcher: str, ranks: int) -> None:
     """Records that a foreign launcher has started the ranks again."""
+    why, after = f"{launcher} started the ranks again", last_step(run)
     with suppress(OSError):
-        record.add(
-            run,
-            kind="launcher",
-            why=f"{launcher} started the ranks again",
-            died_after=last_step(run),
-            from_step=newest(run),
-            ranks=ranks,
-        )
+        record.add(run, kind="launcher", why=why, died_after=after, from_step=newest(run), ranks=ranks)
 
 
 def go_back_once(run: Path, chosen: Path) -> None:
@@ -262,11 +256,8 @@ class Elastic:
         if ranks == len(self.used):
             return False
         what = f"there are {len(usable)} slots for ranks ({self.slots.file})"
-        print(
-            f"{what}: the ranks save, then {ranks} instead of {len(self.used)} go on",
-            file=sys.stderr,
-            flush=True,
-        )
+        said = f"{what}: the ranks save, then {ranks} instead of {len(self.used)} go on"
+        print(said, file=sys.stderr, flush=True)
         return True
 
     def failed(self, failure: Failure, progress: bool) -> None:
@@ -274,12 +265,11 @@ class Elastic:
         if failure.kind in OF_A_SLOT:
             slot = self.used[failure.rank]
             if self.slots.fail(slot, progress):
-                print(
+                said = (
                     f"slot {slot} is given up: its rank failed again and again. Write the number of ranks that may run "
-                    f"into {self.slots.file} when it is mended",
-                    file=sys.stderr,
-                    flush=True,
+                    f"into {self.slots.file} when it is mended"
                 )
+                print(said, file=sys.stderr, flush=True)
 
     def _fit(self, slots: int) -> Fit:
         if slots not in self._fits:

@@ -139,7 +139,8 @@ def _opened(job: Job, ranks: Ranks, step: int, stack: ExitStack) -> tuple[Consol
     if not ranks.first:
         return console, None
     write_run_files(job)
-    metrics = stack.enter_context(open_metrics(job, step))
+    writer = MetricsWriter(job.out, job.recipe.observe.tracker, step=step, about=job.recipe.model_dump())
+    metrics = stack.enter_context(writer)
     if metrics.damaged:
         console.note(f"metrics.jsonl: {several(metrics.damaged, 'damaged line')} left out")
     return console, metrics
@@ -194,11 +195,6 @@ def write_run_files(job: Job) -> None:
     tokenizer, path = tokenizer_to_keep(job), job.out / "tokenizer.json"
     if tokenizer is not None and not _is_of(path, tokenizer):
         tokenizer.save(path)
-
-
-def open_metrics(job: Job, step: int) -> MetricsWriter:
-    recipe = job.recipe
-    return MetricsWriter(job.out, recipe.observe.tracker, step=step, about=recipe.model_dump())
 
 
 def _is_of(path: Path, tokenizer: Tokenizer) -> bool:

@@ -317,9 +317,8 @@ def _pieces_of_site(state: State, outer: Outer) -> tuple[list[write.Piece], list
         optimizer += owned_pieces(state, state.masters(), before=weights_at(site))
     if site:
         return [], optimizer
-    return owned_pieces(state, outer.weights), optimizer + owned_pieces(
-        state, outer.states(), outer.state_names, OUTER
-    )
+    optimizer += owned_pieces(state, outer.states(), outer.state_names, OUTER)
+    return owned_pieces(state, outer.weights), optimizer
 
 
 def moments_at(site: int) -> str:
@@ -382,8 +381,7 @@ def compression(state: State) -> dict[str, Any]:
         "compress_after": None,
     }
     same, sites = to_text(replace(layout, **idle)), state.mesh.size("sites")
-    where = f"{same} in {sites} sites" if sites > 1 else same
-    return {"compression": {"layout": where}}
+    return {"compression": {"layout": f"{same} in {sites} sites" if sites > 1 else same}}
 
 
 def buffer_pieces(state: State) -> list[write.Piece]:

@@ -52,7 +52,7 @@ def connect(job: Job, ranks: Ranks) -> list[Link]:
     Raises:
         UserError: parameter servers cannot do it, or a rank has another recipe or other data than the first server.
     """
-    assert_possible(ranks, job.module is not None)
+    assert_possible(ranks)
     if read(job.out)["left_out"]:
         raise UserError(
             f"{job.out / FILE}: this run left out data after a fault, and parameter servers cannot do that. Nearest "

@@ -175,9 +175,8 @@ def imported(what: str, name: str) -> Any:
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as error:
-        raise UserError(
-            f"{what} = '{name:.100}' cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"{what} = '{name:.100}' cannot be imported: {why}") from error
     return found
 
 
@@ -276,18 +275,8 @@ def _check_optimizer(recipe: Recipe, optimizer: Ref) -> None:
 
 
 WITHOUT = UserHooks()
-RUNS_OWN = {
-    *TAGS,
-    *TAGS_BY_NAME,
-    *KINDS,
-    *USUAL,
-    ROLLBACK,
-    "step",
-    "sample",
-    "alarm",
-    "slow_rank",
-    "compression_errors",
-}
+_LINES = "step", "sample", "alarm", "slow_rank", "compression_errors"
+RUNS_OWN = {*TAGS, *TAGS_BY_NAME, *KINDS, *USUAL, ROLLBACK, *_LINES}
 """Figures of metrics.jsonl that readers take for the run's own, in whatever line they are."""
 MEASURED = ("loss", "bits_per_byte")
 """Metrics of every validation."""
