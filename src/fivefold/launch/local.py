@@ -38,8 +38,7 @@ from fivefold.host import cores
 from fivefold.host.memory import oom_kills
 from fivefold.launch import verdict
 from fivefold.launch.interrupt import FAILED, STOPPED, Interrupt, in_words, stopping_signals, unsaved
-from fivefold.launch.rank_process import Place, run_rank
-from fivefold.launch.ranks import Ranks
+from fivefold.launch.ranks import Place, Ranks, run_rank
 from fivefold.launch.verdict import Failure
 
 SETTLE_S = 3.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,10 @@ def assert_same(folders: list[Path], mesh: Mesh) -> None:
     if mesh.size("run") == 1:
         return
     step = store.step_in(folders[0]) if folders else -1
-    number = _number(b"\n".join([*(folder.name.encode() for folder in folders), *map(_content, folders[:1])]))
+    newest = b""
+    with suppress(OSError, IndexError):
+        newest = (folders[0] / MANIFEST).read_bytes()
+    number = _number(b"\n".join([*(folder.name.encode() for folder in folders), newest]))
     extremes = torch.tensor([step, -step, number, -number], device=mesh.device)
     mesh.axis("run").all_reduce(extremes, "max")
     last, first, high, low = extremes.tolist()
@@ -128,11 +131,9 @@ def assert_same(folders: list[Path], mesh: Mesh) -> None:
         raise BusyError(f"ranks see different checkpoints of step {step}. Is the disk shared?")
 
 
-def _content(folder: Path) -> bytes:
-    try:
-        return (folder / MANIFEST).read_bytes()
-    except OSError:
-        return b""
+def anywhere(flag: bool, axis: Axis) -> bool:
+    """True if this is true of any rank of the axis. All of them call it."""
+    return bool(axis.all_reduce(torch.tensor(float(flag), device=axis.device), "max"))
 
 
 @contextmanager
@@ -163,21 +164,17 @@ def check_files(checkpoint: store.Reader, needed: set[str], run: Axis) -> None:
     with all_or_none(run):
         files = sorted(checkpoint.files)
         wanted = torch.tensor([file in needed for file in files], dtype=torch.uint8, device=run.device)
-    here = _on_this_machine(run)
+    # Without a group of their own: parameter servers resume while workers do something else, and torch wants all ranks
+    # of a launch for new groups
+    machine = _number(machine_id())
+    machines = run.all_gather(torch.tensor([machine], device=run.device)).tolist()
+    here = [index for index, other in enumerate(machines) if other == machine]
     by_rank = run.all_gather(wanted[None])  # (ranks, files)
     shared = by_rank[here].any(0).nonzero().view(-1).tolist()
     with damaged_together(run):
         mine = [files[number] for number in shared[here.index(run.index) :: len(here)]]
         checkpoint.check(*mine, threads=store.threads(len(here)))
     checkpoint.trust(files[number] for number in shared)
-
-
-def _on_this_machine(run: Axis) -> list[int]:
-    """The indices of the ranks on this rank's machine. Without a group of their own: parameter servers resume while
-    workers do something else, and torch wants all ranks of a launch for new groups."""
-    machine = _number(machine_id())
-    every = run.all_gather(torch.tensor([machine], device=run.device)).tolist()
-    return [index for index, other in enumerate(every) if other == machine]
 
 
 def _number(content: bytes) -> int:

@@ -38,6 +38,7 @@ from fivefold.step.custom import measuring
 from fivefold.step.recorder import Counter, Recorder
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import validate
+from fivefold.train.checked import anywhere
 from fivefold.train.faults import Fault, corrupted, note
 from fivefold.train.generate import Chat, Sampling, generate_text, open_run
 from fivefold.train.job import Job, identity
@@ -269,8 +270,7 @@ class RunHooks:
         if self.ranks.first:
             figures = summarize(read_metrics(self.job.out)) | {"complete": complete}
             self.callbacks.tell("on_end", self.state.step, figures=figures, model=self._model)
-        stopped = torch.tensor(float(bool(self.callbacks.stopped)), device=self.state.mesh.device)
-        return bool(self.state.mesh.axis("run").all_reduce(stopped, "max"))
+        return anywhere(bool(self.callbacks.stopped), self.state.mesh.axis("run"))
 
     def _tell_of_saves(self) -> None:
         """Tells callbacks of checkpoints that are complete by now."""

@@ -64,22 +64,22 @@ class Prediction:
         it, or says why there is none."""
         try:
             found = self._predicted()
-            peak = size(found["memory"]["peak_bytes"])
-            said = f"predicted: {found['time']['step_s']:.3g} s per step, {peak} of tensors per rank"
-            if self.assumed is None:
-                _save(self.job.out, {"predicted": found})
-            else:
-                step, after = self._first + FITTED, "no time per step"
-                if step < self._steps:
-                    after = f"the time per step follows after step {step}"
-                said = (
-                    f"predicted: {peak} of tensors per rank; {after}, because this machine has not been measured "
-                    "(`fivefold bench hardware` does it, in two minutes)"
-                )
-                _save(self.job.out, {"predicted": None, "why": said})
         except UserError as error:
             said = f"no prediction: {error}"
             _save(self.job.out, {"predicted": None, "why": said})
+            return said
+        peak = size(found["memory"]["peak_bytes"])
+        if self.assumed is None:
+            _save(self.job.out, {"predicted": found})
+            return f"predicted: {found['time']['step_s']:.3g} s per step, {peak} of tensors per rank"
+        step, after = self._first + FITTED, "no time per step"
+        if step < self._steps:
+            after = f"the time per step follows after step {step}"
+        said = (
+            f"predicted: {peak} of tensors per rank; {after}, because this machine has not been measured "
+            "(`fivefold bench hardware` does it, in two minutes)"
+        )
+        _save(self.job.out, {"predicted": None, "why": said})
         return said
 
     def learn(self, step: int, seconds: float) -> str:

@@ -128,26 +128,18 @@ def assert_identity(job: Job, checkpoint: store.Reader) -> None:
     """Raises UserError if what a checkpoint was trained with has changed, so that the run cannot resume exactly."""
     folder, meta = checkpoint.folder, checkpoint.meta
     for key, now in identity(job).items():
-        then = meta.get(key, now)
+        then, undo = meta.get(key, now), "Undo the change"
         if key == STAGES:  # a stage that has not begun may change
             place = sequences_before(job.recipe.train, meta["step"])
             then, now = ([stage for stage in stages if stage[0] < max(1, place)] for stages in (then, now))
-            if then != now:
-                raise UserError(
-                    f"{folder} was trained with other weights of data.sources, or other data.stages, up to step "
-                    f"{meta['step']}, so the run cannot resume exactly. Undo the change, or start a new run"
-                )
-        elif then != now and key == FINGERPRINT:
-            which = _changed(then, now)
-            raise UserError(
-                f"the data{which} changed since {folder}, so the run cannot resume exactly. Restore the data, or start "
-                "a new run"
-            )
-        elif then != now:
-            raise UserError(
-                f"{folder} was trained with {key} = {then!s:.80}, and now it is {now}, so the run cannot resume "
-                "exactly. Undo the change, or start a new run"
-            )
+            sources = "other weights of data.sources, or other data.stages"
+            what = f"{folder} was trained with {sources}, up to step {meta['step']}"
+        elif key == FINGERPRINT:
+            what, undo = f"the data{_changed(then, now)} changed since {folder}", "Restore the data"
+        else:
+            what = f"{folder} was trained with {key} = {then!s:.80}, and now it is {now}"
+        if then != now:
+            raise UserError(f"{what}, so the run cannot resume exactly. {undo}, or start a new run")
 
 
 def _changed(then: Any, now: Any) -> str:

@@ -34,6 +34,7 @@ from fivefold.recipe import count_parameters, to_toml, tokens_per_step
 from fivefold.recipe.unused_fields import notes
 from fivefold.recipe.warnings import warnings
 from fivefold.step.state import State, build_state, compute_mode
+from fivefold.train.checked import anywhere
 from fivefold.train.hooks import RunHooks
 from fivefold.train.initial import load_initial, named_by
 from fivefold.train.initial import write as write_initial
@@ -69,7 +70,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
                 console.note(note)
             for note in settle(state, job, ranks, resumed is not None):
                 console.note(note)
-            leaving = _stop_asked(state, interrupt)  # before the first step: there is nothing new to save
+            # Before the first step: there is nothing new to save
+            leaving = anywhere(interrupt.wanted(), state.mesh.axis("run"))
             given = state, job, ranks, console, metrics, interrupt.wanted, predicted
             hooks = rank.hooks = RunHooks(*given) if server is None else ServerHooks(*given, server)
             stack.callback(hooks.saver.close)
@@ -176,12 +178,6 @@ def _end(hooks: RunHooks, complete: bool) -> bool:
         if hooks.metrics is not None:
             hooks.metrics.close()  # trackers send what is left
     return enough
-
-
-def _stop_asked(state: State, interrupt: Interrupt) -> bool:
-    """True if any rank was asked to stop while it started."""
-    asked = torch.tensor(float(interrupt.wanted()), device=state.mesh.device)
-    return bool(state.mesh.axis("run").all_reduce(asked, "max"))
 
 
 def write_run_files(job: Job) -> None:

@@ -35,6 +35,7 @@ from fivefold.sharding.layout_text import to_text
 from fivefold.sharding.parts import Part, boxes
 from fivefold.sharding.tiers import NOT_OFFLOADED
 from fivefold.step.state import State
+from fivefold.train.checked import anywhere
 from fivefold.train.job import Job
 
 COPY_ROOM = 1.25
@@ -116,7 +117,7 @@ class Saver:
         odd, waited = any(odd_numbers(piece.tensor, piece.buffer) for piece in every), 0
         said = f"The run waits with what it has trained, and tries again every {AGAIN_S} s. Ctrl-C or SIGTERM ends it"
         deaf = threading.current_thread() is not threading.main_thread()  # no signal could end the wait
-        while self.state.step and not self._any(odd or deaf or self.stopped()):
+        while self.state.step and not anywhere(odd or deaf or self.stopped(), self.axis):
             if not waited:
                 self.alarm(self.state.step, f"{error}. {said} without this save")
             time.sleep(1)
@@ -242,11 +243,7 @@ class Saver:
             return False
         own = sum(piece.tensor.nbytes for pieces in writing.pieces.values() for piece in pieces)
         room = available()
-        return not self._any(room is not None and own * COPY_ROOM * self.local_ranks > room)
-
-    def _any(self, flag: bool) -> bool:
-        """True if this is true of any rank."""
-        return bool(self.axis.all_reduce(torch.tensor(float(flag), device=self.axis.device), "max"))
+        return not anywhere(room is not None and own * COPY_ROOM * self.local_ranks > room, self.axis)
 
 
 def _raise(save: Background) -> None:
