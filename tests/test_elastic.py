@@ -323,7 +323,7 @@ def posted(out: Path) -> Outcome:
     job = Job(load("quickstart", layout="dp=3"), out)
     elastic = Elastic(job, 1, 3, attempt)
     restarts = Restarts(job, elastic.attempt, elastic.failed)
-    return launch(restarts.first(), True, restarts.again)
+    return launch(restarts.attempt(job), True, restarts.again)
 
 
 def test_ranks_leave_for_others(tmp_path: Path) -> None:

@@ -159,29 +159,16 @@ def build_state(
     site: int | None = None,
     card: ModuleCard | None = None,
     functions: UserFunctions = NOTHING,
+    memory: AbstractContextManager[object] | None = None,
 ) -> State:
     """Builds this rank's part of a resolved recipe's model, master weights and optimizer, at step 0. site: as in
-    `Mesh`. module, card: the user's own. functions: the user's own in place of the recipe's."""
-    if module is None and functions.card is None and ranks.device.type == "cpu":
-        _fits(recipe, Layout.from_recipe(recipe.layout), ranks)
+    `Mesh`. module, card: the user's own. functions: the user's own in place of the recipe's. memory: see `parallelize`;
+    with one nothing is checked."""
+    layout, sites = Layout.from_recipe(recipe.layout), recipe.sites
+    if memory is None and module is None and functions.card is None and ranks.device.type == "cpu":
+        _fits(recipe, layout, ranks)
     total = count_parameters(recipe.model) if module is None else sum(p.numel() for p in module.parameters())
-    state = assemble(recipe, ranks, module, site=site, card=card, functions=functions)
-    assert_owned_once(state.parallel.replicas, state.mesh, total)
-    return state
-
-
-def assemble(
-    recipe: Recipe,
-    ranks: Ranks,
-    module: nn.Module | None = None,
-    memory: AbstractContextManager[object] | None = None,
-    site: int | None = None,
-    card: ModuleCard | None = None,
-    functions: UserFunctions = NOTHING,
-) -> State:
-    """Builds the state without the checks of `build_state`. memory: see `parallelize`. site: see `Mesh`."""
-    sites = recipe.sites
-    mesh = Mesh(Layout.from_recipe(recipe.layout), ranks, sites.count, site, overlap=bool(sites.overlap))
+    mesh = Mesh(layout, ranks, sites.count, site, overlap=bool(sites.overlap))
     mode = compute_mode(recipe, ranks.device, module is not None)
     dtype, masters = torch_dtype(mode.working), torch_dtype(mode.master)
     if ranks.device.type == "cuda":
@@ -196,6 +183,8 @@ def assemble(
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
     state.outer = _outer(state, recipe)
+    if memory is None:
+        assert_owned_once(parallel.replicas, mesh, total)
     return state
 
 

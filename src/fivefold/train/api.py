@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -32,10 +31,9 @@ from fivefold.train.evaluate import Evaluation, evaluate
 from fivefold.train.generate import Sampling, open_run, require_tokenizer, samples_of
 from fivefold.train.job import BatchSource
 from fivefold.train.start import run_command
-from fivefold.train.user_hooks import Callback, Optimizer, brings
+from fivefold.train.user_hooks import CallbackLike, Optimizer, brings
 
 Prompts = list[str] | tuple[str, ...]
-CallbackLike = Callback | type[Callback] | partial[Callback] | str
 
 
 class EvaluationFields(TypedDict, total=False):
@@ -329,6 +327,5 @@ def _quietly(wanted: bool | None) -> Generator[None]:
 
 def _in_notebook() -> bool:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return any(
-        kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__
-    )  # hosted ones derive from it
+    # Hosted ones derive from it
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)

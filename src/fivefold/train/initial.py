@@ -16,7 +16,7 @@ from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError, did_you_mean
 from fivefold.files import expanded, guard, make_folder, read_json, write_atomically
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
+from fivefold.models.custom import CustomModel, buffers_of
 from fivefold.models.rules import differences
 from fivefold.models.section import ModelSection
 from fivefold.observe.sections import INITIAL
@@ -209,10 +209,6 @@ def load_initial(state: State, found: Initial, named: Rename = str, keep: bool =
         state.outer.start_from_masters()
     if found.frozen and not keep:
         state.elsewhere = Elsewhere(found.where, found.checkpoint, found.fingerprint, found.frozen)
-
-
-def named_by(card: ModuleCard | None) -> Rename:
-    return card.named if card is not None else str
 
 
 def write(out: Path, found: Initial) -> None:

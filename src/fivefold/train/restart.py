@@ -53,9 +53,6 @@ class Restarts:
         self.budget = self.job.recipe.launch.restarts
         self.saved = newest(self.job.out)
 
-    def first(self) -> Attempt:
-        return self.attempt(self.job)
-
     def again(self, failure: Failure | None) -> tuple[float, Attempt] | None:
         """Seconds to wait, and the next attempt; None when the budget is used up. Says so, and records it. failure:
         None: the ranks have left for others, which costs nothing."""

@@ -111,7 +111,10 @@ def go_back(state: State, job: Job, hooks: RunHooks, fault: Fault) -> None:
         how = f"leaves out the data of steps {step + 1} to {fault.step}"
     with all_or_none(run):
         if run.index == 0:
-            _set_aside(job.out, step)  # first: whoever is killed here goes back again
+            # First: whoever is killed here goes back again. The run does not come to these checkpoints any more
+            for folder in store.checkpoints(job.out):
+                if store.step_in(folder) > step:
+                    keep.set_aside(folder, keep.LATER)
             text = {"rollbacks": state.rollbacks, "left_out": list(state.left_out)}
             write_atomically(job.out / FILE, json.dumps(text))
             if hooks.metrics is not None:
@@ -139,10 +142,3 @@ def _load_before(state: State, job: Job, fault: Fault, last: int | None) -> list
             + "".join(f". {line}" for line in damages.values())
         )
     return list(damages.values())
-
-
-def _set_aside(out: Path, step: int) -> None:
-    """Renames the checkpoints after this step: the run does not come to them again."""
-    for folder in store.checkpoints(out):
-        if store.step_in(folder) > step:
-            keep.set_aside(folder, keep.LATER)

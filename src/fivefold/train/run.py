@@ -6,8 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -16,7 +15,7 @@ from fivefold.comm.membership import Membership
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
 from fivefold.data.mixture import amounts, facts, stages_in_words
-from fivefold.data.tokenizer import Tokenizer, load_tokenizer
+from fivefold.data.tokenizer import load_tokenizer
 from fivefold.errors import UserError, several
 from fivefold.files import guard, make_folder, write_atomically
 from fivefold.host.machine import describe, untried_torch
@@ -36,7 +35,7 @@ from fivefold.recipe.warnings import warnings
 from fivefold.step.state import State, build_state, compute_mode
 from fivefold.train.checked import anywhere
 from fivefold.train.hooks import RunHooks
-from fivefold.train.initial import load_initial, named_by
+from fivefold.train.initial import load_initial
 from fivefold.train.initial import write as write_initial
 from fivefold.train.job import Job, shared, tokenizer_to_keep
 from fivefold.train.out_of_memory import Told, foreseen, told
@@ -110,7 +109,7 @@ def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Serve
     if frozen:
         state.elsewhere = None
     if job.initial is not None and not resumed:
-        load_initial(state, job.initial, named_by(job.card), frozen)
+        load_initial(state, job.initial, job.card.named if job.card else str, frozen)
     if server is not None:
         server.start()  # workers may test the weights before the first step
     return state, server, resumed
@@ -189,16 +188,12 @@ def write_run_files(job: Job) -> None:
     if job.initial is not None:
         write_initial(job.out, job.initial)
     tokenizer, path = tokenizer_to_keep(job), job.out / "tokenizer.json"
-    if tokenizer is not None and not _is_of(path, tokenizer):
-        tokenizer.save(path)
-
-
-def _is_of(path: Path, tokenizer: Tokenizer) -> bool:
-    """False for a file that is missing, was cut or has other tokens."""
-    try:
-        return load_tokenizer(path).fingerprint == tokenizer.fingerprint
-    except UserError:
-        return False
+    if tokenizer is not None:
+        kept = ""
+        with suppress(UserError):  # a file that is missing, or was cut
+            kept = load_tokenizer(path).fingerprint
+        if kept != tokenizer.fingerprint:
+            tokenizer.save(path)
 
 
 def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:

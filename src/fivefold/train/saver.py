@@ -99,7 +99,8 @@ class Saver:
             else:
                 writing.begin()
                 self.under_way = self._start(writing)
-                if not self._settled:
+                # Then what is saved changes outside of updates, too
+                if self.state.outer is not None or self.state.parallel.offloads:
                     self.seconds += self.under_way.wait_for_copy()
         except UserError as error:
             if not ends:
@@ -231,11 +232,6 @@ class Saver:
 
     def _succeeded(self) -> None:
         self.retry_at, self._failures = None, 0
-
-    @property
-    def _settled(self) -> bool:
-        """True if what is saved changes in updates alone."""
-        return self.state.outer is None and not self.state.parallel.offloads
 
     def _beside(self, writing: Writing) -> bool:
         """True if this save is written beside the steps that follow. The same on all ranks."""

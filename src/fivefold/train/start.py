@@ -293,7 +293,7 @@ def _run_local(job: Job, world: int, span: tuple[int, int] | None, fork: bool) -
         restarts = Restarts(job, elastic.attempt, elastic.failed, elastic=True)
     else:
         restarts = Restarts(job, partial(_attempt, world))
-    outcome = launch(restarts.first(), fork, restarts.again)
+    outcome = launch(restarts.attempt(job), fork, restarts.again)
     return restarts.conclude(outcome, partial(_advice, job, world))
 
 

@@ -71,6 +71,9 @@ class Callback:
         """The run has ended, complete or stopped; its report is written."""
 
 
+CallbackLike = Callback | type[Callback] | partial[Callback] | str
+
+
 @dataclass(frozen=True)
 class Ref:
     """Something of the user's. what: the argument that it was given as. name: `module:name`. bound: positional and
@@ -283,7 +286,7 @@ MEASURED = ("loss", "bits_per_byte")
 
 
 def brings(
-    callbacks: Sequence[Callback | type[Callback] | partial[Callback] | str] = (),
+    callbacks: Sequence[CallbackLike] = (),
     metrics: Mapping[str, Metric | str] | None = None,
     loss: Loss | str | None = None,
     optimizer: Optimizer | str | None = None,
