@@ -254,20 +254,10 @@ def train(
     Raises:
         UserError: an error in recipe, layout, data or folder that the user can fix.
     """
-    own, folder = brings(callbacks, metrics, loss, optimizer, schedule), None if out is None else Path(out)
+    hooks, folder = brings(callbacks, metrics, loss, optimizer, schedule), None if out is None else Path(out)
+    own: dict[str, Any] = {"module": model, "card": card, "batches": data, "val_batches": val_data}
     with _quietly(quiet):
-        found = run_command(
-            recipe,
-            nproc,
-            folder,
-            fork=False,
-            module=model,
-            card=card,
-            batches=data,
-            val_batches=val_data,
-            brings=own,
-        )
-    return Run(found)
+        return Run(run_command(recipe, nproc, folder, fork=False, brings=hooks, **own))
 
 
 @brief
@@ -294,22 +284,10 @@ def resume(
     to go back to; later ones are set aside. Other arguments are those of `train`. Model, data, loss, optimizer and
     schedule have to be brought again.
     """
-    own = brings(callbacks, metrics, loss, optimizer, schedule)
+    hooks, recipe = brings(callbacks, metrics, loss, optimizer, schedule), recipe or Run(out).recipe
+    own: dict[str, Any] = {"module": model, "card": card, "batches": data, "val_batches": val_data}
     with _quietly(quiet):
-        found = run_command(
-            recipe or Run(out).recipe,
-            nproc,
-            Path(out),
-            True,
-            checkpoint,
-            fork=False,
-            module=model,
-            card=card,
-            batches=data,
-            val_batches=val_data,
-            brings=own,
-        )
-    return Run(found)
+        return Run(run_command(recipe, nproc, Path(out), True, checkpoint, fork=False, brings=hooks, **own))
 
 
 @contextmanager
