@@ -94,32 +94,27 @@ def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
 def use_loss(stages: Iterable[nn.Module], loss: Loss) -> None:
     """Trains with a loss of the user's. Validation stays with cross-entropy."""
     for output in _outputs(stages):
-        own: Any = partial(_own_loss, output, output.forward, loss)
-        output.forward = own
+        output.forward = _with_loss(output, loss)
 
 
-def _own_loss(
-    output: Output,
-    plain: Callable[..., Tensor],
-    loss: Loss,
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor | None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    if targets is None or not output.training:
-        return plain(x, weight, targets, bias)
-    logits = plain(x, weight, None, bias)
-    if not bool((targets >= 0).any()):
-        return logits.sum() * 0.0  # other ranks expect a gradient
-    logits_NV, targets_N = logits.reshape(-1, logits.shape[-1]), targets.long().flatten()
-    value = called("loss(logits, targets)", loss, logits_NV, targets_N)
-    if not isinstance(value, Tensor) or value.dim() > 0 or not value.requires_grad:
-        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
-        raise UserError(
-            f"loss(logits, targets) = {shown}: must be a scalar tensor that depends on the logits"
-        )
-    return value.float()
+def _with_loss(output: Output, loss: Loss) -> Any:
+    plain = output.forward
+
+    def forward(x: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        if targets is None or not output.training:
+            return plain(x, weight, targets, bias)
+        logits = plain(x, weight, None, bias)
+        if not bool((targets >= 0).any()):
+            return logits.sum() * 0.0  # other ranks expect a gradient
+        logits_NV, targets_N = logits.reshape(-1, logits.shape[-1]), targets.long().flatten()
+        value = called("loss(logits, targets)", loss, logits_NV, targets_N)
+        if not isinstance(value, Tensor) or value.dim() > 0 or not value.requires_grad:
+            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+            must = "must be a scalar tensor that depends on the logits"
+            raise UserError(f"loss(logits, targets) = {shown}: {must}")
+        return value.float()
+
+    return forward
 
 
 @contextmanager
@@ -132,8 +127,7 @@ def measuring(
     outputs = list(_outputs(stages))
     plain = [output.forward for output in outputs]
     for output, forward in zip(outputs, plain, strict=True):
-        watched: Any = partial(_measured, forward, metrics, sums)
-        output.forward = watched
+        output.forward = _measured(forward, metrics, sums)
 
     def means() -> dict[str, float]:
         counted = sums * float(mesh.index("tp") == 0)  # ranks of a tensor axis see the same tokens
@@ -147,17 +141,13 @@ def measuring(
             output.forward = forward
 
 
-def _measured(
-    plain: Callable[..., Tensor],
-    metrics: Mapping[str, Metric],
-    sums: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor | None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    if targets is not None:
-        for row in range(len(x)):  # the logits of one sequence at a time
+def _measured(plain: Callable[..., Tensor], metrics: Mapping[str, Metric], sums: Tensor) -> Any:
+    """A forward that also adds up metrics, of the logits of one sequence at a time."""
+
+    def forward(x: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return plain(x, weight, None, bias)
+        for row in range(len(x)):
             part = slice(row, row + 1)
             logits = plain(x[part], weight, None, bias).flatten(0, -2)  # (N, V)
             own = targets[part].flatten()
@@ -171,7 +161,9 @@ def _measured(
                         said = f"metric {name}(logits, targets) = {value!r:.60}: must be one number"
                         raise UserError(said) from None
                     sums[place, 1] += n
-    return plain(x, weight, targets, bias)
+        return plain(x, weight, targets, bias)
+
+    return forward
 
 
 def _outputs(stages: Iterable[nn.Module]) -> Iterator[Output]:

@@ -129,36 +129,35 @@ def corrupted(state: State) -> str:
     of memory, of a processor, of a message. It stays in the tensor in which it happened, as gradients are the same for
     all.
     """
-    run, tensors = state.mesh.axis("run"), _kept(state)
+    run, tensors = state.mesh.axis("run"), _shared_tensors(state)
     size = int(run.all_reduce(torch.tensor(len(tensors), device=run.device), "max"))
-    mine = torch.zeros(1, size, 2, dtype=torch.int64, device=run.device)
+    hashes = torch.zeros(1, size, 2, dtype=torch.int64, device=run.device)
     for row, (text, tensor) in enumerate(tensors.items()):
-        mine[0, row, 0], mine[0, row, 1] = keys(text)[0], digest(tensor)
-    found = run.all_gather(mine).tolist()  # (ranks, tensors, 2)
+        hashes[0, row, 0], hashes[0, row, 1] = keys(text)[0], digest(tensor)
+    by_rank = run.all_gather(hashes).tolist()  # (ranks, tensors, 2)
     holders: dict[int, dict[int, int]] = {}  # of each part: the hash by rank
-    for rank, rows in enumerate(found):
+    for rank, rows in enumerate(by_rank):
         for key, value in rows:
             if key:
                 holders.setdefault(key, {})[rank] = value
     wrong = {key for key, values in holders.items() if len(set(values.values())) > 1}
     if not wrong:
         return ""
-    teller = next(rank for rank, rows in enumerate(found) if any(key in wrong for key, _ in rows))
-    first = next(key for key, _ in found[teller] if key in wrong)
+    teller = next(rank for rank, rows in enumerate(by_rank) if any(key in wrong for key, _ in rows))
+    first = next(key for key, _ in by_rank[teller] if key in wrong)
     name = next((text for text in tensors if keys(text)[0] == first), "")  # this rank may lack it
     name = told(name.partition(" ")[2], teller, run)
     more = f" (and {len(wrong) - 1} other tensors)" if len(wrong) > 1 else ""
     return f"after step {state.step} ranks differ in {name}{more}: {_odd(holders[first])}"
 
 
-def _kept(state: State) -> dict[str, Tensor]:
+def _shared_tensors(state: State) -> dict[str, Tensor]:
     """This rank's part of each parameter. Its key is the same on ranks that must have the same bits."""
     parts = state.parts()
-    found = {f"site{state.mesh.site} {_named(n, parts[n].keeps)}": w for n, w in state.masters().items()}
+    tensors = {f"site{state.mesh.site} {_named(n, parts[n].keeps)}": w for n, w in state.masters().items()}
     if state.outer is not None:
-        common = {f"common {_named(n, parts[n].keeps)}": w for n, w in state.outer.weights.items()}
-        found |= common
-    return {text: tensor for text, tensor in found.items() if tensor.numel()}
+        tensors |= {f"common {_named(n, parts[n].keeps)}": w for n, w in state.outer.weights.items()}
+    return {text: tensor for text, tensor in tensors.items() if tensor.numel()}
 
 
 def _named(name: str, keeps: Ranges) -> str:

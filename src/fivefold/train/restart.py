@@ -191,16 +191,16 @@ class Slots:
         self.file, self.least, self.most = run / SLOTS, least, most
         self.failed = (-1, 0)  # the slot that failed last, and how often in a row
         self.given_up: set[int] = set()
-        self._found = self._read()
+        self._seen = self._read()
 
     def usable(self) -> tuple[int, ...]:
         """The slots for ranks, now."""
-        if (found := self._read()) != self._found:
-            self._found = found
+        if (wanted := self._read()) != self._seen:
+            self._seen = wanted
             self.given_up.clear()
             self.failed = (-1, 0)
         slots = [slot for slot in range(self.most) if slot not in self.given_up]
-        return tuple(slots[: max(self.least, found[0])])
+        return tuple(slots[: max(self.least, wanted[0])])
 
     def fail(self, slot: int, progress: bool) -> bool:
         """The rank on a slot has failed. progress: the ranks have saved a step since the failure before. Returns True

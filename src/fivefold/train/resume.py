@@ -208,7 +208,7 @@ class Plan:
 
     def files(self) -> set[str]:
         saved = [*(saved for _, saved in self.copies), *(self.moments or {}).values(), *self.outer.values()]
-        return set[str]().union(*(one.files() for one in saved))
+        return set[str]().union(*(part.files() for part in saved))
 
 
 def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
@@ -264,10 +264,9 @@ def _plan(state: State, checkpoint: store.Reader, meta: Meta, gone: Mapping[str,
             f"{moment}.{name}": Saved(checkpoint, "optimizer", f"{before}{moment}.{name}", part.keeps)
             for (moment, name), part in state.moment_parts().items()
         }
-        # A run with another rounding has no compensation: it starts from zero
-        moments = {
-            n: one for n, one in moments.items() if one.exists() or not n.startswith(f"{COMPENSATION}.")
-        }
+        for name in [name for name in moments if name.startswith(f"{COMPENSATION}.")]:
+            if not moments[name].exists():  # of a run with another rounding: it starts from zero
+                del moments[name]
     if outer is not None:
         copies += [(w, Saved(checkpoint, "model", n, parts[n].keeps)) for n, w in outer.weights.items()]
         common = {
@@ -276,7 +275,7 @@ def _plan(state: State, checkpoint: store.Reader, meta: Meta, gone: Mapping[str,
             for moment in outer.state_names
         }
     # An outer optimizer has no states before its first step
-    return Plan(copies, moments, {name: one for name, one in common.items() if one.exists()})
+    return Plan(copies, moments, {name: saved for name, saved in common.items() if saved.exists()})
 
 
 def _between(folder: Path, meta: Meta, sites: int) -> str:
