@@ -17,8 +17,7 @@ from runs import train_rank
 
 from fivefold.launch import verdict
 from fivefold.launch.interrupt import Interrupt
-from fivefold.launch.rank_process import _run, end
-from fivefold.launch.ranks import STORE_FILE, Ranks
+from fivefold.launch.ranks import STORE_FILE, Ranks, _run, end
 from fivefold.recipe import Recipe, resolve
 
 

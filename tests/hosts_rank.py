@@ -15,7 +15,7 @@ from test_launch import listening
 from fivefold.data import prepare
 from fivefold.launch.ranks import join
 from fivefold.recipe import resolve
-from fivefold.train.verify import Side, compute
+from fivefold.train.verify import compute
 
 STEPS = 2
 
@@ -34,7 +34,7 @@ def main() -> None:
             data = prepare(recipe)
             recipe = resolve(recipe, vocab_size=data.vocab_size)
             before = sent()
-            compute(Side(recipe, data, STEPS, folder / str(number)), ranks)
+            compute(recipe, data, STEPS, folder / str(number), ranks)
             found[layout] = sent() - before
         report = {"sent": found, "listens": sorted(listening({os.getpid()}))}
         (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(report))

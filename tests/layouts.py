@@ -10,7 +10,7 @@ from runs import ranks_of
 from fivefold.data import prepare
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.layout import Layout
-from fivefold.train.verify import Report, Side, alone, compare_with_one_process, compute, prepared
+from fivefold.train.verify import Report, alone, compare_with_one_process, compute, prepared
 
 TINY = [
     "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=64", "model.seq_len=16",
@@ -34,7 +34,7 @@ def side(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> Non
     """A rank's part of the layout's side."""
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
-    compute(Side(recipe, data, steps, folder), ranks_of(rank, world))
+    compute(recipe, data, steps, folder, ranks_of(rank, world))
 
 
 def compared(
@@ -48,7 +48,7 @@ def compared(
         folder = folder or Path(temporary)
         shutil.rmtree(folder / "layout", ignore_errors=True)
         if world == 1:
-            compute(Side(resolved, data, steps, folder / "layout"), alone())
+            compute(resolved, data, steps, folder / "layout", alone())
         else:
             run_ranks(world, part, recipe, steps, folder / "layout", timeout_s=timeout_s)
         return compare_with_one_process(resolved, data, steps, folder)

@@ -13,14 +13,21 @@ from torch import Tensor
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import Recipe
 from fivefold.step.state import State, build_state
-from fivefold.step.step import evaluate, take_step
+from fivefold.step.step import ValidationSet, take_step, validate
 from fivefold.train.job import BatchSource
-from fivefold.train.saved import owned_pieces
+from fivefold.train.saver import owned_pieces
 from fivefold.train.share import share_of
 
 
 def state_of(rank: int, world: int, recipe: Recipe) -> State:
     return build_state(recipe, ranks_of(rank, world))
+
+
+def evaluate(
+    state: State, microbatches: list[Microbatch], token_bytes: torch.Tensor | None = None
+) -> dict[str, float]:
+    """Validates on one set."""
+    return validate(state, [ValidationSet("", True, microbatches, token_bytes)])
 
 
 def share(state: State, recipe: Recipe, source: BatchSource, i: int) -> list[Microbatch]:

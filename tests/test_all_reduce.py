@@ -35,7 +35,7 @@ from fivefold.schedules.collectives.messages import messages_of
 from fivefold.sharding.layout import Layout, on_node, summing_groups
 from fivefold.sharding.layout_text import parse as parse_layout
 from fivefold.trace.step import trace
-from fivefold.train.verify import Side, compute
+from fivefold.train.verify import compute
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def two_nodes(rank: int, world: int, recipe, steps: int, folder: Path) -> None:
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     half = world // 2
-    compute(Side(recipe, data, steps, folder), Ranks(rank, world, rank % half, half, CPU))
+    compute(recipe, data, steps, folder, Ranks(rank, world, rank % half, half, CPU))
 
 
 @pytest.mark.parametrize(

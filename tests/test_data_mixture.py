@@ -21,9 +21,8 @@ from fivefold.data.mixture import amounts, order_of, seen
 from fivefold.errors import UserError
 from fivefold.observe.report import write_report
 from fivefold.recipe import Recipe, change, leave_out, load, resolve, to_toml
-from fivefold.train.job import Job
+from fivefold.train.job import Job, identity
 from fivefold.train.resume import assert_identity
-from fivefold.train.saved import identity
 from fivefold.train.share import batches_of
 
 

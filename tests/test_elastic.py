@@ -25,10 +25,9 @@ from fivefold.checkpoint import store
 from fivefold.errors import UserError
 from fivefold.launch import ranks as ranks_
 from fivefold.launch.interrupt import Interrupt
-from fivefold.launch.local import launch
+from fivefold.launch.launchers import between
+from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.launch.ranks import Ranks
-from fivefold.launch.slots import Slots, between
-from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, fit, load, microbatches_per_step, resolve
@@ -39,7 +38,7 @@ from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import to_text
 from fivefold.train import restart, share
 from fivefold.train.job import Job
-from fivefold.train.restart import Elastic, Restarts
+from fivefold.train.restart import Elastic, Restarts, Slots
 from fivefold.train.run import run_rank
 from fivefold.train.start import run_command
 
@@ -324,7 +323,7 @@ def posted(out: Path) -> Outcome:
     job = Job(load("quickstart", layout="dp=3"), out)
     elastic = Elastic(job, 1, 3, attempt)
     restarts = Restarts(job, elastic.attempt, elastic.failed)
-    return launch(restarts.first(), True, restarts.again)
+    return launch(restarts.attempt(job), True, restarts.again)
 
 
 def test_ranks_leave_for_others(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from fivefold.train.api import Run
 from fivefold.train.evaluate import Evaluation, Scorer, evaluate
 from fivefold.train.generate import open_run
 from fivefold.train.likelihood import Request, score, windows
-from fivefold.train.saved import prepare
+from fivefold.train.saver import prepare
 
 TASKS = Path(__file__).parent / "tasks"
 TEXT = "".join(path.read_text(encoding="utf-8") for path in sorted(TASKS.glob("*.jsonl")))

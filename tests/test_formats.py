@@ -24,7 +24,7 @@ from fivefold.precision.formats import (
     from_json,
 )
 from fivefold.recipe import Recipe, load
-from fivefold.step.histogram import Counter, count
+from fivefold.step.recorder import Counter, count
 from fivefold.step.step import take_step
 from fivefold.train.share import share_of
 
@@ -91,7 +91,6 @@ def counted(rank: int, world: int, recipe: Recipe) -> dict[str, object]:
     counter, found = Counter(state), list[dict[str, object]]()
 
     def inspect() -> None:
-        counter.take_gradients()
         found.append(counter.take().as_json())
 
     share = share_of(numbers, 0, train.global_batch_size, train.microbatch_size or 1, state.mesh)

@@ -6,7 +6,7 @@ import torch
 
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import load, resolve
-from fivefold.step.state import assemble
+from fivefold.step.state import build_state
 from fivefold.trace.memory import CATEGORIES, Tracker
 
 
@@ -43,7 +43,7 @@ def test_start_up_never_holds_the_weights_twice(mode: str) -> None:
     sizes = ["model.layers=8", "model.dim=64", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=128"]
     recipe = resolve(load("quickstart", [*sizes, f"precision.mode={mode}"], "dp=1"), vocab_size=96)
     tracker = Tracker()
-    state = assemble(recipe, Ranks(0, 1, 0, 1, torch.device("cpu")), memory=tracker)
+    state = build_state(recipe, Ranks(0, 1, 0, 1, torch.device("cpu")), memory=tracker)
     (replica,) = state.parallel.replicas
     kept = [*replica.masters.values(), *replica.gradients.values()]
     if mode == "bf16":

@@ -15,7 +15,7 @@ import pytest
 import torch
 from layouts import compared, tiny
 from own_models import Decoder, Numbers, Plain, T, V, cut
-from parity import joined, pieces, share
+from parity import evaluate, joined, pieces, share
 from ranks import run_ranks
 from runs import assert_close_tensors, ranks_of
 from steps import planned, tracked
@@ -33,7 +33,7 @@ from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.parts import Cut
 from fivefold.step.custom import custom_model
 from fivefold.step.state import build_state
-from fivefold.step.step import evaluate, rate, take_step
+from fivefold.step.step import rate, take_step
 from fivefold.train.start import run_command
 
 SIZES = [

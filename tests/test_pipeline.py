@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import compared, tiny
 from marks import slow_but
+from parity import evaluate
 from ranks import run_ranks
 from runs import lines, ranks_of, train_rank
 
@@ -53,7 +54,7 @@ from fivefold.schedules.pipeline import (
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import held, size_of, stage_blocks
 from fivefold.step.state import build_state
-from fivefold.step.step import evaluate, forward_backward
+from fivefold.step.step import forward_backward
 from fivefold.train.share import batches_of, in_order, rows_of, share_of
 
 STAGES = {name: made.stages[0] for name, made in SCHEDULES.items()}  # a rank

@@ -31,8 +31,7 @@ from fivefold.checkpoint import store, write
 from fivefold.data import prepare
 from fivefold.draw.lanes import Box
 from fivefold.errors import BusyError, UserError
-from fivefold.launch.local import launch
-from fivefold.launch.supervisor import Attempt, Outcome
+from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.models.card import card_of
 from fivefold.models.init import init_part
 from fivefold.observe import worker_picture

@@ -32,11 +32,10 @@ from fivefold.checkpoint import store
 from fivefold.cli.main import main
 from fivefold.errors import RankFailed, UserError
 from fivefold.files import owned
-from fivefold.launch import interrupt, local, supervisor, verdict
+from fivefold.launch import interrupt, local, verdict
 from fivefold.launch.launchers import in_pod, restarted_by
-from fivefold.launch.local import launch
+from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.launch.ranks import Ranks
-from fivefold.launch.supervisor import Attempt, Outcome
 from fivefold.launch.verdict import Failure
 from fivefold.observe import restarts
 from fivefold.recipe import change, load
@@ -118,7 +117,7 @@ def save_for_long(ranks: Ranks) -> int:
 
 
 def outcome_of(work: Any, grace_s: float | None = None, leave_s: float = 5.0) -> Outcome:
-    supervisor.LEAVE_S, interrupt.PATIENCE_S = leave_s, 0
+    local.LEAVE_S, interrupt.PATIENCE_S = leave_s, 0
     grace = None if grace_s is None else lambda: grace_s
     return launch(Attempt(work, 2, grace_s=grace), True, lambda failure: print("again?", flush=True))
 

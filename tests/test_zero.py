@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import compared, tiny
+from parity import evaluate
 from ranks import run_ranks
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import boxes, parts
 from fivefold.step.state import State, build_state
-from fivefold.step.step import evaluate, forward_backward, take_step, update
+from fivefold.step.step import forward_backward, take_step, update
 from fivefold.trace.traffic import Collectives
 from fivefold.train.share import rows_of, share_of
 

@@ -22,7 +22,7 @@ from fivefold.cli.options import (
 from fivefold.errors import UserError
 from fivefold.files import guard
 from fivefold.launch.interrupt import Leaving
-from fivefold.launch.slots import between
+from fivefold.launch.launchers import between
 
 if TYPE_CHECKING:
     from fivefold.recipe import Recipe

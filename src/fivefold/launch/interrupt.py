@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Self
 
 PATIENCE_S = 5  # a launcher repeats the signal that the terminal sent; both count as one
 
@@ -57,7 +58,7 @@ class Interrupt:
         self._at = 0.0
         self._before: dict[int, object] = {}
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             around = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
             for number in stopping_signals():

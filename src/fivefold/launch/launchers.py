@@ -1,4 +1,4 @@
-"""The launchers whose ranks are used, by the variables that they set. No torch.
+"""How many ranks are asked for, and the launchers whose ranks are used, by the variables that they set. No torch.
 
 `LAUNCHERS` is what `found` reads, what the docs list, and what `deploy/` is tested against.
 """
@@ -186,3 +186,23 @@ def launch_id() -> str:
     """torchrun's name of all starts of one launch; "" if it was given none."""
     name = os.environ.get(LAUNCH, "")
     return "" if name == "none" else name
+
+
+def between(text: str) -> int | tuple[int, int]:
+    """Reads `N` or `MIN:MAX`, numbers of ranks.
+
+    Raises:
+        UserError: it is neither.
+    """
+    least, colon, most = text.partition(":")
+    numbers = [least, most] if colon else [least, least]
+    if not all(n.isascii() and n.isdigit() and len(n) < 8 for n in numbers):
+        raise UserError(
+            f"--nproc {text[:40]}: must be a number of ranks, N, or the fewest and the most, MIN:MAX"
+        )
+    first, last = map(int, numbers)
+    if not 1 <= first <= last:
+        raise UserError(
+            f"--nproc {text}: must be at least 1, and MIN at most MAX. Nearest valid: {max(1, last)}"
+        )
+    return (first, last) if colon else first

@@ -139,9 +139,8 @@ def name_interface(backend: str, host: str, one_machine: bool = False) -> None:
             f"ranks on several hosts need a network interface to listen on. This host would reach {host} from "
             f"{address}, which no other host can reach.{interfaces(backend)}"
         )
-    os.environ[_variable(backend)] = (
-        f"={name}" if backend == "nccl" else name
-    )  # NCCL takes names as beginnings of names
+    # NCCL takes names as beginnings of names
+    os.environ[_variable(backend)] = f"={name}" if backend == "nccl" else name
 
 
 def interfaces(backend: str) -> str:

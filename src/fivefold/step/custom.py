@@ -86,41 +86,35 @@ def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [
-            f" ({f.filename}:{f.lineno}: {f.line})" for f in frames if not f.filename.startswith(NOT_THEIRS)
-        ]
-        raise UserError(f"{what} failed: {type(error).__name__}: {error}{(own or [''])[-1]}") from error
+        theirs = [f for f in frames if not f.filename.startswith(NOT_THEIRS)]
+        where = f" ({theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line})" if theirs else ""
+        raise UserError(f"{what} failed: {type(error).__name__}: {error}{where}") from error
 
 
 def use_loss(stages: Iterable[nn.Module], loss: Loss) -> None:
     """Trains with a loss of the user's. Validation stays with cross-entropy."""
     for output in _outputs(stages):
-        own: Any = partial(_own_loss, output, output.forward, loss)
-        output.forward = own
+        output.forward = _with_loss(output, loss)
 
 
-def _own_loss(
-    output: Output,
-    plain: Callable[..., Tensor],
-    loss: Loss,
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor | None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    if targets is None or not output.training:
-        return plain(x, weight, targets, bias)
-    logits = plain(x, weight, None, bias)
-    if not bool((targets >= 0).any()):
-        return logits.sum() * 0.0  # other ranks expect a gradient
-    logits_NV, targets_N = logits.reshape(-1, logits.shape[-1]), targets.long().flatten()
-    value = called("loss(logits, targets)", loss, logits_NV, targets_N)
-    if not isinstance(value, Tensor) or value.dim() > 0 or not value.requires_grad:
-        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
-        raise UserError(
-            f"loss(logits, targets) = {shown}: must be a scalar tensor that depends on the logits"
-        )
-    return value.float()
+def _with_loss(output: Output, loss: Loss) -> Any:
+    plain = output.forward
+
+    def forward(x: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        if targets is None or not output.training:
+            return plain(x, weight, targets, bias)
+        logits = plain(x, weight, None, bias)
+        if not bool((targets >= 0).any()):
+            return logits.sum() * 0.0  # other ranks expect a gradient
+        logits_NV, targets_N = logits.reshape(-1, logits.shape[-1]), targets.long().flatten()
+        value = called("loss(logits, targets)", loss, logits_NV, targets_N)
+        if not isinstance(value, Tensor) or value.dim() > 0 or not value.requires_grad:
+            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+            must = "must be a scalar tensor that depends on the logits"
+            raise UserError(f"loss(logits, targets) = {shown}: {must}")
+        return value.float()
+
+    return forward
 
 
 @contextmanager
@@ -133,8 +127,7 @@ def measuring(
     outputs = list(_outputs(stages))
     plain = [output.forward for output in outputs]
     for output, forward in zip(outputs, plain, strict=True):
-        watched: Any = partial(_measured, forward, metrics, sums)
-        output.forward = watched
+        output.forward = _measured(forward, metrics, sums)
 
     def means() -> dict[str, float]:
         counted = sums * float(mesh.index("tp") == 0)  # ranks of a tensor axis see the same tokens
@@ -148,17 +141,13 @@ def measuring(
             output.forward = forward
 
 
-def _measured(
-    plain: Callable[..., Tensor],
-    metrics: Mapping[str, Metric],
-    sums: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor | None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    if targets is not None:
-        for row in range(len(x)):  # the logits of one sequence at a time
+def _measured(plain: Callable[..., Tensor], metrics: Mapping[str, Metric], sums: Tensor) -> Any:
+    """A forward that also adds up metrics, of the logits of one sequence at a time."""
+
+    def forward(x: Tensor, weight: Tensor, targets: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return plain(x, weight, None, bias)
+        for row in range(len(x)):
             part = slice(row, row + 1)
             logits = plain(x[part], weight, None, bias).flatten(0, -2)  # (N, V)
             own = targets[part].flatten()
@@ -166,16 +155,15 @@ def _measured(
             if n := int(counted.sum()):
                 for place, (name, metric) in enumerate(metrics.items()):
                     value = called(f"metric {name}", metric, logits[counted], own[counted].long())
-                    sums[place, 0] += _scalar(name, value) * n
+                    try:
+                        sums[place, 0] += float(value) * n
+                    except (TypeError, ValueError, RuntimeError):
+                        said = f"metric {name}(logits, targets) = {value!r:.60}: must be one number"
+                        raise UserError(said) from None
                     sums[place, 1] += n
-    return plain(x, weight, targets, bias)
+        return plain(x, weight, targets, bias)
 
-
-def _scalar(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise UserError(f"metric {name}(logits, targets) = {value!r:.60}: must be one number") from None
+    return forward
 
 
 def _outputs(stages: Iterable[nn.Module]) -> Iterator[Output]:
@@ -252,11 +240,9 @@ def try_out(module: nn.Module, batches: Any, train: TrainSection) -> None:
         for row in range(0, train.global_batch_size, B)[:2]:
             found = Batch(*batches.batch(0, range(row, row + B)))
             inputs, targets = (torch.as_tensor(x).long() for x in (found.inputs, found.targets))
-            more = (
-                {}
-                if found.first is None
-                else {"documents": Documents(np.asarray(found.first), inputs.device)}
-            )
+            more: dict[str, Any] = {}
+            if found.first is not None:
+                more["documents"] = Documents(np.asarray(found.first), inputs.device)
             call = f"{name}(inputs, targets) with tokens {inputs.min()} to {inputs.max()} of shape {(*inputs.shape,)}"
             loss = called(call, partial(copied, inputs, targets, **more))
             if not isinstance(loss, Tensor) or loss.dim():

@@ -1,13 +1,11 @@
-"""Measures one step of this rank: forward and backward of each block, the update, and all messages beside them.
-
-Hooks on the blocks note when a computation begins; it lasts until the next one begins. A block's backward begins when
-the gradient of its output is there. `comm/watch.py` notes messages and waits. Without a recorder a step has no hooks.
-CPUs only: on a GPU the host runs ahead of what it measures.
+"""Looks into one step of this rank, with hooks that a step has not otherwise: `Recorder` measures when it computes and
+sends, `Counter` counts its numbers by their exponent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,19 +14,43 @@ from torch import Tensor, nn
 
 from fivefold.comm.watch import Watch, watched
 from fivefold.models.base import LanguageModel
+from fivefold.models.mixture import Experts
+from fivefold.parallel.tensor import CutLinear
+from fivefold.precision.formats import BINS, KINDS, LOWEST, Histogram
 from fivefold.schedules.overlap import COMPUTE, Span, StepTimeline
+from fivefold.sharding.parts import Part, local_shape
 from fivefold.step.state import State
 
 Mark = tuple[float, str, str]
 """(time, kind, name) of a computation that begins."""
 
 
-class Recorder:
-    """Records from now until `stop`. All ranks begin together: call it at the same time."""
+class _Hooks:
+    """Hooks on modules, until they are removed."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def hook(self, register: Callable[..., Any], function: Callable[..., None], **options: Any) -> None:
+        self._handles.append(register(function, **options))
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class Recorder(_Hooks):
+    """Measures forward and backward of each block, the update, and all messages beside them, from now until `stop`. All
+    ranks begin together: call it at the same time.
+
+    Hooks on the blocks note when a computation begins; it lasts until the next one begins. A block's backward begins
+    when the gradient of its output is there. `comm/watch.py` notes messages and waits. CPUs only: on a GPU the host
+    runs ahead of what it measures.
+    """
 
     def __init__(self, state: State):
+        super().__init__()
         self.rank, self.marks = state.mesh.axis("run").rank, list[Mark]()
-        self.handles: list[Any] = []
         for stage in state.parallel.stages:
             self._attach(stage)
         state.mesh.axis("run").barrier()
@@ -53,9 +75,7 @@ class Recorder:
     def close(self) -> None:
         """Removes the hooks."""
         watched.now = None
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+        self.remove()
 
     def _attach(self, stage: nn.Module) -> None:
         if not isinstance(stage, LanguageModel):
@@ -76,10 +96,10 @@ class Recorder:
         self._on_gradient(module.register_forward_hook, name, lambda inputs, output: output)
 
     def _before(self, module: nn.Module, name: str) -> None:
-        self._hook(module.register_forward_pre_hook, lambda *_: self.mark("forward", name), prepend=True)
+        self.hook(module.register_forward_pre_hook, lambda *_: self.mark("forward", name), prepend=True)
 
     def _after(self, module: nn.Module, name: str) -> None:
-        self._hook(module.register_forward_hook, lambda *_: self.mark("forward", name))
+        self.hook(module.register_forward_hook, lambda *_: self.mark("forward", name))
 
     def _on_gradient(self, register: Callable[..., Any], name: str, of: Callable[..., Any]) -> None:
         """Notes when the gradient of a tensor is there that `of` finds among a hook's arguments."""
@@ -90,14 +110,11 @@ class Recorder:
                 x.register_hook(partial(self._backward, name))
 
         # Before FSDP2's hooks, which wait for weights, and start to gather others.
-        self._hook(register, hook, prepend=True)
+        self.hook(register, hook, prepend=True)
 
     def _backward(self, name: str, gradient: Tensor) -> None:
         if watched.now is self.watch:
             self.mark("backward", name)
-
-    def _hook(self, register: Callable[..., Any], function: Callable[..., None], **options: Any) -> None:
-        self.handles.append(register(function, **options))
 
 
 def _computed(marks: list[Mark], waits: list[Span], end: float) -> Iterator[Span]:
@@ -112,3 +129,84 @@ def _computed(marks: list[Mark], waits: list[Span], end: float) -> Iterator[Span
                 start = max(start, wait.end)
         if start < stop:
             yield Span(COMPUTE, kind, name, start, stop)
+
+
+def count(x: Tensor) -> Tensor:
+    """(BINS) int64: how many elements of any tensor are zero, have each exponent (the whole part of log2 |x|), are not
+    finite."""
+    x = x.detach().float().reshape(-1)
+    # Of a fraction from 1/2 to 1: bin 0 is that of 2^LOWEST + 1
+    exponent = torch.frexp(x).exponent.sub_(LOWEST)
+    exponent = torch.where(x == 0, 0, torch.where(x.isfinite(), exponent, BINS - 1))
+    return torch.bincount(exponent, minlength=BINS)
+
+
+class Counter(_Hooks):
+    """Counts the numbers of a step by their exponent, from now until `take`: weights, activations, and the gradients of
+    both. All ranks begin and end together.
+
+    Activations are the inputs of the blocks' linear layers and experts; the gradients are those of their outputs. They
+    are what a matmul of lower precision would round. Each rank counts its own, and the sum over ranks has every number
+    of the model once.
+    """
+
+    def __init__(self, state: State):
+        super().__init__()
+        self.state, self.mesh = state, state.mesh
+        # Counts what tensor ranks have in common
+        self.once = self.mesh.layout.sp or self.mesh.index("tp") == 0
+        self.counts = torch.zeros(len(KINDS), BINS, dtype=torch.int64, device=self.mesh.device)
+        self.forward = False  # recomputation runs in backward, and is not counted again
+        self.eager = ExitStack()
+        if self.mesh.device.type == "cuda":
+            self.eager.enter_context(torch.compiler.set_stance("force_eager"))
+        for stage in state.parallel.stages:
+            self._attach(stage, state.parts())
+
+    def take(self) -> Histogram:
+        """Ends counting, with weights and their gradients, which are whole and not clipped yet: those that this rank
+        owns. Returns the counts of all ranks together."""
+        for replica in self.state.parallel.replicas:
+            for name, part in replica.parts.items():
+                if part.owned:
+                    self._count("weights", replica.masters[name])
+                    if not part.frozen:
+                        self._count("weight gradients", replica.gradients[name])
+        self.remove()
+        self.eager.close()
+        counts = self.mesh.axis("all").all_reduce(self.counts).tolist()
+        return Histogram(dict(zip(KINDS, counts, strict=True)))
+
+    def _attach(self, stage: nn.Module, parts: Mapping[str, Part]) -> None:
+        set_forward = partial(setattr, self, "forward")
+        self.hook(stage.register_forward_pre_hook, lambda *_: set_forward(True), prepend=True)
+        self.hook(stage.register_forward_hook, lambda *_: set_forward(False))
+        blocks = isinstance(stage, LanguageModel)
+        for name, module in stage.named_modules():
+            if blocks and not name.startswith("blocks."):
+                continue
+            if isinstance(module, nn.Linear | CutLinear | Experts):
+                rows, columns = _cut(parts.get(f"{name}.weight"))
+                if columns or self.once:
+                    self.hook(module.register_forward_pre_hook, self._input)
+                if rows or self.once:
+                    self.hook(module.register_forward_hook, self._output)
+
+    def _input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if self.forward and torch.is_grad_enabled():
+            self._count("activations", inputs[0])
+
+    def _output(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if self.forward and output.requires_grad:
+            output.register_hook(partial(self._count, "activation gradients"))
+
+    def _count(self, kind: str, x: Tensor) -> None:
+        self.counts[KINDS.index(kind)] += count(x).to(self.counts.device)
+
+
+def _cut(part: Part | None) -> tuple[bool, bool]:
+    """Does a rank have a part of the output features only, of the input features only?"""
+    if part is None or len(part.shape) != 2:
+        return False, False
+    rows, columns = local_shape(part.computes)
+    return rows < part.shape[0], columns < part.shape[1]

@@ -76,14 +76,10 @@ def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State
     return State(parallel, mesh, torch.zeros(2, dtype=torch.float64)), pushes
 
 
-def assert_possible(ranks: Ranks, own_module: bool) -> None:
+def assert_possible(ranks: Ranks) -> None:
     """Raises UserError for what parameter servers do not support."""
     if ranks.device.type != "cpu":
         raise UserError(
             'sync.method = "server" runs on CPUs only in this version: no messages between GPUs and servers have been '
             'tried. Put CUDA_VISIBLE_DEVICES= (with no value) before the command, or set sync.method = "all"'
-        )
-    if own_module:
-        raise UserError(
-            'a module of your own does not train with sync.method = "server". Use sync.method = "all"'
         )

@@ -63,10 +63,8 @@ class State:
     limit: Tensor | None = None
     left_out: LeftOut = ()
     rollbacks: Sequence[tuple[int, int]] = ()
-    noise: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # numerator and denominator averages of the noise scale (train/noise.py)
+    # Numerator and denominator averages of the noise scale (train/noise.py)
+    noise: tuple[float, float] = (0.0, 0.0)
     elsewhere: Elsewhere | None = None  # where the frozen weights are that checkpoints leave out
     functions: UserFunctions = NOTHING  # the user's own in place of the recipe's
     forgotten: str = ""  # what a checkpoint had no place for, in words
@@ -95,6 +93,10 @@ class State:
         """This rank's part of the master weights, by name."""
         self.parallel.settle()
         return {name: w for replica in self.parallel.replicas for name, w in replica.masters.items()}
+
+    def parts(self) -> dict[str, Part]:
+        """This rank's part of each parameter, by name."""
+        return {name: part for replica in self.parallel.replicas for name, part in replica.parts.items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers of this rank's stages that checkpoints keep, by name."""
@@ -157,29 +159,16 @@ def build_state(
     site: int | None = None,
     card: ModuleCard | None = None,
     functions: UserFunctions = NOTHING,
+    memory: AbstractContextManager[object] | None = None,
 ) -> State:
     """Builds this rank's part of a resolved recipe's model, master weights and optimizer, at step 0. site: as in
-    `Mesh`. module, card: the user's own. functions: the user's own in place of the recipe's."""
-    if module is None and functions.card is None and ranks.device.type == "cpu":
-        _fits(recipe, Layout.from_recipe(recipe.layout), ranks)
+    `Mesh`. module, card: the user's own. functions: the user's own in place of the recipe's. memory: see `parallelize`;
+    with one nothing is checked."""
+    layout, sites = Layout.from_recipe(recipe.layout), recipe.sites
+    if memory is None and module is None and functions.card is None and ranks.device.type == "cpu":
+        _fits(recipe, layout, ranks)
     total = count_parameters(recipe.model) if module is None else sum(p.numel() for p in module.parameters())
-    state = assemble(recipe, ranks, module, site=site, card=card, functions=functions)
-    assert_owned_once(state.parallel.replicas, state.mesh, total)
-    return state
-
-
-def assemble(
-    recipe: Recipe,
-    ranks: Ranks,
-    module: nn.Module | None = None,
-    memory: AbstractContextManager[object] | None = None,
-    site: int | None = None,
-    card: ModuleCard | None = None,
-    functions: UserFunctions = NOTHING,
-) -> State:
-    """Builds the state without the checks of `build_state`. memory: see `parallelize`. site: see `Mesh`."""
-    sites = recipe.sites
-    mesh = Mesh(Layout.from_recipe(recipe.layout), ranks, sites.count, site, overlap=bool(sites.overlap))
+    mesh = Mesh(layout, ranks, sites.count, site, overlap=bool(sites.overlap))
     mode = compute_mode(recipe, ranks.device, module is not None)
     dtype, masters = torch_dtype(mode.working), torch_dtype(mode.master)
     if ranks.device.type == "cuda":
@@ -194,6 +183,8 @@ def assemble(
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
     state.outer = _outer(state, recipe)
+    if memory is None:
+        assert_owned_once(parallel.replicas, mesh, total)
     return state
 
 
@@ -250,9 +241,8 @@ def with_optimizer(
         else:
             given |= {"gathering": gathering}
             make = lambda masters, given=given: Updater(masters=masters, **given)  # noqa: E731
-            replica.updater = (
-                Rounded(rounding, trained, replica.parts, make) if mode.rounds else make(trained)
-            )
+            rounds = mode.rounds
+            replica.updater = Rounded(rounding, trained, replica.parts, make) if rounds else make(trained)
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual, functions=functions)
     if mode.scaled:
@@ -270,11 +260,14 @@ def updater_arguments(
     """The arguments of `Updater` that follow from the recipe, for parameters of these shapes, each undivided.
     embeddings: as in `rate_of`."""
     optim, card = recipe.optim, functions.card
+    fields = dict(card.fields) if card else {n: getattr(optim, n) for n in OPTIMIZERS[optim.name].fields}
+    assert card or None not in fields.values(), "a resolved recipe has the optimizer's fields"
     return {
         "card": card or OPTIMIZERS[optim.name],
         "lr": optim.lr,
-        "weight_decay": {name: decay_of(optim, name) for name in shapes},
-        "fields": dict(card.fields) if card else optimizer_fields(optim),
+        # Only matrices decay
+        "weight_decay": {n: optim.weight_decay * factors(_groups(optim.groups), n)[1] for n in shapes},
+        "fields": fields,
         "rates": {name: rate_of(optim, name, shape, embeddings) for name, shape in shapes.items()},
         "tokens": targets_per_step(recipe) // recipe.sites.count,
     }
@@ -293,11 +286,6 @@ def rate_of(
     return factor
 
 
-def decay_of(optim: OptimSection, name: str) -> float:
-    """The weight decay of a parameter, if it is a matrix."""
-    return optim.weight_decay * factors(_groups(optim.groups), name)[1]
-
-
 _groups = lru_cache(groups)
 
 
@@ -311,13 +299,6 @@ def embeddings_of(module: nn.Module, vocab_size: int | None) -> frozenset[str]:
         if id(p) in inside
         or (p.dim() == 2 and (vocab_size or 0) > 2 and p.shape[0] == vocab_size)  # 2: not known
     )
-
-
-def optimizer_fields(optim: OptimSection) -> dict[str, Any]:
-    """The values of the fields that the recipe's optimizer has."""
-    fields = {name: getattr(optim, name) for name in OPTIMIZERS[optim.name].fields}
-    assert None not in fields.values(), "a resolved recipe has the optimizer's fields"
-    return fields
 
 
 def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:

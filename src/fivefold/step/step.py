@@ -149,10 +149,11 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
     scale = 1 / (share.total * mesh.size("cp"))
 
     def seeds(microbatch: int, stage: int = 0) -> None:
-        """stage: which of this rank's."""
-        seed_dropout(
-            seed, state.step, microbatch, dropout_rank(mesh) + stage * mesh.sites * mesh.layout.ranks
-        )
+        """Sets the random state from the position in the run, so a resumed run draws the same numbers. stage: which of
+        this rank's."""
+        number = dropout_rank(mesh) + stage * mesh.sites * mesh.layout.ranks
+        mixed = (seed * 1_000_003 + state.step) * 1_000_003 + microbatch * 65_537 + number
+        torch.manual_seed(mixed % 2**63)
 
     def backward(microbatch: int) -> None:
         """The backward of a microbatch begins."""
@@ -216,12 +217,6 @@ def dropout_rank(mesh: Mesh) -> int:
     With sp each has its own piece, and draws its own numbers."""
     rank = mesh.axis("run").rank if mesh.layout.sp else mesh.axis("tp").ranks[0]
     return rank + mesh.layout.ranks * mesh.site * mesh.apart
-
-
-def seed_dropout(seed: int, step: int, microbatch: int, rank: int) -> None:
-    """Sets the random state from the position in the run, so a resumed run draws the same numbers."""
-    mixed = (seed * 1_000_003 + step) * 1_000_003 + microbatch * 65_537 + rank
-    torch.manual_seed(mixed % 2**63)
 
 
 def update(
@@ -344,11 +339,6 @@ def _losses(nats: float, targets: float, size: float) -> dict[str, float]:
     if size:
         found["val_bits_per_byte"] = nats / size / math.log(2)
     return found
-
-
-def evaluate(state: State, microbatches: list[Microbatch], token_bytes: Tensor | None) -> dict[str, float]:
-    """Validates on one set: val_loss and, given token_bytes, val_bits_per_byte."""
-    return _losses(*_sums(state, microbatches, token_bytes))
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from fivefold.parallel.microbatch import Microbatch, take
 from fivefold.parallel.offload.activations import Activations
 from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
-from fivefold.step.state import State, assemble
+from fivefold.step.state import State, build_state
 from fivefold.step.step import forward_backward, take_step
 from fivefold.trace import private, standins
 from fivefold.trace.memory import Peak, Tracker, states_of, tensors_in
@@ -91,7 +91,7 @@ def probe(
             stack.enter_context(standins.a_gpu())
             stack.enter_context(standins.Creating(fake))
         stack.enter_context(fake_files())
-        state = assemble(recipe, ranks, memory=fake)
+        state = build_state(recipe, ranks, memory=fake)
         state.go_to(layout.compress_after or 0)
         try:
             _share_evenly(state)

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -32,10 +31,9 @@ from fivefold.train.evaluate import Evaluation, evaluate
 from fivefold.train.generate import Sampling, open_run, require_tokenizer, samples_of
 from fivefold.train.job import BatchSource
 from fivefold.train.start import run_command
-from fivefold.train.user_hooks import Callback, Optimizer, brings
+from fivefold.train.user_hooks import CallbackLike, Optimizer, brings
 
 Prompts = list[str] | tuple[str, ...]
-CallbackLike = Callback | type[Callback] | partial[Callback] | str
 
 
 class EvaluationFields(TypedDict, total=False):
@@ -256,20 +254,10 @@ def train(
     Raises:
         UserError: an error in recipe, layout, data or folder that the user can fix.
     """
-    own, folder = brings(callbacks, metrics, loss, optimizer, schedule), None if out is None else Path(out)
+    hooks, folder = brings(callbacks, metrics, loss, optimizer, schedule), None if out is None else Path(out)
+    own: dict[str, Any] = {"module": model, "card": card, "batches": data, "val_batches": val_data}
     with _quietly(quiet):
-        found = run_command(
-            recipe,
-            nproc,
-            folder,
-            fork=False,
-            module=model,
-            card=card,
-            batches=data,
-            val_batches=val_data,
-            brings=own,
-        )
-    return Run(found)
+        return Run(run_command(recipe, nproc, folder, fork=False, brings=hooks, **own))
 
 
 @brief
@@ -296,22 +284,10 @@ def resume(
     to go back to; later ones are set aside. Other arguments are those of `train`. Model, data, loss, optimizer and
     schedule have to be brought again.
     """
-    own = brings(callbacks, metrics, loss, optimizer, schedule)
+    hooks, recipe = brings(callbacks, metrics, loss, optimizer, schedule), recipe or Run(out).recipe
+    own: dict[str, Any] = {"module": model, "card": card, "batches": data, "val_batches": val_data}
     with _quietly(quiet):
-        found = run_command(
-            recipe or Run(out).recipe,
-            nproc,
-            Path(out),
-            True,
-            checkpoint,
-            fork=False,
-            module=model,
-            card=card,
-            batches=data,
-            val_batches=val_data,
-            brings=own,
-        )
-    return Run(found)
+        return Run(run_command(recipe, nproc, Path(out), True, checkpoint, fork=False, brings=hooks, **own))
 
 
 @contextmanager
@@ -329,6 +305,5 @@ def _quietly(wanted: bool | None) -> Generator[None]:
 
 def _in_notebook() -> bool:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return any(
-        kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__
-    )  # hosted ones derive from it
+    # Hosted ones derive from it
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)

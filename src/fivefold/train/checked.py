@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,17 @@ from fivefold.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Meta:
-    """step: optimizer steps. updates: those that changed the weights. skipped: the last ones in a row that did not.
-    noise, usual, left_out, loss_scale: as in `step.State`; None: not saved. sites: how many the run has, whether all
-    have the common weights, steps between outer steps, fragments. compression: the layout whose residuals are saved.
-    products: which library multiplies; None: not saved."""
+    """step: optimizer steps. updates: those that changed the weights. noise, usual, left_out, loss_scale: as in
+    `step.State`; None: not saved. sites: how many the run has, whether all have the common weights, steps between outer
+    steps, fragments. compression: the layout whose residuals are saved. products: which library multiplies; None: not
+    saved."""
 
     step: int
     updates: int
-    skipped: int
-    noise: tuple[float, ...] | None
-    usual: tuple[float, ...] | None
+    noise: tuple[float, float] | None
+    usual: list[float] | None
     left_out: tuple[tuple[int, int], ...]
-    loss_scale: tuple[float, ...] | None
+    loss_scale: list[float] | None
     sites: int
     aligned: bool
     every: int
@@ -47,65 +46,63 @@ class Meta:
 
 def meta_of(checkpoint: Reader) -> Meta:
     """Raises Damaged: something is missing, or not of its type or range."""
-    meta, where = checkpoint.meta, checkpoint.folder / MANIFEST
-    if "step" not in meta:
-        raise Damaged(f"{where} is damaged: meta.step is missing")
-    step = int(meta["step"])
-    sites = meta.get("sites", {})
-    if not isinstance(sites, dict):
-        raise Damaged(f"{where} is damaged: meta.sites is not an object")
-    compression = meta.get("compression")
-    layout = compression.get("layout") if isinstance(compression, dict) else compression
-    if layout is not None and not isinstance(layout, str):
-        raise Damaged(f"{where} is damaged: meta.compression is not a layout")
+
+    def checked(name: str, default: Any, valid: Callable[[Any], bool], must: str) -> Any:
+        value = checkpoint.meta.get(name, default)
+        if value != default and not valid(value):
+            where = f"{checkpoint.folder / MANIFEST} is damaged"
+            raise Damaged(f"{where}: meta.{name} must be {must}, not {value!r:.80}")
+        return value
+
+    step = checked("step", "missing", lambda value: type(value) is int, "a number")
+    if step == "missing":
+        raise Damaged(f"{checkpoint.folder / MANIFEST} is damaged: meta.step is missing")
+    noise = checked("noise", None, lambda value: _finite(value, 2), "2 finite numbers")
+    flat = checked("left_out", [], _pairs, "pairs of whole numbers")
+    sites = checked("sites", {}, _sites, "whole numbers >= 1 by name")
+    compression = checked("compression", None, _layout, "a layout")
+    products = checked("products", None, _products, "a processor and a list of matmuls")
     return Meta(
         step,
-        int(meta.get("updates", step)),
-        int(meta.get("skipped", 0)),
-        _numbers(where, meta, "noise", 2),
-        _numbers(where, meta, "usual", 6),
-        _left_out(where, meta),
-        _numbers(where, meta, "loss_scale", 2, 3),
-        _whole(where, sites, "count", 1),
+        int(checkpoint.meta.get("updates", step)),
+        noise and (noise[0], noise[1]),
+        checked("usual", None, lambda value: _finite(value, 6), "6 finite numbers"),
+        tuple(zip(flat[::2], flat[1::2], strict=True)),
+        checked("loss_scale", None, lambda value: _finite(value, 2, 3), "2 finite numbers"),
+        sites.get("count", 1),
         bool(sites.get("aligned", True)),
-        _whole(where, sites, "every", 1),
-        _whole(where, sites, "fragments", 1),
-        layout,
-        _products(where, meta),
+        sites.get("every", 1),
+        sites.get("fragments", 1),
+        compression and compression["layout"],
+        products and Table(**products),
     )
 
 
-def _products(where: Path, found: Mapping[str, Any]) -> Table | None:
-    match found.get("products"):
-        case None:
-            return None
-        case {"processor": str(processor), "onednn": [*names]} if all(type(name) is str for name in names):
-            return Table(processor, names)
-    raise Damaged(f"{where} is damaged: meta.products must name a processor and a list of matmuls")
+def _finite(value: Any, *counts: int) -> bool:
+    numbers = isinstance(value, list) and len(value) in counts
+    return numbers and all(type(n) in (int, float) and math.isfinite(n) for n in value)
 
 
-def _whole(where: Path, found: Mapping[str, Any], name: str, default: int) -> int:
-    value = found.get(name, default)
-    if type(value) is not int or value < 1:
-        raise Damaged(f"{where} is damaged: {name} must be a whole number >= 1, not {value!r:.40}")
-    return value
+def _pairs(value: Any) -> bool:
+    return isinstance(value, list) and len(value) % 2 == 0 and all(type(n) is int and n >= 0 for n in value)
 
 
-def _left_out(where: Path, found: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    flat = found.get("left_out", [])
-    if not isinstance(flat, list) or len(flat) % 2 or not all(type(n) is int and n >= 0 for n in flat):
-        raise Damaged(f"{where} is damaged: left_out must be pairs of whole numbers, not {flat!r:.80}")
-    return tuple(zip(flat[::2], flat[1::2], strict=True))
+def _sites(value: Any) -> bool:
+    counts = (
+        [value.get(name, 1) for name in ("count", "every", "fragments")] if isinstance(value, dict) else []
+    )
+    return bool(counts) and all(type(n) is int and n >= 1 for n in counts)
 
 
-def _numbers(where: Path, found: Mapping[str, Any], name: str, *counts: int) -> tuple[float, ...] | None:
-    values = found.get(name)
-    if values is None:
-        return None
-    known = isinstance(values, list) and len(values) in counts
-    if not known or not all(type(n) in (int, float) and math.isfinite(n) for n in values):
-        raise Damaged(f"{where} is damaged: {name} must be {counts[0]} finite numbers, not {values!r:.80}")
-    return tuple(map(float, values))
+def _layout(value: Any) -> bool:
+    return isinstance(value, dict) and type(value.get("layout")) is str
+
+
+def _products(value: Any) -> bool:
+    match value:
+        case {"processor": str(), "onednn": [*names], **more}:
+            return not more and all(type(name) is str for name in names)
+    return False
 
 
 def assert_same(folders: list[Path], mesh: Mesh) -> None:
@@ -120,7 +117,10 @@ def assert_same(folders: list[Path], mesh: Mesh) -> None:
     if mesh.size("run") == 1:
         return
     step = store.step_in(folders[0]) if folders else -1
-    number = _number(b"\n".join([*(folder.name.encode() for folder in folders), *map(_content, folders[:1])]))
+    newest = b""
+    with suppress(OSError, IndexError):
+        newest = (folders[0] / MANIFEST).read_bytes()
+    number = _number(b"\n".join([*(folder.name.encode() for folder in folders), newest]))
     extremes = torch.tensor([step, -step, number, -number], device=mesh.device)
     mesh.axis("run").all_reduce(extremes, "max")
     last, first, high, low = extremes.tolist()
@@ -131,11 +131,9 @@ def assert_same(folders: list[Path], mesh: Mesh) -> None:
         raise BusyError(f"ranks see different checkpoints of step {step}. Is the disk shared?")
 
 
-def _content(folder: Path) -> bytes:
-    try:
-        return (folder / MANIFEST).read_bytes()
-    except OSError:
-        return b""
+def anywhere(flag: bool, axis: Axis) -> bool:
+    """True if this is true of any rank of the axis. All of them call it."""
+    return bool(axis.all_reduce(torch.tensor(float(flag), device=axis.device), "max"))
 
 
 @contextmanager
@@ -166,21 +164,17 @@ def check_files(checkpoint: store.Reader, needed: set[str], run: Axis) -> None:
     with all_or_none(run):
         files = sorted(checkpoint.files)
         wanted = torch.tensor([file in needed for file in files], dtype=torch.uint8, device=run.device)
-    here = _on_this_machine(run)
+    # Without a group of their own: parameter servers resume while workers do something else, and torch wants all ranks
+    # of a launch for new groups
+    machine = _number(machine_id())
+    machines = run.all_gather(torch.tensor([machine], device=run.device)).tolist()
+    here = [index for index, other in enumerate(machines) if other == machine]
     by_rank = run.all_gather(wanted[None])  # (ranks, files)
     shared = by_rank[here].any(0).nonzero().view(-1).tolist()
     with damaged_together(run):
         mine = [files[number] for number in shared[here.index(run.index) :: len(here)]]
         checkpoint.check(*mine, threads=store.threads(len(here)))
     checkpoint.trust(files[number] for number in shared)
-
-
-def _on_this_machine(run: Axis) -> list[int]:
-    """The indices of the ranks on this rank's machine. Without a group of their own: parameter servers resume while
-    workers do something else, and torch wants all ranks of a launch for new groups."""
-    machine = _number(machine_id())
-    every = run.all_gather(torch.tensor([machine], device=run.device)).tolist()
-    return [index for index, other in enumerate(every) if other == machine]
 
 
 def _number(content: bytes) -> int:

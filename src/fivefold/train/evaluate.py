@@ -30,7 +30,7 @@ from fivefold.models.card import card_of
 from fivefold.models.rules import having
 from fivefold.models.section import ModelSection
 from fivefold.precision import DTYPES, PRECISIONS, chosen, torch_dtype
-from fivefold.recipe import Recipe, load
+from fivefold.recipe import load
 from fivefold.train.generate import open_run, require_tokenizer
 from fivefold.train.likelihood import Request, Score, score, windows
 
@@ -117,7 +117,9 @@ def evaluate(
     for path in texts:  # errors come before the weights are read
         require_readable(Path(path))
     given = [_read_task(Path(path), how) for path in tasks]
-    device, dtype = device_for(0), how.dtype or _dtype(recipe)
+    device = device_for(0)
+    validated = PRECISIONS[chosen(recipe.precision.mode, has_fast_bf16(device.type))].working
+    dtype = how.dtype or validated
     folder = store.chosen(run, step)
     module, _, tokenizer = open_run(run, checkpoint=folder, device=device, dtype=torch_dtype(dtype))
     tokenizer = require_tokenizer(run, tokenizer)
@@ -325,9 +327,3 @@ def _length(name: str, value: int | None, most: int, what: str) -> int:
     if value is not None and value > most:
         raise UserError(f"{name} = {value}: must be at most {most} ({what})")
     return value or most
-
-
-def _dtype(recipe: Recipe) -> str:
-    """The dtype of the weights in the run's validation."""
-    fast = has_fast_bf16(device_for(0).type)
-    return PRECISIONS[chosen(recipe.precision.mode, fast)].working

@@ -6,16 +6,21 @@ recipe only wants to be told of it. `train/rollback.py` goes back to a checkpoin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fivefold.checkpoint.store import LARGEST
+from fivefold.comm import told
 from fivefold.errors import UserError
+from fivefold.kernels.hashing import digest, keys
 from fivefold.observe.faults import GROWTH, described, found_in
 from fivefold.recipe import FaultsSection
+from fivefold.sharding.parts import Ranges
 from fivefold.step.state import State
 from fivefold.step.step import last_update
 from fivefold.train.restart import newest
@@ -86,12 +91,6 @@ def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> F
     return None
 
 
-def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
-    """A fault if the last update has destroyed weights (step/judge.py), or if a weight or a state of the optimizer is
-    not finite, or a buffer holds NaN, on any rank. All ranks call it."""
-    return None if finite(state) else destroyed_after(state.step, faults)
-
-
 def destroyed_after(step: int, faults: FaultsSection) -> Fault:
     """The fault of weights or states that are found destroyed after this step."""
     said = (
@@ -102,9 +101,9 @@ def destroyed_after(step: int, faults: FaultsSection) -> Fault:
 
 
 @torch.no_grad()
-def finite(state: State) -> bool:
-    """True if all weights and states of the optimizer are finite and not beyond LARGEST, no buffer holds NaN, and the
-    last update has not destroyed weights, on all ranks. All ranks call it."""
+def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
+    """A fault if a weight or a state of the optimizer is not finite or beyond LARGEST, or a buffer holds NaN, or the
+    last update has destroyed weights (step/judge.py), on any rank. All ranks call it."""
     common = state.outer.weights if state.outer is not None else {}
     worst = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
     for tensors in (state.masters(), state.moments(), common):
@@ -118,4 +117,64 @@ def finite(state: State) -> bool:
     for buffer in state.buffers().values():
         if buffer.is_floating_point():
             wrong = torch.maximum(wrong, buffer.float().isnan().any().float())
-    return not state.mesh.axis("run").all_reduce(wrong, "max").item()
+    anywhere = state.mesh.axis("run").all_reduce(wrong, "max").item()
+    return destroyed_after(state.step, faults) if anywhere else None
+
+
+def corrupted(state: State) -> str:
+    """Compares the weights that several ranks keep, by hashes of their bits. Returns what differs, in words, the same
+    on all ranks: the first tensor, and which ranks have other bits; "" if nothing does. All ranks call it.
+
+    Ranks that keep the same part of a parameter compute the same update of it, bit for bit. So a difference is a fault:
+    of memory, of a processor, of a message. It stays in the tensor in which it happened, as gradients are the same for
+    all.
+    """
+    run, tensors = state.mesh.axis("run"), _shared_tensors(state)
+    size = int(run.all_reduce(torch.tensor(len(tensors), device=run.device), "max"))
+    hashes = torch.zeros(1, size, 2, dtype=torch.int64, device=run.device)
+    for row, (text, tensor) in enumerate(tensors.items()):
+        hashes[0, row, 0], hashes[0, row, 1] = keys(text)[0], digest(tensor)
+    by_rank = run.all_gather(hashes).tolist()  # (ranks, tensors, 2)
+    holders: dict[int, dict[int, int]] = {}  # of each part: the hash by rank
+    for rank, rows in enumerate(by_rank):
+        for key, value in rows:
+            if key:
+                holders.setdefault(key, {})[rank] = value
+    wrong = {key for key, values in holders.items() if len(set(values.values())) > 1}
+    if not wrong:
+        return ""
+    teller = next(rank for rank, rows in enumerate(by_rank) if any(key in wrong for key, _ in rows))
+    first = next(key for key, _ in by_rank[teller] if key in wrong)
+    name = next((text for text in tensors if keys(text)[0] == first), "")  # this rank may lack it
+    name = told(name.partition(" ")[2], teller, run)
+    more = f" (and {len(wrong) - 1} other tensors)" if len(wrong) > 1 else ""
+    return f"after step {state.step} ranks differ in {name}{more}: {_odd(holders[first])}"
+
+
+def _shared_tensors(state: State) -> dict[str, Tensor]:
+    """This rank's part of each parameter. Its key is the same on ranks that must have the same bits."""
+    parts = state.parts()
+    tensors = {f"site{state.mesh.site} {_named(n, parts[n].keeps)}": w for n, w in state.masters().items()}
+    if state.outer is not None:
+        tensors |= {f"common {_named(n, parts[n].keeps)}": w for n, w in state.outer.weights.items()}
+    return {text: tensor for text, tensor in tensors.items() if tensor.numel()}
+
+
+def _named(name: str, keeps: Ranges) -> str:
+    """A part of a parameter: `blocks.0.mlp.up.weight[0:16,0:32]`."""
+    return f"{name}[{','.join('+'.join(f'{a}:{b}' for a, b in dim) for dim in keeps)}]"
+
+
+def _odd(values: dict[int, int]) -> str:
+    """Which ranks have other bits than most."""
+    count = Counter(values.values())
+    (usual, most), *others = count.most_common()
+    if others and others[0][1] == most:
+        groups = [_those([rank for rank, v in values.items() if v == value]) for value in count]
+        return f"{' and '.join(groups)} have different bits; which are right cannot be said"
+    odd = [rank for rank, value in values.items() if value != usual]
+    return f"{_those(odd)} {'have' if len(odd) > 1 else 'has'} other bits than {most} other ranks"
+
+
+def _those(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -172,39 +172,27 @@ def generate(
             model's output is not finite.
     """
     _check(model, prompt)
-    was_training = module.training
-    module.eval()
-    try:
-        ends = {end_id} if isinstance(end_id, int) else frozenset(end_id)
-        yield from _tokens(module, model, list(prompt[-model.seq_len :]), sampling, vocab_size, ends)
-    finally:
-        module.train(was_training)
-
-
-def _tokens(
-    module: nn.Module,
-    model: ModelSection,
-    text: list[int],
-    sampling: Sampling,
-    vocab_size: int | None,
-    ends: Collection[int],
-) -> Iterator[int]:
-    weight = next(module.parameters())
+    ends = {end_id} if isinstance(end_id, int) else frozenset(end_id)
+    text, weight, was_training = list(prompt[-model.seq_len :]), next(module.parameters()), module.training
     capacity = min(model.seq_len, len(text) + sampling.max_tokens)
     cache = Cache(model, capacity=capacity, dtype=weight.dtype, device=weight.device)
     randomness = torch.Generator().manual_seed(sampling.seed)
-    new = text
-    for _ in range(sampling.max_tokens):
-        if cache.length + len(new) > cache.capacity:
-            cache.clear()
-            new = text[-(cache.capacity // 2) :]
-        logits = _next_logits(module, torch.tensor([new], device=weight.device), cache)
-        token = sample(logits[:vocab_size], sampling, randomness)
-        if token in ends:
-            return
-        yield token
-        text.append(token)
-        new = [token]
+    module.eval()
+    try:
+        new = text
+        for _ in range(sampling.max_tokens):
+            if cache.length + len(new) > cache.capacity:
+                cache.clear()
+                new = text[-(cache.capacity // 2) :]
+            logits = _next_logits(module, torch.tensor([new], device=weight.device), cache)
+            token = sample(logits[:vocab_size], sampling, randomness)
+            if token in ends:
+                return
+            yield token
+            text.append(token)
+            new = [token]
+    finally:
+        module.train(was_training)
 
 
 @torch.no_grad()  # here, and not in the generator, where it would stay on for the caller between tokens

@@ -34,20 +34,18 @@ from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import LeftOut, Recipe, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.schedules.overlap_draw import summary
-from fivefold.step import replicas
 from fivefold.step.custom import measuring
-from fivefold.step.histogram import Counter
-from fivefold.step.recorder import Recorder
+from fivefold.step.recorder import Counter, Recorder
 from fivefold.step.state import State, compute_mode
 from fivefold.step.step import validate
-from fivefold.train.faults import Fault, note
+from fivefold.train.checked import anywhere
+from fivefold.train.faults import Fault, corrupted, note
 from fivefold.train.generate import Chat, Sampling, generate_text, open_run
-from fivefold.train.job import Job
+from fivefold.train.job import Job, identity
 from fivefold.train.loop import due
 from fivefold.train.noise import NoiseScale
 from fivefold.train.prediction import Prediction
 from fivefold.train.profile import MemoryWatch, ProfileWatch
-from fivefold.train.saved import identity
 from fivefold.train.saver import BUSY, FAILED, Saver
 from fivefold.train.share import documents_of, stream_states, validation_sets
 from fivefold.train.user_hooks import WITHOUT, Callbacks
@@ -145,15 +143,16 @@ class RunHooks:
         self.inspected = self.state.step
         self.saver.before_update()
         if self.counter is not None:
-            self._write_histogram(self.counter)
-            self.counter = None
+            found, self.counter = self.counter.take(), None
+            if self.ranks.first:
+                path = number_formats.write(self.job.out, self.state.step + 1, found)
+                shows = f"`fivefold formats --run {self.job.out}` shows them"
+                self.console.note(f"numbers by exponent: {path}; {shows}")
         self.memory.begin_update()
         if self.recorder is not None:
             self.recorder.mark("update", "update")
-        return self.saver.figures() | self._noise()
-
-    def _noise(self) -> dict[str, Tensor]:
-        return dict(zip((SQUARES, UNEVEN), self.noise.take(), strict=True)) if self.noise else {}
+        noise = zip((SQUARES, UNEVEN), self.noise.take(), strict=True) if self.noise else ()
+        return self.saver.figures() | dict(noise)
 
     def end_step(self) -> dict[str, Any]:
         self.predicted.end_step()
@@ -170,7 +169,7 @@ class RunHooks:
         faults = self.job.recipe.faults
         if self.state.mesh.size("run") == 1 or not due(faults.hash_every, step):
             return None
-        if wrong := replicas.compare(self.state):
+        if wrong := corrupted(self.state):
             return Fault(step, wrong, faults.on_corruption, self.right, leaves_out=False, good=False)
         self.right = step
         return None
@@ -201,15 +200,6 @@ class RunHooks:
             self.console.note(f"timeline of the pipeline in step {line['step']}: {path}")
         if said:
             self.console.warn(said)
-
-    def _write_histogram(self, counter: Counter) -> None:
-        counter.take_gradients()
-        found = counter.take()
-        if self.ranks.first:
-            path = number_formats.write(self.job.out, self.state.step + 1, found)
-            self.console.note(
-                f"numbers by exponent: {path}; `fivefold formats --run {self.job.out}` shows them"
-            )
 
     def _write_timeline(self, timeline: StepTimeline) -> None:
         path = step_timeline.write(self.job.out, timeline)
@@ -244,12 +234,7 @@ class RunHooks:
         tokenizer = job.data.tokenizer if job.data is not None else None
         if self.state.mesh.layout.divided:
             self.settle()  # the sample is written by the checkpoint of this step
-        if (
-            not self.ranks.first
-            or tokenizer is None
-            or job.module is not None
-            or not card_of(job.recipe.model).causal
-        ):
+        if not self.ranks.first or tokenizer is None or job.module or not card_of(job.recipe.model).causal:
             return
         try:
             with progress.phase("sampling"), self._common_weights():
@@ -285,8 +270,7 @@ class RunHooks:
         if self.ranks.first:
             figures = summarize(read_metrics(self.job.out)) | {"complete": complete}
             self.callbacks.tell("on_end", self.state.step, figures=figures, model=self._model)
-        stopped = torch.tensor(float(bool(self.callbacks.stopped)), device=self.state.mesh.device)
-        return bool(self.state.mesh.axis("run").all_reduce(stopped, "max"))
+        return anywhere(bool(self.callbacks.stopped), self.state.mesh.axis("run"))
 
     def _tell_of_saves(self) -> None:
         """Tells callbacks of checkpoints that are complete by now."""
@@ -327,13 +311,8 @@ def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:
     try:
         module = _whole_model(state, job, step)
         if tokenizer.chat_template:
-            chat = Chat(
-                module,
-                job.recipe.model,
-                tokenizer,
-                ChatTemplate(tokenizer.chat_template, tokenizer),
-                sampling,
-            )
+            template = ChatTemplate(tokenizer.chat_template, tokenizer)
+            chat = Chat(module, job.recipe.model, tokenizer, template, sampling)
             said = train.sample_prompt or GREETING
             return f"{said}\n{''.join(chat.ask(said))}"
         pieces = generate_text(module, job.recipe.model, tokenizer, train.sample_prompt, sampling)

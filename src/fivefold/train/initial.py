@@ -16,7 +16,7 @@ from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.errors import UserError, did_you_mean
 from fivefold.files import expanded, guard, make_folder, read_json, write_atomically
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
+from fivefold.models.custom import CustomModel, buffers_of
 from fivefold.models.rules import differences
 from fivefold.models.section import ModelSection
 from fivefold.observe.sections import INITIAL
@@ -72,7 +72,9 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel
             "it first (docs/own_model.md)"
         )
     said = f"train.init_from = {where}"
-    if own is None and not _own_weights(folder, source):
+    # A run's weights may be those of a user's own module, which its recipe does not describe
+    described = source.reader is None or set(source.names()) == set(_names(_model(folder)))
+    if own is None and described:
         changed = _same_model(said, recipe.model, _model(folder))
     new = _same_shapes(said, recipe, source, own)
     _same_vocabulary(said, folder, recipe, tokenizer)
@@ -102,11 +104,6 @@ def _model(folder: Path) -> ModelSection:
     else:
         model = ModelSection(**hf_model(folder))
     return resolve_model(model, vocab_size=model.vocab_size or 2)
-
-
-def _own_weights(folder: Path, source: Source) -> bool:
-    """True if a run's weights are those of a user's own module, which its recipe does not describe."""
-    return source.reader is not None and set(source.names()) != set(_names(_model(folder)))
 
 
 def _names(model: ModelSection) -> dict[str, Shape]:
@@ -182,8 +179,7 @@ def load_initial(state: State, found: Initial, named: Rename = str, keep: bool =
     """
     run = state.mesh.axis("run")
     masters, disk = state.masters(), state.parallel.disk
-    parts = {name: part for replica in state.parallel.replicas for name, part in replica.parts.items()}
-    buffers = state.buffers()
+    parts, buffers = state.parts(), state.buffers()
     with all_or_none(run):
         source = Source(Path(found.where), Path(found.checkpoint) if found.checkpoint else None)
         mine = [name for name in masters if name not in found.new]
@@ -213,10 +209,6 @@ def load_initial(state: State, found: Initial, named: Rename = str, keep: bool =
         state.outer.start_from_masters()
     if found.frozen and not keep:
         state.elsewhere = Elsewhere(found.where, found.checkpoint, found.fingerprint, found.frozen)
-
-
-def named_by(card: ModuleCard | None) -> Rename:
-    return card.named if card is not None else str
 
 
 def write(out: Path, found: Initial) -> None:

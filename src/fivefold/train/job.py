@@ -1,4 +1,5 @@
-"""The job that every rank of a run gets, with the user's own batches and module if there are any."""
+"""The job that every rank of a run gets, with the user's own batches and module if there are any; and what all of its
+ranks, and the runs that resume it, must have in common."""
 
 from __future__ import annotations
 
@@ -8,12 +9,22 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from fivefold.checkpoint.source import TOKENIZER
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet
+from fivefold.data.mixture import amounts, order_of
+from fivefold.data.tokenizer import Tokenizer
+from fivefold.files import expanded
 from fivefold.models.custom import ModuleCard
 from fivefold.recipe import Recipe
-from fivefold.train.initial import Initial
+from fivefold.train.initial import Initial, recorded
 from fivefold.train.user_hooks import WITHOUT, UserHooks
+
+FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
+STAGES = "data.stages"  # [place at which it begins, weight of each source] of each stage
+OWN = ("data", "checkpoint", "observe", "launch", "train.init_from", "layout.offload_dir", "layout.recompute")
+"""Sections and fields in which the machines of a run may differ: paths (their contents count), what is kept and shown,
+how long ranks wait, and what is computed again, which each site may choose by its own speed."""
 
 
 class BatchSource(Protocol):
@@ -54,3 +65,53 @@ class Job:
     initial: Initial | None = None
     card: ModuleCard | None = None
     own: UserHooks = WITHOUT
+
+
+def tokenizer_to_keep(job: Job) -> Tokenizer | None:
+    """The tokenizer whose file the run folder keeps. None: there is none, or `data.tokenizer` is that very file, as in
+    an imported run."""
+    own, named = job.out.absolute() / "tokenizer.json", job.recipe.data.tokenizer
+    return job.data.tokenizer if job.data and expanded("data.tokenizer", named).absolute() != own else None
+
+
+def shared(job: Job) -> dict[str, Any]:
+    """What all ranks of a run must have in common, its sites and servers included, by name: the recipe's fields but
+    those of `OWN`, and the contents of data and first weights, wherever they lie."""
+    found = {
+        f"{section}.{key}": value
+        for section, fields in job.recipe.model_dump(mode="json").items()
+        if section not in OWN
+        for key, value in fields.items()
+        if f"{section}.{key}" not in OWN
+    }
+    first = job.initial.fingerprint if job.initial else recorded(job.out)
+    return found | {"the first weights": first} | identity(job)
+
+
+def identity(job: Job) -> dict[str, Any]:
+    """Those of the `shared` settings that determine the position in the data and the optimizer's states.
+
+    A run cannot resume exactly if one of them has changed.
+    """
+    recipe = job.recipe
+    found: dict[str, Any] = {
+        "model.seq_len": recipe.model.seq_len,
+        "train.global_batch_size": recipe.train.global_batch_size,
+        "train.batch_ramp": recipe.train.batch_ramp,
+        "train.seed": recipe.train.seed,
+        "optim.name": recipe.optim.name,
+    }
+    if job.data is not None:
+        found[FINGERPRINT] = job.data.info.get("fingerprint")
+        found["data.packing"] = recipe.data.packing
+        if (tokenizer := tokenizer_to_keep(job)) is not None:
+            found[TOKENIZER] = tokenizer.fingerprint
+        # The fingerprint is the files', and not that of the tokens which are taken of them
+        if any(spec.startswith("tokens:") for spec in recipe.data.specs.values()):
+            found["data.val_fraction"] = recipe.data.val_fraction
+            if recipe.data.packing == "best_fit":
+                found["data.end_token"] = recipe.data.end_token
+        if job.data.parts:
+            stages = order_of(recipe, amounts(recipe, job.data)).stages
+            found[STAGES] = [[stage.begin, *stage.weights] for stage in stages]
+    return found | job.own.identity()

@@ -22,7 +22,7 @@ from fivefold.errors import UserError
 from fivefold.parallel.microbatch import Microbatch, Share
 from fivefold.plan.advice.budget import noise_parts
 from fivefold.recipe import Recipe, microbatches_per_step, tokens_per_step
-from fivefold.sharding.parts import Part, size_of
+from fivefold.sharding.parts import size_of
 from fivefold.sharding.syncs import scattered_once
 from fivefold.step.state import State
 
@@ -55,11 +55,10 @@ class NoiseScale:
         self.once = once
         self.square, self.uneven = torch.zeros(2, dtype=torch.float64, device=state.mesh.device)
         for replica in state.parallel.replicas:
-            replica.watch(self._see, {name for name, part in replica.parts.items() if self._counts(part)})
-
-    def _counts(self, part: Part) -> bool:
-        """True if this rank counts a parameter: one tensor-parallel rank counts those that all of them share."""
-        return self.mesh.index("tp") == 0 or size_of(part.computes) < math.prod(part.shape)
+            # One tensor-parallel rank counts the parameters that all of them share
+            first, parts_of = state.mesh.index("tp") == 0, replica.parts.items()
+            counted = {n for n, p in parts_of if first or size_of(p.computes) < math.prod(p.shape)}
+            replica.watch(self._see, counted)
 
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
         """A step begins. Every rank gives its own microbatches."""

@@ -64,25 +64,22 @@ class Prediction:
         it, or says why there is none."""
         try:
             found = self._predicted()
-            peak = size(found["memory"]["peak_bytes"])
-            said = f"predicted: {found['time']['step_s']:.3g} s per step, {peak} of tensors per rank"
-            if self.assumed is None:
-                _save(self.job.out, {"predicted": found})
-            else:
-                step = self._first + FITTED
-                after = (
-                    f"the time per step follows after step {step}"
-                    if step < self._steps
-                    else "no time per step"
-                )
-                said = (
-                    f"predicted: {peak} of tensors per rank; {after}, because this machine has not been measured "
-                    "(`fivefold bench hardware` does it, in two minutes)"
-                )
-                _save(self.job.out, {"predicted": None, "why": said})
         except UserError as error:
             said = f"no prediction: {error}"
             _save(self.job.out, {"predicted": None, "why": said})
+            return said
+        peak = size(found["memory"]["peak_bytes"])
+        if self.assumed is None:
+            _save(self.job.out, {"predicted": found})
+            return f"predicted: {found['time']['step_s']:.3g} s per step, {peak} of tensors per rank"
+        step, after = self._first + FITTED, "no time per step"
+        if step < self._steps:
+            after = f"the time per step follows after step {step}"
+        said = (
+            f"predicted: {peak} of tensors per rank; {after}, because this machine has not been measured "
+            "(`fivefold bench hardware` does it, in two minutes)"
+        )
+        _save(self.job.out, {"predicted": None, "why": said})
         return said
 
     def learn(self, step: int, seconds: float) -> str:
@@ -184,11 +181,8 @@ class Prediction:
             return
         first = max(self._first, self.fitted)
         lines = [line for line in read_metrics(self.job.out / "metrics.jsonl") if line["step"] > first]
-        measured = {
-            "step_s": prediction.step_seconds(lines),
-            "memory_bytes": memory_bytes,
-            "sent_bytes": sent_bytes,
-        }
+        seconds = prediction.step_seconds(lines)
+        measured = {"step_s": seconds, "memory_bytes": memory_bytes, "sent_bytes": sent_bytes}
         _save(self.job.out, prediction.read(self.job.out) | {"measured": measured})
 
     def _most_sent(self, mesh: Mesh) -> dict[str, int] | None:
@@ -212,13 +206,8 @@ def add_exact(job: Job) -> None:
 
 def _add_exact(job: Job) -> None:
     plan = {name: part for name, part in prediction.read(job.out).items() if not name.startswith("exact")}
-    if (
-        torch.cuda.is_available()
-        or dist.is_initialized()
-        or job.module is not None
-        or job.recipe.servers.count
-        or not plan.get("predicted")
-    ):
+    untraced = job.module is not None or job.recipe.servers.count or not plan.get("predicted")
+    if untraced or torch.cuda.is_available() or dist.is_initialized():
         return
     layout = site_layout(Layout.from_recipe(job.recipe.layout), job.recipe.sites.count)
     totals = [stage["total"] for stage in plan["predicted"]["memory"]["per_stage"]]

@@ -94,10 +94,8 @@ class ProfileWatch:
             remove(exported)
         if not self.ranks.first:
             return ""
-        found = recorded.key_averages()
-        write_operators(
-            self.folder.parent, self.first, last, operators(found, self.ranks.device.type == "cuda")
-        )
+        longest = operators(recorded.key_averages(), self.ranks.device.type == "cuda")
+        write_operators(self.folder.parent, self.first, last, longest)
         return f"profile of steps {self.first} to {last}: {path}, for ui.perfetto.dev; each rank has one"
 
 
@@ -105,13 +103,11 @@ def operators(averages: Iterable[FunctionEventAvg], cuda: bool) -> list[Operator
     """The operators that took longest by themselves: on a GPU its kernels, else the CPU's. Spans are not operators. (An
     operator of the CPU has its kernels' time, too, and would count it twice.)"""
     where = DeviceType.CUDA if cuda else DeviceType.CPU
-    found = [
-        Operator(
-            str(one.key), one.count, (one.self_device_time_total if cuda else one.self_cpu_time_total) / 1e6
-        )
-        for one in averages
-        if one.device_type == where and not one.is_user_annotation
-    ]
+    found: list[Operator] = []
+    for one in averages:
+        if one.device_type == where and not one.is_user_annotation:
+            us = one.self_device_time_total if cuda else one.self_cpu_time_total
+            found.append(Operator(str(one.key), one.count, us / 1e6))
     whole = sum(one.seconds for one in found)
     longest = sorted(found, key=lambda one: -one.seconds)[:LONGEST]
     return [one._replace(share=one.seconds / whole) for one in longest if one.seconds > 0]

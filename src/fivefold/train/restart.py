@@ -9,6 +9,7 @@ ends it at once: it would come every time.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,9 +22,7 @@ from fivefold.errors import UserError, printable, several
 from fivefold.files import read_json, write_atomically
 from fivefold.launch.interrupt import STOPPED, unsaved
 from fivefold.launch.launchers import launch_id
-from fivefold.launch.local import as_error
-from fivefold.launch.slots import Slots
-from fivefold.launch.supervisor import Attempt, Outcome
+from fivefold.launch.local import Attempt, Outcome, as_error
 from fivefold.launch.verdict import Failure
 from fivefold.observe import restarts as record
 from fivefold.observe.metrics import last_line
@@ -53,9 +52,6 @@ class Restarts:
     def __post_init__(self) -> None:
         self.budget = self.job.recipe.launch.restarts
         self.saved = newest(self.job.out)
-
-    def first(self) -> Attempt:
-        return self.attempt(self.job)
 
     def again(self, failure: Failure | None) -> tuple[float, Attempt] | None:
         """Seconds to wait, and the next attempt; None when the budget is used up. Says so, and records it. failure:
@@ -135,15 +131,9 @@ class Restarts:
 
 def note_restart(run: Path, launcher: str, ranks: int) -> None:
     """Records that a foreign launcher has started the ranks again."""
+    why, after = f"{launcher} started the ranks again", last_step(run)
     with suppress(OSError):
-        record.add(
-            run,
-            kind="launcher",
-            why=f"{launcher} started the ranks again",
-            died_after=last_step(run),
-            from_step=newest(run),
-            ranks=ranks,
-        )
+        record.add(run, kind="launcher", why=why, died_after=after, from_step=newest(run), ranks=ranks)
 
 
 def go_back_once(run: Path, chosen: Path) -> None:
@@ -185,6 +175,54 @@ def grace_s(job: Job) -> float:
 
 
 OF_A_SLOT = ("killed", "failed", "ended")  # kinds of failures that another slot may not have
+FAILURES = 2  # in a row, without progress, until a slot is given up
+SLOTS = "slots"  # in the run folder; a number in it says how many ranks may run
+SLOTS_BYTES = 32  # that are read of the file
+
+
+class Slots:
+    """Slots 0 to `most` - 1, of which at least `least` are used. run: the run folder.
+
+    A slot whose rank fails FAILURES times in a row without progress is given up, unless too few would be left. It is
+    taken up again when the file in the run folder is written: somebody has looked at the machine.
+    """
+
+    def __init__(self, run: Path, least: int, most: int):
+        self.file, self.least, self.most = run / SLOTS, least, most
+        self.failed = (-1, 0)  # the slot that failed last, and how often in a row
+        self.given_up: set[int] = set()
+        self._seen = self._read()
+
+    def usable(self) -> tuple[int, ...]:
+        """The slots for ranks, now."""
+        if (wanted := self._read()) != self._seen:
+            self._seen = wanted
+            self.given_up.clear()
+            self.failed = (-1, 0)
+        slots = [slot for slot in range(self.most) if slot not in self.given_up]
+        return tuple(slots[: max(self.least, wanted[0])])
+
+    def fail(self, slot: int, progress: bool) -> bool:
+        """The rank on a slot has failed. progress: the ranks have saved a step since the failure before. Returns True
+        if the slot is given up."""
+        before, times = self.failed
+        times = times + 1 if slot == before and not progress else 1
+        self.failed = slot, times
+        if times < FAILURES or len(self.usable()) <= self.least:
+            return False
+        self.given_up.add(slot)
+        self.failed = (-1, 0)
+        return True
+
+    def _read(self) -> tuple[int, int]:
+        """The number in the file, and when it was written; all slots without one."""
+        with suppress(OSError, ValueError):
+            descriptor = os.open(self.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                text, written = file.read(SLOTS_BYTES).strip(), os.fstat(descriptor).st_mtime_ns
+            if text.isdigit() and len(text) < SLOTS_BYTES:
+                return int(text), written
+        return self.most, 0
 
 
 class Elastic:
@@ -215,11 +253,8 @@ class Elastic:
         if ranks == len(self.used):
             return False
         what = f"there are {len(usable)} slots for ranks ({self.slots.file})"
-        print(
-            f"{what}: the ranks save, then {ranks} instead of {len(self.used)} go on",
-            file=sys.stderr,
-            flush=True,
-        )
+        said = f"{what}: the ranks save, then {ranks} instead of {len(self.used)} go on"
+        print(said, file=sys.stderr, flush=True)
         return True
 
     def failed(self, failure: Failure, progress: bool) -> None:
@@ -227,12 +262,11 @@ class Elastic:
         if failure.kind in OF_A_SLOT:
             slot = self.used[failure.rank]
             if self.slots.fail(slot, progress):
-                print(
+                said = (
                     f"slot {slot} is given up: its rank failed again and again. Write the number of ranks that may run "
-                    f"into {self.slots.file} when it is mended",
-                    file=sys.stderr,
-                    flush=True,
+                    f"into {self.slots.file} when it is mended"
                 )
+                print(said, file=sys.stderr, flush=True)
 
     def _fit(self, slots: int) -> Fit:
         if slots not in self._fits:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +16,13 @@ from fivefold.checkpoint.manifest import DTYPES, MANIFEST, Damaged
 from fivefold.checkpoint.source import Elsewhere
 from fivefold.comm import all_or_none
 from fivefold.errors import UserError
-from fivefold.models.custom import buffers_of
 from fivefold.optim.card import COMPENSATION
-from fivefold.parallel.diloco import Outer
 from fivefold.recipe import sequences_before
-from fivefold.sharding.parts import Part, boxes, local_shape
+from fivefold.sharding.parts import Ranges, boxes, local_shape
 from fivefold.step.state import State
 from fivefold.train.checked import Meta, assert_same, check_files, damaged_together, meta_of
-from fivefold.train.job import Job
-from fivefold.train.saved import FINGERPRINT, OUTER, STAGES, compression, identity, moments_at, weights_at
+from fivefold.train.job import FINGERPRINT, STAGES, Job, identity
+from fivefold.train.saver import OUTER, compression, moments_at, weights_at
 from fivefold.train.share import begin_streams
 
 
@@ -46,7 +43,7 @@ def resume(state: State, job: Job) -> Resumed | None:
         UserError: the checkpoints cannot be read, all are damaged, or the run cannot resume from the newest valid one.
             On all ranks.
     """
-    run, damages = state.mesh.axis("run"), dict[Path, str]()
+    run = state.mesh.axis("run")
     with all_or_none(run):
         if run.index == 0:
             with suppress(OSError):  # of a disk that is read-only
@@ -54,19 +51,10 @@ def resume(state: State, job: Job) -> Resumed | None:
     with all_or_none(run):
         folders = _candidates(job)
     assert_same(folders, state.mesh)
-    for folder in folders:
-        try:
-            with damaged_together(run):
-                checkpoint = store.Reader(folder)
-                _assert_updates(job, checkpoint)
-            with all_or_none(run):  # each machine prepares its own data
-                assert_identity(job, checkpoint)
-            load_checkpoint(state, checkpoint)
-            begin_streams(job, checkpoint.meta)
-        except Damaged as error:
-            damages[folder] = str(error)
-            continue
-        steps = job.recipe.train.steps or 0
+    checkpoint, damages = load_newest(state, job, folders)
+    if checkpoint is not None:
+        begin_streams(job, checkpoint.meta)
+        steps, folder = job.recipe.train.steps or 0, checkpoint.folder
         if state.step > steps:
             raise UserError(f"train.steps = {steps}, but {folder} is beyond it; set at least {state.step}")
         return Resumed(folder, _set_aside(damages, run.index == 0, state.step))
@@ -76,6 +64,29 @@ def resume(state: State, job: Job) -> Resumed | None:
         f"{job.out} has no valid checkpoint. Start a new run, or put a copy back\n"
         + "\n".join(f"  {text}" for text in damages.values())
     )
+
+
+def load_newest(state: State, job: Job, folders: list[Path]) -> tuple[store.Reader | None, dict[Path, str]]:
+    """Loads the first valid one of these checkpoints, newest first. Returns it (None: all are damaged), and what is
+    wrong with those before it. All ranks call it.
+
+    Raises:
+        UserError: the run cannot resume from the first valid one. On all ranks.
+    """
+    run, damages = state.mesh.axis("run"), dict[Path, str]()
+    for folder in folders:
+        try:
+            with damaged_together(run):
+                checkpoint = store.Reader(folder)
+                _assert_updates(job, checkpoint)
+            with all_or_none(run):  # each machine prepares its own data
+                assert_identity(job, checkpoint)
+            load_checkpoint(state, checkpoint)
+        except Damaged as error:
+            damages[folder] = str(error)
+            continue
+        return checkpoint, damages
+    return None, damages
 
 
 def _assert_updates(job: Job, checkpoint: store.Reader) -> None:
@@ -117,26 +128,18 @@ def assert_identity(job: Job, checkpoint: store.Reader) -> None:
     """Raises UserError if what a checkpoint was trained with has changed, so that the run cannot resume exactly."""
     folder, meta = checkpoint.folder, checkpoint.meta
     for key, now in identity(job).items():
-        then = meta.get(key, now)
+        then, undo = meta.get(key, now), "Undo the change"
         if key == STAGES:  # a stage that has not begun may change
             place = sequences_before(job.recipe.train, meta["step"])
             then, now = ([stage for stage in stages if stage[0] < max(1, place)] for stages in (then, now))
-            if then != now:
-                raise UserError(
-                    f"{folder} was trained with other weights of data.sources, or other data.stages, up to step "
-                    f"{meta['step']}, so the run cannot resume exactly. Undo the change, or start a new run"
-                )
-        elif then != now and key == FINGERPRINT:
-            which = _changed(then, now)
-            raise UserError(
-                f"the data{which} changed since {folder}, so the run cannot resume exactly. Restore the data, or start "
-                "a new run"
-            )
-        elif then != now:
-            raise UserError(
-                f"{folder} was trained with {key} = {then!s:.80}, and now it is {now}, so the run cannot resume "
-                "exactly. Undo the change, or start a new run"
-            )
+            sources = "other weights of data.sources, or other data.stages"
+            what = f"{folder} was trained with {sources}, up to step {meta['step']}"
+        elif key == FINGERPRINT:
+            what, undo = f"the data{_changed(then, now)} changed since {folder}", "Restore the data"
+        else:
+            what = f"{folder} was trained with {key} = {then!s:.80}, and now it is {now}"
+        if then != now:
+            raise UserError(f"{what}, so the run cannot resume exactly. {undo}, or start a new run")
 
 
 def _changed(then: Any, now: Any) -> str:
@@ -148,6 +151,66 @@ def _changed(then: Any, now: Any) -> str:
     return f" of data.sources ({', '.join(names) or 'their order'})"
 
 
+class Saved(NamedTuple):
+    """The part of a saved tensor that this rank stores."""
+
+    checkpoint: store.Reader
+    kind: str
+    name: str
+    keeps: Ranges
+
+    def exists(self) -> bool:
+        return self.name in self.checkpoint.manifest.tensors[self.kind]
+
+    def files(self) -> set[str]:
+        """The files that hold it."""
+        parts = [self.checkpoint.files_of(self.kind, self.name, box) for _, box in boxes(self.keeps)]
+        return set[str]().union(*parts)
+
+    def copy_to(self, tensor: Tensor) -> None:
+        for place, box in boxes(self.keeps):
+            tensor[place].copy_(self.checkpoint.read(self.kind, self.name, box))
+
+    def read(self) -> Tensor:
+        pieces = [
+            (place, self.checkpoint.read(self.kind, self.name, box)) for place, box in boxes(self.keeps)
+        ]
+        out = torch.empty(local_shape(self.keeps), dtype=pieces[0][1].dtype if pieces else None)
+        for place, piece in pieces:
+            out[place] = piece
+        return out
+
+
+class Lazily(Mapping[str, Tensor]):
+    """Tensors that are read when they are asked for: all moments at once may not fit into memory."""
+
+    def __init__(self, saved: Mapping[str, Saved]):
+        self.saved = saved
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.saved[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.saved)
+
+    def __len__(self) -> int:
+        return len(self.saved)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this rank reads of a checkpoint. copies: (what is set, what is read) of weights, buffers, residuals of
+    compression. moments, outer: states of the optimizer (None: it has none yet) and of the outer one, by name."""
+
+    copies: list[tuple[Tensor, Saved]]
+    moments: dict[str, Saved] | None
+    outer: dict[str, Saved]
+
+    def files(self) -> set[str]:
+        saved = [*(saved for _, saved in self.copies), *(self.moments or {}).values(), *self.outer.values()]
+        return set[str]().union(*(part.files() for part in saved))
+
+
 def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
     """Sets weights, moments, buffers and counts from a checkpoint of any layout.
 
@@ -157,61 +220,62 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
         Damaged: a file is damaged. On all ranks, before anything has changed.
         UserError: a name is missing, unknown, or has another shape. On all ranks.
     """
-    meta = meta_of(checkpoint)
-    parts = {name: part for r in state.parallel.replicas for name, part in r.parts.items()}
-    buffers = state.buffers()
+    meta, run = meta_of(checkpoint), state.mesh.axis("run")
     elsewhere = Elsewhere.of(checkpoint.folder, checkpoint.meta)
     gone = elsewhere.names if elsewhere is not None else {}
-    masters = {name: w for name, w in state.masters().items() if name not in gone}
-    with all_or_none(state.mesh.axis("run")):
+    with all_or_none(run):
         try:
-            _fits(state, checkpoint, parts, buffers, gone)
-            source = _source(state, checkpoint.folder, meta)
-            needed = _files(checkpoint, {name: parts[name] for name in masters}, source)
-            needed |= _moment_files(state, checkpoint, source)
-            needed.update(*(checkpoint.files_of("model", name) for name in buffers))
-            unsent = _unsent(state, meta)
-            whole = {name: store.all_of(tensor.shape) for name, tensor in unsent.items()}
-            needed.update(*(checkpoint.files_of("optimizer", name, box) for name, box in whole.items()))
+            _fits(state, checkpoint, gone)
+            plan = _plan(state, checkpoint, meta, gone)
+            needed = plan.files()
         except (ValueError, KeyError) as error:
             raise UserError(f"{checkpoint.folder} does not fit the recipe: {error}") from None
-    check_files(checkpoint, needed, state.mesh.axis("run"))
-    with all_or_none(state.mesh.axis("run")):
+    check_files(checkpoint, needed, run)
+    with all_or_none(run):
         if elsewhere is not None:
-            _load_elsewhere(state, elsewhere, parts)
-        _load(state, checkpoint, meta, parts, buffers, source, gone)
-        for name, tensor in unsent.items():
-            tensor.copy_(checkpoint.read("optimizer", name, whole[name]))
+            _load_elsewhere(state, elsewhere)
+        _set_counts(state, meta)
+        _load(state, plan, meta)
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a checkpoint has what this rank's site reads: (kind, what stands before the names of parameters) of its
-    weights, of the common weights and of each state of the outer optimizer. moments: what stands before the names of
-    its optimizer's states; None: there are none yet."""
+def _plan(state: State, checkpoint: store.Reader, meta: Meta, gone: Mapping[str, str]) -> Plan:
+    """gone: weights that are elsewhere.
 
-    weights: tuple[str, str]
-    moments: str | None
-    common: tuple[str, str]
-    outer: dict[str, tuple[str, str]]
-
-    @property
-    def all(self) -> set[tuple[str, str]]:
-        return {self.weights, self.common, *self.outer.values()}
-
-
-def _source(state: State, folder: Path, meta: Meta) -> Source:
-    """Raises UserError if the checkpoint has sites with different weights, and another number of them than this run."""
-    site = state.mesh.index("sites")
+    Raises:
+        UserError: the checkpoint has sites with different weights, and another number of them than this run.
+        KeyError, ValueError: the checkpoint lacks a tensor, or it has another shape.
+    """
+    site, parts, outer = state.mesh.index("sites"), state.parts(), state.outer
     if meta.sites != state.mesh.size("sites") and not meta.aligned:
-        raise UserError(_between(folder, meta, state.mesh.size("sites")))
-    before = moments_at(site % meta.sites)  # a site that joins takes the moments of another
-    return Source(
-        ("model", "") if meta.aligned else ("optimizer", weights_at(site)),
-        before if meta.updates else None,
-        ("model", ""),
-        {name: ("optimizer", f"{OUTER}{name}.") for name in (state.outer.state_names if state.outer else ())},
-    )
+        raise UserError(_between(checkpoint.folder, meta, state.mesh.size("sites")))
+
+    def whole(kind: str, name: str, tensor: Tensor) -> tuple[Tensor, Saved]:
+        return tensor, Saved(checkpoint, kind, name, tuple(((0, size),) for size in tensor.shape))
+
+    kind, before = ("model", "") if meta.aligned else ("optimizer", weights_at(site))
+    weights = {name: w for name, w in state.masters().items() if name not in gone}
+    copies = [(w, Saved(checkpoint, kind, before + name, parts[name].keeps)) for name, w in weights.items()]
+    copies += [whole("model", name, buffer) for name, buffer in state.buffers().items()]
+    copies += [whole("optimizer", name, tensor) for name, tensor in _unsent(state, meta).items()]
+    moments, common = None, dict[str, Saved]()
+    if meta.updates:
+        before = moments_at(site % meta.sites)  # a site that joins takes the moments of another
+        moments = {
+            f"{moment}.{name}": Saved(checkpoint, "optimizer", f"{before}{moment}.{name}", part.keeps)
+            for (moment, name), part in state.moment_parts().items()
+        }
+        for name in [name for name in moments if name.startswith(f"{COMPENSATION}.")]:
+            if not moments[name].exists():  # of a run with another rounding: it starts from zero
+                del moments[name]
+    if outer is not None:
+        copies += [(w, Saved(checkpoint, "model", n, parts[n].keeps)) for n, w in outer.weights.items()]
+        common = {
+            f"{moment}.{name}": Saved(checkpoint, "optimizer", f"{OUTER}{moment}.{name}", parts[name].keeps)
+            for name in outer.weights
+            for moment in outer.state_names
+        }
+    # An outer optimizer has no states before its first step
+    return Plan(copies, moments, {name: saved for name, saved in common.items() if saved.exists()})
 
 
 def _between(folder: Path, meta: Meta, sites: int) -> str:
@@ -230,9 +294,9 @@ def _between(folder: Path, meta: Meta, sites: int) -> str:
     )
 
 
-def _load_elsewhere(state: State, found: Elsewhere, parts: dict[str, Part]) -> None:
+def _load_elsewhere(state: State, found: Elsewhere) -> None:
     """Reads the weights that the checkpoint leaves to a source."""
-    source, masters = found.open(), state.masters()
+    source, masters, parts = found.open(), state.masters(), state.parts()
     for name, there in found.names.items():
         if name in masters:
             weight = masters[name]
@@ -243,21 +307,14 @@ def _load_elsewhere(state: State, found: Elsewhere, parts: dict[str, Part]) -> N
     state.elsewhere = found
 
 
-def _fits(
-    state: State,
-    checkpoint: store.Reader,
-    parts: dict[str, Part],
-    buffers: dict[str, Tensor],
-    gone: Mapping[str, str],
-) -> None:
+def _fits(state: State, checkpoint: store.Reader, gone: Mapping[str, str]) -> None:
     """Raises ValueError if names or shapes are not the model's. gone: weights that are elsewhere."""
-    shapes = {name: part.shape for name, part in parts.items() if name not in gone} | {
-        n: tuple(b.shape) for n, b in buffers.items()
-    }
+    parts = state.parts()
+    shapes = {name: part.shape for name, part in parts.items() if name not in gone}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in state.buffers().items()}
     saved = set(checkpoint.names("model"))
     whole_model = len(state.parallel.stages) == 1 and state.mesh.size("pp") == 1
-    unsaved = {name for stage in state.parallel.stages for name in buffers_of(stage)[1]}  # older versions did
-    wrong = sorted(set(shapes) - saved | (saved - set(shapes) - unsaved if whole_model else set()))
+    wrong = sorted(set(shapes) ^ saved if whole_model else set(shapes) - saved)
     wrong += [name for name in shapes if name in saved and checkpoint.shape("model", name) != shapes[name]]
     wrong += [name for name in parts if name in saved and not _real(checkpoint, "model", name)]
     if wrong:
@@ -282,17 +339,7 @@ def _unsent(state: State, meta: Meta) -> dict[str, Tensor]:
     return state.unsent()
 
 
-def _load(
-    state: State,
-    checkpoint: store.Reader,
-    meta: Meta,
-    parts: dict[str, Part],
-    buffers: dict[str, Tensor],
-    source: Source,
-    gone: Mapping[str, str],
-) -> None:
-    masters = {name: w for name, w in state.masters().items() if name not in gone}
-    disk = state.parallel.disk
+def _set_counts(state: State, meta: Meta) -> None:
     state.go_to(meta.step)
     state.set_counts(meta.updates, 0)  # a run that had diverged has all its tries again
     usual = torch.tensor(meta.usual or (0.0,) * 6, dtype=torch.float64, device=state.mesh.device)
@@ -301,107 +348,21 @@ def _load(
     state.products = meta.products or state.products
     if state.loss_scale is not None and meta.loss_scale is not None:
         state.loss_scale.set(*meta.loss_scale)
-    gradient, trace = meta.noise or (0.0, 0.0)
-    state.noise = gradient, trace
-    for name, weight in masters.items():
-        weight.copy_(_read(checkpoint, source.weights, name, parts[name]))
+    state.noise = meta.noise or (0.0, 0.0)
+
+
+def _load(state: State, plan: Plan, meta: Meta) -> None:
+    disk = state.parallel.disk
+    for tensor, saved in plan.copies:
+        saved.copy_to(tensor)
         if disk is not None:
-            disk.touched(weight.nbytes)
-    for name, buffer in buffers.items():
-        buffer.copy_(checkpoint.read("model", name))
+            disk.touched(tensor.nbytes)
     for replica in state.parallel.replicas:
         replica.refresh()
-    if source.moments is not None:
-        found = {
-            f"{moment}.{name}": partial(
-                _read, checkpoint, ("optimizer", f"{source.moments}{moment}."), name, part
-            )
-            for (moment, name), part in _moment_parts(state, checkpoint, source.moments)
-        }
-        for replica in state.parallel.replicas:
-            replica.updater.load(Lazily(found), meta.updates, state.step)
-    else:
-        for replica in state.parallel.replicas:
+        if plan.moments is None:
             replica.updater.begin(state.step)
+        else:
+            replica.updater.load(Lazily(plan.moments), meta.updates, state.step)
     if state.outer is not None:
-        _load_outer(state.outer, checkpoint, parts, source)
-
-
-class Lazily(Mapping[str, Tensor]):
-    """Tensors that are read when they are asked for: all moments at once may not fit into memory."""
-
-    def __init__(self, reads: Mapping[str, Callable[[], Tensor]]):
-        self.reads = reads
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.reads[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.reads)
-
-    def __len__(self) -> int:
-        return len(self.reads)
-
-
-def _load_outer(outer: Outer, checkpoint: store.Reader, parts: dict[str, Part], source: Source) -> None:
-    """Sets the common weights, the states of the outer optimizer, and what was under way."""
-    outer.aligned = source.weights == source.common
-    for name, weight in outer.weights.items():
-        weight.copy_(_read(checkpoint, source.common, name, parts[name]))
-    outer.load(
-        {
-            f"{state}.{name}": _read(checkpoint, where, name, parts[name])
-            for name in outer.weights
-            for state, where in source.outer.items()
-            if _has(checkpoint, where, name)
-        }
-    )
-
-
-def _moment_parts(
-    state: State, checkpoint: store.Reader, before: str
-) -> Iterator[tuple[tuple[str, str], Part]]:
-    """The parts of optimizer states that are read. A run with another rounding has no compensation: it starts from
-    zero."""
-    for (moment, name), part in state.moment_parts().items():
-        if moment != COMPENSATION or _has(checkpoint, ("optimizer", f"{before}{moment}."), name):
-            yield (moment, name), part
-
-
-def _has(checkpoint: store.Reader, where: tuple[str, str], name: str) -> bool:
-    kind, before = where
-    return before + name in checkpoint.manifest.tensors[kind]
-
-
-def _files(checkpoint: store.Reader, parts: dict[str, Part], source: Source) -> set[str]:
-    """The files that hold what a rank with these parts reads."""
-    optional = set(source.outer.values())  # an outer optimizer has no states before its first step
-    return {
-        file
-        for name, part in parts.items()
-        for where in source.all
-        if where not in optional or _has(checkpoint, where, name)
-        for _, box in boxes(part.keeps)
-        for file in checkpoint.files_of(where[0], where[1] + name, box)
-    }
-
-
-def _moment_files(state: State, checkpoint: store.Reader, source: Source) -> set[str]:
-    """The files that hold this rank's optimizer states."""
-    if source.moments is None:
-        return set()
-    return {
-        file
-        for (moment, name), part in _moment_parts(state, checkpoint, source.moments)
-        for _, box in boxes(part.keeps)
-        for file in checkpoint.files_of("optimizer", f"{source.moments}{moment}.{name}", box)
-    }
-
-
-def _read(checkpoint: store.Reader, where: tuple[str, str], name: str, part: Part) -> Tensor:
-    """The part of a tensor that this rank stores."""
-    found = [(place, checkpoint.read(where[0], where[1] + name, box)) for place, box in boxes(part.keeps)]
-    out = torch.empty(local_shape(part.keeps), dtype=found[0][1].dtype if found else None)
-    for place, piece in found:
-        out[place] = piece
-    return out
+        state.outer.aligned = meta.aligned
+        state.outer.load({name: saved.read() for name, saved in plan.outer.items()})

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.checkpoint import keep, store
-from fivefold.checkpoint.manifest import Damaged
 from fivefold.comm import all_or_none, told
 from fivefold.comm.progress import progress
 from fivefold.errors import UserError
@@ -20,12 +19,12 @@ from fivefold.files import read_json, write_atomically
 from fivefold.observe.faults import ROLLBACK
 from fivefold.recipe import FaultsSection, leave_out
 from fivefold.step.state import State
-from fivefold.train.checked import assert_same, damaged_together, meta_of
+from fivefold.train.checked import assert_same
 from fivefold.train.faults import Fault
 from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job
 from fivefold.train.loop import train_loop
-from fivefold.train.resume import load_checkpoint
+from fivefold.train.resume import load_newest
 from fivefold.train.share import reader
 
 FILE = "rollbacks.json"
@@ -112,7 +111,10 @@ def go_back(state: State, job: Job, hooks: RunHooks, fault: Fault) -> None:
         how = f"leaves out the data of steps {step + 1} to {fault.step}"
     with all_or_none(run):
         if run.index == 0:
-            _set_aside(job.out, step)  # first: whoever is killed here goes back again
+            # First: whoever is killed here goes back again. The run does not come to these checkpoints any more
+            for folder in store.checkpoints(job.out):
+                if store.step_in(folder) > step:
+                    keep.set_aside(folder, keep.LATER)
             text = {"rollbacks": state.rollbacks, "left_out": list(state.left_out)}
             write_atomically(job.out / FILE, json.dumps(text))
             if hooks.metrics is not None:
@@ -125,33 +127,18 @@ def go_back(state: State, job: Job, hooks: RunHooks, fault: Fault) -> None:
 
 def _load_before(state: State, job: Job, fault: Fault, last: int | None) -> list[str]:
     """Loads a checkpoint. Returns what is wrong with newer ones. last: the step to which the run went back before."""
-    damaged: list[str] = []
     run, found = state.mesh.axis("run"), list[Path]()
     with all_or_none(run):
         found = [folder for folder in store.checkpoints(job.out) if store.step_in(folder) <= fault.back_to]
     assert_same(found[::-1], state.mesh)
     if len(found) > 1 and store.step_in(found[-1]) == last:
         found.pop()
-    for folder in reversed(found):
-        try:
-            with damaged_together(run):
-                checkpoint = store.Reader(folder)
-                meta_of(checkpoint)
-            if state.outer is not None:
-                state.outer.forget()
-            load_checkpoint(state, checkpoint)
-        except Damaged as error:
-            damaged.append(str(error))
-            continue
-        return damaged
-    raise UserError(
-        f"{fault.said}. There is no valid checkpoint up to step {fault.back_to} to go back to"
-        + "".join(f". {line}" for line in damaged)
-    )
-
-
-def _set_aside(out: Path, step: int) -> None:
-    """Renames the checkpoints after this step: the run does not come to them again."""
-    for folder in store.checkpoints(out):
-        if store.step_in(folder) > step:
-            keep.set_aside(folder, keep.LATER)
+    if state.outer is not None:
+        state.outer.forget()
+    checkpoint, damages = load_newest(state, job, found[::-1])
+    if checkpoint is None:
+        raise UserError(
+            f"{fault.said}. There is no valid checkpoint up to step {fault.back_to} to go back to"
+            + "".join(f". {line}" for line in damages.values())
+        )
+    return list(damages.values())

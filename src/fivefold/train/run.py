@@ -6,8 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -16,7 +15,7 @@ from fivefold.comm.membership import Membership
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
 from fivefold.data.mixture import amounts, facts, stages_in_words
-from fivefold.data.tokenizer import Tokenizer, load_tokenizer
+from fivefold.data.tokenizer import load_tokenizer
 from fivefold.errors import UserError, several
 from fivefold.files import guard, make_folder, write_atomically
 from fivefold.host.machine import describe, untried_torch
@@ -34,15 +33,15 @@ from fivefold.recipe import count_parameters, to_toml, tokens_per_step
 from fivefold.recipe.unused_fields import notes
 from fivefold.recipe.warnings import warnings
 from fivefold.step.state import State, build_state, compute_mode
+from fivefold.train.checked import anywhere
 from fivefold.train.hooks import RunHooks
-from fivefold.train.initial import load_initial, named_by
+from fivefold.train.initial import load_initial
 from fivefold.train.initial import write as write_initial
-from fivefold.train.job import Job
+from fivefold.train.job import Job, shared, tokenizer_to_keep
 from fivefold.train.out_of_memory import Told, foreseen, told
 from fivefold.train.prediction import Prediction
 from fivefold.train.resume import Resumed, resume
 from fivefold.train.rollback import train
-from fivefold.train.saved import shared, tokenizer_to_keep
 from fivefold.train.self_test import settle
 from fivefold.train.server_run import ServerHooks, build_server
 from fivefold.train.server_worker import work
@@ -70,7 +69,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
                 console.note(note)
             for note in settle(state, job, ranks, resumed is not None):
                 console.note(note)
-            leaving = _stop_asked(state, interrupt)  # before the first step: there is nothing new to save
+            # Before the first step: there is nothing new to save
+            leaving = anywhere(interrupt.wanted(), state.mesh.axis("run"))
             given = state, job, ranks, console, metrics, interrupt.wanted, predicted
             hooks = rank.hooks = RunHooks(*given) if server is None else ServerHooks(*given, server)
             stack.callback(hooks.saver.close)
@@ -109,7 +109,7 @@ def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Serve
     if frozen:
         state.elsewhere = None
     if job.initial is not None and not resumed:
-        load_initial(state, job.initial, named_by(job.card), frozen)
+        load_initial(state, job.initial, job.card.named if job.card else str, frozen)
     if server is not None:
         server.start()  # workers may test the weights before the first step
     return state, server, resumed
@@ -140,7 +140,8 @@ def _opened(job: Job, ranks: Ranks, step: int, stack: ExitStack) -> tuple[Consol
     if not ranks.first:
         return console, None
     write_run_files(job)
-    metrics = stack.enter_context(open_metrics(job, step))
+    writer = MetricsWriter(job.out, job.recipe.observe.tracker, step=step, about=job.recipe.model_dump())
+    metrics = stack.enter_context(writer)
     if metrics.damaged:
         console.note(f"metrics.jsonl: {several(metrics.damaged, 'damaged line')} left out")
     return console, metrics
@@ -178,12 +179,6 @@ def _end(hooks: RunHooks, complete: bool) -> bool:
     return enough
 
 
-def _stop_asked(state: State, interrupt: Interrupt) -> bool:
-    """True if any rank was asked to stop while it started."""
-    asked = torch.tensor(float(interrupt.wanted()), device=state.mesh.device)
-    return bool(state.mesh.axis("run").all_reduce(asked, "max"))
-
-
 def write_run_files(job: Job) -> None:
     make_folder(job.out)
     write_atomically(job.out / "recipe.toml", to_toml(job.asked or job.recipe))
@@ -193,21 +188,12 @@ def write_run_files(job: Job) -> None:
     if job.initial is not None:
         write_initial(job.out, job.initial)
     tokenizer, path = tokenizer_to_keep(job), job.out / "tokenizer.json"
-    if tokenizer is not None and not _is_of(path, tokenizer):
-        tokenizer.save(path)
-
-
-def open_metrics(job: Job, step: int) -> MetricsWriter:
-    recipe = job.recipe
-    return MetricsWriter(job.out, recipe.observe.tracker, step=step, about=recipe.model_dump())
-
-
-def _is_of(path: Path, tokenizer: Tokenizer) -> bool:
-    """False for a file that is missing, was cut or has other tokens."""
-    try:
-        return load_tokenizer(path).fingerprint == tokenizer.fingerprint
-    except UserError:
-        return False
+    if tokenizer is not None:
+        kept = ""
+        with suppress(UserError):  # a file that is missing, or was cut
+            kept = load_tokenizer(path).fingerprint
+        if kept != tokenizer.fingerprint:
+            tokenizer.save(path)
 
 
 def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:

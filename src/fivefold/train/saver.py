@@ -7,26 +7,36 @@ or the run is told to stop.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint import store, write
 from fivefold.checkpoint.background import Background
 from fivefold.checkpoint.keep import prune
+from fivefold.checkpoint.source import ELSEWHERE, FROZEN
 from fivefold.checkpoint.store import odd_numbers
 from fivefold.checkpoint.write import Writing
 from fivefold.comm import Started, all_or_none
 from fivefold.errors import UserError
 from fivefold.host.memory import available
+from fivefold.parallel.diloco import Outer
+from fivefold.schedules.collectives.choose import AUTO
+from fivefold.schedules.compression import NONE
+from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.parts import Part, boxes
+from fivefold.sharding.tiers import NOT_OFFLOADED
 from fivefold.step.state import State
+from fivefold.train.checked import anywhere
 from fivefold.train.job import Job
-from fivefold.train.saved import prepare
 
 COPY_ROOM = 1.25
 """Free memory that a copy of the state needs, relative to its bytes."""
@@ -89,7 +99,8 @@ class Saver:
             else:
                 writing.begin()
                 self.under_way = self._start(writing)
-                if not self._settled:
+                # Then what is saved changes outside of updates, too
+                if self.state.outer is not None or self.state.parallel.offloads:
                     self.seconds += self.under_way.wait_for_copy()
         except UserError as error:
             if not ends:
@@ -107,7 +118,7 @@ class Saver:
         odd, waited = any(odd_numbers(piece.tensor, piece.buffer) for piece in every), 0
         said = f"The run waits with what it has trained, and tries again every {AGAIN_S} s. Ctrl-C or SIGTERM ends it"
         deaf = threading.current_thread() is not threading.main_thread()  # no signal could end the wait
-        while self.state.step and not self._any(odd or deaf or self.stopped()):
+        while self.state.step and not anywhere(odd or deaf or self.stopped(), self.axis):
             if not waited:
                 self.alarm(self.state.step, f"{error}. {said} without this save")
             time.sleep(1)
@@ -222,22 +233,13 @@ class Saver:
     def _succeeded(self) -> None:
         self.retry_at, self._failures = None, 0
 
-    @property
-    def _settled(self) -> bool:
-        """True if what is saved changes in updates alone."""
-        return self.state.outer is None and not self.state.parallel.offloads
-
     def _beside(self, writing: Writing) -> bool:
         """True if this save is written beside the steps that follow. The same on all ranks."""
         if not self.beside:
             return False
         own = sum(piece.tensor.nbytes for pieces in writing.pieces.values() for piece in pieces)
         room = available()
-        return not self._any(room is not None and own * COPY_ROOM * self.local_ranks > room)
-
-    def _any(self, flag: bool) -> bool:
-        """True if this is true of any rank."""
-        return bool(self.axis.all_reduce(torch.tensor(float(flag), device=self.axis.device), "max"))
+        return not anywhere(room is not None and own * COPY_ROOM * self.local_ranks > room, self.axis)
 
 
 def _raise(save: Background) -> None:
@@ -245,3 +247,137 @@ def _raise(save: Background) -> None:
         raise save.error
     if save.error is not None:
         raise UserError(f"cannot write the checkpoint {save.writing.folder}: {save.error!r}")
+
+
+OUTER = "outer."  # prefix of the outer optimizer's states
+OFFLOADED_SHARD_BYTES = 64 << 20  # a shard is in memory while it is written
+
+
+def prepare(state: State, out: Path, meta: Mapping[str, Any]) -> write.Writing:
+    """The checkpoint of the state as it is now, with `meta`, for the run folder. Each rank writes its own pieces.
+
+    What updates do not change, but other parts of a step do, is copied: buffers, residuals of compression.
+    """
+    counts = {"step": state.step, "updates": state.updates, "skipped": state.skipped}
+    known = any(state.noise) and all(map(math.isfinite, state.noise))
+    measured: dict[str, Any] = {"noise": list(state.noise)} if known else {}
+    if bool(state.usual[:, 0].any()):
+        measured["usual"] = state.usual.flatten().tolist()
+    if state.left_out:
+        measured["left_out"] = [n for pair in state.left_out for n in pair]
+    if state.loss_scale is not None:
+        measured["loss_scale"] = state.loss_scale.values.tolist()
+    whole = {**counts, **measured, **compression(state), **meta}
+    masters = state.masters()
+    if frozen := [name for name, part in state.parts().items() if part.frozen]:
+        whole[FROZEN] = True
+        # Rows of FSDP2 are fp32
+        masters |= {name: masters[name].to(state.parallel.computes) for name in frozen}
+    if state.products is not None:
+        whole["products"] = state.products._asdict()
+    if state.elsewhere is not None:
+        whole[ELSEWHERE] = asdict(state.elsewhere)
+    if state.outer is None:
+        gone = state.elsewhere.names if state.elsewhere is not None else {}
+        kept = {name: w for name, w in masters.items() if name not in gone}
+        model, optimizer = owned_pieces(state, kept), moment_pieces(state)
+    else:
+        model, optimizer = _pieces_of_site(state, state.outer)
+        whole["sites"] = {
+            "count": state.mesh.size("sites"),  # a site that is a launch of its own saves for itself
+            "every": state.outer.sites.every,
+            "fragments": state.outer.sites.fragments,
+            "aligned": state.outer.aligned,
+        }
+    optimizer += _copies(write.whole_pieces(state.unsent()))
+    shard = write.MAX_SHARD_BYTES if state.parallel.disk is None else OFFLOADED_SHARD_BYTES
+    pieces = {"model": [*model, *_copies(buffer_pieces(state))], "optimizer": optimizer}
+    folder = store.folder_of(out, state.step)
+    return write.Writing(folder, pieces, whole, state.mesh.axis("run"), shard)
+
+
+def _copies(pieces: list[write.Piece]) -> list[write.Piece]:
+    return [replace(piece, tensor=piece.tensor.detach().clone()) for piece in pieces]
+
+
+def _pieces_of_site(state: State, outer: Outer) -> tuple[list[write.Piece], list[write.Piece]]:
+    """What this rank owns of the common weights, and of everything else. The first site writes what all sites have: the
+    common weights and the states of the outer optimizer. Every site writes its moments, and its weights if they
+    differ."""
+    site = state.mesh.index("sites")
+    optimizer = moment_pieces(state, moments_at(site))
+    if not outer.aligned:
+        optimizer += owned_pieces(state, state.masters(), before=weights_at(site))
+    if site:
+        return [], optimizer
+    optimizer += owned_pieces(state, outer.states(), outer.state_names, OUTER)
+    return owned_pieces(state, outer.weights), optimizer
+
+
+def moments_at(site: int) -> str:
+    """The prefix of a site's moments. The first has none, so that a run of one site reads them."""
+    return f"site{site}." if site else ""
+
+
+def weights_at(site: int) -> str:
+    return f"site{site}.weight."
+
+
+def owned_pieces(
+    state: State, tensors: dict[str, Tensor], moments: Iterable[str] = (), before: str = ""
+) -> list[write.Piece]:
+    """What this rank owns of tensors that have the shapes of its masters; their names are a parameter's, perhaps with
+    "momentum_buffer." or the like before it. moments: such names. before: added to the names."""
+    parts = {name: part for r in state.parallel.replicas for name, part in reversed(r.parts.items())}
+    prefixes = ("", *(f"{moment}." for moment in moments))
+    return [
+        piece
+        for name, part in parts.items()
+        for prefix in prefixes
+        if prefix + name in tensors
+        for piece in _pieces(before + prefix + name, tensors[prefix + name], part)
+    ]
+
+
+def moment_pieces(state: State, before: str = "") -> list[write.Piece]:
+    """What this rank owns of the optimizer's states; none before the first update. before: added to the names."""
+    tensors = state.moments()
+    return [
+        piece
+        for (moment, name), part in state.moment_parts().items()
+        if f"{moment}.{name}" in tensors
+        for piece in _pieces(f"{before}{moment}.{name}", tensors[f"{moment}.{name}"], part)
+    ]
+
+
+def _pieces(name: str, tensor: Tensor, part: Part) -> Iterator[write.Piece]:
+    """The pieces of a tensor, if this rank owns it."""
+    if part.owned:
+        for where, box in boxes(part.keeps):
+            yield write.Piece(name, tensor[where], part.shape, box)
+
+
+def compression(state: State) -> dict[str, Any]:
+    """Where residuals of compression fit: in the same layout."""
+    layout = state.mesh.layout
+    if layout.compress == NONE:
+        return {}
+    idle = {
+        "recompute": "none",
+        "offload": NOT_OFFLOADED,
+        "offload_dir": "",
+        "microbatches": None,
+        "cp_method": "ring",
+        "sp_regather": False,
+        "expert_chunks": 1,
+        "all_reduce": AUTO,
+        "compress_after": None,
+    }
+    same, sites = to_text(replace(layout, **idle)), state.mesh.size("sites")
+    return {"compression": {"layout": f"{same} in {sites} sites" if sites > 1 else same}}
+
+
+def buffer_pieces(state: State) -> list[write.Piece]:
+    """The buffers that this rank writes. All ranks of a pipeline stage have the same; the first writes them."""
+    first = not any(state.mesh.index(axis) for axis in ("sites", "batch", "tp"))
+    return write.whole_pieces(state.buffers(), buffers=True) if first else []

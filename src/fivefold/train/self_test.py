@@ -1,24 +1,110 @@
 """How a run multiplies, settled when it starts, for all ranks, so that it multiplies as before when it resumes: which
-library does (RUN/products.json and checkpoints), and which layers round factors, by a test (RUN/fp8.json)."""
+library does (RUN/products.json and checkpoints), and which layers round factors, by a test (RUN/fp8.json).
+
+The test is of modes that round factors: each layer's three matmuls on random rows and its own weights, against the
+working dtype. Each factor of a matmul is rounded by at most u = 2^-(fraction bits + 1) of its size. The roundings are
+independent, so the error of a product's feature is at most sqrt(u_a^2 + u_b^2) of its norm, on average half of that. It
+is more if many numbers are too small for their tile's scale, and if a device's matmul is wrong. Such layers multiply in
+the working dtype.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import zlib
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fivefold.comm import Axis, everyone, told
 from fivefold.files import make_folder, read_json, understood, write_atomically
-from fivefold.kernels import fastest
+from fivefold.kernels import fastest, input_gradient, linear, weight_gradient
+from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.parallel import matmuls
-from fivefold.precision import PRECISIONS, Mode
-from fivefold.step.self_test import PRODUCTS, Tested, fall_back, self_test
+from fivefold.precision import PRECISIONS, Mode, torch_dtype
+from fivefold.recipe import Recipe
 from fivefold.step.state import State
 from fivefold.train.job import Job
 
 FILE, LIBRARY = "fp8.json", "products.json"
+ROWS = 128  # random rows; a tile of them shares a scale
+PRODUCTS = ("output", "gradient of its input", "gradient of its weight")
+
+
+@dataclass(frozen=True)
+class Tested:
+    """errors: of the three products of each weight: that of the worst feature, relative to its norm; infinite if one is
+    not finite. allowed: the bound of each."""
+
+    errors: dict[str, tuple[float, ...]]
+    allowed: tuple[float, ...]
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The layers that are too far from the working dtype, and why."""
+        found: dict[str, str] = {}
+        for name, errors in self.errors.items():
+            for product, error, bound in zip(PRODUCTS, errors, self.allowed, strict=True):
+                if error > bound:
+                    off = f"the {product} is {error:.1%} off, allowed {bound:.1%}"
+                    why = off if math.isfinite(error) else f"its {product} is not finite"
+                    found.setdefault(name.rpartition(".")[0], why)
+        return found
+
+
+def self_test(state: State, recipe: Recipe, axis: Axis) -> Tested:
+    """Tests the weights that each rank keeps, in a mode that rounds factors. All ranks of the axis get the largest
+    errors."""
+    how = matmuls.wanted(recipe)
+    assert how is not None
+    working = torch_dtype(PRECISIONS[recipe.precision.mode].working)
+    masters, names = state.masters(), list(card_of(recipe.model).parameters)
+    table = torch.full((len(names), len(PRODUCTS)), -1.0, dtype=torch.float64)
+    for stage in state.parallel.stages:
+        for layer, module in matmuls.layers(stage):
+            for leaf, _ in module.named_parameters(recurse=False):
+                master = masters.get(name := f"{layer}.{leaf}")
+                if leaf != "bias" and master is not None and master.numel():
+                    weights = master.to(state.mesh.device, working).reshape(-1, *master.shape[-2:])
+                    each = [_errors(weight, how, f"{name} {i}") for i, weight in enumerate(weights)]
+                    table[names.index(name)] = torch.tensor(each, dtype=torch.float64).amax(0)
+    found = axis.all_reduce(table.to(axis.device), "max").tolist()
+    errors = {name: tuple(row) for name, row in zip(names, found, strict=True) if row[0] >= 0}
+    forward, backward = (2.0 ** -(form.fraction + 1) for form in (how.inputs, how.gradients))
+    allowed = math.hypot(forward, forward), math.hypot(backward, forward), math.hypot(backward, forward)
+    return Tested(errors, allowed)
+
+
+def fall_back(state: State, failed: set[str]) -> None:
+    """Lets these layers multiply in the working dtype."""
+    for stage in state.parallel.stages:
+        for name, module in list(matmuls.layers(stage)):
+            if name in failed:
+                module.rounded = None
+
+
+@torch.no_grad()
+def _errors(weight: Tensor, how: RoundedMatmuls, name: str) -> list[float]:
+    """Of one weight (F, D)."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    x, dy = (torch.randn(ROWS, size, generator=generator).to(weight) for size in weight.shape[::-1])
+    try:
+        found = how.forward(x, weight), how.input_gradient(dy, weight), how.weight_gradient(dy, x)
+    except RuntimeError:  # the device's library does not take these shapes
+        return [math.inf] * len(PRODUCTS)
+    wanted = linear(x, weight), input_gradient(dy, weight), weight_gradient(dy, x)
+    return [_relative(a, b, dim) for a, b, dim in zip(found, wanted, (0, 0, 1), strict=True)]
+
+
+def _relative(found: Tensor, wanted: Tensor, dim: int) -> float:
+    """The largest relative error of a feature: the norms are over the other dim."""
+    difference, size = (found.float() - wanted.float()).norm(dim=dim), wanted.float().norm(dim=dim)
+    error = torch.where(difference == 0, 0.0, difference / size).max().item()
+    return error if math.isfinite(error) else math.inf
 
 
 def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
@@ -54,7 +140,6 @@ def _settle_rounded(state: State, job: Job, ranks: Ranks, resumed: bool) -> list
         mode = job.recipe.precision.mode
         return [f"{mode}, except in {', '.join(sorted(kept))}, as before"] if kept else []
     tested = self_test(state, job.recipe, axis)
-    assert tested is not None
     fall_back(state, set(tested.failed))
     if ranks.first:
         _write(job, tested)
@@ -70,25 +155,15 @@ def _lines(tested: Tested, mode: Mode) -> list[str]:
         for product, error, bound in zip(PRODUCTS, largest, tested.allowed, strict=True)
     )
     lines = [f"self-test of {mode.name} in {len(tested.errors)} weights, largest relative errors: {errors}"]
-    for name, why in tested.failed.items():
-        lines.append(
-            f"WARNING: {name} failed the self-test of {mode.name} and computes in {mode.working}: {why}"
-        )
-    return lines
+    failed = f"failed the self-test of {mode.name} and computes in {mode.working}"
+    return [*lines, *(f"WARNING: {name} {failed}: {why}" for name, why in tested.failed.items())]
 
 
 def _write(job: Job, tested: Tested) -> None:
     make_folder(job.out)
-    found = {
-        "products": PRODUCTS,
-        "allowed": tested.allowed,
-        "errors": {
-            name: [str(e) if e == float("inf") else e for e in errors]
-            for name, errors in tested.errors.items()
-        },
-        "in_bf16": tested.failed,
-    }
-    write_atomically(job.out / FILE, json.dumps(found, indent=1) + "\n")
+    errors = {n: [str(e) if e == math.inf else e for e in each] for n, each in tested.errors.items()}
+    facts = {"products": PRODUCTS, "allowed": tested.allowed, "errors": errors, "in_bf16": tested.failed}
+    write_atomically(job.out / FILE, json.dumps(facts, indent=1) + "\n")
 
 
 def _read(axis: Axis, job: Job, resumed: bool) -> set[str] | None:

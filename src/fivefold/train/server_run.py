@@ -36,10 +36,9 @@ from fivefold.step.state import State
 from fivefold.step.step import SAVE, STOP, Done, last_update, rate
 from fivefold.train.faults import Fault, destroyed_after, weights_fault
 from fivefold.train.hooks import RunHooks
-from fivefold.train.job import Job
+from fivefold.train.job import Job, shared
 from fivefold.train.loop import due, train_loop
 from fivefold.train.rollback import FILE, read
-from fivefold.train.saved import shared
 from fivefold.train.saver import Saver
 
 STEP, LOST, ALIVE, END = range(4)  # what the first server has the others do
@@ -53,7 +52,7 @@ def connect(job: Job, ranks: Ranks) -> list[Link]:
     Raises:
         UserError: parameter servers cannot do it, or a rank has another recipe or other data than the first server.
     """
-    assert_possible(ranks, job.module is not None)
+    assert_possible(ranks)
     if read(job.out)["left_out"]:
         raise UserError(
             f"{job.out / FILE}: this run left out data after a fault, and parameter servers cannot do that. Nearest "

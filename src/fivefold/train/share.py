@@ -44,10 +44,8 @@ def reader(
     batches = training_batches(job, left_out)
     first = mesh.axis("run").index == 0
     for stream in streams(job):
-        stream.waiting, stream.given_up = (
-            partial(print, file=sys.stderr, flush=True) if first else None,
-            False,
-        )
+        stream.waiting = partial(print, file=sys.stderr, flush=True) if first else None
+        stream.given_up = False
     with Prefetch(lambda i: batches(i, mesh), start, job.recipe.train.steps) as prefetch:
         try:
             yield partial(_patiently, prefetch.next) if streams(job) else prefetch.next
@@ -97,9 +95,8 @@ def begin_streams(job: Job, meta: Mapping[str, Any]) -> None:
             stream.hint = Commit.of(state)
 
 
-def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[..., Share]:
-    """A function of a step (0, 1, ...) and the mesh: this rank's share of the global batch, in microbatches. Further
-    arguments are those of `share_of`."""
+def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[[int, Mesh], Share]:
+    """A function of a step (0, 1, ...) and the mesh: this rank's share of the global batch, in microbatches."""
     recipe, train, own = job.recipe, job.recipe.train, job.batches
     if own is not None and train.batch_ramp:
         raise UserError("train.batch_ramp needs the data of a recipe: your own batches have their size")
@@ -108,10 +105,10 @@ def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[..., Share]:
         assert job.data is not None
         batches = batches_of(recipe, job.data, left_out, job.module)
 
-    def share(i: int, mesh: Mesh, **how: Any) -> Share:
+    def share(i: int, mesh: Mesh) -> Share:
         size, rows = batch_size(train, i), train.microbatch_size or 1
         number = i if own is None else place(train, i, left_out) // size
-        return share_of(batches, number, size, rows, mesh, **how)
+        return share_of(batches, number, size, rows, mesh)
 
     return share
 
@@ -219,11 +216,10 @@ def share_of(
     found = [_rows(batches, i, rows, mesh) for rows in parts]
     if getattr(batches, "uneven", False):
         average = max(1, batches.counted(i, size)) / whole  # type: ignore[attr-defined]
-        found = [one._replace(weight=count / average) for one, count in found]
-    else:
-        found = [one for one, _ in found]
-    found += [_fill(_rows(batches, i, range(1), mesh)[0], 0, microbatch) for _ in range(empty)]
-    return Share(found, len(parts), whole * dp.size // ranks)
+        found = [(one._replace(weight=count / average), count) for one, count in found]
+    microbatches = [one for one, _ in found]
+    microbatches += [_fill(_rows(batches, i, range(1), mesh)[0], 0, microbatch) for _ in range(empty)]
+    return Share(microbatches, len(parts), whole * dp.size // ranks)
 
 
 def rows_of(

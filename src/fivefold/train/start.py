@@ -32,8 +32,7 @@ from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
 from fivefold.launch.interrupt import STOPPED, Interrupt, Leaving, run_complete, unsaved
 from fivefold.launch.launchers import LAUNCH, may_be_again, restarted_by
-from fivefold.launch.local import launch
-from fivefold.launch.supervisor import Attempt
+from fivefold.launch.local import Attempt, launch
 from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard
 from fivefold.models.recomputation import budget_of
@@ -135,7 +134,10 @@ def _run(job: Job, caller: Caller, span: tuple[int, int] | None, fork: bool) -> 
     _set_up_process(job, caller)
     with owned(job.out) if caller.first else nullcontext(), Interrupt() as interrupt, streaming(job):
         if caller.first:
-            _note_start(job, caller, world)
+            if caller.restarted:
+                note_restart(job.out, caller.restarted, world)
+            elif job.resume_from is not None:
+                go_back_once(job.out, job.resume_from)
         if caller.rank >= world:
             ranks_.wait_as_spare(job.recipe.launch.meet)
             return  # it knows nothing of what is saved: only the others say so
@@ -284,14 +286,6 @@ def _set_up_process(job: Job, caller: Caller) -> None:
         matmul_rate(compute_mode(job.recipe, torch.device("cpu")).measured, cores(), improve=True)
 
 
-def _note_start(job: Job, caller: Caller, world: int) -> None:
-    """Goes back to a chosen checkpoint, and notes that a launcher has started the ranks again."""
-    if job.resume_from is not None and not caller.restarted:
-        go_back_once(job.out, job.resume_from)
-    if caller.restarted:
-        note_restart(job.out, caller.restarted, world)
-
-
 def _run_local(job: Job, world: int, span: tuple[int, int] | None, fork: bool) -> int | None:
     """Starts local ranks, and again after failures. Returns the signal that stopped them."""
     if span:
@@ -299,7 +293,7 @@ def _run_local(job: Job, world: int, span: tuple[int, int] | None, fork: bool) -
         restarts = Restarts(job, elastic.attempt, elastic.failed, elastic=True)
     else:
         restarts = Restarts(job, partial(_attempt, world))
-    outcome = launch(restarts.first(), fork, restarts.again)
+    outcome = launch(restarts.attempt(job), fork, restarts.again)
     return restarts.conclude(outcome, partial(_advice, job, world))
 
 
@@ -307,13 +301,8 @@ def _attempt(world: int, job: Job) -> Attempt:
     """What local ranks do for a job."""
     servers = job.recipe.servers  # asynchronous training goes on without a worker
     expendable = range(servers.count, world) if servers.staleness else range(0)
-    return Attempt(
-        partial(run_rank, job),
-        world,
-        expendable,
-        partial(grace_s, job),
-        timeout_s=job.recipe.launch.timeout,
-    )
+    grace, timeout_s = partial(grace_s, job), job.recipe.launch.timeout
+    return Attempt(partial(run_rank, job), world, expendable, grace, timeout_s=timeout_s)
 
 
 def _run_here(job: Job, interrupt: Interrupt, world: int) -> int | None:
@@ -428,9 +417,7 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
 
 
 def prepare_data(recipe: Recipe, quiet: bool) -> DataSet:
-    if quiet:
-        return prepare(recipe)
-    with progress_bar() as progress:
+    with nullcontext() if quiet else progress_bar() as progress:
         return prepare(recipe, progress)
 
 
@@ -449,15 +436,12 @@ def _run_folder(out: Path | None, name: str, resuming: Resuming, caller: Caller)
         raise UserError(f"--out {out}: this is a file, not a folder")
     if resuming.must and not (out / "recipe.toml").is_file():
         raise UserError(f"--resume: {out} is not a run folder (it has no recipe.toml)")
-    if not resuming and any(
-        (out / kept).exists() for kept in ("recipe.toml", "metrics.jsonl", "checkpoints")
-    ):
-        elastic = (
-            "; torchrun with --max-restarts 1, or more, resumes by itself" if LAUNCH in os.environ else ""
-        )
+    kept = ("recipe.toml", "metrics.jsonl", "checkpoints")
+    if not resuming and any((out / name).exists() for name in kept):
+        torchrun = "; torchrun with --max-restarts 1, or more, resumes by itself"
         raise UserError(
-            f"{out} already holds a run; add --resume to resume it (fivefold.resume in Python), or choose another --out"
-            + elastic
+            f"{out} already holds a run; add --resume to resume it (fivefold.resume in Python), or choose another "
+            f"--out{torchrun if LAUNCH in os.environ else ''}"
         )
     return out
 
@@ -465,6 +449,5 @@ def _run_folder(out: Path | None, name: str, resuming: Resuming, caller: Caller)
 def _advice(job: Job, world: int, out_of_memory: bool) -> str:
     """What to do when a rank has failed."""
     lines = "\n".join(["", *advice(job, world)]) if out_of_memory else ""
-    return lines + (
-        f". Resume from the last checkpoint with: {job.resume_command}" if newest(job.out) else ""
-    )
+    resume = f". Resume from the last checkpoint with: {job.resume_command}"
+    return lines + resume if newest(job.out) else lines

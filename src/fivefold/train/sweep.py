@@ -29,8 +29,8 @@ from fivefold.errors import BusyError, CheckFailed, CommunicationError, RankFail
 from fivefold.files import guard, make_folder, open_file, owned, stream
 from fivefold.host import cores
 from fivefold.launch.interrupt import BUSY, DONE, FAILED, STOPPED, USER, Leaving, in_words, stopping_signals
+from fivefold.launch.local import Signals
 from fivefold.launch.ranks import found
-from fivefold.launch.supervisor import Signals
 from fivefold.observe.format import duration, short_number
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.summary import summarize
@@ -65,9 +65,8 @@ def plan(sweep: Sweep, base: str | Path) -> None:
         data = known[key] if key in known else known.setdefault(key, prepare_data(recipe, quiet=False))
         parameters = active_parameters(resolve(recipe, vocab_size=data.vocab_size).model)
         if table.FLOPS in row.settings:
-            row.figures["tokens"] = math.ceil(
-                float(row.settings[table.FLOPS]) / training_flops(parameters, 1)
-            )
+            flops = float(row.settings[table.FLOPS])
+            row.figures["tokens"] = math.ceil(flops / training_flops(parameters, 1))
             recipe = sweep.load(base, row)
         found = amounts(recipe, data)
         require_enough(recipe, found)
@@ -112,11 +111,10 @@ def environment(slot: int, jobs: int, ranks: int, cores: int, gpus: Sequence[str
             f"--jobs {jobs}: of {len(gpus)} GPUs here a run needs {ranks}. Nearest valid: --jobs "
             f"{max(1, len(gpus) // ranks)}"
         )
-    threads = (
-        {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, cores // (jobs * ranks)))}
-    )
-    own = gpus[slot * ranks : (slot + 1) * ranks]
-    return threads | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})
+    own, given = gpus[slot * ranks : (slot + 1) * ranks], dict[str, str]()
+    if "OMP_NUM_THREADS" not in os.environ:
+        given["OMP_NUM_THREADS"] = str(max(1, cores // (jobs * ranks)))
+    return given | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})
 
 
 def _gpus() -> list[str]:
@@ -147,7 +145,7 @@ class _Runs:
 
     def all(self) -> int:
         try:
-            while (self.waiting and self.signals.first is None) or self.running:
+            while (self.waiting and self.signals.signal is None) or self.running:
                 self._start()
                 wait([self.signals.reader, *(process.sentinel for process in self.running)])
                 self._pass_on()
@@ -159,11 +157,11 @@ class _Runs:
                 process.join(GRACE_S)
                 process.kill()
         ends = {row.status for row in self.sweep.rows}
-        stopped = self.signals.first is not None or table.STOPPED in ends
+        stopped = self.signals.signal is not None or table.STOPPED in ends
         return DONE if ends <= {table.FINISHED} else STOPPED if stopped else FAILED
 
     def _start(self) -> None:
-        while self.waiting and self.free and self.signals.first is None:
+        while self.waiting and self.free and self.signals.signal is None:
             row, place = self.waiting.pop(0), self.free.pop()
             arguments = (self.folder.absolute(), row.name, Path.cwd(), {**os.environ, **place[1]})
             process = self.context.Process(target=train_row, args=arguments, name=row.name, daemon=False)
@@ -201,7 +199,7 @@ class _Runs:
             row.status = table.FINISHED
             self.done += 1
             said = f"{figures_text(row.figures)}, {duration(seconds)}"
-        elif code == STOPPED or self.signals.first is not None:
+        elif code == STOPPED or self.signals.signal is not None:
             row.status = table.STOPPED
             said = "stopped; it resumes when the sweep does"
         else:
@@ -222,15 +220,12 @@ def figures_text(figures: Mapping[str, Any]) -> str:
 
 def last_words(run: Path, tail: int = 4096) -> str:
     """The last line that a run has printed."""
-    try:
-        with open_file(run / LOG) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
-            lines = file.read().decode("utf-8", "replace").split("\n")
-    except OSError:
-        return "it has printed nothing"
-    return printable(
-        next((line.strip() for line in reversed(lines) if line.strip()), "it has printed nothing")
-    )
+    lines: list[str] = []
+    with suppress(OSError), open_file(run / LOG) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
+        lines = file.read().decode("utf-8", "replace").split("\n")
+    words = (line.strip() for line in reversed(lines))
+    return printable(next(filter(None, words), "it has printed nothing"))
 
 
 def _follow_sweep() -> None:

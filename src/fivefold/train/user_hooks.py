@@ -71,6 +71,9 @@ class Callback:
         """The run has ended, complete or stopped; its report is written."""
 
 
+CallbackLike = Callback | type[Callback] | partial[Callback] | str
+
+
 @dataclass(frozen=True)
 class Ref:
     """Something of the user's. what: the argument that it was given as. name: `module:name`. bound: positional and
@@ -175,9 +178,8 @@ def imported(what: str, name: str) -> Any:
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as error:
-        raise UserError(
-            f"{what} = '{name:.100}' cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"{what} = '{name:.100}' cannot be imported: {why}") from error
     return found
 
 
@@ -276,25 +278,15 @@ def _check_optimizer(recipe: Recipe, optimizer: Ref) -> None:
 
 
 WITHOUT = UserHooks()
-RUNS_OWN = {
-    *TAGS,
-    *TAGS_BY_NAME,
-    *KINDS,
-    *USUAL,
-    ROLLBACK,
-    "step",
-    "sample",
-    "alarm",
-    "slow_rank",
-    "compression_errors",
-}
+_LINES = "step", "sample", "alarm", "slow_rank", "compression_errors"
+RUNS_OWN = {*TAGS, *TAGS_BY_NAME, *KINDS, *USUAL, ROLLBACK, *_LINES}
 """Figures of metrics.jsonl that readers take for the run's own, in whatever line they are."""
 MEASURED = ("loss", "bits_per_byte")
 """Metrics of every validation."""
 
 
 def brings(
-    callbacks: Sequence[Callback | type[Callback] | partial[Callback] | str] = (),
+    callbacks: Sequence[CallbackLike] = (),
     metrics: Mapping[str, Metric | str] | None = None,
     loss: Loss | str | None = None,
     optimizer: Optimizer | str | None = None,

@@ -1,7 +1,9 @@
 """Checks that a layout computes what one process computes.
 
-The reference is one process with the whole model and plain autograd (`reference.py`). A layout of one rank is compared,
-too: it shows whether the trainer keeps weights and gradients correctly.
+The reference is one process with the whole model and plain autograd. It shares the models' code, the step and the
+optimizer with the trainer, but not the way weights are kept: it has no flat buffers, no buckets, no sharding, no
+recomputation and no compilation. Each parameter has its own master and gradient. A layout of one rank is compared, too:
+it shows whether the trainer keeps weights and gradients correctly.
 
 Both sides train the same few steps from the same initial weights on the same batches, without dropout. Each writes into
 a folder: the whole gradient of the first step; loss and gradient norm of each step; weights and moments after the last.
@@ -24,24 +26,32 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.checkpoint import store, write
-from fivefold.comm import everyone
+from fivefold.comm import everyone, told
 from fivefold.data import DataSet
 from fivefold.errors import UserError
 from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
+from fivefold.models.base import LanguageModel
+from fivefold.models.card import card_of
+from fivefold.models.init import build
 from fivefold.optim import OPTIMIZERS
-from fivefold.precision import FIELDS, MASTER, PRECISIONS
+from fivefold.parallel import matmuls
+from fivefold.parallel.expert import Balance
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.parallelize import Parallel
+from fivefold.parallel.replica import Replica
+from fivefold.precision import FIELDS, MASTER, PRECISIONS, Mode, torch_dtype
 from fivefold.recipe import Recipe, batch_size, change, resolve
 from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.schema import LayoutSection
@@ -50,26 +60,16 @@ from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_nearest import validate
 from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.parts import Part, held
 from fivefold.sharding.syncs import zeropp
-from fivefold.step.state import build_state
+from fivefold.step.state import State, build_state, compute_mode, with_optimizer
 from fivefold.step.step import take_step
-from fivefold.train.reference import reference_state
-from fivefold.train.saved import buffer_pieces, moment_pieces, owned_pieces
+from fivefold.train.saver import buffer_pieces, moment_pieces, owned_pieces
 from fivefold.train.share import batches_of, share_of
 from fivefold.train.start import prepare_data
 
 TOLERANCE = {"loss": 1e-6, "gradients": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
 TIMES = 3.0  # tensor and sequence parallelism round elsewhere: up to 1.7 in tensors of 32 elements
-
-
-@dataclass(frozen=True)
-class Side:
-    """Runs one side: `steps` steps of a resolved recipe, written into `folder`."""
-
-    recipe: Recipe
-    data: DataSet
-    steps: int
-    folder: Path
 
 
 @dataclass
@@ -145,19 +145,17 @@ def verify(
     data = prepare_data(recipe, quiet=launched is not None and launched[0] != 0)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     with tempfile.TemporaryDirectory(prefix="fivefold-verify-") as name:
-        folder = Path(name)
         if launched:
-            with ranks_.join() as ranks:
-                folder = _common(folder, ranks)
-                compute(Side(recipe, data, steps, folder / "layout"), ranks)
+            with ranks_.join() as ranks:  # they share the disk
+                name = told(name, 0, everyone(ranks))
+                compute(recipe, data, steps, Path(name, "layout"), ranks)
             if launched[0]:
                 return None
         elif wanted.ranks > 1:
-            side = Side(recipe, data, steps, folder / "layout")
-            start_ranks(partial(compute, side), wanted.ranks, fork)
+            start_ranks(partial(compute, recipe, data, steps, Path(name, "layout")), wanted.ranks, fork)
         else:
-            compute(Side(recipe, data, steps, folder / "layout"), alone())
-        report = compare_with_one_process(recipe, data, steps, folder)
+            compute(recipe, data, steps, Path(name, "layout"), alone())
+        report = compare_with_one_process(recipe, data, steps, Path(name))
     report.notes = notes
     return report
 
@@ -210,40 +208,90 @@ def alone() -> Ranks:
     return Ranks(0, 1, 0, 1, ranks_.device_for(0))
 
 
-def _common(folder: Path, ranks: Ranks) -> Path:
-    """Rank 0's folder, on every rank. The ranks share the disk."""
-    text = torch.zeros(4096, dtype=torch.uint8, device=ranks.device)
-    raw = str(folder).encode()
-    text[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-    everyone(ranks).broadcast(text, 0)
-    return Path(bytes(text.tolist()).rstrip(b"\0").decode())
-
-
-def compute(side: Side, ranks: Ranks, reference: bool = False) -> None:
-    """Computes one rank's part of a side: of the layout, or of the reference."""
-    recipe, train = side.recipe, side.recipe.train
-    batches = batches_of(recipe, side.data)
+def compute(
+    recipe: Recipe, data: DataSet, steps: int, folder: Path, ranks: Ranks, reference: bool = False
+) -> None:
+    """Computes one rank's part of a side, of the layout or the reference: `steps` steps of a resolved recipe, written
+    into `folder`."""
+    train, batches = recipe.train, batches_of(recipe, data)
     state = reference_state(recipe, ranks) if reference else build_state(recipe, ranks)
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
 
     def write_first_gradient() -> None:
         if state.step == 0:
             pieces = owned_pieces(state, state.gradients())
-            write.save(side.folder / "first", pieces, [], {}, axis=state.mesh.axis("run"), finite=False)
+            write.save(folder / "first", pieces, [], {}, axis=state.mesh.axis("run"), finite=False)
 
     try:
-        for step in range(side.steps):
+        for step in range(steps):
             share = share_of(batches, step, batch_size(train, step), train.microbatch_size or 1, state.mesh)
             done = take_step(state, recipe, share, inspect=write_first_gradient)
             found["loss"].append(done.loss)
             found["grad_norm"].append(done.norm)
         moments = moment_pieces(state)
         weights = owned_pieces(state, state.masters()) + buffer_pieces(state)
-        write.save(
-            side.folder / "end", weights, moments, found, axis=state.mesh.axis("run"), finite=False
-        )  # what diverged is compared, too
+        # What diverged is compared, too
+        write.save(folder / "end", weights, moments, found, axis=state.mesh.axis("run"), finite=False)
     finally:
         state.parallel.close()
+
+
+class Plain(Replica):
+    """The reference's replica. The module must be in fp32 when this is built; afterwards it computes as the mode
+    says."""
+
+    def __init__(self, module: nn.Module, parts: dict[str, Part], mode: Mode):
+        self.parts, self.params = parts, dict(module.named_parameters())
+        kept, working = torch_dtype(mode.master), torch_dtype(mode.working)
+        self.masters = {
+            name: p.detach().to(working if parts[name].frozen else kept, copy=True)
+            for name, p in self.params.items()
+        }
+        self.gradients = {n: torch.zeros_like(w) for n, w in self.masters.items() if not parts[n].frozen}
+        for name, p in self.params.items():
+            p.data = p.data.to(working)
+            p.requires_grad_(not parts[name].frozen)
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._adder(name))
+
+    def _adder(self, name: str) -> Callable[[Tensor], None]:
+        def add(p: Tensor) -> None:
+            assert p.grad is not None
+            self.gradients[name] += p.grad
+            p.grad = None
+
+        return add
+
+    def start_step(self) -> None:
+        for gradient in self.gradients.values():
+            gradient.zero_()
+
+    def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
+        self.updater.step(self.gradients, lr, scale, skip)
+        self.refresh()
+
+    def refresh(self) -> None:
+        for name, p in self.params.items():
+            p.data.copy_(self.masters[name])
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        return {"params": [p.data for p in self.params.values()]}
+
+    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
+        for name in names:
+            self.params[name].register_hook(seen)
+
+
+def reference_state(recipe: Recipe, one: Ranks) -> State:
+    """The state of a resolved recipe at step 0 on one process; the recipe's layout is ignored."""
+    model, mesh = recipe.model, Mesh(Layout(), one)
+    module = build(model, device=one.device, seed=recipe.train.seed)
+    assert isinstance(module, LanguageModel)
+    matmuls.apply(module, recipe)
+    mode = compute_mode(recipe, one.device)
+    replica = Plain(module, held(card_of(model), Layout(), 0), mode)
+    balance = Balance([module], mesh, model) if card_of(model).has_experts else None
+    return with_optimizer(Parallel([module], [replica], balance=balance), mesh, recipe, mode)
 
 
 def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: Path) -> Report:
@@ -254,7 +302,7 @@ def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: 
         if not (folder / other).exists():
             precision = recipe.precision.model_copy(update={"mode": other})
             one = recipe.model_copy(update={"layout": LayoutSection(), "precision": precision})
-            compute(Side(one, data, steps, folder / other), alone(), reference=True)
+            compute(one, data, steps, folder / other, alone(), reference=True)
     report = Report(to_text(layout), layout.ranks, mode, steps)
     second = OPTIMIZERS[recipe.optim.name].second_moment
     own = {} if mode == MASTER else dict(_differences(folder / mode, folder / MASTER, second, together=True))
