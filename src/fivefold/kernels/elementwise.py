@@ -17,23 +17,23 @@ from torch.autograd.function import once_differentiable
 from fivefold.kernels import native
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in fp32 (arXiv 1910.07467). x (..., D)."""
-    if native.usable(x, weight):
-        return _Norm.apply(x, None, weight, None, eps)[1]
-    return _plain_rms_norm(x, weight, eps)
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm (arXiv 1607.06450) over the last dim of x (..., D), computed in fp32:
+    (x - mean) / sqrt(variance + eps) * weight + bias. Without a bias RMSNorm (arXiv 1910.07467):
+    x / sqrt(mean(x^2) + eps) * weight."""
+    return add_norm(x, None, weight, bias, eps)[1]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + residual, rms_norm(x + residual)): the residual stream and its norm in one pass. All (..., D)."""
-    if native.usable(x, residual, weight):
-        return _Norm.apply(x, residual, weight, None, eps)
-    total = x + residual
-    return total, _plain_rms_norm(total, weight, eps)
-
-
-def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return (F.rms_norm(x.float(), (x.shape[-1],), eps=eps) * weight.float()).to(x.dtype)
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(x + residual, norm(x + residual)): the residual stream and its norm in one pass. All (..., D)."""
+    if native.usable(*(t for t in (x, residual, weight, bias) if t is not None)):
+        return _Norm.apply(x, residual, weight, bias, eps)
+    total = x if residual is None else x + residual
+    if bias is not None:
+        return total, F.layer_norm(total, x.shape[-1:], weight, bias, eps)
+    return total, (F.rms_norm(total.float(), x.shape[-1:], eps=eps) * weight.float()).to(x.dtype)
 
 
 class _Norm(Function):
@@ -79,23 +79,6 @@ class _Norm(Function):
         gradients = gradients.to(weight.dtype)
         dweight, dbias = gradients.unbind() if count == 2 else (gradients, None)
         return dx, dx if ctx.added else None, dweight, dbias, None
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in fp32 (arXiv 1607.06450). x (..., D)."""
-    if native.usable(x, weight, bias):
-        return _Norm.apply(x, None, weight, bias, eps)[1]
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(x + residual, layer_norm(x + residual)) in one pass. All (..., D)."""
-    if native.usable(x, residual, weight, bias):
-        return _Norm.apply(x, residual, weight, bias, eps)
-    total = x + residual
-    return total, F.layer_norm(total, x.shape[-1:], weight, bias, eps)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

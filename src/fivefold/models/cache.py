@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fivefold import kernels
+from fivefold.kernels import elementwise
+from fivefold.kernels.blockwise_attention import attention
 from fivefold.models.section import ModelSection
 
 
@@ -22,10 +23,10 @@ def cached_attention(
     all_BTNd = qkv.view(B, T, heads + 2 * kv_heads, width // (heads + 2 * kv_heads))
     q_BTHd, k_BTKd, v_BTKd = all_BTNd.split([heads, kv_heads, kv_heads], dim=2)
     if cos is not None and sin is not None:
-        q_BTHd, k_BTKd = kernels.rope(q_BTHd, cos, sin), kernels.rope(k_BTKd, cos, sin)
+        q_BTHd, k_BTKd = elementwise.rope(q_BTHd, cos, sin), elementwise.rope(k_BTKd, cos, sin)
     k_BSKd, v_BSKd = cache.append(k_BTKd, v_BTKd)
     # A single new token sees all earlier ones, so there is nothing to mask.
-    return kernels.attention(q_BTHd, k_BSKd, v_BSKd, causal=T > 1).flatten(2)
+    return attention(q_BTHd, k_BSKd, v_BSKd, causal=T > 1).flatten(2)
 
 
 class LayerCache:

@@ -9,13 +9,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fivefold import kernels
+from fivefold.kernels import elementwise, matmul
+from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.documents import Documents
+from fivefold.kernels.loss import linear_cross_entropy
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.cache import LayerCache, cached_attention
 from fivefold.models.section import ModelSection
@@ -31,7 +33,7 @@ class Linear(nn.Linear):
         """Does nothing: `init_weights` sets the values (on "meta", torch's own method imports its compiler: 1 s)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return kernels.linear(input, self.weight, self.bias, self.rounded)
+        return matmul.linear(input, self.weight, self.bias, self.rounded)
 
 
 class Embedding(nn.Embedding):
@@ -48,42 +50,46 @@ class Positions(Embedding):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, over the last dim, in fp32 inside (arXiv 1910.07467)."""
 
+    bias = None
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps)
-
-
-class AddRMSNorm(RMSNorm):
-    """Adds a branch to the residual stream and normalises the sum in the same pass over memory."""
-
-    def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns (x + branch, RMSNorm(x + branch))."""
-        return kernels.add_rms_norm(x, branch, self.weight, self.eps)
-
-    def alone(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        return elementwise.norm(x, self.weight, None, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` (same parameters, same names), in fp32 inside (arXiv 1607.06450)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return kernels.layer_norm(input, self.weight, self.bias, self.eps)
+        return elementwise.norm(input, self.weight, self.bias, self.eps)
 
 
-class AddLayerNorm(LayerNorm):
-    """As `AddRMSNorm`."""
+class AddNorm(nn.Module):
+    """A norm that first adds a branch to the residual stream, in the same pass over memory."""
 
-    def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns (x + branch, LayerNorm(x + branch))."""
-        return kernels.add_layer_norm(x, branch, self.weight, self.bias, self.eps)
+    weight: Any
+    bias: Any
+    eps: float
+
+    def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (x + branch, its norm)."""
+        return elementwise.add_norm(x, branch, self.weight, self.bias, self.eps)
 
     def alone(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        """The norm of x."""
+        return elementwise.norm(x, self.weight, self.bias, self.eps)
+
+
+class AddRMSNorm(AddNorm, RMSNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
+    pass
+
+
+class AddLayerNorm(AddNorm, LayerNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
+    pass
 
 
 class WideRMSNorm(nn.Module):
@@ -101,7 +107,7 @@ class WideRMSNorm(nn.Module):
     def forward(self, *vectors: Tensor) -> tuple[Tensor, ...]:
         weights = self.weight.split([x.shape[-1] for x in vectors])
         return tuple(
-            kernels.rms_norm(x, weight, self.eps) for x, weight in zip(vectors, weights, strict=True)
+            elementwise.norm(x, weight, None, self.eps) for x, weight in zip(vectors, weights, strict=True)
         )
 
 
@@ -137,7 +143,7 @@ class AttentionCore(nn.Module):
         sin_Td: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        return kernels.qkv_attention(
+        return qkv_attention(
             qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal, self.recompute, documents
         )
 
@@ -171,11 +177,9 @@ class Output(nn.Module):
         self, x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, bias_V: Tensor | None = None
     ) -> Tensor:
         if targets_BT is None:
-            return kernels.linear(x_BTD, weight_VD, bias_V).float()
+            return matmul.linear(x_BTD, weight_VD, bias_V).float()
         z_loss = self.z_loss * self.training
-        return kernels.linear_cross_entropy(
-            x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss
-        )
+        return linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss)
 
 
 @dataclass(frozen=True)
@@ -299,7 +303,7 @@ class SwiGLU(Sublayer):
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """Gate and up (B, T, 2F) -> (B, T, D)."""
-        return self.down(kernels.swiglu(product))
+        return self.down(elementwise.swiglu(product))
 
 
 class GELU(Sublayer):
@@ -318,4 +322,4 @@ class GELU(Sublayer):
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """(B, T, F) -> (B, T, D)."""
-        return self.down(kernels.gelu(product, self.approximate))
+        return self.down(elementwise.gelu(product, self.approximate))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fivefold.comm import Axis
-from fivefold.kernels import input_gradient, linear, weight_gradient
+from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.card import card_of
 from fivefold.parallel import matmuls

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fivefold import kernels
 from fivefold.kernels.documents import Documents
+from fivefold.kernels.latent import latent_heads
 from fivefold.models.cache import LayerCache, cached_attention
 from fivefold.models.deepseek.card import widths_of
 from fivefold.models.layers import AttentionCore, Linear, RegionInput, RMSNorm, Sublayer
@@ -73,7 +73,7 @@ class LatentAttention(Sublayer):
             -1, (self.core.heads, -1)
         )
         kv_BTHn = self.up_kv(self.norm_kv(key_value)).unflatten(-1, (self.core.heads, -1))
-        return kernels.latent_heads(q_BTHd, kv_BTHn, self.shared_key(key), cos, sin, self.value, self.scale)
+        return latent_heads(q_BTHd, kv_BTHn, self.shared_key(key), cos, sin, self.value, self.scale)
 
     def project(self, attended: Tensor) -> Tensor:
         """(B, T, H d) -> (B, T, D), without the padding of the values."""
