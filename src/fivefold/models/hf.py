@@ -227,7 +227,8 @@ def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> Mod
 def _read(arch: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The fields of `[model]`, and what of the config our model does not compute. Raises UserError for a key that is
     missing or has a value of the wrong type."""
-    exchange, found, fields = file_of(arch, "hf"), [], {"arch": arch}
+    exchange, found = file_of(arch, "hf"), []
+    fields: dict[str, Any] = {"arch": arch}
     for key, allowed in exchange.SUPPORTED.items():
         if config.get(key, allowed[0]) not in allowed:
             values = " or ".join(_text(value) for value in allowed if value is not None) or "null"
