@@ -258,7 +258,7 @@ def test_heads_are_put_together(dtype):
     random = torch.Generator().manual_seed(0)
     shapes = ((B, T, H, nope + rope), (B, T, H, nope + value), (B, T, rope))
     parts = [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
-    cos, sin = rope_table(torch.arange(T), rope, 100.0)
+    cos, sin = rope_table(torch.arange(T), ModelSection(head_dim=rope, rope_theta=100.0))
 
     def plain(q, kv, key):
         q = q.float() * scale

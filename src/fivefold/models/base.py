@@ -13,7 +13,7 @@ from fivefold.models.layers import AddNorm, Output
 
 if TYPE_CHECKING:
     from fivefold.kernels.documents import Documents
-    from fivefold.models.cache import Cache, LayerCache
+    from fivefold.models.layers import Cache, LayerCache
 
 
 class LanguageModel(nn.Module, ABC):

@@ -14,10 +14,9 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.errors import UserError
-from fivefold.models import work
+from fivefold.models import MASKED_SHARE, Objective, file_of, predicted, work
 from fivefold.models.operations import Operation, Program, Sizes, Work
 from fivefold.models.parameters import cut_of, under
-from fivefold.models.registry import MASKED_SHARE, Objective, file_of, predicted
 from fivefold.models.section import ModelSection
 from fivefold.sharding.names import matching
 from fivefold.sharding.parts import TIED, Cut, Shape

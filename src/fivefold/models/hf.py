@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.files import MOST_INDEX, read_json
+from fivefold.models import ARCHITECTURES, file_of
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.registry import ARCHITECTURES, file_of
 from fivefold.models.rules import model_rules
 from fivefold.models.section import ModelSection
 from fivefold.precision import DTYPES, torch_dtype

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from fivefold.models import ARCHITECTURES, file_of
 from fivefold.models.card import Card, Contradiction, card_of
-from fivefold.models.registry import ARCHITECTURES, file_of
 from fivefold.models.section import FACTS, ModelSection
 from fivefold.sharding.shares import divisors
 

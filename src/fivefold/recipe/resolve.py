@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from fivefold.errors import UserError
+from fivefold.models import predicted
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.registry import predicted
 from fivefold.optim import OPTIMIZERS, OUTER
 from fivefold.recipe.load import Recipe
 from fivefold.recipe.ramp import ramp, sequences_before, steps_for

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from fivefold.kernels.fake import CPU, Fake, FakeMode, is_mask
 from fivefold.launch.ranks import Ranks, threads_of
+from fivefold.models import predicted
 from fivefold.models.card import card_of
-from fivefold.models.registry import predicted
 from fivefold.models.section import ModelSection
 from fivefold.optim.updater import Updater
 from fivefold.parallel.expert import AllToAll

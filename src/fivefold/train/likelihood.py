@@ -20,8 +20,7 @@ from fivefold.errors import UserError
 from fivefold.kernels import matmul
 from fivefold.kernels.loss import rows_at_once
 from fivefold.models.base import LanguageModel
-from fivefold.models.cache import Cache
-from fivefold.models.layers import Output
+from fivefold.models.layers import Cache, Output
 from fivefold.models.section import ModelSection
 
 POOL = 8

@@ -20,7 +20,6 @@ from fivefold.models.layers import (
     RMSNorm,
     Sublayer,
     SwiGLU,
-    rope_scaling,
     rope_table,
 )
 from fivefold.models.section import ModelSection, known
@@ -39,11 +38,12 @@ class Model(LanguageModel):
     """Decoder language model. `head` is None if the output layer shares the embedding's weight."""
 
     block_type: type[nn.Module] = Block
+    amplitude: float | None = None
+    """Of the rotated vectors; None: that of the model's scaling."""
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        self.rotary_width, self.rope_theta = model.rotary_width, model.rope_theta
-        self.scaling = rope_scaling(model)
+        self.section = model
         self.dropout = model.dropout
         self.embed = Embedding(known(model.vocab_size), model.dim)
         self.blocks = block_dict([self.block_type(model) for _ in range(model.layers)])
@@ -54,7 +54,7 @@ class Model(LanguageModel):
         return F.dropout(self.embed(tokens_BT), self.dropout, self.training)
 
     def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
-        return rope_table(positions_T, self.rotary_width, self.rope_theta, self.scaling)
+        return rope_table(positions_T, self.section, self.amplitude)
 
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         return self.output(self.norm(x_BTD), (self.head or self.embed).weight, targets_BT)
