@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fivefold.checkpoint.hf import export_run, import_folder
 from fivefold.errors import UserError
 from fivefold.kernels import elementwise
-from fivefold.kernels.latent import latent_heads
+from fivefold.kernels.elementwise import latent_heads
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.init import build

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fivefold.kernels.documents import Documents
-from fivefold.kernels.latent import latent_heads
+from fivefold.kernels.elementwise import latent_heads
 from fivefold.models.deepseek.card import widths_of
 from fivefold.models.layers import (
     AttentionCore,
