@@ -186,7 +186,7 @@ def kernel(T: int, batch: int, microbatch: int, kind: str, calls: int = 12) -> d
     """Processor time of attention over documents, and their share of the scores, by those of whole sequences."""
     import torch
 
-    from fivefold import kernels
+    from fivefold.kernels.blockwise_attention import qkv_attention
     from fivefold.kernels.documents import Documents
     from fivefold.kernels.tiling import assumed
 
@@ -199,7 +199,7 @@ def kernel(T: int, batch: int, microbatch: int, kind: str, calls: int = 12) -> d
             documents = Documents(first) if masked else None
             qkv = torch.randn(microbatch, T, 3 * D, dtype=torch.bfloat16, requires_grad=True)
             began = time.process_time()
-            out = kernels.qkv_attention(qkv, H, H, None, None, True, False, documents)
+            out = qkv_attention(qkv, H, H, None, None, True, False, documents)
             out.backward(torch.ones_like(out))
             seconds[masked].append(time.process_time() - began)
     some = len(firsts) // 4  # the first calls make the programs of their shapes

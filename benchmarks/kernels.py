@@ -19,9 +19,10 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from fivefold import kernels
 from fivefold.host.memory import keep_freed_memory
-from fivefold.kernels import native
+from fivefold.kernels import elementwise, native
+from fivefold.kernels.blockwise_attention import qkv_attention
+from fivefold.kernels.loss import linear_cross_entropy
 
 B, T, H, d, D, FFN, V = 4, 256, 6, 64, 384, 1024, 4096
 
@@ -62,7 +63,7 @@ def cases() -> dict[str, tuple[Callable, Callable, list[torch.Tensor]]]:
 
     def plain_attention(qkv):
         q, k, v = qkv.view(B, T, 3, H, d).unbind(2)
-        q, k = kernels.rope(q, cos, sin), kernels.rope(k, cos, sin)
+        q, k = elementwise.rope(q, cos, sin), elementwise.rope(k, cos, sin)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
         )
@@ -74,25 +75,25 @@ def cases() -> dict[str, tuple[Callable, Callable, list[torch.Tensor]]]:
 
     return {
         "rms_norm": (
-            lambda x, w: kernels.rms_norm(x, w, 1e-5),
+            lambda x, w: elementwise.norm(x, w, None, 1e-5),
             lambda x, w: F.rms_norm(x, (D,), w, 1e-5),
             [torch.randn(B, T, D), torch.ones(D)],
         ),
         "sum + layer_norm": (
-            lambda x, r, w, b: kernels.add_layer_norm(x, r, w, b, 1e-5)[1],
+            lambda x, r, w, b: elementwise.add_norm(x, r, w, b, 1e-5)[1],
             lambda x, r, w, b: F.layer_norm(x + r, (D,), w, b, 1e-5),
             [torch.randn(B, T, D), torch.randn(B, T, D), torch.ones(D), torch.zeros(D)],
         ),
-        "gelu, tanh": (lambda x: kernels.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), [up]),
-        "gelu, exact": (lambda x: kernels.gelu(x, "none"), F.gelu, [up]),
-        "swiglu": (kernels.swiglu, plain_swiglu, [torch.randn(B, T, 2 * FFN)]),
+        "gelu, tanh": (lambda x: elementwise.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), [up]),
+        "gelu, exact": (lambda x: elementwise.gelu(x, "none"), F.gelu, [up]),
+        "swiglu": (elementwise.swiglu, plain_swiglu, [torch.randn(B, T, 2 * FFN)]),
         "rope + attention": (
-            lambda x: kernels.qkv_attention(x, H, H, cos, sin, True),
+            lambda x: qkv_attention(x, H, H, cos, sin, True),
             plain_attention,
             [torch.randn(B, T, 3 * D)],
         ),
         "linear + cross-entropy": (
-            lambda x, w: kernels.linear_cross_entropy(x, w, targets),
+            lambda x, w: linear_cross_entropy(x, w, targets),
             lambda x, w: F.cross_entropy((x @ w.t()).float(), targets),
             [torch.randn(B * T, D), torch.randn(V, D) / 20],
         ),

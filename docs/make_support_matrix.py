@@ -23,8 +23,8 @@ from typing import Any
 from torch import nn
 
 from fivefold.errors import UserError
+from fivefold.models import ARCHITECTURES
 from fivefold.models.custom import ModuleCard
-from fivefold.models.registry import ARCHITECTURES
 from fivefold.optim import OPTIMIZERS
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe, load

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fivefold.data import prepare
 from fivefold.data.batches import NOT_COUNTED
 from fivefold.launch.ranks import Ranks
-from fivefold.models.registry import predicted
+from fivefold.models import predicted
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import apart, for_recipe, setting
 from fivefold.plan.software import FIVEFOLD_CPU

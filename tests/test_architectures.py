@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fivefold
-from fivefold.models.registry import ARCHITECTURES
+from fivefold.models import ARCHITECTURES
 from fivefold.models.rules import having
 from fivefold.models.section import FACTS
 

@@ -11,10 +11,10 @@ from parity import assert_equal, joined, state_of, steps
 from ranks import run_ranks
 from torch import Tensor
 
-from fivefold import kernels
 from fivefold.comm import Axis
 from fivefold.errors import UserError
 from fivefold.kernels import native, partial_attention
+from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.partial_attention import attend, attend_backward, merge, queries
 from fivefold.parallel import context, microbatch
 from fivefold.recipe import Recipe, change, load, resolve
@@ -366,7 +366,7 @@ def exchange_there_and_back(rank: int, world: int) -> bool:
     mine = x[:, 8 * rank : 8 * (rank + 1)].clone().requires_grad_()
     whole = x.clone().requires_grad_()
     out = context.Ulysses(core, axis, Layout(cp=world))(mine)  # type: ignore[arg-type]
-    wanted = kernels.qkv_attention(whole, 4, 4, None, None, True)
+    wanted = qkv_attention(whole, 4, 4, None, None, True)
     weight = torch.randn_like(wanted)
     part = slice(8 * rank, 8 * (rank + 1))
     (out * weight[:, part]).sum().backward()

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from steps import counted, planned
 from torch.nn import functional as F
 
-from fivefold import kernels
 from fivefold.checkpoint.hf import export_run, import_folder
 from fivefold.errors import UserError
+from fivefold.kernels import elementwise
+from fivefold.kernels.elementwise import latent_heads
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.init import build
@@ -257,19 +258,19 @@ def test_heads_are_put_together(dtype):
     random = torch.Generator().manual_seed(0)
     shapes = ((B, T, H, nope + rope), (B, T, H, nope + value), (B, T, rope))
     parts = [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
-    cos, sin = rope_table(torch.arange(T), rope, 100.0)
+    cos, sin = rope_table(torch.arange(T), ModelSection(head_dim=rope, rope_theta=100.0))
 
     def plain(q, kv, key):
         q = q.float() * scale
 
         def turned(x):
-            return kernels.rope(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), cos, sin)
+            return elementwise.rope(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), cos, sin)
 
         k = torch.cat((kv[..., :nope], turned(key[:, :, None]).expand(-1, -1, H, -1)), dim=-1)
         q = torch.cat((q[..., :nope], turned(q[..., nope:])), dim=-1)
         return torch.cat((q.to(dtype), k, F.pad(kv[..., nope:], (0, nope + rope - value))), dim=2).flatten(2)
 
-    got, expected = kernels.latent_heads(*parts, cos, sin, value, scale), plain(*parts)
+    got, expected = latent_heads(*parts, cos, sin, value, scale), plain(*parts)
     assert torch.equal(got, expected)
     direction = torch.randn(got.shape, generator=random).to(dtype)
     for mine, theirs in zip(

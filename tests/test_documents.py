@@ -17,7 +17,6 @@ from parity import assert_equal, steps
 from ranks import run_ranks
 from torch.nn.functional import scaled_dot_product_attention
 
-from fivefold import kernels
 from fivefold.data import NOT_COUNTED, Batches, prepare
 from fivefold.data.batches import Concatenated
 from fivefold.data.kinds import megatron
@@ -25,6 +24,7 @@ from fivefold.data.packing import Packed, best_fit, cut_of, pieces
 from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native
+from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.documents import Documents
 from fivefold.kernels.sizes import shared_spans
 from fivefold.kernels.tiling import Columns, Sample
@@ -135,7 +135,7 @@ def test_a_query_sees_its_own_document(path, dtype, tolerance, causal, length, s
     qkv = torch.randn(B, length, (H + 2 * K) * d).to(dtype)
     given_, wanted_ = qkv.clone().requires_grad_(), qkv.double().requires_grad_()
     dout = torch.randn(B, length, H * d)
-    got = kernels.qkv_attention(given_, H, K, None, None, causal, False, documents)
+    got = qkv_attention(given_, H, K, None, None, causal, False, documents)
     got.backward(dout.to(dtype))
     q, k, v = (x.transpose(1, 2) for x in wanted_.view(B, length, -1, d).split([H, K, K], 2))
     at = torch.from_numpy(first)
@@ -171,7 +171,7 @@ def test_gpus_take_documents_of_any_length():
     """Without a GPU only their shapes can be checked, on "meta"."""
     documents = Documents(firsts(2, 64, 0.2), "meta")
     qkv = torch.empty(2, 64, (4 + 2 * 2) * 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    out = kernels.qkv_attention(qkv, 4, 2, None, None, True, False, documents)
+    out = qkv_attention(qkv, 4, 2, None, None, True, False, documents)
     assert out.shape == (2, 64, 4 * 16)
     out.sum().backward()
     assert qkv.grad is not None

@@ -64,7 +64,7 @@ LIGHT_FILES = (
         f"models/{name}.py"
         for name in ("card", "count", "objective", "operations", "parameters", "recomputation")
     ),
-    *(f"models/{name}.py" for name in ("registry", "rules", "section", "work")),
+    *(f"models/{name}.py" for name in ("rules", "section", "work")),
     *(f"optim/{name}.py" for name in ("__init__", "adamw", "card", "registry", "schedules", "sgd")),
 )
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fivefold import kernels
 from fivefold.host.machine import has_cpu_bf16
-from fivefold.kernels import fastest, matmul, native, private, sizes
+from fivefold.kernels import elementwise, fastest, matmul, native, private, sizes
+from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.fake import Fake, FakeMode
+from fivefold.kernels.loss import linear_cross_entropy
 from fivefold.kernels.matmul import widened
 from fivefold.kernels.mixture import grouped_linear
 from fivefold.trace.memory import Tracker
@@ -66,14 +67,14 @@ def plain_rms_norm(x, weight):
 @pytest.mark.parametrize("shape", [(3, 5, 64), (1, 7), (40, 531)])
 def test_rms_norm(path, dtype, shape):
     x, weight = torch.randn(shape), torch.randn(shape[-1])
-    check(lambda x, w: kernels.rms_norm(x, w, 1e-5), plain_rms_norm, [x, weight], dtype)
+    check(lambda x, w: elementwise.norm(x, w, None, 1e-5), plain_rms_norm, [x, weight], dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_add_rms_norm(path, dtype):
     x, residual, weight = torch.randn(4, 9, 96), torch.randn(4, 9, 96), torch.randn(96)
     check(
-        lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-5),
+        lambda x, r, w: elementwise.add_norm(x, r, w, None, 1e-5),
         lambda x, r, w: (x + r, plain_rms_norm(x + r, w)),
         [x, residual, weight],
         dtype,
@@ -82,9 +83,10 @@ def test_add_rms_norm(path, dtype):
 
 def test_sum_and_norm_when_only_one_output_is_used(path):
     for used in (0, 1):
-        for norm, vectors in ((kernels.add_rms_norm, 1), (kernels.add_layer_norm, 2)):
+        for vectors in (1, 2):
             x, residual, weight = (torch.randn(3, 8, requires_grad=True) for _ in range(3))
-            norm(x, residual, *weight[:vectors], 1e-5)[used].square().sum().backward()
+            bias = weight[1] if vectors == 2 else None
+            elementwise.add_norm(x, residual, weight[0], bias, 1e-5)[used].square().sum().backward()
             assert x.grad is not None
             assert torch.equal(x.grad, residual.grad)
 
@@ -101,14 +103,14 @@ def test_layer_norm(path, dtype, shape):
         path == "plain" and dtype != torch.float32
     ):  # PyTorch keeps the mean in 16 bits, and adds up rows in 16 bits
         x = x[:9] - 3
-    check(lambda x, w, b: kernels.layer_norm(x, w, b, 1e-5), plain_layer_norm, [x, weight, bias], dtype)
+    check(lambda x, w, b: elementwise.norm(x, w, b, 1e-5), plain_layer_norm, [x, weight, bias], dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_add_layer_norm(path, dtype):
     x, residual, weight, bias = torch.randn(4, 9, 96), torch.randn(4, 9, 96), torch.randn(96), torch.randn(96)
     check(
-        lambda x, r, w, b: kernels.add_layer_norm(x, r, w, b, 1e-5),
+        lambda x, r, w, b: elementwise.add_norm(x, r, w, b, 1e-5),
         lambda x, r, w, b: (x + r, plain_layer_norm(x + r, w, b)),
         [x, residual, weight, bias],
         dtype,
@@ -121,9 +123,12 @@ def test_gelu(path, dtype, approximate):
     """Within 1.5e-7 of the exact one: erf's polynomial."""
     x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e4, 1e4, -0.0])])
     check(
-        lambda x: kernels.gelu(x, approximate), lambda x: F.gelu(x, approximate=approximate), [x[:-3]], dtype
+        lambda x: elementwise.gelu(x, approximate),
+        lambda x: F.gelu(x, approximate=approximate),
+        [x[:-3]],
+        dtype,
     )
-    far = kernels.gelu(x[-3:].to(dtype), approximate)
+    far = elementwise.gelu(x[-3:].to(dtype), approximate)
     assert far[1] == x[-2].to(dtype)
     assert far[::2].abs().max().double() < 1e-30
 
@@ -136,7 +141,7 @@ def test_swiglu(path, dtype):
 
     x = torch.randn(2, 5, 2 * 531) * 4
     x[0, 0, :4] = torch.tensor([-100.0, 100.0, -30.0, 0.0])
-    check(kernels.swiglu, plain, [x], dtype)
+    check(elementwise.swiglu, plain, [x], dtype)
 
 
 def plain_attention(qkv, heads, kv_heads, cos, sin, causal):
@@ -166,7 +171,7 @@ def test_qkv_attention(path, dtype, causal, rotary, heads, kv_heads, T):
     angles = torch.outer(torch.arange(T).float(), 100.0 ** -(torch.arange(d // 2) / (d // 2)))
     cos, sin = (angles.cos(), angles.sin()) if rotary else (None, None)
     check(
-        lambda x: kernels.qkv_attention(x, heads, kv_heads, cos, sin, causal),
+        lambda x: qkv_attention(x, heads, kv_heads, cos, sin, causal),
         lambda x: plain_attention(x, heads, kv_heads, cos, sin, causal),
         [torch.randn(2, T, (heads + 2 * kv_heads) * d)],
         dtype,
@@ -197,7 +202,7 @@ def test_long_attention_computes_probabilities_again(path, monkeypatch):
 
     def run():
         leaf = x.clone().requires_grad_()
-        kernels.qkv_attention(leaf, 2, 2, None, None, True).square().sum().backward()
+        qkv_attention(leaf, 2, 2, None, None, True).square().sum().backward()
         return leaf.grad
 
     kept = run()
@@ -224,7 +229,7 @@ def test_linear_cross_entropy(path, dtype, chunk_bytes, with_bias, z_loss, monke
 
     low = [t.to(dtype).requires_grad_() for t in (torch.randn(N, D), torch.randn(V, D), *bias)]
     high = [t.detach().double().requires_grad_() for t in low]
-    got = kernels.linear_cross_entropy(low[0], low[1], targets, low[2] if bias else None, z_loss)
+    got = linear_cross_entropy(low[0], low[1], targets, low[2] if bias else None, z_loss)
     wanted = plain(*high)
     assert got.dtype == torch.float32
     close(got, wanted, dtype)
@@ -243,7 +248,7 @@ def test_the_loss_holds_what_is_counted(path, dtype, chunks, monkeypatch):
     monkeypatch.setattr(sizes, "FP32_BYTES", 64 * V * 4)
     x, weight = (torch.randn(n, D, dtype=dtype, requires_grad=True) for n in (chunks * rows, V))
     with Tracker() as tracker:
-        kernels.linear_cross_entropy(x, weight, torch.arange(chunks * rows))
+        linear_cross_entropy(x, weight, torch.arange(chunks * rows))
     wide = widened(x)  # the product is rounded, its gradient converted
     plain = sizes.fp32_bytes(rows, V, e) if path == "plain" else 0
     logits = rows * V * e + max(plain, 4 * rows * V * wide)
@@ -255,7 +260,7 @@ def test_the_loss_holds_what_is_counted(path, dtype, chunks, monkeypatch):
 
 def test_linear_cross_entropy_where_nothing_counts(path):
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
-    loss = kernels.linear_cross_entropy(x, weight, torch.full((4,), -100))
+    loss = linear_cross_entropy(x, weight, torch.full((4,), -100))
     loss.backward()
     assert loss.item() == 0
     assert x.grad is not None
@@ -265,21 +270,21 @@ def test_linear_cross_entropy_where_nothing_counts(path):
 def test_nan_stays_visible(path):
     """A diverged model must show it: no kernel may turn NaN into a number."""
     nan = torch.full((4, 8), float("nan"))
-    assert kernels.rms_norm(nan, torch.ones(8), 1e-5).isnan().all()
-    assert kernels.layer_norm(nan, torch.ones(8), torch.ones(8), 1e-5).isnan().all()
-    assert kernels.gelu(nan, "none").isnan().all()
-    assert kernels.gelu(nan, "tanh").isnan().all()
-    assert kernels.swiglu(nan).isnan().all()
-    assert kernels.qkv_attention(nan.view(1, 4, 8).repeat(1, 1, 3), 2, 2, None, None, True).isnan().all()
-    assert kernels.linear_cross_entropy(nan, torch.ones(6, 8), torch.zeros(4, dtype=torch.int64)).isnan()
+    assert elementwise.norm(nan, torch.ones(8), None, 1e-5).isnan().all()
+    assert elementwise.norm(nan, torch.ones(8), torch.ones(8), 1e-5).isnan().all()
+    assert elementwise.gelu(nan, "none").isnan().all()
+    assert elementwise.gelu(nan, "tanh").isnan().all()
+    assert elementwise.swiglu(nan).isnan().all()
+    assert qkv_attention(nan.view(1, 4, 8).repeat(1, 1, 3), 2, 2, None, None, True).isnan().all()
+    assert linear_cross_entropy(nan, torch.ones(6, 8), torch.zeros(4, dtype=torch.int64)).isnan()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_add_gradient(path, dtype):
     total, grad = torch.full((12,), 5.0), torch.randn(3, 4).to(dtype)
-    kernels.add_gradient(total, grad, first=True)
+    elementwise.add_gradient(total, grad, first=True)
     assert torch.equal(total, grad.float().reshape(-1))
-    kernels.add_gradient(total, grad.t().contiguous().t(), first=False)
+    elementwise.add_gradient(total, grad.t().contiguous().t(), first=False)
     assert torch.equal(total, 2 * grad.float().reshape(-1))
 
 
@@ -290,7 +295,7 @@ def test_full_logits_are_never_kept():
 
     program = """
 import resource, torch
-from fivefold.kernels import linear_cross_entropy
+from fivefold.kernels.loss import linear_cross_entropy
 x = torch.randn(2048, 64).bfloat16().requires_grad_()
 weight = torch.randn(131072, 64).bfloat16().requires_grad_()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -307,9 +312,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 def test_linear(dtype, shape, with_bias):
     inputs = [torch.randn(shape), torch.randn(24, shape[-1])] + [torch.randn(24)] * with_bias
     if shape[0] == 0:
-        assert kernels.linear(*[x.to(dtype) for x in inputs]).shape == (*shape[:-1], 24)
+        assert matmul.linear(*[x.to(dtype) for x in inputs]).shape == (*shape[:-1], 24)
         return
-    check(kernels.linear, F.linear, inputs, dtype)
+    check(matmul.linear, F.linear, inputs, dtype)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 64), (7,)])
@@ -320,7 +325,7 @@ def test_linear_of_one_row(path, shape, with_bias, dtype):
     inputs = [torch.randn(shape), torch.randn(23, shape[-1])] + [torch.randn(23)] * with_bias
     low = [x.to(dtype) for x in inputs]
     with torch.no_grad():
-        got = kernels.linear(*low)
+        got = matmul.linear(*low)
     close(got, F.linear(*[x.double() for x in low]), dtype)
 
 
@@ -329,13 +334,13 @@ def test_linear_of_views():
     weight, dy = torch.randn(24, 16), torch.randn(16, 40).t()
     wide = torch.randn(40, 48)[:, ::2]
     with torch.no_grad():
-        close(kernels.linear(wide, weight.t()), wide.double() @ weight.double(), torch.float32)
-        close(kernels.linear(dy, weight), dy.double() @ weight.double().t(), torch.float32)
+        close(matmul.linear(wide, weight.t()), wide.double() @ weight.double(), torch.float32)
+        close(matmul.linear(dy, weight), dy.double() @ weight.double().t(), torch.float32)
 
 
 @pytest.mark.parametrize("bias", [torch.randn(48)[::2], torch.randn(1).expand(24)])
 def test_linear_with_a_bias_that_is_a_view(bias):
-    check(lambda x, w: kernels.linear(x, w, bias), lambda x, w: F.linear(x, w, bias.double()),
+    check(lambda x, w: matmul.linear(x, w, bias), lambda x, w: F.linear(x, w, bias.double()),
           [torch.randn(3, 16), torch.randn(24, 16)], torch.float32)  # fmt: skip
 
 
@@ -343,7 +348,7 @@ def test_linear_with_a_bias_that_is_a_view(bias):
 @pytest.mark.parametrize(("x", "weight"), [((16,), (24, 16)), ((3, 16), (0, 16)), ((3, 0), (24, 0))])
 def test_linear_of_a_vector_and_of_nothing(x, weight, dtype):
     inputs = [torch.randn(size, dtype=dtype, requires_grad=True) for size in (x, weight)]
-    got, wanted = kernels.linear(*inputs), F.linear(*inputs)
+    got, wanted = matmul.linear(*inputs), F.linear(*inputs)
     assert torch.equal(got, wanted)
     gradients = (torch.autograd.grad(y.sum(), inputs) for y in (got, wanted))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -356,8 +361,8 @@ def test_fp16_is_multiplied_in_fp32():
     x, weight, bias = (torch.randn(size).half().requires_grad_() for size in ((5, 7, 512), (24, 512), (24,)))
     dy, kept = torch.randn(5, 7, 24).half(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
-        got = kernels.linear(x, weight, bias)
-        rows = kernels.qkv_attention(got, 2, 1, None, None, True)
+        got = matmul.linear(x, weight, bias)
+        rows = qkv_attention(got, 2, 1, None, None, True)
         experts = grouped_linear(x[0], weight[None], torch.tensor([7]))
     assert set(kept) <= {torch.float16, torch.int32}
     assert experts.dtype == rows.dtype == torch.float16
@@ -390,12 +395,12 @@ def test_numbers_of_fp16(path):
 
 def test_linear_says_what_does_not_fit():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        kernels.linear(torch.randn(3, 16), torch.randn(24, 8))
+        matmul.linear(torch.randn(3, 16), torch.randn(24, 8))
 
 
 def test_linear_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
-        assert kernels.linear(torch.randn(3, 16), torch.randn(24, 16)).dtype == torch.bfloat16
+        assert matmul.linear(torch.randn(3, 16), torch.randn(24, 16)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("held", [(), *fastest.CASES, tuple(fastest.CASES)], ids=str)
@@ -413,13 +418,13 @@ def test_products_of_a_linear_layer(held, dtype, lead, monkeypatch):
         x, weight = torch.randn(*lead, 64).to(dtype), torch.randn(features, 64).to(dtype)
         dy = torch.randn(*lead, features).to(dtype)
         leaves = [x.requires_grad_(), weight.requires_grad_()]
-        out = kernels.linear(*leaves, bias)
+        out = matmul.linear(*leaves, bias)
         close(out, F.linear(x.double(), weight.double(), None if bias is None else bias.double()), dtype)
         wanted = torch.autograd.grad(out, leaves, dy)
         with torch.no_grad():
-            assert torch.equal(kernels.linear(*leaves, bias), out)
-            assert torch.equal(kernels.input_gradient(dy, weight), wanted[0])
-            assert torch.equal(kernels.weight_gradient(dy, x), wanted[1])
+            assert torch.equal(matmul.linear(*leaves, bias), out)
+            assert torch.equal(matmul.input_gradient(dy, weight), wanted[0])
+            assert torch.equal(matmul.weight_gradient(dy, x), wanted[1])
             close(wanted[0], dy.double() @ weight.double(), dtype)
             close(wanted[1], dy.flatten(0, -2).double().t() @ x.flatten(0, -2).double(), dtype)
     if dtype == torch.float32 or (dtype == torch.bfloat16 and has_cpu_bf16()):
@@ -432,7 +437,7 @@ def test_exponentials_of_all_sizes():
     if native.why_not():
         pytest.skip(f"native kernels: {native.why_not()}")
     x = torch.cat([torch.linspace(-100, 100, 20001), torch.tensor([-1e30, 1e30, 0.0, torch.nan])])
-    got = kernels.swiglu(torch.stack([x, torch.ones_like(x)], 1))[:, 0].double()
+    got = elementwise.swiglu(torch.stack([x, torch.ones_like(x)], 1))[:, 0].double()
     wanted = x.double() * x.double().sigmoid()
     usual = x > -87
     assert ((got - wanted).abs() <= 6e-7 * wanted.abs())[usual].all()

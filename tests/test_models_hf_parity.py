@@ -7,7 +7,7 @@ import torch
 
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.init import build
-from fivefold.models.layers import rope_scaling, rope_table
+from fivefold.models.layers import rope_frequencies, rope_table
 from fivefold.recipe import ModelSection, count_parameters, resolve_model
 
 transformers = pytest.importorskip("transformers")
@@ -172,7 +172,7 @@ def test_rotary_table_is_theirs_to_the_bit(theta):
     config = transformers.LlamaConfig(**hf_config(model))
     positions = torch.arange(3, 9000)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    got = rope_table(torch.arange(3, 9000), 64, theta)
+    got = rope_table(torch.arange(3, 9000), model)
     assert torch.equal(got[0], cos[0, :, :32])
     assert torch.equal(got[1], sin[0, :, :32])
 
@@ -186,7 +186,6 @@ def test_yarn_has_their_frequencies(theta, context):
     section = ModelSection(dim=256, heads=4, rope_theta=theta, vocab_size=64, **scaled)
     model = resolve_model(section, vocab_size=64)
     expected, amplitude = ROPE_INIT_FUNCTIONS["yarn"](transformers.LlamaConfig(**hf_config(model)), "cpu")
-    scaling = rope_scaling(model)
-    found = scaling(1 / theta ** (torch.arange(0, 64, 2) / 64), theta)
+    found = rope_frequencies(model, torch.device("cpu"))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    assert scaling.amplitude == pytest.approx(amplitude)
+    assert model.rope_amplitude == pytest.approx(amplitude)

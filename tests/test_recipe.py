@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import FACTS
-from fivefold.optim import DEFAULT, FIELDS, OPTIMIZERS
-from fivefold.optim.registry import OUTER
+from fivefold.optim import DEFAULT, FIELDS, OPTIMIZERS, OUTER
 from fivefold.recipe import (
     DataSection,
     ModelSection,

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
+from fivefold.kernels.fake import DispatchMode
 from fivefold.launch.ranks import Ranks
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
@@ -25,7 +26,7 @@ from fivefold.trace import depth, private
 from fivefold.trace.depth import CachedFigures, depths, exact, extrapolate, fewer, sizes
 from fivefold.trace.memory import Tracker, states_of
 from fivefold.trace.step import Traced, trace
-from fivefold.trace.traffic import Collectives, Flops
+from fivefold.trace.traffic import Collectives, flops_of
 from fivefold.train.share import share_of
 
 V, T, B = 96, 32, 16
@@ -58,6 +59,17 @@ EIGHT = [
 def recipe_of(layout: str, mode: str = "fp32", *overrides: str) -> Recipe:
     base = [*TINY, f"precision.mode={mode}", *(MOE if "ep=" in layout else []), *overrides]
     return resolve(load("quickstart", base, layout), vocab_size=V)
+
+
+class Flops(DispatchMode):
+    """Counts the FLOPs of what runs inside."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.total += flops_of(func, args, kwargs or {}, out)
+        return out
 
 
 def measured(rank: int, world: int, recipe: Recipe) -> Traced:

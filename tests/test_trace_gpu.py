@@ -17,7 +17,7 @@ from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.fake import CPU, Fake, FakeMode
 from fivefold.models.card import card_of
-from fivefold.optim.registry import OPTIMIZERS
+from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.memory.memory import Memory
 from fivefold.plan.predict import predict

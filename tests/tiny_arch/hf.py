@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from fivefold.models.hf import Entry, same
+from fivefold.models.hf import NEEDED, Entry, Fields, same
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "tiny"
@@ -29,15 +28,7 @@ def entries(model: ModelSection) -> list[Entry]:
     return table + same("norm", "ln") + ([] if model.tie_embeddings else same("head", "head"))
 
 
-def to_config(model: ModelSection) -> dict[str, Any]:
-    return {"model_type": MODEL_TYPE, **{name: getattr(model, name) for name in FIELDS}}
-
-
-def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"arch": "tiny", **{name: config[name] for name in FIELDS}}
-
-
-FIELDS = (
+NAMES = [
     "layers",
     "dim",
     "heads",
@@ -47,4 +38,5 @@ FIELDS = (
     "seq_len",
     "tie_embeddings",
     "norm_eps",
-)
+]
+FIELDS: Fields = {name: (name, NEEDED) for name in NAMES}

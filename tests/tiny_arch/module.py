@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel, block_dict
-from fivefold.models.cache import LayerCache
-from fivefold.models.layers import Attention, Embedding, Linear, Positions, RMSNorm, SwiGLU
+from fivefold.models.layers import Attention, Embedding, LayerCache, Linear, Positions, RMSNorm, SwiGLU
 from fivefold.models.section import ModelSection
 
 

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from fivefold import kernels
 from fivefold.bench.peak import laps
 from fivefold.comm.axis import Axis, Started
 from fivefold.comm.compress import compressed_sum
+from fivefold.kernels import elementwise, matmul
+from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.loss import loss_and_gradient, mean_scale
 from fivefold.kernels.partial_attention import attend, attend_backward, merge, queries
 from fivefold.optim import OPTIMIZERS, update_traffic
@@ -79,8 +80,8 @@ def products(
             continue
         sets = [[_random(size, dtype, device) for size in ((m, k), (n, k), (m, n))] for _ in range(COPIES)]
         roles: dict[str, list[Call]] = {
-            "forward": [lambda x=x, w=w: kernels.linear(x, w) for x, w, _ in sets],
-            "input": [lambda w=w, dy=dy: kernels.linear(dy, w.t()) for _, w, dy in sets],
+            "forward": [lambda x=x, w=w: matmul.linear(x, w) for x, w, _ in sets],
+            "input": [lambda w=w, dy=dy: matmul.linear(dy, w.t()) for _, w, dy in sets],
             "weight": [lambda x=x, dy=dy: dy.t() @ x for x, _, dy in sets],
         }
         for role, work in roles.items():
@@ -99,7 +100,7 @@ def attention(dtype: str, device: torch.device) -> dict[str, list[float]]:
         flops = 2.0 * B * H * T * T * d
 
         def forward(qkv=qkv, cos=cos, sin=sin, H=H) -> Tensor:
-            return kernels.qkv_attention(qkv, H, H, cos, sin, True)
+            return qkv_attention(qkv, H, H, cos, sin, True)
 
         out = forward()
         dout = torch.ones_like(out)
@@ -142,13 +143,13 @@ def streams(dtype: str, device: torch.device) -> dict[str, list[float]]:
 
     stream = ROWS, DIM
     norms = _passes(
-        lambda x, residual, w: kernels.add_rms_norm(x, residual, w, 1e-5),
+        lambda x, residual, w: elementwise.add_norm(x, residual, w, None, 1e-5),
         (stream, stream, (DIM,)),
         dtype,
         device,
     )
-    gates = _passes(kernels.swiglu, [(ROWS, 2 * DIM)], dtype, device)
-    gelus = _passes(lambda x: kernels.gelu(x, "tanh"), [stream], dtype, device)
+    gates = _passes(elementwise.swiglu, [(ROWS, 2 * DIM)], dtype, device)
+    gelus = _passes(lambda x: elementwise.gelu(x, "tanh"), [stream], dtype, device)
     flat = [_random((ROWS, DIM), dtype, device) for _ in range(2 * MANY)]
     logits = [_random((ROWS // 2, VOCABULARY), dtype, device) for _ in range(COPIES)]
     totals = [torch.zeros(size, device=device) for _ in range(MANY)]
@@ -159,7 +160,7 @@ def streams(dtype: str, device: torch.device) -> dict[str, list[float]]:
     drop: list[Call] = [lambda x=x: F.dropout(x, 0.1) for x in flat]
     loss: list[Call] = [lambda x=x: _loss(x, tokens[: ROWS // 2]) for x in logits]
     add: list[Call] = [
-        lambda t=t, g=g: kernels.add_gradient(t, g.view(-1), False)
+        lambda t=t, g=g: elementwise.add_gradient(t, g.view(-1), False)
         for t, g in zip(totals, flat, strict=False)
     ]
     moved = size * e

@@ -35,8 +35,8 @@ import numpy as np
 
 from fivefold.data.stream import Stream
 from fivefold.data.tokens import COUNTED, ENDS, Tokens
+from fivefold.models import Objective, predicted
 from fivefold.models.card import card_of
-from fivefold.models.registry import Objective, predicted
 from fivefold.recipe import Recipe, total_steps
 
 NOT_COUNTED = -100  # a target that the loss ignores (the convention of torch's cross entropy)

@@ -1,7 +1,8 @@
-"""Norms, gates, GELU, rotary embedding, gradient sums: one pass over memory on CPUs (native.c), PyTorch's own
-operations elsewhere.
+"""Norms, gates, GELU, rotary embedding, heads of latent attention, gradient sums. Most are one pass over memory on CPUs
+(native.c), and PyTorch's own operations elsewhere.
 
-Legend: N rows (tokens), D model, F feed-forward, B batch, T sequence, H heads, d head size.
+Legend: N rows (tokens), D model, F feed-forward, B batch, T sequence, H heads, d head size, r of the rotated part of a
+head in latent attention, v of a value head.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from torch.autograd.function import once_differentiable
 from fivefold.kernels import native
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in fp32 (arXiv 1910.07467). x (..., D)."""
-    if native.usable(x, weight):
-        return _Norm.apply(x, None, weight, None, eps)[1]
-    return _plain_rms_norm(x, weight, eps)
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm (arXiv 1607.06450) over the last dim of x (..., D), computed in fp32:
+    (x - mean) / sqrt(variance + eps) * weight + bias. Without a bias RMSNorm (arXiv 1910.07467):
+    x / sqrt(mean(x^2) + eps) * weight."""
+    return add_norm(x, None, weight, bias, eps)[1]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + residual, rms_norm(x + residual)): the residual stream and its norm in one pass. All (..., D)."""
-    if native.usable(x, residual, weight):
-        return _Norm.apply(x, residual, weight, None, eps)
-    total = x + residual
-    return total, _plain_rms_norm(total, weight, eps)
-
-
-def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return (F.rms_norm(x.float(), (x.shape[-1],), eps=eps) * weight.float()).to(x.dtype)
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(x + residual, norm(x + residual)): the residual stream and its norm in one pass. All (..., D)."""
+    if native.usable(*(t for t in (x, residual, weight, bias) if t is not None)):
+        return _Norm.apply(x, residual, weight, bias, eps)
+    total = x if residual is None else x + residual
+    if bias is not None:
+        return total, F.layer_norm(total, x.shape[-1:], weight, bias, eps)
+    return total, (F.rms_norm(total.float(), x.shape[-1:], eps=eps) * weight.float()).to(x.dtype)
 
 
 class _Norm(Function):
@@ -79,23 +80,6 @@ class _Norm(Function):
         gradients = gradients.to(weight.dtype)
         dweight, dbias = gradients.unbind() if count == 2 else (gradients, None)
         return dx, dx if ctx.added else None, dweight, dbias, None
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in fp32 (arXiv 1607.06450). x (..., D)."""
-    if native.usable(x, weight, bias):
-        return _Norm.apply(x, None, weight, bias, eps)[1]
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(x + residual, layer_norm(x + residual)) in one pass. All (..., D)."""
-    if native.usable(x, residual, weight, bias):
-        return _Norm.apply(x, residual, weight, bias, eps)
-    total = x + residual
-    return total, F.layer_norm(total, x.shape[-1:], weight, bias, eps)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -160,6 +144,76 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)
     c, s = cos[:, None, :], sin[:, None, :]  # (T, 1, d/2)
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
+
+
+def latent_heads(
+    q_BTHd: Tensor,
+    kv_BTHn: Tensor,
+    key_BTr: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    value_width: int,
+    scale: float = 1.0,
+) -> Tensor:
+    """Queries, keys and values for `qkv_attention`, (B, T, 3 H d): all query heads, then key heads, then value heads,
+    put together from the parts that the projections of latent attention give (arXiv 2405.04434, section 2.1).
+
+    q: the last r features of a head are rotated. kv: of each head d - r features of its key, then its value. key: the
+    part of the key that is rotated, the same for all heads. cos, sin (T, r/2) fp32: features 2i and 2i + 1 rotate
+    together; they come out as features i and i + r/2 of their part. scale: factor on the queries. Values are padded
+    with zeros to width d.
+
+    Plain PyTorch would copy the heads several times, to rotate, repeat, pad and concatenate them. Here each part is
+    written once, to its place. The operations are PyTorch's, on any device.
+    """
+    return _LatentHeads.apply(q_BTHd, kv_BTHn, key_BTr, cos, sin, value_width, scale)
+
+
+class _LatentHeads(Function):
+    """One copy in forward, and one in backward. The gradient of the shared part is summed over the heads in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, key: Tensor, cos: Tensor, sin: Tensor, value_width: int, scale: float
+    ) -> Tensor:
+        B, T, H, d = q.shape
+        plain = d - key.shape[-1]
+        assert kv.shape == (B, T, H, plain + value_width)
+        assert value_width <= d
+        out = q.new_empty(B, T, 3, H, d)
+        torch.mul(q[..., :plain], scale, out=out[:, :, 0, :, :plain])
+        out[:, :, 0, :, plain:] = _rotated(q[..., plain:], cos[:, None] * scale, sin[:, None] * scale)
+        out[:, :, 1, :, :plain] = kv[..., :plain]
+        out[:, :, 1, :, plain:] = _rotated(key, cos, sin)[:, :, None]
+        out[:, :, 2, :, :value_width] = kv[..., plain:]
+        out[:, :, 2, :, value_width:] = 0
+        ctx.save_for_backward(cos, sin)
+        ctx.widths, ctx.heads, ctx.scale = (plain, value_width), H, scale
+        return out.flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        (cos, sin), (plain, value_width), scale = ctx.saved_tensors, ctx.widths, ctx.scale
+        dq_BTHd, dk_BTHd, dv_BTHd = grads[0].unflatten(-1, (3, ctx.heads, -1)).unbind(2)
+        dq = dq_BTHd.new_empty(dq_BTHd.shape)
+        torch.mul(dq_BTHd[..., :plain], scale, out=dq[..., :plain])
+        dq[..., plain:] = _rotated_back(dq_BTHd[..., plain:], cos[:, None] * scale, sin[:, None] * scale)
+        dkv = torch.cat((dk_BTHd[..., :plain], dv_BTHd[..., :value_width]), dim=-1)
+        dkey = _rotated_back(dk_BTHd[..., plain:].sum(2, dtype=torch.float32), cos, sin)
+        return dq, dkv, dkey.to(dq.dtype), None, None, None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs (2i, 2i + 1) of the last dim, rotated, as (i, i + r/2); in fp32."""
+    a, b = x[..., 0::2].float(), x[..., 1::2].float()
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _rotated_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of `_rotated`."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.stack((a * cos + b * sin, b * cos - a * sin), dim=-1).flatten(-2)
 
 
 def add_gradient(total: Tensor, grad: Tensor, first: bool) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.draw.canvas import Axes, Canvas, text_width
 from fivefold.draw.palette import NAMES
 from fivefold.draw.scale import Scale
-from fivefold.optim.registry import OPTIMIZERS
+from fivefold.optim import OPTIMIZERS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,38 @@
-"""The architectures, a folder each: a card (`card.py`, the architecture as data), the module, and its Hugging Face map.
+"""The architectures, a folder each. Models know nothing of ranks. No torch here, nor in the cards and what they use.
 
-Models know nothing of ranks. The cards and the files they use import no torch.
+A folder `models/NAME` holds the files that the rest of the program loads for `arch = "NAME"`:
+
+- `card.py`: class `Card`, a `fivefold.models.card.Card`: the architecture as data;
+- `module.py`: class `Model`, a `fivefold.models.base.LanguageModel`;
+- `hf.py`: the map to and from Hugging Face (see `fivefold/models/hf.py`).
+
+Below them, what models learn to predict.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+ARCHITECTURES: tuple[str, ...] = tuple(
+    sorted(file.parent.name for file in Path(__file__).parent.glob("*/card.py"))
+)
+
+
+def file_of(arch: str, name: Literal["card", "module", "hf"]) -> ModuleType:
+    """Imports a file of an architecture's folder, at first use."""
+    assert arch in ARCHITECTURES, f"{arch}: there are {ARCHITECTURES}"
+    return import_module(f"fivefold.models.{arch}.{name}")
+
+
+Objective = Literal["causal", "mlm"]
+"""`causal`: the next token at every position. `mlm`: the masked tokens (arXiv 1810.04805)."""
+MASKED_SHARE = 0.15
+"""Share of the tokens that `mlm` predicts."""
+
+
+def predicted(objective: Objective, T: int) -> int:
+    """Number of predicted tokens in a sequence of T tokens."""
+    return T if objective == "causal" else max(1, round(MASKED_SHARE * T))

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from fivefold.models.layers import Output
+from fivefold.models.layers import AddNorm, Output
 
 if TYPE_CHECKING:
     from fivefold.kernels.documents import Documents
-    from fivefold.models.cache import Cache
+    from fivefold.models.layers import Cache, LayerCache
 
 
 class LanguageModel(nn.Module, ABC):
@@ -75,6 +76,32 @@ class LanguageModel(nn.Module, ABC):
         if cache is not None and targets_BT is None:
             x_BTD = x_BTD[:, -1:]
         return self.end(x_BTD, targets_BT)
+
+
+class PreNormBlock(nn.Module):
+    """x + attention(norm1(x)), then the same with the feed-forward layer. norm2 adds first, in one pass over memory."""
+
+    norms = (("norm1", "attention"), ("norm2", "mlp"))
+    """The norm before each sublayer."""
+
+    def __init__(
+        self, norm1: nn.Module, attention: nn.Module, norm2: AddNorm, mlp: nn.Module, dropout: float
+    ) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2, self.mlp = norm1, attention, norm2, mlp
+        self.dropout = dropout
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        *tables: Tensor,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """tables: the model's `context`."""
+        attended_BTD = self.attention(self.norm1(x_BTD), *tables, cache=cache, documents=documents)
+        x_BTD, normed_BTD = self.norm2(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
+        return x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
 
 
 def block_dict(blocks: list[nn.Module]) -> nn.ModuleDict:

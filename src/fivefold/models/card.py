@@ -11,16 +11,20 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.errors import UserError
-from fivefold.models import work
+from fivefold.models import MASKED_SHARE, Objective, file_of, predicted, work
 from fivefold.models.operations import Operation, Program, Sizes, Work
 from fivefold.models.parameters import cut_of, under
-from fivefold.models.registry import MASKED_SHARE, Objective, file_of, predicted
 from fivefold.models.section import ModelSection
 from fivefold.sharding.names import matching
 from fivefold.sharding.parts import TIED, Cut, Shape
+
+if TYPE_CHECKING:
+    cached = property  # the Protocol `Model` has properties
+else:
+    cached = cached_property
 
 Contradiction = tuple[set[str], str]
 """Recipe keys that disagree, and the rule between them."""
@@ -72,13 +76,9 @@ class Card(ABC):
         self.tied = bool(model.tie_embeddings)
         """True if the output layer shares the embedding's weight."""
 
-    @property
+    @cached
     def parameters(self) -> dict[str, Shape]:
         """The table, built at first use: deep models have thousands of rows."""
-        return self._parameters
-
-    @cached_property
-    def _parameters(self) -> dict[str, Shape]:
         return self.table()
 
     @property
@@ -86,26 +86,17 @@ class Card(ABC):
         """Names and shapes of the tensors that checkpoints keep beside the parameters, and no optimizer changes."""
         return {}
 
-    @property
-    def cuts(self) -> dict[str, Cut]:
-        """The cut of each parameter that tensor or expert parallelism cuts. The others are whole on every rank."""
-        return self._cuts
-
-    @property
+    @cached
     def frozen(self) -> frozenset[str]:
         """The parameters that are not trained."""
-        return self._frozen
-
-    @cached_property
-    def _frozen(self) -> frozenset[str]:
         return matching(self.model.freeze, self.parameters) if self.model.freeze else frozenset()
 
-    @cached_property
+    @cached
     def mixed(self) -> tuple[bool, ...]:
         """`is_mixed` of every block."""
         return tuple(map(self.is_mixed, range(self.model.layers)))
 
-    @cached_property
+    @cached
     def count(self) -> int:
         """Number of parameters. One block of each kind is counted, so that a sweep over sizes stays fast."""
         layers, mixed = self.model.layers, self.mixed_blocks()
@@ -147,8 +138,9 @@ class Card(ABC):
     def block(self, number: int) -> dict[str, Shape]:
         """Names and shapes of a block's parameters."""
 
-    @cached_property
-    def _cuts(self) -> dict[str, Cut]:
+    @cached
+    def cuts(self) -> dict[str, Cut]:
+        """The cut of each parameter that tensor or expert parallelism cuts. The others are whole on every rank."""
         found = {}
         for name, shape in self.parameters.items():
             local = name.split(".", 2)[-1] if name.startswith("blocks.") else name
@@ -160,13 +152,9 @@ class Card(ABC):
         """The cut of a parameter; None: it is whole on every rank. name: without "blocks.N."."""
         return cut_of(name, shape, self.model)
 
-    @property
+    @cached
     def costs(self) -> tuple[list[float], float, float]:
         """FLOPs per token, forward and backward, of each block, of what comes before them and of what comes after."""
-        return self._costs
-
-    @cached_property
-    def _costs(self) -> tuple[list[float], float, float]:
         model = self.model
         blocks, head = [self.attention_flops(number) for number in range(model.layers)], 0.0
         for name, shape in self.parameters.items():

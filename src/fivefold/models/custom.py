@@ -10,12 +10,12 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from weakref import ref
 
 from torch import Tensor, nn
 
 from fivefold.models.base import LanguageModel
+from fivefold.models.card import cached
 from fivefold.models.layers import AttentionCore, Linear, Sublayer
 from fivefold.models.recomputation import of_blocks
 from fivefold.sharding.layout import Layout
@@ -120,8 +120,8 @@ class CustomModel:
         number = block_of(self, name)
         return self.card.cut(name[len(f"{self.stack}.{number}.") :] if number else name, shape)
 
-    @cached_property
-    def _costs(self) -> tuple[list[float], float, float]:
+    @cached
+    def costs(self) -> tuple[list[float], float, float]:
         """FLOPs per token of the matrices: 6 per element. A beginning reads rows."""
         blocks, end = [0.0] * self.blocks, 0.0
         for name, shape in self.parameters.items():
@@ -131,10 +131,6 @@ class CustomModel:
             elif not name.startswith(self.beginning) or (name == TIED and self.tied):
                 end += size
         return blocks, 0.0, end
-
-    @property
-    def costs(self) -> tuple[list[float], float, float]:
-        return self._costs
 
     def split(
         self, layout: Layout, pp_index: int, keep: Callable[[LanguageModel, set[str]], None]

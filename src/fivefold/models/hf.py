@@ -1,7 +1,8 @@
 """Exchange with Hugging Face `transformers`, both ways: names and shapes of weights, and config.json.
 
-Each architecture states its weights as a list of `Entry` (`hf.py` in its folder). Export and import read the same list,
-so they cannot drift apart. `transformers` itself is not needed.
+Each architecture states its weights as a list of `Entry`, and keys of config.json as a table, FIELDS (`hf.py` in its
+folder). Export and import read the same, so they cannot drift apart. What the table cannot say is in `to_config` (more
+keys) and `from_config` (more fields, or other values). `transformers` itself is not needed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.files import MOST_INDEX, read_json
+from fivefold.models import ARCHITECTURES, file_of
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.registry import ARCHITECTURES, file_of
 from fivefold.models.rules import model_rules
 from fivefold.models.section import ModelSection
 from fivefold.precision import DTYPES, torch_dtype
@@ -64,20 +65,30 @@ def experts(
     ]
 
 
-def refuse(name: str, model: ModelSection, theirs: Mapping[str, Any], *more: str) -> None:
-    """Refuses a model whose fields have other values than a format can express. theirs: field -> its only value there.
-    more: further "model.FIELD = VALUE" that it lacks.
+def _exchange_of(model: ModelSection) -> ModuleType:
+    """The map of a model's architecture.
 
     Raises:
-        UserError: the model has any of these.
+        UserError: fields have other values than the format can express (its table EXPRESSED).
     """
-    own = {field: getattr(model, field) for field in theirs}
-    found = [f"model.{field} = {json.dumps(own[field])}" for field in theirs if own[field] != theirs[field]]
-    if found := [*found, *more]:
-        raise UserError(f"this model cannot be exported: {name}'s format has no {', '.join(found)}")
+    exchange = file_of(model.arch, "hf")
+    lacks = [
+        f"model.{field} = {json.dumps(getattr(model, field))}"
+        for field, values in getattr(exchange, "EXPRESSED", {}).items()
+        if getattr(model, field) not in values
+    ]
+    if lacks:
+        raise UserError(
+            f"this model cannot be exported: {exchange.ARCHITECTURE}'s format has no {', '.join(lacks)}"
+        )
+    return exchange
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+Fields = dict[str, tuple[str, Any]]
+"""Of a key of config.json: our field, and the value that a file without the key means; NEEDED: no file is without it. A
+fraction that is meant says that any number is read as one."""
+NEEDED = object()
 ANYWHERE = {"transformers_version", "use_cache", "bos_token_id", "eos_token_id", "dtype", "_name_or_path"}
 """Keys of config.json that change nothing of the computation, whatever the kind."""
 WRONG = "config.json has a wrong value (fields named as in our recipes)"
@@ -86,10 +97,10 @@ NAMES = {torch_dtype(d.name): d.torch for d in DTYPES.values() if d.stored and d
 
 def to_hf(state: Mapping[str, Tensor], model: ModelSection) -> dict[str, Tensor]:
     """Our weights by name -> theirs, in the same dtypes. Fused matrices are split into views. Raises as
-    `require_weights`."""
+    `require_weights` and `hf_config`."""
     require_weights(state, model)
     theirs: dict[str, Tensor] = {}
-    for entry in file_of(model.arch, "hf").entries(model):
+    for entry in _exchange_of(model).entries(model):
         tensor = state[entry.ours]
         if entry.transpose:
             tensor = tensor.t().contiguous()
@@ -166,11 +177,17 @@ def _ours(parts: list[Tensor], shape: Shape, transpose: bool) -> Tensor:
 
 
 def hf_config(model: ModelSection, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Content of config.json for a resolved `[model]` section, except for the ids of special tokens."""
-    exchange = file_of(model.arch, "hf")
+    """Content of config.json for a resolved `[model]` section, except for the ids of special tokens.
+
+    Raises:
+        UserError: the format cannot express the model.
+    """
+    exchange = _exchange_of(model)
     return {
         "architectures": [exchange.ARCHITECTURE],
-        **exchange.to_config(model),
+        "model_type": exchange.MODEL_TYPE,
+        **{key: getattr(model, field) for key, (field, _) in exchange.FIELDS.items()},
+        **(exchange.to_config(model) if hasattr(exchange, "to_config") else {}),
         "torch_dtype": NAMES[dtype],
     }
 
@@ -183,15 +200,16 @@ def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> Mod
         UserError: keys are missing, or ask for something that our models do not compute; names every one.
     """
     kind = config.get("model_type")
-    exchanges: dict[str, ModuleType] = {}
-    for exchange in (file_of(arch, "hf") for arch in ARCHITECTURES):
-        exchanges |= dict.fromkeys((exchange.MODEL_TYPE, *getattr(exchange, "ALSO", ())), exchange)
-    if not isinstance(kind, str) or kind not in exchanges:
+    kinds: dict[str, str] = {}
+    for arch in ARCHITECTURES:
+        exchange = file_of(arch, "hf")
+        kinds |= dict.fromkeys((exchange.MODEL_TYPE, *getattr(exchange, "ALSO", ())), arch)
+    if not isinstance(kind, str) or kind not in kinds:
         near = _nearest(config, _weight_names(folder) if folder else set())
         raise UserError(
-            f'config.json: model_type = "{kind}" is not supported; {near}. Supported: {", ".join(exchanges)}'
+            f'config.json: model_type = "{kind}" is not supported; {near}. Supported: {", ".join(kinds)}'
         )
-    fields, problems = _read(exchanges[kind], config)
+    fields, problems = _read(kinds[kind], config)
     if config.get("quantization_config"):
         problems.append("quantization_config is set; only unquantised weights are supported")
     _raise_all("config.json asks for what our model does not compute", problems)
@@ -200,21 +218,29 @@ def from_hf_config(config: Mapping[str, Any], folder: Path | None = None) -> Mod
     except pydantic.ValidationError as error:
         _raise_all(WRONG, [f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors()])
         raise
+    if model.vocab_size is None:
+        raise UserError(f"{WRONG}: vocab_size must be set")
     _raise_all(WRONG, [message for _, message in model_rules(model)])
-    return model
+    return resolve_model(model, vocab_size=model.vocab_size)
 
 
-def _read(exchange: ModuleType, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _read(arch: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The fields of `[model]`, and what of the config our model does not compute. Raises UserError for a key that is
     missing or has a value of the wrong type."""
-    found = []
+    exchange, found = file_of(arch, "hf"), []
+    fields: dict[str, Any] = {"arch": arch}
     for key, allowed in exchange.SUPPORTED.items():
         if config.get(key, allowed[0]) not in allowed:
             values = " or ".join(_text(value) for value in allowed if value is not None) or "null"
             found.append(f"{key} = {_text(config[key])}; only {values} is supported")
     try:
         more = exchange.problems(config) if hasattr(exchange, "problems") else []
-        return exchange.from_config(config), found + more
+        for key, (field, meant) in exchange.FIELDS.items():
+            value = config[key] if meant is NEEDED else config.get(key, meant)
+            fields[field] = float(value) if isinstance(meant, float) else value
+        if hasattr(exchange, "from_config"):
+            fields |= exchange.from_config(config)
+        return fields, found + more
     except KeyError as error:
         raise UserError(f"config.json: key {error} is missing") from error
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
@@ -235,7 +261,7 @@ def _nearest(config: Mapping[str, Any], weights: Set[str]) -> str:
         if like <= best or card_of(model).causal == masked:
             continue
         try:
-            first = _read(exchange, config)[1]
+            first = _read(arch, config)[1]
         except UserError as error:
             first = [str(error).removeprefix("config.json: ")]
         first += [f"{name} is no weight of {exchange.ARCHITECTURE}" for name in sorted(theirs - ours)]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fivefold.kernels.fake import Fake
 from fivefold.kernels.hashing import chunk_on, hash64_, indices, keys
+from fivefold.models import file_of
 from fivefold.models.base import LanguageModel
-from fivefold.models.registry import file_of
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import Part, boxes, local_shape
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fivefold import kernels
+from fivefold.kernels import elementwise, matmul
+from fivefold.kernels.blockwise_attention import attention, qkv_attention
 from fivefold.kernels.documents import Documents
+from fivefold.kernels.loss import linear_cross_entropy
 from fivefold.kernels.rounded import RoundedMatmuls
-from fivefold.models.cache import LayerCache, cached_attention
 from fivefold.models.section import ModelSection
 
 
@@ -31,7 +31,7 @@ class Linear(nn.Linear):
         """Does nothing: `init_weights` sets the values (on "meta", torch's own method imports its compiler: 1 s)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return kernels.linear(input, self.weight, self.bias, self.rounded)
+        return matmul.linear(input, self.weight, self.bias, self.rounded)
 
 
 class Embedding(nn.Embedding):
@@ -48,42 +48,46 @@ class Positions(Embedding):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, over the last dim, in fp32 inside (arXiv 1910.07467)."""
 
+    bias = None
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps)
-
-
-class AddRMSNorm(RMSNorm):
-    """Adds a branch to the residual stream and normalises the sum in the same pass over memory."""
-
-    def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns (x + branch, RMSNorm(x + branch))."""
-        return kernels.add_rms_norm(x, branch, self.weight, self.eps)
-
-    def alone(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        return elementwise.norm(x, self.weight, None, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` (same parameters, same names), in fp32 inside (arXiv 1607.06450)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return kernels.layer_norm(input, self.weight, self.bias, self.eps)
+        return elementwise.norm(input, self.weight, self.bias, self.eps)
 
 
-class AddLayerNorm(LayerNorm):
-    """As `AddRMSNorm`."""
+class AddNorm(nn.Module):
+    """A norm that first adds a branch to the residual stream, in the same pass over memory."""
 
-    def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns (x + branch, LayerNorm(x + branch))."""
-        return kernels.add_layer_norm(x, branch, self.weight, self.bias, self.eps)
+    weight: Any
+    bias: Any
+    eps: float
+
+    def forward(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (x + branch, its norm)."""
+        return elementwise.add_norm(x, branch, self.weight, self.bias, self.eps)
 
     def alone(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        """The norm of x."""
+        return elementwise.norm(x, self.weight, self.bias, self.eps)
+
+
+class AddRMSNorm(AddNorm, RMSNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
+    pass
+
+
+class AddLayerNorm(AddNorm, LayerNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
+    pass
 
 
 class WideRMSNorm(nn.Module):
@@ -101,7 +105,7 @@ class WideRMSNorm(nn.Module):
     def forward(self, *vectors: Tensor) -> tuple[Tensor, ...]:
         weights = self.weight.split([x.shape[-1] for x in vectors])
         return tuple(
-            kernels.rms_norm(x, weight, self.eps) for x, weight in zip(vectors, weights, strict=True)
+            elementwise.norm(x, weight, None, self.eps) for x, weight in zip(vectors, weights, strict=True)
         )
 
 
@@ -137,7 +141,7 @@ class AttentionCore(nn.Module):
         sin_Td: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        return kernels.qkv_attention(
+        return qkv_attention(
             qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal, self.recompute, documents
         )
 
@@ -171,80 +175,69 @@ class Output(nn.Module):
         self, x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, bias_V: Tensor | None = None
     ) -> Tensor:
         if targets_BT is None:
-            return kernels.linear(x_BTD, weight_VD, bias_V).float()
+            return matmul.linear(x_BTD, weight_VD, bias_V).float()
         z_loss = self.z_loss * self.training
-        return kernels.linear_cross_entropy(
-            x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss
-        )
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Scaling of rotary frequencies, for a longer context than `context` tokens.
-
-    Frequencies with fewer than `low` turns in the old context are divided by `factor`, those with more than `high`
-    stay. Between the two limits the share is linear, with "llama3" (arXiv 2407.21783) in the number of turns, with
-    "yarn" (arXiv 2309.00071) in the number of the pair. The rotated vectors grow by `amplitude`.
-    """
-
-    kind: str
-    factor: float
-    low: float
-    high: float
-    context: int
-    amplitude: float = 1.0
-
-    def __call__(self, frequencies: Tensor, theta: float) -> Tensor:
-        kept = (
-            self._by_turns(frequencies) if self.kind == "llama3" else self._by_pair(frequencies, theta)
-        ).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
-
-    def _by_turns(self, frequencies: Tensor) -> Tensor:
-        turns = frequencies * (self.context / (2 * math.pi))
-        return (turns - self.low) / (self.high - self.low)
-
-    def _by_pair(self, frequencies: Tensor, theta: float) -> Tensor:
-        """The pair with n turns has the number pairs x log_theta(context / (2 pi n)). Limits are whole numbers."""
-        pairs = len(frequencies)
-        first, last = (
-            pairs * math.log(self.context / (2 * math.pi * n), theta) for n in (self.high, self.low)
-        )
-        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * pairs - 1)
-        return 1 - (torch.arange(pairs, device=frequencies.device) - first) / (last - first or 0.001)
-
-
-def rope_scaling(model: ModelSection) -> RopeScaling | None:
-    """The scaling that a model asks for."""
-    if model.rope_factor == 1:
-        return None
-    return RopeScaling(
-        model.rope_scaling,
-        model.rope_factor,
-        model.rope_low,
-        model.rope_high,
-        model.rope_context,
-        model.rope_amplitude,
-    )
+        return linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss)
 
 
 def rope_table(
-    positions_T: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+    positions_T: Tensor, model: ModelSection, amplitude: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles at these positions: two (T, head_dim/2), fp32.
+    """Cosine and sine of a model's rotary angles at these positions: two (T, d/2), fp32. amplitude: of the rotated
+    vectors; None: the model's.
 
-    Angle of position t and pair i: t * theta ** (-2 i / head_dim) (arXiv 2104.09864), times the factor of `scaling`. It
-    is computed in every forward, which costs microseconds. `module.to(bfloat16)` would round a stored table, which
-    would also have to follow every change of device.
+    Angle of position t and pair i: t times `rope_frequencies`. It is computed in every forward, which costs
+    microseconds. `module.to(bfloat16)` would round a stored table, which would also have to follow every change of
+    device.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling is not None:
-        frequencies = scaling(frequencies, theta)
-    angles = torch.outer(positions_T.float(), frequencies)
-    if scaling is None or scaling.amplitude == 1:
+    angles = torch.outer(positions_T.float(), rope_frequencies(model, positions_T.device))
+    if amplitude is None:
+        amplitude = model.rope_amplitude
+    if amplitude == 1:
         return angles.cos(), angles.sin()
-    return angles.cos() * scaling.amplitude, angles.sin() * scaling.amplitude
+    return angles.cos() * amplitude, angles.sin() * amplitude
+
+
+def rope_frequencies(model: ModelSection, device: torch.device) -> Tensor:
+    """The frequency of each pair i: theta ** (-2 i / d) (arXiv 2104.09864), (d/2), fp32.
+
+    For a longer context than `rope_context` tokens, frequencies with fewer than `rope_low` turns in the old one are
+    divided by `rope_factor`; those with more than `rope_high` stay. Between the two limits the share is linear, with
+    "llama3" (arXiv 2407.21783) in the number of turns, with "yarn" (arXiv 2309.00071) in the number of the pair.
+    """
+    d, theta, old = model.rotary_width, model.rope_theta, model.rope_context / (2 * math.pi)
+    exponents = torch.arange(0, d, 2, dtype=torch.float32, device=device) / d
+    frequencies = 1.0 / theta**exponents
+    if model.rope_factor == 1:
+        return frequencies
+    if model.rope_scaling == "llama3":
+        kept = (frequencies * old - model.rope_low) / (model.rope_high - model.rope_low)
+    else:  # the pair with n turns has the number d/2 x log_theta(old / n); limits are whole numbers
+        first, last = (
+            d // 2 * math.log(model.rope_context / (2 * math.pi * n), theta)
+            for n in (model.rope_high, model.rope_low)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), d - 1)
+        kept = 1 - (torch.arange(d // 2, device=device) - first) / (last - first or 0.001)
+    kept = kept.clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / model.rope_factor)
+
+
+def cached_attention(
+    qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, cache: LayerCache
+) -> Tensor:
+    """Attention of T new tokens, which follow those in the cache and are added to it.
+
+    qkv (B, T, (H + 2K) d); cos, sin (T, d/2) of the new positions, or None. Returns (B, T, H d).
+    """
+    B, T, width = qkv.shape
+    all_BTNd = qkv.view(B, T, heads + 2 * kv_heads, width // (heads + 2 * kv_heads))
+    q_BTHd, k_BTKd, v_BTKd = all_BTNd.split([heads, kv_heads, kv_heads], dim=2)
+    if cos is not None and sin is not None:
+        q_BTHd, k_BTKd = elementwise.rope(q_BTHd, cos, sin), elementwise.rope(k_BTKd, cos, sin)
+    k_BSKd, v_BSKd = cache.append(k_BTKd, v_BTKd)
+    # A single new token sees all earlier ones, so there is nothing to mask.
+    return attention(q_BTHd, k_BSKd, v_BSKd, causal=T > 1).flatten(2)
 
 
 class Attention(Sublayer):
@@ -299,7 +292,7 @@ class SwiGLU(Sublayer):
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """Gate and up (B, T, 2F) -> (B, T, D)."""
-        return self.down(kernels.swiglu(product))
+        return self.down(elementwise.swiglu(product))
 
 
 class GELU(Sublayer):
@@ -318,4 +311,67 @@ class GELU(Sublayer):
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """(B, T, F) -> (B, T, D)."""
-        return self.down(kernels.gelu(product, self.approximate))
+        return self.down(elementwise.gelu(product, self.approximate))
+
+
+class LayerCache:
+    """Keys and values of one block, in buffers (B, capacity, K, d). The first `length` rows are valid."""
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.length = 0
+
+    def append(self, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds T tokens; returns views of all keys and values so far, (B, length, K, d)."""
+        start, stop = self.length, self.length + k_BTKd.shape[1]
+        assert stop <= self.k.shape[1], f"cache of {self.k.shape[1]} tokens asked to hold {stop}"
+        self.k[:, start:stop] = k_BTKd
+        self.v[:, start:stop] = v_BTKd
+        self.length = stop
+        return self.k[:, :stop], self.v[:, :stop]
+
+    def rows(self, rows: Sequence[int], capacity: int) -> LayerCache:
+        _, _, K, d = self.k.shape
+        copy = LayerCache((len(rows), capacity, K, d), self.k.dtype, self.k.device)
+        copy.append(self.k[rows, : self.length], self.v[rows, : self.length])
+        return copy
+
+
+class Cache:
+    """One `LayerCache` per block, passed to a model with each piece of text: the prompt, then token by token."""
+
+    def __init__(
+        self,
+        model: ModelSection,
+        *,
+        batch: int = 1,
+        capacity: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.capacity = capacity or model.seq_len
+        shape = (batch, self.capacity, model.kv_heads or model.heads, model.head_width)
+        self.layers = [LayerCache(shape, dtype, device) for _ in range(model.layers)]
+
+    def rows(self, rows: Sequence[int], capacity: int) -> Cache:
+        """A new cache of `capacity` tokens that begins with these rows of this one, some perhaps several times."""
+        copy = Cache.__new__(Cache)
+        copy.capacity = capacity
+        copy.layers = [layer.rows(rows, capacity) for layer in self.layers]
+        return copy
+
+    @property
+    def length(self) -> int:
+        """Number of tokens held."""
+        return self.layers[0].length
+
+    def clear(self) -> None:
+        """Forgets all tokens; the memory stays."""
+        for layer in self.layers:
+            layer.length = 0
+
+    def __getitem__(self, index: int) -> LayerCache:
+        return self.layers[index]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from fivefold import kernels
+from fivefold.kernels import elementwise
 from fivefold.kernels.mixture import assign, combine, dispatch, evened, grouped_linear
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.layers import RegionInput, RegionOutput, Sublayer, SwiGLU
@@ -141,7 +141,7 @@ class Experts(Sublayer):
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """Gate and up (M, 2F), counts (E) -> (M, D)."""
-        return grouped_linear(kernels.swiglu(product), self.down, tables[0], self.rounded)
+        return grouped_linear(elementwise.swiglu(product), self.down, tables[0], self.rounded)
 
 
 class Mixture(nn.Module):

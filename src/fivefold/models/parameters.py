@@ -22,6 +22,17 @@ def layer_norm(D: int) -> dict[str, Shape]:
     return {"weight": (D,), "bias": (D,)}
 
 
+def block(
+    norm: dict[str, Shape], attention: dict[str, Shape], mlp: dict[str, Shape], post_norm: bool = False
+) -> dict[str, Shape]:
+    """Parameters of a block: two sublayers, each with a norm before it (post_norm: behind it)."""
+    table: dict[str, Shape] = {}
+    for half in ({"norm1": norm, "attention": attention}, {"norm2": norm, "mlp": mlp}):
+        for name in reversed(half) if post_norm else half:
+            table |= under(name, half[name])
+    return table
+
+
 def attention(model: ModelSection, bias: bool) -> dict[str, Shape]:
     """Parameters of attention. Rows of `qkv`: query heads, key heads, value heads."""
     D, d, H, K = model.dim, model.head_width, model.heads, model.kv_heads or model.heads

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from fivefold.models import ARCHITECTURES, file_of
 from fivefold.models.card import Card, Contradiction, card_of
-from fivefold.models.registry import ARCHITECTURES, file_of
 from fivefold.models.section import FACTS, ModelSection
 from fivefold.sharding.shares import divisors
 
@@ -47,21 +47,18 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
 
 def _heads(model: ModelSection, card: Card, tp: int) -> Iterator[Contradiction]:
     fields, width = {"model.dim", "model.heads"}, model.head_width
-    if card.latent_attention:
-        pass  # its heads have widths of their own
-    elif model.head_dim and card.rotary and width % 2:
-        near = max(2, width - 1)
+    odd = card.rotary and width % 2 and not card.latent_attention  # its heads have widths of their own
+    if model.head_dim and odd:
         yield (
             {"model.head_dim"},
-            f"model.head_dim = {width} must be even: RoPE rotates pairs. Nearest valid: {near}",
+            f"model.head_dim = {width} must be even: RoPE rotates pairs. Nearest valid: {max(2, width - 1)}",
         )
-    elif model.head_dim:
-        pass
-    elif model.dim % model.heads:
-        message = f"model.dim = {model.dim} must be divisible by model.heads = {model.heads}"
-        yield fields, message + _fitting_heads(model, card, tp)
-    elif card.rotary and width % 2:
-        message = f"model.dim / model.heads = {width} must be even: RoPE rotates pairs"
+    elif not (model.head_dim or card.latent_attention) and (model.dim % model.heads or odd):
+        message = (
+            f"model.dim = {model.dim} must be divisible by model.heads = {model.heads}"
+            if model.dim % model.heads
+            else f"model.dim / model.heads = {width} must be even: RoPE rotates pairs"
+        )
         yield fields, message + _fitting_heads(model, card, tp)
     if model.kv_heads and model.heads % model.kv_heads:
         yield (
@@ -153,15 +150,7 @@ FREE = {
     "z_loss_weight",
 }
 """Fields that only say how a run trains."""
-EXTENDED = {
-    "rope_theta",
-    "rope_factor",
-    "rope_scaling",
-    "rope_mscale",
-    "rope_low",
-    "rope_high",
-    "rope_context",
-}
+EXTENDED = {name for name in ModelSection.model_fields if name.startswith("rope_") and name != "rope_dim"}
 """Fields that may change on purpose, for longer contexts."""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fivefold.models.registry import ARCHITECTURES
+from fivefold.models import ARCHITECTURES
 from fivefold.precision import MOST_IDS
 
 T = TypeVar("T")

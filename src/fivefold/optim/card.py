@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fivefold.precision import DTYPES, MASTER, Mode
@@ -21,6 +22,15 @@ Build = Callable[..., "torch.optim.Optimizer"]
 """build(groups, lr, **fields). groups: as torch's optimizers take them ({"params": [...], "weight_decay": ...}).
 fields: the card's fields, with a recipe's values. It must run one fused kernel over all weights, which changes nothing
 where the optimizer's `found_inf` is 1, and import torch itself."""
+
+
+def fused(name: str, module: str = "torch.optim", **options: Any) -> Build:
+    """A `Build` of a module's optimizer of this name, PyTorch's or one like it, with its fused kernel."""
+
+    def build(groups: list[dict[str, Any]], lr: float, **fields: Any) -> torch.optim.Optimizer:
+        return getattr(import_module(module), name)(groups, lr=lr, fused=True, **options, **fields)
+
+    return build
 
 
 @dataclass

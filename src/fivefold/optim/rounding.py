@@ -1,6 +1,6 @@
 """Rounds weights and states that are kept in lower precision than they are computed in.
 
-An update runs over fp32 copies: of a few parameters at a time (optim/updater.py), or of a chunk of streamed states
+An update runs over fp32 copies: of a few parameters at a time (`updater.Rounded`), or of a chunk of streamed states
 (parallel/offload). Then weights and states are rounded back. `precision.rounding` says how:
 
 - nearest: an update smaller than half a spacing of the weight (2^-9 of it in bf16) is lost.

@@ -9,49 +9,22 @@ PyTorch's fused kernel over the fp32 master weights. With gradient g, weight dec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
-from fivefold.optim.card import OptimizerCard, OptimizerState
+from fivefold.optim.card import OptimizerCard, OptimizerState, fused
 
-if TYPE_CHECKING:
-    import torch
-
-
-def sgd(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    import torch
-
-    return torch.optim.SGD(groups, lr=lr, fused=True)
-
-
-def momentum(groups: list[dict[str, Any]], lr: float, momentum: float) -> torch.optim.Optimizer:
-    import torch
-
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
-
-
-def nesterov(groups: list[dict[str, Any]], lr: float, momentum: float) -> torch.optim.Optimizer:
-    import torch
-
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=True, fused=True)
-
-
-VELOCITY = (OptimizerState("momentum_buffer"),)
+MOMENTUM = OptimizerCard(
+    "momentum",
+    source="Polyak, 1964",
+    build=fused("SGD"),
+    usual_lr=(1e-5, 3.0),
+    fields={"momentum": 0.9},
+    states=(OptimizerState("momentum_buffer"),),
+)
 CARDS = (
-    OptimizerCard("sgd", source="Robbins and Monro, 1951", build=sgd, usual_lr=(1e-4, 10.0)),
-    OptimizerCard(
-        "momentum",
-        source="Polyak, 1964",
-        build=momentum,
-        usual_lr=(1e-5, 3.0),
-        fields={"momentum": 0.9},
-        states=VELOCITY,
-    ),
-    OptimizerCard(
-        "nesterov",
-        source="Sutskever et al., ICML 2013",
-        build=nesterov,
-        usual_lr=(1e-5, 3.0),
-        fields={"momentum": 0.9},
-        states=VELOCITY,
+    OptimizerCard("sgd", source="Robbins and Monro, 1951", build=fused("SGD"), usual_lr=(1e-4, 10.0)),
+    MOMENTUM,
+    replace(
+        MOMENTUM, name="nesterov", source="Sutskever et al., ICML 2013", build=fused("SGD", nesterov=True)
     ),
 )

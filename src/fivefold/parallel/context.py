@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold import kernels
 from fivefold.comm import Axis, Started
+from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.documents import Documents, Tile
 from fivefold.kernels.partial_attention import (
     Queries,
@@ -225,7 +225,7 @@ class Ulysses(AttentionCore):
         assert self.heads % c == 0
         assert self.kv_heads % c == 0
         whole = _WholeSequence.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.axis)
-        out = kernels.qkv_attention(
+        out = qkv_attention(
             whole, self.heads // c, self.kv_heads // c, None, None, self.causal, self.recompute, documents
         )
         return _WholeHeads.apply(out, self.axis)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold import kernels
+from fivefold.kernels import matmul
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.layers import Linear
 
@@ -64,7 +64,7 @@ def attach(stage: nn.Module, deferred: Deferred) -> None:
 
 def _linear(module: Linear, deferred: Deferred, input: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
-        return kernels.linear(input, module.weight, module.bias, module.rounded)
+        return matmul.linear(input, module.weight, module.bias, module.rounded)
     return _Linear.apply(input, module.weight, module.bias, deferred, module.rounded)
 
 
@@ -83,14 +83,14 @@ class _Linear(Function):
         ctx.save_for_backward(x)
         ctx.weight = weight  # not saved: under recomputation a saved weight would come back as a copy
         ctx.deferred, ctx.has_bias, ctx.rounded = deferred, bias is not None, rounded
-        return kernels.linear(x, weight, bias, rounded)
+        return matmul.linear(x, weight, bias, rounded)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (x,), weight, dy = ctx.saved_tensors, ctx.weight, grads[0]
         dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
-        dx = kernels.input_gradient(dy, weight, ctx.rounded) if ctx.needs_input_grad[0] else None
+        dx = matmul.input_gradient(dy, weight, ctx.rounded) if ctx.needs_input_grad[0] else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None, None
 
 
@@ -104,11 +104,11 @@ def weight_gradient(
     if not weight.requires_grad:
         return None
     if deferred is None or deferred.queue is None:
-        return kernels.weight_gradient(dy, x, rounded)
+        return matmul.weight_gradient(dy, x, rounded)
     deferred.queue.append(partial(_add_weight_gradient, weight, dy, x, rounded=rounded))
     return None
 
 
 def _add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, rounded: RoundedMatmuls | None) -> None:
     """Adds it through autograd, so hooks on the parameter see it."""
-    torch.autograd.backward(weight, kernels.weight_gradient(dy, x, rounded))
+    torch.autograd.backward(weight, matmul.weight_gradient(dy, x, rounded))

@@ -22,7 +22,7 @@ from fivefold.comm.membership import Meeting, Membership
 from fivefold.comm.progress import progress
 from fivefold.errors import CommunicationError
 from fivefold.kernels.quantize import Quantizer
-from fivefold.optim.registry import OuterOptimizer
+from fivefold.optim import OuterOptimizer
 from fivefold.optim.updater import Updater
 from fivefold.parallel.replica import Replica
 from fivefold.precision import torch_dtype

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from fivefold.kernels import add_gradient
+from fivefold.kernels.elementwise import add_gradient
 from fivefold.sharding.units import buffer_order
 
 

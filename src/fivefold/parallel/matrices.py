@@ -17,7 +17,7 @@ from fivefold.sharding.parts import Ranges, local_shape, size_of
 
 
 class Gathered:
-    """The gathering of some parameters of a replica (see `optim.rules.Gathering`). routes: their ways."""
+    """The gathering of some parameters of a replica (see `optim.updater.Gathering`). routes: their ways."""
 
     def __init__(self, routes: Mapping[str, Route], mesh: Mesh):
         self.routes, self.members, self.device = routes, frozenset(routes), mesh.device

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fivefold.models.layers import AddLayerNorm, AddRMSNorm, AttentionCore, Sublayer
+from fivefold.models.layers import AddNorm, AttentionCore, Sublayer
 from fivefold.models.recomputation import chosen
 from fivefold.parallel import private
 
@@ -100,7 +100,7 @@ def _norm(norm: nn.Module, sublayer: nn.Module, compiled: bool) -> None:
         found = compute(*inputs)
         if torch.is_grad_enabled():
             result, again = found, partial(compute, inputs[0].detach())
-            if isinstance(norm, AddRMSNorm | AddLayerNorm):
+            if isinstance(norm, AddNorm):
                 total, result = found
                 again = partial(norm.alone, total.detach())
             latest[:] = [(result, again)]

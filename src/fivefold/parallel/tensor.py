@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold import kernels
 from fivefold.comm import Axis, Started
+from fivefold.kernels import matmul
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import (
@@ -170,14 +170,14 @@ class _Column(Function):
         whole = axis.start_whole(x)()
         ctx.save_for_backward(x if axis.regather else whole)
         ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.rounded) = weight, axis, bias is not None, more
-        return kernels.linear(whole, weight, bias, ctx.rounded)
+        return matmul.linear(whole, weight, bias, ctx.rounded)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
         whole = axis.start_again(x)
-        dx = kernels.input_gradient(dy, weight, ctx.rounded)
+        dx = matmul.input_gradient(dy, weight, ctx.rounded)
         x = whole()
         dx = axis.start_sum(dx)  # overlaps with the gradients that need no communication
         dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
@@ -193,7 +193,7 @@ class _Row(Function):
         """more: as of `_Column`."""
         ctx.save_for_backward(x)
         ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.rounded) = weight, axis, bias is not None, more
-        y = axis.start_sum(kernels.linear(x, weight, None, ctx.rounded))()
+        y = axis.start_sum(matmul.linear(x, weight, None, ctx.rounded))()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -202,7 +202,7 @@ class _Row(Function):
         (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
         dbias = dy.sum((0, 1)) if ctx.has_bias else None  # with sp, of this piece
         dy = axis.start_whole(dy)()
-        dx = kernels.input_gradient(dy, weight, ctx.rounded)
+        dx = matmul.input_gradient(dy, weight, ctx.rounded)
         return dx, weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded), dbias, None, None, None
 
 

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fivefold import kernels
+from fivefold.kernels import matmul
 from fivefold.kernels.loss import (
     add_chunk,
     add_z_gradient,
@@ -63,7 +63,7 @@ class VocabularyOutput(Output):
         self, x: Tensor, weight_vD: Tensor, targets_BT: Tensor | None, bias_v: Tensor | None = None
     ) -> Tensor:
         if targets_BT is None:
-            logits = kernels.linear(Enter.apply(x, self.axis), weight_vD, bias_v)
+            logits = matmul.linear(Enter.apply(x, self.axis), weight_vD, bias_v)
             return Join.apply(logits.float(), self.axis)
         targets, axis = targets_BT.long(), self.axis
         if axis.sp:  # targets follow the order of the pieces, which saves copies of x
@@ -105,11 +105,11 @@ class _Loss(Function):
             part = slice(start, start + rows)
             dlogits = _chunk(x_ND[part], weight, targets_N[part], bias, axis, losses[part], made, z_loss)
             if dx_ND is not None:
-                dx_ND[part] = kernels.input_gradient(dlogits, weight)
+                dx_ND[part] = matmul.input_gradient(dlogits, weight)
             if dx_ND is not None and start + rows >= N:  # the sum overlaps with the last weight gradient
                 ctx.dx = axis.start_sum(dx_ND.view_as(whole))
             if needs_weight:
-                dweight = add_chunk(dweight, kernels.weight_gradient(dlogits, x_ND[part]), rows >= N)
+                dweight = add_chunk(dweight, matmul.weight_gradient(dlogits, x_ND[part]), rows >= N)
             if needs_bias:
                 dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
             del dlogits  # before the next chunk's
@@ -149,7 +149,7 @@ def _chunk(
 ) -> Tensor:
     """Fills losses (n) for a chunk of tokens, x (n, D); returns the gradient of its logits on this rank, (n, v)."""
     first, targets = axis.index * weight.shape[0], targets.contiguous()
-    logits = kernels.linear(x, weight, bias)
+    logits = matmul.linear(x, weight, bias)
     mine = vocabulary_statistics(logits, targets, first)
     everyone = axis.axis.run(STATISTICS, mine)  # (tp 3, n)
     lse, loss = vocabulary_loss(everyone.view(axis.size, LOSS_STATISTICS, -1))

@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 from fivefold.errors import UserError
+from fivefold.models import predicted
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.registry import predicted
-from fivefold.optim import OPTIMIZERS
-from fivefold.optim.registry import OUTER
+from fivefold.optim import OPTIMIZERS, OUTER
 from fivefold.recipe.load import Recipe
 from fivefold.recipe.ramp import ramp, run_steps, sequences_before
 from fivefold.recipe.rules import contradictions

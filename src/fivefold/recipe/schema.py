@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from fivefold.models.section import LARGEST, MOST_LAYERS, ModelSection, Section
-from fivefold.optim import DEFAULT, OPTIMIZERS
-from fivefold.optim.registry import OUTER
+from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, ROUNDINGS, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry, as_text, joined

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from fivefold.models.card import Contradiction
-from fivefold.optim.registry import OUTER
+from fivefold.optim import OUTER
 from fivefold.precision import FIELDS
 from fivefold.recipe.messages import toml_value
 from fivefold.recipe.schema import Sections

@@ -21,9 +21,8 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
 from fivefold.models.layers import Output
-from fivefold.optim import OPTIMIZERS, kept_in
+from fivefold.optim import OPTIMIZERS, OUTER, kept_in
 from fivefold.optim.card import gathered, places, state_bytes, ways
-from fivefold.optim.registry import OUTER
 from fivefold.optim.rounding import Rounder, Rounding
 from fivefold.optim.scaling import LossScale
 from fivefold.optim.updater import Rounded, Updater

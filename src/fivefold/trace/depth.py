@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -35,7 +35,7 @@ from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
-from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, MemoryTimeline
+from fivefold.schedules.memory_timeline import MemoryTimeline
 from fivefold.schedules.pipeline import FILLING, few
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_nearest import validate
@@ -51,7 +51,7 @@ DRAWN = 1024  # the same, of a picture over time, which cannot be extrapolated: 
 LEAST_BLOCKS = 2  # of a stage in a small model
 LEAST_SHARDED = 3  # the same under ZeRO, which may hold the weights of three blocks at once
 
-Figures = Mapping[str, int]
+Figures = Mapping[tuple[str, ...], int]
 
 
 @dataclass(frozen=True)
@@ -266,41 +266,39 @@ def _follow(table: Mapping[int, Figures], x: int) -> Figures:
         return next(iter(table.values()))
     (x1, first), (x2, second) = table.items()
 
-    def at(name: str) -> int:
-        y1, y2 = first.get(name, 0), second.get(name, 0)
+    def at(key: tuple[str, ...]) -> int:
+        y1, y2 = first.get(key, 0), second.get(key, 0)
         return y1 + (y2 - y1) * (x - x1) // (x2 - x1)
 
-    return {name: at(name) for name in {**first, **second}}
+    return {key: at(key) for key in {**first, **second}}
 
 
 def _figures(step: Traced) -> Figures:
     memory = step.memory
-    found = {"flops": step.flops, "total": memory.total}
-    found |= {f"at_peak {name}": memory.at_peak[name] for name in CATEGORIES}
-    found |= {f"highest {name}": memory.highest[name] for name in CATEGORIES}
-    found |= {f"away {name}": memory.away[name] for name in AWAY}
-    found |= {f"sync {operation} {place}": times for (operation, place), times in step.syncs.items()}
-    for (operation, axis), (calls, size) in step.sent.items():
-        found |= {f"calls {operation} {axis}": calls, f"bytes {operation} {axis}": size}
-    return found
+    by_category = {"at_peak": memory.at_peak, "highest": memory.highest, "away": memory.away}
+    return {
+        ("flops",): step.flops,
+        ("total",): memory.total,
+        **{(kind, name): size for kind, sizes in by_category.items() for name, size in sizes.items()},
+        **{("sync", *key): times for key, times in step.syncs.items()},
+        **{("calls", *key): calls for key, (calls, _) in step.sent.items()},
+        **{("bytes", *key): size for key, (_, size) in step.sent.items()},
+    }
 
 
 def _traced(figures: Figures) -> Traced:
-    def memory(kind: str, names: Iterable[str] = CATEGORIES) -> dict[str, int]:
-        return {name: figures[f"{kind} {name}"] for name in names}
+    """Inverse of `_figures`."""
 
-    messages = sorted(tuple(name.split()[1:]) for name in figures if name.startswith("calls "))
-    sent = {
-        (operation, axis): (figures[f"calls {operation} {axis}"], figures[f"bytes {operation} {axis}"])
-        for operation, axis in messages
-    }
-    syncs = {
-        (name.split()[1], name.split()[2]): times
-        for name, times in figures.items()
-        if name.startswith("sync ")
-    }
-    peak = Peak(figures["total"], memory("at_peak"), memory("highest"), memory("away", AWAY))
-    return Traced(peak, sent, figures["flops"], syncs)
+    def of(kind: str) -> dict[tuple[str, ...], int]:
+        return {key[1:]: number for key, number in figures.items() if key[0] == kind}
+
+    at_peak, highest, away = (
+        {name: size for (name,), size in of(kind).items()} for kind in ("at_peak", "highest", "away")
+    )
+    sizes = of("bytes")
+    sent = {(op, axis): (calls, sizes[op, axis]) for (op, axis), calls in sorted(of("calls").items())}
+    syncs = {(op, place): times for (op, place), times in of("sync").items()}
+    return Traced(Peak(figures["total",], at_peak, highest, away), sent, figures["flops",], syncs)
 
 
 def _stages(model: ModelSection, layout: Layout, position: int) -> list[tuple[int, int]]:

@@ -82,13 +82,9 @@ def exact_on_gpu(recipe: Recipe, rank: int) -> Exact:
     entry = CachedFigures(recipe, rank, "cuda")
     if found := read(entry):
         return found
-    began = time.perf_counter()
-    check_rank(recipe, rank)
-    [result] = on_gpu([(recipe, rank)])
-    if "error" in result:
-        raise RuntimeError(f"the trace failed: {result['error']}")
-    entry.write(result["exact"])
-    return Exact.from_json(result["exact"], time.perf_counter() - began)
+    began, figures = time.perf_counter(), _one_on_gpu(recipe, rank)["exact"]
+    entry.write(figures)
+    return Exact.from_json(figures, time.perf_counter() - began)
 
 
 def timelines_on_gpu(recipe: Recipe, rank: int) -> list[tuple[str, MemoryTimeline]]:
@@ -97,11 +93,15 @@ def timelines_on_gpu(recipe: Recipe, rank: int) -> list[tuple[str, MemoryTimelin
     Raises:
         UserError: the layout is not valid, or has no such rank.
     """
+    return [(name, from_json(found)) for name, found in _one_on_gpu(recipe, rank, True)["timelines"]]
+
+
+def _one_on_gpu(recipe: Recipe, rank: int, timelines: bool = False) -> dict[str, Any]:
     check_rank(recipe, rank)
-    [result] = on_gpu([(recipe, rank)], timelines=True)
+    [result] = on_gpu([(recipe, rank)], timelines)
     if "error" in result:
         raise RuntimeError(f"the trace failed: {result['error']}")
-    return [(name, from_json(found)) for name, found in result["timelines"]]
+    return result
 
 
 def on_gpu(jobs: Iterable[tuple[Recipe, int]], timelines: bool = False) -> list[dict[str, Any]]:

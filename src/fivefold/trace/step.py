@@ -26,8 +26,8 @@ from torch import Tensor
 
 from fivefold.kernels.fake import CPU, Fake, FakeMode, is_mask
 from fivefold.launch.ranks import Ranks, threads_of
+from fivefold.models import predicted
 from fivefold.models.card import card_of
-from fivefold.models.registry import predicted
 from fivefold.models.section import ModelSection
 from fivefold.optim.updater import Updater
 from fivefold.parallel.expert import AllToAll
@@ -41,7 +41,7 @@ from fivefold.step.step import forward_backward, take_step
 from fivefold.trace import private, standins
 from fivefold.trace.memory import Peak, Tracker, states_of, tensors_in
 from fivefold.trace.standins import fake_files
-from fivefold.trace.traffic import Collectives, Flops
+from fivefold.trace.traffic import Collectives, flops_of
 
 aten = torch.ops.aten
 SYNCS = (
@@ -163,7 +163,7 @@ class Probe(Tracker):
 
     def __init__(self, state: State, fake: FakeMode) -> None:
         super().__init__(states_of(state), state.mesh.device.type, host=state.parallel.disk is not None)
-        self.fake, self.sent, self.flops = fake, Collectives(state.mesh), Flops()
+        self.fake, self.sent, self.flops = fake, Collectives(state.mesh), 0
         self.syncs: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Probe:
@@ -188,7 +188,7 @@ class Probe(Tracker):
             operators.add(func.name())
         if out is NotImplemented:  # FakeMode leaves it to the tensors' class
             out = func(*args, **kwargs)
-        self.flops.see(func, args, kwargs, out)
+        self.flops += flops_of(func, args, kwargs, out)
         return out
 
     def _waits(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -212,7 +212,7 @@ class Probe(Tracker):
 
     def found(self) -> Traced:
         sent = {key: (calls, size) for key, (calls, size) in sorted(self.sent.found.items())}
-        return Traced(self.peak(), sent, self.flops.total, dict(sorted(self.syncs.items())))
+        return Traced(self.peak(), sent, self.flops, dict(sorted(self.syncs.items())))
 
 
 def _name(func: Any) -> str:

@@ -2,10 +2,9 @@
 matmuls, recomputation included; a multiply-add counts as two. Attention on CPUs skips the blocks that a causal mask
 hides.
 
-    with Collectives(mesh) as sent, Flops() as flops:
+    with Collectives(mesh) as sent:
         ...
     sent.found["all_gather", "shard"]  # [calls, bytes], such as [3, 1200]
-    flops.total
 """
 
 from __future__ import annotations
@@ -153,22 +152,8 @@ if torch.backends.mkldnn.is_available():
     FORMULAS[torch.ops.mkldnn._linear_pointwise] = _linear
 
 
-class Flops(DispatchMode):
-    """total: FLOPs since it was entered. PyTorch's counter lacks grouped matmuls and attention on CPUs; its formulas
-    serve for the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self.see(func, args, kwargs, out)
-        return out
-
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Counts an operation if it is a matmul."""
-        formula = FORMULAS.get(func.overloadpacket)
-        if formula is not None:
-            self.total += formula(*args, **kwargs, out_val=out)
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of an operation, if it is a matmul. PyTorch's counter lacks grouped matmuls and attention on CPUs; its
+    formulas serve for the rest."""
+    formula = FORMULAS.get(func.overloadpacket)
+    return 0 if formula is None else formula(*args, **kwargs, out_val=out)

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold import kernels
 from fivefold.data import NOT_COUNTED
 from fivefold.errors import UserError
+from fivefold.kernels import matmul
 from fivefold.kernels.loss import rows_at_once
 from fivefold.models.base import LanguageModel
-from fivefold.models.cache import Cache
-from fivefold.models.layers import Output
+from fivefold.models.layers import Cache, Output
 from fivefold.models.section import ModelSection
 
 POOL = 8
@@ -168,7 +167,7 @@ class _Scores(Output):
         rows = max(1, rows_at_once(x_ND, len(weight_VD)))
         for start in range(0, len(targets_N), rows):
             part = slice(start, start + rows)
-            logits_nV = kernels.linear(x_ND[part], weight_VD, bias_V).float()
+            logits_nV = matmul.linear(x_ND[part], weight_VD, bias_V).float()
             target_n1 = targets_N[part, None]
             found_2N[0, part] = logits_nV.gather(1, target_n1)[:, 0] - logits_nV.logsumexp(1)
             found_2N[1, part] = (logits_nV.argmax(1) == target_n1[:, 0]).float()

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fivefold.comm import Axis, everyone, told
 from fivefold.files import make_folder, read_json, understood, write_atomically
-from fivefold.kernels import fastest, input_gradient, linear, weight_gradient
+from fivefold.kernels import fastest
+from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of

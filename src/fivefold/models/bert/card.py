@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.models import card
-from fivefold.models.parameters import attention, gelu, layer_norm, linear, under
+from fivefold.models.parameters import attention, block, gelu, layer_norm, linear, under
 from fivefold.sharding.parts import Shape
 
 TOKEN_TYPES = 2  # sentence A and B of the original; only A (0) is used, but both are kept for weight exchange
@@ -30,23 +30,15 @@ class Card(card.Card):
 
     def table(self) -> dict[str, Shape]:
         V, D, T = self.model.vocab_size or 0, self.model.dim, self.model.seq_len
-        own: dict[str, Shape] = {
-            "head_bias": (V,)
-        }  # the module's own parameter comes before those of its parts
         embeddings: dict[str, Shape] = {
+            "head_bias": (V,),  # the module's own parameter comes before those of its parts
             "embed.weight": (V, D),
             "embed_positions.weight": (T, D),
             "embed_types.weight": (TOKEN_TYPES, D),
         }
         head = linear("transform", D, D, bias=True) | under("norm", layer_norm(D)) | self.output()
-        return own | embeddings | under("embed_norm", layer_norm(D)) | self.blocks() | head
+        return embeddings | under("embed_norm", layer_norm(D)) | self.blocks() | head
 
     def block(self, number: int) -> dict[str, Shape]:
-        """Parameters of a post-norm block: each norm comes after its sublayer."""
         D, F = self.model.dim, self.model.ffn_dim or 0
-        return (
-            under("attention", attention(self.model, bias=True))
-            | under("norm1", layer_norm(D))
-            | under("mlp", gelu(D, F))
-            | under("norm2", layer_norm(D))
-        )
+        return block(layer_norm(D), attention(self.model, bias=True), gelu(D, F), post_norm=True)

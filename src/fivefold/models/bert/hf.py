@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fivefold.models.bert.card import TOKEN_TYPES
-from fivefold.models.hf import Entry, same
+from fivefold.models.hf import NEEDED, Entry, Fields, same
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "bert"
@@ -57,43 +56,27 @@ def entries(model: ModelSection) -> list[Entry]:
     ]
 
 
+FIELDS: Fields = {
+    "vocab_size": ("vocab_size", NEEDED),
+    "hidden_size": ("dim", NEEDED),
+    "intermediate_size": ("ffn_dim", NEEDED),
+    "num_hidden_layers": ("layers", NEEDED),
+    "num_attention_heads": ("heads", NEEDED),
+    "max_position_embeddings": ("seq_len", 512),
+    "initializer_range": ("init_std", 0.02),
+    "layer_norm_eps": ("norm_eps", 1e-12),
+    "tie_word_embeddings": ("tie_embeddings", True),
+    "hidden_dropout_prob": ("dropout", 0.1),  # of the residual stream: attention probabilities have none here
+}
+
+
 def to_config(model: ModelSection) -> dict[str, Any]:
     return {
-        "model_type": MODEL_TYPE,
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.dim,
-        "intermediate_size": model.ffn_dim,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "max_position_embeddings": model.seq_len,
         "type_vocab_size": TOKEN_TYPES,
         "hidden_act": "gelu",
         "position_embedding_type": "absolute",
-        "initializer_range": model.init_std,
-        "layer_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
-        "hidden_dropout_prob": model.dropout,
         "attention_probs_dropout_prob": 0.0,
         "pad_token_id": None,
-    }
-
-
-def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `[model]`. Keys missing in older files have the defaults of `BertConfig`. Dropout is that of the
-    residual stream: attention probabilities have none here."""
-    return {
-        "arch": "bert",
-        "layers": config["num_hidden_layers"],
-        "dim": config["hidden_size"],
-        "heads": config["num_attention_heads"],
-        "kv_heads": config["num_attention_heads"],
-        "ffn_dim": config["intermediate_size"],
-        "vocab_size": config["vocab_size"],
-        "seq_len": config.get("max_position_embeddings", 512),
-        "tie_embeddings": config.get("tie_word_embeddings", True),
-        "norm_eps": float(config.get("layer_norm_eps", 1e-12)),
-        "dropout": float(config.get("hidden_dropout_prob", 0.1)),
-        "init_std": float(config.get("initializer_range", 0.02)),
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold import kernels
+from fivefold.kernels import elementwise
 from fivefold.kernels.documents import Documents
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.bert.card import TOKEN_TYPES
@@ -75,5 +75,5 @@ class Model(LanguageModel):
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         """Computes logits or loss. With targets, the head works on the M masked tokens only."""
         x_BTD, targets_BT = self.select(x_BTD, targets_BT)
-        x_BTD = self.norm(kernels.gelu(self.transform(x_BTD), "none"))
+        x_BTD = self.norm(elementwise.gelu(self.transform(x_BTD), "none"))
         return self.output(x_BTD, (self.head or self.embed).weight, targets_BT, self.head_bias)

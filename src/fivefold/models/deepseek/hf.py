@@ -3,13 +3,13 @@ not compute with either, are refused as unknown weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from fivefold.models.deepseek.card import widths_of
-from fivefold.models.hf import Entry, experts, refuse, same
+from fivefold.models.hf import Entry, Fields, experts, same
 from fivefold.models.llama import hf as llama
-from fivefold.models.section import ModelSection
+from fivefold.models.section import MOST_EXPERTS, ModelSection
 
 MODEL_TYPE = "deepseek_v3"
 ARCHITECTURE = "DeepseekV3ForCausalLM"
@@ -24,16 +24,30 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
 }
 # Their router's settings; capacity limits apply in training only.
-OURS: dict[str, Any] = {"router_score": "sigmoid", "balance": "bias"}
+EXPRESSED: dict[str, Container[Any]] = {
+    "router_score": ("sigmoid",),
+    "balance": ("bias",),
+    "shared_experts": range(1, MOST_EXPERTS),
+}
+FIELDS: Fields = llama.FIELDS | {
+    "max_position_embeddings": ("seq_len", 4096),
+    "kv_lora_rank": ("kv_rank", 512),
+    "qk_nope_head_dim": ("nope_dim", 128),
+    "qk_rope_head_dim": ("rope_dim", 64),
+    "v_head_dim": ("value_dim", 128),
+    "moe_intermediate_size": ("expert_ffn_dim", 2048),
+    "n_routed_experts": ("experts", 256),
+    "num_experts_per_tok": ("experts_per_token", 8),
+    "n_shared_experts": ("shared_experts", 1),
+    "first_k_dense_replace": ("dense_layers", 3),
+    "n_group": ("expert_groups", 8),
+    "topk_group": ("groups_per_token", 4),
+    "norm_topk_prob": ("router_normalize", True),
+    "routed_scaling_factor": ("router_scale", 2.5),
+}
 
 
 def entries(model: ModelSection) -> list[Entry]:
-    """The weight map.
-
-    Raises:
-        UserError: their format cannot express the model.
-    """
-    _check(model)
     table, w = [], widths_of(model)
     for entry in llama.entries(model):
         block = int(entry.ours.split(".")[1]) if entry.ours.startswith("blocks.") else 0
@@ -76,37 +90,17 @@ def _mixture(model: ModelSection, ours: str, theirs: str) -> list[Entry]:
     ]
 
 
-def _check(model: ModelSection) -> None:
-    refuse("DeepSeek-V3", model, OURS, *[] if model.shared_experts else ["model.shared_experts = 0"])
-
-
 def to_config(model: ModelSection) -> dict[str, Any]:
-    _check(model)
-    config, w = llama.to_config(model), widths_of(model)
-    del config["mlp_bias"]
-    if (
-        model.rope_factor > 1 and model.rope_scaling == "yarn"
-    ):  # theirs is a factor on all scores, not on the rotated
+    config, w = llama.decoder(model), widths_of(model)
+    if model.rope_factor > 1 and model.rope_scaling == "yarn":
+        # theirs is a factor on all scores, not on the rotated ones
         scores = {"attention_factor": 1.0, "mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale}
         config |= {key: config[key] | scores for key in ("rope_scaling", "rope_parameters")}
     return config | {
-        "model_type": MODEL_TYPE,
+        "attention_bias": False,
         "head_dim": w.rope,  # their rotary table reads it
         "q_lora_rank": w.query_rank or None,
-        "kv_lora_rank": w.kv_rank,
-        "qk_nope_head_dim": w.nope,
-        "qk_rope_head_dim": w.rope,
-        "v_head_dim": w.value,
         "rope_interleave": True,
-        "moe_intermediate_size": model.expert_ffn_dim,
-        "n_routed_experts": model.experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "n_shared_experts": model.shared_experts,
-        "first_k_dense_replace": model.dense_layers,
-        "n_group": model.expert_groups,
-        "topk_group": model.groups_per_token,
-        "norm_topk_prob": model.router_normalize,
-        "routed_scaling_factor": model.router_scale,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": 0,
@@ -114,31 +108,13 @@ def to_config(model: ModelSection) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `[model]`. Keys missing in older files have the defaults of `DeepseekV3Config`."""
-    known = {"max_position_embeddings": 4096} | dict(config)
-    found, rope = llama.from_config(known), config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if "rope_mscale" in found:
-        found["rope_mscale"] = float(rope.get("mscale_all_dim") or 0)
-    return found | {
-        "arch": "deepseek",
-        "head_dim": None,
-        "query_rank": config.get("q_lora_rank", 1536) or 0,
-        "kv_rank": config.get("kv_lora_rank", 512),
-        "nope_dim": config.get("qk_nope_head_dim", 128),
-        "rope_dim": config.get("qk_rope_head_dim", 64),
-        "value_dim": config.get("v_head_dim", 128),
-        "experts": config.get("n_routed_experts", 256),
-        "experts_per_token": config.get("num_experts_per_tok", 8),
-        "shared_experts": config.get("n_shared_experts", 1),
-        "expert_ffn_dim": config.get("moe_intermediate_size", 2048),
-        "dense_layers": config.get("first_k_dense_replace", 3),
-        "expert_groups": config.get("n_group", 8),
-        "groups_per_token": config.get("topk_group", 4),
-        "router_score": OURS["router_score"],
-        "router_normalize": config.get("norm_topk_prob", True),
-        "router_scale": float(config.get("routed_scaling_factor", 2.5)),
-        "balance": OURS["balance"],
-    }
+    fields, rope = (
+        llama.from_config(config),
+        config.get("rope_scaling") or config.get("rope_parameters") or {},
+    )
+    if "rope_mscale" in fields:
+        fields["rope_mscale"] = float(rope.get("mscale_all_dim") or 0)
+    return fields | {"head_dim": None, "query_rank": config.get("q_lora_rank", 1536) or 0}
 
 
 def problems(config: Mapping[str, Any]) -> list[str]:

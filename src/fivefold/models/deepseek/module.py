@@ -6,15 +6,20 @@ Shapes: B batch, T tokens, D model width, H heads, d width of a query head.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
-from fivefold import kernels
 from fivefold.kernels.documents import Documents
-from fivefold.models.cache import LayerCache, cached_attention
+from fivefold.kernels.elementwise import latent_heads
 from fivefold.models.deepseek.card import widths_of
-from fivefold.models.layers import AttentionCore, Linear, RegionInput, RMSNorm, Sublayer
+from fivefold.models.layers import (
+    AttentionCore,
+    LayerCache,
+    Linear,
+    RegionInput,
+    RMSNorm,
+    Sublayer,
+    cached_attention,
+)
 from fivefold.models.llama import module as llama
 from fivefold.models.moe import module as moe
 from fivefold.models.section import ModelSection
@@ -73,7 +78,7 @@ class LatentAttention(Sublayer):
             -1, (self.core.heads, -1)
         )
         kv_BTHn = self.up_kv(self.norm_kv(key_value)).unflatten(-1, (self.core.heads, -1))
-        return kernels.latent_heads(q_BTHd, kv_BTHn, self.shared_key(key), cos, sin, self.value, self.scale)
+        return latent_heads(q_BTHd, kv_BTHn, self.shared_key(key), cos, sin, self.value, self.scale)
 
     def project(self, attended: Tensor) -> Tensor:
         """(B, T, H d) -> (B, T, D), without the padding of the values."""
@@ -88,8 +93,4 @@ class Model(moe.Model):
     """A model with `LatentAttention`, whose first `dense_layers` have no experts."""
 
     block_type = Block
-
-    def __init__(self, model: ModelSection) -> None:
-        super().__init__(model)
-        if self.scaling is not None:
-            self.scaling = replace(self.scaling, amplitude=1.0)  # it is in `LatentAttention.scale`
+    amplitude = 1.0  # it is in `LatentAttention.scale`

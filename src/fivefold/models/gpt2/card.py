@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.models import card
-from fivefold.models.parameters import attention, gelu, layer_norm, under
+from fivefold.models.parameters import attention, block, gelu, layer_norm, under
 from fivefold.sharding.parts import Shape
 
 
@@ -30,9 +30,4 @@ class Card(card.Card):
 
     def block(self, number: int) -> dict[str, Shape]:
         D, F = self.model.dim, self.model.ffn_dim or 0
-        return (
-            under("norm1", layer_norm(D))
-            | under("attention", attention(self.model, bias=True))
-            | under("norm2", layer_norm(D))
-            | under("mlp", gelu(D, F))
-        )
+        return block(layer_norm(D), attention(self.model, bias=True), gelu(D, F))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from fivefold.models.hf import Entry, same
+from fivefold.models.hf import NEEDED, Entry, Fields, same
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "gpt2"
@@ -39,42 +38,22 @@ def entries(model: ModelSection) -> list[Entry]:
     return table + ([] if model.tie_embeddings else same("head", "lm_head"))
 
 
+FIELDS: Fields = {
+    "vocab_size": ("vocab_size", NEEDED),
+    "n_embd": ("dim", NEEDED),
+    "n_inner": ("ffn_dim", None),
+    "n_layer": ("layers", NEEDED),
+    "n_head": ("heads", NEEDED),
+    "n_positions": ("seq_len", 1024),
+    "initializer_range": ("init_std", 0.02),
+    "layer_norm_epsilon": ("norm_eps", 1e-5),
+    "tie_word_embeddings": ("tie_embeddings", True),
+    "resid_pdrop": ("dropout", 0.1),  # of the residual stream: attention probabilities have none here
+}
+
+
 def to_config(model: ModelSection) -> dict[str, Any]:
-    return {
-        "model_type": MODEL_TYPE,
-        "vocab_size": model.vocab_size,
-        "n_embd": model.dim,
-        "n_inner": model.ffn_dim,
-        "n_layer": model.layers,
-        "n_head": model.heads,
-        "n_positions": model.seq_len,
-        "activation_function": "gelu_new",
-        "initializer_range": model.init_std,
-        "layer_norm_epsilon": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
-        "embd_pdrop": model.dropout,
-        "resid_pdrop": model.dropout,
-        "attn_pdrop": 0.0,
-    }
-
-
-def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `[model]`. Keys missing in older files have the defaults of `GPT2Config`. Dropout is that of the
-    residual stream: attention probabilities have none here."""
-    return {
-        "arch": "gpt2",
-        "layers": config["n_layer"],
-        "dim": config["n_embd"],
-        "heads": config["n_head"],
-        "kv_heads": config["n_head"],
-        "ffn_dim": config.get("n_inner") or 4 * config["n_embd"],
-        "vocab_size": config["vocab_size"],
-        "seq_len": config.get("n_positions", 1024),
-        "tie_embeddings": config.get("tie_word_embeddings", True),
-        "norm_eps": float(config.get("layer_norm_epsilon", 1e-5)),
-        "dropout": float(config.get("resid_pdrop", 0.1)),
-        "init_std": float(config.get("initializer_range", 0.02)),
-    }
+    return {"activation_function": "gelu_new", "embd_pdrop": model.dropout, "attn_pdrop": 0.0}
 
 
 def rename(name: str) -> str | None:

@@ -7,34 +7,21 @@ Shapes: B batch, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from fivefold.kernels.documents import Documents
-from fivefold.models.base import LanguageModel, block_dict
-from fivefold.models.cache import LayerCache
+from fivefold.models.base import LanguageModel, PreNormBlock, block_dict
 from fivefold.models.layers import GELU, AddLayerNorm, Attention, Embedding, LayerNorm, Linear, Positions
 from fivefold.models.section import ModelSection, known
 
 
-class Block(nn.Module):
-    norms = (("norm1", "attention"), ("norm2", "mlp"))
-    """The norm before each sublayer."""
-
+class Block(PreNormBlock):
     def __init__(self, model: ModelSection) -> None:
-        super().__init__()
-        self.dropout = model.dropout
-        self.norm1 = LayerNorm(model.dim, known(model.norm_eps))
-        self.attention = Attention(model, bias=True)
-        self.norm2 = AddLayerNorm(model.dim, known(model.norm_eps))
-        self.mlp = GELU(model.dim, known(model.ffn_dim), approximate="tanh")
-
-    def forward(
-        self, x_BTD: Tensor, cache: LayerCache | None = None, documents: Documents | None = None
-    ) -> Tensor:
-        attended_BTD = self.attention(self.norm1(x_BTD), cache=cache, documents=documents)
-        x_BTD, normed_BTD = self.norm2(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
-        return x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
+        D, eps = model.dim, known(model.norm_eps)
+        mlp = GELU(D, known(model.ffn_dim), approximate="tanh")
+        super().__init__(
+            LayerNorm(D, eps), Attention(model, bias=True), AddLayerNorm(D, eps), mlp, model.dropout
+        )
 
 
 class Model(LanguageModel):

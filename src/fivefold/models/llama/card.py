@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold.models import card
 from fivefold.models.card import round_up
-from fivefold.models.parameters import attention, rms_norm, swiglu, under
+from fivefold.models.parameters import attention, block, rms_norm, swiglu, under
 from fivefold.sharding.parts import Shape
 
 
@@ -18,6 +18,8 @@ class Card(card.Card):
     gated = True
     free_heads = True
     attention_biases = True
+    post_norm = False
+    """True if norms are behind the sublayers instead of before them."""
 
     def defaults(self) -> dict[str, Any]:
         """Sets F to 8/3 D, rounded up to a multiple of 64."""
@@ -33,13 +35,7 @@ class Card(card.Card):
         return {"embed.weight": (V, D)} | self.blocks() | under("norm", rms_norm(D)) | self.output()
 
     def block(self, number: int) -> dict[str, Shape]:
-        D = self.model.dim
-        return (
-            under("norm1", rms_norm(D))
-            | under("attention", self.attention())
-            | under("norm2", rms_norm(D))
-            | under("mlp", self.feed_forward(number))
-        )
+        return block(rms_norm(self.model.dim), self.attention(), self.feed_forward(number), self.post_norm)
 
     def attention(self) -> dict[str, Shape]:
         return attention(self.model, bias=self.model.attention_bias)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.models.hf import Entry, same
+from fivefold.models.hf import NEEDED, Entry, Fields, same
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "llama"
@@ -51,27 +51,33 @@ def entries(model: ModelSection, norms: tuple[str, str] = NORMS) -> list[Entry]:
     return table + ([] if model.tie_embeddings else same("head", "lm_head"))
 
 
+FIELDS: Fields = {
+    "vocab_size": ("vocab_size", NEEDED),
+    "hidden_size": ("dim", NEEDED),
+    "intermediate_size": ("ffn_dim", NEEDED),
+    "num_hidden_layers": ("layers", NEEDED),
+    "num_attention_heads": ("heads", NEEDED),
+    "num_key_value_heads": ("kv_heads", None),
+    "max_position_embeddings": ("seq_len", 2048),
+    "initializer_range": ("init_std", 0.02),
+    "rms_norm_eps": ("norm_eps", 1e-6),
+    "tie_word_embeddings": ("tie_embeddings", False),
+}
+
+
 def to_config(model: ModelSection) -> dict[str, Any]:
+    return decoder(model) | {"attention_bias": model.attention_bias, "mlp_bias": False}
+
+
+def decoder(model: ModelSection) -> dict[str, Any]:
+    """The keys that all decoders with rotary positions have, besides FIELDS."""
     return {
-        "model_type": MODEL_TYPE,
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.dim,
-        "intermediate_size": model.ffn_dim,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_width,
         "hidden_act": "silu",
-        "max_position_embeddings": model.seq_len,
-        "initializer_range": model.init_std,
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
         # transformers 4 reads the first two, 5 the third.
         "rope_theta": model.rope_theta,
         "rope_scaling": _scaling(model),
         "rope_parameters": (_scaling(model) or {"rope_type": "default"}) | {"rope_theta": model.rope_theta},
-        "attention_bias": model.attention_bias,
-        "mlp_bias": False,
         "attention_dropout": 0.0,
     }
 
@@ -91,25 +97,12 @@ def _scaling(model: ModelSection) -> dict[str, Any] | None:
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `[model]`. Keys missing in older files have the defaults of `LlamaConfig`."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     width, heads, head_dim = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
-    own = head_dim is not None and head_dim * heads != width
     return scaled(rope) | {
-        "arch": "llama",
-        "layers": config["num_hidden_layers"],
-        "dim": width,
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": head_dim if own else None,
+        "head_dim": None if head_dim is None or head_dim * heads == width else head_dim,
         "attention_bias": bool(config.get("attention_bias")),
-        "ffn_dim": config["intermediate_size"],
-        "vocab_size": config["vocab_size"],
-        "seq_len": config.get("max_position_embeddings", 2048),
-        "tie_embeddings": config.get("tie_word_embeddings", False),
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        "init_std": float(config.get("initializer_range", 0.02)),
     }
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.kernels.documents import Documents
-from fivefold.models.base import LanguageModel, block_dict
-from fivefold.models.cache import LayerCache
+from fivefold.models.base import LanguageModel, PreNormBlock, block_dict
 from fivefold.models.layers import (
     AddRMSNorm,
     Attention,
@@ -22,47 +20,30 @@ from fivefold.models.layers import (
     RMSNorm,
     Sublayer,
     SwiGLU,
-    rope_scaling,
     rope_table,
 )
 from fivefold.models.section import ModelSection, known
 
 
-class Block(nn.Module):
+class Block(PreNormBlock):
     attention_type: type[Sublayer] = Attention
-    norms = (("norm1", "attention"), ("norm2", "mlp"))
-    """The norm before each sublayer."""
 
     def __init__(self, model: ModelSection) -> None:
-        super().__init__()
-        self.dropout = model.dropout
-        self.norm1 = RMSNorm(model.dim, known(model.norm_eps))
-        self.attention = self.attention_type(model, bias=model.attention_bias)
-        self.norm2 = AddRMSNorm(model.dim, known(model.norm_eps))
-        self.mlp: nn.Module = SwiGLU(model.dim, known(model.ffn_dim))
-
-    def forward(
-        self,
-        x_BTD: Tensor,
-        cos_Td: Tensor,
-        sin_Td: Tensor,
-        cache: LayerCache | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        attended_BTD = self.attention(self.norm1(x_BTD), cos_Td, sin_Td, cache=cache, documents=documents)
-        x_BTD, normed_BTD = self.norm2(x_BTD, F.dropout(attended_BTD, self.dropout, self.training))
-        return x_BTD + F.dropout(self.mlp(normed_BTD), self.dropout, self.training)
+        D, eps = model.dim, known(model.norm_eps)
+        attention, mlp = self.attention_type(model, model.attention_bias), SwiGLU(D, known(model.ffn_dim))
+        super().__init__(RMSNorm(D, eps), attention, AddRMSNorm(D, eps), mlp, model.dropout)
 
 
 class Model(LanguageModel):
     """Decoder language model. `head` is None if the output layer shares the embedding's weight."""
 
     block_type: type[nn.Module] = Block
+    amplitude: float | None = None
+    """Of the rotated vectors; None: that of the model's scaling."""
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        self.rotary_width, self.rope_theta = model.rotary_width, model.rope_theta
-        self.scaling = rope_scaling(model)
+        self.section = model
         self.dropout = model.dropout
         self.embed = Embedding(known(model.vocab_size), model.dim)
         self.blocks = block_dict([self.block_type(model) for _ in range(model.layers)])
@@ -73,7 +54,7 @@ class Model(LanguageModel):
         return F.dropout(self.embed(tokens_BT), self.dropout, self.training)
 
     def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
-        return rope_table(positions_T, self.rotary_width, self.rope_theta, self.scaling)
+        return rope_table(positions_T, self.section, self.amplitude)
 
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         return self.output(self.norm(x_BTD), (self.head or self.embed).weight, targets_BT)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
-from fivefold.models.hf import Entry, experts, refuse, same
+from fivefold.models.hf import NEEDED, Entry, Fields, experts, same
 from fivefold.models.llama import hf as llama
 from fivefold.models.section import ModelSection
 
@@ -18,24 +18,26 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "router_jitter_noise": (0.0, None),
     "partial_rotary_factor": (1.0, None),
 }
-# Mixtral's settings; capacity limits apply in training only.
-OURS: dict[str, Any] = {
-    "shared_experts": 0,
-    "dense_layers": 0,
-    "router_score": "softmax",
-    "router_normalize": True,
-    "router_scale": 1.0,
-    "expert_groups": 1,
+# Settings that Mixtral and Qwen3-MoE have; capacity limits apply in training only.
+ROUTED: dict[str, Container[Any]] = {
+    "shared_experts": (0,),
+    "dense_layers": (0,),
+    "router_score": ("softmax",),
+    "router_scale": (1.0,),
+    "expert_groups": (1,),
+    "balance": ("aux", "none"),
+}
+EXPRESSED = ROUTED | {"router_normalize": (True,), "attention_bias": (False,)}
+FIELDS: Fields = llama.FIELDS | {
+    "intermediate_size": ("expert_ffn_dim", NEEDED),
+    "num_local_experts": ("experts", 8),
+    "num_experts_per_tok": ("experts_per_token", 2),
+    "max_position_embeddings": ("seq_len", 4096 * 32),
+    "rms_norm_eps": ("norm_eps", 1e-5),
 }
 
 
 def entries(model: ModelSection) -> list[Entry]:
-    """The weight map.
-
-    Raises:
-        UserError: Mixtral cannot express the model.
-    """
-    _check(model)
     table = [entry for entry in llama.entries(model) if ".mlp." not in entry.ours]
     for i in range(model.layers):
         ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.block_sparse_moe"
@@ -44,47 +46,33 @@ def entries(model: ModelSection) -> list[Entry]:
     return table
 
 
-def _check(model: ModelSection) -> None:
-    more = {"attention_bias": model.attention_bias, 'balance = "bias"': model.balance == "bias"}
-    refuse("Mixtral", model, OURS, *[f"model.{name}" for name, there in more.items() if there])
-
-
 def to_config(model: ModelSection) -> dict[str, Any]:
-    _check(model)
-    config = llama.to_config(model)
-    for key in ("attention_bias", "mlp_bias"):
-        del config[key]
-    per_token = model.experts_per_token or 1
-    return config | {
-        "model_type": MODEL_TYPE,
-        "intermediate_size": model.expert_ffn_dim,
-        "num_local_experts": model.experts,
-        "num_experts_per_tok": per_token,
-        # Theirs sums over a token's choices, ours averages.
-        "router_aux_loss_coef": (model.aux_loss_weight if model.balance == "aux" else 0.0) / per_token,
-        "router_jitter_noise": 0.0,
-        "sliding_window": None,
-    }
+    return llama.decoder(model) | balance(model) | {"router_jitter_noise": 0.0, "sliding_window": None}
+
+
+def balance(model: ModelSection) -> dict[str, Any]:
+    """The weight of the balance term. Theirs sums over a token's choices, ours averages."""
+    weight = model.aux_loss_weight if model.balance == "aux" else 0.0
+    return {"router_aux_loss_coef": weight / (model.experts_per_token or 1)}
+
+
+def aux_loss(config: Mapping[str, Any], per_token: int) -> dict[str, Any]:
+    """The inverse of `balance`. per_token: experts of a token, in a file that does not say it."""
+    weight = float(config.get("router_aux_loss_coef", 0.001)) * config.get("num_experts_per_tok", per_token)
+    return {"balance": "aux", "aux_loss_weight": round(weight, 12)}
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `[model]`. Keys missing in older files have the defaults of `MixtralConfig`."""
     rope = config.get("rope_parameters") or {}
-    per_token = config.get("num_experts_per_tok", 2)
-    return llama.from_config(config) | {
-        "arch": "moe",
-        "experts": config.get("num_local_experts", 8),
-        "experts_per_token": per_token,
-        "expert_ffn_dim": config["intermediate_size"],
-        "router_normalize": True,
-        "shared_experts": 0,
-        "router_score": "softmax",
-        "balance": "aux",
-        "seq_len": config.get("max_position_embeddings", 4096 * 32),
-        "norm_eps": float(config.get("rms_norm_eps", 1e-5)),
-        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 1e6),
-        "aux_loss_weight": round(float(config.get("router_aux_loss_coef", 0.001)) * per_token, 12),
-    }
+    return (
+        llama.from_config(config)
+        | aux_loss(config, 2)
+        | {
+            "ffn_dim": config["intermediate_size"],
+            "router_normalize": True,
+            "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 1e6),
+        }
+    )
 
 
 def problems(config: Mapping[str, Any]) -> list[str]:

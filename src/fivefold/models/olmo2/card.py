@@ -13,15 +13,7 @@ from fivefold.sharding.regions import SQUARES
 
 class Card(llama.Card):
     summary = "llama with norms of the sublayers' outputs, and of queries and keys"
-
-    def block(self, number: int) -> dict[str, Shape]:
-        D = self.model.dim
-        return (
-            under("attention", self.attention())
-            | under("norm1", rms_norm(D))
-            | under("mlp", self.feed_forward(number))
-            | under("norm2", rms_norm(D))
-        )
+    post_norm = True
 
     def attention(self) -> dict[str, Shape]:
         return super().attention() | under("norm_qk", rms_norm(sum(normed(self.model))))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from fivefold.models.hf import Entry
+from fivefold.models.hf import Entry, Fields
 from fivefold.models.llama import hf as llama
 from fivefold.models.olmo2.card import normed
 from fivefold.models.section import ModelSection
 
 MODEL_TYPE = "olmo2"
 ARCHITECTURE = "Olmo2ForCausalLM"
-TIED, problems, rename = llama.TIED, llama.problems, llama.rename
+TIED, from_config, problems, rename = llama.TIED, llama.from_config, llama.problems, llama.rename
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0, None),
 }
+FIELDS: Fields = llama.FIELDS | {"rms_norm_eps": ("norm_eps", 1e-5)}
 
 
 def entries(model: ModelSection) -> list[Entry]:
@@ -28,12 +28,5 @@ def entries(model: ModelSection) -> list[Entry]:
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:
-    config = llama.to_config(model)
-    del config["mlp_bias"]
     # Theirs is 1 by default, and that row of the embedding gets no gradient.
-    return config | {"model_type": MODEL_TYPE, "pad_token_id": None}
-
-
-def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `[model]`. Keys missing in older files have the defaults of `Olmo2Config`."""
-    return llama.from_config({"rms_norm_eps": 1e-5} | dict(config)) | {"arch": "olmo2"}
+    return llama.decoder(model) | {"attention_bias": model.attention_bias, "pad_token_id": None}

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.kernels.documents import Documents
-from fivefold.models.cache import LayerCache
-from fivefold.models.layers import Attention, RMSNorm, SwiGLU, WideRMSNorm
+from fivefold.models.layers import Attention, LayerCache, RMSNorm, SwiGLU, WideRMSNorm
 from fivefold.models.llama import module as llama
 from fivefold.models.olmo2.card import normed
 from fivefold.models.section import ModelSection, known

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.models.hf import Entry, same
+from fivefold.models.hf import Entry, Fields, same
 from fivefold.models.llama import hf as llama
 from fivefold.models.section import ModelSection
 
@@ -17,6 +17,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "partial_rotary_factor": (1.0, None),
 }
+FIELDS: Fields = llama.FIELDS | {"max_position_embeddings": ("seq_len", 32768)}
 
 
 def entries(model: ModelSection) -> list[Entry]:
@@ -28,12 +29,9 @@ def entries(model: ModelSection) -> list[Entry]:
 
 
 def to_config(model: ModelSection) -> dict[str, Any]:
-    config = llama.to_config(model)
-    del config["mlp_bias"]
-    return config | {"model_type": MODEL_TYPE, "use_sliding_window": False, "sliding_window": None}
+    window = {"use_sliding_window": False, "sliding_window": None}
+    return llama.decoder(model) | {"attention_bias": model.attention_bias} | window
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `[model]`. Keys missing in older files have the defaults of `Qwen3Config`."""
-    known = {"max_position_embeddings": 32768, "head_dim": 128} | dict(config)
-    return llama.from_config(known) | {"arch": "qwen3"}
+    return llama.from_config({"head_dim": 128} | dict(config))

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 
 from fivefold.models.card import Contradiction
-from fivefold.optim import FIELDS, OPTIMIZERS
-from fivefold.optim.registry import OUTER
+from fivefold.optim import FIELDS, OPTIMIZERS, OUTER
 from fivefold.precision import PRECISIONS
 from fivefold.recipe.messages import toml_value
 from fivefold.recipe.ramp import ramp, run_steps

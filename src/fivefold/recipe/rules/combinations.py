@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from fivefold.models.card import Contradiction, card_of, resolve_model
 from fivefold.models.recomputation import budget_of
-from fivefold.optim import DEFAULT, OPTIMIZERS
-from fivefold.optim.registry import OUTER
+from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
 from fivefold.precision import MASTER, PRECISIONS, Mode
 from fivefold.recipe.messages import short, toml_value
 from fivefold.recipe.schema import Sections
