@@ -40,7 +40,7 @@ from fivefold.models.mixture import Mixture
 from fivefold.parallel.deferred import Deferred, weight_gradient
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
-from fivefold.parallel.sequence import Enter, Leave, TensorAxis, Whole, piece
+from fivefold.parallel.sequence import Leave, TensorAxis, enter, piece, whole
 from fivefold.parallel.vocabulary import VocabularyEmbedding, VocabularyOutput
 from fivefold.sharding.parts import Model, boxes, cuts_in, local_shape, parts, summed_over_tp
 from fivefold.sharding.regions import SQUARES
@@ -61,7 +61,9 @@ def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
     for name, module in list(stage.named_modules()):
         if name.startswith(mixtures):  # a region of its own
             if not sp and isinstance(module, RegionInput | RegionOutput):
-                stage.set_submodule(name, Region(axis, Enter if isinstance(module, RegionInput) else Leave))
+                stage.set_submodule(
+                    name, Region(axis, enter if isinstance(module, RegionInput) else Leave.apply)
+                )
         elif isinstance(module, AttentionCore):
             module.heads, module.kv_heads = module.heads // axis.size, module.kv_heads // axis.size
         else:
@@ -94,7 +96,7 @@ def _replacement(module: nn.Module, cut: str, ordered: TensorAxis, axis: TensorA
         case WideRMSNorm() if cut:
             return CutRMSNorm(module, axis.axis)
         case RegionInput():
-            return Region(axis, Enter)
+            return Region(axis, enter)
         case nn.Linear() if cut in LINEAR:
             return LINEAR[cut](module, ordered)
     return None
@@ -113,18 +115,18 @@ def _gather_before(stage: LanguageModel, whole_sequences: tuple[str, ...], axis:
     """Gathers the sequence before the first module that computes with whole sequences."""
     if whole_sequences:
         first = stage.get_submodule(whole_sequences[0].removesuffix("."))
-        first.register_forward_pre_hook(lambda _, inputs: (Whole.apply(inputs[0], axis), *inputs[1:]))
+        first.register_forward_pre_hook(lambda _, inputs: (whole(inputs[0], axis), *inputs[1:]))
 
 
 def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
     """Replaces parameters by this rank's part of them."""
-    for name, whole in list(stage.named_parameters()):
+    for name, parameter in list(stage.named_parameters()):
         if name in computes:
             owner, _, leaf = name.rpartition(".")
-            local = torch.empty(local_shape(computes[name]), dtype=whole.dtype, device=whole.device)
+            local = torch.empty(local_shape(computes[name]), dtype=parameter.dtype, device=parameter.device)
             if not local.is_meta:
                 for where, box in boxes(computes[name]):
-                    local[where] = whole.detach()[tuple(slice(*span) for span in box)]
+                    local[where] = parameter.detach()[tuple(slice(*span) for span in box)]
             setattr(stage.get_submodule(owner), leaf, nn.Parameter(local))
 
 
@@ -238,15 +240,15 @@ LINEAR = {"column": ColumnLinear, "row": RowLinear}
 
 
 class Region(nn.Module):
-    """Replaces `models.layers.RegionInput` by `Enter`: x whole, or with sp a piece of the sequence -> whole (B, T, D);
+    """Replaces `models.layers.RegionInput` by `enter`: x whole, or with sp a piece of the sequence -> whole (B, T, D);
     and `RegionOutput` by `Leave`: the sum over ranks of x, which is overwritten."""
 
-    def __init__(self, axis: TensorAxis, function: type[Function]):
+    def __init__(self, axis: TensorAxis, function: Callable[[Tensor, TensorAxis], Tensor]):
         super().__init__()
         self.axis, self.function = axis, function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(x, self.axis)
+        return self.function(x, self.axis)
 
 
 class PiecePositions(nn.Module):

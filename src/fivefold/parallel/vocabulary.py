@@ -31,7 +31,7 @@ from fivefold.kernels.loss import (
 )
 from fivefold.kernels.private import assert_on_device
 from fivefold.models.layers import Output
-from fivefold.parallel.sequence import Enter, Join, Leave, TensorAxis
+from fivefold.parallel.sequence import Leave, TensorAxis, enter, join
 from fivefold.sharding.regions import LOSS_STATISTICS, STATISTICS
 
 
@@ -63,8 +63,8 @@ class VocabularyOutput(Output):
         self, x: Tensor, weight_vD: Tensor, targets_BT: Tensor | None, bias_v: Tensor | None = None
     ) -> Tensor:
         if targets_BT is None:
-            logits = kernels.linear(Enter.apply(x, self.axis), weight_vD, bias_v)
-            return Join.apply(logits.float(), self.axis)
+            logits = kernels.linear(enter(x, self.axis), weight_vD, bias_v)
+            return join(logits.float(), self.axis)
         targets, axis = targets_BT.long(), self.axis
         if axis.sp:  # targets follow the order of the pieces, which saves copies of x
             axis = replace(axis, ordered=False)
