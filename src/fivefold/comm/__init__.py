@@ -2,4 +2,4 @@
 
 from fivefold.comm.agree import all_or_none, told
 from fivefold.comm.axis import ALONE, Axis, Started, everyone
-from fivefold.comm.sum import Beside, Summation
+from fivefold.comm.execute import Beside, Summation

@@ -30,13 +30,13 @@ LONGER = 10.0
 USUAL = 31  # steps whose longest, but for a tenth, is the usual one
 FRAMES = 12  # of a rank's last known place
 Began = tuple[CodeType | None, int]
-Waiting = tuple["Ranks | None", str, "Ops | None", int, tuple[int, ...], Began | None]
+Waiting = tuple["Label | None", str, "Ops | None", int, tuple[int, ...], Began | None]
 """What a thread waits for: axis, operation, its group and number there, the other ends of a send or receive (by index),
 and where it began (as a `Place`) if it is waited for elsewhere. No axis: the device."""
 
 
-class Ranks(Protocol):
-    """What a wait needs of an `Axis`."""
+class Label(Protocol):
+    """What names a message: its axis, the ranks on it, and what it is for (`Axis`)."""
 
     name: str
     ranks: tuple[int, ...]
@@ -278,13 +278,6 @@ def verdict(
     else:
         said = "failed: one of these ranks has ended, or cannot be reached"
     return f"{what}, at {place}, {said}. The backend said: {backend_words(error)}"
-
-
-class Label(Protocol):
-    """What names a message: its axis, and what it is for (`Axis`)."""
-
-    name: str
-    purpose: str
 
 
 class _Profiling:

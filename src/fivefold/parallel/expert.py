@@ -98,7 +98,7 @@ class AllToAll(Exchange):
         leaving = sent(partial(_start_all, there), lambda *_: _wait_for_all(there), rows_MD)
         arriving = []
         for one, home, chosen_Ge, token in zip(there, back, theirs_GCe.unbind(1), leaving, strict=True):
-            rows_RD = sent(one.wait, one.start_back, token)
+            rows_RD = sent(one.wait, partial(one.start, backward=True), token)
             # The rows arrive sorted by source, then expert. Experts need them sorted by expert, then source.
             experts = torch.arange(chosen_Ge.shape[1], device=rows_MD.device).repeat(len(chosen_Ge))
             order = experts.repeat_interleave(chosen_Ge.flatten(), output_size=len(rows_RD)).argsort(
@@ -128,9 +128,6 @@ class Transfer:
         ways = (self.given, self.taken) if backward else (self.taken, self.given)
         self.started = self.axis.start(ROWS, rows.contiguous(), *ways, backward=backward)
         return rows.new_empty(0)
-
-    def start_back(self, rows: Tensor) -> Tensor:
-        return self.start(rows, backward=True)
 
     def wait(self, token: Tensor | None = None) -> Tensor:
         started, self.started = self.started, None

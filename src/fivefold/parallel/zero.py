@@ -31,8 +31,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.unit_messages import UnitMessages
 from fivefold.sharding.parts import Part, local_shape, shard_dim
-from fivefold.sharding.syncs import Sync
-from fivefold.sharding.units import FsdpUnit
+from fivefold.sharding.units import FsdpUnit, Sync
 
 
 def shard(

@@ -20,7 +20,7 @@ from fivefold.comm import Axis
 from fivefold.kernels import input_gradient, linear, weight_gradient
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.card import card_of
-from fivefold.parallel import matmuls
+from fivefold.parallel.parallelize import rounded_layers, rounding
 from fivefold.precision import PRECISIONS, torch_dtype
 from fivefold.recipe import Recipe
 from fivefold.step.state import State
@@ -61,14 +61,14 @@ def allowed(how: RoundedMatmuls) -> tuple[float, ...]:
 def self_test(state: State, recipe: Recipe, axis: Axis) -> Tested | None:
     """Tests the weights that each rank keeps. All ranks of the axis get the largest errors. None: the recipe's mode
     rounds none."""
-    how = matmuls.wanted(recipe)
+    how = rounding(recipe)
     if how is None:
         return None
     working = torch_dtype(PRECISIONS[recipe.precision.mode].working)
     masters, names = state.masters(), list(card_of(recipe.model).parameters)
     table = torch.full((len(names), len(PRODUCTS)), -1.0, dtype=torch.float64)
     for stage in state.parallel.stages:
-        for layer, module in matmuls.layers(stage):
+        for layer, module in rounded_layers(stage):
             for leaf, _ in module.named_parameters(recurse=False):
                 master = masters.get(name := f"{layer}.{leaf}")
                 if leaf != "bias" and master is not None and master.numel():
@@ -83,7 +83,7 @@ def self_test(state: State, recipe: Recipe, axis: Axis) -> Tested | None:
 def fall_back(state: State, failed: set[str]) -> None:
     """Lets these layers multiply in the working dtype."""
     for stage in state.parallel.stages:
-        for name, module in list(matmuls.layers(stage)):
+        for name, module in list(rounded_layers(stage)):
             if name in failed:
                 module.rounded = None
 

@@ -16,10 +16,9 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.init import build
-from fivefold.parallel import matmuls
 from fivefold.parallel.expert import Balance
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.parallelize import Parallel
+from fivefold.parallel.parallelize import Parallel, round_matmuls
 from fivefold.parallel.replica import Replica
 from fivefold.precision import Mode, torch_dtype
 from fivefold.recipe import Recipe
@@ -79,7 +78,7 @@ def reference_state(recipe: Recipe, one: Ranks) -> State:
     model, mesh = recipe.model, Mesh(Layout(), one)
     module = build(model, device=one.device, seed=recipe.train.seed)
     assert isinstance(module, LanguageModel)
-    matmuls.apply(module, recipe)
+    round_matmuls(module, recipe)
     mode = compute_mode(recipe, one.device)
     replica = Plain(module, held(card_of(model), Layout(), 0), mode)
     balance = Balance([module], mesh, model) if card_of(model).has_experts else None

@@ -12,7 +12,7 @@ from fivefold.files import make_folder, read_json, understood, write_atomically
 from fivefold.kernels import fastest
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
-from fivefold.parallel import matmuls
+from fivefold.parallel.parallelize import rounding
 from fivefold.precision import PRECISIONS, Mode
 from fivefold.step.self_test import PRODUCTS, Tested, fall_back, self_test
 from fivefold.step.state import State
@@ -46,7 +46,7 @@ def _settle_library(state: State, job: Job, ranks: Ranks) -> list[str]:
 
 
 def _settle_rounded(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
-    if job.module is not None or matmuls.wanted(job.recipe) is None:
+    if job.module is not None or rounding(job.recipe) is None:
         return []
     axis = everyone(ranks)
     if (kept := _read(axis, job, resumed)) is not None:

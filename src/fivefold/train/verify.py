@@ -48,9 +48,9 @@ from fivefold.recipe.schema import LayoutSection
 from fivefold.recipe.unused_fields import PLAIN
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_nearest import validate
+from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.layout_text import to_text
-from fivefold.sharding.syncs import zeropp
+from fivefold.sharding.units import zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.train.reference import reference_state
