@@ -24,8 +24,8 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from fivefold.comm.hang import numbers
 from fivefold.comm.private import all_gather_single, reduce_scatter_single
 from fivefold.comm.progress import Ops, Place, caller, message, progress, verdict
 from fivefold.comm.watch import UNIT, Handle, Work, watched
-from fivefold.errors import CommunicationError
+from fivefold.errors import PASSING, BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.sharding.regions import Collective
 
@@ -213,7 +213,7 @@ class Axis:
         return x
 
     def barrier(self) -> None:
-        """Handle until every rank has called it."""
+        """Waits until every rank has called it."""
         if self.group is not None:
             self._start("barrier", torch.empty(0), None, dist.barrier).at_once()
 
@@ -240,7 +240,7 @@ class Axis:
         while frame.f_code.co_filename == __file__:  # `start`
             assert frame.f_back is not None
             frame = frame.f_back
-        started = Started(self, operation, result, arguments, frame.f_code, frame.f_lasti)
+        started = Started(self, operation, result, arguments, Place(frame.f_code, frame.f_lasti))
         if self.ops is not None:
             started.begin(self.ops, peers)
         if counters:
@@ -281,7 +281,7 @@ class Started:
     """A message that has started. Calling it waits, and returns its result."""
 
     __slots__ = (
-        "axis", "code", "instruction", "kept", "number", "operation", "ops", "peers", "result", "work",
+        "axis", "kept", "number", "operation", "ops", "peers", "place", "result", "work",
     )  # fmt: skip
 
     def __init__(
@@ -290,26 +290,25 @@ class Started:
         operation: str,
         result: Tensor,
         kept: tuple[Any, ...] = (),
-        code: CodeType | None = None,
-        instruction: int = 0,
+        place: Place | None = None,
     ):
         self.axis, self.operation, self.result = axis, operation, result
         self.kept = kept  # keeps its tensors alive until they are sent
-        self.code, self.instruction = code, instruction  # where it started: `failure.Place`
+        self.place = place  # where it started
         self.work: Work | None = None
         self.ops: Ops | None = None  # see `progress.Waiting`
         self.number, self.peers = 0, ()
 
     def at_once(self) -> Tensor:
-        """Handle where it has just begun: an error names that place once."""
-        self.code = None
+        """Waits where it has just begun: an error names that place once."""
+        self.place = None
         return self()
 
     @classmethod
     def here(cls, axis: Axis, operation: str, result: Tensor) -> Started:
         """A sum of many messages that the caller's caller starts, and a thread drives."""
         frame = sys._getframe(2)
-        started = cls(axis, operation, result, (), frame.f_code, frame.f_lasti)
+        started = cls(axis, operation, result, (), Place(frame.f_code, frame.f_lasti))
         if axis.ops is not None and axis.group is not None:
             started.begin(progress.ops(axis.group, beside=True), ())
         return started
@@ -326,14 +325,14 @@ class Started:
         if self.work is not None:
             ops, entered = self.ops, 0.0
             if ops is not None:
-                began = self.code, self.instruction
-                entered = progress.enter((self.axis, self.operation, ops, self.number, self.peers, began))
+                entered = progress.enter(
+                    (self.axis, self.operation, ops, self.number, self.peers, self.place)
+                )
             try:
                 with message(self.operation, self.axis, wait=True):
                     self.work.wait()
             except RuntimeError as error:
-                place = Place(self.code, self.instruction) if self.code else None
-                self.axis.explain(self.operation, place, error)
+                self.axis.explain(self.operation, self.place, error)
                 raise
             finally:
                 if ops is not None:
@@ -393,3 +392,54 @@ def _all_to_all(
     both = _move([*sends, *receives], group, True) if sends or receives else None
     arriving[index].copy_(leaving[index])
     return both
+
+
+KINDS = (CommunicationError, BusyError, UserError)
+"""What an error of one rank is on the others: a user's mistake, which stays one everywhere; something that may pass;
+and everything else, after which a launcher starts the ranks again. A later one hides those before it."""
+
+
+@contextmanager
+def all_or_none(axis: Axis) -> Iterator[None]:
+    """Turns an error inside, on one rank of the axis, into an error on every rank. Otherwise, where no launcher stops
+    them (as under Slurm), the others would wait for that rank in their next message until it fails. All ranks call it,
+    and code inside must not need another rank.
+
+    Raises:
+        UserError: a rank met one: the message of the last such rank.
+        BusyError: a rank met something that may pass, and none a mistake of the user's.
+        CommunicationError: a rank failed in another way, or the others are gone.
+    A rank whose own error is not a UserError raises that.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as found:  # also unexpected errors and signals: the others wait
+        error = found
+    mine = -1 if error is None else _kind(error) * axis.size + axis.index
+    try:
+        failed = int(axis.all_reduce(torch.tensor(mine, device=axis.device), "max"))
+    except CommunicationError as lost:
+        if error is None:
+            raise
+        raise error from lost  # it came first
+    if failed >= 0:
+        kind, index = divmod(failed, axis.size)
+        text = str(error) if isinstance(error, UserError) else f"rank {axis.rank}: {error!r}"
+        everywhere = KINDS[kind](told(text, index, axis))
+        raise everywhere if error is None or (isinstance(error, UserError) and axis.size > 1) else error
+
+
+def _kind(error: BaseException) -> int:
+    """The number of its kind in `KINDS`."""
+    if isinstance(error, OSError) and error.errno in PASSING:
+        return 1
+    return 1 if isinstance(error, BusyError) else 2 if isinstance(error, UserError) else 0
+
+
+def told(text: str, index: int, axis: Axis) -> str:
+    """Gives every rank the text of the one with this index."""
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=axis.device)
+    length = axis.broadcast(torch.tensor(len(mine), device=axis.device), index)
+    content = mine if axis.index == index else mine.new_empty(int(length))
+    return bytes(axis.broadcast(content, index).tolist()).decode()

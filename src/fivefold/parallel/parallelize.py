@@ -131,54 +131,53 @@ def parallelize(
     )
     stages = list(numbered.values())
     table = held(card, layout, mesh.rank)
-    found = Parallel(list(stages), [], computes=compute_dtype)
+    parallel = Parallel(list(stages), [], computes=compute_dtype)
     if not OFFLOADS[layout.offload].stays:
-        found.disk = Disk(folder_of(layout.offload_dir))
+        parallel.disk = Disk(folder_of(layout.offload_dir))
     for stage in stages if own is None else ():
         round_matmuls(stage, recipe)
-    _divide(found, recipe, mesh, card, table)
+    _divide(parallel, recipe, mesh, card, table)
     if mesh.size("pp") > 1:
         again = set(modes) != {"none"} and model.dropout > 0
-        found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
+        parallel.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
     for stage in stages:
-        recompute.apply(stage, modes, mesh.device.type == "cuda", found.saving_inputs, card.stack)
-    for stage in stages:
+        recompute.apply(stage, modes, mesh.device.type == "cuda", parallel.saving_inputs, card.stack)
         for name, parameter in stage.named_parameters():
             if name in card.frozen:  # before anything is built around it
                 parameter.requires_grad_(False)
-    if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
+    if mesh.device.type == "cuda" and not (parallel.pipeline and parallel.pipeline.splits_backward):
         _compile_blocks(stages, card.stack)
     for parameter in (p for stage in stages for p in stage.parameters()):
         parameter.data = parameter.data.to(masters)
     kept = keepings(card, layout, list(numbered))
     units = _shard(numbered, kept, mesh, compute_dtype, reduce)
-    builder = _ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, found, filled=own is not None)
+    builder = _ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, parallel, filled=own is not None)
     with memory or nullcontext():
         of_stage = builder.replicas(numbered, kept, units)
-    found.activations = _activations(stages, mesh, found.disk)
-    if found.pipeline is not None:
-        found.pipeline.replicas = of_stage
+    parallel.activations = _activations(stages, mesh, parallel.disk)
+    if parallel.pipeline is not None:
+        parallel.pipeline.replicas = of_stage
         if card.tied and TIED not in card.frozen:
-            found.reductions += sum_tied(found.replicas, mesh, found.pipeline.rank_of)
-    return found
+            parallel.reductions += sum_tied(parallel.replicas, mesh, parallel.pipeline.rank_of)
+    return parallel
 
 
 def _divide(
-    found: Parallel, recipe: Recipe, mesh: Mesh, card: Card | CustomModel, table: dict[str, Part]
+    parallel: Parallel, recipe: Recipe, mesh: Mesh, card: Card | CustomModel, table: dict[str, Part]
 ) -> None:
     """Divides experts, tensors and sequences: parameters become this rank's parts, with messages between them."""
     layout, model = mesh.layout, recipe.model
-    stages: list[Any] = found.stages  # plain modules, or parts of a recipe's model
+    stages: list[Any] = parallel.stages  # plain modules, or parts of a recipe's model
     if card.has_experts:
-        found.balance = expert.Balance(stages, mesh, model)
+        parallel.balance = expert.Balance(stages, mesh, model)
         for stage in stages:
             expert.apply(stage, mesh, table)
     if mesh.size("tp") > 1:
         partial = [name for stage in stages for name in tensor.apply(stage, mesh, card)]
         messages = tensor_sums(card, layout, partial)
-        found.reductions.append(tensor.sum_gradients(found.replicas, messages, mesh))
+        parallel.reductions.append(tensor.sum_gradients(parallel.replicas, messages, mesh))
     if mesh.size("cp") > 1:
-        found.positions = context.positions(model.seq_len, mesh)
+        parallel.positions = context.positions(model.seq_len, mesh)
         for stage in stages:
             context.apply(stage, mesh)
 
@@ -237,12 +236,12 @@ def _shard(
         return {}
     from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
 
-    found: dict[int, list[UnitMessages]] = {}
+    messages: dict[int, list[UnitMessages]] = {}
     for keeping in kept:
         for number in keeping.stages:
             units = [unit for unit in keeping.units if unit.stage == number]
-            found[number] = zero.shard(numbered[number], units, mesh, compute_dtype, reduce)
-    return found
+            messages[number] = zero.shard(numbered[number], units, mesh, compute_dtype, reduce)
+    return messages
 
 
 def _activations(stages: Sequence[nn.Module], mesh: Mesh, disk: Disk | None) -> Activations | Parts | None:
@@ -260,14 +259,14 @@ def split(model: ModelSection, layout: Layout, pp_index: int) -> dict[int, Langu
     model}. Parameters keep their names."""
     card = card_of(model)
     names = stage_parameters(card, stage_blocks(card, layout))
-    found = {}
+    stages = {}
     for stage in stages_of(layout, pp_index):
         module = build(model, device="meta")
         assert isinstance(module, LanguageModel)
         keep(module, set(names[stage]))
         module.first, module.last = stage == 0, stage == len(names) - 1
-        found[stage] = module
-    return found
+        stages[stage] = module
+    return stages
 
 
 def keep(module: LanguageModel, names: set[str]) -> None:
@@ -307,44 +306,40 @@ def sum_tied(replicas: Sequence[Replica], mesh: Mesh, rank_of: Sequence[int]) ->
     return [reduction]
 
 
+@dataclass
 class _ReplicaBuilder:
     """Makes a rank's replicas: its stages on "meta" get memory and initial weights, and something that sums their
     gradients and updates them. into: gets them. filled: parameters have memory and values already."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        mesh: Mesh,
-        table: dict[str, Part],
-        compute_dtype: torch.dtype,
-        reduce: torch.dtype,
-        into: Parallel,
-        filled: bool,
-    ):
-        self.recipe, self.mesh, self.table, self.into, self.filled = recipe, mesh, table, into, filled
-        self.compute_dtype, self.reduce = compute_dtype, reduce
+    recipe: Recipe
+    mesh: Mesh
+    table: dict[str, Part]
+    compute_dtype: torch.dtype
+    reduce: torch.dtype
+    into: Parallel
+    filled: bool
 
     def replicas(
         self, numbered: dict[int, Any], kept: Sequence[Keeping], messages: dict[int, list[UnitMessages]]
     ) -> dict[int, list[Replica]]:
         """The replicas of each stage, by its number. messages: of the stages' units."""
-        found: dict[int, list[Replica]] = {}
+        of_stage: dict[int, list[Replica]] = {}
         if not self.filled:
             for module in (module for stage in numbered.values() for module in stage.modules()):
                 for name, buffer in module.named_buffers(recurse=False):  # on "meta"
                     setattr(module, name, torch.zeros_like(buffer, device=self.mesh.device))
         for keeping in kept:
             stages = [numbered[number] for number in keeping.stages]
-            some: list[Replica] = []
+            made: list[Replica] = []
             if keeping.units:
-                some.append(self._sharded(stages, [m for number in keeping.stages for m in messages[number]]))
-            some += [self._whole(stages, buffer) for buffer in keeping.buffers]
+                made.append(self._sharded(stages, [m for number in keeping.stages for m in messages[number]]))
+            made += [self._whole(stages, buffer) for buffer in keeping.buffers]
             if keeping.frozen:
-                still, _, _ = self._parameters(stages, keeping.frozen, None)
-                some.append(Frozen(still, self.table, self.compute_dtype))
-            self.into.replicas += some  # the list that `reductions` know
-            found |= dict.fromkeys(keeping.stages, some)
-        return found
+                frozen, _, _ = self._parameters(stages, keeping.frozen, None)
+                made.append(Frozen(frozen, self.table, self.compute_dtype))
+            self.into.replicas += made  # the list that `reductions` know
+            of_stage |= dict.fromkeys(keeping.stages, made)
+        return of_stage
 
     def _sharded(self, stages: list[nn.Module], messages: list[UnitMessages]) -> Replica:
         """The replica whose units FSDP2 shards."""
@@ -353,11 +348,11 @@ class _ReplicaBuilder:
         layout = self.mesh.layout
         if not self.filled:
             zero.materialize(stages, self.mesh.device, self._initial)
-        found = zero.Sharded(stages, self.table, self.compute_dtype, messages, syncs(layout), layout.pp > 1)
-        offload = self._offload(found.masters, tiers(layout.offload, sharded=True))
+        replica = zero.Sharded(stages, self.table, self.compute_dtype, messages, syncs(layout), layout.pp > 1)
+        offload = self._offload(replica.masters, tiers(layout.offload, sharded=True))
         if offload is not None:
-            self.into.offloads[id(found)] = offload
-        return found
+            self.into.offloads[id(replica)] = offload
+        return replica
 
     def _whole(self, stages: list[nn.Module], buffer: FlatBuffer) -> Replica:
         """The replica of parameters that this rank has whole, in a flat buffer."""
@@ -370,16 +365,16 @@ class _ReplicaBuilder:
         shared = params, self.table, self.compute_dtype, sums, self.reduce
         if offload is None or offload.tiers.gradients == "device":
             compress, size = compressor(layout.compress), buffer.bucket_bytes
-            found = DataParallel(*shared, flat, compress, size, masters, self.mesh.device)
+            replica = DataParallel(*shared, flat, compress, size, masters, self.mesh.device)
         else:
             assert masters is not None
-            found = Paged(*shared, masters, offload, layout.tp > 1 or layout.pp > 1)
+            replica = Paged(*shared, masters, offload, layout.tp > 1 or layout.pp > 1)
         if offload is not None:
-            self.into.offloads[id(found)] = offload
+            self.into.offloads[id(replica)] = offload
             offload.attach(list(stages))
-        if isinstance(found, Paged):
-            found.attach(list(stages))
-        return found
+        if isinstance(replica, Paged):
+            replica.attach(list(stages))
+        return replica
 
     def _offload(self, like: Mapping[str, Tensor], where: Tiers) -> Offload | None:
         """The tiers of parameters like these (see `Offload`); None: all is on the device."""

@@ -53,7 +53,7 @@ from fivefold.models.layers import (
     WideRMSNorm,
 )
 from fivefold.models.mixture import Mixture
-from fivefold.parallel.deferred import Deferred, weight_gradient
+from fivefold.parallel.deferred import Deferred, LinearFunction
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.sequence import Leave, TensorAxis, enter, join, piece, whole
@@ -176,79 +176,31 @@ def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: 
     return reduction
 
 
-class _Column(Function):
-    """The input is kept whole; or with `regather` as a piece, which backward gathers while dx is computed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, *more: Any
-    ) -> Tensor:
-        """more: the deferred weight gradients and how the layer rounds."""
-        whole = axis.start_whole(x)()
-        ctx.save_for_backward(x if axis.regather else whole)
-        ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.rounded) = weight, axis, bias is not None, more
-        return kernels.linear(whole, weight, bias, ctx.rounded)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
-        whole = axis.start_again(x)
-        dx = kernels.input_gradient(dy, weight, ctx.rounded)
-        x = whole()
-        dx = axis.start_sum(dx)  # overlaps with the gradients that need no communication
-        dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
-        dbias = dy.sum((0, 1)) if ctx.has_bias else None
-        return dx(), dweight, dbias, None, None, None
-
-
-class _Row(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, *more: Any
-    ) -> Tensor:
-        """more: as of `_Column`."""
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.rounded) = weight, axis, bias is not None, more
-        y = axis.start_sum(kernels.linear(x, weight, None, ctx.rounded))()
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
-        dbias = dy.sum((0, 1)) if ctx.has_bias else None  # with sp, of this piece
-        dy = axis.start_whole(dy)()
-        dx = kernels.input_gradient(dy, weight, ctx.rounded)
-        return dx, weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded), dbias, None, None, None
-
-
 class CutLinear(nn.Module):
-    """A linear layer of which this rank has some features. function: computes it, and its gradients."""
-
-    function: type[Function]
+    """A linear layer of which this rank has some features."""
 
     def __init__(self, linear: nn.Linear, axis: TensorAxis):
         super().__init__()
-        self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.weight, self.bias = linear.weight, linear.bias
         self.rounded: RoundedMatmuls | None = getattr(linear, "rounded", None)
         self.deferred: Deferred | None = None  # set if a pipeline defers weight gradients
+        self.axes: tuple[TensorAxis | None, TensorAxis | None] = axis, None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(x, self.weight, self.bias, self.axis, self.deferred, self.rounded)
+        return LinearFunction.apply(x, self.weight, self.bias, self.deferred, self.rounded, *self.axes)
 
 
 class ColumnLinear(CutLinear):
     """A linear layer with this rank's output features. x whole, or with sp a piece of the sequence -> (B, T, F/tp)."""
-
-    function = _Column
 
 
 class RowLinear(CutLinear):
     """A linear layer with this rank's input features. x (B, T, D/tp) -> the sum over ranks, whole (B, T, F) or with sp
     a piece of the sequence. The bias is added once, after the sum."""
 
-    function = _Row
+    def __init__(self, linear: nn.Linear, axis: TensorAxis):
+        super().__init__(linear, axis)
+        self.axes = None, axis
 
 
 LINEAR = {"column": ColumnLinear, "row": RowLinear}

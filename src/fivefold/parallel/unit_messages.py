@@ -67,11 +67,6 @@ class UnitMessages:
         if self.replicas.size > 1:
             module.set_all_reduce_hook(self.sum_replicas)
 
-    def forget_weights(self) -> None:
-        """Weights have changed: what was gathered of them is old."""
-        if self.gathers:
-            self.gathers.forget()
-
     def sum_replicas(self, rows: Tensor) -> None:
         """Sums a microbatch's gradients over replicas. rows: flat; FSDP2 is about to add them to the gradients of
         earlier microbatches. On GPUs it has allocated them on its scatter stream and calls this on another one, so the

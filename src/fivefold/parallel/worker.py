@@ -293,7 +293,9 @@ class Exchange:
         """Says goodbye to all servers, once nothing is under way."""
         with self._lock:
             with self._waiting("the end of what is under way", range(len(self.links))):
-                self._lock.wait_for(lambda: self._error or self._idle())
+                self._lock.wait_for(
+                    lambda: self._error or not (self._unacknowledged or any(self._stale.values()))
+                )
             if self._error:
                 raise self._error
             self._closing = True
@@ -303,9 +305,6 @@ class Exchange:
         with self._waiting("goodbye", range(len(self.links))):
             for thread in self._threads:
                 thread.join()
-
-    def _idle(self) -> bool:
-        return not (self._unacknowledged or any(self._stale.values()))
 
     def _guarded(self, target: Callable[[], None]) -> None:
         try:

@@ -161,12 +161,7 @@ def node_problem(layout: Layout) -> str:
     )
 
 
-def anything(layout: Layout) -> bool:
-    """Allows every layout; the default of `validate`."""
-    return True
-
-
-def validate(layout: Layout, ranks: int, allowed: Callable[[Layout], bool] = anything) -> None:
+def validate(layout: Layout, ranks: int, allowed: Callable[[Layout], bool] = lambda layout: True) -> None:
     """Checks that a layout is valid and fills exactly `ranks` ranks. allowed: True for the layouts that suit the model
     and its batch; only these are proposed.
 
@@ -197,7 +192,7 @@ def _proposal(layout: Layout, ranks: int, allowed: Callable[[Layout], bool]) -> 
 
 
 def nearest(
-    layout: Layout, ranks: int, count: int = 3, allowed: Callable[[Layout], bool] = anything
+    layout: Layout, ranks: int, count: int = 3, allowed: Callable[[Layout], bool] = lambda layout: True
 ) -> list[Layout]:
     """The valid layouts with `ranks` ranks that are most like `layout`: the axes change by the fewest doublings, and
     unused axes stay unused if possible. ZeRO is set to 1 where states must be shared, and to 0 where no ranks can share
