@@ -195,7 +195,7 @@ class Watchdog:
         self.ranks, self.hang_s, self.traces, self.board = ranks, hang_s, traces, board
         self.host, self.tick_s = machine_id().decode(), min(TICK_S, hang_s / TICKS)
         self.signal: int | None = None
-        self._beat, self._moved, self._still_s, self._signal_s = 0, -1, 0.0, 0.0
+        self._beat, self._moved, self._still_s = 0, -1, 0.0
         self._seen: dict[int, Seen] = {}
         self._answers, self._unanswered_s, self._asked_s = 0, 0.0, 0.0
         self._stack, self._stack_path = tempfile.mkstemp(prefix="fivefold-stack-")

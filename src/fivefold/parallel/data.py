@@ -97,10 +97,11 @@ class DataParallel(Replica):
             assert flat_master.shape == (self.offsets[-1],), "another set of parameters"
             masters = views(flat_master, by_name)
         self.flat_master, self.masters, self.gradients = flat_master, masters, views(self.flat_grads, by_name)
-        self.flat_working = flat_master
         if flat_master is None or compute_dtype != dtype:
             self.flat_working = torch.empty(self.offsets[-1], dtype=compute_dtype, device=device)
             self.working = views(self.flat_working, by_name)
+        else:
+            self.flat_working = flat_master
         for name, p in by_name.items():
             p.data = (self.working or masters)[name]
         self.on_gradient: Callable[[int], None] = lambda index: None

@@ -85,6 +85,12 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         return self._axes[name]
 
+    def new_axis(self, name: str, members: Sequence[int], apart: bool = False) -> Axis:
+        """This rank's axis between any ranks: see `axis_between`."""
+        axis = axis_between(name, members, self._ranks, apart)
+        assert axis is not None, f"rank {self._ranks.rank} is not in {members}"
+        return axis
+
     def sums(self, name: str) -> Summation:
         """What sums gradients over an axis, by the layout's algorithm. All ranks of the axis call it at the same time.
 
@@ -101,8 +107,7 @@ class Mesh:
                 local, best = agreed(local, best, axis)
             by = resolved(how, axis.size, local, best, self.device.type == "cpu")
             if axis.size > 1 and by != LIBRARY:  # a group that nothing else uses
-                axis = axis_between(name, axis.ranks, self._ranks, apart=True)
-                assert axis is not None, "this rank is one of them"
+                axis = self.new_axis(name, axis.ranks, apart=True)
             self._sums[shape] = Summation(axis, by, local, best, open=how == AUTO)
         return self._sums[shape]
 

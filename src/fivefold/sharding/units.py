@@ -31,8 +31,8 @@ from fivefold.sharding.parts import (
 )
 from fivefold.sharding.shares import buckets
 
-GRADIENTS = {"gradients": INT4, "gradients:int4": INT4, "gradients:int8": INT8}
-WORDS = ("weights", "hier", *GRADIENTS)
+ZEROPP_GRADIENTS = {"gradients": INT4, "gradients:int4": INT4, "gradients:int8": INT8}
+ZEROPP_WORDS = ("weights", "hier", *ZEROPP_GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -224,12 +224,12 @@ def zeropp(text: str) -> ZeroPP:
         f"valid: {NONE}, or some of weights, hier, gradients (gradients:int8), such as weights,hier,gradients"
     )
     for word in words:
-        if word not in WORDS:
-            raise UserError(f"zeropp: '{word}' is unknown{did_you_mean(word, WORDS)} ({valid})")
+        if word not in ZEROPP_WORDS:
+            raise UserError(f"zeropp: '{word}' is unknown{did_you_mean(word, ZEROPP_WORDS)} ({valid})")
     kinds = [word.partition(":")[0] for word in words]
     if len(set(kinds)) < len(kinds):
         raise UserError(f"zeropp: '{text}' has a part twice ({valid})")
-    gradients = next((GRADIENTS[word] for word in words if word in GRADIENTS), None)
+    gradients = next((ZEROPP_GRADIENTS[word] for word in words if word in ZEROPP_GRADIENTS), None)
     return ZeroPP(INT8 if "weights" in words else None, "hier" in words, gradients)
 
 
