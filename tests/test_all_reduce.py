@@ -17,7 +17,7 @@ from steps import counted, planned, recipe_of, tracked
 
 import fivefold.comm.axis as axis_
 from fivefold.comm import Axis, Summation
-from fivefold.comm.sum import agreed
+from fivefold.comm.execute import agreed
 from fivefold.errors import CommunicationError, UserError
 from fivefold.host import tables
 from fivefold.launch.ranks import Ranks

@@ -23,8 +23,7 @@ from fivefold.bench.hardware import encodings
 from fivefold.checkpoint import store
 from fivefold.comm import Axis
 from fivefold.comm.axis import counters
-from fivefold.comm.compress import compressed_sum
-from fivefold.comm.compress.base import uniform
+from fivefold.comm.compress import compressed_sum, uniform
 from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks

@@ -18,9 +18,8 @@ from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.kernels.mixture import grouped_linear
 from fivefold.models.card import card_of
-from fivefold.parallel.expert import AllToAll
+from fivefold.parallel.expert import AllToAll, Turns
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.ring_steps import Turns
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.schedules.pipeline import build
 from fivefold.sharding.layout import Layout

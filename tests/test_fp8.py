@@ -19,7 +19,8 @@ from fivefold.kernels.mixture import grouped_linear
 from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles, rounded_matmuls
 from fivefold.models.init import init_part
 from fivefold.optim import OPTIMIZERS
-from fivefold.parallel import matmuls, replica_builder
+from fivefold.parallel import parallelize as parallelize_
+from fivefold.parallel.parallelize import rounded_layers
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import SCALINGS
@@ -314,7 +315,7 @@ def broken(rank: int, world: int, recipe: Recipe) -> tuple[dict[str, str], list[
     recipe = resolve(recipe, vocab_size=256)
     ranks = ranks_of(rank, world)
     state = build_state(recipe, ranks)
-    before = [name for stage in state.parallel.stages for name, _ in matmuls.layers(stage)]
+    before = [name for stage in state.parallel.stages for name, _ in rounded_layers(stage)]
     if rank == 1:
         master = state.masters()["blocks.2.mlp.down.weight"]
         master[0, 0] = 2.0**28
@@ -323,7 +324,7 @@ def broken(rank: int, world: int, recipe: Recipe) -> tuple[dict[str, str], list[
     return (
         tested.failed,
         before,
-        [name for stage in state.parallel.stages for name, _ in matmuls.layers(stage)],
+        [name for stage in state.parallel.stages for name, _ in rounded_layers(stage)],
     )
 
 
@@ -348,7 +349,7 @@ def test_a_run_says_which_layers_fell_back(
             made[0, 0] = 2.0**28
         return made
 
-    monkeypatch.setattr(replica_builder, "init_part", with_an_outlier)
+    monkeypatch.setattr(parallelize_, "init_part", with_an_outlier)
     train_rank(0, 1, change(recipe, ["train.steps=1"]), tmp_path / "run")
     said = " ".join(capsys.readouterr().out.split())
     assert "WARNING: blocks.2.mlp.down failed the self-test of fp8 and computes in bf16: the " in said
@@ -363,7 +364,7 @@ def test_blocks_and_sensitive_layers_stay_in_bf16(room: Path) -> None:
     state = build_state(
         resolve(change(recipe, ["precision.fp8_skip_last=2"]), vocab_size=256), ranks_of(0, 1)
     )
-    names = {name for name, _ in matmuls.layers(state.module)}
+    names = {name for name, _ in rounded_layers(state.module)}
     assert names == {"blocks.1.attention.qkv", "blocks.1.attention.out", "blocks.1.mlp.experts"}
 
 

@@ -183,7 +183,7 @@ OTHER_WRITES = {  # what is written another way, and why
         + [("launch/local.py", call) for call in ("open", "os.open", "os.replace", "shutil.rmtree")],
         "a temporary folder of the launcher, gone with it",
     ),
-    ("comm/board.py", "os.open"): "what ranks post, in a temporary folder of the launcher",
+    ("comm/watchdog.py", "os.open"): "what ranks post, in a temporary folder of the launcher",
     ("observe/console.py", "os.open"): "the null device",
     ("trace/worker.py", "fdopen"): "its own output",
 }

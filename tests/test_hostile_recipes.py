@@ -19,8 +19,7 @@ from fivefold.models.section import LARGEST, MOST_LAYERS
 from fivefold.recipe import load
 from fivefold.recipe.messages import KEYS, plain_type
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_nearest import nearest
-from fivefold.sharding.layout_rules import MOST_RANKS
+from fivefold.sharding.layout_rules import MOST_RANKS, nearest
 from fivefold.sharding.shares import divisors, largest_divisor
 
 sys.path.insert(0, str(Path(__file__).parent / "chaos"))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from fivefold.errors import UserError
 from fivefold.recipe import LayoutSection
 from fivefold.sharding.layout import AXES, GROUP_NAMES, Layout, first_names, group_of, index_in
-from fivefold.sharding.layout_nearest import nearest, validate
-from fivefold.sharding.layout_rules import problems
+from fivefold.sharding.layout_rules import nearest, problems, validate
 from fivefold.sharding.layout_text import describe, parse, to_text
 from fivefold.sharding.shares import largest, share
 

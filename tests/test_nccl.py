@@ -9,8 +9,7 @@ import torch
 from test_collectives_run import of_rank, wanted
 
 from fivefold.comm import everyone
-from fivefold.comm.execute import Executor
-from fivefold.comm.sum import Summation
+from fivefold.comm.execute import Executor, Summation
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.schedules.collectives import ALGORITHMS, PRIMITIVES, build, shape_of

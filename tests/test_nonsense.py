@@ -13,7 +13,7 @@ from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import allows
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_nearest import nearest, validate
+from fivefold.sharding.layout_rules import nearest, validate
 from fivefold.sharding.layout_text import parse
 
 RUNNER = CliRunner()

@@ -35,8 +35,8 @@ from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.models.card import card_of
 from fivefold.models.init import init_part
 from fivefold.observe import worker_picture
-from fivefold.parallel import matmuls
 from fivefold.parallel.link import Kind, Link, Note
+from fivefold.parallel.parallelize import rounded_layers
 from fivefold.parallel.server import Shard
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
@@ -603,7 +603,7 @@ def in_fp8(rank: int, world: int, recipe: Recipe, out: Path, resume: bool) -> tu
         patch.setattr(step_servers, "init_part", with_an_outlier)
         patch.setattr(server_worker, "worker_state", kept_state)
         rank_of_run(rank, world, recipe, out, resume)
-    layers = {name for state, _ in kept for name, _ in matmuls.layers(state.module)}
+    layers = {name for state, _ in kept for name, _ in rounded_layers(state.module)}
     return layers, " ".join(said.getvalue().split())
 
 

@@ -134,7 +134,7 @@ def loss_of_parts(rank: int, world: int, x, weight, bias, targets, chunks: bool,
 
     from fivefold.kernels import native, sizes
     from fivefold.parallel.sequence import TensorAxis
-    from fivefold.parallel.vocabulary import VocabularyOutput
+    from fivefold.parallel.tensor import VocabularyOutput
 
     rows = weight.shape[0] // world
     leaves = [x, weight[rows * rank : rows * (rank + 1)], bias[rows * rank : rows * (rank + 1)]]

@@ -154,8 +154,7 @@ def gradients(rank: int, world: int, recipe: Recipe, bucket_bytes: int) -> tuple
     state = build_state(recipe, ranks)
     (replica,) = state.parallel.replicas
     assert isinstance(replica, DataParallel)
-    replica.sum = GradientSum(replica.weights, state.mesh.sums("batch"), torch.float32, bucket_bytes)
-    replica.enable_sync, replica.finish = replica.sum.enable_sync, replica.sum.wait
+    replica.sum = GradientSum(replica, state.mesh.sums("batch"), torch.float32, bucket_bytes)
     batches = Batches(data.train, recipe.model.seq_len, 8, seed=0)
     loss = forward_backward(state, share_of(batches, 0, 8, recipe.train.microbatch_size or 1, state.mesh), 0)
     return loss.item(), {name: grad.clone() for name, grad in state.gradients().items()}

@@ -10,8 +10,7 @@ from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import parse
 from fivefold.sharding.parts import held, kept_elements, size_of, stages_of, summed_over_tp
 from fivefold.sharding.shares import buckets
-from fivefold.sharding.syncs import scattered_once, syncs
-from fivefold.sharding.units import keepings
+from fivefold.sharding.units import keepings, scattered_once, syncs
 
 SIZES = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", "model.seq_len=16"]
 MOE = ["model.arch=moe", "model.experts=4", "model.experts_per_token=2", "model.dense_layers=1"]

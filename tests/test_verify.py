@@ -13,8 +13,8 @@ from layouts import MOE, TINY, compared, side, tiny
 
 import fivefold
 from fivefold.errors import UserError
-from fivefold.parallel import flat
-from fivefold.parallel.flat import add_gradient
+from fivefold.parallel import data
+from fivefold.parallel.data import add_gradient
 from fivefold.recipe import Recipe
 from fivefold.train.verify import Figure, prepared
 
@@ -30,7 +30,7 @@ def test_one_rank_passes(tmp_path, arch, mode):
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_a_mistake_on_one_rank_shows(tmp_path, monkeypatch, mode):
     """The reference does not go through the trainer's sum of gradients: where that forgets a microbatch, it shows."""
-    monkeypatch.setattr(flat, "add_gradient", lambda total, grad, first: add_gradient(total, grad, True))
+    monkeypatch.setattr(data, "add_gradient", lambda total, grad, first: add_gradient(total, grad, True))
     report = compared(tiny(tmp_path, "dp=1", mode=mode))
     assert not report.gradients.passed
     assert report.gradients.max_rel > 0.1

@@ -25,7 +25,7 @@ from fivefold.kernels import native
 from fivefold.kernels.quantize import Quantizer
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.zeropp import Gathers, Scatters
+from fivefold.parallel.unit_messages import Gathers, Scatters
 from fivefold.plan.cluster.clusters import parse as parse_cluster
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import predict
@@ -34,7 +34,7 @@ from fivefold.recipe.unused_fields import notes
 from fivefold.schedules.compression.blocks import INT4, INT8, LARGEST, Blocks
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import describe, parse, to_text
-from fivefold.sharding.syncs import syncs, zeropp
+from fivefold.sharding.units import syncs, zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.train.verify import prepared

@@ -1,5 +1,4 @@
 """Messages between training ranks. All of them go through an `Axis`."""
 
-from fivefold.comm.agree import all_or_none, told
-from fivefold.comm.axis import ALONE, Axis, Started, everyone
-from fivefold.comm.sum import Beside, Summation
+from fivefold.comm.axis import ALONE, Axis, Started, all_or_none, everyone, told
+from fivefold.comm.execute import Beside, Summation

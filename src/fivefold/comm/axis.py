@@ -24,18 +24,19 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.comm.hang import numbers
 from fivefold.comm.private import all_gather_single, reduce_scatter_single
 from fivefold.comm.progress import Ops, Place, caller, message, progress, verdict
-from fivefold.comm.watch import UNIT, Work, watched
-from fivefold.errors import CommunicationError
+from fivefold.comm.watch import UNIT, Handle, Work, watched
+from fivefold.errors import PASSING, BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.sharding.regions import Collective
 
@@ -91,9 +92,9 @@ class Axis:
 
     def for_purpose(self, purpose: str) -> Axis:
         """Returns a copy of the axis for these messages."""
-        found = copy.copy(self)
-        found.purpose = purpose
-        return found
+        axis = copy.copy(self)
+        axis.purpose = purpose
+        return axis
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Started:
         """Starts the sum ("max", "min") of every rank's x, in place."""
@@ -103,9 +104,7 @@ class Axis:
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Computes the sum ("max", "min") of every rank's x, in place."""
-        if self.group is not None:
-            self._run("all_reduce", x, dist.all_reduce, x, OPS[op])
-        return x
+        return self.start_all_reduce(x, op).at_once()
 
     def start_all_gather(self, x: Tensor, out: Tensor | None = None) -> Started:
         """Starts to join every rank's x (contiguous) along the first dim: (n d0, ...)."""
@@ -117,20 +116,16 @@ class Axis:
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Joins every rank's x (contiguous) along the first dim: (n d0, ...)."""
-        if out is None:
-            out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        if self.group is None:
-            return out.copy_(x)
-        self._run("all_gather", out, all_gather_single, out, x)
-        return out
+        return self.start_all_gather(x, out).at_once()
 
-    def start_reduce_scatter(self, x: Tensor) -> Started:
+    def start_reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Started:
         """Starts the sum of every rank's x (contiguous), cut along the first dim: this rank's part, (d0 / n, ...). The
         backend sums it, in the dtype of x."""
         if self.group is None:
             return Started(self, "reduce_scatter", x)
         assert x.shape[0] % self.size == 0, f"{x.shape[0]} rows over {self.size} ranks"
-        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        if out is None:
+            out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         return self._start("reduce_scatter", out, x, reduce_scatter_single, out, x)
 
     def sum_scatter(self, x: Tensor, out: Tensor, sent: torch.dtype) -> Tensor:
@@ -145,11 +140,9 @@ class Axis:
             return out.copy_(x)
         if x.is_cuda:
             part = out if sent == out.dtype else torch.empty_like(out, dtype=sent)
-            self._run("reduce_scatter", x, reduce_scatter_single, part, x)
+            self.start_reduce_scatter(x, part).at_once()
             return out if part is out else out.copy_(part)
-        received = torch.empty_like(x)
-        self._run("all_to_all", x, _all_to_all, received, x, None, None)
-        parts = received.view(self.size, *out.shape)
+        parts = self.all_to_all(x).view(self.size, *out.shape)
         if out.dtype == torch.float32:
             return torch.sum(parts, 0, dtype=torch.float32, out=out)
         return out.copy_(torch.sum(parts, 0, dtype=torch.float32))
@@ -161,11 +154,7 @@ class Axis:
 
         given: number of rows sent to each rank. taken: number of rows received from each. None: equal numbers.
         """
-        if self.group is None:
-            return x
-        out, larger = self._room(x, taken)
-        self._run("all_to_all", larger, _all_to_all, out, x, taken, given)
-        return out
+        return self.start_all_to_all(x, taken, given).at_once()
 
     def start_all_to_all(
         self, x: Tensor, taken: Sequence[int] | None = None, given: Sequence[int] | None = None
@@ -173,23 +162,22 @@ class Axis:
         """Starts `all_to_all`."""
         if self.group is None:
             return Started(self, "all_to_all", x)
-        out, larger = self._room(x, taken)
+        out = torch.empty_like(x) if taken is None else x.new_empty(sum(taken), *x.shape[1:])
+        larger = x if x.numel() > out.numel() else out
         return self._start("all_to_all", out, larger, _all_to_all, out, x, taken, given)
 
     def run(self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False) -> Tensor:
         """Runs a collective of `sharding/regions.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
-        return getattr(self, _operation(collective, x, backward))(x, *rows)
+        return self.start(collective, x, *rows, backward=backward).at_once()
 
     def start(
         self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False
     ) -> Started:
         """Starts `run`."""
-        return getattr(self, f"start_{_operation(collective, x, backward)}")(x, *rows)
-
-    def _room(self, x: Tensor, taken: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """(output tensor of an all-to-all, the larger of x and the output)."""
-        out = torch.empty_like(x) if taken is None else x.new_empty(sum(taken), *x.shape[1:])
-        return out, x if x.numel() > out.numel() else out
+        operation = collective.backward if backward else collective.forward
+        assert operation is not None, f"{collective}: nothing is sent back"
+        assert collective.number in (0, x.element_size()), f"{collective} of {x.dtype}"
+        return getattr(self, f"start_{operation}")(x, *rows)
 
     def start_send(self, x: Tensor, to: int, tag: int = 0) -> Started:
         """Sends x (contiguous) to the rank with this index. gloo matches messages by tag, NCCL by their order."""
@@ -204,12 +192,7 @@ class Axis:
         `arriving`."""
         if self.group is None:
             return Started(self, "exchange", arriving.copy_(leaving))
-        if counters:
-            _count(self, "send", leaving)
-        peers = (source, to)
-        return self._start(
-            "receive", arriving, arriving, _exchange, leaving, to, arriving, source, peers=peers
-        )
+        return self.start_moves([(leaving, to)], [(arriving, source)])
 
     def start_moves(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
@@ -226,22 +209,19 @@ class Axis:
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Gives every rank the x of the rank with this index, in place."""
         if self.group is not None:
-            self._run("broadcast", x, _broadcast, x, source)
+            self._start("broadcast", x, x, _broadcast, x, source).at_once()
         return x
 
     def barrier(self) -> None:
         """Waits until every rank has called it."""
         if self.group is not None:
-            self._run("barrier", None, dist.barrier)
+            self._start("barrier", torch.empty(0), None, dist.barrier).at_once()
 
     def explain(self, operation: str, started: Place | None, error: RuntimeError) -> None:
         """Raises a CommunicationError if a rank is lost; does nothing for a wrong call. started: where the message
         began, if the wait is elsewhere."""
-        numbers = [str(rank) for rank in self.ranks]
-        if len(numbers) > 8:
-            numbers = [*numbers[:4], "...", *numbers[-2:]]
         purpose = f", {self.purpose}" * bool(self.purpose)
-        what = f"rank {self.rank}: {operation} over axis {self.name} (ranks {', '.join(numbers)}){purpose}"
+        what = f"rank {self.rank}: {operation} over axis {self.name} ({numbers(self.ranks)}){purpose}"
         if (text := verdict(what, self.timeout_s, caller(), started, error)) is not None:
             raise CommunicationError(text) from error
 
@@ -249,18 +229,18 @@ class Axis:
         self,
         operation: str,
         result: Tensor,
-        larger: Tensor,
+        larger: Tensor | None,
         function: Callable[..., Any],
         *arguments: Any,
         peers: tuple[int, ...] = (),
     ) -> Started:
-        """Starts `function`, which returns a handle to wait for. larger: the larger of its input and output. peers: of
-        a send or receive, by index."""
+        """Starts `function`, which returns a handle to wait for. larger: the larger of its input and output;
+        None: it has none. peers: of a send or receive, by index."""
         frame = sys._getframe(2)
         while frame.f_code.co_filename == __file__:  # `start`
             assert frame.f_back is not None
             frame = frame.f_back
-        started = Started(self, operation, result, arguments, frame.f_code, frame.f_lasti)
+        started = Started(self, operation, result, arguments, Place(frame.f_code, frame.f_lasti))
         if self.ops is not None:
             started.begin(self.ops, peers)
         if counters:
@@ -274,42 +254,10 @@ class Axis:
             self.explain(operation, None, error)
             raise
         finally:
-            _handed_over()
+            handing_over.now = False
         if watch:
             started.work = watch.follow(self, operation, started.work, began)
         return started
-
-    def _run(
-        self, operation: str, larger: Tensor | None, function: Callable[..., Any], *arguments: Any
-    ) -> None:
-        """Calls `function`, which waits itself."""
-        if counters:
-            _count(self, operation, larger)
-        watch, ops = watched.now, self.ops
-        began = watch.clock() if watch else 0.0
-        entered = 0.0
-        if ops is not None:
-            ops.begun += 1
-            entered = progress.enter((self, operation, ops, ops.begun, (), None))
-        try:
-            with message(operation, self):
-                function(*arguments, group=self.group)
-        except RuntimeError as error:
-            self.explain(operation, None, error)
-            raise
-        finally:
-            _handed_over()
-            if ops is not None:
-                progress.leave(entered)
-        if watch:
-            watch.waited(self, operation, began)
-
-
-def _operation(collective: Collective, x: Tensor, backward: bool) -> str:
-    what = collective.backward if backward else collective.forward
-    assert what is not None, f"{collective}: nothing is sent back"
-    assert collective.number in (0, x.element_size()), f"{collective} of {x.dtype}"
-    return what
 
 
 def _count(axis: Axis, operation: str, larger: Tensor | None) -> None:
@@ -317,10 +265,6 @@ def _count(axis: Axis, operation: str, larger: Tensor | None) -> None:
     with _counting:
         for counter in counters:
             counter(axis, operation, 0 if larger is None else larger.nbytes)
-
-
-def _handed_over() -> None:
-    handing_over.now = False
 
 
 ALONE = Axis("all", [0], 0, torch.device("cpu"), None)
@@ -337,7 +281,7 @@ class Started:
     """A message that has started. Calling it waits, and returns its result."""
 
     __slots__ = (
-        "axis", "code", "instruction", "kept", "number", "operation", "ops", "peers", "result", "work",
+        "axis", "kept", "number", "operation", "ops", "peers", "place", "result", "work",
     )  # fmt: skip
 
     def __init__(
@@ -346,21 +290,25 @@ class Started:
         operation: str,
         result: Tensor,
         kept: tuple[Any, ...] = (),
-        code: CodeType | None = None,
-        instruction: int = 0,
+        place: Place | None = None,
     ):
         self.axis, self.operation, self.result = axis, operation, result
         self.kept = kept  # keeps its tensors alive until they are sent
-        self.code, self.instruction = code, instruction  # where it started: `failure.Place`
+        self.place = place  # where it started
         self.work: Work | None = None
         self.ops: Ops | None = None  # see `progress.Waiting`
         self.number, self.peers = 0, ()
+
+    def at_once(self) -> Tensor:
+        """Waits where it has just begun: an error names that place once."""
+        self.place = None
+        return self()
 
     @classmethod
     def here(cls, axis: Axis, operation: str, result: Tensor) -> Started:
         """A sum of many messages that the caller's caller starts, and a thread drives."""
         frame = sys._getframe(2)
-        started = cls(axis, operation, result, (), frame.f_code, frame.f_lasti)
+        started = cls(axis, operation, result, (), Place(frame.f_code, frame.f_lasti))
         if axis.ops is not None and axis.group is not None:
             started.begin(progress.ops(axis.group, beside=True), ())
         return started
@@ -377,14 +325,14 @@ class Started:
         if self.work is not None:
             ops, entered = self.ops, 0.0
             if ops is not None:
-                began = self.code, self.instruction
-                entered = progress.enter((self.axis, self.operation, ops, self.number, self.peers, began))
+                entered = progress.enter(
+                    (self.axis, self.operation, ops, self.number, self.peers, self.place)
+                )
             try:
                 with message(self.operation, self.axis, wait=True):
                     self.work.wait()
             except RuntimeError as error:
-                assert self.code is not None
-                self.axis.explain(self.operation, Place(self.code, self.instruction), error)
+                self.axis.explain(self.operation, self.place, error)
                 raise
             finally:
                 if ops is not None:
@@ -393,8 +341,8 @@ class Started:
         return self.result
 
 
-def _broadcast(x: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    dist.broadcast(x, group=group, group_src=source)
+def _broadcast(x: Tensor, source: int, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    return dist.broadcast(x, group=group, group_src=source, async_op=async_op)
 
 
 def _send(x: Tensor, to: int, tag: int, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
@@ -407,22 +355,15 @@ def _receive(
     return dist.irecv(out, group=group, tag=tag, group_src=source)
 
 
-def _exchange(
-    leaving: Tensor, to: int, arriving: Tensor, source: int, group: dist.ProcessGroup, async_op: bool
-) -> _Both:
-    send = dist.P2POp(dist.isend, leaving, group=group, group_peer=to)
-    receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source)
-    return _Both(dist.batch_isend_irecv([receive, send]))  # in this order: see _move
-
-
 def _move(
     messages: list[tuple[Callable[..., Any], str, Tensor, int]], group: dist.ProcessGroup, async_op: bool
-) -> _Both:
+) -> Work:
     # gloo asks a peer for data once a receive is posted. Behind a send that is already under way, the request would
     # wait in the socket, and both directions would take turns. So receives are posted first.
     ordered = sorted(messages, key=lambda message: message[0] is dist.isend)
     ops = [dist.P2POp(function, x, group=group, group_peer=peer) for function, _, x, peer in ordered]
-    return _Both(dist.batch_isend_irecv(ops))
+    works = dist.batch_isend_irecv(ops)
+    return Handle(lambda: [work.wait() for work in works])
 
 
 def _all_to_all(
@@ -431,8 +372,8 @@ def _all_to_all(
     taken: Sequence[int] | None,
     given: Sequence[int] | None,
     group: dist.ProcessGroup,
-    async_op: bool = False,
-) -> dist.Work | _Both | None:
+    async_op: bool,
+) -> Work | None:
     """The backend's all-to-all. gloo's posts sends first (see _move); on CPUs it is made of messages that do not."""
     if x.is_cuda:
         return dist.all_to_all_single(out, x, taken, given, group, async_op)
@@ -448,20 +389,57 @@ def _all_to_all(
     receives = [
         (dist.irecv, "receive", arriving[rank], rank) for rank in reversed(others) if arriving[rank].numel()
     ]
-    both = _move([*sends, *receives], group, True) if sends or receives else _Both([])
+    both = _move([*sends, *receives], group, True) if sends or receives else None
     arriving[index].copy_(leaving[index])
-    if async_op:
-        return both
-    both.wait()
-    return None
+    return both
 
 
-class _Both:
-    """Waits for several messages."""
+KINDS = (CommunicationError, BusyError, UserError)
+"""What an error of one rank is on the others: a user's mistake, which stays one everywhere; something that may pass;
+and everything else, after which a launcher starts the ranks again. A later one hides those before it."""
 
-    def __init__(self, works: list[dist.Work]):
-        self.works = works
 
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+@contextmanager
+def all_or_none(axis: Axis) -> Iterator[None]:
+    """Turns an error inside, on one rank of the axis, into an error on every rank. Otherwise, where no launcher stops
+    them (as under Slurm), the others would wait for that rank in their next message until it fails. All ranks call it,
+    and code inside must not need another rank.
+
+    Raises:
+        UserError: a rank met one: the message of the last such rank.
+        BusyError: a rank met something that may pass, and none a mistake of the user's.
+        CommunicationError: a rank failed in another way, or the others are gone.
+    A rank whose own error is not a UserError raises that.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as found:  # also unexpected errors and signals: the others wait
+        error = found
+    mine = -1 if error is None else _kind(error) * axis.size + axis.index
+    try:
+        failed = int(axis.all_reduce(torch.tensor(mine, device=axis.device), "max"))
+    except CommunicationError as lost:
+        if error is None:
+            raise
+        raise error from lost  # it came first
+    if failed >= 0:
+        kind, index = divmod(failed, axis.size)
+        text = str(error) if isinstance(error, UserError) else f"rank {axis.rank}: {error!r}"
+        everywhere = KINDS[kind](told(text, index, axis))
+        raise everywhere if error is None or (isinstance(error, UserError) and axis.size > 1) else error
+
+
+def _kind(error: BaseException) -> int:
+    """The number of its kind in `KINDS`."""
+    if isinstance(error, OSError) and error.errno in PASSING:
+        return 1
+    return 1 if isinstance(error, BusyError) else 2 if isinstance(error, UserError) else 0
+
+
+def told(text: str, index: int, axis: Axis) -> str:
+    """Gives every rank the text of the one with this index."""
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=axis.device)
+    length = axis.broadcast(torch.tensor(len(mine), device=axis.device), index)
+    content = mine if axis.index == index else mine.new_empty(int(length))
+    return bytes(axis.broadcast(content, index).tolist()).decode()

@@ -82,10 +82,9 @@ class Post:
     @classmethod
     def parse(cls, found: Mapping[str, Any]) -> Post:
         wait = found["wait"]
-        lists = {key: tuple(found[key]) for key in ("at",)}
         if wait is not None:
             wait = Wait(**{**wait, "ranks": tuple(wait["ranks"]), "peers": tuple(wait["peers"])})
-        return cls(**{**found, **lists, "wait": wait})
+        return cls(**{**found, "at": tuple(found["at"]), "wait": wait})
 
 
 class Seen(NamedTuple):

@@ -29,14 +29,13 @@ LONGER = 10.0
 """Work that ranks do apart, such as saving or compiling, may take so many times as long as a message."""
 USUAL = 31  # steps whose longest, but for a tenth, is the usual one
 FRAMES = 12  # of a rank's last known place
-Began = tuple[CodeType | None, int]
-Waiting = tuple["Ranks | None", str, "Ops | None", int, tuple[int, ...], Began | None]
+Waiting = tuple["Label | None", str, "Ops | None", int, tuple[int, ...], "Place | None"]
 """What a thread waits for: axis, operation, its group and number there, the other ends of a send or receive (by index),
-and where it began (as a `Place`) if it is waited for elsewhere. No axis: the device."""
+and where it began if it is waited for elsewhere. No axis: the device."""
 
 
-class Ranks(Protocol):
-    """What a wait needs of an `Axis`."""
+class Label(Protocol):
+    """What names a message: its axis, the ranks on it, and what it is for (`Axis`)."""
 
     name: str
     ranks: tuple[int, ...]
@@ -77,24 +76,18 @@ class Progress:
     overseen: ranks that this one watches though it need not wait for them."""
 
     def __init__(self) -> None:
-        self.moved, self.main, self.step, self.usual_s = 0, get_ident(), 0, 0.0
-        self.waits: dict[int, Waiting] = {}
-        self.groups: dict[str, Ops] = {}
-        self.phases: list[tuple[str, float]] = []
-        self.steps: deque[float] = deque(maxlen=USUAL)
-        self.role, self.serving, self.overseen = "", set[int](), frozenset[int]()
-        self.window = Window(perf_counter())
-        # share of the time that the network held up messages, and to whom (sockets.py)
+        self.moved, self.groups = 0, dict[str, Ops]()
+        # share of the time that the network held up messages, and to whom (`watchdog.Sending`)
         self.sending: tuple[float, int] = 0.0, 0
+        self.start()
 
     def start(self) -> None:
         """A run begins in this thread."""
         self.main, self.step, self.usual_s = get_ident(), 0, 0.0
-        self.steps.clear()
-        self.waits.clear()
-        self.phases.clear()
-        self.role, self.overseen = "", frozenset()
-        self.serving.clear()
+        self.waits: dict[int, Waiting] = {}
+        self.phases: list[tuple[str, float]] = []
+        self.steps: deque[float] = deque(maxlen=USUAL)
+        self.role, self.serving, self.overseen = "", set[int](), frozenset[int]()
         self.window = Window(perf_counter())
 
     def ops(self, group: dist.ProcessGroup, beside: bool = False) -> Ops:
@@ -116,16 +109,20 @@ class Progress:
             self.window.messages += perf_counter() - began
 
     @contextmanager
-    def joining(self, ranks: Sequence[int]) -> Iterator[None]:
-        """These ranks make a process group together."""
-        name = f"new {sorted(ranks)}"
-        ops = self.groups.setdefault(name, Ops(name))
-        ops.begun += 1
-        began = self.enter((Named("new", ranks), "new_group", ops, ops.begun, (), None))
+    def waits_in(self, waiting: Waiting) -> Iterator[None]:
+        """This thread waits inside the block."""
+        began = self.enter(waiting)
         try:
             yield
         finally:
             self.leave(began)
+
+    def joining(self, ranks: Sequence[int]) -> AbstractContextManager[None]:
+        """These ranks make a process group together inside the block."""
+        name = f"new {sorted(ranks)}"
+        ops = self.groups.setdefault(name, Ops(name))
+        ops.begun += 1
+        return self.waits_in((Named("new", ranks), "new_group", ops, ops.begun, (), None))
 
     def expect(self, what: str, axis: Named) -> float:
         """This thread waits for one of these ranks from now on, until `leave`. Called again meanwhile, it counts as
@@ -145,14 +142,9 @@ class Progress:
         finally:
             self.serving.discard(thread)
 
-    @contextmanager
-    def rest(self) -> Iterator[None]:
-        """This thread, which serves, has nothing to do."""
-        began = self.enter((None, "rest", None, 0, (), None))
-        try:
-            yield
-        finally:
-            self.leave(began)
+    def rest(self) -> AbstractContextManager[None]:
+        """This thread, which serves, has nothing to do inside the block."""
+        return self.waits_in((None, "rest", None, 0, (), None))
 
     def at_work(self) -> int | None:
         """A thread that serves and does something now; None: all of them wait."""
@@ -227,7 +219,7 @@ def in_group(waiting: Waiting) -> dict[str, Any]:
     return {
         "operation": operation, "axis": axis.name, "purpose": axis.purpose, "ranks": list(axis.ranks),
         "group": ops.group if ops else axis.name, "number": number, "peers": [axis.ranks[i] for i in peers],
-        "began": str(Place(began[0], began[1])) if began and began[0] else "",
+        "began": str(began) if began else "",
     }  # fmt: skip
 
 
@@ -278,13 +270,6 @@ def verdict(
     else:
         said = "failed: one of these ranks has ended, or cannot be reached"
     return f"{what}, at {place}, {said}. The backend said: {backend_words(error)}"
-
-
-class Label(Protocol):
-    """What names a message: its axis, and what it is for (`Axis`)."""
-
-    name: str
-    purpose: str
 
 
 class _Profiling:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from fivefold.comm.progress import Label
 from fivefold.schedules.overlap import COMPUTE, MESSAGE, WAIT, Span
 
 UNIT = "FSDP2 unit"
@@ -24,11 +26,11 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-class Label(Protocol):
-    """What names a message: its axis, and what it is for (`Axis`)."""
+class Handle:
+    """A `Work` out of a function that waits."""
 
-    name: str
-    purpose: str
+    def __init__(self, wait: Callable[[], object]):
+        self.wait = wait
 
 
 class _Watched:
@@ -57,21 +59,11 @@ class Watch:
         """Wraps what a started message is waited for by. A thread waits for it, too, and notes its end."""
         if work is None or not self.here:
             return work
-        return _Followed(self, work, self._note(axis, operation, began))
-
-    def waited(self, axis: Label, operation: str, began: float) -> None:
-        """Notes a message that has ended, and for which the rank has waited from its begin."""
-        if self.here:
-            number = self._note(axis, operation, began)
-            self.end(number)
-            self.wait(number, began)
-
-    def _note(self, axis: Label, operation: str, began: float) -> int:
         what = axis.purpose.removeprefix(f"{UNIT} ") or self.during
         self.spans.append(
             Span(axis.name, MESSAGE, f"{operation}, {what}" if what else operation, began, -1.0)
         )
-        return len(self.spans) - 1
+        return _Followed(self, work, len(self.spans) - 1)
 
     def end(self, number: int) -> None:
         """A message has ended."""

@@ -3,7 +3,9 @@
     with watching(ranks, hang_s=30, traces=out / "traces"):
         train()
 
-A thread of each rank posts once a second what the rank has begun and what it waits for (`progress.py`, `board.py`).
+A thread of each rank posts once a second what the rank has begun and what it waits for (`progress.py`): ranks that
+Fivefold started on this machine in files of the launch's private folder (`Files`), others, perhaps on several hosts, in
+the store in which they met (`Store`).
 When its rank has waited for as long as a message may take, it reads the others' posts and judges (`hang.py`). So does a
 rank that waits for nobody and gets nothing done, after twice the time: perhaps nobody waits, or all do without a word,
 in the launch of a kernel. The first rank with a verdict collects the stacks of all ranks of its machine, says it, and
@@ -18,7 +20,6 @@ another one is missing, leaves with 128 + signal.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import json
@@ -30,11 +31,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from fivefold.comm.board import Board, Files, Store
+import torch.distributed as dist
+
 from fivefold.comm.hang import STEPS, Judge, Post, Seen, Verdict, Wait
 from fivefold.comm.private import default_store
 from fivefold.comm.progress import in_group, progress
@@ -52,12 +56,115 @@ ANSWERED = 3  # times that posts may have been read since one asked for them
 ROUNDS = 10  # posts to a store in the time that a message may take
 STACKS_S = 0.5  # for other ranks to write their stacks
 LEAVE_S = 2.0  # for the rank with the verdict to write it
+MOST = 1 << 16  # bytes of a post
+HEAD = 8  # digits of its length
 _SIGNAL = (
     signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 )  # batch systems send the usual ones
 
 
-@contextlib.contextmanager
+class Files:
+    """A file per rank in a folder of this machine. Each post takes the place of the one before by one write.
+
+    every_s: seconds between posts. answers: grows when other ranks' posts have been read."""
+
+    def __init__(self, folder: Path, rank: int, every_s: float):
+        make_folder(folder, mode=0o700)
+        self.folder, self.every_s, self.answers = folder, every_s, 0
+        self._own = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT, 0o600)
+        self._others: dict[int, int] = {}
+
+    def post(self, said: str) -> None:
+        content = said.encode()[:MOST]
+        with suppress(OSError):  # a full disk
+            os.pwrite(self._own, b"%0*d" % (HEAD, len(content)) + content, 0)
+
+    def read(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """What was last posted, by rank."""
+        found = {}
+        for rank in ranks:
+            with suppress(OSError, ValueError):  # not there yet, or it was just being written
+                if rank not in self._others:
+                    self._others[rank] = os.open(self.folder / str(rank), os.O_RDONLY)
+                content = os.pread(self._others[rank], HEAD + MOST, 0)
+                found[rank] = json.loads(content[HEAD : HEAD + int(content[:HEAD])])
+        self.answers += 1
+        return found
+
+    def claim(self) -> bool:
+        """True for the first rank that calls it."""
+        with suppress(OSError):
+            os.close(os.open(self.folder / "claimed", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            return True
+        return False
+
+    def close(self) -> None:
+        for file in (self._own, *self._others.values()):
+            os.close(file)
+        self._others.clear()
+
+
+class Store:
+    """Keys of the store in which the ranks met. A thread of its own talks to it, because a store that cannot be reached
+    never answers. every_s: seconds between posts. It reads only what is asked
+    for: rank 0's post at first, everybody's when something hangs. The store keeps the posts of hosts that are lost."""
+
+    def __init__(self, store: dist.Store, rank: int, every_s: float):
+        self.store, self.rank, self.every_s, self.answers = store, rank, every_s, 0
+        self._said, self._wanted = "", set[int]()
+        self._found: dict[int, dict[str, Any]] = {}
+        self._over, self._claim = threading.Event(), threading.Event()
+        self._claimed: bool | None = None
+        self._hurry = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="posts of ranks", daemon=True)
+        self._thread.start()
+
+    def post(self, said: str) -> None:
+        self._said = said
+
+    def read(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """What was last posted, by rank: what an earlier call has asked for."""
+        self._wanted = set(ranks)
+        return dict(self._found)
+
+    def claim(self) -> bool:
+        """A store that does not answer within two seconds cannot say no."""
+        self._claim.set()
+        self._hurry.set()
+        self._over.wait(2)
+        return self._claimed is not False
+
+    def close(self) -> None:
+        self._over.set()
+        self._hurry.set()
+        self._thread.join(2)
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the store has ended: so does the run
+            store = dist.PrefixStore("ranks", self.store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+            store.set_timeout(timedelta(days=1))
+            while not self._over.is_set():
+                if self._said:
+                    store.set(str(self.rank), self._said)
+                if self._claim.is_set() and self._claimed is None:
+                    self._claimed = store.add("claimed", 1) == 1
+                    self._over.set()
+                wanted, self._wanted = self._wanted, set[int]()
+                there = [
+                    str(rank) for rank in sorted(wanted) if rank in self._found or store.check([str(rank)])
+                ]
+                if there:
+                    for rank, content in zip(there, store.multi_get(there), strict=True):
+                        with suppress(ValueError):
+                            self._found[int(rank)] = json.loads(content)
+                self.answers += 1
+                self._hurry.wait(self.every_s)
+
+
+Board = Files | Store
+
+
+@contextmanager
 def watching(ranks: Ranks, hang_s: float, traces: Path) -> Iterator[None]:
     """Watches this rank inside the block, which trains in the thread that calls it. hang_s: 0: it does not. traces: the
     folder for stacks."""
@@ -88,7 +195,7 @@ class Watchdog:
         self.ranks, self.hang_s, self.traces, self.board = ranks, hang_s, traces, board
         self.host, self.tick_s = machine_id().decode(), min(TICK_S, hang_s / TICKS)
         self.signal: int | None = None
-        self._beat, self._moved, self._still_s, self._signal_s = 0, -1, 0.0, 0.0
+        self._beat, self._moved, self._still_s = 0, -1, 0.0
         self._seen: dict[int, Seen] = {}
         self._answers, self._unanswered_s, self._asked_s = 0, 0.0, 0.0
         self._stack, self._stack_path = tempfile.mkstemp(prefix="fivefold-stack-")
@@ -132,7 +239,7 @@ class Watchdog:
     def _run(self) -> None:
         last = time.monotonic()
         while True:
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 rung = self._bell.recv(64)
                 if not rung:
                     return
@@ -232,7 +339,7 @@ class Watchdog:
             time.sleep(LEAVE_S)  # the other rank says it, and whoever started us ends us
             os._exit(code)
         text = found.text
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             text = f"{text}. Stacks of all ranks: {self._stacks(text)}"
         verdict.leave("hung", text)
         os._exit(code)
@@ -242,13 +349,13 @@ class Watchdog:
         posts = [seen.post for _, seen in sorted(self._seen.items()) if seen.post]
         here = [post for post in posts if post.host == self.host]
         for post in here:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.kill(post.pid, post.signal)
         time.sleep(STACKS_S)
         parts = [text]
         for post in posts:
             stack = ""
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 stack = Path(post.stack).read_text() if post in here else ""
             last = "".join(f"  {place}\n" for place in post.at)
             parts.append(

@@ -21,7 +21,7 @@ from fivefold.plan.time.cost import Cost, Setting, operation
 from fivefold.plan.time.time import Step
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import sharing_group
-from fivefold.sharding.syncs import syncs
+from fivefold.sharding.units import syncs
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fivefold.plan.memory import model_states
 from fivefold.plan.time import cost, pipeline, stage_costs, sync_costs, time
 from fivefold.plan.time.cost import Cost, Setting
 from fivefold.sharding.parts import stages_of
-from fivefold.sharding.syncs import scattered_once
+from fivefold.sharding.units import scattered_once
 
 FACTORS = tuple(2.0**k for k in range(-4, 5))
 """Sizes beside the recipe's own for which the planner is asked, too."""

@@ -135,7 +135,7 @@ def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]
 def _loss_messages(
     s: Sizes, program: Program, rows: float, whole: bool
 ) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
-    """Messages of the output layer in forward, in backward, and of the loss. This program (parallel/vocabulary.py)
+    """Messages of the output layer in forward, in backward, and of the loss. This program (parallel/tensor.py)
     makes the gradients in forward, so nothing is gathered twice. Under context parallelism the ranks count their
     targets together."""
     if program.loss != "chunks":

@@ -40,6 +40,7 @@ from fivefold.kernels.partial_attention import (
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Output
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.sequence import sent
 from fivefold.schedules.ring_attention import Turn, turns
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import ring_columns, token_spans
@@ -228,7 +229,7 @@ class Ulysses(AttentionCore):
         out = qkv_attention(
             whole, self.heads // c, self.kv_heads // c, None, None, self.causal, self.recompute, documents
         )
-        return _WholeHeads.apply(out, self.axis)
+        return _whole_heads(out, self.axis)
 
 
 class _WholeSequence(Function):
@@ -264,19 +265,15 @@ class _WholeSequence(Function):
         return split_heads_backward(dq, torch.stack((dk, dv)), cos, sin), *[None] * 5
 
 
-class _WholeHeads(Function):
+def _whole_heads(x: Tensor, axis: Axis) -> Tensor:
     """This rank's heads of all tokens (B, T, H/c d) -> all heads of this rank's tokens (B, t, H d)."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        arrived = axis.run(
-            HEADS, x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
-        )  # (c, B, t, H/c d)
-        return arrived.permute(1, 2, 0, 3).flatten(2)
+    def forward(x: Tensor) -> Tensor:
+        leaving = x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()  # (c, B, t, H/c d)
+        return axis.run(HEADS, leaving).permute(1, 2, 0, 3).flatten(2)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        leaving = grads[0].unflatten(2, (ctx.axis.size, -1)).permute(2, 0, 1, 3).contiguous()
-        return ctx.axis.run(HEADS, leaving, backward=True).transpose(0, 1).flatten(1, 2), None
+    def backward(dx: Tensor) -> Tensor:
+        leaving = dx.unflatten(2, (axis.size, -1)).permute(2, 0, 1, 3).contiguous()
+        return axis.run(HEADS, leaving, backward=True).transpose(0, 1).flatten(1, 2)
+
+    return sent(forward, backward, x)

@@ -1,32 +1,53 @@
 """Data parallelism (DDP): every rank has the whole model and a share of the batch; gradients are summed.
 
-The sum runs in buckets (sharding/shares.py), slices of the flat gradient buffer (parallel/flat.py). In the last
-backward of a step each bucket starts once its gradients are there, so communication overlaps with the rest of backward
-(Li et al., arXiv 2006.15704). Earlier microbatches communicate nothing. `layout.compress` sums buckets with fewer bytes
-(comm/compress).
+Master weights, working weights and gradient sums each lie in one flat buffer. The optimizer updates the masters, and a
+checkpoint holds them. The module computes with working weights: the masters themselves, or a copy of them in another
+dtype (refreshed once per step, so forward casts nothing). Gradients are summed over microbatches in the masters' dtype,
+fp32 in most modes (`precision`): a hook adds each parameter's gradient to the flat buffer as soon as backward has it,
+and frees it.
+
+The order of the buffers is roughly the order in which backward finishes. A bucket (sharding/shares.py) is a slice of
+the gradient buffer. In the last backward of a step each bucket is summed over the ranks once its gradients are there,
+so communication overlaps with the rest of backward (Li et al., arXiv 2006.15704). Earlier microbatches communicate
+nothing. `layout.compress` sums buckets with fewer bytes (comm/compress).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fivefold.comm import Started, Summation
-from fivefold.comm.compress import CompressedSum, compressed_sum
-from fivefold.comm.compress.base import Messages
-from fivefold.parallel.flat import Weights
+from fivefold.comm.compress import CompressedSum, Messages, compressed_sum
+from fivefold.kernels.elementwise import add_gradient
 from fivefold.parallel.replica import Replica
 from fivefold.schedules.compression import Compressor
 from fivefold.sharding.parts import Part
 from fivefold.sharding.shares import buckets
+from fivefold.sharding.units import buffer_order
+
+
+def allocate(params: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    """The flat buffer of masters for parameters in the module's order, in their dtype, and its views by name. It is
+    made before the module has memory, and initial values are written into the views: start-up never holds the weights
+    twice."""
+    (dtype,) = {p.dtype for p in params.values()}
+    flat = torch.empty(sum(p.numel() for p in params.values()), dtype=dtype, device=device)
+    return flat, views(flat, dict(buffer_order(list(params.items()))))
+
+
+def views(flat: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts of a flat buffer in the shapes of `params`, one after the other."""
+    parts = flat.split([p.numel() for p in params.values()])
+    return {name: part.view(p.shape) for (name, p), part in zip(params.items(), parts, strict=True)}
 
 
 class Sum(Protocol):
-    """What takes the gradients of `Weights` to other ranks, from `enable_sync` to `wait`."""
+    """What takes the gradients of a replica to other ranks, from `enable_sync` to `wait`."""
 
     compressed: Sequence[CompressedSum]
 
@@ -36,8 +57,13 @@ class Sum(Protocol):
 
 
 class DataParallel(Replica):
-    """ZeRO stage 0. Every rank has masters, gradients and optimizer states of `params`. Gradients are summed by `sums`,
-    in dtype `reduce`; or a worker's `sum` pushes them to parameter servers."""
+    """ZeRO stage 0. Every rank has masters, gradients and optimizer states of `params` (by name, in the module's order,
+    on their device in the masters' dtype). Gradients are summed by `sums`, in dtype `reduce`; or a worker's `sum`
+    pushes them to parameter servers.
+
+    names, params, offsets: in the order of the flat buffers. on_gradient: called with a parameter's index after its
+    gradient of this backward has been added.
+    """
 
     def __init__(
         self,
@@ -52,40 +78,95 @@ class DataParallel(Replica):
         masters: dict[str, Tensor] | None = None,
         device: torch.device | None = None,
     ):
-        """flat_master, masters, device: see `Weights`. compressor: see `GradientSum`. bucket_bytes: see `buckets`."""
+        """flat_master: the buffer that `allocate` made for the parameters and that they are views of. None: they have
+        memory of their own, as in a user's module, and are copied. masters: they lie elsewhere, in host memory or on
+        disk, and do not compute (parallel/offload); device: of the weights that do. compressor: see `GradientSum`.
+        bucket_bytes: see `buckets`."""
         self.parts = {name: parts[name] for name in params}
-        self.weights = Weights(params, compute_dtype, flat_master, masters, device)
-        self.sum: Sum = GradientSum(self.weights, sums, reduce, bucket_bytes, compressor)
-        self.masters, self.gradients = self.weights.master, self.weights.grads
-        separate = self.weights.flat_working is not self.weights.flat_master
-        self.working = self.weights.working if separate else None
+        self.names, self.params = buffer_order(list(params)), buffer_order(list(params.values()))
+        (dtype,) = {p.dtype for p in self.params}
+        self.offsets = [0]
+        for p in self.params:
+            self.offsets.append(self.offsets[-1] + p.numel())
+        device = device or self.params[0].device
+        by_name = dict(zip(self.names, self.params, strict=True))
+        self.flat_grads = torch.zeros(self.offsets[-1], dtype=dtype, device=device)
+        if masters is None:
+            if flat_master is None:
+                flat_master = torch.cat([p.detach().reshape(-1) for p in self.params])
+            assert flat_master.shape == (self.offsets[-1],), "another set of parameters"
+            masters = views(flat_master, by_name)
+        self.flat_master, self.masters, self.gradients = flat_master, masters, views(self.flat_grads, by_name)
+        if flat_master is None or compute_dtype != dtype:
+            self.flat_working = torch.empty(self.offsets[-1], dtype=compute_dtype, device=device)
+            self.working = views(self.flat_working, by_name)
+        else:
+            self.flat_working = flat_master
+        for name, p in by_name.items():
+            p.data = (self.working or masters)[name]
+        self.on_gradient: Callable[[int], None] = lambda index: None
+        self._seen: Callable[[int, Tensor], None] | None = None
+        self._fresh = [True] * len(self.params)  # no gradient yet in this step
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._adder(i)) for i, p in enumerate(self.params)
+        ]
+        self.refresh()
+        self.sum: Sum = GradientSum(self, sums, reduce, bucket_bytes, compressor)
         self.compressed = self.sum.compressed
+
+    def _adder(self, index: int) -> Callable[[Tensor], None]:
+        start, end = self.offsets[index], self.offsets[index + 1]
+
+        def add(p: Tensor) -> None:
+            if p.grad is None:  # this backward defers it (parallel/deferred.py)
+                return
+            if self._seen is not None:
+                self._seen(index, p.grad)
+            add_gradient(self.flat_grads[start:end], p.grad, self._fresh[index])
+            self._fresh[index] = False
+            p.grad = None
+            self.on_gradient(index)
+
+        return add
 
     def only_working(self) -> None:
         """Forgets the masters: others have them, and this rank only computes."""
-        self.weights.forget_masters()
-        self.masters = self.weights.master
+        self.flat_master, self.masters, self.working = self.flat_working, self.working or self.masters, None
 
     def start_step(self) -> None:
-        self.weights.start_step()
+        """Forgets the gradients of the last step: the next ones overwrite them."""
+        self._fresh = [True] * len(self.params)
 
     def enable_sync(self) -> None:
         self.sum.enable_sync()
 
     def collect(self) -> None:
-        self.weights.collect()
+        for index, p in enumerate(self.params):
+            if p.grad is not None:
+                self._adder(index)(p)
 
     def finish(self) -> None:
+        """Zeroes the gradients that no backward of this step has set, which still hold the last step's values, and
+        waits for the sum."""
+        for index, fresh in enumerate(self._fresh):
+            if fresh:
+                self.flat_grads[self.offsets[index] : self.offsets[index + 1]].zero_()
         self.sum.wait()
 
     def refresh(self) -> None:
-        self.weights.refresh()
+        if self.flat_master is None:
+            for name, working in (self.working or {}).items():
+                working.copy_(self.masters[name])
+        elif self.working is not None:
+            self.flat_working.copy_(self.flat_master)
 
     def close(self) -> None:
-        self.weights.close()
+        """Takes the hooks off the module, which then keeps its working weights."""
+        for hook in self._hooks:
+            hook.remove()
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
-        if self.weights.flat_working.dtype == torch.bfloat16:
+        if self.flat_working.dtype == torch.bfloat16:
             self.updater.working = self.working
         self.updater.step(self.gradients, lr, scale, skip)
         if not (self.updater.streamed or self.updater.written):
@@ -94,19 +175,18 @@ class DataParallel(Replica):
     def kept(self) -> dict[str, list[Tensor]]:
         """The working weights, what compression keeps, and the scratch of sums; see `Replica.kept`."""
         return {
-            "params": [self.weights.flat_working],
+            "params": [self.flat_working],
             "gradients": list(self.unsent().values()),
             "buffers": self.sum.kept(),
         }
 
     def errors(self) -> dict[str, float]:
-        found = [error for one in self.compressed for error in one.errors()]
-        return dict(zip(self.weights.names, found, strict=True)) if found else {}
+        errors = [error for one in self.compressed for error in one.errors()]
+        return dict(zip(self.names, errors, strict=True)) if errors else {}
 
     def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
         """Calls `seen` with the gradient of each of these parameters in every microbatch."""
-        of = self.weights.names
-        self.weights.seen = lambda index, gradient: seen(gradient) if of[index] in names else None
+        self._seen = lambda index, gradient: seen(gradient) if self.names[index] in names else None
 
 
 class Bucket:
@@ -119,7 +199,7 @@ class Bucket:
 
 
 class GradientSum:
-    """Sums the gradients of `weights` over the ranks of an axis, by buckets, in dtype `reduce`.
+    """Sums the gradients of a replica over the ranks of an axis, by buckets, in dtype `reduce`.
 
     Use: `enable_sync()` before the last backward of a step, `wait()` after it. With one rank both do nothing.
 
@@ -128,16 +208,16 @@ class GradientSum:
 
     def __init__(
         self,
-        weights: Weights,
+        replica: DataParallel,
         sums: Summation,
         reduce: torch.dtype = torch.float32,
         bucket_bytes: float = math.inf,
         compressor: Compressor | None = None,
     ):
-        self.weights, self.sums, self.axis, self.reduce = weights, sums, sums.axis, reduce
-        shapes = [tuple(p.shape) for p in weights.params]
-        some = buckets([p.numel() for p in weights.params], bucket_bytes)
-        self.buckets = [Bucket(indices, weights.offsets) for indices in some]
+        self.flat, self.sums, self.axis, self.reduce = replica.flat_grads, sums, sums.axis, reduce
+        shapes = [tuple(p.shape) for p in replica.params]
+        some = buckets([p.numel() for p in replica.params], bucket_bytes)
+        self.buckets = [Bucket(indices, replica.offsets) for indices in some]
         self.compressed: Sequence[CompressedSum] = ()
         if compressor is not None and self.axis.size > 1:
             self.compressed = [
@@ -155,7 +235,7 @@ class GradientSum:
         self._bucket_of = [bucket for bucket in self.buckets for _ in bucket.indices]
         self._started: list[tuple[Messages, Started]] = []
         self._syncing = False
-        weights.on_gradient = self._gradient_ready
+        replica.on_gradient = self._gradient_ready
 
     def enable_sync(self) -> None:
         """Marks the next backward as the last of the step: buckets are sent as they become ready."""
@@ -166,7 +246,6 @@ class GradientSum:
 
     def wait(self) -> None:
         """Waits until every bucket is summed. Buckets with parameters that got no gradient are sent now."""
-        self.weights.finish_gradients()
         if not self._syncing:
             return
         while len(self._started) < len(self.buckets):
@@ -195,7 +274,7 @@ class GradientSum:
     def _start(self) -> None:
         number = len(self._started)
         bucket = self.buckets[number]
-        part = self.weights.flat_grads[bucket.start : bucket.end]
+        part = self.flat[bucket.start : bucket.end]
         messages = self.compressed[number].sum(part) if self.compressed else self._sum(part, number)
         self._started.append((messages, next(messages)))
 

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from fivefold.kernels import matmul
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.layers import Linear
+from fivefold.parallel.sequence import TensorAxis
 
 WeightGradient = partial[None]
 """`_add_weight_gradient` with its tensors (weight, dy, x)."""
@@ -65,11 +66,16 @@ def attach(stage: nn.Module, deferred: Deferred) -> None:
 def _linear(module: Linear, deferred: Deferred, input: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return matmul.linear(input, module.weight, module.bias, module.rounded)
-    return _Linear.apply(input, module.weight, module.bias, deferred, module.rounded)
+    return LinearFunction.apply(input, module.weight, module.bias, deferred, module.rounded)
 
 
-class _Linear(Function):
-    """x (..., D), weight (F, D), bias (F) or None -> (..., F)."""
+class LinearFunction(Function):
+    """x (..., D), weight (F, D), bias (F) or None -> (..., F).
+
+    enters, leaves: the axis of a column-parallel or of a row-parallel layer (parallel/tensor.py). A column-parallel one
+    makes x whole before the matmul, a row-parallel one sums the results behind it. x is kept whole; or with `regather`
+    as a piece, which backward gathers while dx is computed.
+    """
 
     @staticmethod
     def forward(
@@ -77,21 +83,37 @@ class _Linear(Function):
         x: Tensor,
         weight: nn.Parameter,
         bias: Tensor | None,
-        deferred: Deferred,
+        deferred: Deferred | None,
         rounded: RoundedMatmuls | None,
+        enters: TensorAxis | None = None,
+        leaves: TensorAxis | None = None,
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        whole = enters.start_whole(x)() if enters else x
+        ctx.save_for_backward(x if enters and enters.regather else whole)
         ctx.weight = weight  # not saved: under recomputation a saved weight would come back as a copy
         ctx.deferred, ctx.has_bias, ctx.rounded = deferred, bias is not None, rounded
-        return matmul.linear(x, weight, bias, rounded)
+        ctx.enters, ctx.leaves = enters, leaves
+        if leaves is None:
+            return matmul.linear(whole, weight, bias, rounded)
+        y = leaves.start_sum(matmul.linear(whole, weight, None, rounded))()
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        (x,), weight, dy = ctx.saved_tensors, ctx.weight, grads[0]
+        (x,), weight, enters, leaves, dpiece = ctx.saved_tensors, ctx.weight, ctx.enters, ctx.leaves, grads[0]
+        if enters or leaves:
+            dpiece = dpiece.contiguous()
+        dy = leaves.start_whole(dpiece)() if leaves else dpiece
+        whole = enters.start_again(x) if enters else lambda: x
+        needed = enters or ctx.needs_input_grad[0]  # other ranks expect a message
+        dx = matmul.input_gradient(dy, weight, ctx.rounded) if needed else None
+        x = whole()
+        # the sum overlaps with the gradients that need no communication
+        total = enters.start_sum(dx) if enters and dx is not None else lambda: dx
         dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
-        dx = matmul.input_gradient(dy, weight, ctx.rounded) if ctx.needs_input_grad[0] else None
-        return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None, None
+        dbias = dpiece.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return total(), dweight, dbias, *[None] * 4
 
 
 def weight_gradient(

@@ -13,13 +13,14 @@ chunks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
+from threading import Semaphore
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from fivefold.comm import Axis, Started
 from fivefold.models.base import LanguageModel
@@ -27,7 +28,7 @@ from fivefold.models.card import card_of
 from fivefold.models.mixture import Exchange, Mixture, Total
 from fivefold.models.section import ModelSection
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.ring_steps import Turns
+from fivefold.parallel.sequence import sent
 from fivefold.sharding.parts import Part, local_shape
 from fivefold.sharding.regions import COUNTS, ROWS, Collective, loads
 
@@ -90,12 +91,13 @@ class AllToAll(Exchange):
             self.turns.give_way()
         theirs_GCe = started()
         rows_2CG = torch.stack([mine_GCe.sum(2).t(), theirs_GCe.sum(2).t()])
-        sent, received = self.splits(rows_2CG, len(rows_MD))
-        there = [Transfer(self.axis, *rows, self.turns) for rows in zip(received, sent, strict=True)]
-        back = [Transfer(self.axis, *rows, self.turns) for rows in zip(sent, received, strict=True)]
-        leaving, arriving = _Leave.apply(rows_MD, there), []
+        given, taken = self.splits(rows_2CG, len(rows_MD))
+        there = [Transfer(self.axis, *rows, self.turns) for rows in zip(taken, given, strict=True)]
+        back = [Transfer(self.axis, *rows, self.turns) for rows in zip(given, taken, strict=True)]
+        leaving = sent(partial(_start_all, there), lambda *_: _wait_for_all(there), rows_MD)
+        arriving = []
         for one, home, chosen_Ge, token in zip(there, back, theirs_GCe.unbind(1), leaving, strict=True):
-            rows_RD = _Receive.apply(token, one)
+            rows_RD = sent(one.wait, partial(one.start, backward=True), token)
             # The rows arrive sorted by source, then expert. Experts need them sorted by expert, then source.
             experts = torch.arange(chosen_Ge.shape[1], device=rows_MD.device).repeat(len(chosen_Ge))
             order = experts.repeat_interleave(chosen_Ge.flatten(), output_size=len(rows_RD)).argsort(
@@ -103,13 +105,74 @@ class AllToAll(Exchange):
             )
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(len(order), device=order.device)
-            results_RD = compute(_Permute.apply(rows_RD, order, inverse), chosen_Ge.sum(0))
-            arriving.append(_Return.apply(_Permute.apply(results_RD, inverse, order), home))
-        return _Join.apply(back, *arriving)
+            results_RD = compute(_permuted(rows_RD, order, inverse), chosen_Ge.sum(0))
+            arriving.append(sent(home.start, home.wait, _permuted(results_RD, inverse, order)))
+        return sent(lambda *_: _wait_for_all(back), partial(_start_all, back, backward=True), *arriving)
 
     def splits(self, rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
         """Rows to send to each rank in each chunk (`rows` in all), and rows to receive from each."""
         return rows_2CG.tolist()
+
+
+class Turns:
+    """Two computations that take turns: a forward and a backward of a pair (`Schedule.pairs`). `both` runs them, and
+    `give_way` hands over within them; outside of `both` it does nothing. start: called first on the second's thread.
+
+    Each has a thread, and only one of them runs at a time. It gives way where it would wait for experts' rows, whether
+    or not they have arrived. So the order of all messages depends on the program alone, and is the same on all ranks.
+    """
+
+    def __init__(self, start: Callable[[], object] = lambda: None):
+        self._start, self._thread = start, ThreadPoolExecutor(1, "turns")
+        self._running: int | None = None  # None: not within `both`, or one has ended
+        self._error: BaseException | None = None  # the first one
+        self._seconds, self._since = [0.0, 0.0], 0.0
+
+    def both(self, first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+        """Runs both, the first one up to its first message first. Returns the seconds that each had its turn. An error
+        of either ends both."""
+        self._running, self._seconds, self._since = 0, [0.0, 0.0], time.perf_counter()
+        self._gates = Semaphore(0), Semaphore(0)
+        other = self._thread.submit(self._run, 1, second)
+        self._run(0, first)
+        other.result()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._seconds[0], self._seconds[1]
+
+    def give_way(self) -> None:
+        """Lets the other computation run until it gives way or ends. Raises CancelledError if it fails."""
+        me = self._running
+        if me is not None:
+            self._hand_over(me)
+            self._gates[me].acquire()
+        if self._error is not None:
+            raise CancelledError
+
+    def _run(self, me: int, compute: Callable[[], object]) -> None:
+        try:
+            if me == 1:
+                self._gates[1].acquire()
+                self._start()
+            if self._error is None:
+                compute()
+        except BaseException as error:  # the other one would wait for ranks that wait for this rank
+            self._error = self._error or error
+        self._count(me)
+        if self._running is not None:  # the other one has not ended
+            self._running = None
+            self._gates[1 - me].release()
+
+    def _hand_over(self, me: int) -> None:
+        self._count(me)
+        self._running = 1 - me
+        self._gates[1 - me].release()
+
+    def _count(self, me: int) -> None:
+        now = time.perf_counter()
+        self._seconds[me] += now - self._since
+        self._since = now
 
 
 class Transfer:
@@ -120,11 +183,13 @@ class Transfer:
         self.axis, self.taken, self.given, self.turns = axis, taken, given, turns
         self.started: Started | None = None
 
-    def start(self, rows: Tensor, backward: bool = False) -> None:
+    def start(self, rows: Tensor, backward: bool = False) -> Tensor:
+        """Starts it, and returns a token."""
         ways = (self.given, self.taken) if backward else (self.taken, self.given)
         self.started = self.axis.start(ROWS, rows.contiguous(), *ways, backward=backward)
+        return rows.new_empty(0)
 
-    def wait(self) -> Tensor:
+    def wait(self, token: Tensor | None = None) -> Tensor:
         started, self.started = self.started, None
         assert started is not None, "waited for before"
         if self.turns:
@@ -132,92 +197,22 @@ class Transfer:
         return started()
 
 
-def _start_all(transfers: Sequence[Transfer], rows: Tensor, backward: bool) -> None:
-    """Starts the transfers of the rows, in order; in backward those of the last rows first."""
+def _start_all(transfers: Sequence[Transfer], rows: Tensor, backward: bool = False) -> tuple[Tensor, ...]:
+    """Starts the transfers of the rows, in order; in backward those of the last rows first. Returns a token for
+    each."""
     each = [sum(one.taken if backward else one.given) for one in transfers]
     pairs = list(zip(transfers, rows.split(each), strict=True))
-    for one, some in reversed(pairs) if backward else pairs:
-        one.start(some, backward=backward)
+    return tuple(one.start(part, backward) for one, part in (reversed(pairs) if backward else pairs))
 
 
 def _wait_for_all(transfers: Sequence[Transfer]) -> Tensor:
     """The rows of all transfers, in their order."""
-    found = [one.wait() for one in transfers]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    arrived = [one.wait() for one in transfers]
+    return arrived[0] if len(arrived) == 1 else torch.cat(arrived)
 
 
-class _Leave(Function):
-    """Starts the transfer of each chunk's rows: (M, D) -> a token for each."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, transfers: list[Transfer]) -> tuple[Tensor, ...]:
-        ctx.transfers = transfers
-        _start_all(transfers, rows, backward=False)
-        return tuple(rows.new_empty(0) for _ in transfers)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        return _wait_for_all(ctx.transfers), None
-
-
-class _Receive(Function):
-    """Waits for the rows of a chunk: token -> (R, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
-        return transfer.wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        ctx.transfer.start(grads[0], backward=True)
-        return grads[0].new_empty(0), None
-
-
-class _Return(Function):
-    """Starts the transfer of a chunk's results: (R, D) -> token."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer = transfer
-        transfer.start(rows)
-        return rows.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        return ctx.transfer.wait(), None
-
-
-class _Join(Function):
-    """Waits for the results of all chunks: tokens -> (M, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, transfers: list[Transfer], *tokens: Tensor) -> Tensor:
-        ctx.transfers = transfers
-        return _wait_for_all(transfers)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        _start_all(ctx.transfers, grads[0], backward=True)
-        return None, *(grads[0].new_empty(0) for _ in ctx.transfers)
-
-
-class _Permute(Function):
-    """Reorders rows. back: the inverse permutation."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.back = back
-        return rows.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        return grads[0].index_select(0, ctx.back), None, None
+def _permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    return sent(lambda x: x.index_select(0, order), lambda dx: dx.index_select(0, inverse), rows)
 
 
 class Balance:

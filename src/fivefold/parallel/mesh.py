@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.comm import Axis, Summation
+from fivefold.comm.execute import agreed
 from fivefold.comm.progress import progress
-from fivefold.comm.sum import agreed
 from fivefold.errors import UserError
 from fivefold.host.tables import best_all_reduce
 from fivefold.launch.ranks import Ranks
@@ -61,7 +61,9 @@ class Mesh:
         together = sites > 1 and not self.apart
         every = counterparts(self.layout, sites)
         # Before the others, of which ranks may make different numbers: see `axis_between`.
-        alone = axes_between("sites", every, ranks) if together and overlap else None
+        alone = None
+        for members in every if together and overlap else ():
+            alone = axis_between("sites", members, ranks, apart=True, everywhere=True) or alone
         for name in groups(self.layout):
             members = [first + own for own in group_of(self.layout, name, self.rank)]
             add(name, members, index_in(self.layout, name, self.rank))
@@ -84,8 +86,7 @@ class Mesh:
         return self._axes[name]
 
     def new_axis(self, name: str, members: Sequence[int], apart: bool = False) -> Axis:
-        """An axis between any ranks, this one included. All of them make it at the same time, and have made the same
-        number of axes before. apart: with a process group of its own, even for all ranks."""
+        """This rank's axis between any ranks: see `axis_between`."""
         axis = axis_between(name, members, self._ranks, apart)
         assert axis is not None, f"rank {self._ranks.rank} is not in {members}"
         return axis
@@ -134,22 +135,14 @@ class Mesh:
 def axis_between(
     name: str, members: Sequence[int], ranks: Ranks, apart: bool = False, everywhere: bool = False
 ) -> Axis | None:
-    """An axis between any ranks: see `Mesh.new_axis`. everywhere: all ranks of the launch call it, and those that are
-    no members get None. They must do so before anything else makes groups: torch names a group by the number of groups
-    that a rank has made, and later ranks may have made different numbers (torch 2.15 counts all of them)."""
+    """An axis between any ranks. All of them make it at the same time, and have made the same number of axes before.
+    apart: with a process group of its own, even for all ranks. everywhere: all ranks of the launch call it, and those
+    that are no members get None. They must do so before anything else makes groups: torch names a group by the number
+    of groups that a rank has made, and later ranks may have made different numbers (torch 2.15 counts all of them)."""
     group = _new_group(members, ranks, apart, everywhere)
     if ranks.rank not in members:
         return None
     return Axis(name, members, members.index(ranks.rank), ranks.device, group, ranks.timeout_s)
-
-
-def axes_between(name: str, every: Sequence[Sequence[int]], ranks: Ranks) -> Axis:
-    """This rank's of the axes between these ranks, which are all of the launch, with groups of their own. All ranks
-    call it before anything else makes groups."""
-    [own] = filter(
-        None, [axis_between(name, members, ranks, apart=True, everywhere=True) for members in every]
-    )
-    return own
 
 
 def _new_group(

@@ -1,14 +1,15 @@
 """Builds the part of a recipe's model that one rank computes. The order is fixed here, and only here:
 
 1. cut the model into pipeline stages and keep this rank's (on "meta": no memory yet);
-2. choose the layers that round factors;
+2. choose the layers that round the factors of their matmuls;
 3. shard experts, tensors and the sequence: parameters become this rank's parts, with collectives between them;
-4. recompute activations; 5. compile; 6. shard states and sum gradients over the data axes.
+4. recompute activations; 5. compile;
+6. give memory and initial weights, shard states and sum gradients over the data axes: the replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,28 +17,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.kernels.rounded import RoundedMatmuls, rounded_matmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import Card, card_of
 from fivefold.models.custom import CustomModel
-from fivefold.models.init import build
+from fivefold.models.init import build, init_part
+from fivefold.models.layers import Linear
+from fivefold.models.mixture import Experts
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
-from fivefold.parallel import context, expert, matmuls, recompute, tensor
+from fivefold.parallel import context, expert, recompute, tensor
+from fivefold.parallel.data import DataParallel, allocate
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload.activations import Activations, Parts
 from fivefold.parallel.offload.disk import Disk, folder_of
+from fivefold.parallel.offload.pages import Paged
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.parallel.replica import Replica, stop_gradients
-from fivefold.parallel.replica_builder import ReplicaBuilder
+from fivefold.parallel.replica import Frozen, Replica
+from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
+from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import TIED, Part, held, stage_blocks, stage_parameters, stages_of, tensor_sums
-from fivefold.sharding.tiers import OFFLOADS, partitions
-from fivefold.sharding.units import Keeping, keepings
+from fivefold.sharding.tiers import OFFLOADS, Tiers, partitions, tiers
+from fivefold.sharding.units import FlatBuffer, Keeping, keepings, syncs
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from fivefold.parallel.unit_messages import UnitMessages
+
+
+Layer = Linear | tensor.CutLinear | Experts
 
 
 @dataclass
@@ -121,55 +131,81 @@ def parallelize(
     )
     stages = list(numbered.values())
     table = held(card, layout, mesh.rank)
-    found = Parallel(list(stages), [], computes=compute_dtype)
+    parallel = Parallel(list(stages), [], computes=compute_dtype)
     if not OFFLOADS[layout.offload].stays:
-        found.disk = Disk(folder_of(layout.offload_dir))
+        parallel.disk = Disk(folder_of(layout.offload_dir))
     for stage in stages if own is None else ():
-        matmuls.apply(stage, recipe)
-    _divide(found, recipe, mesh, card, table)
+        round_matmuls(stage, recipe)
+    _divide(parallel, recipe, mesh, card, table)
     if mesh.size("pp") > 1:
         again = set(modes) != {"none"} and model.dropout > 0
-        found.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
+        parallel.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
     for stage in stages:
-        recompute.apply(stage, modes, mesh.device.type == "cuda", found.saving_inputs, card.stack)
-    stop_gradients(stages, card.frozen)
-    if mesh.device.type == "cuda" and not (found.pipeline and found.pipeline.splits_backward):
+        recompute.apply(stage, modes, mesh.device.type == "cuda", parallel.saving_inputs, card.stack)
+        for name, parameter in stage.named_parameters():
+            if name in card.frozen:  # before anything is built around it
+                parameter.requires_grad_(False)
+    if mesh.device.type == "cuda" and not (parallel.pipeline and parallel.pipeline.splits_backward):
         _compile_blocks(stages, card.stack)
     for parameter in (p for stage in stages for p in stage.parameters()):
         parameter.data = parameter.data.to(masters)
     kept = keepings(card, layout, list(numbered))
     units = _shard(numbered, kept, mesh, compute_dtype, reduce)
-    build = ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, found.disk, filled=own is not None)
+    builder = _ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, parallel, filled=own is not None)
     with memory or nullcontext():
-        of_stage = build.replicas(numbered, kept, units)
-    found.replicas += build.made  # the list that `reductions` know
-    found.offloads = build.offloads
-    found.activations = _activations(stages, mesh, found.disk)
-    if found.pipeline is not None:
-        found.pipeline.replicas = of_stage
+        of_stage = builder.replicas(numbered, kept, units)
+    parallel.activations = _activations(stages, mesh, parallel.disk)
+    if parallel.pipeline is not None:
+        parallel.pipeline.replicas = of_stage
         if card.tied and TIED not in card.frozen:
-            found.reductions += sum_tied(found.replicas, mesh, found.pipeline.rank_of)
-    return found
+            parallel.reductions += sum_tied(parallel.replicas, mesh, parallel.pipeline.rank_of)
+    return parallel
 
 
 def _divide(
-    found: Parallel, recipe: Recipe, mesh: Mesh, card: Card | CustomModel, table: dict[str, Part]
+    parallel: Parallel, recipe: Recipe, mesh: Mesh, card: Card | CustomModel, table: dict[str, Part]
 ) -> None:
     """Divides experts, tensors and sequences: parameters become this rank's parts, with messages between them."""
     layout, model = mesh.layout, recipe.model
-    stages: list[Any] = found.stages  # plain modules, or parts of a recipe's model
+    stages: list[Any] = parallel.stages  # plain modules, or parts of a recipe's model
     if card.has_experts:
-        found.balance = expert.Balance(stages, mesh, model)
+        parallel.balance = expert.Balance(stages, mesh, model)
         for stage in stages:
             expert.apply(stage, mesh, table)
     if mesh.size("tp") > 1:
         partial = [name for stage in stages for name in tensor.apply(stage, mesh, card)]
         messages = tensor_sums(card, layout, partial)
-        found.reductions.append(tensor.sum_gradients(found.replicas, messages, mesh))
+        parallel.reductions.append(tensor.sum_gradients(parallel.replicas, messages, mesh))
     if mesh.size("cp") > 1:
-        found.positions = context.positions(model.seq_len, mesh)
+        parallel.positions = context.positions(model.seq_len, mesh)
         for stage in stages:
             context.apply(stage, mesh)
+
+
+def rounding(recipe: Recipe) -> RoundedMatmuls | None:
+    """How the layers multiply, if the recipe's mode rounds the factors of matmuls. `auto` never does."""
+    mode = PRECISIONS.get(recipe.precision.mode)
+    return None if mode is None else rounded_matmuls(mode, recipe.precision)
+
+
+def round_matmuls(stage: nn.Module, recipe: Recipe) -> None:
+    """Lets the linear layers and experts of a stage's blocks multiply as the recipe's mode says. Embedding, output
+    layer, norms, routers and attention's own matmuls stay in the working dtype, and so do the blocks that the recipe
+    excepts."""
+    how, precision = rounding(recipe), recipe.precision
+    if how is None:
+        return
+    blocks = range(precision.fp8_skip_first, recipe.model.layers - precision.fp8_skip_last)
+    for name, module in stage.named_modules():
+        if name.startswith("blocks.") and int(name.split(".")[1]) in blocks and isinstance(module, Layer):
+            module.rounded = how
+
+
+def rounded_layers(stage: nn.Module) -> Iterator[tuple[str, Layer]]:
+    """The layers of a stage that round factors, with their names."""
+    for name, module in stage.named_modules():
+        if isinstance(module, Layer) and module.rounded is not None:
+            yield name, module
 
 
 def _compile_blocks(stages: Sequence[nn.Module], stack: str) -> None:
@@ -200,12 +236,12 @@ def _shard(
         return {}
     from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
 
-    found: dict[int, list[UnitMessages]] = {}
+    messages: dict[int, list[UnitMessages]] = {}
     for keeping in kept:
         for number in keeping.stages:
             units = [unit for unit in keeping.units if unit.stage == number]
-            found[number] = zero.shard(numbered[number], units, mesh, compute_dtype, reduce)
-    return found
+            messages[number] = zero.shard(numbered[number], units, mesh, compute_dtype, reduce)
+    return messages
 
 
 def _activations(stages: Sequence[nn.Module], mesh: Mesh, disk: Disk | None) -> Activations | Parts | None:
@@ -223,14 +259,14 @@ def split(model: ModelSection, layout: Layout, pp_index: int) -> dict[int, Langu
     model}. Parameters keep their names."""
     card = card_of(model)
     names = stage_parameters(card, stage_blocks(card, layout))
-    found = {}
+    stages = {}
     for stage in stages_of(layout, pp_index):
         module = build(model, device="meta")
         assert isinstance(module, LanguageModel)
         keep(module, set(names[stage]))
         module.first, module.last = stage == 0, stage == len(names) - 1
-        found[stage] = module
-    return found
+        stages[stage] = module
+    return stages
 
 
 def keep(module: LanguageModel, names: set[str]) -> None:
@@ -268,3 +304,114 @@ def sum_tied(replicas: Sequence[Replica], mesh: Mesh, rank_of: Sequence[int]) ->
                 gradient.add_(theirs.to(gradient.device))
 
     return [reduction]
+
+
+@dataclass
+class _ReplicaBuilder:
+    """Makes a rank's replicas: its stages on "meta" get memory and initial weights, and something that sums their
+    gradients and updates them. into: gets them. filled: parameters have memory and values already."""
+
+    recipe: Recipe
+    mesh: Mesh
+    table: dict[str, Part]
+    compute_dtype: torch.dtype
+    reduce: torch.dtype
+    into: Parallel
+    filled: bool
+
+    def replicas(
+        self, numbered: dict[int, Any], kept: Sequence[Keeping], messages: dict[int, list[UnitMessages]]
+    ) -> dict[int, list[Replica]]:
+        """The replicas of each stage, by its number. messages: of the stages' units."""
+        of_stage: dict[int, list[Replica]] = {}
+        if not self.filled:
+            for module in (module for stage in numbered.values() for module in stage.modules()):
+                for name, buffer in module.named_buffers(recurse=False):  # on "meta"
+                    setattr(module, name, torch.zeros_like(buffer, device=self.mesh.device))
+        for keeping in kept:
+            stages = [numbered[number] for number in keeping.stages]
+            made: list[Replica] = []
+            if keeping.units:
+                made.append(self._sharded(stages, [m for number in keeping.stages for m in messages[number]]))
+            made += [self._whole(stages, buffer) for buffer in keeping.buffers]
+            if keeping.frozen:
+                frozen, _, _ = self._parameters(stages, keeping.frozen, None)
+                made.append(Frozen(frozen, self.table, self.compute_dtype))
+            self.into.replicas += made  # the list that `reductions` know
+            of_stage |= dict.fromkeys(keeping.stages, made)
+        return of_stage
+
+    def _sharded(self, stages: list[nn.Module], messages: list[UnitMessages]) -> Replica:
+        """The replica whose units FSDP2 shards."""
+        from fivefold.parallel import zero
+
+        layout = self.mesh.layout
+        if not self.filled:
+            zero.materialize(stages, self.mesh.device, self._initial)
+        replica = zero.Sharded(stages, self.table, self.compute_dtype, messages, syncs(layout), layout.pp > 1)
+        offload = self._offload(replica.masters, tiers(layout.offload, sharded=True))
+        if offload is not None:
+            self.into.offloads[id(replica)] = offload
+        return replica
+
+    def _whole(self, stages: list[nn.Module], buffer: FlatBuffer) -> Replica:
+        """The replica of parameters that this rank has whole, in a flat buffer."""
+        layout, sums = self.mesh.layout, self.mesh.sums(buffer.group)
+        meta = {name: p for stage in stages for name, p in stage.named_parameters()}
+        like = {name: meta[name] for name in buffer.names}
+        own_masters = any(p.dtype != self.compute_dtype for p in like.values())
+        offload = self._offload(like, tiers(layout.offload, own_masters=own_masters))
+        params, flat, masters = self._parameters(stages, buffer.names, offload)
+        shared = params, self.table, self.compute_dtype, sums, self.reduce
+        if offload is None or offload.tiers.gradients == "device":
+            compress, size = compressor(layout.compress), buffer.bucket_bytes
+            replica = DataParallel(*shared, flat, compress, size, masters, self.mesh.device)
+        else:
+            assert masters is not None
+            replica = Paged(*shared, masters, offload, layout.tp > 1 or layout.pp > 1)
+        if offload is not None:
+            self.into.offloads[id(replica)] = offload
+            offload.attach(list(stages))
+        if isinstance(replica, Paged):
+            replica.attach(list(stages))
+        return replica
+
+    def _offload(self, like: Mapping[str, Tensor], where: Tiers) -> Offload | None:
+        """The tiers of parameters like these (see `Offload`); None: all is on the device."""
+        if self.into.disk is None or not OFFLOADS[self.mesh.layout.offload].streams:
+            return None
+        return Offload(self.into.disk, where, like, self.mesh.device)
+
+    def _parameters(
+        self, stages: list[nn.Module], names: Sequence[str], offload: Offload | None
+    ) -> tuple[dict[str, nn.Parameter], Tensor | None, dict[str, Tensor] | None]:
+        """Parameters with memory and values, and the flat buffer that they are views of (parallel/data.py); or masters
+        that lie elsewhere. Stages that share a parameter compute with one tensor."""
+        known = {name: p for stage in reversed(stages) for name, p in stage.named_parameters()}
+        params = {name: known[name] for name in names}
+        if self.filled:
+            placed, flat, masters = params, None, None
+        else:
+            masters = offload.masters() if offload is not None else None
+            flat, views = allocate(params, self.mesh.device) if masters is None else (None, masters)
+            for name, view in views.items():
+                view.copy_(self._initial(name))
+                if masters is not None and offload is not None:
+                    offload.disk.touched(view.nbytes)
+            # Autograd counts the changes of `.data` apart: an update beside forward changes masters of later units.
+            placed = {name: nn.Parameter(views[name].data) for name in params}
+        _place(stages, placed)
+        return placed, flat, masters
+
+    def _initial(self, name: str) -> Tensor:
+        """This rank's part of a parameter's initial weights."""
+        return init_part(self.recipe.train.seed, name, self.recipe.model, self.table[name], self.mesh.device)
+
+
+def _place(stages: Sequence[nn.Module], placed: dict[str, nn.Parameter]) -> None:
+    """Puts parameters into the stages that have one of the same name."""
+    for stage in stages:
+        for name, parameter in list(stage.named_parameters()):
+            if placed.get(name, parameter) is not parameter:
+                owner, _, leaf = name.rpartition(".")
+                setattr(stage.get_submodule(owner), leaf, placed[name])

@@ -25,12 +25,11 @@ from fivefold.comm import Started
 from fivefold.comm.progress import span
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.deferred import Deferred, WeightGradient, attach
-from fivefold.parallel.expert import AllToAll
+from fivefold.parallel.expert import AllToAll, Turns
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.private import watched
 from fivefold.parallel.replica import Replica
-from fivefold.parallel.ring_steps import Turns
 from fivefold.schedules.pipeline import (
     SENDS_PER_RANK,
     Action,
@@ -75,9 +74,7 @@ class Pipeline:
         if self.splits_backward:
             for stage in self.stages.values():
                 attach(stage, self.deferred)
-        self.turns: Turns | None = (
-            None  # of the computations of a pair, where messages of experts are waited for
-        )
+        self.turns: Turns | None = None  # of a pair's computations, where messages of experts are waited for
         if in_turns and self.schedule(1).paired and mesh.size("ep") > 1:
             device = mesh.device
             self.turns = Turns(
@@ -112,10 +109,8 @@ class Pipeline:
 
         positions_T: of this rank's tokens; None: all positions.
         """
-        run, schedule = (
-            _Run(self, microbatches, positions_T, scale, seed, factor, backward),
-            self.schedule(len(microbatches)),
-        )
+        run = _Run(self, microbatches, positions_T, scale, seed, factor, backward)
+        schedule = self.schedule(len(microbatches))
         if self.recording:
             self.mesh.axis("pp").barrier()
         began = time.perf_counter()
@@ -136,17 +131,14 @@ class Pipeline:
 
     @cache  # noqa: B019  a pipeline lives as long as its run
     def _training(self, microbatches: int) -> list[Action]:
+        """This rank's computations and transfers."""
         schedule = self.schedule(microbatches)
         check(schedule)
-        return self._own_actions(schedule)
+        return executed(schedule, self.in_order)[self.mesh.index("pp")]
 
     @cache  # noqa: B019
     def _validation(self, microbatches: int) -> list[Action]:
-        return self._own_actions(forwards(self.schedule(microbatches)))
-
-    def _own_actions(self, schedule: Schedule) -> list[Action]:
-        """This rank's computations and transfers."""
-        return executed(schedule, self.in_order)[self.mesh.index("pp")]
+        return executed(forwards(self.schedule(microbatches)), self.in_order)[self.mesh.index("pp")]
 
 
 def forwards(schedule: Schedule) -> Schedule:
@@ -244,7 +236,9 @@ class _Run:
         gradient = torch.full_like(y, weighted) if last else _take(self.gradients, key)
         if last and self.factor is not None:
             gradient *= self.factor
-        backward = partial(torch.autograd.backward, y, gradient) if y.requires_grad else _nothing
+        backward = (
+            partial(torch.autograd.backward, y, gradient) if y.requires_grad else lambda: None
+        )  # a frozen first stage
         self.begin_backward(index)
         with self._timed(action):
             if action.kind == "I":
@@ -310,10 +304,6 @@ class _Run:
         if self.synchronize:
             torch.cuda.synchronize(self.mesh.device)
         return time.perf_counter()
-
-
-def _nothing() -> None:
-    """The backward of a first stage that is frozen."""
 
 
 def _take(arrivals: dict[Key, Arrival], key: Key) -> Tensor:

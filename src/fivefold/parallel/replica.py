@@ -102,15 +102,6 @@ class Frozen(Replica):
         return {"params": list(self.masters.values())}
 
 
-def stop_gradients(stages: Sequence[nn.Module], frozen: frozenset[str]) -> None:
-    """Marks the parameters that are not trained, before anything is built around them."""
-    if frozen:
-        for stage in stages:
-            for name, parameter in stage.named_parameters():
-                if name in frozen:
-                    parameter.requires_grad_(False)
-
-
 def gradient_square(replicas: Sequence[Replica], mesh: Mesh) -> Tensor:
     """This rank's share of the squared norm of the gradient, a scalar in fp64: each element counts once, on the rank
     that owns it. Where nothing is divided, every rank has the whole gradient, and its whole norm.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from fivefold.comm import Axis
 from fivefold.sharding.regions import AGAIN, SUM, WHOLE
@@ -96,18 +97,34 @@ def piece(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     return x.narrow(dim, axis.index * size, size)
 
 
-class Enter(Function):
-    """Enters a tensor-parallel region (Megatron's f): x unchanged, or gathered with sp. Backward sums the gradients."""
+class _Sent(Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor):
+        ctx.by = backward
+        return forward(*inputs)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        sent = ctx.by(*grads)
+        return None, None, *(sent if isinstance(sent, tuple) else (sent,))
+
+
+def sent(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Any:
+    """`forward` of some tensors, such as a message; `backward` makes their gradients out of those of the results, and
+    needs none of the tensors."""
+    return _Sent.apply(forward, backward, *inputs)
+
+
+def enter(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Enters a tensor-parallel region (Megatron's f): x unchanged, or gathered with sp. Backward sums the gradients."""
+
+    def gathered(x: Tensor) -> Tensor:
         whole = axis.start_whole(x)()
         return whole.view_as(whole)  # autograd needs a tensor other than its input
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        return ctx.axis.start_sum(grads[0].clone(memory_format=torch.contiguous_format))(), None
+    contiguous = torch.contiguous_format
+    return sent(gathered, lambda dx: axis.start_sum(dx.clone(memory_format=contiguous))(), x)
 
 
 class Leave(Function):
@@ -125,29 +142,16 @@ class Leave(Function):
         return ctx.axis.start_whole(grads[0])(), None
 
 
-class Whole(Function):
+def whole(x: Tensor, axis: TensorAxis) -> Tensor:
     """Gathers the sequence for a computation that every rank repeats. In backward every rank has the whole gradient and
     takes its piece."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return start_gather(x, axis)()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        return piece(grads[0], ctx.axis, 1), None
+    return sent(lambda x: start_gather(x, axis)(), lambda dx: piece(dx, axis, 1), x)
 
 
-class Join(Function):
+def join(x: Tensor, axis: TensorAxis) -> Tensor:
     """Gathers logits over the vocabulary: (B, T, V/tp) -> (B, T, V)."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        parts = axis.axis.all_gather(x.contiguous())
-        return torch.cat(parts.chunk(axis.size), dim=-1)
+    def gathered(x: Tensor) -> Tensor:
+        return torch.cat(axis.axis.all_gather(x.contiguous()).chunk(axis.size), dim=-1)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        return piece(grads[0], ctx.axis, grads[0].ndim - 1), None
+    return sent(gathered, lambda dx: piece(dx, axis, -1), x)

@@ -325,18 +325,16 @@ class Server:
                 link.tell(Kind.BYE)
                 link.flush()
                 return
+            elif note.kind == Kind.COMPUTED:
+                with self._held():
+                    own = self._workers[worker]
+                    if own.lost:
+                        continue
+                    own.computed = own.heard = note
+                    self._go_on(worker, note.first)
+                self._tell_leader(Event(worker, note))
             elif note.kind != Kind.ALIVE:
-                self._note(worker, note)
-
-    def _note(self, worker: int, note: Note) -> None:
-        if note.kind == Kind.COMPUTED:
-            with self._held():
-                own = self._workers[worker]
-                if own.lost:
-                    return
-                own.computed = own.heard = note
-                self._go_on(worker, note.first)
-        self._tell_leader(Event(worker, note))
+                self._tell_leader(Event(worker, note))
 
     def _send(self, worker: int, shard: Shard, part: int) -> None:
         link, here = self.links[worker], slice(*shard.message.cuts[part])

@@ -6,10 +6,13 @@ Forward has one sum behind attention and one behind the feed-forward; backward h
 1909.08053). With `sp`, activations between the regions are cut along the sequence (Korthikanti et al., arXiv
 2205.05198); see sequence.py.
 
+The embedding and the loss are sharded over the vocabulary. The loss never gathers logits: for each token a rank sends
+its largest logit, its sum of exponentials and the target's logit, three numbers instead of V.
+
 All tensors are local, not DTensors. The cuts of the model's card say which part of a parameter a rank has, and the data
 axes shard the rest as plain parameters.
 
-Legend: B batch, T sequence, D input features, F output features.
+Legend: B batch, T sequence, N tokens, D input features or the model, F output features, V vocabulary, v = V/tp.
 """
 
 from __future__ import annotations
@@ -22,9 +25,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from fivefold.comm import Axis, Started
 from fivefold.kernels import matmul
+from fivefold.kernels.loss import (
+    add_chunk,
+    add_z_gradient,
+    ahead,
+    local_targets,
+    mean_scale,
+    rows_at_once,
+    vocabulary_gradient,
+    vocabulary_loss,
+    vocabulary_statistics,
+)
+from fivefold.kernels.private import assert_on_device
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import (
@@ -37,13 +53,12 @@ from fivefold.models.layers import (
     WideRMSNorm,
 )
 from fivefold.models.mixture import Mixture
-from fivefold.parallel.deferred import Deferred, weight_gradient
+from fivefold.parallel.deferred import Deferred, LinearFunction
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
-from fivefold.parallel.sequence import Enter, Leave, TensorAxis, Whole, piece
-from fivefold.parallel.vocabulary import VocabularyEmbedding, VocabularyOutput
+from fivefold.parallel.sequence import Leave, TensorAxis, enter, join, piece, whole
 from fivefold.sharding.parts import Model, boxes, cuts_in, local_shape, parts, summed_over_tp
-from fivefold.sharding.regions import SQUARES
+from fivefold.sharding.regions import LOSS_STATISTICS, SQUARES, STATISTICS
 
 
 def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
@@ -61,7 +76,9 @@ def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
     for name, module in list(stage.named_modules()):
         if name.startswith(mixtures):  # a region of its own
             if not sp and isinstance(module, RegionInput | RegionOutput):
-                stage.set_submodule(name, Region(axis, Enter if isinstance(module, RegionInput) else Leave))
+                stage.set_submodule(
+                    name, Region(axis, enter if isinstance(module, RegionInput) else Leave.apply)
+                )
         elif isinstance(module, AttentionCore):
             module.heads, module.kv_heads = module.heads // axis.size, module.kv_heads // axis.size
         else:
@@ -94,7 +111,7 @@ def _replacement(module: nn.Module, cut: str, ordered: TensorAxis, axis: TensorA
         case WideRMSNorm() if cut:
             return CutRMSNorm(module, axis.axis)
         case RegionInput():
-            return Region(axis, Enter)
+            return Region(axis, enter)
         case nn.Linear() if cut in LINEAR:
             return LINEAR[cut](module, ordered)
     return None
@@ -113,18 +130,18 @@ def _gather_before(stage: LanguageModel, whole_sequences: tuple[str, ...], axis:
     """Gathers the sequence before the first module that computes with whole sequences."""
     if whole_sequences:
         first = stage.get_submodule(whole_sequences[0].removesuffix("."))
-        first.register_forward_pre_hook(lambda _, inputs: (Whole.apply(inputs[0], axis), *inputs[1:]))
+        first.register_forward_pre_hook(lambda _, inputs: (whole(inputs[0], axis), *inputs[1:]))
 
 
 def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
     """Replaces parameters by this rank's part of them."""
-    for name, whole in list(stage.named_parameters()):
+    for name, parameter in list(stage.named_parameters()):
         if name in computes:
             owner, _, leaf = name.rpartition(".")
-            local = torch.empty(local_shape(computes[name]), dtype=whole.dtype, device=whole.device)
+            local = torch.empty(local_shape(computes[name]), dtype=parameter.dtype, device=parameter.device)
             if not local.is_meta:
                 for where, box in boxes(computes[name]):
-                    local[where] = whole.detach()[tuple(slice(*span) for span in box)]
+                    local[where] = parameter.detach()[tuple(slice(*span) for span in box)]
             setattr(stage.get_submodule(owner), leaf, nn.Parameter(local))
 
 
@@ -159,94 +176,46 @@ def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: 
     return reduction
 
 
-class _Column(Function):
-    """The input is kept whole; or with `regather` as a piece, which backward gathers while dx is computed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, *more: Any
-    ) -> Tensor:
-        """more: the deferred weight gradients and how the layer rounds."""
-        whole = axis.start_whole(x)()
-        ctx.save_for_backward(x if axis.regather else whole)
-        ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.rounded) = weight, axis, bias is not None, more
-        return matmul.linear(whole, weight, bias, ctx.rounded)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
-        whole = axis.start_again(x)
-        dx = matmul.input_gradient(dy, weight, ctx.rounded)
-        x = whole()
-        dx = axis.start_sum(dx)  # overlaps with the gradients that need no communication
-        dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
-        dbias = dy.sum((0, 1)) if ctx.has_bias else None
-        return dx(), dweight, dbias, None, None, None
-
-
-class _Row(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis, *more: Any
-    ) -> Tensor:
-        """more: as of `_Column`."""
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.has_bias, (ctx.deferred, ctx.rounded) = weight, axis, bias is not None, more
-        y = axis.start_sum(matmul.linear(x, weight, None, ctx.rounded))()
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        (x,), weight, axis, dy = ctx.saved_tensors, ctx.weight, ctx.axis, grads[0].contiguous()
-        dbias = dy.sum((0, 1)) if ctx.has_bias else None  # with sp, of this piece
-        dy = axis.start_whole(dy)()
-        dx = matmul.input_gradient(dy, weight, ctx.rounded)
-        return dx, weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded), dbias, None, None, None
-
-
 class CutLinear(nn.Module):
-    """A linear layer of which this rank has some features. function: computes it, and its gradients."""
-
-    function: type[Function]
+    """A linear layer of which this rank has some features."""
 
     def __init__(self, linear: nn.Linear, axis: TensorAxis):
         super().__init__()
-        self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.weight, self.bias = linear.weight, linear.bias
         self.rounded: RoundedMatmuls | None = getattr(linear, "rounded", None)
         self.deferred: Deferred | None = None  # set if a pipeline defers weight gradients
+        self.axes: tuple[TensorAxis | None, TensorAxis | None] = axis, None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(x, self.weight, self.bias, self.axis, self.deferred, self.rounded)
+        return LinearFunction.apply(x, self.weight, self.bias, self.deferred, self.rounded, *self.axes)
 
 
 class ColumnLinear(CutLinear):
     """A linear layer with this rank's output features. x whole, or with sp a piece of the sequence -> (B, T, F/tp)."""
-
-    function = _Column
 
 
 class RowLinear(CutLinear):
     """A linear layer with this rank's input features. x (B, T, D/tp) -> the sum over ranks, whole (B, T, F) or with sp
     a piece of the sequence. The bias is added once, after the sum."""
 
-    function = _Row
+    def __init__(self, linear: nn.Linear, axis: TensorAxis):
+        super().__init__(linear, axis)
+        self.axes = None, axis
 
 
 LINEAR = {"column": ColumnLinear, "row": RowLinear}
 
 
 class Region(nn.Module):
-    """Replaces `models.layers.RegionInput` by `Enter`: x whole, or with sp a piece of the sequence -> whole (B, T, D);
+    """Replaces `models.layers.RegionInput` by `enter`: x whole, or with sp a piece of the sequence -> whole (B, T, D);
     and `RegionOutput` by `Leave`: the sum over ranks of x, which is overwritten."""
 
-    def __init__(self, axis: TensorAxis, function: type[Function]):
+    def __init__(self, axis: TensorAxis, function: Callable[[Tensor, TensorAxis], Tensor]):
         super().__init__()
         self.axis, self.function = axis, function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(x, self.axis)
+        return self.function(x, self.axis)
 
 
 class PiecePositions(nn.Module):
@@ -257,7 +226,7 @@ class PiecePositions(nn.Module):
         self.weight, self.axis = embedding.weight, axis
 
     def forward(self, positions_T: Tensor) -> Tensor:
-        return nn.functional.embedding(piece(positions_T, self.axis, -1), self.weight)
+        return F.embedding(piece(positions_T, self.axis, -1), self.weight)
 
 
 class CutRMSNorm(nn.Module):
@@ -315,3 +284,131 @@ class _CutRMSNorm(Function):
 def _weights(weight: Tensor, vectors: Any) -> tuple[Tensor, ...]:
     """The section of each vector, in fp32."""
     return weight.float().split([x.shape[-1] for x in vectors])
+
+
+class VocabularyEmbedding(nn.Module):
+    """Tokens (B, T) -> (B, T, D), with sp (B, t, D). `weight` has the rows of this rank. Tokens of other ranks give
+    zeros here, and the sum over ranks combines them."""
+
+    def __init__(self, embedding: nn.Embedding, axis: TensorAxis):
+        super().__init__()
+        self.weight, self.axis = embedding.weight, axis
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        local_BT = tokens_BT - self.axis.index * rows
+        elsewhere_BT = (local_BT < 0) | (local_BT >= rows)
+        x_BTD = F.embedding(local_BT.masked_fill_(elsewhere_BT, 0), self.weight)
+        return Leave.apply(x_BTD.masked_fill(elsewhere_BT[..., None], 0.0), self.axis)
+
+
+class VocabularyOutput(Output):
+    """Replaces `models.layers.Output`. weight and bias: the rows of this rank. x: whole, or with sp cut along the
+    sequence. Targets and logits are always whole."""
+
+    def __init__(self, axis: TensorAxis):
+        super().__init__()
+        self.axis = axis
+
+    def forward(
+        self, x: Tensor, weight_vD: Tensor, targets_BT: Tensor | None, bias_v: Tensor | None = None
+    ) -> Tensor:
+        if targets_BT is None:
+            logits = matmul.linear(enter(x, self.axis), weight_vD, bias_v)
+            return join(logits.float(), self.axis)
+        targets, axis = targets_BT.long(), self.axis
+        if axis.sp:  # targets follow the order of the pieces, which saves copies of x
+            axis = replace(axis, ordered=False)
+            targets = torch.cat(targets.chunk(axis.size, dim=1))  # (tp B, t)
+        z_loss = self.z_loss * self.training
+        return _Loss.apply(x, weight_vD, targets, bias_v, axis, torch.is_grad_enabled(), z_loss)
+
+
+class _Loss(Function):
+    """Mean cross-entropy over targets other than -100; see `kernels/loss.py` for one rank's. Forward computes the
+    gradients, chunk by chunk. The sum of dx over the ranks runs until backward needs it. Backward frees the gradients,
+    so it runs only once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        axis: TensorAxis,
+        grad: bool,
+        z_loss: float,
+    ) -> Tensor:
+        whole = axis.start_whole(x)().contiguous()  # (B, T, D) or (tp B, t, D)
+        x_ND, targets_N = whole.flatten(0, 1), targets.flatten()
+        N, v = x_ND.shape[0], weight.shape[0]
+        assert_on_device((targets_N < v * axis.size).all(), "a target beyond the vocabulary")
+        rows, counted, scale = rows_at_once(x_ND, v), targets_N >= 0, mean_scale(targets_N)
+        ctx.ahead = ahead()
+        made = scale if ctx.ahead is None else scale * ctx.ahead
+        needs_x, needs_weight, _, needs_bias = (needed and grad for needed in ctx.needs_input_grad[:4])
+        ctx.dx, ctx.gone = None, False
+        losses = torch.empty(N, dtype=torch.float32, device=x.device)
+        dx_ND = torch.empty_like(x_ND) if needs_x else None
+        dweight = dbias = None
+        for start in range(0, N, max(1, rows)):
+            part = slice(start, start + rows)
+            dlogits = _chunk(x_ND[part], weight, targets_N[part], bias, axis, losses[part], made, z_loss)
+            if dx_ND is not None:
+                dx_ND[part] = matmul.input_gradient(dlogits, weight)
+            if dx_ND is not None and start + rows >= N:  # the sum overlaps with the last weight gradient
+                ctx.dx = axis.start_sum(dx_ND.view_as(whole))
+            if needs_weight:
+                dweight = add_chunk(dweight, matmul.weight_gradient(dlogits, x_ND[part]), rows >= N)
+            if needs_bias:
+                dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
+            del dlogits  # before the next chunk's
+        if N == 0:  # no target counts here, but other ranks expect a gradient to sum
+            ctx.dx = (lambda: torch.zeros_like(x)) if needs_x else None
+            dweight = torch.zeros_like(weight) if needs_weight else None
+            dbias = torch.zeros_like(bias) if needs_bias and bias is not None else None
+        ctx.save_for_backward(dweight, dbias)
+        ctx.dtype = weight.dtype
+        return (losses * counted).sum() * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        if ctx.gone:
+            raise RuntimeError(
+                "a second backward of the same loss: the first has freed its gradients. Compute the loss again"
+            )
+        factor = grads[0] if ctx.ahead is None else grads[0] / ctx.ahead
+        dweight, dbias = ctx.saved_tensors
+        found = [None if ctx.dx is None else ctx.dx(), dweight, dbias]
+        ctx.dx = None  # the loss keeps this context, and so the gradient, until the next loss
+        ctx.gone = True
+        dx, dweight, dbias = (None if g is None else (g * factor).to(ctx.dtype) for g in found)
+        return dx, dweight, None, dbias, None, None, None
+
+
+def _chunk(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    axis: TensorAxis,
+    losses: Tensor,
+    scale: Tensor,
+    z_loss: float,
+) -> Tensor:
+    """Fills losses (n) for a chunk of tokens, x (n, D); returns the gradient of its logits on this rank, (n, v)."""
+    first, targets = axis.index * weight.shape[0], targets.contiguous()
+    logits = matmul.linear(x, weight, bias)
+    mine = vocabulary_statistics(logits, targets, first)
+    everyone = axis.axis.run(STATISTICS, mine)  # (tp 3, n)
+    lse, loss = vocabulary_loss(everyone.view(axis.size, LOSS_STATISTICS, -1))
+    losses.copy_(loss)
+    gradient = vocabulary_gradient(logits, targets, lse, first, scale)
+    if not z_loss:
+        return gradient
+    lse = lse * (targets >= 0)
+    losses.add_(z_loss * lse.square())
+    here, index = local_targets(targets, first, logits.shape[1])
+    return add_z_gradient(gradient, index[:, None], here, lse, scale, z_loss)

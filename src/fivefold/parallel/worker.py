@@ -23,7 +23,7 @@ from fivefold.comm.compress import CompressedSum
 from fivefold.comm.progress import Named, progress
 from fivefold.errors import CommunicationError
 from fivefold.models.base import LanguageModel
-from fivefold.parallel.flat import Weights
+from fivefold.parallel.data import DataParallel
 from fivefold.parallel.link import ORDERS, TEXT_TAG, Kind, Link, Note, as_bytes, tag_of
 from fivefold.schedules.priority import CREDITS, Ready
 from fivefold.sharding.servers import Message, Servers, pieces
@@ -33,20 +33,17 @@ Part = tuple[int, int]
 
 
 class Pushes:
-    """Pushes the gradients of `weights` to the servers in the last backward of a share (see `data.Sum`), and makes the
+    """Pushes the gradients of `replica` to the servers in the last backward of a share (see `data.Sum`), and makes the
     model wait for its weights. units: the parameters of each. step: of the share that is computed."""
 
     compressed: Sequence[CompressedSum] = ()
 
-    def __init__(self, weights: Weights, units: Sequence[Sequence[str]], exchange: Exchange):
-        self.weights, self.exchange, self.step = weights, exchange, 0
+    def __init__(self, replica: DataParallel, units: Sequence[Sequence[str]], exchange: Exchange):
+        self.exchange, self.step = exchange, 0
         unit_of = {name: unit for unit, names in enumerate(units) for name in names}
-        self._unit_of, self._sizes = (
-            [unit_of[name] for name in weights.names],
-            [len(names) for names in units],
-        )
+        self._unit_of, self._sizes = [unit_of[n] for n in replica.names], [len(names) for names in units]
         self._missing, self._syncing = list(self._sizes), False
-        weights.on_gradient = self._gradient_ready
+        replica.on_gradient = self._gradient_ready
 
     def enable_sync(self) -> None:
         self._missing, self._syncing = list(self._sizes), True
@@ -61,7 +58,6 @@ class Pushes:
 
     def wait(self) -> None:
         """All gradients are pushed, or will be. Some parameters may have got none."""
-        self.weights.finish_gradients()
         if self._syncing:
             for unit, missing in enumerate(self._missing):
                 if missing:
@@ -139,16 +135,16 @@ class Exchange:
     def __init__(
         self,
         messages: Sequence[Message],
-        weights: Weights,
+        replica: DataParallel,
         links: Sequence[Link],
         servers: Servers,
         pushed: torch.dtype,
     ):
         """pushed: dtype of gradients on their way."""
         self.messages, self.links, self.servers = list(messages), list(links), servers
-        offsets = dict(zip(weights.names, weights.offsets, strict=False))
-        working = weights.flat_working
-        self._up = [_Way(message, offsets, weights.flat_grads, pushed) for message in messages]
+        offsets = dict(zip(replica.names, replica.offsets, strict=False))
+        working = replica.flat_working
+        self._up = [_Way(message, offsets, replica.flat_grads, pushed) for message in messages]
         self._down = [_Way(message, offsets, working, working.dtype) for message in messages]
         self._of_unit: dict[int, list[Message]] = {}
         for message in messages:
@@ -297,7 +293,9 @@ class Exchange:
         """Says goodbye to all servers, once nothing is under way."""
         with self._lock:
             with self._waiting("the end of what is under way", range(len(self.links))):
-                self._lock.wait_for(lambda: self._error or self._idle())
+                self._lock.wait_for(
+                    lambda: self._error or not (self._unacknowledged or any(self._stale.values()))
+                )
             if self._error:
                 raise self._error
             self._closing = True
@@ -307,9 +305,6 @@ class Exchange:
         with self._waiting("goodbye", range(len(self.links))):
             for thread in self._threads:
                 thread.join()
-
-    def _idle(self) -> bool:
-        return not (self._unacknowledged or any(self._stale.values()))
 
     def _guarded(self, target: Callable[[], None]) -> None:
         try:

@@ -19,6 +19,7 @@ as stage 1 does, because microbatches overlap and may defer weight gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -31,8 +32,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.unit_messages import UnitMessages
 from fivefold.sharding.parts import Part, local_shape, shard_dim
-from fivefold.sharding.syncs import Sync
-from fivefold.sharding.units import FsdpUnit
+from fivefold.sharding.units import FsdpUnit, Sync
 
 
 def shard(
@@ -55,34 +55,25 @@ def shard(
         )
         (masters,) = {p.dtype for p in here} or {torch.float32}  # a stage may have nothing but its blocks
         sent.append(UnitMessages(mesh, unit, reduce, masters))
-        _shard(module, sent[-1], mesh, compute_dtype, whole)
+        # The inputs are not cast: the rotary table stays fp32. Gradients are summed in the dtype of the masters.
+        policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=masters, cast_forward_inputs=False)
+        fully_shard(
+            module,
+            mesh=mesh.device_mesh(unit.group),
+            reshard_after_forward=True,
+            shard_placement_fn=partial(_placement, mesh.size(unit.group)),
+            mp_policy=policy,
+            ignored_params=whole,
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # a sum: the losses are already scaled
+        module.set_force_sum_reduction_for_comms(True)
+        sent[-1].attach(module)
     return sent
 
 
-def _shard(
-    module: nn.Module,
-    messages: UnitMessages,
-    mesh: Mesh,
-    compute_dtype: torch.dtype,
-    whole: set[nn.Parameter],
-) -> None:
-    """Makes a module an FSDP2 unit. whole: its parameters that are not sharded."""
-    # The inputs are not cast: the rotary table stays fp32. Gradients are summed in the dtype of the masters.
-    summed = messages.masters
-    policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=summed, cast_forward_inputs=False)
-    shards = mesh.device_mesh(messages.axis.name)
-    fully_shard(
-        module,
-        mesh=shards,
-        reshard_after_forward=True,
-        shard_placement_fn=lambda parameter: Shard(shard_dim(tuple(parameter.shape), shards.size(-1))),
-        mp_policy=policy,
-        ignored_params=whole,
-    )
-    assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(1.0)  # a sum: the losses are already scaled
-    module.set_force_sum_reduction_for_comms(True)
-    messages.attach(module)
+def _placement(ranks: int, parameter: nn.Parameter) -> Shard:
+    return Shard(shard_dim(tuple(parameter.shape), ranks))
 
 
 def materialize(stages: Sequence[nn.Module], device: torch.device, initial: Callable[[str], Tensor]) -> None:
@@ -120,17 +111,19 @@ class Sharded(Replica):
         for name, parameter in (pair for stage in stages for pair in stage.named_parameters()):
             if isinstance(parameter, DTensor):  # others are not divided
                 self._params.setdefault(name, []).append(parameter)
-        for same in self._params.values():
-            self._share(same)
+        for (
+            first,
+            *others,
+        ) in self._params.values():  # a tied embedding, if a rank has the first and the last stage
+            for parameter in others:
+                private.share_memory(self.units, parameter, first)
         self.parts = {name: parts[name] for name in self._params}
         self.masters = {name: rows(same[0]) for name, same in self._params.items()}
         self.gradients: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             kept = local_shape(self.parts[name].keeps)
             assert tuple(master.shape) == kept, f"{name}: FSDP2 holds {tuple(master.shape)}, not {kept}"
-            if self.parts[
-                name
-            ].frozen:  # as it computes, so that a layout without ZeRO keeps the same numbers
+            if self.parts[name].frozen:  # as it computes: a layout without ZeRO keeps the same numbers
                 master.copy_(master.to(compute_dtype))
         for root in self.roots:
             root.set_reshard_after_forward(self.again)
@@ -190,7 +183,8 @@ class Sharded(Replica):
         for unit in self.units:
             unit.reshard()
         for messages in self.messages:
-            messages.forget_weights()
+            if messages.gathers is not None:
+                messages.gathers.forget()
 
     def kept(self) -> dict[str, list[Tensor]]:
         """Tensors by category; see `Replica.kept`. Gathered weights stay for the step, except under stage 3, which
@@ -213,11 +207,6 @@ class Sharded(Replica):
         assert names == self.parts.keys(), "a unit cannot be seen in part"
         for messages in self.messages:
             messages.seen = seen
-
-    def _share(self, same: list[DTensor]) -> None:
-        """Makes parameters share memory: a tied embedding, if a rank has the first and the last stage."""
-        for parameter in same[1:]:
-            private.share_memory(self.units, parameter, same[0])
 
 
 def rows(tensor: DTensor) -> Tensor:

@@ -33,8 +33,7 @@ from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, sent
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_nearest import validate
-from fivefold.sharding.layout_rules import on_nodes
+from fivefold.sharding.layout_rules import on_nodes, validate
 from fivefold.sharding.layout_text import to_text
 from fivefold.sharding.sites import Sites, site_layout
 

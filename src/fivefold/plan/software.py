@@ -42,7 +42,7 @@ class States:
 
 
 def own_states(name: str) -> States:
-    """The states of this program in a mode (parallel/flat.py). `predict.for_recipe` sets the optimizer's."""
+    """The states of this program in a mode (parallel/data.py). `predict.for_recipe` sets the optimizer's."""
     mode = PRECISIONS[name]
     return States(
         working=DTYPES[mode.working].bytes,

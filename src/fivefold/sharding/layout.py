@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
@@ -19,12 +19,6 @@ from fivefold.sharding.tiers import NOT_OFFLOADED
 
 T = TypeVar("T")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
-
-class LayoutFields(Protocol):
-    """The `[layout]` section of a recipe. It has the fields of `Layout`."""
-
-    def model_dump(self) -> dict[str, Any]: ...
 
 
 class Counts:
@@ -70,7 +64,8 @@ class Layout(Counts):
     bucket_mib: float = BUCKET_BYTES / 2**20
 
     @classmethod
-    def from_recipe(cls, section: LayoutFields) -> Layout:
+    def from_recipe(cls, section: Any) -> Layout:
+        """section: the `[layout]` of a recipe."""
         return cls(**section.model_dump())
 
     @property

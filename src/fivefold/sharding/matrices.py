@@ -84,12 +84,7 @@ def routes(model: Model, layout: Layout, rank: int, needs: Mapping[str, Needs]) 
 def _routes(
     model: Model, layout: Layout, rank: int, needs: tuple[tuple[str, Needs], ...]
 ) -> dict[str, Route]:
-    table, wanted = held(model, layout, rank), dict(needs)
-    axes = {
-        name: tuple(found)
-        for name, part in table.items()
-        if (found := _over(model, layout, name, part, wanted.get(name, "elements")))
-    }
+    axes, owners = _plan(model, layout, held(model, layout, rank), dict(needs))
     tables: dict[int, dict[str, Part]] = {}
 
     def keeps(name: str, other: int) -> Ranges:
@@ -97,13 +92,12 @@ def _routes(
             tables[other] = parts(model, layout, other)
         return tables[other][name].keeps
 
-    owners = _owners(axes, _sizes(table), layout)
     found = {}
     for name, over in axes.items():
         hops, mine = [], True
         for number, group in enumerate(over):
             members = group_of(layout, group, rank)
-            before = over[:number]
+            before = tuple(over)[:number]
             pieces = tuple(_together(layout, before, other, name, keeps) for other in members)
             hops.append(Hop(group, owners[name][group], pieces, union(pieces)))
             mine = mine and index_in(layout, group, rank) == owners[name][group]
@@ -117,6 +111,19 @@ def _together(layout: Layout, over: Sequence[str], rank: int, name: str, keeps: 
         return keeps(name, rank)
     *before, last = over
     return union([_together(layout, before, other, name, keeps) for other in group_of(layout, last, rank)])
+
+
+def _plan(
+    model: Model, layout: Layout, table: Mapping[str, Part], needs: Mapping[str, Needs]
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+    """Of each matrix whose pieces come together: what `_over` says, and its owner as its index in each group."""
+    over = {
+        name: groups
+        for name, part in table.items()
+        if (groups := _over(model, layout, name, part, needs.get(name, "elements")))
+    }
+    sizes = {name: math.prod(table[name].shape) for name in over}
+    return over, _owners({name: tuple(groups) for name, groups in over.items()}, sizes, layout)
 
 
 def _over(model: Model, layout: Layout, name: str, part: Part, needs: Needs) -> dict[str, int]:
@@ -168,12 +175,7 @@ class Outline:
 def outlines(model: Model, layout: Layout, rank: int, needs: Mapping[str, Needs]) -> dict[str, Outline]:
     """The same as `routes`, without looking at what other ranks have."""
     table = held(model, layout, rank)
-    over = {
-        name: found
-        for name, part in table.items()
-        if (found := _over(model, layout, name, part, needs.get(name, "elements")))
-    }
-    owners = _owners({n: tuple(found) for n, found in over.items()}, _sizes(table), layout)
+    over, owners = _plan(model, layout, table, needs)
     made = {}
     for name, part in table.items():
         if name not in over:
@@ -192,10 +194,6 @@ def outlines(model: Model, layout: Layout, rank: int, needs: Mapping[str, Needs]
                 break
         made[name] = Outline(tuple(sent), tuple(ranges) if mine else None)
     return made
-
-
-def _sizes(table: Mapping[str, Part]) -> dict[str, int]:
-    return {name: math.prod(part.shape) for name, part in table.items()}
 
 
 def sizes_sent(found: Mapping[str, Outline]) -> list[tuple[str, int]]:

@@ -135,7 +135,7 @@ def held(model: Model, layout: Layout, rank: int) -> dict[str, Part]:
     table, mine = parts(model, layout, rank), stages_of(layout, index_in(layout, "pp", rank))
     by_stage = stage_parameters(model, stage_blocks(model, layout))
     names = {name for stage in mine for name in by_stage[stage]}
-    owned = {name for stage in mine for name in by_stage[stage] if not _again(name, stage)}
+    owned = {name for stage in mine for name in by_stage[stage] if name != TIED or stage == 0}
     return {n: p if n in owned else replace(p, owned=False) for n, p in table.items() if n in names}
 
 
@@ -178,11 +178,6 @@ def stage_parameters(model: Model, blocks: tuple[range, ...]) -> tuple[tuple[str
         if name == TIED and model.tied and len(blocks) > 1:
             found[-1].append(name)
     return tuple(map(tuple, found))
-
-
-def _again(name: str, stage: int) -> bool:
-    """True for the last stage's copy of a tied embedding."""
-    return name == TIED and stage > 0
 
 
 def _part(shape: Shape, cut: Cut | None, layout: Layout, rank: int) -> Part:

@@ -54,11 +54,6 @@ ROWS = Collective("ep", "all_to_all", "all_to_all")
 """Rows on their way to the experts, and results on their way back."""
 
 
-def sequence_axes(sp: bool) -> tuple[str, ...]:
-    """The axes whose ranks have different tokens of the same sequences."""
-    return ("cp", "tp") if sp else ("cp",)
-
-
 def loads(sp: bool) -> list[Collective]:
-    """Sums of the rows that chose each expert, over ranks with parts of the same sequences."""
-    return [Collective(axis, "all_reduce", number=8) for axis in sequence_axes(sp)]
+    """Sums of the rows that chose each expert, over the axes whose ranks have different tokens of one sequence."""
+    return [Collective(axis, "all_reduce", number=8) for axis in (("cp", "tp") if sp else ("cp",))]

@@ -3,6 +3,8 @@
 Without ZeRO every rank has its parameters whole. Gradients lie in flat buffers, which are summed in buckets. With ZeRO
 they are divided by rows, and FSDP2 gathers and scatters them in units: a block, its experts if fewer ranks share
 these, and the rest of the stage. `parallel` builds both from these tables, and the planner counts them.
+
+`Sync` is a message of these parameters. ZeRO++ (arXiv 2306.10209) sends some of ZeRO 3 with fewer bytes between nodes.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
+from fivefold.errors import UserError, did_you_mean
 from fivefold.schedules.compression import NONE
+from fivefold.schedules.compression.blocks import INT4, INT8, Blocks
 from fivefold.sharding.layout import Layout, groups
 from fivefold.sharding.parts import (
     Model,
@@ -26,7 +30,9 @@ from fivefold.sharding.parts import (
     stage_parameters,
 )
 from fivefold.sharding.shares import buckets
-from fivefold.sharding.syncs import syncs
+
+ZEROPP_GRADIENTS = {"gradients": INT4, "gradients:int4": INT4, "gradients:int8": INT8}
+ZEROPP_WORDS = ("weights", "hier", *ZEROPP_GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -94,15 +100,27 @@ def keepings(
     blocks = blocks or stage_blocks(model, layout)
     by_stage, tied = stage_parameters(model, blocks), model.tied and {0, len(blocks) - 1} <= set(stages)
     together = [tuple(stages)] if tied else [(stage,) for stage in stages]
-    return [
-        Keeping(
-            stages=some,
-            units=tuple(unit for stage in some for unit in _units(model, layout, stage, by_stage[stage])),
-            buffers=tuple(_buffers(model, layout, {name for stage in some for name in by_stage[stage]})),
-            frozen=_frozen(model, layout, {name for stage in some for name in by_stage[stage]}),
+    local, kept = local_parameters(model, layout), list[Keeping]()
+    for some in together:
+        names = {name for stage in some for name in by_stage[stage]}
+        whole: dict[str, list[str]] = {}  # by the group that sums their gradients
+        frozen = []
+        for name in (n for n in model.parameters if n in names):
+            expert = layout.ep > 1 and local[name].axis == "ep"
+            if sharing_group(layout, expert)[1] > 1:
+                continue  # ranks divide it: it is in a unit
+            if name in model.frozen:
+                frozen.append(name)
+            else:
+                (sync,) = syncs(layout, expert)
+                whole.setdefault(sync.group, []).append(name)
+        buffers = tuple(
+            FlatBuffer(group, tuple(mine), tuple(local[name].shape for name in mine), bucket_bytes(layout))
+            for group, mine in sorted(whole.items())  # experts' ("edp") last
         )
-        for some in together
-    ]
+        units = tuple(unit for stage in some for unit in _units(model, layout, stage, by_stage[stage]))
+        kept.append(Keeping(some, units, buffers, tuple(frozen)))
+    return kept
 
 
 def _units(model: Model, layout: Layout, stage: int, names: Sequence[str]) -> list[FsdpUnit]:
@@ -127,35 +145,6 @@ def _units(model: Model, layout: Layout, stage: int, names: Sequence[str]) -> li
         still = ranks * sum(s for n, s in zip(members, shares, strict=True) if n in model.frozen)
         found.append(FsdpUnit(stage, module, group, tuple(members), shares, padded, padded - still, across))
     return sorted(found, key=lambda unit: len(unit.module.split(".")) if unit.module else 0, reverse=True)
-
-
-def _buffers(model: Model, layout: Layout, names: set[str]) -> list[FlatBuffer]:
-    local, found = local_parameters(model, layout), []
-    for expert in (False, True):
-        if sharing_group(layout, expert)[1] > 1:
-            continue
-        (sync,) = syncs(layout, expert)
-        mine = [
-            n
-            for n in model.parameters
-            if n in names and n not in model.frozen and (layout.ep > 1 and local[n].axis == "ep") == expert
-        ]
-        if mine:
-            shapes = tuple(local[name].shape for name in mine)
-            found.append(FlatBuffer(sync.group, tuple(mine), shapes, bucket_bytes(layout)))
-    return found
-
-
-def _frozen(model: Model, layout: Layout, names: set[str]) -> tuple[str, ...]:
-    """The frozen ones of these parameters that no ranks divide."""
-    local = local_parameters(model, layout)
-    return tuple(
-        n
-        for n in model.parameters
-        if n in names
-        and n in model.frozen
-        and sharing_group(layout, layout.ep > 1 and local[n].axis == "ep")[1] == 1
-    )
 
 
 def compressed_buckets(
@@ -206,3 +195,107 @@ def updated_together(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         size += elements
     if some:
         yield some
+
+
+@dataclass(frozen=True)
+class ZeroPP:
+    """weights, gradients: how they are quantised; None: not at all. hier: each node keeps the weights that it has
+    gathered, a share on each of its ranks, until they change."""
+
+    weights: Blocks | None = None
+    hier: bool = False
+    gradients: Blocks | None = None
+
+    @property
+    def two_gathers(self) -> bool:
+        """True if weights are gathered across the nodes first, and then inside each of them."""
+        return self.hier or self.weights is not None
+
+
+@lru_cache
+def zeropp(text: str) -> ZeroPP:
+    """The meaning of a `layout.zeropp`.
+
+    Raises:
+        UserError: it is not a list of different parts.
+    """
+    words = [] if text == NONE else [word.strip() for word in text.split(",")]
+    valid = (
+        f"valid: {NONE}, or some of weights, hier, gradients (gradients:int8), such as weights,hier,gradients"
+    )
+    for word in words:
+        if word not in ZEROPP_WORDS:
+            raise UserError(f"zeropp: '{word}' is unknown{did_you_mean(word, ZEROPP_WORDS)} ({valid})")
+    kinds = [word.partition(":")[0] for word in words]
+    if len(set(kinds)) < len(kinds):
+        raise UserError(f"zeropp: '{text}' has a part twice ({valid})")
+    gradients = next((ZEROPP_GRADIENTS[word] for word in words if word in ZEROPP_GRADIENTS), None)
+    return ZeroPP(INT8 if "weights" in words else None, "hier" in words, gradients)
+
+
+@dataclass(frozen=True)
+class Sync:
+    """A message by which ranks with the same parameters share weights or sum gradients.
+
+    what: "gather" weights from the ranks that keep them; "scatter" sums of gradients to these; "sum" gradients. each:
+    times per microbatch, in forward and again in backward if twice; 0: once per step. rows: only those that a rank
+    keeps. part: the message as a share of a unit's elements. blocks: how they are quantised, if they are.
+    """
+
+    what: Literal["gather", "scatter", "sum"]
+    group: str
+    each: int = 0
+    rows: bool = False
+    part: float = 1.0
+    blocks: Blocks | None = None
+
+    def size(self, padded: float, width: float, shares: Sequence[int], ranks: int) -> float:
+        """Bytes for a unit of `padded` elements, of which `ranks` ranks have `shares`. width: bytes of an element that
+        is not quantised."""
+        if self.blocks is None:
+            return self.part * padded * width
+        return self.part * ranks * self.blocks.row(self.blocks.chunk([(share,) for share in shares], 1))
+
+
+def syncs(layout: Layout, expert: bool = False) -> tuple[Sync, ...]:
+    """The messages for parameters in a step, in their order. expert: those that expert parallelism cuts.
+
+    Whole parameters are summed once. Of divided ones, stage 3 gathers weights before forward and before backward, the
+    other stages after the update. Gradients are scattered, and a hybrid then sums its rows over the replicas.
+    """
+    group, ranks = sharing_group(layout, expert)
+    inside = groups(layout)["inside"][0] if layout.zeropp != NONE else 1
+    return _syncs(
+        group, ranks > 1, layout.zero, layout.pp > 1, layout.dp_replicate > 1, layout.zeropp, inside
+    )
+
+
+@lru_cache
+def _syncs(
+    group: str, shared: bool, zero: int, pipeline: bool, hybrid: bool, plus: str, inside: int
+) -> tuple[Sync, ...]:
+    if not shared:
+        return (Sync("sum", {"shard": "batch", "eshard": "edp"}[group]),)
+    chosen, gathers, scatters = zeropp(plus), 2 if zero == 3 else 0, 1
+    if scattered_once(zero, 2 if pipeline else 1):
+        scatters = 0
+    found = [Sync("gather", group, gathers)]
+    if chosen.two_gathers:  # the nodes' copies stay until the weights change
+        first = Sync(
+            "gather", "across", 0 if chosen.hier else gathers, part=1 / inside, blocks=chosen.weights
+        )
+        found = [first, Sync("gather", "inside", gathers, blocks=chosen.weights)]
+    if chosen.gradients:
+        found.append(Sync("scatter", "inside", scatters, blocks=chosen.gradients))
+        found.append(Sync("scatter", "across", scatters, part=1 / inside, blocks=chosen.gradients))
+    else:
+        found.append(Sync("scatter", group, scatters))
+    return (*found, Sync("sum", "replicate", rows=True)) if hybrid else tuple(found)
+
+
+def scattered_once(zero: int, pp: int) -> bool:
+    """True if gradients add up whole on each rank and are scattered once per step, in the last microbatch.
+
+    ZeRO 1 does so. In a pipeline every ZeRO stage does: microbatches overlap, and may defer weight gradients.
+    """
+    return zero == 1 or (zero > 1 and pp > 1)

@@ -30,8 +30,8 @@ from fivefold.models.custom import CustomModel, ModuleCard, buffers_of, problems
 from fivefold.models.layers import Output
 from fivefold.models.recomputation import budget_of
 from fivefold.optim import OPTIMIZERS, OptimizerCard
-from fivefold.parallel import matmuls
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.parallelize import rounding
 from fivefold.recipe import Recipe, TrainSection
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.tiers import OFFLOADS, partitions
@@ -192,7 +192,7 @@ def _problems(recipe: Recipe, model: CustomModel, given: bool) -> Iterator[str]:
     offload, optimizer = f'layout.offload = "{layout.offload}"', OPTIMIZERS[recipe.optim.name]
     if recipe.servers.count:
         yield 'a module of your own does not train with sync.method = "server". Use sync.method = "all"'
-    if matmuls.wanted(recipe) is not None:
+    if rounding(recipe) is not None:
         yield f'custom modules do not train in {recipe.precision.mode}. Use precision.mode = "bf16" or "auto"'
     if OFFLOADS[layout.offload].streams:
         yield f'{offload}: custom modules keep their states on the device. Nearest valid: "activations"'

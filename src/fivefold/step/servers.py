@@ -69,8 +69,8 @@ def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State
     assert isinstance(replica, DataParallel)
     replica.only_working()
     pushed = torch_dtype(recipe.precision.reduce)
-    exchange = Exchange(messages(card, servers), replica.weights, links, servers, pushed)
-    replica.sum = pushes = Pushes(replica.weights, units(card), exchange)
+    exchange = Exchange(messages(card, servers), replica, links, servers, pushed)
+    replica.sum = pushes = Pushes(replica, units(card), exchange)
     wait_for_weights(cast("LanguageModel", module), units(card), exchange)
     module.train()
     return State(parallel, mesh, torch.zeros(2, dtype=torch.float64)), pushes

@@ -23,7 +23,7 @@ from fivefold.parallel.microbatch import Microbatch, Share
 from fivefold.plan.advice.budget import noise_parts
 from fivefold.recipe import Recipe, microbatches_per_step, tokens_per_step
 from fivefold.sharding.parts import size_of
-from fivefold.sharding.syncs import scattered_once
+from fivefold.sharding.units import scattered_once
 from fivefold.step.state import State
 
 MEMORY = 0.98

@@ -25,7 +25,7 @@ from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
-from fivefold.parallel import matmuls
+from fivefold.parallel.parallelize import rounded_layers, rounding
 from fivefold.precision import PRECISIONS, Mode, torch_dtype
 from fivefold.recipe import Recipe
 from fivefold.step.state import State
@@ -60,13 +60,13 @@ class Tested:
 def self_test(state: State, recipe: Recipe, axis: Axis) -> Tested:
     """Tests the weights that each rank keeps, in a mode that rounds factors. All ranks of the axis get the largest
     errors."""
-    how = matmuls.wanted(recipe)
+    how = rounding(recipe)
     assert how is not None
     working = torch_dtype(PRECISIONS[recipe.precision.mode].working)
     masters, names = state.masters(), list(card_of(recipe.model).parameters)
     table = torch.full((len(names), len(PRODUCTS)), -1.0, dtype=torch.float64)
     for stage in state.parallel.stages:
-        for layer, module in matmuls.layers(stage):
+        for layer, module in rounded_layers(stage):
             for leaf, _ in module.named_parameters(recurse=False):
                 master = masters.get(name := f"{layer}.{leaf}")
                 if leaf != "bias" and master is not None and master.numel():
@@ -83,7 +83,7 @@ def self_test(state: State, recipe: Recipe, axis: Axis) -> Tested:
 def fall_back(state: State, failed: set[str]) -> None:
     """Lets these layers multiply in the working dtype."""
     for stage in state.parallel.stages:
-        for name, module in list(matmuls.layers(stage)):
+        for name, module in list(rounded_layers(stage)):
             if name in failed:
                 module.rounded = None
 
@@ -133,7 +133,7 @@ def _settle_library(state: State, job: Job, ranks: Ranks) -> list[str]:
 
 
 def _settle_rounded(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
-    if job.module is not None or matmuls.wanted(job.recipe) is None:
+    if job.module is not None or rounding(job.recipe) is None:
         return []
     axis = everyone(ranks)
     if (kept := _read(axis, job, resumed)) is not None:

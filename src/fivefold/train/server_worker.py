@@ -11,8 +11,8 @@ from fivefold.errors import UserError
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
-from fivefold.parallel import matmuls
 from fivefold.parallel.link import Kind, Note
+from fivefold.parallel.parallelize import rounding
 from fivefold.parallel.replica import gradient_square
 from fivefold.parallel.worker import Pushes
 from fivefold.step.servers import worker_state
@@ -31,7 +31,7 @@ def work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
     with progress.phase("starting"):
         state, pushes = worker_state(job.recipe, ranks, connect(job, ranks))
         exchange, trained, validated = pushes.exchange, False, False
-        if matmuls.wanted(job.recipe) is not None:
+        if rounding(job.recipe) is not None:
             exchange.need_all(pull=True)
         settle(state, job, ranks, False)  # the first server knows whether the run is resumed
     while (note := exchange.order()).kind != Kind.END:

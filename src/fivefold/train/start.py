@@ -43,7 +43,7 @@ from fivefold.recipe.fit import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
 from fivefold.recipe.rules.texts import wrong_patterns
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_nearest import validate
+from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.layout_text import to_text
 from fivefold.sharding.sites import site_layout
 from fivefold.sharding.tiers import OFFLOADS

@@ -46,10 +46,9 @@ from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.init import build
 from fivefold.optim import OPTIMIZERS
-from fivefold.parallel import matmuls
 from fivefold.parallel.expert import Balance
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.parallelize import Parallel
+from fivefold.parallel.parallelize import Parallel, round_matmuls
 from fivefold.parallel.replica import Replica
 from fivefold.precision import FIELDS, MASTER, PRECISIONS, Mode, torch_dtype
 from fivefold.recipe import Recipe, batch_size, change, resolve
@@ -58,10 +57,10 @@ from fivefold.recipe.schema import LayoutSection
 from fivefold.recipe.unused_fields import PLAIN
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_nearest import validate
+from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.layout_text import to_text
 from fivefold.sharding.parts import Part, held
-from fivefold.sharding.syncs import zeropp
+from fivefold.sharding.units import zeropp
 from fivefold.step.state import State, build_state, compute_mode, with_optimizer
 from fivefold.step.step import take_step
 from fivefold.train.saver import buffer_pieces, moment_pieces, owned_pieces
@@ -287,7 +286,7 @@ def reference_state(recipe: Recipe, one: Ranks) -> State:
     model, mesh = recipe.model, Mesh(Layout(), one)
     module = build(model, device=one.device, seed=recipe.train.seed)
     assert isinstance(module, LanguageModel)
-    matmuls.apply(module, recipe)
+    round_matmuls(module, recipe)
     mode = compute_mode(recipe, one.device)
     replica = Plain(module, held(card_of(model), Layout(), 0), mode)
     balance = Balance([module], mesh, model) if card_of(model).has_experts else None

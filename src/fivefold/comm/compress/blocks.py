@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fivefold.comm.axis import Axis
-from fivefold.comm.compress.base import CompressedSum, Messages
+from fivefold.comm.compress import CompressedSum, Messages
 from fivefold.kernels.quantize import Quantizer
 from fivefold.schedules.compression.blocks import LARGEST, Blocks
 

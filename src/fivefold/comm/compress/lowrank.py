@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fivefold.comm.axis import Axis
-from fivefold.comm.compress.base import CompressedSum, Messages, uniform
+from fivefold.comm.compress import CompressedSum, Messages, uniform
 from fivefold.schedules.compression.lowrank import LowRank
 
 
@@ -51,9 +51,9 @@ class Sum(CompressedSum):
         if plain:
             torch._foreach_copy_(plain, list(rest.split([g.numel() for g in plain])))
         if M:
-            yield from self._second(
-                M, wide, [_orthonormal(one.view(-1, r)) for one in p], rest.isfinite().all()
-            )
+            # orthonormal columns that span those of p. LAPACK gets no NaN; the gradient keeps it
+            bases = [torch.linalg.qr(one.view(-1, r).nan_to_num()).Q for one in p]
+            yield from self._second(M, wide, bases, rest.isfinite().all())
 
     def _second(
         self, M: list[Tensor], gradients: list[Tensor], p: list[Tensor], rest_finite: Tensor
@@ -70,8 +70,3 @@ class Sum(CompressedSum):
         finite = total.isfinite().all() & rest_finite
         self.q.copy_(torch.where(finite, total, self.q))
         self._keep_if(finite)
-
-
-def _orthonormal(p: Tensor) -> Tensor:
-    """Orthonormal columns (m, r) that span those of p. LAPACK gets no NaN; the gradient keeps it."""
-    return torch.linalg.qr(p.nan_to_num()).Q

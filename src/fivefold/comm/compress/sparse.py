@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fivefold.comm.axis import Axis
-from fivefold.comm.compress.base import CompressedSum, Messages, uniform
+from fivefold.comm.compress import CompressedSum, Messages, uniform
 from fivefold.schedules.compression.sparse import Sparse, TopK
 
 

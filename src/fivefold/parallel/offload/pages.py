@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.comm import Started, Summation
+from fivefold.kernels.elementwise import add_gradient
 from fivefold.optim.scaling import Norms, norms
 from fivefold.optim.updater import Updater
-from fivefold.parallel.flat import add_gradient
 from fivefold.parallel.offload.disk import Disk, File, wait_for
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.offload.update import GRADIENTS, WORKING, Home, InPlace, OnDisk

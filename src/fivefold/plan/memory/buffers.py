@@ -21,9 +21,16 @@ from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout, groups
 from fivefold.sharding.matrices import sizes_sent
 from fivefold.sharding.parts import local_parameters, sharing_group
-from fivefold.sharding.syncs import scattered_once, syncs, zeropp
 from fivefold.sharding.tiers import OFFLOADS
-from fivefold.sharding.units import buffer_order, compressed_buckets, keepings, updated_together
+from fivefold.sharding.units import (
+    buffer_order,
+    compressed_buckets,
+    keepings,
+    scattered_once,
+    syncs,
+    updated_together,
+    zeropp,
+)
 
 
 @dataclass(frozen=True)

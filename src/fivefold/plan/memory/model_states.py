@@ -15,7 +15,7 @@ from fivefold.plan.partition import stages
 from fivefold.plan.software import Partition, States
 from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.parts import TIED, held, local_parameters, sharing_group, size_of, stages_of
-from fivefold.sharding.syncs import scattered_once
+from fivefold.sharding.units import scattered_once
 
 
 class Elements(NamedTuple):

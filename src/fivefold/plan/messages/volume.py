@@ -49,9 +49,8 @@ from fivefold.sharding.parts import (
     summed_over_tp,
     tensor_sums,
 )
-from fivefold.sharding.syncs import Sync, syncs
 from fivefold.sharding.tiers import partitions
-from fivefold.sharding.units import compressed_buckets, keepings
+from fivefold.sharding.units import Sync, compressed_buckets, keepings, syncs
 
 DATA = ("shard", "replicate", "batch", "edp", "eshard", "inside", "across")
 """Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""

@@ -24,7 +24,7 @@ from fivefold.plan.time.stage_costs import Parts
 from fivefold.recipe import Recipe
 from fivefold.schedules.pipeline import DEFAULT
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_nearest import validate
+from fivefold.sharding.layout_rules import validate
 
 BUDGET = 6500
 """Limit of a grid's work, in cells without a pipeline: less than 20 seconds and 3 MB (tests/test_plan_page.py)."""

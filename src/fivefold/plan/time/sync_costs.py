@@ -15,8 +15,7 @@ from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
 from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.sharding.parts import sharing_group
-from fivefold.sharding.syncs import Sync, scattered_once
-from fivefold.sharding.units import bucket_bytes
+from fivefold.sharding.units import Sync, bucket_bytes, scattered_once
 
 
 def accumulate(elements: float, s: Setting) -> Cost:

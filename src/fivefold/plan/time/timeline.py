@@ -21,7 +21,7 @@ from fivefold.plan.time.cost import Cost, Setting
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.overlap import Message, StepTimeline, Work, simulate
 from fivefold.schedules.ring_attention import messages
-from fivefold.sharding.syncs import Sync
+from fivefold.sharding.units import Sync
 
 ONCE = "once"
 """The queue of gathers and sums that run once per step: their order is that of `time.step`, whatever their axis."""
