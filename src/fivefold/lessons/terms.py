@@ -19,15 +19,14 @@ from fivefold.models.operations import Operation, Sizes
 from fivefold.models.parameters import part_of
 from fivefold.models.recomputation import region
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan import partition
 from fivefold.plan.advice import budget
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
 from fivefold.plan.messages.volume import SENT
 from fivefold.plan.predict import Plan, price
+from fivefold.plan.setting import Setting
 from fivefold.plan.software import Software, States
 from fivefold.plan.time import stage_costs
-from fivefold.plan.time.cost import Setting
 from fivefold.recipe import active_parameters
 from fivefold.schedules.pipeline import few, simulate
 from fivefold.sharding.layout import Layout, groups
@@ -401,8 +400,7 @@ def pipeline_messages(asked: Asked) -> Iterator[Term]:
     s = asked.setting
     if s.layout.pp == 1:
         return
-    rank_of = partition.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
-    crossed = sum(one != other for one, other in pairwise(rank_of))
+    crossed = sum(one != other for one, other in pairwise(s.schedule(1).rank_of))
     size = 2 * crossed * s.microbatches * s.sizes.n * s.model.dim
     formula = matching(["2 s b h m (p v - 1)", "2 s b h m (p v - 1) / t"], size, asked.symbols)
     note = f"of a step, there and back over {crossed} boundaries between ranks"
@@ -420,7 +418,7 @@ def bubble(asked: Asked) -> Iterator[Term]:
     yield Term("microbatch", microbatch, "seconds", note="t_f + t_b of a rank with average stages, predicted")
     idle = (layout.pp - 1) * microbatch / layout.stages_per_rank
     yield Term("idle", idle, "seconds", note="(p - 1) (t_f + t_b) / v")
-    some = partition.schedule(layout.schedule, layout.pp, few(m, layout.pp), layout.virtual_stages)
+    some = s.schedule(few(m, layout.pp))
     timeline = simulate(some)  # F and B of equal stages take 1 and 2
     busy = timeline.busy(0)
     simulated = timeline.makespan - busy, busy / some.microbatches * m

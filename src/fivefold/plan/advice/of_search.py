@@ -15,8 +15,8 @@ from fivefold.plan.memory import model_states
 from fivefold.plan.predict import Plan, held, limit, price
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Space
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import stage_costs
-from fivefold.plan.time.cost import Setting
 from fivefold.recipe import count_parameters
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import to_text

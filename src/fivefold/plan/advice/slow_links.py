@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fivefold.plan.cluster.devices import Link
-from fivefold.plan.time.cost import Setting
+from fivefold.plan.setting import Setting
 from fivefold.plan.time.sync_costs import outer_seconds
 from fivefold.plan.time.time import step
 

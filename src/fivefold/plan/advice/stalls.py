@@ -11,8 +11,8 @@ from fivefold.host.devices import GB
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, kept_in
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import rates
-from fivefold.plan.time.cost import Setting
 from fivefold.precision import PRECISIONS, token_bytes
 from fivefold.recipe import Recipe, count_parameters
 

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fivefold.models.card import card_of
 from fivefold.models.operations import Operation
-from fivefold.models.recomputation import of_blocks, region
-from fivefold.plan import partition
+from fivefold.models.recomputation import region
 from fivefold.plan.memory import model_states, operations
 from fivefold.plan.predict import Plan
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
-from fivefold.plan.time.cost import Setting, operation
+from fivefold.plan.time.cost import operation
 from fivefold.schedules.pipeline import Timeline, shown, simulate
 from fivefold.sharding.parts import stages_of
 
@@ -85,14 +84,14 @@ def pictures(plan: Plan) -> Pictures:
 def roofline(plan: Plan) -> Roofline:
     """The operations of a step on the busiest rank, in the order of forward, merged by name over all blocks."""
     s = plan.setting
-    device, mine = s.cluster.device, stages_of(s.layout, busiest(plan))
+    device, position = s.cluster.device, busiest(plan)
     points = [
         _point(op, s, recompute, count * s.microbatches)
-        for ops, recompute, count in _parts(plan, mine)
+        for ops, recompute, count in _parts(s, position)
         for op in ops
         if count
     ]
-    found = [point for point in _together([*points, *_sums(plan, mine)]) if point.moved]  # others only send
+    found = [point for point in _together([*points, *_sums(s, position)]) if point.moved]  # others only send
     return Roofline(device.peak[s.rate], device.bandwidth, found)
 
 
@@ -122,9 +121,7 @@ def timeline(plan: Plan) -> Timeline | None:
     if s.layout.pp == 1:
         return None
     price = pipeline.pipeline_costs([cost.timed for cost in plan.step.costs], pipeline.transfers(s))
-    layout = s.layout
-    count = shown(s.microbatches, layout.pp)
-    return simulate(partition.schedule(layout.schedule, layout.pp, count, layout.virtual_stages), price)
+    return simulate(s.schedule(shown(s.microbatches, s.layout.pp)), price)
 
 
 def busiest(plan: Plan) -> int:
@@ -133,17 +130,14 @@ def busiest(plan: Plan) -> int:
     return max(range(layout.pp), key=lambda rank: sum(costs[i].seconds for i in stages_of(layout, rank)))
 
 
-def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], str, int]]:
-    """(operations, recomputation, repeats per microbatch) for a rank with these stages."""
-    s = plan.setting
-    by_stage = partition.stages(s.model, s.layout, s.software.partition)
-    card = card_of(s.model)
-    modes = of_blocks(s.layout.recompute, s.model.layers)
-    blocks = [(card.is_mixed(number), modes[number]) for stage in mine for number in by_stage[stage]]
-    yield card.begin_operations(s.sizes, s.software), "none", int(0 in mine)
+def _parts(s: Setting, position: int) -> Iterator[tuple[list[Operation], str, int]]:
+    """(operations, recomputation, repeats per microbatch) for a rank of a pipeline position."""
+    first, last = s.ends(position)
+    blocks = [(s.card.is_mixed(number), s.recompute[number]) for number in s.blocks(position)]
+    yield s.work.begin, "none", int(first)
     for (kind, mode), count in Counter(sorted(blocks)).items():
-        yield card.block_operations(s.sizes, s.software, kind), mode, count
-    yield card.end_operations(s.sizes, s.software), "none", int(len(by_stage) - 1 in mine)
+        yield s.work.block[kind], mode, count
+    yield s.work.end, "none", int(last)
 
 
 def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
@@ -157,13 +151,11 @@ def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
     )
 
 
-def _sums(plan: Plan, mine: Sequence[int]) -> Iterator[Point]:
+def _sums(s: Setting, position: int) -> Iterator[Point]:
     """The points of accumulating each microbatch's gradients."""
-    s = plan.setting
-    by_stage = partition.stages(s.model, s.layout, s.software.partition)
     blocks, _, end, tied = model_states.elements(s.model, s.layout)
-    own = sum(blocks[number].computes for stage in mine for number in by_stage[stage])
-    if len(by_stage) - 1 in mine:
+    own = sum(blocks[number].computes for number in s.blocks(position))
+    if s.ends(position)[1]:
         own += end.computes + tied.computes
     if seconds := s.microbatches * sync_costs.accumulate(own, s).weight:
         yield Point(

@@ -12,9 +12,10 @@ from fivefold.plan.memory import model_states
 from fivefold.plan.search.bound_bytes import ROUNDING, LeastBytes
 from fivefold.plan.search.shared_costs import Position, SharedCosts
 from fivefold.plan.search.space import Choice, Space
+from fivefold.plan.setting import Setting
 from fivefold.plan.software import Software
 from fivefold.plan.time import sync_costs, time
-from fivefold.plan.time.cost import Cost, Setting
+from fivefold.plan.time.cost import Cost
 from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.schedules.pipeline import ends_upwards, splits_backward
 from fivefold.sharding.layout import changed
@@ -121,7 +122,7 @@ class Bounds:
         if c.layout.zero < 2:
             return micro.plain, micro.mixed
         s, found = self.setting(c), [Cost(), Cost()]
-        counted = model_states.elements(self.model, c.layout)[0]
+        counted = model_states.elements(self.model, c.layout).blocks
         for kind in set(self.shared.mixed):
             own, cost = counted[self.shared.mixed.index(kind)], micro.alone[kind]
             found[kind] = (cost + sync_costs.per_microbatch(own, cost, s)).slowed(micro.slower)

@@ -69,11 +69,9 @@ class LeastBytes:
         key = (x.tp, x.ep, x.sp, x.pp > 1, x.zero, x.dp_shard * x.cp, at.plain, at.mixed, at.first, at.last)
         key += (c.mode, c.count == 1)
         if key not in self._states:
-            shared, b = self.shared, self.shared.software.states[c.mode]
-            own = shared.elements(x, at.plain, at.mixed, at.first, at.last)
-            held = sum(model_states.rank_states(b, x, own, c.count))
-            besides = buffers.buffers(shared.model, x, at.first, at.last, b, shared.software)
-            self._states[key] = held, besides
+            own, s = self.shared.elements(x, at.plain, at.mixed, at.first, at.last), self.shared.setting(c)
+            held = sum(model_states.rank_states(s, own))
+            self._states[key] = held, buffers.buffers(s, at.first, at.last)
         return self._states[key]
 
     def shape(self, c: Choice, space: Space) -> float:
@@ -82,9 +80,9 @@ class LeastBytes:
         x = c.layout
         key = (x.tp, x.ep, x.sp, x.pp, x.dp * x.cp, c.mode, c.count == 1, plain, mixed)
         if key not in self._states:
-            lean, b = space.leanest(x), self.shared.software.states[c.mode]
+            lean = space.leanest(x)
             own = self.shared.elements(lean, plain, mixed, True, False)
-            held = sum(model_states.rank_states(b, lean, own, c.count))
+            held = sum(model_states.rank_states(self.shared.setting(replace(c, layout=lean)), own))
             self._states[key] = held, NONE
         kept = [k for k, some in ((one.plain, plain), (one.mixed, mixed)) if some]
         live = blocks * min(kept, default=0.0) + one.again + one.inside

@@ -15,12 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from fivefold.errors import UserError
-from fivefold.models.card import card_of
 from fivefold.models.recomputation import BUDGET, MODES, OPERATIONS, PREFIX, UNITS, budget_of, runs_of
 from fivefold.plan.memory.memory import Memory, Predictor
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import stage_costs
-from fivefold.plan.time.cost import Setting
-from fivefold.sharding.parts import stages_of
 
 MARGIN = 0.05
 """Share of the budget that is left for the formula's error: the most that tests allow it."""
@@ -70,9 +68,7 @@ def resolve(
 
     last = [len(way) for way in ways]
     counts = _bisected(held, last, room)
-    if any(
-        one.total > room for one in held(counts)
-    ):  # more steps may need more memory, for what is made again
+    if any(one.total > room for one in held(counts)):  # more steps may need more, for what is made again
         counts = _first(held, last, room)
     found = held(counts)
     if (peak := max(one.total for one in found)) > room:
@@ -110,8 +106,7 @@ def _first(held: Callable[[Sequence[int]], list[Memory]], last: Sequence[int], r
 
 def _way(s: Setting, predictor: Predictor, position: int) -> list[tuple[int, str]]:
     """The steps of a pipeline position from keeping everything to keeping least: (block, its next mode)."""
-    shared = stage_costs.parts(s, card_of(s.model).work(s.sizes, s.software))
-    blocks = [number for stage in stages_of(s.layout, position) for number in predictor.by_stage[stage]]
+    shared, blocks = stage_costs.parts(s), s.blocks(position)
     curves: dict[bool, list[tuple[float, str]]] = {}
     for number in blocks:
         if (kind := predictor.mixed(number)) not in curves:

@@ -18,10 +18,11 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.plan.advice.of_search import limits, nothing_fits, nothing_valid, reasons
 from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.predict import Plan, for_recipe, held, limit, mode_of, price, resolved
+from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved
 from fivefold.plan.predict import within as within_budget
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
+from fivefold.plan.setting import mode_of
 from fivefold.plan.software import Software, of
 from fivefold.plan.time.time import step
 from fivefold.recipe import Recipe

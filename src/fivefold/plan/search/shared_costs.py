@@ -10,17 +10,16 @@ from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
-from fivefold.plan import partition
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.memory.memory import MicrobatchBytes
 from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.memory.operations import Sums
-from fivefold.plan.predict import setting
 from fivefold.plan.search.space import Choice
+from fivefold.plan.setting import Setting, setting, stages
 from fivefold.plan.software import Software
 from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
-from fivefold.plan.time.cost import Cost, Setting
+from fivefold.plan.time.cost import Cost
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
@@ -84,8 +83,7 @@ class SharedCosts:
         key = (*within_block(x), c.B, c.mode)
         if key not in self._parts:
             s = self.setting(c)
-            work = card_of(s.model).work(s.sizes, self.software)
-            self._parts[key] = stage_costs.parts(s, work), memory.sums(s.sizes, work)
+            self._parts[key] = stage_costs.parts(s), memory.sums(s)
         return self._parts[key]
 
     def microbatch(self, c: Choice) -> MicrobatchCost:
@@ -101,19 +99,19 @@ class SharedCosts:
         x, (parts, sums) = c.layout, self.parts(c)
         flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0) if x.zero else x
         s = self.setting(replace(c, layout=flat) if x.zero else c)
-        slower, counted = (
+        slower, elements = (
             rates.slowest(x.ranks, s.cluster.device.spread),
             model_states.elements(self.model, flat),
         )
         costs = {False: Cost(), True: Cost()}
         for kind in sums.block:
             costs[kind] = stage_costs.computed(s, kind, parts, x.recompute)
-            costs[kind] += self._summed(s, counted[0][self.mixed.index(kind)].computes)
-        last = parts.end + self._summed(s, counted[2].computes + counted[3].computes)
+            costs[kind] += self._summed(s, elements.blocks[self.mixed.index(kind)].computes)
+        last = parts.end + self._summed(s, elements.behind.computes + elements.tied.computes)
         return MicrobatchCost(
             costs[False].slowed(slower), costs[True].slowed(slower), (costs[False], costs[True]),
             parts.begin.slowed(slower), last.slowed(slower), slower,
-            memory.microbatch(s.sizes, sums, x.recompute, self.software),
+            memory.microbatch(s, sums, x.recompute),
         )  # fmt: skip
 
     def _summed(self, s: Setting, elements: float) -> Cost:
@@ -147,16 +145,13 @@ class SharedCosts:
         return self._positions[key]
 
     def _position(self, layout: Layout, index: int) -> Position:
-        by_stage, mine = (
-            partition.stages(self.model, layout, self.software.partition),
-            stages_of(layout, index),
-        )
-        stages = tuple(self._kinds(by_stage[stage]) for stage in mine)
+        by_stage, mine = stages(self.model, layout, self.software.partition), stages_of(layout, index)
+        own = tuple(self._kinds(by_stage[stage]) for stage in mine)
         ahead = [self._kinds(by_stage[stage]) for stage in range(mine[0])]
         return Position(
-            sum(plain for plain, _ in stages), sum(mixed for _, mixed in stages),
+            sum(plain for plain, _ in own), sum(mixed for _, mixed in own),
             0 in mine, len(by_stage) - 1 in mine,
-            (sum(plain for plain, _ in ahead), sum(mixed for _, mixed in ahead)), stages, index,
+            (sum(plain for plain, _ in ahead), sum(mixed for _, mixed in ahead)), own, index,
         )  # fmt: skip
 
     def _kinds(self, numbers: Sequence[int]) -> tuple[int, int]:

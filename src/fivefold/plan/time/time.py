@@ -10,8 +10,9 @@ from fivefold.optim import OPTIMIZERS, rounding_traffic, update_traffic
 from fivefold.plan.memory import model_states
 from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.messages import volume
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import offload, rates, sync_costs
-from fivefold.plan.time.cost import Cost, Setting
+from fivefold.plan.time.cost import Cost
 from fivefold.plan.time.pipeline import PipelineTimer, hidden_by_pairs, pipeline
 from fivefold.plan.time.stage_costs import Parts, outside_blocks, stage_costs
 from fivefold.plan.time.sync_costs import compressed_sums, message_seconds, per_step, shared_sums
@@ -54,8 +55,7 @@ def on_device(s: Setting, own: Elements, position: int) -> float:
 def update(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update, refreshing the weights and checking them. The first three read and write all
     bytes of the states."""
-    b = s.states
-    kept = own.keeps - own.frozen[1]
+    b, kept = s.states, own.keeps - own.frozen[1]
     moved = update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     size = kept * (moved + rounding_traffic(b.copied))
     size *= s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
@@ -80,14 +80,13 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     makespan, ends, busy = run(s, costs)
     p, m = s.layout.pp, s.microbatches
     extra, waits = 0.0, [0.0] * p
-    ranks = model_states.rank_elements(s.model, s.layout, s.software.partition)
+    ranks, same, known = model_states.rank_elements(s), model_states.alike(s), {}
     reduced = gathered = updated = moved = 0.0
-    same, known = model_states.alike(s.model, s.layout, s.software.partition), {}
     for position in range(p):
         mine = [costs[stage] for stage in stages_of(s.layout, position)]
         key = same[position], tuple(mine)
         if key not in known:
-            known[key] = _behind(s, ranks[position], mine, position, len(costs))
+            known[key] = _behind(s, ranks[position], mine, position)
         r, g, u, away = known[key]
         waits[position] = m * (
             sum(c.sent for c in mine) - (hidden_by_pairs(s, costs, position) if p > 1 else 0.0)
@@ -130,12 +129,12 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
 
 
 def _behind(
-    s: Setting, own: Elements, mine: Sequence[Cost], position: int, stages: int
+    s: Setting, own: Elements, mine: Sequence[Cost], position: int
 ) -> tuple[float, float, float, float]:
     """Seconds that gradient sums, weight gathers, the update and I/O add to a rank's step. mine: the costs of its
-    stages, of so many."""
+    stages."""
     backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
-    forward -= outside_blocks(s, stages_of(s.layout, position), stages).sent_forward
+    forward -= outside_blocks(s, position).sent_forward
     r, g = per_step(s, own, backward, forward)
     u = on_device(s, own, position)
     return r, g, u, offload.exposed(s, offload.Computing(forward, backward, u), own)
