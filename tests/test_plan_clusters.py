@@ -10,10 +10,9 @@ from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.host.devices import BY_NAME, PCIE
 from fivefold.plan.cluster import measured
-from fivefold.plan.cluster.clusters import PRESETS, of_gpu, parse
+from fivefold.plan.cluster.clusters import PRESETS, of_gpu, parse, topology
 from fivefold.plan.cluster.devices import Storage
 from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.cluster.topology import topology
 from fivefold.plan.messages import communication
 from fivefold.plan.messages.communication import collective
 from fivefold.plan.predict import predict

@@ -9,10 +9,9 @@ from fivefold.cli.main import main
 from fivefold.errors import UserError
 from fivefold.host import tables
 from fivefold.plan.cluster import measured
-from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.clusters import parse, topology
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.cluster.topology import topology
 from fivefold.plan.messages import communication
 from fivefold.plan.messages.communication import Group, collective
 from fivefold.plan.predict import predict

@@ -13,21 +13,20 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.recomputation import budget_of
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, OptimizerCard, kept_in
-from fivefold.plan.advice.slow_links import SlowLinks, compare
-from fivefold.plan.advice.stalls import Stalls, stalls
 from fivefold.plan.cluster.clusters import of_gpu, parse
 from fivefold.plan.cluster.devices import Cluster, of_table
 from fivefold.plan.cluster.measured import load as load_table
-from fivefold.plan.memory import memory, model_states
+from fivefold.plan.memory import memory
 from fivefold.plan.memory.memory import Memory
 from fivefold.plan.messages import volume
-from fivefold.plan.search.recompute_budget import Budget, with_budget
+from fivefold.plan.search.recompute_budget import Budget, recomputing
 from fivefold.plan.search.recompute_budget import resolve as resolve_budget
 from fivefold.plan.setting import Setting, mode_of, setting
 from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software, States, of
-from fivefold.plan.time import offload, servers, sync_costs
+from fivefold.plan.time import offload, servers
 from fivefold.plan.time.stage_costs import Parts, parts, recomputed
 from fivefold.plan.time.time import Step, step
+from fivefold.plan.time.whole_run import SlowLinks, Stalls, slow_links, stalls
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, sent
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
@@ -56,7 +55,7 @@ class Plan:
     @cached_property
     def slow_links(self) -> SlowLinks | None:
         """Training apart beside training together, on links of any speed."""
-        return compare(self.setting, self.together) if self.together else None
+        return slow_links(self.setting, self.together) if self.together else None
 
     @cached_property
     def sent(self) -> dict[str, int]:
@@ -194,7 +193,8 @@ def predict(
         served = servers.service(together, full.servers, full.optim.grad_clip, full.precision.reduce)
         return Plan(together, servers.held(served), servers.step(served), service=served)
     s = apart(together, full.sites)
-    s = with_budget(s, partial(_besides, s))
+    if (bytes := budget_of(s.layout.recompute)) is not None:
+        s = recomputing(s, resolve_budget(s, bytes))
     together = replace(together, layout=replace(together.layout, recompute=s.layout.recompute))
     shared = None
     if known is not None:
@@ -231,22 +231,7 @@ def price(s: Setting, shared: Parts | None = None) -> Plan:
 
 def held(s: Setting) -> list[Memory]:
     """Memory per rank at each pipeline position."""
-    return _besides(s, memory.predict(s))
-
-
-def _besides(s: Setting, found: list[Memory]) -> list[Memory]:
-    """Takes off what is offloaded, and adds the states of the outer loop of sites that train apart."""
-    found = offload.held(s, found)
-    if s.sites.count == 1:
-        return found
-    with_outer = []
-    for position, own in enumerate(model_states.rank_elements(s)):
-        one, sent = found[position], sync_costs.outer_buffers(s, position)
-        if not s.sites.overlap:  # messages go out when no activation is left
-            sent = max(0.0, sent - one.activations - one.buffers)
-        states = one.optimizer + s.sites.kept * own.keeps
-        with_outer.append(replace(one, optimizer=states, buffers=one.buffers + sent))
-    return with_outer
+    return offload.held(s, memory.predict(s))
 
 
 def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> Budget | None:
@@ -260,8 +245,7 @@ def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -
     if bytes is None:
         return None
     full, together = _together(recipe, cluster, software)
-    s = apart(together, full.sites)
-    return resolve_budget(s, bytes, partial(_besides, s))
+    return resolve_budget(apart(together, full.sites), bytes)
 
 
 def priced_here(gpu: str = "", measured: bool = True) -> tuple[Cluster, Software]:
@@ -280,8 +264,7 @@ def within(plan: Plan, most: int) -> Plan:
     s = plan.setting
     if s.layout.recompute == "none":
         return plan
-    found = resolve_budget(s, most, partial(_besides, s), margin=0.0)
-    return price(replace(s, layout=replace(s.layout, recompute=found.recompute)))
+    return price(recomputing(s, resolve_budget(s, most, margin=0.0)))
 
 
 def resolved(recipe: Recipe) -> Recipe:

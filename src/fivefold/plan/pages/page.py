@@ -21,7 +21,7 @@ FIGURES = (("step", "Step"), ("speed", "Tokens per second"), ("mfu", "MFU"), ("p
 def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]) -> str:
     """The page as HTML.
 
-    name: the recipe's. words: the plan in a sentence. data: from `plan.grid_data`; its `search` has the limit and the
+    name: the recipe's. words: the plan in a sentence. data: from `grid.as_data`; its `search` has the limit and the
     rows of a search's frontier, or is None. pictures: SVG documents for browsers without scripts.
     """
     name, words = printable(name), printable(words)

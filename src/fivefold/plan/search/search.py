@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.plan.advice.of_search import limits, nothing_fits, nothing_valid, reasons
+from fivefold.plan.advice.remedies import limits, nothing_fits, nothing_valid, reasons
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved
 from fivefold.plan.predict import within as within_budget

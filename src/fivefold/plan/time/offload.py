@@ -17,6 +17,7 @@ from fivefold.plan.setting import Setting
 from fivefold.plan.software import States
 from fivefold.plan.time.cost import Cost
 from fivefold.plan.time.stage_costs import stage_costs
+from fivefold.plan.time.sync_costs import outer_buffers
 from fivefold.schedules.offload import WAYS, Unit, simulate
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.sharding.tiers import (
@@ -82,7 +83,22 @@ def _masters_apart(s: Setting) -> float:
 
 
 def held(s: Setting, found: list[Memory]) -> list[Memory]:
-    """The memory of each pipeline position, by tier."""
+    """The memory of each pipeline position: without what is offloaded, with the outer loop of sites that train
+    apart."""
+    found = _by_tier(s, found)
+    if s.sites.count == 1:
+        return found
+    with_outer = []
+    for position, (one, own) in enumerate(zip(found, rank_elements(s), strict=True)):
+        sent = outer_buffers(s, position)
+        if not s.sites.overlap:  # messages go out when no activation is left
+            sent = max(0.0, sent - one.activations - one.buffers)
+        states = one.optimizer + s.sites.kept * own.keeps
+        with_outer.append(replace(one, optimizer=states, buffers=one.buffers + sent))
+    return with_outer
+
+
+def _by_tier(s: Setting, found: list[Memory]) -> list[Memory]:
     if of(s).stays:
         return found
     largest = max(block.computes for block in elements(s.model, s.layout).blocks)
