@@ -125,23 +125,23 @@ class Plan:
     @property
     def attention(self) -> str:
         """What attention is priced by, in a sentence; nothing if each sequence is one document."""
-        s = self.setting
-        own = s.software.documents
+        s, own = self.setting, self.setting.software.documents
         return own.line(s.model, s.layout, s.sizes.seen) if own else ""
 
     def as_json(self) -> dict[str, Any]:
         """The object that `fivefold plan --json` prints."""
-        step, own = self.step, self.setting.software.documents
+        s, step, own = self.setting, self.step, self.setting.software.documents
+        sites = {"sites": self.slow_links.as_json()} if self.slow_links else {}
         return {
             "layout": to_text(self.layout),
-            "cluster": f"{self.setting.cluster.name}:{self.ranks}",
-            "microbatch_size": self.setting.sizes.B,
-            "microbatches": self.setting.microbatches,
-            "precision": self.setting.mode,
-            **({"attention": own.as_json(self.setting.model, self.setting.sizes.seen)} if own else {}),
-            **({"expert_load": self.setting.software.expert_load} if self.setting.card.has_experts else {}),
+            "cluster": f"{s.cluster.name}:{self.ranks}",
+            "microbatch_size": s.sizes.B,
+            "microbatches": s.microbatches,
+            "precision": s.mode,
+            **({"attention": own.as_json(s.model, s.sizes.seen)} if own else {}),
+            **({"expert_load": s.software.expert_load} if s.card.has_experts else {}),
             "fits": self.fits,
-            "recompute": self.setting.recompute,
+            "recompute": s.recompute,
             "ranks": self.ranks,
             "memory": {
                 "source": "formula",
@@ -163,7 +163,7 @@ class Plan:
             "tokens_per_s_per_gpu": self.tokens_per_s / self.ranks,
             "model_tflops_per_gpu": self.model_flops_per_gpu / 1e12,
             "communication": {"bytes_per_rank": self.sent},
-        } | ({"sites": self.slow_links.as_json()} if self.slow_links else {})
+        } | sites
 
 
 def limit(cluster: Cluster) -> int:

@@ -221,31 +221,22 @@ def limits(plans: Sequence[Plan], roomier: Plan | None, indivisible: Plan | None
     roomier: a fast plan for unlimited memory. indivisible: a plan whose tensor ranks need not divide the model. For
     links, devices and batch the given plans are priced again, so another layout may gain more.
     """
-    best, found = plans[0], []
+    best, more = plans[0], list[tuple[Plan, str]]()
     if roomier is not None:
         room = f"{roomier.peak_bytes / GIB:.1f} of {best.limit / GIB:.1f} GiB"
-        found.append(
-            (_gain(roomier, best), f"memory: {_how(roomier)} would be {{}} faster, but takes {room}")
-        )
+        more.append((roomier, f"memory: {_how(roomier)} would be {{}} faster, but takes {room}"))
     if indivisible is not None:
         why = f"but tp={indivisible.layout.tp} does not divide the model"
-        found.append(
-            (_gain(indivisible, best), f"divisibility: {_how(indivisible)} would be {{}} faster, {why}")
-        )
+        more.append((indivisible, f"divisibility: {_how(indivisible)} would be {{}} faster, {why}"))
     doubled = price(replace(best.setting, microbatches=2 * best.setting.microbatches))
-    found.append(
-        (_gain(doubled, best), "batch size: twice train.global_batch_size would give {} more tokens/s")
-    )
+    more.append((doubled, "batch size: twice train.global_batch_size would give {} more tokens/s"))
     for what, cluster in _doubled(best.setting.cluster).items():
         again = [price(replace(plan.setting, cluster=cluster)) for plan in plans]
         faster = min(again, key=lambda plan: plan.step.seconds)
-        found.append((_gain(faster, best), f"{what} would give {{}} more tokens/s"))
-    found.sort(key=lambda pair: -pair[0])
-    return [text.format(f"{100 * gain:.1f}%") for gain, text in found if gain >= WORTH]
-
-
-def _gain(plan: Plan, best: Plan) -> float:
-    return plan.tokens_per_s / best.tokens_per_s - 1
+        more.append((faster, f"{what} would give {{}} more tokens/s"))
+    gains = [(plan.tokens_per_s / best.tokens_per_s - 1, text) for plan, text in more]
+    gains.sort(key=lambda pair: -pair[0])
+    return [text.format(f"{100 * gain:.1f}%") for gain, text in gains if gain >= WORTH]
 
 
 def _how(plan: Plan) -> str:
@@ -256,14 +247,13 @@ def _how(plan: Plan) -> str:
 def _doubled(cluster: Cluster) -> dict[str, Cluster]:
     """The cluster with one part twice as fast."""
     device: Device = cluster.device
-    peak = {dtype: 2 * rate for dtype, rate in device.peak.items()}
+    computes = replace(device, peak={dtype: 2 * rate for dtype, rate in device.peak.items()})
+    moves = replace(device, bandwidth=2 * device.bandwidth)
     return {
         "links within a node: twice the speed": replace(cluster, intra=_twice(cluster.intra)),
         "network between nodes: twice the speed": replace(cluster, inter=_twice(cluster.inter)),
-        "compute: devices with twice the FLOP/s": replace(cluster, device=replace(device, peak=peak)),
-        "memory bandwidth: twice as much": replace(
-            cluster, device=replace(device, bandwidth=2 * device.bandwidth)
-        ),
+        "compute: devices with twice the FLOP/s": replace(cluster, device=computes),
+        "memory bandwidth: twice as much": replace(cluster, device=moves),
     }
 
 

@@ -417,23 +417,11 @@ def links_of(cluster: Cluster, ranks: int, connected: bool = True) -> Topology:
         fit = _fit(min(ranks, cluster.per_node * cluster.hosts))
         fit = fit | {"far_alpha": cluster.inter.latency, "far_beta": 1 / cluster.inter.achieved}
         hosts = of_fit(fit, ranks, cluster.per_node, cluster.hosts)
-        return replace(
-            hosts, name=cluster.name, cards=x.cards, leaf=x.leaf, oversubscription=x.oversubscription
-        )
-    return Topology(
-        cluster.name,
-        ranks,
-        cluster.per_node,
-        cluster.intra.wire,
-        cluster.inter.wire if connected else None,
-        cards=x.cards,
-        domain=x.domain,
-        pcie=x.pcie.wire if x.pcie else None,
-        leaf=x.leaf,
-        oversubscription=x.oversubscription,
-        torus=x.torus,
-        pairs=cluster.intra.mesh,
-    )
+        own = {"cards": x.cards, "leaf": x.leaf, "oversubscription": x.oversubscription}
+        return replace(hosts, name=cluster.name, **own)
+    far, wiring = cluster.inter.wire if connected else None, vars(x) | {"pcie": x.pcie and x.pcie.wire}
+    near, pairs = cluster.intra.wire, cluster.intra.mesh
+    return Topology(cluster.name, ranks, cluster.per_node, near, far, pairs=pairs, **wiring)
 
 
 def local_topology(ranks: int) -> Topology:

@@ -48,10 +48,10 @@ class Elements(NamedTuple):
     def times(self, number: float) -> Elements:
         """So many parts of a model with these elements each."""
         a, b, c, d = (number * size for size in self.frozen)
-        return Elements(
-            number * self.computes, number * self.keeps, self.largest,
-            number * self.experts, number * self.experts_keep, (a, b, c, d),
-        )  # fmt: skip
+        computes, keeps, experts, experts_keep = (
+            number * size for size in (self.computes, self.keeps, self.experts, self.experts_keep)
+        )
+        return Elements(computes, keeps, self.largest, experts, experts_keep, (a, b, c, d))
 
     def groups(self) -> tuple[tuple[float, float, bool], tuple[float, float, bool]]:
         """(elements computed with, elements stored, False) of dense parameters, and (.., .., True) of experts."""
@@ -149,8 +149,7 @@ def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shar
         expert = ep > 1 and local.axis == "ep"
         size, part = local.size, local.share(sharing_group(layout, expert)[1])
         some = size, part, size if expert else 0, part if expert else 0
-        own = Elements(size, part, size, *some[2:], frozen=some if name in frozen else (0, 0, 0, 0))
-        kinds[name] = own
+        own = kinds[name] = Elements(size, part, size, *some[2:], some if name in frozen else (0, 0, 0, 0))
         if name.startswith("blocks."):
             number = int(name.split(".")[1])
             blocks[number] += own
@@ -168,17 +167,8 @@ def outside_blocks(s: Setting, position: int) -> Elements:
 
 def divided(layout: Layout) -> Layout:
     """The layout by which a rank's part of the model is counted; many layouts have the same."""
-    return changed(
-        Layout(),
-        pp=layout.pp,
-        tp=layout.tp,
-        ep=layout.ep,
-        sp=layout.sp,
-        schedule=layout.schedule,
-        virtual_stages=layout.virtual_stages,
-        dp_shard=layout.shards,
-        zero=int(layout.zero > 0),
-    )
+    kept = {name: getattr(layout, name) for name in ("pp", "tp", "ep", "sp", "schedule", "virtual_stages")}
+    return changed(Layout(), **kept, dp_shard=layout.shards, zero=int(layout.zero > 0))
 
 
 def rank_elements(s: Setting) -> Sequence[Elements]:

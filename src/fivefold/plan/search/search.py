@@ -153,11 +153,8 @@ class Search:
             for layout in self.space.sharings(c.layout)
             for name, virtual in self.space.schedules(c.layout.pp)
         )
-        plans = (
-            price(self.bounds.setting(c))
-            for c in heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
-        )
-        return min(plans, key=lambda plan: plan.peak_bytes)
+        smallest = heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
+        return min((price(self.bounds.setting(c)) for c in smallest), key=lambda plan: plan.peak_bytes)
 
 
 def search(
@@ -224,13 +221,10 @@ def _with_budgets(run: Search, top: int) -> list[Plan]:
         late = plan.step.seconds > SLOWER * found[0].step.seconds
         if len(found) >= top and (late or len(found) >= LOOKED):
             break
-    kept = dict[Layout, Plan]()
+    kept = dict[tuple[Layout, int, str], Plan]()
     for plan in found:
         one = within_budget(plan, int(run.most))
-        key = replace(
-            one.layout, recompute=f"{one.layout.recompute} {one.setting.sizes.B} {one.setting.mode}"
-        )
-        kept.setdefault(key, one)
+        kept.setdefault((one.layout, one.setting.sizes.B, one.setting.mode), one)
     return sorted(kept.values(), key=lambda plan: plan.step.seconds)[:top]
 
 

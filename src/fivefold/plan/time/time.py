@@ -68,9 +68,8 @@ def whole_matrices(s: Setting, position: int) -> float:
     messages, products = volume.matrices(s, s.layout.rank({"pp": position})), 0.0
     for (*_, r, c), flops in volume.matrix_flops(s, position):
         one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
-        products += (
-            flops / (2 * one.m * one.n * one.k) * rates.products(one, s.cluster.device, s.rate, s.sizes.e)[0]
-        )
+        seconds, *_ = rates.products(one, s.cluster.device, s.rate, s.sizes.e)
+        products += flops / (2 * one.m * one.n * one.k) * seconds
     return s.cluster.oversubscription * products + message_seconds(messages, s)
 
 
@@ -80,6 +79,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     makespan, ends, busy = run(s, costs)
     p, m = s.layout.pp, s.microbatches
     extra, waits = 0.0, [0.0] * p
+    slowest = rates.slowest(s.layout.ranks, s.cluster.device.spread)
     ranks, same, known = model_states.rank_elements(s), model_states.alike(s), {}
     reduced = gathered = updated = moved = 0.0
     for position in range(p):
@@ -88,9 +88,8 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         if key not in known:
             known[key] = _behind(s, ranks[position], mine, position)
         r, g, u, away = known[key]
-        waits[position] = m * (
-            sum(c.sent for c in mine) - (hidden_by_pairs(s, costs, position) if p > 1 else 0.0)
-        )
+        hidden = hidden_by_pairs(s, costs, position) if p > 1 else 0.0
+        waits[position] = m * (sum(c.sent for c in mine) - hidden)
         late = ends[position] + r + g + u + away - makespan
         if late > extra:
             extra, reduced, gathered, updated, moved = late, r, g, u, away
@@ -110,10 +109,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
     terms += [(f"stage {i} backward", c.input + c.weight) for i, c in enumerate(costs)]
     terms += [
-        (
-            "slowest device, part of the next",
-            makespan * (1 - 1 / rates.slowest(s.layout.ranks, s.cluster.device.spread)),
-        ),
+        ("slowest device, part of the next", makespan * (1 - 1 / slowest)),
         ("pipeline, first start to last end", makespan),
         ("exposed gradient sums", reduced),
         ("exposed weight gathers", gathered),
