@@ -93,21 +93,21 @@ class _Step:
             if number == 0 and self.loads.hidden:
                 self._update()
             self.compute("forward", "host", unplaced.forward)
-            self._alone(self.outside.gathers, "all_gather, outside of blocks", EACH if number else ONCE)
+            queue = EACH if number else ONCE
+            self._zero("all_gather, outside of blocks", self.outside.gathers, queue=queue)
             self.compute("forward", "copies", self.outside.into)
             for index in range(len(self.parts)):
                 self._phase(index, backward=False)
             self._load("forward", self.loads.forward[number > 0], first)
             if number == 0:
-                self._spread(
-                    [("all_gather, {} of {}", g.group, t) for g, t, _ in gathers], first, before=True
-                )
+                pieces = [("all_gather, {} of {}", sync.group, seconds) for sync, seconds, _ in gathers]
+                self._spread(pieces, first, before=True)
             first = self.done
-            self._alone(self.outside.gathers, "all_gather, outside of blocks")
+            self._zero("all_gather, outside of blocks", self.outside.gathers)
             self.compute("backward", "copies", self.outside.into + self.outside.out)
             for index in reversed(range(len(self.parts))):
                 self._phase(index, backward=True)
-            self._alone(self.outside.scatters, "reduce_scatter, outside of blocks")
+            self._zero("reduce_scatter, outside of blocks", self.outside.scatters)
             self.compute("backward", "host", unplaced.input + unplaced.weight)
             self._load("backward", self.loads.backward[number > 0], first)
         self.slower = 1.0
@@ -193,11 +193,11 @@ class _Step:
             self.compute(kind, part.name, left)
         if not before:
             self.send(self._axis, f"waits, {during}", sent)
-        self._beside(f"all_gather, {self._near(index + (-1 if backward else 1))}", each.gathers, first)
+        self._zero(f"all_gather, {self._near(index + (-1 if backward else 1))}", each.gathers, first)
         if backward and self.s.software.overlap_scatter:
-            self._beside(f"reduce_scatter, {self._near(index + 1)}", each.scatters, first)
+            self._zero(f"reduce_scatter, {self._near(index + 1)}", each.scatters, first)
         elif backward:
-            self._beside(f"reduce_scatter, {part.name}", each.scatters, None)
+            self._zero(f"reduce_scatter, {part.name}", each.scatters)
 
     def _near(self, index: int) -> str:
         """The block at this index among the parts, or the one nearest to it."""
@@ -227,16 +227,13 @@ class _Step:
                 name = f"turn {turn + 1}" if one.what == "ring" else name
                 self._add(one.axis, f"{name}, {during}", seconds / turns, ready, needed)
 
-    def _alone(self, sent: tuple[tuple[str, float], ...], name: str, queue: str = EACH) -> None:
-        """Adds messages of ZeRO with which nothing overlaps."""
-        for axis, seconds in sent:
-            self._add(axis, name, seconds, self.done, self.done, queue)
-
-    def _beside(self, name: str, sent: tuple[tuple[str, float], ...], first: float | None) -> None:
-        """Adds messages of ZeRO beside the part that began at `first`. None: behind it."""
+    def _zero(
+        self, name: str, sent: tuple[tuple[str, float], ...], first: float | None = None, queue: str = EACH
+    ) -> None:
+        """Adds messages of ZeRO beside the part that began at `first`. None: nothing overlaps with them."""
         for axis, seconds in sent:
             ready = first if self.s.software.overlap_data and first is not None else self.done
-            self._add(axis, name, seconds, ready, self.done, EACH)
+            self._add(axis, name, seconds, ready, self.done, queue)
 
     def _spread(
         self, sent: list[tuple[str, str, float]], first: float, before: bool, pieces: int = 0
@@ -260,9 +257,8 @@ class _Step:
         s = self.s
         if s.layout.compress != NONE:
             summed, later, encoding = sync_costs.compressed_sums(s, self.own)
-            self._spread(
-                [("bucket {} of {}", "batch", summed)], first, False, sync_costs.summed_pieces(s, self.own)
-            )
+            pieces = sync_costs.summed_pieces(s, self.own)
+            self._spread([("bucket {} of {}", "batch", summed)], first, False, pieces)
             self._add("batch", "later messages", later, self.done, self.done, ONCE)
             self.compute("other", "encoding", encoding)
             return
