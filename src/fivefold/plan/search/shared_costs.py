@@ -44,11 +44,11 @@ class Costs(NamedTuple):
 
     def of(self, part: Share) -> tuple[float, float]:
         """Seconds of a part's forward and backward."""
-        plain, mixed, begin, end = self
-        forward = part.plain * plain.forward + part.mixed * mixed.forward
-        forward = forward + part.first * begin.forward + part.last * end.forward
-        backward = part.plain * (plain.input + plain.weight) + part.mixed * (mixed.input + mixed.weight)
-        backward += part.first * (begin.input + begin.weight) + part.last * (end.input + end.weight)
+        (plain, mixed, begin, end), (blocks, with_experts, first, last) = self, part
+        forward = blocks * plain.forward + with_experts * mixed.forward
+        forward = forward + first * begin.forward + last * end.forward
+        backward = blocks * (plain.input + plain.weight) + with_experts * (mixed.input + mixed.weight)
+        backward += first * (begin.input + begin.weight) + last * (end.input + end.weight)
         return forward, backward
 
 

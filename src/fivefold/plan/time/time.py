@@ -55,7 +55,8 @@ def on_device(s: Setting, own: Elements, position: int) -> float:
 def update(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update, refreshing the weights and checking them. The first three read and write all
     bytes of the states."""
-    b, kept = s.states, own.keeps - own.frozen[1]
+    b = s.states
+    kept = own.keeps - own.frozen[1]
     moved = update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     size = kept * (moved + rounding_traffic(b.copied))
     size *= s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
