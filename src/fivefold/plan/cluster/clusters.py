@@ -419,7 +419,8 @@ def links_of(cluster: Cluster, ranks: int, connected: bool = True) -> Topology:
         hosts = of_fit(fit, ranks, cluster.per_node, cluster.hosts)
         own = {"cards": x.cards, "leaf": x.leaf, "oversubscription": x.oversubscription}
         return replace(hosts, name=cluster.name, **own)
-    far, wiring = cluster.inter.wire if connected else None, vars(x) | {"pcie": x.pcie and x.pcie.wire}
+    far = cluster.inter.wire if connected else None
+    wiring: dict[str, Any] = vars(x) | {"pcie": x.pcie and x.pcie.wire}
     near, pairs = cluster.intra.wire, cluster.intra.mesh
     return Topology(cluster.name, ranks, cluster.per_node, near, far, pairs=pairs, **wiring)
 

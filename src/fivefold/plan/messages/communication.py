@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 from fivefold.host import tables
 from fivefold.plan.cluster.devices import Cluster
@@ -57,10 +58,11 @@ def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int, node: int |
     return Group(groups(layout)[name][0], on_node(layout, name, per_node))
 
 
-def collective(what: Primitive, size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
+def collective(what: str, size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
     """Seconds of a collective whose larger of input and output has `size` bytes. dtype: of sums."""
     sums = what in ("all_reduce", "reduce_scatter")
-    return _price(what, f"{what} {dtype}" if sums else what, size, group, cluster)
+    name = f"{what} {dtype}" if sums else what
+    return _price(cast("Primitive", what), name, size, group, cluster)
 
 
 def scatter_gradients(size: float, group: Group, cluster: Cluster) -> float:
