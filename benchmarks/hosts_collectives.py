@@ -40,7 +40,7 @@ def extra(ranks: int, local: int) -> dict[str, Any]:
 def predicted(found: dict[str, Any]) -> dict[str, Any]:
     """What messages cost, and of each size and algorithm the measured and the predicted seconds."""
     from fivefold.bench.collectives import collectives, fitted
-    from fivefold.plan.cluster.topology import of_fit
+    from fivefold.plan.cluster.clusters import of_fit
     from fivefold.schedules.collectives.cost import simulate
 
     hosts, local = found["hosts"], found["ranks"]

@@ -108,8 +108,9 @@ def compared(
 
 def planned(args: argparse.Namespace, parts: list[float], disk: dict[str, float], offload: str) -> float:
     from fivefold.plan.cluster.clusters import parse
-    from fivefold.plan.memory.memory import rank_elements
-    from fivefold.plan.predict import resolved, setting
+    from fivefold.plan.memory.model_states import rank_elements
+    from fivefold.plan.predict import resolved
+    from fivefold.plan.setting import setting
     from fivefold.plan.time import offload as prices
 
     recipe = resolved(recipe_of(args, offload))
@@ -123,7 +124,7 @@ def planned(args: argparse.Namespace, parts: list[float], disk: dict[str, float]
     s = replace(s, cluster=cluster)
     forward, backward, update = parts
     computing = prices.Computing(forward / m, backward / m, update)
-    return prices.seconds(s, computing, rank_elements(s.model, s.layout)[0])
+    return prices.seconds(s, computing, rank_elements(s)[0])
 
 
 @contextmanager

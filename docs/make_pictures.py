@@ -30,8 +30,7 @@ from fivefold.observe.report import write_report
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan.advice.sweep_results import results as results_of
 from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.pages import svg as plan_svg
-from fivefold.plan.pages.pictures import pictures
+from fivefold.plan.pages.pictures import frontier_svg, memory_svg, pictures, roofline_svg
 from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_picture
 from fivefold.plan.predict import predict
 from fivefold.plan.search.search import as_rows, frontier, search
@@ -215,10 +214,10 @@ def plans() -> dict[str, str]:
     assert found.timeline is not None
     fastest = as_rows(frontier(search(loaded, cluster)))
     return {
-        "memory": plan_svg.memory(found.plan, title),
+        "memory": memory_svg(found.plan, title),
         "timeline": to_svg(found.timeline, "8 of 32 microbatches", width=760),
-        "roofline": plan_svg.roofline(found.roofline, found.plan.step.seconds, title),
-        "frontier": plan_svg.frontier(
+        "roofline": roofline_svg(found.roofline, found.plan.step.seconds, title),
+        "frontier": frontier_svg(
             fastest, found.plan.limit, f"{recipe} on 16 H100: the fastest layout for each memory"
         ),
     }

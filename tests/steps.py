@@ -11,9 +11,9 @@ from fivefold.data.batches import NOT_COUNTED
 from fivefold.launch.ranks import Ranks
 from fivefold.models import predicted
 from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.predict import apart, for_recipe, setting
+from fivefold.plan.predict import apart, for_recipe
+from fivefold.plan.setting import Setting, setting
 from fivefold.plan.software import FIVEFOLD_CPU
-from fivefold.plan.time.cost import Setting
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state

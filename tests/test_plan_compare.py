@@ -29,10 +29,9 @@ from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
-from fivefold.plan.predict import setting
+from fivefold.plan.setting import Setting, setting
 from fivefold.plan.software import FIVEFOLD
 from fivefold.plan.time import cost, stage_costs, sync_costs, time
-from fivefold.plan.time.cost import Setting
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, load, resolve_model
 from fivefold.schedules.overlap import COMPUTE, WAIT
@@ -117,7 +116,7 @@ def test_what_sequence_parallelism_leaves_whole_is_said() -> None:
     rows = rows_of("mixtral-8x7b", 8)
     share, modules = rows["TP + SP"].undivided
     assert modules == ["mlp.experts"]
-    parts = {name: model_states.rank_elements(row.plan.setting.model, row.plan.layout)[0].computes
+    parts = {name: model_states.rank_elements(row.plan.setting)[0].computes
              for name, row in rows.items() if row.plan}  # fmt: skip
     more = (parts["TP + SP"] - parts["TP"]) / parts["DDP"]
     assert share * 7 / 8 == pytest.approx(more, rel=1e-9)
@@ -151,24 +150,18 @@ def test_ranks_do_together_what_one_process_does(llama: dict[str, Row]) -> None:
 
 def test_replicas_repeat_the_update() -> None:
     s = of("dp=4")
-    (own,) = model_states.rank_elements(s.model, s.layout)
+    (own,) = model_states.rank_elements(s)
     assert criteria.redundant(s).update == pytest.approx(3 / 4 * time.update(s, own))
     assert criteria.redundant(of("dp=4,zero=1")).update == 0
 
 
 def test_full_recomputation_repeats_forward() -> None:
     none, full = (replace(of(f"dp=1,recompute={mode}"), software=QUIET) for mode in ("none", "full"))
-    _, costs = stage_costs.parts(full, _work(full)).operations[False]
+    _, costs = stage_costs.parts(full).operations[False]
     forward = full.microbatches * full.model.layers * sum(c.forward for c in costs)
     found = criteria.redundant(full)
     assert found.recompute == pytest.approx(forward)
     assert found.recompute == pytest.approx(time.step(full).seconds - time.step(none).seconds)
-
-
-def _work(s: Setting):
-    from fivefold.models.card import card_of
-
-    return card_of(s.model).work(s.sizes, s.software)
 
 
 def test_what_sequence_parallelism_saves() -> None:
@@ -327,7 +320,7 @@ def test_replicas_hide_from_the_threshold_on() -> None:
     """In the planner's simulation of the step: below it more than the last bucket sticks out."""
     for share, more in ((0.85, True), (1.15, False)):
         s, _ = tokens("dp=8", share)
-        (own,) = model_states.rank_elements(s.model, s.layout)
+        (own,) = model_states.rank_elements(s)
         last = sum(seconds for _, seconds, _ in sync_costs.synced(own, s)) / sync_costs.summed_pieces(s, own)
         waited = timeline(s).waited  # pyright: ignore[reportOptionalMemberAccess]
         assert (waited > 1.05 * last) is more, share
@@ -353,7 +346,7 @@ def test_a_ring_hides_from_the_threshold_on() -> None:
     needed = overlap.rules(ideally("cp=4", 1, on, 64))[-1].needed
     for share, exposed in ((0.9, True), (1.1, False)):
         s = ideally("cp=4", 1, on, 64, seq_len=round(share * needed / 64) * 64)
-        (op,) = (op for op in _work(s).block[False] if op.name == "attention")
+        (op,) = (op for op in s.work.block[False] if op.name == "attention")
         assert (cost.operation(op, s).sent > 0) is exposed
 
 

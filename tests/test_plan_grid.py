@@ -17,7 +17,7 @@ from fivefold.errors import UserError
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.documents import documents_of
 from fivefold.plan.pages import grid
-from fivefold.plan.pages.grid_data import HEAD, MEMORY, as_data
+from fivefold.plan.pages.grid import HEAD, MEMORY, as_data
 from fivefold.plan.pages.pictures import pictures
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.software import of

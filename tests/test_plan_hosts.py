@@ -9,12 +9,11 @@ from fivefold.cli.main import main
 from fivefold.errors import UserError
 from fivefold.host import tables
 from fivefold.plan.cluster import measured
-from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.clusters import parse, topology
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.cluster.topology import topology
 from fivefold.plan.messages import communication
-from fivefold.plan.messages.communication import Group
+from fivefold.plan.messages.communication import Group, collective
 from fivefold.plan.predict import predict
 from fivefold.recipe import load
 
@@ -41,17 +40,17 @@ def test_messages_inside_and_between_hosts(folder: Path) -> None:
     assert (cluster.name, cluster.devices, cluster.per_node, cluster.nodes) == ("my", 4, 2, 2)
     inside, across, pair = Group(2, 2), Group(4, 2), Group(2, 1)
     size = 8e6
-    assert communication.all_reduce(size, inside, cluster) == pytest.approx(1e-4 + size / 1e9)
+    assert collective("all_reduce", size, inside, cluster) == pytest.approx(1e-4 + size / 1e9)
     # gloo's ring in the order of hosts: each card carries 2 (n-1)/n S. Half of the longest way's 6 hops are far.
     ring = 3 * 1e-4 + 3 * 1e-4 + 1.5 * size / 25e6
-    assert communication.all_reduce(size, across, cluster) == pytest.approx(ring, rel=1e-3)
+    assert collective("all_reduce", size, across, cluster) == pytest.approx(ring, rel=1e-3)
     # two such groups share each card
-    assert communication.all_reduce(size, pair, cluster) == pytest.approx(2e-4 + size / 12.5e6, rel=1e-3)
+    assert collective("all_reduce", size, pair, cluster) == pytest.approx(2e-4 + size / 12.5e6, rel=1e-3)
     # each rank sends two others, behind one card, a quarter
     assert communication.scatter_gradients(size, across, cluster) == pytest.approx(size / 25e6, rel=2e-3)
     assert communication.send(size, True, cluster) == pytest.approx(1e-4 + size / 12.5e6)
     many = hosts(folder, count="50x2")
-    assert communication.all_reduce(size, Group(100, 2), many) == pytest.approx(
+    assert collective("all_reduce", size, Group(100, 2), many) == pytest.approx(
         2 * 99 * (1e-4 + size / 100 / 25e6), rel=0.01
     )
     assert communication.held(1.0, inside, cluster) == 0.75

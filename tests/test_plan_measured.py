@@ -19,7 +19,7 @@ from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import Storage, of_table
 from fivefold.plan.cluster.measured import ASSUMED_FLOPS, assumed_table
 from fivefold.plan.messages import communication
-from fivefold.plan.messages.communication import Group
+from fivefold.plan.messages.communication import Group, collective
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search.search import search
 from fivefold.plan.time import rates
@@ -159,7 +159,7 @@ def test_a_gradient_reduction_of_zero_is_not_gloo_s() -> None:
     machine.links[2]["scatter_gradients"] = [[4096.0, 5.0], [8192.0, 5.0]]
     cluster = of_table(machine).for_ranks(2)
     assert communication.scatter_gradients(4096, Group(2, 2), cluster) == 5.0
-    assert communication.reduce_scatter(4096, Group(2, 2), cluster) < 1.0
+    assert collective("reduce_scatter", 4096, Group(2, 2), cluster) < 1.0
 
 
 def test_a_step_is_its_flops_where_nothing_else_takes_time() -> None:

@@ -22,8 +22,9 @@ from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.memory import memory, model_states, operations
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import held as at_peak
-from fivefold.plan.predict import predict, setting
+from fivefold.plan.predict import predict
 from fivefold.plan.search.search import apply, search
+from fivefold.plan.setting import setting
 from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states
 from fivefold.recipe import Recipe, count_parameters, load, resolve_model
 from fivefold.sharding.layout import Layout
@@ -134,7 +135,7 @@ def test_live_microbatches_of_the_first_stage() -> None:
 def test_elements_are_those_of_the_sharding_table(layout: Layout, arch: str) -> None:
     section = ModelSection(arch=arch, layers=7, dim=64, heads=4, seq_len=32, ffn_dim=96)  # pyright: ignore[reportArgumentType]
     model = resolve_model(section, vocab_size=256)
-    for position, own in enumerate(model_states.rank_elements(model, layout)):
+    for position, own in enumerate(model_states.rank_elements(setting(model, layout, parse("h100"), 1, 1))):
         rank = layout.rank({"pp": position})
         parts = held(card_of(model), layout, rank).values()
         assert own.computes == sum(size_of(part.computes) for part in parts)
@@ -144,8 +145,9 @@ def test_elements_are_those_of_the_sharding_table(layout: Layout, arch: str) -> 
 def test_parts_of_a_prediction_add_up() -> None:
     model = resolve_model(ModelSection(layers=8, dim=512, heads=8, seq_len=1024), vocab_size=32000)
     layout = Layout(pp=2, dp_shard=4, zero=1)
-    first, last = memory.predict(setting(model, layout, parse("h100"), 2, 8))
-    for found, own in zip((first, last), model_states.rank_elements(model, layout), strict=True):
+    s = setting(model, layout, parse("h100"), 2, 8)
+    first, last = memory.predict(s)
+    for found, own in zip((first, last), model_states.rank_elements(s), strict=True):
         assert found.params == 2 * own.computes
         assert found.gradients == 4 * own.computes  # whole while microbatches add up
         assert found.optimizer == 12 * own.keeps
@@ -279,7 +281,7 @@ def test_other_optimizers_are_priced(name: str, layout: str) -> None:
     assert abs(errors(recipe, [exact(recipe).step.memory.total])[0]) <= 0.05
     s = planned(recipe)
     ours, plain = (predict(r, parse("h100")) for r in (recipe, adamw))
-    card, kept = OPTIMIZERS[name], model_states.rank_elements(s.model, s.layout)[0].keeps
+    card, kept = OPTIMIZERS[name], model_states.rank_elements(s)[0].keeps
     saved = OPTIMIZERS["adamw"].bytes - card.bytes
     assert plain.memory[0].optimizer - ours.memory[0].optimizer == pytest.approx(saved * kept)
     assert ours.stalls

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.observe.format import memory_text
 from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.pages import svg as plan_svg
 from fivefold.plan.pages import text as plan_text
-from fivefold.plan.pages.pictures import Pictures, pictures
+from fivefold.plan.pages.pictures import Pictures, frontier_svg, memory_svg, pictures, roofline_svg
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search.search import as_rows, frontier, search
 from fivefold.plan.time.stage_costs import stage_costs
@@ -158,11 +157,11 @@ def test_colour_is_only_an_addition() -> None:
 
 def test_svg_pictures() -> None:
     found = pictures(plan("pp=4,tp=4,dp=4,zero=1"))
-    bars = plan_svg.memory(found.plan, "<b>'s & memory")
+    bars = memory_svg(found.plan, "<b>'s & memory")
     assert "<b>" not in bars
     assert "&lt;b&gt;&#x27;s &amp; memory" in bars
     assert bars.count('height="22"') == 4 * 5
-    roof = plan_svg.roofline(found.roofline, found.plan.step.seconds, "roof")
+    roof = roofline_svg(found.roofline, found.plan.step.seconds, "roof")
     assert roof.count("<circle") == len(found.roofline.points)
 
 
@@ -199,7 +198,7 @@ def test_frontier_of_a_search() -> None:
     words = "".join(line.strip() for line in shown)
     assert all(layout_text(plan.layout) in words for plan in plans)
     rows = as_rows(plans)
-    picture = plan_svg.frontier(rows, found.plans[0].limit, "frontier")
+    picture = frontier_svg(rows, found.plans[0].limit, "frontier")
     assert picture.count("<circle") == len(plans)
 
 

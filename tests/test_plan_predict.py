@@ -115,7 +115,7 @@ def test_experts_are_summed_over_fewer_ranks() -> None:
     """Of 8 ranks with ep=4 two have the same experts; gradients of the rest are summed over all 8."""
     options = ("model.arch=moe", "model.experts=8", "train.global_batch_size=64")
     found = plan("dp=8,ep=4", "h100:8", *options)
-    own = model_states.rank_elements(found.setting.model, found.layout)[0]
+    own = model_states.rank_elements(found.setting)[0]
     assert own.experts == 32 * 2 * 3 * 4096 * 11008
     assert found.sent["dp"] == int(2 * 4 * (7 / 8 * (own.computes - own.experts) + 1 / 2 * own.experts))
 

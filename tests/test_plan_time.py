@@ -16,8 +16,8 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages import communication, volume
-from fivefold.plan.messages.communication import group
-from fivefold.plan.predict import setting
+from fivefold.plan.messages.communication import collective, group
+from fivefold.plan.setting import setting
 from fivefold.plan.software import FIVEFOLD, Software
 from fivefold.plan.time import pipeline, rates, stage_costs, time
 from fivefold.plan.time.cost import message, operation
@@ -173,7 +173,7 @@ def test_chunks_hide_rows(chunks: int, F: int) -> None:
     costs = {name: operation(op, s) for name, op in ops.items()}
     experts = [costs[f"experts {part}"] for part in ("up", "gate", "down")]
     whole = s.sizes.N * 2 * 2048 * 2
-    one = communication.all_to_all(whole / chunks, group(layout, s.cluster, "ep"), s.cluster, s.dtype)
+    one = collective("all_to_all", whole / chunks, group(layout, s.cluster, "ep"), s.cluster, s.dtype)
     counts = message(ops["dispatch"].sent_forward[0], s, False)
     there = costs["dispatch"].rows_forward + costs["combine"].rows_forward
     back = costs["dispatch"].rows_backward + costs["combine"].rows_backward

@@ -23,7 +23,7 @@ from fivefold.parallel import context
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import of_table
 from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.predict import setting
+from fivefold.plan.setting import setting
 from fivefold.plan.software import of
 from fivefold.plan.time import time
 from fivefold.plan.time.timeline import timeline

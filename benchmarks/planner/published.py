@@ -24,10 +24,11 @@ from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.predict import price, setting
+from fivefold.plan.predict import price
+from fivefold.plan.setting import Setting, setting
 from fivefold.plan.software import PAPER, Software, States
 from fivefold.plan.time import time
-from fivefold.plan.time.cost import Setting, part
+from fivefold.plan.time.cost import part
 from fivefold.recipe import resolve_model
 from fivefold.schedules.pipeline import Costs, build, simulate
 from fivefold.sharding.layout import Layout

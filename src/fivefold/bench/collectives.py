@@ -26,7 +26,7 @@ from fivefold.files import write
 from fivefold.host import tables
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
-from fivefold.plan.cluster.topology import of_fit
+from fivefold.plan.cluster.clusters import of_fit
 from fivefold.schedules.collectives import ALGORITHMS, Collective, build, shape_of
 from fivefold.schedules.collectives.algorithm import Shape
 from fivefold.schedules.collectives.choose import LIBRARY, pieces_of

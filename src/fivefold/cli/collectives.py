@@ -47,7 +47,7 @@ def collectives(
 
     --svg and --html show the algorithm of --draw, or the fastest one.
     """
-    from fivefold.plan.cluster.topology import topology as read
+    from fivefold.plan.cluster.clusters import topology as read
     from fivefold.schedules.collectives import algorithm
     from fivefold.schedules.collectives.cost import compare
     from fivefold.schedules.collectives.draw import to_svg, to_text

@@ -22,7 +22,7 @@ from fivefold.errors import UserError, printable
 from fivefold.files import guard, make_folder, understood
 
 if TYPE_CHECKING:
-    from fivefold.plan.time.cost import Setting
+    from fivefold.plan.setting import Setting
     from fivefold.plan.time.servers import Service
     from fivefold.recipe import Recipe
     from fivefold.sharding.layout import Layout

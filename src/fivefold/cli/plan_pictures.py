@@ -112,25 +112,23 @@ def write_page(
     from fivefold.observe.format import short_number
     from fivefold.plan.pages import grid
     from fivefold.plan.pages import page as plan_page
-    from fivefold.plan.pages import svg as plan_svg
-    from fivefold.plan.pages.grid_data import as_data
-    from fivefold.plan.pages.pictures import pictures
+    from fivefold.plan.pages.pictures import frontier_svg, memory_svg, pictures, roofline_svg
     from fivefold.plan.search.search import as_rows
     from fivefold.recipe import count_parameters
     from fivefold.schedules.pipeline import to_svg
 
     center = grid.base(recipe, typed.cluster, typed.expert_load, typed.document_tokens)
     sliders = grid.axes(center, budget or grid.BUDGET)
-    data = as_data(
+    data = grid.as_data(
         center, grid.command(typed.name, typed.sets, typed.expert_load, typed.document_tokens), sliders
     )
     drawn = pictures(grid.plan_at(center, center.values))
     rows = as_rows(frontier)
     shown = [
-        plan_svg.memory(drawn.plan, "Memory of a device"),
-        plan_svg.roofline(drawn.roofline, drawn.plan.step.seconds, "Roofline of the step"),
+        memory_svg(drawn.plan, "Memory of a device"),
+        roofline_svg(drawn.roofline, drawn.plan.step.seconds, "Roofline of the step"),
         *([to_svg(drawn.timeline, "Timeline of the pipeline")] if drawn.timeline else []),
-        *([plan_svg.frontier(rows, drawn.plan.limit, "Fastest layout for each memory")] if rows else []),
+        *([frontier_svg(rows, drawn.plan.limit, "Fastest layout for each memory")] if rows else []),
     ]
     model = center.full.model
     words = (

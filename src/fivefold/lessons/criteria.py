@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from fivefold.models.card import card_of
 from fivefold.models.operations import Operation
-from fivefold.models.recomputation import of_blocks, region
+from fivefold.models.recomputation import region
 from fivefold.plan.memory import model_states, operations
 from fivefold.plan.messages import volume
 from fivefold.plan.messages.volume import Moment
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import pipeline, stage_costs, sync_costs, time
-from fivefold.plan.time.cost import Cost, Setting, operation
+from fivefold.plan.time.cost import Cost, operation
 from fivefold.plan.time.time import Step
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import sharing_group
@@ -64,14 +64,11 @@ def redundant(s: Setting) -> Redundant:
     computing: the idle time of a pipeline and exposed messages are not in it. Experts are taken as evenly loaded. Of
     each sum and update, too, the elements are compared with those of one process.
     """
-    card, modes = card_of(s.model), of_blocks(s.layout.recompute, s.model.layers)
     found: dict[str, float] = defaultdict(float)
     even = replace(s, sizes=replace(s.sizes, load=1.0))
     undivided = replace(even.sizes, tp=1, cp=1, ep=1, sp=False, sp_regather=False, chunks=1)
-    mine, one = (card.work(sizes, s.software) for sizes in (even.sizes, undivided))
-    shared = stage_costs.parts(even, mine)
-    kinds = Counter(zip(card.mixed, modes, strict=True))
-    for (mixed, mode), count in kinds.items():
+    mine, one, shared = even.work, s.card.work(undivided, s.software), stage_costs.parts(even)
+    for (mixed, mode), count in Counter(zip(s.card.mixed, s.recompute, strict=True)).items():
         priced = list(zip(*shared.operations[mixed], strict=True))
         _operations(found, even, priced, one.block[mixed], mode, count)
     for ops, whole in ((mine.begin, one.begin), (mine.end, one.end)):
@@ -137,9 +134,9 @@ def _summed(s: Setting, layout: Layout) -> list[float]:
 
 def _updates(s: Setting) -> tuple[float, float]:
     """(how often a parameter is updated in a step, on average; seconds of the updates per rank, on average)."""
-    ranks = model_states.rank_elements(s.model, s.layout, s.software.partition)
+    ranks = model_states.rank_elements(s)
     kept = [own.keeps if s.layout.zero else own.computes for own in ranks]
-    copies = max(1.0, sum(kept) * s.layout.ranks / s.layout.pp / card_of(s.model).count)
+    copies = max(1.0, sum(kept) * s.layout.ranks / s.layout.pp / s.card.count)
     seconds = sum(time.update(s, own) for own in ranks) / s.layout.pp
     matrices = time.whole_matrices(replace(s, layout=Layout()), 0)  # those of the whole model, once
     return copies, seconds + copies * matrices / s.layout.ranks

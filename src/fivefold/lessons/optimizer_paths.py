@@ -111,9 +111,7 @@ def tuned(
 ) -> tuple[float, list[tuple[float, float, float]]]:
     """(learning rate, path) that ends lowest of these rates."""
     paths = ((lr, path(optimizer, surface, lr, steps)) for lr in rates)
-    return min(
-        paths, key=lambda found: found[1][-1][2] if found[1][-1][2] == found[1][-1][2] else float("inf")
-    )
+    return min(paths, key=lambda found: math.inf if math.isnan(found[1][-1][2]) else found[1][-1][2])
 
 
 Path = Sequence[tuple[float, float, float]]

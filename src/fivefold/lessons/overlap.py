@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation
-from fivefold.models.recomputation import of_blocks
 from fivefold.plan.memory import model_states
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import cost, pipeline, stage_costs, sync_costs, time
-from fivefold.plan.time.cost import Cost, Setting
+from fivefold.plan.time.cost import Cost
 from fivefold.sharding.parts import stages_of
 from fivefold.sharding.units import scattered_once
 
@@ -145,7 +144,7 @@ def _of_blocks(s: Setting) -> Iterator[Rule]:
         )  # fmt: skip
     if layout.ep > 1:
         yield _rule(
-            s, _experts, lambda s: card_of(s.model).expert_features()[1], _wider_experts,
+            s, _experts, lambda s: s.card.expert_features()[1], _wider_experts,
             technique="EP",
             axis="ep",
             what="rows on their way behind the experts' matmuls",
@@ -177,31 +176,26 @@ def _of_pipeline(s: Setting) -> Iterator[Rule]:
 
 def _block(s: Setting) -> list[tuple[Operation, Cost]]:
     """The operations of the model's last block with their costs. A model with experts has them there."""
-    mixed = card_of(s.model).is_mixed(s.model.layers - 1)
-    ops = card_of(s.model).block_operations(s.sizes, s.software, mixed)
-    return [(op, cost.operation(op, s)) for op in ops]
+    return [(op, cost.operation(op, s)) for op in s.work.block[s.card.mixed[-1]]]
 
 
 def _block_cost(s: Setting) -> Cost:
     """The cost of the last block for a microbatch, without messages of data parallelism."""
-    number, card = s.model.layers - 1, card_of(s.model)
-    mode = of_blocks(s.layout.recompute, s.model.layers)[number]
-    shared = stage_costs.parts(s, card.work(s.sizes, s.software))
-    return stage_costs.computed(s, card.is_mixed(number), shared, mode)
+    return stage_costs.computed(s, s.card.mixed[-1], stage_costs.parts(s), s.recompute[-1])
 
 
 def _sent(messages: Iterable[Message], s: Setting, backward: bool = False) -> float:
     """Seconds of messages beside which nothing runs."""
-    return sum(m.calls * cost.message(replace(m, size=m.size / m.calls), s, backward) for m in messages)
+    return sum(cost.message(one, s, backward) for one in messages)
 
 
 def _data(s: Setting) -> float:
     """Gradients are summed or scattered beside backward, weights gathered beside forward; the larger ratio counts.
     Messages in every microbatch are compared by block, others of the whole first rank."""
     if s.layout.shards > 1 and not scattered_once(s.layout.zero, s.layout.pp):
-        own, costs = model_states.elements(s.model, s.layout)[0][-1], [_block_cost(s)]
+        own, costs = model_states.elements(s.model, s.layout).blocks[-1], [_block_cost(s)]
     else:
-        own = model_states.rank_elements(s.model, s.layout, s.software.partition)[0]
+        own = model_states.rank_elements(s)[0]
         every = stage_costs.stage_costs(s)
         costs = [every[stage] for stage in stages_of(s.layout, 0)]
     beside_forward = beside_backward = 0.0
@@ -233,7 +227,7 @@ def _resized(s: Setting, **fields: int) -> Setting:
 
 
 def _wider(s: Setting, factor: float) -> Setting | None:
-    names = ("dim", *card_of(s.model).widths)
+    names = ("dim", *s.card.widths)
     sizes = {name: value * factor for name in names if (value := getattr(s.model, name))}
     whole = all(size == int(size) for size in sizes.values())
     heads = sizes.get("kv_heads") or sizes["heads"]
@@ -264,7 +258,7 @@ def _experts(s: Setting) -> float:
 
 
 def _wider_experts(s: Setting, factor: float) -> Setting | None:
-    name, width = card_of(s.model).expert_features()
+    name, width = s.card.expert_features()
     return _resized(s, **{name: int(width * factor)}) if width * factor == int(width * factor) else None
 
 

@@ -14,20 +14,19 @@ from typing import Any
 from fivefold.lessons import conventions
 from fivefold.lessons.conventions import ADAM, BUBBLES, CONVENTIONS, WIDTH, Convention, evaluate, matching
 from fivefold.lessons.criteria import data_units
-from fivefold.models.card import card_of
+from fivefold.models.card import Card, card_of
 from fivefold.models.operations import Operation, Sizes
 from fivefold.models.parameters import part_of
 from fivefold.models.recomputation import region
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan import partition
 from fivefold.plan.advice import budget
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
 from fivefold.plan.messages.volume import SENT
 from fivefold.plan.predict import Plan, price
+from fivefold.plan.setting import Setting
 from fivefold.plan.software import Software, States
 from fivefold.plan.time import stage_costs
-from fivefold.plan.time.cost import Setting
 from fivefold.recipe import active_parameters
 from fivefold.schedules.pipeline import few, simulate
 from fivefold.sharding.layout import Layout, groups
@@ -74,11 +73,14 @@ class Asked:
     def setting(self) -> Setting:
         return self.plan.setting
 
+    @property
+    def card(self) -> Card:
+        return self.setting.card
+
     @cached_property
     def symbols(self) -> Symbols:
-        s, model = self.setting, self.setting.model
+        s, model, card = self.setting, self.setting.model, self.card
         layout, width = s.layout, float(model.dim)
-        card = card_of(model)
         psi = self.psi or card.count
         routed = sum(math.prod(card.parameters[name]) for name, cut in card.cuts.items() if cut.axis == "ep")
         return {
@@ -101,7 +103,7 @@ def sharing(layout: Layout) -> int:
 
 def parameters(asked: Asked) -> Iterator[Term]:
     """Parameters by part."""
-    card, found = card_of(asked.setting.model), Counter[str]()
+    card, found = asked.card, Counter[str]()
     for name, shape in card.parameters.items():
         found[part_of(name)] += math.prod(shape)
     for part, count in found.items():
@@ -125,9 +127,8 @@ def states_of(asked: Asked) -> tuple[States, list[tuple[str, float]]]:
     card, b = OPTIMIZERS[s.software.optimizer], s.states
     if card.uniform and sum(state.bytes for state in card.states) == b.moments:
         return b, [(state.name, state.bytes) for state in card.states]
-    model = card_of(s.model)
-    every = sum(card.state_bytes(name, shape) for name, shape in model.parameters.items())
-    moments = b.moments if card.uniform else every / model.count
+    every = sum(card.state_bytes(name, shape) for name, shape in s.card.parameters.items())
+    moments = b.moments if card.uniform else every / s.card.count
     return replace(b, moments=moments), [("optimizer states", moments)]
 
 
@@ -176,12 +177,11 @@ def held_formula(asked: Asked, b: States, zero: int, kinds: Sequence[str] = KIND
 def states_by_stage(asked: Asked) -> dict[str, dict[str, float]]:
     """Bytes of each of `KINDS` on a rank, by ZeRO stage: what `states` adds up."""
     b, _ = states_of(asked)
-    return {
-        f"ZeRO {zero}": {
-            kind: evaluate(held_formula(asked, b, zero, (kind,)), asked.symbols) for kind in KINDS
-        }
-        for zero in range(4)
-    }
+
+    def size(kind: str, zero: int) -> float:
+        return evaluate(held_formula(asked, b, zero, (kind,)), asked.symbols)
+
+    return {f"ZeRO {zero}": {kind: size(kind, zero) for kind in KINDS} for zero in range(4)}
 
 
 GROWS = ("s b h", "a b s^2", "a b s")
@@ -274,7 +274,7 @@ def activations_by_way(asked: Asked) -> dict[str, float]:
 def flops(asked: Asked) -> Iterator[Term]:
     """FLOPs of a step and of the run, utilisation, and time at a given rate."""
     plan, model = asked.plan, asked.setting.model
-    x, card = asked.symbols, card_of(asked.setting.model)
+    x, card = asked.symbols, asked.card
     yield asked.term("forward", "2 N D_1", "FLOPs", "a step")
     yield asked.term("backward", "4 N D_1", "FLOPs", "a step")
     attention = plan.tokens * sum(card.attention_flops(number) for number in range(model.layers))
@@ -368,7 +368,7 @@ def block_messages(asked: Asked) -> Iterator[Term]:
     """What a block sends for a microbatch over the axes of tensor, context and expert parallelism, by each of their
     ways; the rank that sends most."""
     s, x = asked.setting, asked.symbols
-    card, axes = card_of(s.model), {"tp": s.layout.tp, "cp": s.layout.cp, "ep": s.layout.ep}
+    card, axes = s.card, {"tp": s.layout.tp, "cp": s.layout.cp, "ep": s.layout.ep}
     divided = {"tp": ["c"], "cp": ["t"], "ep": ["c", "t"] if s.sizes.sp else ["c"]}
     for name, way in IN_BLOCKS.items():
         if axes[way.axis] == 1:
@@ -401,8 +401,7 @@ def pipeline_messages(asked: Asked) -> Iterator[Term]:
     s = asked.setting
     if s.layout.pp == 1:
         return
-    rank_of = partition.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
-    crossed = sum(one != other for one, other in pairwise(rank_of))
+    crossed = sum(one != other for one, other in pairwise(s.schedule(1).rank_of))
     size = 2 * crossed * s.microbatches * s.sizes.n * s.model.dim
     formula = matching(["2 s b h m (p v - 1)", "2 s b h m (p v - 1) / t"], size, asked.symbols)
     note = f"of a step, there and back over {crossed} boundaries between ranks"
@@ -420,7 +419,7 @@ def bubble(asked: Asked) -> Iterator[Term]:
     yield Term("microbatch", microbatch, "seconds", note="t_f + t_b of a rank with average stages, predicted")
     idle = (layout.pp - 1) * microbatch / layout.stages_per_rank
     yield Term("idle", idle, "seconds", note="(p - 1) (t_f + t_b) / v")
-    some = partition.schedule(layout.schedule, layout.pp, few(m, layout.pp), layout.virtual_stages)
+    some = s.schedule(few(m, layout.pp))
     timeline = simulate(some)  # F and B of equal stages take 1 and 2
     busy = timeline.busy(0)
     simulated = timeline.makespan - busy, busy / some.microbatches * m

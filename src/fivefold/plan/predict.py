@@ -10,30 +10,28 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of, resolve_model
-from fivefold.models.operations import WHOLE_SEQUENCES, Sizes
-from fivefold.models.recomputation import budget_of, of_blocks
+from fivefold.models.recomputation import budget_of
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, OptimizerCard, kept_in
-from fivefold.plan.advice.slow_links import SlowLinks, compare
-from fivefold.plan.advice.stalls import Stalls, stalls
 from fivefold.plan.cluster.clusters import of_gpu, parse
-from fivefold.plan.cluster.devices import Cluster, Device, of_table
+from fivefold.plan.cluster.devices import Cluster, of_table
 from fivefold.plan.cluster.measured import load as load_table
-from fivefold.plan.memory import memory, model_states
+from fivefold.plan.memory import memory
 from fivefold.plan.memory.memory import Memory
 from fivefold.plan.messages import volume
-from fivefold.plan.search.recompute_budget import Budget, with_budget
+from fivefold.plan.search.recompute_budget import Budget, recomputing
 from fivefold.plan.search.recompute_budget import resolve as resolve_budget
+from fivefold.plan.setting import Setting, mode_of, setting
 from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software, States, of
-from fivefold.plan.time import offload, servers, sync_costs
-from fivefold.plan.time.cost import Setting
+from fivefold.plan.time import offload, servers
 from fivefold.plan.time.stage_costs import Parts, parts, recomputed
 from fivefold.plan.time.time import Step, step
-from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, chosen, sent
+from fivefold.plan.time.whole_run import SlowLinks, Stalls, slow_links, stalls
+from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, sent
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_rules import on_nodes, validate
+from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.layout_text import to_text
 from fivefold.sharding.sites import Sites, site_layout
 
@@ -57,7 +55,7 @@ class Plan:
     @cached_property
     def slow_links(self) -> SlowLinks | None:
         """Training apart beside training together, on links of any speed."""
-        return compare(self.setting, self.together) if self.together else None
+        return slow_links(self.setting, self.together) if self.together else None
 
     @cached_property
     def sent(self) -> dict[str, int]:
@@ -127,27 +125,23 @@ class Plan:
     @property
     def attention(self) -> str:
         """What attention is priced by, in a sentence; nothing if each sequence is one document."""
-        s = self.setting
-        own = s.software.documents
+        s, own = self.setting, self.setting.software.documents
         return own.line(s.model, s.layout, s.sizes.seen) if own else ""
 
     def as_json(self) -> dict[str, Any]:
         """The object that `fivefold plan --json` prints."""
-        step, own = self.step, self.setting.software.documents
+        s, step, own = self.setting, self.step, self.setting.software.documents
+        sites = {"sites": self.slow_links.as_json()} if self.slow_links else {}
         return {
             "layout": to_text(self.layout),
-            "cluster": f"{self.setting.cluster.name}:{self.ranks}",
-            "microbatch_size": self.setting.sizes.B,
-            "microbatches": self.setting.microbatches,
-            "precision": self.setting.mode,
-            **({"attention": own.as_json(self.setting.model, self.setting.sizes.seen)} if own else {}),
-            **(
-                {"expert_load": self.setting.software.expert_load}
-                if card_of(self.setting.model).has_experts
-                else {}
-            ),
+            "cluster": f"{s.cluster.name}:{self.ranks}",
+            "microbatch_size": s.sizes.B,
+            "microbatches": s.microbatches,
+            "precision": s.mode,
+            **({"attention": own.as_json(s.model, s.sizes.seen)} if own else {}),
+            **({"expert_load": s.software.expert_load} if s.card.has_experts else {}),
             "fits": self.fits,
-            "recompute": of_blocks(self.layout.recompute, self.setting.model.layers),
+            "recompute": s.recompute,
             "ranks": self.ranks,
             "memory": {
                 "source": "formula",
@@ -169,7 +163,7 @@ class Plan:
             "tokens_per_s_per_gpu": self.tokens_per_s / self.ranks,
             "model_tflops_per_gpu": self.model_flops_per_gpu / 1e12,
             "communication": {"bytes_per_rank": self.sent},
-        } | ({"sites": self.slow_links.as_json()} if self.slow_links else {})
+        } | sites
 
 
 def limit(cluster: Cluster) -> int:
@@ -199,12 +193,13 @@ def predict(
         served = servers.service(together, full.servers, full.optim.grad_clip, full.precision.reduce)
         return Plan(together, servers.held(served), servers.step(served), service=served)
     s = apart(together, full.sites)
-    s = with_budget(s, partial(_besides, s))
+    if (bytes := budget_of(s.layout.recompute)) is not None:
+        s = recomputing(s, resolve_budget(s, bytes))
     together = replace(together, layout=replace(together.layout, recompute=s.layout.recompute))
     shared = None
     if known is not None:
         key = s.sizes, s.layout.ranks
-        shared = known.get(key) or parts(s, card_of(s.model).work(s.sizes, s.software))
+        shared = known.get(key) or parts(s)
         known[key] = shared
     plan = price(s, shared)
     wait = stalls(full, plan.setting, plan.step.seconds)
@@ -229,40 +224,6 @@ def apart(whole: Setting, sites: Sites) -> Setting:
     return replace(whole, layout=site_layout(whole.layout, sites.count), sites=sites)
 
 
-def setting(
-    model: ModelSection,
-    layout: Layout,
-    cluster: Cluster,
-    B: int,
-    microbatches: int,
-    mode: str = "bf16",
-    software: Software = FIVEFOLD,
-    sequences: int | None = None,
-) -> Setting:
-    """Builds a setting. B: sequences per microbatch. sequences: see `Setting`. The cluster is resized to the layout's
-    ranks."""
-    e = DTYPES[PRECISIONS[mode].working].bytes
-    own = software.documents
-    sizes = Sizes(
-        model,
-        B,
-        layout.tp,
-        layout.cp,
-        layout.ep,
-        layout.sp,
-        e,
-        layout.cp_method,
-        software.expert_load,
-        layout.sp_regather,
-        layout.expert_chunks if layout.ep > 1 else 1,
-        rounded_bytes(mode, cluster),
-        own.seen(model, layout, B, e, software) if own else WHOLE_SEQUENCES,
-    )
-    cluster = cluster.for_ranks(layout.ranks)
-    layout = on_nodes(layout, cluster.per_node)
-    return Setting(model, layout, cluster, software, sizes, mode, microbatches, sequences=sequences)
-
-
 def price(s: Setting, shared: Parts | None = None) -> Plan:
     """Predicts memory, time and bytes sent. shared: as in `time.stage_costs`."""
     return Plan(s, held(s), step(s, shared=shared))
@@ -270,22 +231,7 @@ def price(s: Setting, shared: Parts | None = None) -> Plan:
 
 def held(s: Setting) -> list[Memory]:
     """Memory per rank at each pipeline position."""
-    return _besides(s, memory.predict(s))
-
-
-def _besides(s: Setting, found: list[Memory]) -> list[Memory]:
-    """Takes off what is offloaded, and adds the states of the outer loop of sites that train apart."""
-    found = offload.held(s, found)
-    if s.sites.count == 1:
-        return found
-    with_outer = []
-    for position, own in enumerate(model_states.rank_elements(s.model, s.layout, s.software.partition)):
-        one, sent = found[position], sync_costs.outer_buffers(s, position)
-        if not s.sites.overlap:  # messages go out when no activation is left
-            sent = max(0.0, sent - one.activations - one.buffers)
-        states = one.optimizer + s.sites.kept * own.keeps
-        with_outer.append(replace(one, optimizer=states, buffers=one.buffers + sent))
-    return with_outer
+    return offload.held(s, memory.predict(s))
 
 
 def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> Budget | None:
@@ -299,8 +245,7 @@ def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -
     if bytes is None:
         return None
     full, together = _together(recipe, cluster, software)
-    s = apart(together, full.sites)
-    return resolve_budget(s, bytes, partial(_besides, s))
+    return resolve_budget(apart(together, full.sites), bytes)
 
 
 def priced_here(gpu: str = "", measured: bool = True) -> tuple[Cluster, Software]:
@@ -319,8 +264,7 @@ def within(plan: Plan, most: int) -> Plan:
     s = plan.setting
     if s.layout.recompute == "none":
         return plan
-    found = resolve_budget(s, most, partial(_besides, s), margin=0.0)
-    return price(replace(s, layout=replace(s.layout, recompute=found.recompute)))
+    return price(recomputing(s, resolve_budget(s, most, margin=0.0)))
 
 
 def resolved(recipe: Recipe) -> Recipe:
@@ -378,35 +322,3 @@ def with_load(software: Software, model: ModelSection, load: float | None) -> So
             f"rows. Nearest valid: {most if load > most else 1}"
         )
     return replace(software, expert_load=load)
-
-
-def mode_of(wanted: str, cluster: Cluster) -> str:
-    """The mode that `precision.mode` stands for. Clusters have a rate of bf16 if it is faster than fp32.
-
-    Raises:
-        UserError: the planner does not price it there.
-    """
-    mode = chosen(wanted, "bf16" in cluster.device.peak)
-    if mode not in PRECISIONS or not priced(mode, cluster):
-        known = ", ".join(name for name in PRECISIONS if priced(name, cluster))
-        lacks = _lacks(mode, cluster.device) if mode in PRECISIONS else ""
-        why = f" {cluster.device.name} has no rate of {lacks} (`fivefold clusters`);" if lacks else ""
-        raise UserError(f"precision.mode = {mode}:{why} the planner prices {known} on {cluster.device.name}")
-    return mode
-
-
-def priced(mode: str, cluster: Cluster) -> bool:
-    """True if the device has the rates of a mode."""
-    return not _lacks(mode, cluster.device)
-
-
-def _lacks(mode: str, device: Device) -> str:
-    """The dtype that a mode needs and the device has no rate of."""
-    needed = (PRECISIONS[mode].working, PRECISIONS[mode].rate_on(device.peak))
-    return next((dtype for dtype in needed if dtype not in device.peak), "")
-
-
-def rounded_bytes(mode: str, cluster: Cluster) -> float:
-    """Bytes of an element that is rounded for a matmul: emulation keeps it in the working dtype. 0: none is."""
-    card = PRECISIONS[mode]
-    return DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0

@@ -1,5 +1,5 @@
 // Shows the prediction at which the sliders stand. Every number was predicted by the program when it wrote the page
-// (src/fivefold/plan/pages/grid_data.py says how they are packed); this script looks them up and draws. Text enters as text.
+// (src/fivefold/plan/pages/grid.py says how they are packed); this script looks them up and draws. Text enters as text.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from fivefold.errors import several
 from fivefold.host.devices import GIB
-from fivefold.models.card import card_of
 from fivefold.models.operations import Operation
-from fivefold.models.recomputation import of_blocks
 from fivefold.plan.memory import model_states, operations
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan
@@ -69,7 +67,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         name = plan.place(position).removeprefix("the ranks of ").removeprefix("a ")
         yield f"  {name:<13}" + "".join(f"{getattr(held, name) / GIB:12.3f}" for name in names)
     device = plan.setting.cluster.device
-    b, ranks = plan.setting.states, _elements(plan)
+    b, ranks = plan.setting.states, model_states.rank_elements(plan.setting)
     yield (
         f"  bytes per parameter: weights {b.working:g}, gradients {b.gradient:g}, masters {b.master:g}, moments "
         f"{b.moments:g}; ZeRO {plan.layout.zero}; elements of stage 0: {ranks[0].computes:,.0f} computed with, "
@@ -79,7 +77,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         f"  {device.memory / GIB:.1f} GiB per device; {plan.limit / GIB:.1f} GiB are left after "
         f"{device.reserve / GIB:.2g} GiB for the runtime, and allocator losses"
     )
-    for mode in sorted(set(of_blocks(plan.layout.recompute, plan.setting.model.layers))):
+    for mode in sorted(set(plan.setting.recompute)):
         yield f"  activations of a block, MiB, recompute {mode}: " + ", ".join(
             f"{saved.name} {saved.size / 2**20:.1f}"
             for op in _block(plan)
@@ -88,29 +86,17 @@ def _memory(plan: Plan) -> Iterator[str]:
         )
 
 
-def _elements(plan: Plan) -> Sequence[model_states.Elements]:
-    s = plan.setting
-    return model_states.rank_elements(s.model, s.layout, s.software.partition)
-
-
 def _block(plan: Plan) -> list[Operation]:
-    s = plan.setting
-    card = card_of(s.model)
-    return card.block_operations(s.sizes, s.software, any(card.mixed))
+    """The operations of a block; with experts, if the model has any."""
+    return plan.setting.work.block[any(plan.setting.card.mixed)]
 
 
 def _operations(plan: Plan) -> Iterator[str]:
     s, ms = plan.setting, 1e3
     yield "operations, ms            forward   d input  d weight  messages  what"
-    groups = {
-        "begin": card_of(s.model).begin_operations(s.sizes, s.software),
-        "block": _block(plan),
-        "end": card_of(s.model).end_operations(s.sizes, s.software),
-    }
-    for where, ops in groups.items():
+    for where, ops in {"begin": s.work.begin, "block": _block(plan), "end": s.work.end}.items():
         for op in ops:
-            c = operation(op, s)
-            p = op.matmul
+            c, p = operation(op, s), op.matmul
             what = f"{p.count:g} x ({p.m:g}, {p.k:g}) ({p.k:g}, {p.n:g})" if p else ""
             if op.attention:
                 what = f"{op.attention / 1e9:.4g} GFLOP forward"
@@ -121,7 +107,7 @@ def _operations(plan: Plan) -> Iterator[str]:
                 f"{c.sent * ms:9.3f}  {what}"
             )
 
-    if card_of(s.model).has_experts:
+    if s.card.has_experts:
         load = s.software.expert_load
         assumed = " (assumed; set it with --expert-load)" if load == 1 else ""
         yield f"  load of the busiest expert rank relative to an even split: {load:g}{assumed}"

@@ -10,7 +10,7 @@ from typing import Any
 from fivefold.host.devices import BY_NAME, GB, GIB, PCIE, SHEETS, Sheet
 from fivefold.observe.format import aligned
 from fivefold.plan.cluster.clusters import PRESETS
-from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.cluster.devices import Cluster, Link
 from fivefold.precision.formats import FORMATS
 
 RATED = tuple(dict.fromkeys(form.multiplied for form in FORMATS.values()))
@@ -63,8 +63,13 @@ def device_json(sheet: Sheet) -> dict[str, Any]:
 
 def cluster_json(cluster: Cluster) -> dict[str, Any]:
     """A cluster with all its links."""
-    device = cluster.device
-    sheet = _sheet(cluster)
+    device, sheet = cluster.device, _sheet(cluster)
+    own = {  # of a cluster file, or this machine's
+        "name": device.name,
+        "memory_bytes": device.memory,
+        "memory_bytes_per_s": device.bandwidth,
+        "flops": {dtype: device.peak.get(dtype) for dtype in RATED},
+    }
     return {
         "name": cluster.name,
         "devices": cluster.devices or None,
@@ -72,20 +77,9 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
         "cards_per_node": _cards(cluster) if cluster.connected else None,
         "host_memory_bytes": cluster.host_memory if cluster.machine is None else None,
         "links": [asdict(row) for row in links(cluster)],
-        "device": device_json(sheet) if sheet else _own_json(cluster),
+        "device": device_json(sheet) if sheet else own,
         "shares": {"matmul": device.matmul, "attention": device.attention, "memory": device.streaming},
         "assumed": list(device.assumed),
-    }
-
-
-def _own_json(cluster: Cluster) -> dict[str, Any]:
-    """The device of a cluster file, or this machine's."""
-    device = cluster.device
-    return {
-        "name": device.name,
-        "memory_bytes": device.memory,
-        "memory_bytes_per_s": device.bandwidth,
-        "flops": {dtype: device.peak.get(dtype) for dtype in RATED},
     }
 
 
@@ -101,22 +95,14 @@ def links(cluster: Cluster) -> list[Row]:
             name, speed = TO_HOST[sheet.maker] if sheet.host else f"PCIe {sheet.pcie}.0 x16", sheet.to_host
         found.append(Row(name, speed, 2 * speed, cluster.host_link.read))
     if cluster.wiring.pcie:
-        cards = cluster.wiring.pcie
-        found.append(
-            Row("PCIe to the cards", cards.bandwidth, 2 * cards.bandwidth, cards.achieved, cards.latency)
-        )
+        found.append(_row("PCIe to the cards", cluster.wiring.pcie))
     if cluster.connected:
         found.append(_between(cluster))
     if cluster.machine is None:
-        found.append(
-            Row("host memory", cluster.host_bandwidth, note=f"{_memory(cluster.host_memory)} per node")
-        )
-    return [
-        *found,
-        Row("disk, reading", disk.read),
-        Row("disk, writing", disk.write),
-        Row("disk, both at once", disk.both),
-    ]
+        note = f"{_memory(cluster.host_memory)} per node"
+        found.append(Row("host memory", cluster.host_bandwidth, note=note))
+    speeds = {"reading": disk.read, "writing": disk.write, "both at once": disk.both}
+    return found + [Row(f"disk, {way}", speed) for way, speed in speeds.items()]
 
 
 def _between(cluster: Cluster) -> Row:
@@ -127,6 +113,10 @@ def _between(cluster: Cluster) -> Row:
     if x.oversubscription > 1:
         note += f", oversubscribed {x.oversubscription:g} times"
     name = "ICI to other hosts" if link == cluster.intra else "network (RDMA)"
+    return _row(name, link, note)
+
+
+def _row(name: str, link: Link, note: str = "") -> Row:
     return Row(name, link.bandwidth, 2 * link.bandwidth, link.achieved, link.latency, note)
 
 
@@ -145,7 +135,7 @@ def _within(cluster: Cluster) -> list[Row]:
         note += f", {_gb(link.bandwidth / (cluster.per_node - 1))} GB/s to each other one"
     if link.reduce:
         note += f", the switch adds at {_gb(link.reduce)} GB/s"
-    return [*found, Row(name, link.bandwidth, 2 * link.bandwidth, link.achieved, link.latency, note)]
+    return [*found, _row(name, link, note)]
 
 
 def _cards(cluster: Cluster) -> int:
@@ -172,23 +162,19 @@ def listing() -> str:
                 ", ".join(cluster.device.assumed),
             ]
         )  # fmt: skip
+    dies = "".join(
+        f"  {sheet.name}: one of the {sheet.dies} dies of a package; programs see each as a device\n"
+        for sheet in SHEETS
+        if sheet.dies > 1
+    )
     return (
         "Dense TFLOP/s by format (-: the data sheet has no rate). Links to other devices and to the host: GB/s in one\n"
         "direction. The host is linked by 16 lanes of PCIe of this generation, if not by faster links of the maker.\n\n"
-        f"{_aligned(devices, (0, 2))}{_dies()}\n"
+        f"{_aligned(devices, (0, 2))}{dies}\n"
         "Clusters: nodes as they are sold. --cluster h100:64 or 64xh100 are 64 devices, h100:8x4 are 8 nodes of 4.\n\n"
         f"{_aligned(clusters, (0, 6))}\n"
         "assumed: shares of the data sheet's rates that were not measured. `local` is this machine. One with its "
         "links: fivefold clusters h100\n"
-    )
-
-
-def _dies() -> str:
-    """A line for each device that is a part of its package."""
-    return "".join(
-        f"  {sheet.name}: one of the {sheet.dies} dies of a package; programs see each as a device\n"
-        for sheet in SHEETS
-        if sheet.dies > 1
     )
 
 
@@ -207,9 +193,8 @@ def description(cluster: Cluster) -> str:
     if cluster.machine is not None:
         head.append("as measured, with its messages (fivefold bench hardware)")
     else:
-        shares = (
-            f"matmul {device.matmul:.0%}, attention {device.attention[0]:.0%} and {device.attention[1]:.0%}"
-        )
+        ahead, back = device.attention
+        shares = f"matmul {device.matmul:.0%}, attention {ahead:.0%} and {back:.0%}"
         head.append(f"reached of it: {shares} (forward, backward)")
     if device.assumed:
         head.append(f"assumed, not measured: {', '.join(device.assumed)}")

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from fivefold.host.devices import GB, GIB, PCIE
 from fivefold.plan.cluster.measured import Measured, Share
-from fivefold.schedules.collectives import Line
+from fivefold.schedules.collectives import Line, Wire
 
 RUNTIME = 0.25 * GIB
 """Bytes per process for Python and PyTorch's libraries on a CPU."""
@@ -61,6 +61,11 @@ class Link:
     def achieved(self) -> float:
         """Bytes/s of a large collective."""
         return self.bandwidth * self.share
+
+    @property
+    def wire(self) -> Wire:
+        """The link as collectives are simulated on it."""
+        return Wire(self.latency, self.achieved)
 
 
 @dataclass(frozen=True)
@@ -172,12 +177,8 @@ class Cluster:
         """Bytes/s that each device sends to other nodes if all do so at once."""
         x = self.wiring
         beyond = bool(x.leaf) and self.nodes > x.leaf
-        return (
-            self.inter.achieved
-            * (x.cards or self.per_node)
-            / self.per_node
-            / (x.oversubscription if beyond else 1)
-        )
+        each = self.inter.achieved * (x.cards or self.per_node) / self.per_node
+        return each / (x.oversubscription if beyond else 1)
 
     @property
     def oversubscription(self) -> float:

@@ -179,13 +179,8 @@ class Measured:
         """Seconds of a collective of `size` bytes between `ranks` of `of` ranks, all of which communicate at once."""
         near = self._near(ranks)
         oversubscribed = max(1.0, of / max(ranks, self.cores))
-        return (
-            self.factors["messages"]
-            * oversubscribed
-            * ranks
-            / near
-            * line_through(self.links[near][what], size)
-        )
+        slower = self.factors["messages"] * oversubscribed * ranks / near
+        return slower * line_through(self.links[near][what], size)
 
     def smallest(self, what: str, ranks: int) -> float:
         """Bytes up to which `message` is constant."""

@@ -4,7 +4,6 @@ and updates."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,24 +12,16 @@ from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.card import planned_ways
 from fivefold.plan.memory.model_states import Elements, elements
-from fivefold.plan.software import Software, States
+from fivefold.plan.setting import Setting
 from fivefold.precision import DTYPES, MASTER
-from fivefold.schedules.collectives.choose import chosen
+from fivefold.schedules.collectives.choose import AUTO, LIBRARY, chosen
 from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout, groups
 from fivefold.sharding.matrices import sizes_sent
 from fivefold.sharding.parts import local_parameters, sharing_group
 from fivefold.sharding.tiers import OFFLOADS
-from fivefold.sharding.units import (
-    buffer_order,
-    compressed_buckets,
-    keepings,
-    scattered_once,
-    syncs,
-    updated_together,
-    zeropp,
-)
+from fivefold.sharding.units import buffer_order, scattered_once, syncs, updated_together, zeropp
 
 
 @dataclass(frozen=True)
@@ -46,9 +37,7 @@ class Buffers:
     rest: float = 0.0
 
 
-def buffers(
-    model: ModelSection, layout: Layout, first: bool, last: bool, b: States, software: Software
-) -> Buffers:
+def buffers(s: Setting, first: bool, last: bool) -> Buffers:
     """The buffers of ranks that have the first stage, the last, both or neither.
 
     Replicas add each gradient to its sum as soon as it exists. FSDP2 (parallel/zero.py) gathers a block's weights
@@ -56,7 +45,7 @@ def buffers(
     stay gathered. After a block's backward, FSDP2 scatters an fp32 copy of its gradient. gloo has no reduce-scatter,
     so the rank also needs as much to receive into.
     """
-    blocks, before, behind, tied = elements(model, layout)
+    layout, b, (blocks, before, behind, tied) = s.layout, s.states, elements(s.model, s.layout)
     block = max(blocks, key=lambda block: block.computes)
     rest = [part for part, has in ((before, first), (behind, last), (tied, last and not first)) if has]
     on_its_way = b.working * block.largest
@@ -67,11 +56,10 @@ def buffers(
         return Buffers(0.0, on_its_way, rest=b.working * max((part.largest for part in rest), default=0.0))
     unit = max(_largest_unit(block, layout) for block in blocks)
     whole = sum(part.computes for part in rest)
-    received = b.reduce if software.scatter == "all_to_all" else 0.0
+    received = b.reduce if s.software.scatter == "all_to_all" else 0.0
     cast = b.reduce if b.reduce != b.gradient else 0.0
-    scattered = (
-        b.gradient * (1 + 1 / shards) + cast + received
-    )  # a copy and its shard, the send buffer, the receive buffer
+    # a copy and its shard, the send buffer, the receive buffer
+    scattered = b.gradient * (1 + 1 / shards) + cast + received
     gathered = b.working if layout.zero == 3 else 0.0
     if last and not scattered_once(layout.zero, layout.pp):
         on_its_way += b.working * behind.computes  # scattered together with the embedding's
@@ -96,16 +84,14 @@ def keeps_copies(layout: Layout) -> bool:
     return zeropp(layout.zeropp).hier and groups(layout)["across"][0] > 1
 
 
-def node_copies(
-    model: ModelSection, layout: Layout, mine: Sequence[int], by_stage: tuple[range, ...], b: States
-) -> float:
+def node_copies(s: Setting, position: int) -> float:
     """Bytes of a rank's share of its node's copy: what one message across the nodes has brought."""
-    if not keeps_copies(layout):
+    if not keeps_copies(s.layout):
         return 0.0
-    (sync,) = (sync for sync in syncs(layout) if sync.what == "gather" and sync.group == "across")
-    ranks = sharing_group(layout)[1]
-    units = (unit for keeping in keepings(card_of(model), layout, mine, by_stage) for unit in keeping.units)
-    return sum(sync.size(unit.padded, b.working, unit.shares, ranks) for unit in units)
+    (sync,) = (sync for sync in syncs(s.layout) if sync.what == "gather" and sync.group == "across")
+    ranks = sharing_group(s.layout)[1]
+    units = (unit for keeping in s.keepings(position) for unit in keeping.units)
+    return sum(sync.size(unit.padded, s.states.working, unit.shares, ranks) for unit in units)
 
 
 def _largest_unit(block: Elements, layout: Layout) -> float:
@@ -122,13 +108,13 @@ def update_scratch(optimizer: str, model: ModelSection, layout: Layout, position
     return 3 * DTYPES[MASTER].bytes * max((size for _, size in sizes_sent(found)), default=0)
 
 
-def sum_scratch(
-    model: ModelSection, layout: Layout, mine: Sequence[int], by_stage: tuple[range, ...], b: States
-) -> float:
+def sum_scratch(s: Setting, position: int) -> float:
     """Bytes into which the messages of gradient sums are received, on the first rank of a group, as on one node: of
     each group the largest."""
-    most: dict[str, float] = {}
-    for keeping in keepings(card_of(model), layout, mine, by_stage):
+    layout, b, most = s.layout, s.states, dict[str, float]()
+    if layout.all_reduce in (LIBRARY, AUTO):
+        return 0.0
+    for keeping in s.keepings(position):
         parts = [
             ("replicate", unit.trained // sharing_group(layout, unit.group == "eshard")[1], b.gradient)
             for unit in keeping.units
@@ -144,16 +130,14 @@ def sum_scratch(
     return sum(most.values())
 
 
-def rounding_scratch(
-    model: ModelSection, layout: Layout, mine: Sequence[int], by_stage: tuple[range, ...], b: States
-) -> float:
+def rounding_scratch(s: Setting, position: int) -> float:
     """Bytes of the fp32 copies that an update with rounding works on (optim/updater.py), on the first rank. A streamed
     one copies chunks (`offload.held`)."""
-    if not b.copied or OFFLOADS[layout.offload].streams:
+    card, layout, most = s.card, s.layout, 0.0
+    if not s.states.copied or OFFLOADS[layout.offload].streams:
         return 0.0
-    card, most = card_of(model), 0.0
     local, whole = local_parameters(card, layout), card.parameters
-    for keeping in keepings(card, layout, mine, by_stage):
+    for keeping in s.keepings(position):
         held = {name for unit in keeping.units for name in unit.names}
         replicas = [[name for name in whole if name in held and name not in card.frozen]]
         replicas += [buffer_order(list(buffer.names)) for buffer in keeping.buffers]
@@ -161,19 +145,17 @@ def rounding_scratch(
             for some in updated_together({name: math.prod(whole[name]) for name in names}):
                 expert = {name: layout.ep > 1 and local[name].axis == "ep" for name in some}
                 kept = (local[name].share(sharing_group(layout, expert[name])[1]) for name in some)
-                most = max(most, b.copied * sum(kept))
+                most = max(most, s.states.copied * sum(kept))
     return most
 
 
-def compression(
-    model: ModelSection, layout: Layout, mine: Sequence[int], by_stage: tuple[range, ...]
-) -> tuple[int, int]:
-    """Bytes on a rank with these stages: what compression keeps from step to step (residuals, PowerSGD's Q), and its
-    first messages, given and taken, with the largest scratch."""
-    compress = compressor(layout.compress)
+def compression(s: Setting, position: int) -> tuple[int, int]:
+    """Bytes on the ranks of a pipeline position: what compression keeps from step to step (residuals, PowerSGD's Q),
+    and its first messages, given and taken, with the largest scratch."""
+    compress = compressor(s.layout.compress)
     kept = messages = scratch = 0
     if compress is not None:
-        for _, ranks, shapes in compressed_buckets(card_of(model), layout, mine, by_stage):
+        for _, ranks, shapes in s.compressed_buckets(position):
             kept += compress.kept(shapes, ranks)
             messages += 2 * compress.messages(shapes, ranks)[0].size
             scratch = max(scratch, compress.scratch(shapes, ranks))

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from fivefold.models.card import card_of
-from fivefold.models.operations import Sizes, Work
-from fivefold.models.recomputation import of_blocks
 from fivefold.plan.memory import operations
 from fivefold.plan.memory.buffers import (
     Buffers,
@@ -22,17 +19,12 @@ from fivefold.plan.memory.buffers import (
 )
 from fivefold.plan.memory.model_states import Elements, alike, more_states, rank_elements, rank_states
 from fivefold.plan.memory.operations import Sums
-from fivefold.plan.partition import schedule, stages
-from fivefold.plan.software import Software
-from fivefold.schedules.collectives.choose import AUTO, LIBRARY
+from fivefold.plan.setting import Setting, schedule
 from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
 from fivefold.sharding.tiers import partitions
-
-if TYPE_CHECKING:
-    from fivefold.plan.time.cost import Setting
 
 ERROR = 0.015
 """Mean error of the formula against tracked peaks on CPUs (benchmarks/planner/own_memory.py), rounded up."""
@@ -88,17 +80,16 @@ class MicrobatchBytes(NamedTuple):
     tokens: float
 
 
-def sums(s: Sizes, work: Work) -> Sums:
+def sums(s: Setting) -> Sums:
     """Sums over the operations of one rank."""
-    return operations.sums(work, s.e, any(card_of(s.model).mixed), s.narrow)
+    return operations.sums(s.work, s.sizes.e, any(s.card.mixed), s.sizes.narrow)
 
 
-def microbatch(s: Sizes, found: Sums, recompute: str, software: Software, parts: int = 1) -> MicrobatchBytes:
-    """Bytes of one microbatch on a rank under a recomputation mode. parts: into which the inputs of recomputed blocks
-    are divided. One that runs again is whole."""
+def microbatch(s: Setting, found: Sums, recompute: str) -> MicrobatchBytes:
+    """Bytes of one microbatch on a rank under a recomputation mode. A block that runs again has its input whole."""
+    software, parts, stream = s.software, parts_of(s.layout), s.activation
     kept = {kind: operations.kept(block, recompute, software) for kind, block in found.block.items()}
     again, inside = operations.largest_backward(found, recompute, software)
-    stream = s.n * s.model.dim * s.e
     others = stream * (1 - 1 / parts)
     return MicrobatchBytes(
         max(0.0, kept.get(False, 0.0) - others),
@@ -111,7 +102,7 @@ def microbatch(s: Sizes, found: Sums, recompute: str, software: Software, parts:
         inside + stream * (2 if parts > 1 else 1),  # with the gradient of the residual stream
         found.loss,
         stream,
-        2 * 8 * s.N,
+        2 * 8 * s.sizes.N,
     )
 
 
@@ -172,32 +163,28 @@ def at_peak(
 
 def predict(s: Setting) -> list[Memory]:
     """Memory per rank at each pipeline position."""
-    return Predictor(s).of(of_blocks(s.layout.recompute, s.model.layers))
+    return Predictor(s).of(s.recompute)
 
 
 class Predictor:
     """The memory of a setting, for any modes of recomputation of its blocks."""
 
     def __init__(self, s: Setting):
-        self.setting, self.layout = s, s.layout
-        card = card_of(s.model)
-        self.mixed = card.is_mixed
-        self.sums = sums(s.sizes, card.work(s.sizes, s.software))
+        self.setting, self.layout, self.by_stage = s, s.layout, s.stages
+        self.mixed = s.card.is_mixed
+        self.sums = sums(s)
         self._modes: dict[str, MicrobatchBytes] = {}
-        self.by_stage = stages(s.model, s.layout, s.software.partition)
         self.schedule, self.times = live_schedule(s.layout, s.microbatches)
         self.always = transfers(self.microbatch("none"), s.layout, s.microbatches)
-        ranks, known = rank_elements(s.model, s.layout, s.software.partition), {}
-        same = alike(s.model, s.layout, s.software.partition)
-        held = {number: self._held(number, ranks[number], known) for number in dict.fromkeys(same)}
+        ranks, same = rank_elements(s), alike(s)
+        besides = {ends: buffers(s, *ends) for ends in {s.ends(number) for number in same}}
+        held = {n: self._held(n, ranks[n], besides[s.ends(n)]) for n in dict.fromkeys(same)}
         self.held = [held[number] for number in same]
 
     def microbatch(self, mode: str) -> MicrobatchBytes:
         """Bytes of a microbatch whose blocks all have this mode."""
         if mode not in self._modes:
-            self._modes[mode] = microbatch(
-                self.setting.sizes, self.sums, mode, self.setting.software, parts_of(self.layout)
-            )
+            self._modes[mode] = microbatch(self.setting, self.sums, mode)
         return self._modes[mode]
 
     def kept(self, mode: str, number: int) -> float:
@@ -219,43 +206,33 @@ class Predictor:
         live = [self.times * size for size in peak_live(self.schedule, kept, owed)] if self.schedule else kept
         found = []
         for position, (states, besides, after, scratch) in enumerate(self.held):
-            mine = stages_of(self.layout, position)
-            last, own = len(self.by_stage) - 1 in mine, sum(kept[i] for i in mine)
-            tails = self._tails(modes, mine) if len(set(modes)) > 1 else ()
+            own = sum(kept[i] for i in stages_of(self.layout, position))
+            last = self.setting.ends(position)[1]
+            tails = self._tails(modes, position) if len(set(modes)) > 1 else ()
             activations, more = at_peak(one, besides, live[position], own, last, after, tails)
             found.append(replace(states, activations=activations, buffers=more + scratch + self.always))
         return found
 
-    def _tails(self, modes: Sequence[str], mine: Sequence[int]) -> list[Tail]:
+    def _tails(self, modes: Sequence[str], position: int) -> list[Tail]:
         """The blocks of a rank's stages, the last one first."""
         behind, found = 0.0, []
-        for number in reversed([i for stage in mine for i in self.by_stage[stage]]):
+        for number in reversed(self.setting.blocks(position)):
             one, kept = self.microbatch(modes[number]), self.kept(modes[number], number)
             found.append(Tail(behind, kept, one.again, one.inside))
             behind += kept
         return found
 
-    def _held(
-        self, position: int, own: Elements, known: dict[tuple[bool, bool], Buffers]
-    ) -> tuple[Memory, Buffers, float, float]:
-        """(states, buffers, bytes behind backward, scratch of sums) of a rank, whatever it recomputes. known: the
-        buffers of other ranks."""
-        s, layout, by_stage = self.setting, self.layout, self.by_stage
-        model, b, optimizer_name = s.model, s.states, s.software.optimizer
-        mine = stages_of(layout, position)
-        ends = 0 in mine, len(by_stage) - 1 in mine
-        if ends not in known:
-            known[ends] = buffers(model, layout, *ends, b, s.software)
-        unsent, summing = compression(model, layout, mine, by_stage)
-        summing = max(summing, rounding_scratch(model, layout, mine, by_stage, b))
-        after = max(summing, update_scratch(optimizer_name, model, layout, position))
-        params, gradients, optimizer = rank_states(b, layout, own, s.microbatches)
-        optimizer += more_states(optimizer_name, model, layout, position, b.moments)
-        params += node_copies(model, layout, mine, by_stage, b)
-        scratch = (
-            sum_scratch(model, layout, mine, by_stage, b) if layout.all_reduce not in (LIBRARY, AUTO) else 0.0
-        )
-        return Memory(params, gradients + unsent, optimizer, 0.0, 0.0), known[ends], after, scratch
+    def _held(self, position: int, own: Elements, besides: Buffers) -> tuple[Memory, Buffers, float, float]:
+        """(states, buffers, bytes behind backward, scratch of sums) of a rank, whatever it recomputes."""
+        s, optimizer_name = self.setting, self.setting.software.optimizer
+        unsent, summing = compression(s, position)
+        summing = max(summing, rounding_scratch(s, position))
+        after = max(summing, update_scratch(optimizer_name, s.model, s.layout, position))
+        params, gradients, optimizer = rank_states(s, own)
+        optimizer += more_states(optimizer_name, s.model, s.layout, position, s.states.moments)
+        params += node_copies(s, position)
+        states = Memory(params, gradients + unsent, optimizer, 0.0, 0.0)
+        return states, besides, after, sum_scratch(s, position)
 
 
 def live_microbatches(layout: Layout, microbatches: int) -> float:

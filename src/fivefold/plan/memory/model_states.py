@@ -11,7 +11,7 @@ from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.card import state_bytes as all_state_bytes
-from fivefold.plan.partition import stages
+from fivefold.plan.setting import Setting, stages
 from fivefold.plan.software import Partition, States
 from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.parts import TIED, held, local_parameters, sharing_group, size_of, stages_of
@@ -48,10 +48,10 @@ class Elements(NamedTuple):
     def times(self, number: float) -> Elements:
         """So many parts of a model with these elements each."""
         a, b, c, d = (number * size for size in self.frozen)
-        return Elements(
-            number * self.computes, number * self.keeps, self.largest,
-            number * self.experts, number * self.experts_keep, (a, b, c, d),
-        )  # fmt: skip
+        computes, keeps, experts, experts_keep = (
+            number * size for size in (self.computes, self.keeps, self.experts, self.experts_keep)
+        )
+        return Elements(computes, keeps, self.largest, experts, experts_keep, (a, b, c, d))
 
     def groups(self) -> tuple[tuple[float, float, bool], tuple[float, float, bool]]:
         """(elements computed with, elements stored, False) of dense parameters, and (.., .., True) of experts."""
@@ -102,34 +102,44 @@ def more_states(optimizer: str, model: ModelSection, layout: Layout, position: i
     return all_state_bytes(card, spec, layout, rank) - moments * kept
 
 
-def rank_states(
-    bytes_per_parameter: States, layout: Layout, own: Elements, microbatches: int
-) -> tuple[float, float, float]:
+def rank_states(s: Setting, own: Elements) -> tuple[float, float, float]:
     """`state_bytes` of a rank. Parameters whose sharing group has one rank are kept whole, as without ZeRO: all of them
     if there is one data rank, and experts if expert parallelism takes all ranks that share."""
-    found, b = [0.0, 0.0, 0.0], bytes_per_parameter
+    weights = gradients = optimizer = 0.0
     for (computes, keeps, expert), (still, still_keep) in zip(own.groups(), own.frozen_groups(), strict=True):
-        zero = layout.zero if sharing_group(layout, expert)[1] > 1 else 0
-        some = state_bytes(b, zero, computes - still, keeps - still_keep, microbatches, layout.pp)
-        found = [one + more for one, more in zip(found, some, strict=True)]
+        zero = s.layout.zero if sharing_group(s.layout, expert)[1] > 1 else 0
+        parts = [(s.states, computes - still, keeps - still_keep)]
         if still:  # FSDP2 keeps masters of its rows, whatever is trained
-            only = replace(b, gradient=0.0, moments=0.0, master=b.master if zero else 0.0)
-            some = state_bytes(only, zero, still, still_keep, microbatches, layout.pp)
-            found = [one + more for one, more in zip(found, some, strict=True)]
-    return found[0], found[1], found[2]
+            only = replace(s.states, gradient=0.0, moments=0.0, master=s.states.master if zero else 0.0)
+            parts.append((only, still, still_keep))
+        for b, whole, shared in parts:
+            w, g, o = state_bytes(b, zero, whole, shared, s.microbatches, s.layout.pp)
+            weights, gradients, optimizer = weights + w, gradients + g, optimizer + o
+    return weights, gradients, optimizer
 
 
-Counted = tuple[list[Elements], Elements, Elements, Elements]
-
-
-def elements(model: ModelSection, layout: Layout) -> Counted:
+class ModelElements(NamedTuple):
     """Elements on the first rank, which has most: of each block, of the parameters before the blocks, of those behind
     them, and of the last stage's copy of a tied embedding."""
+
+    blocks: list[Elements]
+    before: Elements
+    behind: Elements
+    tied: Elements
+
+    def outside(self, first: bool, last: bool) -> Elements:
+        """Elements outside of blocks on a rank with the first stage, the last, both or neither."""
+        parts = [self.before] * first + [self.behind] * last + [self.tied] * (last and not first)
+        return sum(parts, Elements())
+
+
+def elements(model: ModelSection, layout: Layout) -> ModelElements:
+    """Elements of the model's parts."""
     return _elements(model, layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0)
 
 
 @lru_cache(maxsize=4096)
-def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shared: bool) -> Counted:
+def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shared: bool) -> ModelElements:
     layout = Layout(tp=tp, ep=ep, sp=sp, dp_shard=shards, zero=int(shared))
     kinds: dict[str, Elements] = {}
     blocks = [Elements() for _ in range(model.layers)]
@@ -139,8 +149,7 @@ def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shar
         expert = ep > 1 and local.axis == "ep"
         size, part = local.size, local.share(sharing_group(layout, expert)[1])
         some = size, part, size if expert else 0, part if expert else 0
-        own = Elements(size, part, size, *some[2:], frozen=some if name in frozen else (0, 0, 0, 0))
-        kinds[name] = own
+        own = kinds[name] = Elements(size, part, size, *some[2:], some if name in frozen else (0, 0, 0, 0))
         if name.startswith("blocks."):
             number = int(name.split(".")[1])
             blocks[number] += own
@@ -148,60 +157,42 @@ def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shar
             before += own
         else:
             behind += own
-    return blocks, before, behind, kinds[TIED] if model.tie_embeddings else Elements()
+    return ModelElements(blocks, before, behind, kinds[TIED] if model.tie_embeddings else Elements())
 
 
-def outside_blocks(model: ModelSection, layout: Layout, mine: Sequence[int], stages: int) -> Elements:
-    """Elements outside of blocks on a rank with the stages `mine` of so many."""
-    _, before, behind, tied = elements(model, layout)
-    first, last = 0 in mine, stages - 1 in mine
-    return sum([before] * first + [behind] * last + [tied] * (last and not first), Elements())
-
-
-UNDIVIDED = Layout()
+def outside_blocks(s: Setting, position: int) -> Elements:
+    """Elements outside of blocks on a rank of a pipeline position."""
+    return elements(s.model, s.layout).outside(*s.ends(position))
 
 
 def divided(layout: Layout) -> Layout:
     """The layout by which a rank's part of the model is counted; many layouts have the same."""
-    return changed(
-        UNDIVIDED,
-        pp=layout.pp,
-        tp=layout.tp,
-        ep=layout.ep,
-        sp=layout.sp,
-        schedule=layout.schedule,
-        virtual_stages=layout.virtual_stages,
-        dp_shard=layout.shards,
-        zero=int(layout.zero > 0),
-    )
+    kept = {name: getattr(layout, name) for name in ("pp", "tp", "ep", "sp", "schedule", "virtual_stages")}
+    return changed(Layout(), **kept, dp_shard=layout.shards, zero=int(layout.zero > 0))
 
 
-def rank_elements(model: ModelSection, layout: Layout, how: Partition = "balanced") -> Sequence[Elements]:
+def rank_elements(s: Setting) -> Sequence[Elements]:
     """Elements per rank at each pipeline position."""
-    return _rank_elements(model, divided(layout), how)
+    return _rank_elements(s.model, divided(s.layout), s.software.partition)
 
 
 @lru_cache(maxsize=1024)
 def _rank_elements(model: ModelSection, layout: Layout, how: Partition) -> Sequence[Elements]:
-    blocks = elements(model, layout)[0]
-    by_stage = stages(model, layout, how)
-    found = []
-    for position, same in enumerate(alike(model, layout, how)):
+    of, by_stage, found = elements(model, layout), stages(model, layout, how), []
+    for position, same in enumerate(_alike(model, layout, how)):
         if same < position:
             found.append(found[same])
             continue
-        total, mine = Elements(), stages_of(layout, position)
-        for stage in mine:
-            for number in by_stage[stage]:
-                total += blocks[number]
-        found.append(total + outside_blocks(model, layout, mine, len(by_stage)))
+        mine = stages_of(layout, position)
+        total = sum((of.blocks[number] for stage in mine for number in by_stage[stage]), Elements())
+        found.append(total + of.outside(0 in mine, len(by_stage) - 1 in mine))
     return found
 
 
-def alike(model: ModelSection, layout: Layout, how: Partition = "balanced") -> tuple[int, ...]:
+def alike(s: Setting) -> tuple[int, ...]:
     """For each pipeline position the first one whose ranks have blocks of the same kinds and the same ends of the
     model, and so the same elements, messages and buffers."""
-    return _alike(model, divided(layout), how)
+    return _alike(s.model, divided(s.layout), s.software.partition)
 
 
 @lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 from fivefold.host import tables
 from fivefold.plan.cluster.devices import Cluster
@@ -57,35 +58,22 @@ def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int, node: int |
     return Group(groups(layout)[name][0], on_node(layout, name, per_node))
 
 
-def all_reduce(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
-    """Seconds to sum `size` bytes over a group."""
-    return _price("all_reduce", f"all_reduce {dtype}", size, group, cluster)
-
-
-def all_gather(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
-    """Seconds to gather `size` bytes in total on every rank."""
-    return _price("all_gather", "all_gather", size, group, cluster)
-
-
-def reduce_scatter(size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
-    """Seconds to leave each rank with the sum of its part of `size` bytes. It is an all-gather backwards."""
-    return _price("reduce_scatter", f"reduce_scatter {dtype}", size, group, cluster)
+def collective(what: str, size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
+    """Seconds of a collective whose larger of input and output has `size` bytes. dtype: of sums."""
+    sums = what in ("all_reduce", "reduce_scatter")
+    name = f"{what} {dtype}" if sums else what
+    return _price(cast("Primitive", what), name, size, group, cluster)
 
 
 def scatter_gradients(size: float, group: Group, cluster: Cluster) -> float:
     """Seconds of ZeRO's reduce-scatter (parallel/zero.py). On a CPU it avoids gloo's, which is an all-reduce."""
     if cluster.machine:
         return _price("all_to_all", "scatter_gradients", size, group, cluster)
-    return reduce_scatter(size, group, cluster)
-
-
-def all_to_all(size: float, group: Group, cluster: Cluster, dtype: str = "") -> float:
-    """Seconds for every rank to send an equal part of its `size` bytes to each rank."""
-    return _price("all_to_all", "all_to_all", size, group, cluster)
+    return collective("reduce_scatter", size, group, cluster)
 
 
 def _price(primitive: Primitive, what: str, size: float, group: Group, cluster: Cluster) -> float:
-    """Seconds of a collective. what: its name in a machine's table."""
+    """what: the collective's name in a machine's table."""
     if group.ranks == 1:
         return 0.0
     if not cluster.machine:
@@ -103,8 +91,7 @@ def best_all_reduces(group: Group, cluster: Cluster) -> dict[int, str]:
 
 def summed_by(by: str, group: Group, cluster: Cluster) -> str:
     """What a `layout.all_reduce` means for a group."""
-    cpu = cluster.machine is not None and cluster.machine.on_cpu
-    return resolved(by, group.ranks, group.local, best_all_reduces(group, cluster), cpu)
+    return resolved(by, group.ranks, group.local, best_all_reduces(group, cluster), cluster.on_cpu)
 
 
 def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float:
@@ -114,11 +101,11 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
     if name == AUTO:
         name = fastest(best_all_reduces(group, cluster), round(size))
     if name == LIBRARY or group.ranks == 1:
-        return all_reduce(size, group, cluster)
+        return collective("all_reduce", size, group, cluster)
     if cluster.machine and group.nodes == 1:
         seconds = tables.all_reduce_seconds(group.ranks, name)
         if not seconds:
-            return all_reduce(size, group, cluster)
+            return collective("all_reduce", size, group, cluster)
         return cluster.machine.factors["messages"] * line_through(seconds, size)
     made = ALGORITHMS["all_reduce"][name]
     shape = shape_of(group.ranks, group.local, pieces=pieces_of(made, round(size)))

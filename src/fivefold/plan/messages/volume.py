@@ -19,15 +19,14 @@ from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Message, Operation
-from fivefold.models.recomputation import of_blocks, region
+from fivefold.models.recomputation import region
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.card import planned_ways
-from fivefold.plan import partition
 from fivefold.plan.memory.model_states import divided
-from fivefold.plan.messages.communication import best_all_reduces, group, summed_by
+from fivefold.plan.messages.communication import best_all_reduces, summed_by
+from fivefold.plan.setting import Setting, stages
 from fivefold.plan.software import Partition
-from fivefold.plan.time.cost import Setting
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules import ring_attention
 from fivefold.schedules.collectives.choose import LIBRARY, chosen
@@ -50,7 +49,7 @@ from fivefold.sharding.parts import (
     tensor_sums,
 )
 from fivefold.sharding.tiers import partitions
-from fivefold.sharding.units import Sync, compressed_buckets, keepings, syncs
+from fivefold.sharding.units import Sync, syncs
 
 DATA = ("shard", "replicate", "batch", "edp", "eshard", "inside", "across")
 """Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""
@@ -89,11 +88,10 @@ def _added_up(messages: Iterable[Moment]) -> Counted:
 
 def outer_elements(s: Setting, rank: int, fragment: int) -> list[int]:
     """Elements of the outer gradients in each message by which sites synchronise a fragment, from a rank of a site."""
-    card, position = card_of(s.model), index_in(s.layout, "pp", rank)
-    by_stage = stage_parameters(card, partition.stages(s.model, s.layout, s.software.partition))
+    position, by_stage = index_in(s.layout, "pp", rank), stage_parameters(s.card, s.stages)
     mine = dict.fromkeys(name for stage in stages_of(s.layout, position) for name in by_stage[stage])
     found = sites.messages(mine, s.sites.fragments)[fragment]
-    return [kept_elements(card, s.layout, rank, names) for names in found]
+    return [kept_elements(s.card, s.layout, rank, names) for names in found]
 
 
 def outer(s: Setting, rank: int, fragment: int) -> list[list[tuple[str, float]]]:
@@ -165,26 +163,21 @@ Piece = tuple[str, str, float, int]
 
 def moments(s: Setting, rank: int = 0) -> Iterator[Moment]:
     """All messages of a rank in a step but those of outer steps, with the moments when they are sent."""
-    position = index_in(s.layout, "pp", rank)
-    by_stage = partition.stages(s.model, s.layout, s.software.partition)
-    mine, card = stages_of(s.layout, position), card_of(s.model)
-    modes = of_blocks(s.layout.recompute, s.model.layers)
-    blocks = Counter((card.is_mixed(number), modes[number]) for stage in mine for number in by_stage[stage])
+    position, card, modes = index_in(s.layout, "pp", rank), s.card, s.recompute
+    first, last = s.ends(position)
+    blocks = Counter((card.is_mixed(number), modes[number]) for number in s.blocks(position))
     for (mixed, mode), count in blocks.items():
         name = "a block with experts" if mixed else "a block"
-        ops = card.block_operations(s.sizes, s.software, mixed)
-        yield from of_operations(s, rank, ops, mode, name, count * s.microbatches)
+        yield from of_operations(s, rank, s.work.block[mixed], mode, name, count * s.microbatches)
         if partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
-            size = s.sizes.n * s.model.dim * s.sizes.e
-            yield Moment(f"backward of {name}", "all_gather", "tp", size, 1, count * s.microbatches)
-    if 0 in mine:
-        ops = card.begin_operations(s.sizes, s.software)
-        yield from of_operations(s, rank, ops, "none", "the embedding", s.microbatches)
-    if len(by_stage) - 1 in mine:
-        ops = card.end_operations(s.sizes, s.software)
-        yield from of_operations(s, rank, ops, "none", "the output layer and loss", s.microbatches)
-    yield from _transfers(s, position, len(by_stage))
-    yield from _gradients(s, rank, mine)
+            name = f"backward of {name}"
+            yield Moment(name, "all_gather", "tp", s.activation, 1, count * s.microbatches)
+    if first:
+        yield from of_operations(s, rank, s.work.begin, "none", "the embedding", s.microbatches)
+    if last:
+        yield from of_operations(s, rank, s.work.end, "none", "the output layer and loss", s.microbatches)
+    yield from _transfers(s, position)
+    yield from _gradients(s, rank, position)
     for when, sent in (
         (GRADIENTS, shared(s, position, index_in(s.layout, "shard", rank))),
         ("end of the step", control(s)),
@@ -231,37 +224,32 @@ def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator
     if message.what != "ring":
         yield message.what, message.axis, message.size, message.calls
         return
-    moved = ring_attention.messages(
-        s.layout.cp, index_in(s.layout, "cp", rank), card_of(s.model).causal, backward
-    )
+    moved = ring_attention.messages(s.layout.cp, index_in(s.layout, "cp", rank), s.card.causal, backward)
     keys = message.size / len(moved)
     yield "send", message.axis, keys * sum(sent for sent, _ in moved), len(moved)
     yield "receive", message.axis, keys * sum(received for _, received in moved), len(moved)
 
 
-def _transfers(s: Setting, position: int, stages: int) -> Iterator[Moment]:
+def _transfers(s: Setting, position: int) -> Iterator[Moment]:
     """Activations and their gradients, sent between neighbouring stages on different ranks."""
     if s.layout.pp == 1:
         return
-    rank_of = partition.schedule(s.layout.schedule, s.layout.pp, 1, s.layout.virtual_stages).rank_of
-    activation = s.sizes.n * s.model.dim * s.sizes.e
-    for ends in itertools.pairwise(rank_of[:stages]):
+    for ends in itertools.pairwise(s.schedule(1).rank_of[: len(s.stages)]):
         if ends[0] != ends[1] and position in ends:  # one way in forward, the other in backward
             there, back = ("forward", "backward") if position == ends[0] else ("backward", "forward")
-            yield Moment(f"behind the {there} of a stage", "send", "pp", activation, 1, s.microbatches)
-            yield Moment(f"ahead of the {back} of a stage", "receive", "pp", activation, 1, s.microbatches)
+            yield Moment(f"behind the {there} of a stage", "send", "pp", s.activation, 1, s.microbatches)
+            yield Moment(f"ahead of the {back} of a stage", "receive", "pp", s.activation, 1, s.microbatches)
 
 
-def _gradients(s: Setting, rank: int, mine: Sequence[int]) -> Iterator[Moment]:
+def _gradients(s: Setting, rank: int, position: int) -> Iterator[Moment]:
     """Weight gathers and gradient sums over the data axes. Compression is without ZeRO: only sums."""
-    card, blocks = card_of(s.model), partition.stages(s.model, s.layout, s.software.partition)
     compress = compressor(s.layout.compress)
     if compress is not None:
-        buckets = compressed_buckets(card, s.layout, mine, blocks)
+        buckets = s.compressed_buckets(position)
         wires = ((wire, name) for name, n, shapes in buckets for wire in compress.messages(shapes, n))
         yield from _together(GRADIENTS, ((wire.what, name, wire.size, 1) for wire, name in wires), 1)
         return
-    for keeping in keepings(card, s.layout, mine, blocks):
+    for keeping in s.keepings(position):
         for unit in keeping.units:
             for sync, size in synced(s, unit.padded, unit.group == "eshard", unit.shares, unit.trained):
                 yield from _of_unit(s, rank, sync, size, unit.module)
@@ -293,7 +281,7 @@ def _of_unit(s: Setting, rank: int, sync: Sync, size: float, module: str) -> Ite
 
 def _sum(s: Setting, rank: int, sync: Sync, size: float) -> Iterator[Piece]:
     """The messages that sum `size` bytes over a group by the layout's algorithm."""
-    among = group(s.layout, s.cluster, sync.group)
+    among = s.group(sync.group)
     best, how = best_all_reduces(among, s.cluster), summed_by(s.layout.all_reduce, among, s.cluster)
     schedule = chosen(how, among.ranks, among.local, round(size), best)
     if schedule is None:
@@ -321,7 +309,7 @@ def synced(
             continue
         if sync.rows:  # what arrived is as exact as the sum over microbatches
             yield sync, own / ranks * b.gradient
-        elif group(s.layout, s.cluster, sync.group).ranks > 1:
+        elif s.group(sync.group).ranks > 1:
             width = b.working if sync.what == "gather" else b.reduce
             yield sync, sync.size(own, width, shares or (math.ceil(own / ranks),), ranks)
 
@@ -330,7 +318,7 @@ def compressed(s: Setting, expert: bool) -> list[Sent]:
     """The messages of a compressed gradient sum, in their order: bytes per element, on average over the model's
     parameters, each a bucket of its own."""
     compress, (sync,) = compressor(s.layout.compress), syncs(s.layout, expert)
-    ranks = group(s.layout, s.cluster, sync.group).ranks
+    ranks = s.group(sync.group).ranks
     if compress is None or ranks == 1:
         return []
     found = _per_element(s.model, s.layout.tp, s.layout.ep, s.layout.sp, compress, ranks, expert)
@@ -358,12 +346,10 @@ def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
     """
     if not (s.layout.tp > 1 or (s.model.tie_embeddings and s.layout.pp > 1)):
         return []
-    b = s.states
     # other programs sum whole gradients under ZeRO 1
-    zero = s.layout.zero if b.cast or s.layout.zero > 1 else 0
+    zero, each = s.layout.zero if s.states.cast or s.layout.zero > 1 else 0, s.states.gradient
     of_rank = divided(replace(s.layout, zero=zero))
     partial, tied = _shared(s.model, of_rank, s.software.partition, position, index)
-    each = b.gradient
     found = [("all_reduce", "tp", elements * each) for elements in partial]
     return found + [("send", "pp", tied * each), ("receive", "pp", tied * each)] * (tied > 0)
 
@@ -374,7 +360,7 @@ def _shared(
 ) -> tuple[tuple[int, ...], int]:
     """Elements of the gradients that a rank sums over "tp", by message, and of those that it sums with the other end of
     the pipeline."""
-    card, blocks, mine = card_of(model), partition.stages(model, layout, how), stages_of(layout, position)
+    card, blocks, mine = card_of(model), stages(model, layout, how), stages_of(layout, position)
     names = stage_parameters(card, blocks)
     partial = summed_over_tp(card, layout, [name for stage in mine for name in names[stage]])
     one_end = card.tied and (0 in mine) != (len(blocks) - 1 in mine)
@@ -390,13 +376,13 @@ def matrices(s: Setting, rank: int) -> list[Sent]:
     card, fp32 = OPTIMIZERS[s.software.optimizer], DTYPES[MASTER].bytes
     if card.needs == "elements":
         return []
-    found = planned_ways(card, card_of(s.model), s.layout, rank)
+    found = planned_ways(card, s.card, s.layout, rank)
     return [("all_to_all", group, size * fp32) for group, size in sizes_sent(found)] * 2
 
 
 def matrix_flops(s: Setting, position: int) -> list[tuple[Shape, float]]:
     """(shape, FLOPs) of the matrices that the first rank of a pipeline position updates whole."""
-    card, spec, rank = OPTIMIZERS[s.software.optimizer], card_of(s.model), s.layout.rank({"pp": position})
+    card, spec, rank = OPTIMIZERS[s.software.optimizer], s.card, s.layout.rank({"pp": position})
     if card.needs != "matrices":
         return []
     found = {name: way.whole for name, way in planned_ways(card, spec, s.layout, rank).items()}
@@ -415,7 +401,5 @@ def control(s: Setting) -> list[Sent]:
     apart = [("all_reduce", "sites", 32.0)] if s.sites.count > 1 else []
     if s.layout.ranks == 1:
         return apart
-    card, sizes = card_of(s.model), [32.0]
-    if card.has_experts:
-        sizes.append(8.0 * math.prod(card.load_sums))
+    sizes = [32.0, 8.0 * math.prod(s.card.load_sums)] if s.card.has_experts else [32.0]
     return [*(("all_reduce", "all", size) for size in sizes), *apart]

@@ -21,7 +21,7 @@ FIGURES = (("step", "Step"), ("speed", "Tokens per second"), ("mfu", "MFU"), ("p
 def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]) -> str:
     """The page as HTML.
 
-    name: the recipe's. words: the plan in a sentence. data: from `plan.grid_data`; its `search` has the limit and the
+    name: the recipe's. words: the plan in a sentence. data: from `grid.as_data`; its `search` has the limit and the
     rows of a search's frontier, or is None. pictures: SVG documents for browsers without scripts.
     """
     name, words = printable(name), printable(words)
@@ -82,23 +82,23 @@ def _section(title: str, note: str, body: str) -> str:
 
 def _sections(data: Mapping[str, Any]) -> str:
     memory = _keys([(kind, kind) for kind in data["memory"]]) + '<div class="rows" id="memory"></div>'
-    parts = [
-        _section("Memory", "One bar per place in the pipeline, for one device. Red: usable memory.", memory),
-        _section(
-            "Time of a step",
-            "For the rank that computes longest.",
-            '<div class="rows shares" id="shares"></div>',
-        ),
-        f'<div id="pipeline">{_section("Timeline", "", _timeline())}</div>',
-        _section("Roofline", _ROOFLINE, _roofline()),
-        _section("Throughput against memory", _FRONTIER, _frontier()),
-        _section("Found by the search", _SEARCH, _search(data)) if data["search"] else "",
-        _section("The same in the terminal", "", '<pre id="command" tabindex="0"></pre>'),
-        _section("What the sliders show", "", _grid(data)),
-    ]
-    return "".join(parts)
+    return "".join(
+        (
+            _section(
+                "Memory", "One bar per place in the pipeline, for one device. Red: usable memory.", memory
+            ),
+            _section("Time of a step", "For the rank that computes longest.", _SHARES),
+            f'<div id="pipeline">{_section("Timeline", "", _timeline())}</div>',
+            _section("Roofline", _ROOFLINE, _roofline()),
+            _section("Throughput against memory", _FRONTIER, _frontier()),
+            _section("Found by the search", _SEARCH, _search(data)) if data["search"] else "",
+            _section("The same in the terminal", "", '<pre id="command" tabindex="0"></pre>'),
+            _section("What the sliders show", "", _grid(data)),
+        )
+    )
 
 
+_SHARES = '<div class="rows shares" id="shares"></div>'
 _ROOFLINE = (
     "Each circle is an operation of the model. Its size is its share of the step. Left of the bend operations are "
     "memory-bound, right of it compute-bound. Both limits come from the data sheet, or for this machine from "
@@ -112,30 +112,22 @@ _SEARCH = "Valid layouts of the recipe's sizes. No other layout beats one of the
 
 
 def _keys(kinds: Sequence[tuple[str, str]]) -> str:
-    return (
-        '<ul class="keys">'
-        + "".join(f'<li><i class="{kind}"></i>{escape(words)}</li>' for kind, words in kinds)
-        + "</ul>"
-    )
+    keys = "".join(f'<li><i class="{kind}"></i>{escape(words)}</li>' for kind, words in kinds)
+    return f'<ul class="keys">{keys}</ul>'
 
 
 def _timeline() -> str:
-    kinds = [
-        ("F", "forward"),
-        ("B", "backward"),
-        ("I", "input gradient"),
-        ("W", "weight gradient"),
-    ]
+    kinds = [("F", "forward"), ("B", "backward"), ("I", "input gradient"), ("W", "weight gradient")]
     return f'{_keys(kinds)}<div class="picture" id="timeline"></div><p class="note" id="drawn"></p>'
 
 
-def _table(columns: Sequence[str], body: str) -> str:
-    """A table. columns: names; those starting with `?` are left out on a phone."""
+def _table(columns: Sequence[str], body: str, rows: str = "") -> str:
+    """A table. columns: names; those starting with `?` are left out on a phone. rows: HTML."""
     head = "".join(
         f'<th scope="col"{" class=optional" * name.startswith("?")}>{name.removeprefix("?")}</th>'
         for name in columns
     )
-    return f'<table><thead><tr>{head}</tr></thead><tbody id="{body}"></tbody></table>'
+    return f'<table><thead><tr>{head}</tr></thead><tbody id="{body}">{rows}</tbody></table>'
 
 
 def _roofline() -> str:
@@ -156,7 +148,7 @@ def _search(data: Mapping[str, Any]) -> str:
         f"<td>{memory_text(row['peak'])}</td></tr>\n"
         for row in reversed(data["search"]["rows"])
     )
-    table = _table(("Layout", "Tokens/s", "Memory"), "found").replace("</tbody>", f"{rows}</tbody>")
+    table = _table(("Layout", "Tokens/s", "Memory"), "found", rows)
     return f'<div class="picture" id="search"></div>{table}'
 
 

@@ -1,19 +1,26 @@
-"""The numbers in the pictures of a plan: parts of the step's time, roofline, timeline. `observe` draws them."""
+"""The pictures of a plan: parts of the step's time, roofline and timeline as numbers; and as SVG, with its memory and a
+frontier."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from fivefold.models.card import card_of
+from fivefold.draw.canvas import Axes, Canvas, text_width
+from fivefold.draw.scale import Scale, linear_scale
+from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation
-from fivefold.models.recomputation import of_blocks, region
-from fivefold.plan import partition
+from fivefold.models.recomputation import region
+from fivefold.observe.format import memory_text
+from fivefold.observe.memory_picture import COLORS
 from fivefold.plan.memory import model_states, operations
 from fivefold.plan.predict import Plan
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
-from fivefold.plan.time.cost import Setting, operation
+from fivefold.plan.time.cost import operation
 from fivefold.schedules.pipeline import Timeline, shown, simulate
 from fivefold.sharding.parts import stages_of
 
@@ -85,14 +92,14 @@ def pictures(plan: Plan) -> Pictures:
 def roofline(plan: Plan) -> Roofline:
     """The operations of a step on the busiest rank, in the order of forward, merged by name over all blocks."""
     s = plan.setting
-    device, mine = s.cluster.device, stages_of(s.layout, busiest(plan))
+    device, position = s.cluster.device, busiest(plan)
     points = [
         _point(op, s, recompute, count * s.microbatches)
-        for ops, recompute, count in _parts(plan, mine)
+        for ops, recompute, count in _parts(s, position)
         for op in ops
         if count
     ]
-    found = [point for point in _together([*points, *_sums(plan, mine)]) if point.moved]  # others only send
+    found = [point for point in _together([*points, *_sums(s, position)]) if point.moved]  # others only send
     return Roofline(device.peak[s.rate], device.bandwidth, found)
 
 
@@ -122,9 +129,7 @@ def timeline(plan: Plan) -> Timeline | None:
     if s.layout.pp == 1:
         return None
     price = pipeline.pipeline_costs([cost.timed for cost in plan.step.costs], pipeline.transfers(s))
-    layout = s.layout
-    count = shown(s.microbatches, layout.pp)
-    return simulate(partition.schedule(layout.schedule, layout.pp, count, layout.virtual_stages), price)
+    return simulate(s.schedule(shown(s.microbatches, s.layout.pp)), price)
 
 
 def busiest(plan: Plan) -> int:
@@ -133,17 +138,14 @@ def busiest(plan: Plan) -> int:
     return max(range(layout.pp), key=lambda rank: sum(costs[i].seconds for i in stages_of(layout, rank)))
 
 
-def _parts(plan: Plan, mine: Sequence[int]) -> Iterator[tuple[list[Operation], str, int]]:
-    """(operations, recomputation, repeats per microbatch) for a rank with these stages."""
-    s = plan.setting
-    by_stage = partition.stages(s.model, s.layout, s.software.partition)
-    card = card_of(s.model)
-    modes = of_blocks(s.layout.recompute, s.model.layers)
-    blocks = [(card.is_mixed(number), modes[number]) for stage in mine for number in by_stage[stage]]
-    yield card.begin_operations(s.sizes, s.software), "none", int(0 in mine)
+def _parts(s: Setting, position: int) -> Iterator[tuple[list[Operation], str, int]]:
+    """(operations, recomputation, repeats per microbatch) for a rank of a pipeline position."""
+    first, last = s.ends(position)
+    blocks = [(s.card.is_mixed(number), s.recompute[number]) for number in s.blocks(position)]
+    yield s.work.begin, "none", int(first)
     for (kind, mode), count in Counter(sorted(blocks)).items():
-        yield card.block_operations(s.sizes, s.software, kind), mode, count
-    yield card.end_operations(s.sizes, s.software), "none", int(len(by_stage) - 1 in mine)
+        yield s.work.block[kind], mode, count
+    yield s.work.end, "none", int(last)
 
 
 def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
@@ -157,13 +159,11 @@ def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
     )
 
 
-def _sums(plan: Plan, mine: Sequence[int]) -> Iterator[Point]:
+def _sums(s: Setting, position: int) -> Iterator[Point]:
     """The points of accumulating each microbatch's gradients."""
-    s = plan.setting
-    by_stage = partition.stages(s.model, s.layout, s.software.partition)
     blocks, _, end, tied = model_states.elements(s.model, s.layout)
-    own = sum(blocks[number].computes for stage in mine for number in by_stage[stage])
-    if len(by_stage) - 1 in mine:
+    own = sum(blocks[number].computes for number in s.blocks(position))
+    if s.ends(position)[1]:
         own += end.computes + tied.computes
     if seconds := s.microbatches * sync_costs.accumulate(own, s).weight:
         yield Point(
@@ -192,3 +192,101 @@ def _together(points: Sequence[Point]) -> list[Point]:
         old = found.get(p.name, Point(p.name, 0.0, 0.0, 0.0))
         found[p.name] = Point(p.name, old.flops + p.flops, old.moved + p.moved, old.seconds + p.seconds)
     return list(found.values())
+
+
+WIDTH, LEFT, RIGHT, TOP, FLOOR = 760, 84, 96, 62, 330  # pixels: margins, lower edge of two axes
+BOUND = {"compute": "blue", "memory": "orange"}
+"""Colours of operations by what bounds them."""
+
+
+def memory_svg(plan: Plan, title: str) -> str:
+    """A bar for each pipeline rank, and the limit."""
+    scale = (WIDTH - LEFT - RIGHT) / max(plan.limit, *(m.total for m in plan.memory))
+    limit, canvas = LEFT + plan.limit * scale, Canvas(title, LEFT, WIDTH)
+    canvas.legend(LEFT, 46, [(color, name) for name, color in COLORS.items()])
+    for position, held in enumerate(plan.memory):
+        top, sizes = TOP + 30 * position, {name: getattr(held, name) for name in COLORS}
+        canvas.text(LEFT - 10, top + 16, f"stage {position}", "soft end")
+        parts = [(COLORS[name], size * scale, f"{name} {memory_text(size)}") for name, size in sizes.items()]
+        canvas.bar(LEFT, top, 22, parts, memory_text(held.total), limit)
+    bottom = TOP + 30 * len(plan.memory)
+    canvas.line("line limit", [(limit, TOP - 6), (limit, bottom)])
+    canvas.text(limit, bottom + 16, f"limit {memory_text(plan.limit)}", "soft middle")
+    return canvas.svg()
+
+
+def roofline_svg(found: Roofline, step: float, title: str) -> str:
+    """A circle for each operation, as large as its share of the step; work of which only bytes are counted at the left.
+
+    step: its seconds.
+    """
+    products = [p for p in found.points if p.flops]
+    (low, high, bottom), top = found.ends, found.peak * 1.6
+    axes = Axes(LEFT + 60, TOP, WIDTH - 24, FLOOR, _decades(low, high), _decades(bottom, top))
+    canvas = Canvas(title, LEFT, WIDTH)
+    canvas.legend(LEFT, 46, [(color, f"{name}-bound") for name, color in BOUND.items()])
+    canvas.levels(replace(axes, left=LEFT), [_rate(rate) for rate in axes.up.ticks])
+    canvas.columns(axes, [f"{value:,g}" for value in axes.across.ticks], "FLOP per byte moved")
+    canvas.text(LEFT + 26, FLOOR + 17, "bytes only", "soft middle")
+    start = max(low, bottom / found.bandwidth)
+    roof = [(start, start * found.bandwidth), (found.ridge, found.peak), (high, found.peak)]
+    canvas.line("line ink", map(axes.at, roof))
+    canvas.text(axes.right, axes.y(found.peak) - 7, f"{found.peak / 1e12:,.0f} TFLOP/s", "soft end")
+    level = FLOOR - 6.0
+    for p in sorted(found.points, key=lambda p: -p.seconds):
+        radius, bound = max(2.5, 50 * math.sqrt(p.seconds / step / math.pi)), found.bound(p)
+        if p.flops:
+            center = axes.at((p.intensity, p.rate))
+        else:
+            center = LEFT + 26, level - radius
+            level -= 2 * radius + 3
+        tip = f"{p.name}: {p.seconds / step:.1%} of the step, bound by {bound}"
+        canvas.circle(f"{BOUND[bound]} pale", *center, radius, tip)
+    for p in _with_room(products, axes):
+        canvas.text(axes.x(p.intensity), axes.y(p.rate) + 30, p.name, "middle")
+    return canvas.svg()
+
+
+def _with_room(products: Sequence[Point], axes: Axes) -> list[Point]:
+    """The points whose names do not overlap, the largest first."""
+    taken: list[Point] = []
+    for p in sorted(products, key=lambda p: -p.seconds):
+        near = (
+            abs(axes.x(q.intensity) - axes.x(p.intensity)) < 4 + text_width(p.name + q.name) / 2
+            and abs(axes.y(q.rate) - axes.y(p.rate)) < 14
+            for q in taken
+        )
+        if not any(near):
+            taken.append(p)
+    return taken
+
+
+def frontier_svg(rows: Sequence[Mapping[str, Any]], limit: float, title: str) -> str:
+    """Throughput against memory, with a list of the layouts. rows: {peak, tokens_per_s, words}, by memory."""
+    up = linear_scale(0, max(row["tokens_per_s"] for row in rows), True)
+    axes = Axes(LEFT, TOP, WIDTH - 24, FLOOR, linear_scale(0, limit / GIB, True), up)
+    canvas = Canvas(title, LEFT, WIDTH)
+    canvas.axes(axes, "GiB per device", "tokens/s")
+    edge = axes.x(limit / GIB)
+    canvas.line("line limit", [(edge, TOP), (edge, FLOOR)])
+    canvas.text(edge - 6, FLOOR - 6, "limit", "soft end")
+    places = [axes.at((row["peak"] / GIB, row["tokens_per_s"])) for row in rows]
+    steps = "".join(f"H{x:.1f}V{y:.1f}" for x, y in places[1:])
+    canvas.path("line blue", f"M{places[0][0]:.1f} {places[0][1]:.1f}{steps}")
+    for number, (row, (x, y)) in enumerate(zip(rows, places, strict=True), 1):
+        words = f"{memory_text(row['peak'])}, {row['tokens_per_s']:,.0f}/s: {row['words']}"
+        canvas.circle("blue", x, y, 4.5)
+        canvas.text(x, y - 9, str(number), "middle")
+        canvas.text(30, FLOOR + 44 + 17 * number, str(number), "soft end")
+        canvas.text(38, FLOOR + 44 + 17 * number, words, "small")
+    return canvas.svg()
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e15:g} PFLOP/s" if value >= 1e15 else f"{value / 1e12:g} TFLOP/s"
+
+
+def _decades(low: float, high: float) -> Scale:
+    """A logarithmic scale from end to end, with ticks at powers of ten."""
+    powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+    return Scale(low, high, [10.0**power for power in powers], log=True)

@@ -88,10 +88,8 @@ def _pipeline(found: Pictures, width: int, color: bool, full: bool) -> Iterator[
     few = 1 + max(event.action.microbatch for event in shown.events())
     some = f"{few} of {s.microbatches}" if few < s.microbatches else f"{few}"
     yield Text()
-    yield Text(
-        f"pipeline ({s.layout.schedule}), {some} microbatches, {duration_text(shown.makespan)}: "
-        "F forward, B backward"
-    )
+    words = f"pipeline ({s.layout.schedule}), {some} microbatches, {duration_text(shown.makespan)}"
+    yield Text(f"{words}: F forward, B backward")
     if few < s.microbatches:
         yield Text("  (idle shares of these microbatches; those of the whole step are smaller)", "dim")
     lines = timeline_text(shown, max(30, width - 26), color).splitlines()
@@ -116,18 +114,16 @@ def roofline(found: Roofline, step: float, width: int) -> Iterator[Text]:
 
 def _operation(found: Roofline, point: Point, mark: str, step: float) -> Text:
     bound = found.bound(point)
-    reached = _quantity(point.moved / point.seconds, "B/s")
+    intensity, reached = "-", _quantity(point.moved / point.seconds, "B/s")
     if point.flops:
-        reached = _quantity(point.rate, "FLOP/s")
-    intensity = f"{point.intensity:,.0f}" if point.flops else "-"
+        intensity, reached = f"{point.intensity:,.0f}", _quantity(point.rate, "FLOP/s")
     row = f"  {mark} {point.name:18.18}{intensity:>10}{reached:>15}{point.seconds / step:15.1%}  "
     return Text(row) + Text(bound, "blue" if bound == "compute" else "yellow")
 
 
 def _plot(found: Roofline, points: Sequence[Point], marks: Mapping[str, str], width: int) -> Iterator[Text]:
     """The roofline's plot. Both axes are logarithmic: FLOPs per byte to the right, FLOP/s upwards."""
-    low, high, bottom = found.ends
-    room = width - 14
+    (low, high, bottom), room = found.ends, width - 14
 
     def column(intensity: float) -> int:
         return round((room - 1) * math.log(intensity / low) / math.log(high / low))
@@ -148,8 +144,7 @@ def _plot(found: Roofline, points: Sequence[Point], marks: Mapping[str, str], wi
         rate = found.peak / (found.peak / bottom) ** (number / (HEIGHT - 1))
         label = _quantity(rate, "FLOP/s") if number % 5 == 0 else ""
         yield Text(f"{label:>12} │") + Text().join(row)
-    left, right = f"{low:,.3g}", f"{high:,.0f} FLOP/byte"
-    middle = f"{found.ridge:.0f}"
+    left, middle, right = f"{low:,.3g}", f"{found.ridge:.0f}", f"{high:,.0f} FLOP/byte"
     at = column(found.ridge) - len(middle) // 2 - len(left)
     yield Text(f"{'':12} └" + "─" * room)
     yield Text(f"{'':14}{left}{' ' * at}{middle}" + right.rjust(room - len(left) - at - len(middle)))
@@ -163,9 +158,8 @@ def frontier(plans: Sequence[Plan], width: int) -> Iterator[Text]:
     for plan in plans:
         bar = "█" * max(1, round(room * plan.tokens_per_s / most))
         words = f"{layout_text(plan.layout)}, microbatch {plan.setting.sizes.B}"
-        line = Text(f"  {plan.peak_bytes / GIB:6.3g} {plan.tokens_per_s:12,.0f} ") + Text(
-            f"{bar:{room}}", "blue"
-        )
+        figures = Text(f"  {plan.peak_bytes / GIB:6.3g} {plan.tokens_per_s:12,.0f} ")
+        line = figures + Text(f"{bar:{room}}", "blue")
         if left + room + 1 + len(words) <= width:
             yield line + Text(f" {words}")
         else:

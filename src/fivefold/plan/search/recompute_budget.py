@@ -15,12 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from fivefold.errors import UserError
-from fivefold.models.card import card_of
-from fivefold.models.recomputation import BUDGET, MODES, OPERATIONS, PREFIX, UNITS, budget_of, runs_of
+from fivefold.models.recomputation import BUDGET, MODES, OPERATIONS, PREFIX, UNITS, runs_of
 from fivefold.plan.memory.memory import Memory, Predictor
-from fivefold.plan.time import stage_costs
-from fivefold.plan.time.cost import Setting
-from fivefold.sharding.parts import stages_of
+from fivefold.plan.setting import Setting
+from fivefold.plan.time import offload, stage_costs
 
 MARGIN = 0.05
 """Share of the budget that is left for the formula's error: the most that tests allow it."""
@@ -52,11 +50,9 @@ def candidates() -> list[str]:
     return [*MODES, *(PREFIX + name for name in names)]
 
 
-def resolve(
-    s: Setting, bytes: int, besides: Callable[[list[Memory]], list[Memory]], margin: float = MARGIN
-) -> Budget:
-    """The modes of all blocks that keep a rank within a budget, for the fewest seconds. besides: adds what the formula
-    of a site leaves out. margin: share of the budget that is left free.
+def resolve(s: Setting, bytes: int, margin: float = MARGIN) -> Budget:
+    """The modes of all blocks that keep a rank within a budget, for the fewest seconds. margin: share of the budget
+    that is left free.
 
     Raises:
         UserError: it is too small. The message names the smallest possible one.
@@ -66,13 +62,11 @@ def resolve(
     room = bytes * (1 - margin)
 
     def held(counts: Sequence[int]) -> list[Memory]:
-        return besides(predictor.of(_modes(s, ways, counts)))
+        return offload.held(s, predictor.of(_modes(s, ways, counts)))
 
     last = [len(way) for way in ways]
     counts = _bisected(held, last, room)
-    if any(
-        one.total > room for one in held(counts)
-    ):  # more steps may need more memory, for what is made again
+    if any(one.total > room for one in held(counts)):  # more steps may need more, for what is made again
         counts = _first(held, last, room)
     found = held(counts)
     if (peak := max(one.total for one in found)) > room:
@@ -110,8 +104,7 @@ def _first(held: Callable[[Sequence[int]], list[Memory]], last: Sequence[int], r
 
 def _way(s: Setting, predictor: Predictor, position: int) -> list[tuple[int, str]]:
     """The steps of a pipeline position from keeping everything to keeping least: (block, its next mode)."""
-    shared = stage_costs.parts(s, card_of(s.model).work(s.sizes, s.software))
-    blocks = [number for stage in stages_of(s.layout, position) for number in predictor.by_stage[stage]]
+    shared, blocks = stage_costs.parts(s), s.blocks(position)
     curves: dict[bool, list[tuple[float, str]]] = {}
     for number in blocks:
         if (kind := predictor.mixed(number)) not in curves:
@@ -163,13 +156,6 @@ def _size(bytes: float, up: bool = False) -> str:
     return f"{int(bytes)}B"
 
 
-def with_budget(s: Setting, besides: Callable[[list[Memory]], list[Memory]]) -> Setting:
-    """The setting with its budget resolved; the same setting if it has none. besides: as in `resolve`.
-
-    Raises:
-        UserError: the budget is too small.
-    """
-    bytes = budget_of(s.layout.recompute)
-    if bytes is None:
-        return s
-    return replace(s, layout=replace(s.layout, recompute=resolve(s, bytes, besides).recompute))
+def recomputing(s: Setting, budget: Budget) -> Setting:
+    """The setting with its blocks recomputing as a budget was resolved."""
+    return replace(s, layout=replace(s.layout, recompute=budget.recompute))

@@ -16,12 +16,13 @@ from itertools import product
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.plan.advice.of_search import limits, nothing_fits, nothing_valid, reasons
+from fivefold.plan.advice.remedies import limits, nothing_fits, nothing_valid, reasons
 from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.predict import Plan, for_recipe, held, limit, mode_of, price, resolved
+from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved
 from fivefold.plan.predict import within as within_budget
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
+from fivefold.plan.setting import mode_of
 from fivefold.plan.software import Software, of
 from fivefold.plan.time.time import step
 from fivefold.recipe import Recipe
@@ -152,11 +153,8 @@ class Search:
             for layout in self.space.sharings(c.layout)
             for name, virtual in self.space.schedules(c.layout.pp)
         )
-        plans = (
-            price(self.bounds.setting(c))
-            for c in heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
-        )
-        return min(plans, key=lambda plan: plan.peak_bytes)
+        smallest = heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
+        return min((price(self.bounds.setting(c)) for c in smallest), key=lambda plan: plan.peak_bytes)
 
 
 def search(
@@ -223,13 +221,10 @@ def _with_budgets(run: Search, top: int) -> list[Plan]:
         late = plan.step.seconds > SLOWER * found[0].step.seconds
         if len(found) >= top and (late or len(found) >= LOOKED):
             break
-    kept = dict[Layout, Plan]()
+    kept = dict[tuple[Layout, int, str], Plan]()
     for plan in found:
         one = within_budget(plan, int(run.most))
-        key = replace(
-            one.layout, recompute=f"{one.layout.recompute} {one.setting.sizes.B} {one.setting.mode}"
-        )
-        kept.setdefault(key, one)
+        kept.setdefault((one.layout, one.setting.sizes.B, one.setting.mode), one)
     return sorted(kept.values(), key=lambda plan: plan.step.seconds)[:top]
 
 

@@ -10,49 +10,65 @@ from typing import NamedTuple
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
-from fivefold.plan import partition
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.memory.memory import MicrobatchBytes
 from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.memory.operations import Sums
-from fivefold.plan.predict import setting
 from fivefold.plan.search.space import Choice
+from fivefold.plan.setting import Setting, setting, stages
 from fivefold.plan.software import Software
 from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
-from fivefold.plan.time.cost import Cost, Setting
+from fivefold.plan.time.cost import Cost
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
 
 
+class Share(NamedTuple):
+    """A part of the model: blocks without and with experts, what comes before the blocks and what comes behind."""
+
+    plain: float
+    mixed: float
+    first: float
+    last: float
+
+
+class Costs(NamedTuple):
+    """Costs of what a `Share` counts."""
+
+    plain: Cost
+    mixed: Cost
+    begin: Cost
+    end: Cost
+
+    def of(self, part: Share) -> tuple[float, float]:
+        """Seconds of a part's forward and backward."""
+        (plain, mixed, begin, end), (blocks, with_experts, first, last) = self, part
+        forward = blocks * plain.forward + with_experts * mixed.forward
+        forward = forward + first * begin.forward + last * end.forward
+        backward = blocks * (plain.input + plain.weight) + with_experts * (mixed.input + mixed.weight)
+        backward += first * (begin.input + begin.weight) + last * (end.input + end.weight)
+        return forward, backward
+
+
 @dataclass(frozen=True)
 class Position:
-    """The part of the model on the ranks of a pipeline position.
+    """The ranks of a pipeline position. part: of the model. before: that of the stages before its own. stages: blocks
+    (without, with experts) of each of its own."""
 
-    plain, mixed: blocks without and with experts. first, last: whether it has the first and the last stage. before:
-    blocks (without, with) of the stages before its own. stages: the same of each of its own.
-    """
-
-    plain: int
-    mixed: int
-    first: bool
-    last: bool
-    before: tuple[int, int]
+    part: Share
+    before: Share
     stages: tuple[tuple[int, int], ...]
     number: int = 0
 
 
 class MicrobatchCost(NamedTuple):
-    """Costs of one microbatch on the slowest device, and its bytes. plain, mixed: a block without and with experts;
-    alone: these on an average device. begin, end: what comes before the blocks and behind them. slower: the slowest
-    device beside the average."""
+    """Costs of one microbatch on the slowest device, and its bytes. alone: of a block without and with experts on an
+    average device. slower: the slowest device beside the average."""
 
-    plain: Cost
-    mixed: Cost
+    costs: Costs
     alone: tuple[Cost, Cost]
-    begin: Cost
-    end: Cost
     slower: float
     bytes: MicrobatchBytes
 
@@ -84,8 +100,7 @@ class SharedCosts:
         key = (*within_block(x), c.B, c.mode)
         if key not in self._parts:
             s = self.setting(c)
-            work = card_of(s.model).work(s.sizes, self.software)
-            self._parts[key] = stage_costs.parts(s, work), memory.sums(s.sizes, work)
+            self._parts[key] = stage_costs.parts(s), memory.sums(s)
         return self._parts[key]
 
     def microbatch(self, c: Choice) -> MicrobatchCost:
@@ -101,37 +116,34 @@ class SharedCosts:
         x, (parts, sums) = c.layout, self.parts(c)
         flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0) if x.zero else x
         s = self.setting(replace(c, layout=flat) if x.zero else c)
-        slower, counted = (
+        slower, elements = (
             rates.slowest(x.ranks, s.cluster.device.spread),
             model_states.elements(self.model, flat),
         )
         costs = {False: Cost(), True: Cost()}
         for kind in sums.block:
             costs[kind] = stage_costs.computed(s, kind, parts, x.recompute)
-            costs[kind] += self._summed(s, counted[0][self.mixed.index(kind)].computes)
-        last = parts.end + self._summed(s, counted[2].computes + counted[3].computes)
-        return MicrobatchCost(
-            costs[False].slowed(slower), costs[True].slowed(slower), (costs[False], costs[True]),
-            parts.begin.slowed(slower), last.slowed(slower), slower,
-            memory.microbatch(s.sizes, sums, x.recompute, self.software),
-        )  # fmt: skip
+            costs[kind] += self._summed(s, elements.blocks[self.mixed.index(kind)].computes)
+        last = parts.end + self._summed(s, elements.behind.computes + elements.tied.computes)
+        alone = costs[False], costs[True]
+        slowed = Costs(*(cost.slowed(slower) for cost in (*alone, parts.begin, last)))
+        return MicrobatchCost(slowed, alone, slower, memory.microbatch(s, sums, x.recompute))
 
     def _summed(self, s: Setting, elements: float) -> Cost:
         """The cost of adding up gradients; none on this machine, where it depends on who shares them."""
         return Cost() if s.cluster.machine else sync_costs.accumulate(elements, s)
 
-    def elements(self, layout: Layout, plain: float, mixed: float, first: float, last: float) -> Elements:
-        """Elements of so many blocks, and of what comes before and behind them."""
-        key = (layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0, plain, mixed, first, last)
+    def elements(self, layout: Layout, part: Share) -> Elements:
+        """Elements of a part of the model."""
+        key = (layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0, part)
         if key not in self._elements:
-            self._elements[key] = self._count(layout, plain, mixed, first, last)
+            blocks, before, behind, tied = model_states.elements(self.model, layout)
+            parts = [(part.first, before), (part.last, behind), (part.last * (not part.first), tied)]
+            for kind, number in ((False, part.plain), (True, part.mixed)):
+                parts += [(number, self._block(blocks, kind))] if number else []
+            counted = (elements.times(number) for number, elements in parts if number)
+            self._elements[key] = sum(counted, Elements())
         return self._elements[key]
-
-    def _count(self, layout: Layout, plain: float, mixed: float, first: float, last: float) -> Elements:
-        blocks, before, behind, tied = model_states.elements(self.model, layout)
-        parts = [(first, before), (last, behind), (last * (not first), tied)]
-        parts += [(some, self._block(blocks, kind)) for kind, some in ((False, plain), (True, mixed)) if some]
-        return sum((part.times(number) for number, part in parts if number), Elements())
 
     def _block(self, blocks: Sequence[Elements], kind: bool) -> Elements:
         """A block of a kind, with as much frozen as any of them has, so that a bound stays one."""
@@ -147,17 +159,14 @@ class SharedCosts:
         return self._positions[key]
 
     def _position(self, layout: Layout, index: int) -> Position:
-        by_stage, mine = (
-            partition.stages(self.model, layout, self.software.partition),
-            stages_of(layout, index),
-        )
-        stages = tuple(self._kinds(by_stage[stage]) for stage in mine)
+        by_stage, mine = stages(self.model, layout, self.software.partition), stages_of(layout, index)
+        own = tuple(self._kinds(by_stage[stage]) for stage in mine)
         ahead = [self._kinds(by_stage[stage]) for stage in range(mine[0])]
-        return Position(
-            sum(plain for plain, _ in stages), sum(mixed for _, mixed in stages),
-            0 in mine, len(by_stage) - 1 in mine,
-            (sum(plain for plain, _ in ahead), sum(mixed for _, mixed in ahead)), stages, index,
-        )  # fmt: skip
+        (plain, mixed), (others, with_experts) = (
+            map(sum, zip((0, 0), *x, strict=True)) for x in (own, ahead)
+        )
+        part = Share(plain, mixed, 0 in mine, len(by_stage) - 1 in mine)
+        return Position(part, Share(others, with_experts, 0 not in mine, False), own, index)
 
     def _kinds(self, numbers: Sequence[int]) -> tuple[int, int]:
         """The numbers of blocks without and with experts."""
@@ -168,7 +177,7 @@ class SharedCosts:
         """One pipeline rank of each kind; the last of them, which starts latest."""
         key = (layout.pp, layout.schedule, layout.virtual_stages)
         if key not in self._groups:
-            last = {(at.plain, at.mixed, at.first, at.last): at for at in self.positions(layout)}
+            last = {at.part: at for at in self.positions(layout)}
             self._groups[key] = tuple(last.values())
         return self._groups[key]
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import add
 from typing import NamedTuple
 
-from fivefold.models.card import card_of
-from fivefold.models.operations import Message, Operation, Sizes
+from fivefold.models.operations import Message, Operation
 from fivefold.models.recomputation import region
-from fivefold.models.section import ModelSection
-from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.messages import communication
-from fivefold.plan.messages.communication import Group, exposed, group, held
-from fivefold.plan.software import Software, States
+from fivefold.plan.messages.communication import exposed, held
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import rates
-from fivefold.precision import PRECISIONS
 from fivefold.schedules.ring_attention import messages
-from fivefold.sharding.layout import Layout
 from fivefold.sharding.regions import ROWS
-from fivefold.sharding.sites import ONE_SITE, Sites
 
 
 class Cost(NamedTuple):  # not a dataclass, because a search makes millions
@@ -39,16 +34,7 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
     rows_backward: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Cost(
-            self.forward + other.forward,
-            self.input + other.input,
-            self.weight + other.weight,
-            self.sent_forward + other.sent_forward,
-            self.sent_backward + other.sent_backward,
-            self.host + other.host,
-            self.rows_forward + other.rows_forward,
-            self.rows_backward + other.rows_backward,
-        )
+        return Cost._make(map(add, self, other))
 
     @property
     def bound(self) -> Cost:
@@ -84,61 +70,22 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
         return self.sent_forward + self.sent_backward
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Everything that a price depends on. layout: of one site, where several train apart. cluster: of all of them.
-    microbatches: of the rank that has most. sequences: of the global batch, if ranks have unequally many."""
-
-    model: ModelSection
-    layout: Layout
-    cluster: Cluster
-    software: Software
-    sizes: Sizes
-    mode: str
-    microbatches: int
-    sites: Sites = ONE_SITE
-    sequences: int | None = None
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of activations."""
-        return PRECISIONS[self.mode].working
-
-    @property
-    def rate(self) -> str:
-        """The dtype of products, by which the device's peak is listed."""
-        return PRECISIONS[self.mode].rate_on(self.cluster.device.peak)
-
-    @property
-    def states(self) -> States:
-        """Bytes per parameter."""
-        return self.software.states[self.mode]
-
-    def group(self, axis: str) -> Group:
-        """The ranks of an axis, "sites" included."""
-        if axis == "sites":
-            return Group(
-                self.sites.count, max(1, min(self.sites.count, self.cluster.per_node // self.layout.ranks))
-            )
-        return group(self.layout, self.cluster, axis)
-
-
 def message(sent: Message, s: Setting, backward: bool) -> float:
-    """Seconds of a collective without overlap."""
+    """Seconds of a message without overlap, in its calls if it is hidden."""
+    if sent.hidden:
+        once = replace(sent, size=sent.size / sent.calls, hidden=False)
+        return sent.calls * message(once, s, backward)
+    among = s.group(sent.axis)
     if sent.what == "ring":
-        crosses = group(s.layout, s.cluster, "cp").nodes > 1
-        turns = len(messages(s.layout.cp, 0, card_of(s.model).causal, backward))
-        return turns * communication.send(sent.size / turns, crosses, s.cluster)
-    price = getattr(communication, sent.what)
-    return price(sent.size, group(s.layout, s.cluster, sent.axis), s.cluster, s.dtype)
+        turns = len(messages(s.layout.cp, 0, s.card.causal, backward))
+        return turns * communication.send(sent.size / turns, among.nodes > 1, s.cluster)
+    return communication.collective(sent.what, sent.size, among, s.cluster, s.dtype)
 
 
 def operation(op: Operation, s: Setting) -> Cost:
     """Cost of an operation."""
     device, e, dtype = s.cluster.device, s.sizes.e, s.dtype
-    gap = (
-        0.0 if device.measured else op.kernels * s.software.kernel
-    )  # a measured block's are counted as a whole
+    gap = 0.0 if device.measured else op.kernels * s.software.kernel  # or measured, of a whole block
     ring = s.layout.cp if s.layout.cp_method == "ring" else 1
     within = bool(device.measured and op.attention and ring == 1)  # what attention moves was measured with it
     forward = gap + (0.0 if within else rates.stream(op.forward, device, op.rate, dtype))
@@ -158,8 +105,7 @@ def operation(op: Operation, s: Setting) -> Cost:
         else:
             inputs += second + gap
     if op.attention:
-        model = s.model
-        length, head = s.sizes.seen.tokens or model.seq_len, model.head_width
+        length, head = s.sizes.seen.tokens or s.model.seq_len, s.model.head_width
         forward += rates.attention(op.attention, length, head, device, dtype, False, ring)
         inputs += rates.attention(op.attention, length, head, device, dtype, True, ring)
     ahead, back = forward, inputs  # seconds that hide messages
@@ -185,11 +131,11 @@ def _exposed(messages: Iterable[Message], beside: float, s: Setting, backward: b
     """Exposed seconds of messages."""
     seconds = hidden = copying = 0.0
     for one in messages:
+        takes = message(one, s, backward)
         if one.hidden:
-            takes = one.calls * message(replace(one, size=one.size / one.calls), s, backward)
             hidden, copying = hidden + takes, copying + held(takes, s.group(one.axis), s.cluster)
         else:
-            seconds += message(one, s, backward)
+            seconds += takes
     return seconds + exposed(hidden, copying, beside)
 
 
@@ -202,30 +148,22 @@ def together(
     ops: Sequence[Operation], costs: Sequence[Cost], s: Setting, recompute: str, saves_late: bool
 ) -> Cost:
     """Cost of several operations, with what backward recomputes (`models/recomputation.py`)."""
-    again = region(recompute, s.software)
-    forward = inputs = weight = sent_forward = sent_backward = host = 0.0
-    repeated = resent = host_again = rows_forward = rows_backward = 0.0
+    again, total = region(recompute, s.software), Cost()
+    repeated = resent = host = 0.0
     for op, cost in zip(ops, costs, strict=True):
-        forward, inputs, weight = forward + cost.forward, inputs + cost.input, weight + cost.weight
-        sent_forward, sent_backward = sent_forward + cost.sent_forward, sent_backward + cost.sent_backward
-        host += cost.host
-        rows_forward, rows_backward = rows_forward + cost.rows_forward, rows_backward + cost.rows_backward
+        total += cost
         if times := again.repeated(op, saves_late):
             repeated += times * (cost.forward - cost.sent_forward)
-            host_again += times * cost.host
+            host += times * cost.host
         if again.repeats_messages(op):
-            resent, rows_backward = resent + cost.sent_forward, rows_backward + cost.rows_forward
+            resent += cost.sent_forward
+            total = total._replace(rows_backward=total.rows_backward + cost.rows_forward)
         elif again.collectives == "gathers":
             resent += _unhidden(op, cost, s)
-    return Cost(
-        forward,
-        inputs + repeated + resent,
-        weight,
-        sent_forward,
-        sent_backward + resent,
-        host + host_again / 2,
-        rows_forward,
-        rows_backward,
+    return total._replace(
+        input=total.input + repeated + resent,
+        sent_backward=total.sent_backward + resent,
+        host=total.host + host / 2,
     )
 
 

@@ -9,18 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.models.card import card_of
-from fivefold.models.recomputation import of_blocks
 from fivefold.optim import OPTIMIZERS, rounding_traffic
 from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.memory.memory import Memory, microbatch, parts_of, sums
+from fivefold.plan.memory.memory import Memory, microbatch, sums
 from fivefold.plan.memory.model_states import Elements, elements, outside_blocks, rank_elements
+from fivefold.plan.setting import Setting
 from fivefold.plan.software import States
-from fivefold.plan.time.cost import Cost, Setting
+from fivefold.plan.time.cost import Cost
 from fivefold.plan.time.stage_costs import stage_costs
+from fivefold.plan.time.sync_costs import outer_buffers
 from fivefold.schedules.offload import WAYS, Unit, simulate
 from fivefold.schedules.overlap import StepTimeline
-from fivefold.sharding.parts import stages_of
 from fivefold.sharding.tiers import (
     AHEAD,
     CHUNK,
@@ -84,17 +83,29 @@ def _masters_apart(s: Setting) -> float:
 
 
 def held(s: Setting, found: list[Memory]) -> list[Memory]:
-    """The memory of each pipeline position, by tier."""
+    """The memory of each pipeline position: without what is offloaded, with the outer loop of sites that train
+    apart."""
+    found = _by_tier(s, found)
+    if s.sites.count == 1:
+        return found
+    with_outer = []
+    for position, (one, own) in enumerate(zip(found, rank_elements(s), strict=True)):
+        sent = outer_buffers(s, position)
+        if not s.sites.overlap:  # messages go out when no activation is left
+            sent = max(0.0, sent - one.activations - one.buffers)
+        states = one.optimizer + s.sites.kept * own.keeps
+        with_outer.append(replace(one, optimizer=states, buffers=one.buffers + sent))
+    return with_outer
+
+
+def _by_tier(s: Setting, found: list[Memory]) -> list[Memory]:
     if of(s).stays:
         return found
-    blocks = elements(s.model, s.layout)[0]
-    ranks = rank_elements(s.model, s.layout, s.software.partition)
-    largest = max(block.computes for block in blocks)
-    stages, moved = s.layout.pp * s.layout.stages_per_rank, []
-    for position, (one, own) in enumerate(zip(found, ranks, strict=True)):
-        outside = outside_blocks(s.model, s.layout, stages_of(s.layout, position), stages)
-        moved.append(_moved(s, one, own, outside.computes, largest))
-    return moved
+    largest = max(block.computes for block in elements(s.model, s.layout).blocks)
+    return [
+        _moved(s, memory, own, outside_blocks(s, position).computes, largest)
+        for position, (memory, own) in enumerate(zip(found, rank_elements(s), strict=True))
+    ]
 
 
 def _moved(s: Setting, one: Memory, own: Elements, outside: float, block: float) -> Memory:
@@ -106,9 +117,7 @@ def _moved(s: Setting, one: Memory, own: Elements, outside: float, block: float)
         inside = min(own.computes - outside, (AHEAD + 2) * block)
         away[t.working] += b.working * own.computes
         params = b.working * (outside + inside)
-    if (
-        t.gradients != "device"
-    ):  # of a unit that computes, one that is read or written, and what is outside of blocks
+    if t.gradients != "device":  # but for two units (one computes, one moves) and what is outside of blocks
         away[t.gradients] += b.gradient * own.computes
         gradients = b.gradient * (outside + min(own.computes - outside, 2 * block))
     if t.masters != "device":
@@ -122,7 +131,7 @@ def _moved(s: Setting, one: Memory, own: Elements, outside: float, block: float)
         if s.cluster.on_cpu:
             buffers += min(CHUNK, max(outside, block) * keeps / own.computes) * b.copied  # of one chunk
     if t.activations != "device":
-        kept = min(activations, READ_AHEAD * s.sizes.n * s.model.dim * s.sizes.e)
+        kept = min(activations, READ_AHEAD * s.activation)
         away[t.activations] += activations - kept
         activations = kept
     if s.cluster.on_cpu:
@@ -171,8 +180,7 @@ def ways(s: Setting) -> dict[str, StepTimeline]:
 def units_of(s: Setting, cost: Cost, count: int) -> list[Unit]:
     """A model on one device with one microbatch, in so many equal units, for `schedules.offload`. cost: of the
     whole."""
-    own = rank_elements(s.model, s.layout, s.software.partition)[0]
-    part, b = own.computes / count, s.states
+    part, b = rank_elements(s)[0].computes / count, s.states
     out = s.cluster.host_link.seconds(0.0, part * b.gradient)
     back = s.cluster.host_link.seconds(part * b.working, 0.0)
     update = _update_on_host(s, part)
@@ -246,8 +254,7 @@ def _io(found: Sequence[Flow], elements: float, cluster: Cluster, ranks: int) ->
 
 def _saved(s: Setting) -> float:
     """Bytes that a rank saves for the backward of one microbatch."""
-    found = sums(s.sizes, card_of(s.model).work(s.sizes, s.software))
-    modes = of_blocks(s.layout.recompute, s.model.layers)
-    ones = {mode: microbatch(s.sizes, found, mode, s.software, parts_of(s.layout)) for mode in modes}
+    found, modes = sums(s), s.recompute
+    ones = {mode: microbatch(s, found, mode) for mode in modes}
     blocks = sum(max(ones[mode].plain, ones[mode].mixed) for mode in modes) / s.model.layers
     return math.ceil(s.model.layers / s.layout.pp) * blocks + ones[modes[0]].begin + ones[modes[-1]].end

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
-from fivefold.plan import partition
 from fivefold.plan.messages import communication
-from fivefold.plan.messages.communication import group
-from fivefold.plan.time.cost import Cost, Setting
+from fivefold.plan.setting import Setting, schedule
+from fivefold.plan.time.cost import Cost
 from fivefold.schedules.pipeline import SCHEDULES, Costs, shown, simulate, simulate_oversubscribed
 
 PipelineTimer = Callable[[Setting, Sequence[Cost]], tuple[float, list[float], list[float]]]
@@ -27,7 +26,7 @@ def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], lis
     if p == 1:
         busy = m * costs[0].slowed(oversubscription).seconds
         return busy, [busy], [busy]
-    rank_of = partition.schedule(s.layout.schedule, p, min(m, 2), v).rank_of
+    rank_of = s.schedule(min(m, 2)).rank_of
     once = [0.0] * p
     for stage, cost in enumerate(costs):
         once[rank_of[stage]] += cost.seconds
@@ -52,7 +51,7 @@ def hidden_by_pairs(s: Setting, costs: Sequence[Cost], rank: int) -> float:
     """Seconds per microbatch that a rank's pairs hide once the pipeline is full."""
     if not SCHEDULES[s.layout.schedule].paired:
         return 0.0
-    schedule = partition.schedule(s.layout.schedule, s.layout.pp, 2 * s.layout.pp, s.layout.virtual_stages)
+    schedule = s.schedule(2 * s.layout.pp)
     price = pipeline_costs([cost.timed for cost in costs], {})
     pairs = {(a.stage, b.stage) for a, b in schedule.pairs.items() if schedule.rank_of[a.stage] == rank}
     return sum(price.hidden(*pair) for pair in pairs)
@@ -70,17 +69,16 @@ def _simulated(
 ) -> tuple[float, list[float]]:
     """Makespan and the end of each rank."""
     price = pipeline_costs(costs, dict(transfers))
-    schedule = partition.schedule(name, p, m, v)
-    timeline = simulate_oversubscribed(schedule, price, at_once) if at_once < p else simulate(schedule, price)
+    built = schedule(name, p, m, v)
+    timeline = simulate_oversubscribed(built, price, at_once) if at_once < p else simulate(built, price)
     return timeline.makespan, [row[-1].end for row in timeline.rows]
 
 
 def transfers(s: Setting) -> dict[tuple[int, int], float]:
     """Seconds to send an activation from one pipeline rank to another."""
-    stride = s.layout.ranks // s.layout.pp
-    size, gather = s.sizes.n * s.model.dim * s.sizes.e, 0.0
+    stride, size, gather = s.layout.ranks // s.layout.pp, s.activation, 0.0
     if s.software.scatters_transfers and s.layout.tp > 1 and not s.layout.sp:
-        gather = communication.all_gather(size, group(s.layout, s.cluster, "tp"), s.cluster)
+        gather = communication.collective("all_gather", size, s.group("tp"), s.cluster)
         size /= s.layout.tp
     found, p = {}, s.layout.pp
     for a, b in [(a, (a + step) % p) for a in range(p) for step in (1, -1)]:

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from fivefold.errors import UserError
-from fivefold.models.card import card_of
 from fivefold.optim import update_traffic
 from fivefold.plan.memory import memory
 from fivefold.plan.memory.memory import Memory
 from fivefold.plan.messages import communication
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import rates, stage_costs, time
-from fivefold.plan.time.cost import Cost, Setting
+from fivefold.plan.time.cost import Cost
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.priority import Layer, Line, Simulation
 from fivefold.sharding.servers import Servers, messages, units
@@ -42,10 +42,8 @@ class Service:
     @property
     def elements(self) -> list[int]:
         """Elements of each unit."""
-        parameters = card_of(self.worker.model).parameters
-        return [
-            sum(math.prod(parameters[name]) for name in names) for names in units(card_of(self.worker.model))
-        ]
+        card = self.worker.card
+        return [sum(math.prod(card.parameters[name]) for name in names) for names in units(card)]
 
     @property
     def pulled(self) -> float:
@@ -56,7 +54,7 @@ class Service:
     def rows(self) -> int:
         """Elements of the server that has most."""
         found = [0] * self.servers.count
-        for message in messages(card_of(self.worker.model), self.servers):
+        for message in messages(self.worker.card, self.servers):
             found[message.server] += message.size
         return max(found)
 
@@ -114,8 +112,7 @@ def line(s: Service) -> Line:
 def layers(s: Service) -> list[Layer]:
     """Seconds and bytes of each unit. Pulls end before the first microbatch's forward, pushes begin in the last one's
     backward; the microbatches between them count as the last layer's."""
-    w, card = s.worker, card_of(s.worker.model)
-    shared = stage_costs.parts(w, card.work(w.sizes, w.software))
+    w, shared = s.worker, stage_costs.parts(s.worker)
     slower = rates.slowest(s.ranks, w.cluster.device.spread)
     found: list[Layer] = []
     costs = _by_unit(s, shared.begin, stage_costs.block_cost(w, 0, shared), shared.end)
@@ -131,8 +128,7 @@ def layers(s: Service) -> list[Layer]:
 def _by_unit(s: Service, begin: Cost, block: Cost, end: Cost) -> list[Cost]:
     """The costs of the model's parts by the units whose weights they need."""
     found, begun = [], False
-    names = units(card_of(s.worker.model))
-    for some in names:
+    for some in units(s.worker.card):
         if some[0].startswith("blocks."):
             found.append(block)
         elif some[0].startswith("embed") and not begun:

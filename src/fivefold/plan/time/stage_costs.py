@@ -6,16 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fivefold.models.card import card_of
-from fivefold.models.operations import Message, Operation, Work
-from fivefold.models.recomputation import of_blocks, region
-from fivefold.plan import partition
+from fivefold.models.operations import Message, Operation
+from fivefold.models.recomputation import region
 from fivefold.plan.cluster.measured import Measured
 from fivefold.plan.memory import model_states, operations
 from fivefold.plan.messages import communication
 from fivefold.plan.messages.communication import held
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import rates
-from fivefold.plan.time.cost import Cost, Setting, message, operation, part, together
+from fivefold.plan.time.cost import Cost, message, operation, part, together
 from fivefold.plan.time.pipeline import transfers
 from fivefold.plan.time.sync_costs import accumulate, per_microbatch
 from fivefold.schedules.pipeline import splits_backward
@@ -46,17 +45,16 @@ class Parts:
         return self.blocks[key]
 
 
-def parts(s: Setting, work: Work) -> Parts:
-    """Costs of the operations `work`, for any layout with these axes."""
-    found = {mixed: (ops, [operation(op, s) for op in ops]) for mixed, ops in work.block.items()}
-    return Parts(found, part(work.begin, s), end_cost(s, work.end))
+def parts(s: Setting) -> Parts:
+    """Costs of a setting's operations, for any layout with these axes."""
+    found = {mixed: (ops, [operation(op, s) for op in ops]) for mixed, ops in s.work.block.items()}
+    return Parts(found, part(s.work.begin, s), end_cost(s, s.work.end))
 
 
 def block_cost(s: Setting, number: int, shared: Parts) -> Cost:
     """Cost of a block for one microbatch, with ZeRO's communication per microbatch."""
-    mode = of_blocks(s.layout.recompute, s.model.layers)[number]
-    cost = computed(s, card_of(s.model).is_mixed(number), shared, mode)
-    own = model_states.elements(s.model, s.layout)[0][number]
+    cost = computed(s, s.card.is_mixed(number), shared, s.recompute[number])
+    own = model_states.elements(s.model, s.layout).blocks[number]
     cost += accumulate(own.computes, s)
     return cost + per_microbatch(own, cost, s)
 
@@ -65,8 +63,8 @@ def computed(s: Setting, mixed: bool, shared: Parts, mode: str) -> Cost:
     """Cost of a block with this mode of recomputation for one microbatch, with the host time to issue its
     operations."""
     cost = shared.block(mixed, s, mode) + _gathered(s)
-    if s.cluster.machine and s.cluster.machine.on_cpu:
-        return cost + (_host(s.cluster.machine, s.layout, mode) + _waits(cost, s, mode))
+    if (machine := s.cluster.machine) and machine.on_cpu:
+        return cost + (_host(machine, s.layout, mode) + _waits(cost, s, mode))
     return (cost + Cost(host=s.software.host)).bound
 
 
@@ -74,7 +72,7 @@ def _gathered(s: Setting) -> Cost:
     """Seconds to gather the input of a block that runs again, where tensor-parallel ranks keep a part each."""
     if not partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
         return Cost()
-    seconds = message(Message("all_gather", "tp", s.sizes.n * s.model.dim * s.sizes.e), s, True)
+    seconds = message(Message("all_gather", "tp", s.activation), s, True)
     return Cost(input=seconds, sent_backward=seconds)
 
 
@@ -87,13 +85,10 @@ def saves_late(layout: Layout) -> bool:
 
 def recomputed(s: Setting) -> float:
     """FLOPs that backward repeats, as a share of the model's."""
-    card, late = card_of(s.model), saves_late(s.layout)
-    work, again = card.work(s.sizes, s.software), 0.0
-    total = sum(operations.flops(op) for op in work.end)
-    kinds = Counter(zip(card.mixed, of_blocks(s.layout.recompute, s.model.layers), strict=True))
-    for (mixed, mode), count in kinds.items():
+    late, again, total = saves_late(s.layout), 0.0, sum(operations.flops(op) for op in s.work.end)
+    for (mixed, mode), count in Counter(zip(s.card.mixed, s.recompute, strict=True)).items():
         used = region(mode, s.software)
-        for op in work.block[mixed]:
+        for op in s.work.block[mixed]:
             total += count * operations.flops(op)
             again += count * operations.flops(op) * used.repeated(op, late)
     return again / (3 * total)  # backward takes twice as many as forward
@@ -132,16 +127,15 @@ def end_cost(s: Setting, ops: Sequence[Operation]) -> Cost:
 
 def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
     """Cost of each pipeline stage for one microbatch. shared: the layout's `parts`, if already known."""
-    shared = shared or parts(s, card_of(s.model).work(s.sizes, s.software))
-    counted = model_states.elements(s.model, s.layout)
-    costs = _blocks(s, shared)
+    shared = shared or parts(s)
+    elements, costs = model_states.elements(s.model, s.layout), _blocks(s, shared)
     costs[0] += shared.begin
     costs[-1] += shared.end
-    costs[-1] += accumulate(counted[2].computes + counted[3].computes, s)
+    costs[-1] += accumulate(elements.behind.computes + elements.tied.computes, s)
     for position in range(s.layout.pp if s.layout.zero > 1 else 0):
         mine = stages_of(s.layout, position)
-        costs[0 if 0 in mine else mine[-1]] += outside_blocks(s, mine, len(costs))
-    if s.cluster.machine and s.cluster.machine.on_cpu:
+        costs[0 if 0 in mine else mine[-1]] += outside_blocks(s, position)
+    if s.cluster.on_cpu:
         costs = [cost + _host_of_stage(s, stage, len(costs)) for stage, cost in enumerate(costs)]
     slower = rates.slowest(s.layout.ranks, s.cluster.device.spread)
     costs = [cost.slowed(slower) for cost in costs]
@@ -151,19 +145,19 @@ def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
     return costs
 
 
-def outside_blocks(s: Setting, mine: Sequence[int], stages: int) -> Cost:
-    """Cost of the messages of data parallelism that a rank with the stages `mine` of so many sends in every microbatch
-    for parameters outside of blocks."""
-    return per_microbatch(model_states.outside_blocks(s.model, s.layout, mine, stages), Cost(), s)
+def outside_blocks(s: Setting, position: int) -> Cost:
+    """Cost of the messages of data parallelism that a rank of a pipeline position sends in every microbatch for
+    parameters outside of blocks."""
+    return per_microbatch(model_states.outside_blocks(s, position), Cost(), s)
 
 
 def _blocks(s: Setting, shared: Parts) -> list[Cost]:
     """Cost of the blocks of each stage. Equal stages are summed once."""
-    mixed, modes = card_of(s.model).mixed, of_blocks(s.layout.recompute, s.model.layers)
+    mixed, modes = s.card.mixed, s.recompute
     kinds: dict[tuple[bool, str], Cost] = {}
     sums: dict[tuple[tuple[bool, str], ...], Cost] = {}
     costs = []
-    for numbers in partition.stages(s.model, s.layout, s.software.partition):
+    for numbers in s.stages:
         blocks = tuple((mixed[number], modes[number]) for number in numbers)
         if blocks not in sums:
             for kind, number in zip(blocks, numbers, strict=True):
@@ -183,7 +177,7 @@ def _host_of_stage(s: Setting, stage: int, stages: int) -> Cost:
     assert machine is not None
     ends = 0.5 * ((stage == 0) + (stage == stages - 1)) * machine.overhead("microbatch")
     if s.layout.pp > 1:
-        send = communication.send(s.sizes.n * s.model.dim * s.sizes.e, False, s.cluster)
+        send = communication.send(s.activation, False, s.cluster)
         ends += machine.overhead("stage") * s.layout.pp / stages
         ends += 2 * held(send, s.group("pp"), s.cluster)
     return Cost(0.4 * ends, 0.6 * ends)

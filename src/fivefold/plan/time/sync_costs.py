@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 
 from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.messages import communication, volume
-from fivefold.plan.messages.communication import exposed, group, held
+from fivefold.plan.messages.communication import collective, exposed, held
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import rates
-from fivefold.plan.time.cost import Cost, Setting
+from fivefold.plan.time.cost import Cost
 from fivefold.precision import DTYPES, MASTER, PRECISIONS
 from fivefold.schedules.collectives.choose import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
@@ -23,10 +24,8 @@ def accumulate(elements: float, s: Setting) -> Cost:
     measured = s.cluster.device.measured
     if s.microbatches == 1 and not PRECISIONS[s.mode].copies and not measured:
         return Cost()
-    if (
-        measured and s.layout.zero and not scattered_once(s.layout.zero, s.layout.pp)
-    ):  # only the rank's own rows are summed
-        return Cost()
+    if measured and s.layout.zero and not scattered_once(s.layout.zero, s.layout.pp):
+        return Cost()  # only the rank's own rows are summed
     size = elements * (s.sizes.e + 2 * s.states.gradient)
     return Cost(weight=rates.stream(size, s.cluster.device, "accumulate", s.dtype))
 
@@ -56,13 +55,6 @@ def per_microbatch(own: Elements, cost: Cost, s: Setting) -> Cost:
     return Cost(forward + into, backward + into + out, 0.0, forward, backward)
 
 
-PRICES = {
-    "gather": communication.all_gather,
-    "scatter": communication.scatter_gradients,
-    "sum": communication.all_reduce,
-}
-
-
 def synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
     """(message, its seconds, seconds of FSDP2's copies for it) of data parallelism for a rank's elements."""
     for (_, keeps, expert), (_, still) in zip(own.groups(), own.frozen_groups(), strict=True):
@@ -71,17 +63,23 @@ def synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
         for sync, size in volume.synced(s, whole, expert, trained=whole - still * ranks):
             if s.layout.compress != NONE:
                 continue  # see compressed_sums
-            among = group(s.layout, s.cluster, sync.group)
-            by = communication.summed_by(s.layout.all_reduce, among, s.cluster)
-            if sync.what == "sum" and by != LIBRARY:
-                number = 1 if sync.rows else bucket_number(s, whole)
-                seconds = number * communication.sum_gradients(size / number, among, s.cluster, by)
-            else:
-                price = (
-                    communication.all_to_all if sync.blocks and sync.what == "scatter" else PRICES[sync.what]
-                )
-                seconds = price(size, among, s.cluster)
-            yield sync, seconds, _copied(sync, keeps, whole, s)
+            yield sync, _seconds(sync, size, whole, s), _copied(sync, keeps, whole, s)
+
+
+def _seconds(sync: Sync, size: float, whole: float, s: Setting) -> float:
+    """Seconds of a message of data parallelism. whole: elements of its parameters on all ranks that share them."""
+    among = s.group(sync.group)
+    if sync.what == "gather":
+        return collective("all_gather", size, among, s.cluster)
+    if sync.what == "scatter":
+        if sync.blocks:
+            return collective("all_to_all", size, among, s.cluster)
+        return communication.scatter_gradients(size, among, s.cluster)
+    by = communication.summed_by(s.layout.all_reduce, among, s.cluster)
+    if by == LIBRARY:
+        return collective("all_reduce", size, among, s.cluster)
+    number = 1 if sync.rows else bucket_number(s, whole)
+    return number * communication.sum_gradients(size / number, among, s.cluster, by)
 
 
 def bucket_number(s: Setting, elements: float) -> int:
@@ -165,9 +163,8 @@ def shared_sums(s: Setting, position: int) -> tuple[float, float]:
     embeddings)."""
     messages = volume.shared(s, position)
     tensor = [message for message in messages if message[1] == "tp"]
-    return message_seconds(tensor, s), message_seconds(
-        [message for message in messages if message[1] != "tp"], s
-    )
+    tied = [message for message in messages if message[1] != "tp"]
+    return message_seconds(tensor, s), message_seconds(tied, s)
 
 
 def message_seconds(messages: Iterable[volume.Sent], s: Setting) -> float:
@@ -177,7 +174,7 @@ def message_seconds(messages: Iterable[volume.Sent], s: Setting) -> float:
         if what == "send":
             total += communication.send(size, s.group(axis).nodes > 1, s.cluster)
         elif what != "receive":  # which goes on beside a send
-            total += getattr(communication, what)(size, s.group(axis), s.cluster)
+            total += collective(what, size, s.group(axis), s.cluster)
     return total
 
 
@@ -199,7 +196,7 @@ def _outer_at(s: Setting, position: int, hidden: float) -> float:
     rank, group, total = s.layout.rank({"pp": position}), s.group("sites"), 0.0
     for number in range(s.sites.fragments):
         messages = (one for message in volume.outer(s, rank, number) for one in message)
-        sent = sum(getattr(communication, what)(size, group, s.cluster) for what, size in messages)
+        sent = sum(collective(what, size, group, s.cluster) for what, size in messages)
         total += max(0.0, sent - hidden)
     # common weights and momentum are read and written; masters are read for the difference, and written
     moved = sum(_outer_elements(s, position)) * (2 * s.sites.kept + 4 * DTYPES[MASTER].bytes)

@@ -10,8 +10,9 @@ from fivefold.optim import OPTIMIZERS, rounding_traffic, update_traffic
 from fivefold.plan.memory import model_states
 from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.messages import volume
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import offload, rates, sync_costs
-from fivefold.plan.time.cost import Cost, Setting
+from fivefold.plan.time.cost import Cost
 from fivefold.plan.time.pipeline import PipelineTimer, hidden_by_pairs, pipeline
 from fivefold.plan.time.stage_costs import Parts, outside_blocks, stage_costs
 from fivefold.plan.time.sync_costs import compressed_sums, message_seconds, per_step, shared_sums
@@ -68,9 +69,8 @@ def whole_matrices(s: Setting, position: int) -> float:
     messages, products = volume.matrices(s, s.layout.rank({"pp": position})), 0.0
     for (*_, r, c), flops in volume.matrix_flops(s, position):
         one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
-        products += (
-            flops / (2 * one.m * one.n * one.k) * rates.products(one, s.cluster.device, s.rate, s.sizes.e)[0]
-        )
+        seconds, *_ = rates.products(one, s.cluster.device, s.rate, s.sizes.e)
+        products += flops / (2 * one.m * one.n * one.k) * seconds
     return s.cluster.oversubscription * products + message_seconds(messages, s)
 
 
@@ -80,18 +80,17 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     makespan, ends, busy = run(s, costs)
     p, m = s.layout.pp, s.microbatches
     extra, waits = 0.0, [0.0] * p
-    ranks = model_states.rank_elements(s.model, s.layout, s.software.partition)
+    slowest = rates.slowest(s.layout.ranks, s.cluster.device.spread)
+    ranks, same, known = model_states.rank_elements(s), model_states.alike(s), {}
     reduced = gathered = updated = moved = 0.0
-    same, known = model_states.alike(s.model, s.layout, s.software.partition), {}
     for position in range(p):
         mine = [costs[stage] for stage in stages_of(s.layout, position)]
         key = same[position], tuple(mine)
         if key not in known:
-            known[key] = _behind(s, ranks[position], mine, position, len(costs))
+            known[key] = _behind(s, ranks[position], mine, position)
         r, g, u, away = known[key]
-        waits[position] = m * (
-            sum(c.sent for c in mine) - (hidden_by_pairs(s, costs, position) if p > 1 else 0.0)
-        )
+        hidden = hidden_by_pairs(s, costs, position) if p > 1 else 0.0
+        waits[position] = m * (sum(c.sent for c in mine) - hidden)
         late = ends[position] + r + g + u + away - makespan
         if late > extra:
             extra, reduced, gathered, updated, moved = late, r, g, u, away
@@ -111,10 +110,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
     terms += [(f"stage {i} backward", c.input + c.weight) for i, c in enumerate(costs)]
     terms += [
-        (
-            "slowest device, part of the next",
-            makespan * (1 - 1 / rates.slowest(s.layout.ranks, s.cluster.device.spread)),
-        ),
+        ("slowest device, part of the next", makespan * (1 - 1 / slowest)),
         ("pipeline, first start to last end", makespan),
         ("exposed gradient sums", reduced),
         ("exposed weight gathers", gathered),
@@ -130,12 +126,12 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
 
 
 def _behind(
-    s: Setting, own: Elements, mine: Sequence[Cost], position: int, stages: int
+    s: Setting, own: Elements, mine: Sequence[Cost], position: int
 ) -> tuple[float, float, float, float]:
     """Seconds that gradient sums, weight gathers, the update and I/O add to a rank's step. mine: the costs of its
-    stages, of so many."""
+    stages."""
     backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
-    forward -= outside_blocks(s, stages_of(s.layout, position), stages).sent_forward
+    forward -= outside_blocks(s, position).sent_forward
     r, g = per_step(s, own, backward, forward)
     u = on_device(s, own, position)
     return r, g, u, offload.exposed(s, offload.Computing(forward, backward, u), own)

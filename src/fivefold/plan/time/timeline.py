@@ -8,16 +8,15 @@ that is slower, the simulation hides a little more: it also computes longer besi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from fivefold.models.card import card_of
 from fivefold.models.operations import Operation
-from fivefold.models.recomputation import of_blocks
 from fivefold.plan.memory import model_states
 from fivefold.plan.messages import communication
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import cost, offload, rates, stage_costs, sync_costs, time
-from fivefold.plan.time.cost import Cost, Setting
+from fivefold.plan.time.cost import Cost
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.overlap import Message, StepTimeline, Work, simulate
 from fivefold.schedules.ring_attention import messages
@@ -68,18 +67,17 @@ class _Step:
 
     def __init__(self, s: Setting, most: int | None):
         self.s, self.work, self.sent, self.done = s, list[Work](), list[Message](), 0.0
-        self.own = model_states.rank_elements(s.model, s.layout, s.software.partition)[0]
+        self.own = model_states.rank_elements(s)[0]
         self.shown = min(s.microbatches, most or s.microbatches)
-        work = card_of(s.model).work(s.sizes, s.software)
-        self.shared = stage_costs.parts(s, work)
+        self.shared = stage_costs.parts(s)
         self.slower = 1.0  # than an average device
-        self.outside = self._each(model_states.outside_blocks(s.model, s.layout, (0,), 1))
-        begin = _Part("embedding", _priced(work.begin, s), self.shared.begin)
-        end = _Part("head", _priced(work.end, s), self.shared.end)
+        self.outside = self._each(model_states.outside_blocks(s, 0))
+        begin = _Part("embedding", _priced(s.work.begin, s), self.shared.begin)
+        end = _Part("head", _priced(s.work.end, s), self.shared.end)
         blocks = [self._block(number) for number in range(s.model.layers)]
         self.parts = [begin, *blocks, end]
-        whole = stage_costs.stage_costs(s, self.shared)[0]
-        self.loads = offload.loads(s, whole.input + whole.weight, self.own)
+        self.whole = stage_costs.stage_costs(s, self.shared)[0]
+        self.loads = offload.loads(s, self.whole.input + self.whole.weight, self.own)
 
     def timeline(self) -> StepTimeline:
         once = [one for one in sync_costs.synced(self.own, self.s) if not one[0].each]
@@ -95,21 +93,21 @@ class _Step:
             if number == 0 and self.loads.hidden:
                 self._update()
             self.compute("forward", "host", unplaced.forward)
-            self._alone(self.outside.gathers, "all_gather, outside of blocks", EACH if number else ONCE)
+            queue = EACH if number else ONCE
+            self._zero("all_gather, outside of blocks", self.outside.gathers, queue=queue)
             self.compute("forward", "copies", self.outside.into)
             for index in range(len(self.parts)):
                 self._phase(index, backward=False)
             self._load("forward", self.loads.forward[number > 0], first)
             if number == 0:
-                self._spread(
-                    [("all_gather, {} of {}", g.group, t) for g, t, _ in gathers], first, before=True
-                )
+                pieces = [("all_gather, {} of {}", sync.group, seconds) for sync, seconds, _ in gathers]
+                self._spread(pieces, first, before=True)
             first = self.done
-            self._alone(self.outside.gathers, "all_gather, outside of blocks")
+            self._zero("all_gather, outside of blocks", self.outside.gathers)
             self.compute("backward", "copies", self.outside.into + self.outside.out)
             for index in reversed(range(len(self.parts))):
                 self._phase(index, backward=True)
-            self._alone(self.outside.scatters, "reduce_scatter, outside of blocks")
+            self._zero("reduce_scatter, outside of blocks", self.outside.scatters)
             self.compute("backward", "host", unplaced.input + unplaced.weight)
             self._load("backward", self.loads.backward[number > 0], first)
         self.slower = 1.0
@@ -143,10 +141,9 @@ class _Step:
         self.sent.append(Message(lane, name, seconds, ready, needed, queue, held))
 
     def _block(self, number: int) -> _Part:
-        s, mixed = self.s, card_of(self.s.model).is_mixed(number)
-        mode = of_blocks(s.layout.recompute, s.model.layers)[number]
+        s, mixed, mode = self.s, self.s.card.is_mixed(number), self.s.recompute[number]
         whole = stage_costs.computed(s, mixed, self.shared, mode)
-        own = model_states.elements(s.model, s.layout)[0][number]
+        own = model_states.elements(s.model, s.layout).blocks[number]
         operations = list(zip(*self.shared.operations[mixed], strict=True))
         again = self.shared.block(mixed, s, mode).sent_backward - sum(c.sent_backward for _, c in operations)
         whole += sync_costs.accumulate(own.computes, s)
@@ -160,10 +157,7 @@ class _Step:
 
     def _unplaced(self) -> Cost:
         """Python between the parts, and sums of gradients outside of blocks: what a stage costs besides its parts."""
-        s, found = self.s, Cost()
-        for part in self.parts:
-            found += part.cost
-        whole = stage_costs.stage_costs(s, self.shared)[0]
+        s, whole, found = self.s, self.whole, sum((part.cost for part in self.parts), Cost())
         slow = rates.slowest(s.layout.ranks, s.cluster.device.spread)
         each = [self.outside, *(part.each for part in self.parts)]
         into, out = sum(one.into for one in each), sum(one.out for one in each)
@@ -199,11 +193,11 @@ class _Step:
             self.compute(kind, part.name, left)
         if not before:
             self.send(self._axis, f"waits, {during}", sent)
-        self._beside(f"all_gather, {self._near(index + (-1 if backward else 1))}", each.gathers, first)
+        self._zero(f"all_gather, {self._near(index + (-1 if backward else 1))}", each.gathers, first)
         if backward and self.s.software.overlap_scatter:
-            self._beside(f"reduce_scatter, {self._near(index + 1)}", each.scatters, first)
+            self._zero(f"reduce_scatter, {self._near(index + 1)}", each.scatters, first)
         elif backward:
-            self._beside(f"reduce_scatter, {part.name}", each.scatters, None)
+            self._zero(f"reduce_scatter, {part.name}", each.scatters)
 
     def _near(self, index: int) -> str:
         """The block at this index among the parts, or the one nearest to it."""
@@ -224,30 +218,22 @@ class _Step:
             wide = sum(c.input + c.weight if backward else c.forward for c in costs) * self.slower
             first, last = (self.done, self.done + wide) if backward else (began - wide, began)
         for one in sorted(sent, key=lambda one: one.hidden == (bool(op.beside) and backward)):
-            seconds = (
-                scale * one.calls * cost.message(replace(one, size=one.size / one.calls), self.s, backward)
-            )
-            if not one.hidden:
-                seconds = scale * cost.message(one, self.s, backward)
-            turns, name = 1, str(one.what)
+            seconds, turns, name = scale * cost.message(one, self.s, backward), 1, str(one.what)
             if one.what == "ring":
-                turns = len(messages(self.s.layout.cp, 0, card_of(self.s.model).causal, backward))
+                turns = len(messages(self.s.layout.cp, 0, self.s.card.causal, backward))
             for turn in range(turns):
                 ready = first + (last - first) * turn / turns if one.hidden else self.done
                 needed = first + (last - first) * (turn + 1) / turns if one.hidden else self.done
                 name = f"turn {turn + 1}" if one.what == "ring" else name
                 self._add(one.axis, f"{name}, {during}", seconds / turns, ready, needed)
 
-    def _alone(self, sent: tuple[tuple[str, float], ...], name: str, queue: str = EACH) -> None:
-        """Adds messages of ZeRO with which nothing overlaps."""
-        for axis, seconds in sent:
-            self._add(axis, name, seconds, self.done, self.done, queue)
-
-    def _beside(self, name: str, sent: tuple[tuple[str, float], ...], first: float | None) -> None:
-        """Adds messages of ZeRO beside the part that began at `first`. None: behind it."""
+    def _zero(
+        self, name: str, sent: tuple[tuple[str, float], ...], first: float | None = None, queue: str = EACH
+    ) -> None:
+        """Adds messages of ZeRO beside the part that began at `first`. None: nothing overlaps with them."""
         for axis, seconds in sent:
             ready = first if self.s.software.overlap_data and first is not None else self.done
-            self._add(axis, name, seconds, ready, self.done, EACH)
+            self._add(axis, name, seconds, ready, self.done, queue)
 
     def _spread(
         self, sent: list[tuple[str, str, float]], first: float, before: bool, pieces: int = 0
@@ -262,21 +248,17 @@ class _Step:
             if not before:
                 ready, needed = first + whole * (number + 1) / pieces, self.done
             for name, axis, seconds in sent:
-                text, alone = (
-                    name.format(number + 1, pieces),
-                    name == SCATTER and not self.s.software.overlap_scatter,
-                )
+                alone = name == SCATTER and not self.s.software.overlap_scatter
                 until, queue = (ready, "") if alone else (needed, ONCE)
-                self._add(axis, text, seconds / pieces, ready, until, queue)
+                self._add(axis, name.format(number + 1, pieces), seconds / pieces, ready, until, queue)
 
     def _sums(self, once: list[tuple[Sync, float, float]], first: float) -> None:
         """Adds the sums of gradients that the last backward, since `first`, makes ready."""
         s = self.s
         if s.layout.compress != NONE:
             summed, later, encoding = sync_costs.compressed_sums(s, self.own)
-            self._spread(
-                [("bucket {} of {}", "batch", summed)], first, False, sync_costs.summed_pieces(s, self.own)
-            )
+            pieces = sync_costs.summed_pieces(s, self.own)
+            self._spread([("bucket {} of {}", "batch", summed)], first, False, pieces)
             self._add("batch", "later messages", later, self.done, self.done, ONCE)
             self.compute("other", "encoding", encoding)
             return

@@ -1,9 +1,11 @@
-"""Time that a run loses beside its steps: writing checkpoints, reading data, waiting for the slowest device."""
+"""What a run costs besides its steps: stalls (writing checkpoints, reading data, the slowest device). For sites that
+train apart, the link speed from which on that is faster than summing gradients in every step."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,8 +13,11 @@ from fivefold.host.devices import GB
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, kept_in
+from fivefold.plan.cluster.devices import Link
+from fivefold.plan.setting import Setting
 from fivefold.plan.time import rates
-from fivefold.plan.time.cost import Setting
+from fivefold.plan.time.sync_costs import outer_seconds
+from fivefold.plan.time.time import step
 from fivefold.precision import PRECISIONS, token_bytes
 from fivefold.recipe import Recipe, count_parameters
 
@@ -90,3 +95,72 @@ def _state_bytes(optimizer: str, mode: str, rounding: str, model: ModelSection) 
     """Bytes of the optimizer's states of a whole model."""
     kept = kept_in(OPTIMIZERS[optimizer], PRECISIONS[mode], rounding)
     return sum(kept.state_bytes(name, shape) for name, shape in card_of(model).parameters.items())
+
+
+EVEN = 1.05
+"""A step of this ratio counts as equally fast."""
+SLOWEST, FASTEST = 1e5, 1e13  # bytes/s of the links that are tried
+
+
+@dataclass(frozen=True)
+class SlowLinks:
+    """Training apart beside summing gradients in every step.
+
+    outer: seconds of an outer step of every fragment. apart, together: seconds per inner step. even: bytes/s of the
+    link between sites at which both are equally fast (`EVEN`); above, training apart saves no time. None: it is not
+    faster at any speed, or always. link: bytes/s of the cluster's.
+    """
+
+    outer: float
+    apart: float
+    together: float
+    even: float | None
+    link: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "outer_step_s": self.outer,
+            "step_s": self.apart,
+            "step_s_if_all": self.together,
+            "even_link_bytes_per_s": self.even,
+            "link_bytes_per_s": self.link,
+        }
+
+    def line(self, sites: int, every: int) -> str:
+        ratio = self.together / self.apart
+        text = f"{sites}, an outer step of {self.outer:.3g} s every {every}; summing in every step takes {ratio:.3g}x"
+        if self.even is None:
+            return text
+        speed = 8e-9 * self.even
+        return (
+            f"{text}. Sites win (over {EVEN:g}x) where links between them are slower than {speed:.3g} Gbit/s"
+        )
+
+
+def slow_links(apart: Setting, together: Setting) -> SlowLinks:
+    """together: the same run without sites."""
+
+    across = apart.group("sites").nodes > 1
+    which = "inter" if across else "intra"
+    link: Link = getattr(apart.cluster, which)
+
+    def seconds(s: Setting, speed: float) -> float:
+        wire = replace(getattr(s.cluster, which), bandwidth=speed, reduce=None)
+        return step(replace(s, cluster=replace(s.cluster, **{which: wire}))).seconds
+
+    outer, both = outer_seconds(apart), (step(apart).seconds, step(together).seconds)
+    if apart.cluster.machine and not across:  # its table prices messages, whatever the link
+        return SlowLinks(outer, *both, None, None)
+    even = crossing(lambda speed: seconds(together, speed) / seconds(apart, speed))
+    return SlowLinks(outer, *both, even, link.bandwidth)
+
+
+def crossing(ratio: Callable[[float], float], tries: int = 24) -> float | None:
+    """The speed at which a falling ratio reaches EVEN, by bisection; None if it does not."""
+    low, high = math.log(SLOWEST), math.log(FASTEST)
+    if not ratio(FASTEST) < EVEN < ratio(SLOWEST):
+        return None
+    for _ in range(tries):
+        middle = (low + high) / 2
+        low, high = (middle, high) if ratio(math.exp(middle)) > EVEN else (low, middle)
+    return math.exp(high)
