@@ -15,7 +15,6 @@ from fivefold.schedules.pipeline.facts import (
     shown,
     splits_backward,
 )
-from fivefold.schedules.pipeline.queues import QUEUES, check_queues, check_transfers
 from fivefold.schedules.pipeline.registry import DEFAULT, SCHEDULES, build, stages_per_rank
 from fivefold.schedules.pipeline.schedule import Schedule, place
 from fivefold.schedules.pipeline.simulate import Costs, simulate, simulate_oversubscribed
