@@ -7,9 +7,8 @@ from typing import Any
 from fivefold.schedules.collectives import Collective
 from fivefold.schedules.collectives.move import Group
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Action, Schedule
-from fivefold.schedules.pipeline.action import needs
+from fivefold.schedules.pipeline.schedule import needs, walk
 from fivefold.schedules.pipeline.transfers import transfer
-from fivefold.schedules.walk import walk
 
 Queue = Callable[[int, bool], Hashable]
 """(the other rank, True for a send) -> the one of a rank's queues (communicators) that has the message."""

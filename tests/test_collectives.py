@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from message_order import group_halts
 
 from fivefold.errors import UserError
+from fivefold.observe.collective_picture import shares, to_svg, to_text
 from fivefold.schedules.collectives import (
     ALGORITHMS,
     PRIMITIVES,
@@ -20,8 +21,7 @@ from fivefold.schedules.collectives import (
     prove,
     shape_of,
 )
-from fivefold.schedules.collectives.draw import shares, to_svg, to_text
-from fivefold.schedules.collectives.families.trees import parent
+from fivefold.schedules.collectives.families.rooted import parent
 
 EVERY = [(primitive, name) for primitive in PRIMITIVES for name in ALGORITHMS[primitive]]
 ALL_REDUCES = [

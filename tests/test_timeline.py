@@ -19,6 +19,7 @@ from fivefold.comm.watch import watched
 from fivefold.errors import UserError
 from fivefold.models.section import ModelSection
 from fivefold.observe import step_timeline
+from fivefold.observe.step_timeline import to_svg, to_text
 from fivefold.parallel import context
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import of_table
@@ -40,7 +41,6 @@ from fivefold.schedules.overlap import (
     from_json,
     simulate,
 )
-from fivefold.schedules.overlap_draw import to_svg, to_text
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import parse as fields
 from fivefold.sharding.layout_text import to_text as to_text_of

@@ -47,10 +47,10 @@ def collectives(
 
     --svg and --html show the algorithm of --draw, or the fastest one.
     """
+    from fivefold.observe.collective_picture import page, to_svg, to_text
     from fivefold.plan.cluster.topology import topology as read
     from fivefold.schedules.collectives import algorithm
     from fivefold.schedules.collectives.cost import compare
-    from fivefold.schedules.collectives.draw import to_svg, to_text
     from fivefold.schedules.collectives.registry import check_primitive
 
     check_primitive(primitive)
@@ -74,8 +74,6 @@ def collectives(
         if svg:
             save_as("--svg", svg, to_svg(collective))
         if html:
-            from fivefold.observe.collective_page import page
-
             note = f"{size_text(message)} on {net.name}, simulated."
             save_as("--html", html, page(collective, [time_text(end) for end in cost.ends], note))
         found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}

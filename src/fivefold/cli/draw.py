@@ -122,7 +122,7 @@ def of_run(run: Path) -> tuple[str, dict[str, str]]:
         UserError: no step was measured.
     """
     from fivefold.observe import memory_picture, step_timeline, worker_picture
-    from fivefold.schedules.overlap_draw import LEGEND, to_svg
+    from fivefold.observe.step_timeline import LEGEND, to_svg
 
     name, texts, pictures = run.resolve().name, [], {}
     if found := step_timeline.read(run):
@@ -155,10 +155,10 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
     Raises:
         UserError: the layout has a pipeline, whose timeline is drawn without --cluster, or does not fit the cluster.
     """
+    from fivefold.observe.step_timeline import LEGEND, summary, to_svg, to_text
     from fivefold.plan.cluster.clusters import parse
     from fivefold.plan.predict import predict
     from fivefold.plan.time.timeline import timeline
-    from fivefold.schedules.overlap_draw import LEGEND, summary, to_svg, to_text
 
     plan = predict(recipe, parse(cluster))
     if plan.service is not None:
@@ -181,9 +181,9 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
 
 def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of the ways to order updates on the host; neither if the host does not update."""
+    from fivefold.observe.step_timeline import to_svg
     from fivefold.plan.time.offload import ways
     from fivefold.schedules.offload import WAYS, busy
-    from fivefold.schedules.overlap_draw import to_svg
 
     if not (found := ways(s)):
         return "", {}
@@ -215,16 +215,16 @@ def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
 def context(recipe: Recipe, layout: Layout, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of who computes which queries and keys in ring attention; neither without it."""
     from fivefold.models.card import card_of
-    from fivefold.observe import context_picture
+    from fivefold.observe import layout_picture
 
-    found, causal = context_picture.plans(layout), card_of(recipe.model).causal
+    found, causal = layout_picture.ring_plans(layout), card_of(recipe.model).causal
     if not found:
         return "", {}
-    text = "\n" + context_picture.to_text(found, causal)
-    if layout.cp > context_picture.MOST:
+    text = "\n" + layout_picture.ring_text(found, causal)
+    if layout.cp > layout_picture.MOST_RING:
         return text, {}
     words = f"{title}: attention of a sequence on {layout.cp} ranks of the ring"
-    return text, {"context": context_picture.to_svg(found, causal, words)}
+    return text, {"context": layout_picture.ring_svg(found, causal, words)}
 
 
 def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str, str]]:

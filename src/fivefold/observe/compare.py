@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fivefold.draw.palette import LIGHT, css
+from fivefold.draw.canvas import LIGHT, css
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood
 from fivefold.observe.chart import STRETCHES, Chart, Series, draw, smooth

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fivefold.draw.palette import css
+from fivefold.draw.canvas import css
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood, write_atomically
 from fivefold.observe import (

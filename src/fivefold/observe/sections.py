@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fivefold.draw.palette import LIGHT
+from fivefold.draw.canvas import LIGHT
 from fivefold.errors import UserError, printable
 from fivefold.files import read_bytes, read_json
 from fivefold.models.card import card_of

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fivefold.errors import UserError
-from fivefold.schedules.pipeline.action import Action
 from fivefold.schedules.pipeline.facts import peak_live
-from fivefold.schedules.pipeline.schedule import Schedule
+from fivefold.schedules.pipeline.schedule import Action, Schedule
 
 
 def check(schedule: Schedule) -> list[float]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fivefold.schedules.pipeline.action import Action, Result, makes
-from fivefold.schedules.pipeline.schedule import Schedule
+from fivefold.schedules.pipeline.schedule import Action, Result, Schedule, makes
 from fivefold.schedules.pipeline.simulate import simulate
 
 SENDS_PER_RANK = 2
