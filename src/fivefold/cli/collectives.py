@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli.options import JsonOption, bytes_of, option, print_json, require_writable, save_as
+from fivefold.cli.options import JsonOption, bytes_of, columns, option, print_json, require_writable, save_as
 from fivefold.draw.lanes import time_text
 from fivefold.errors import UserError
 from fivefold.observe.format import size as size_text
@@ -69,7 +68,7 @@ def collectives(
         chosen = _chosen(choices, primitive, draw, net, message)
         collective, cost = chosen
         if draw is not None:
-            found["drawn"] = to_text(collective, max(60, min(160, shutil.get_terminal_size().columns)))
+            found["drawn"] = to_text(collective, columns(60, 160))
             lines = [found["drawn"].rstrip()]
         if svg:
             save_as("--svg", svg, to_svg(collective))

@@ -3,7 +3,6 @@ measured timeline of a run."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from fivefold.cli.options import (
     LayoutOption,
     RecipeArgument,
     SetOption,
+    columns,
     option,
     print_json,
     save_as,
@@ -93,11 +93,6 @@ def draw(
     _show(text, pictures, out, json)
 
 
-def _columns(words: int) -> int:
-    """Columns of a terminal beside so many for words."""
-    return max(40, min(160, shutil.get_terminal_size().columns) - words)
-
-
 def _show(text: str, pictures: dict[str, str], out: Path | None, json: bool) -> None:
     """Prints the text, writes the pictures to `out`, and prints their paths."""
     paths = {}
@@ -127,15 +122,15 @@ def of_run(run: Path) -> tuple[str, dict[str, str]]:
     name, texts, pictures = run.resolve().name, [], {}
     if found := step_timeline.read(run):
         title = f"{name}, step {found[0][1].step}: computing and messages"
-        texts.append(f"{LEGEND}\n\n{step_timeline.words(found, _columns(48))}")
+        texts.append(f"{LEGEND}\n\n{step_timeline.words(found, columns(40, 160, 48))}")
         pictures["timeline"] = to_svg(found, title)
     if held := memory_picture.read(run):
-        texts.append(memory_picture.to_text(held, _columns(16)))
+        texts.append(memory_picture.to_text(held, columns(40, 160, 16)))
         pictures["memory"] = memory_picture.to_svg(
             held, f"{name}: bytes of the tensors of rank 0 over a step"
         )
     if workers := worker_picture.read(run):
-        text = worker_picture.to_text(workers, _columns(16))
+        text = worker_picture.to_text(workers, columns(40, 160, 16))
         texts.append(
             f"shares of the last steps, A and B in turn, . waits; {worker_picture.waited(workers)}\n{text}"
         )
@@ -173,7 +168,7 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
     words = f"planned on {cluster}"
     if most > DRAWN:
         words += f", {DRAWN} of {most} microbatches of a step of {plan.step.seconds:.4g} s"
-    text = f"{words}: {summary(drawn)}\n{to_text(drawn, _columns(48))}{LEGEND}\n"
+    text = f"{words}: {summary(drawn)}\n{to_text(drawn, columns(40, 160, 48))}{LEGEND}\n"
     picture = to_svg([(words, drawn)], f"{title}: computing and messages")
     more, pictures = offloaded(found, title)
     return text + more, {"timeline": picture} | pictures
@@ -206,7 +201,7 @@ def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
     seconds, text = max(map(end_of, rows.values())), ""
     for order, one in ways.items():
         text += f"planned on {cluster}, sync.order = {order}: {step(one).seconds:.4g} s per step; two steps\n"
-        text += to_text(rows[order], _columns(16), seconds)
+        text += to_text(rows[order], columns(40, 160, 16), seconds)
     text += "A forward, B backward, > push, < pull\n"
     named = {f"sync.order = {order}": found for order, found in rows.items()}
     return text, {"workers": to_svg(named, f"{title}: two steps of a worker, planned")}
@@ -244,5 +239,5 @@ def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str
     if few < most:
         text += f"{few} of {most} microbatches are drawn: {timeline.bubble:.1%} idle in these, {idle:.1%} in the step\n"
         title += f", {few} of {most} microbatches (whole step: {idle:.1%} idle)"
-    text += to_text(timeline, _columns(24), color)
+    text += to_text(timeline, columns(40, 160, 24), color)
     return text, {"schedule": to_svg(timeline, title, unit="forward")}

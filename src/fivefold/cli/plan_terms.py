@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fivefold.cli import plan_shared as shared
+from fivefold.cli import plan as shared
 from fivefold.cli.options import (
     JsonOption,
     LayoutOption,
@@ -14,10 +14,11 @@ from fivefold.cli.options import (
     SetOption,
     option,
     print_json,
+    require_known,
     require_writable,
     save_as,
 )
-from fivefold.errors import UserError, did_you_mean
+from fivefold.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.lessons.terms import Asked, Term
@@ -75,11 +76,8 @@ def terms(
     from fivefold.plan.predict import predict
 
     sections = only.split(",") if only is not None else list(SECTIONS)
-    for asked, given, valid in (("--as", [convention], CONVENTIONS), ("--only", sections, SECTIONS)):
-        for name in given:
-            if name not in valid:
-                near = did_you_mean(name, list(valid))
-                raise UserError(f"{asked} {name}: must be {' or '.join(valid)}{near}")
+    require_known("--as", [convention], CONVENTIONS)
+    require_known("--only", sections, SECTIONS)
     for name, number in (("flops", flops), ("psi", psi)):
         if number is not None and not 0 < number < float("inf"):
             raise UserError(f"--{name} {number:g}: must be above 0 and finite")
