@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fivefold.schedules.collectives import Collective
-from fivefold.schedules.collectives.move import Group
+from fivefold.schedules.collectives.move import Group, embed
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Action, Schedule
 from fivefold.schedules.pipeline.schedule import needs, walk
 from fivefold.schedules.pipeline.transfers import transfer
@@ -119,3 +120,8 @@ def group_halts(collective: Collective, rows: Sequence[Sequence[Group]] | None =
         [(w, (rank, at)) for at in range(len(row)) for w in ("begin", "end")] for rank, row in enumerate(rows)
     ]
     return [group for _, group in halts(steps, lambda step: met.get(step[1], []) if step[0] == "end" else [])]
+
+
+def renamed(collective: Collective, order: Sequence[int]) -> Collective:
+    """The same with rank order[r] in place of rank r."""
+    return replace(collective, rounds=tuple(embed(collective.rounds, order)), root=order[collective.root])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from message_order import group_halts
+from message_order import group_halts, renamed
 
 from fivefold.errors import UserError
 from fivefold.observe.collective_picture import shares, to_svg, to_text
@@ -83,7 +83,7 @@ def test_grids_of_other_forms(grid: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", ["ring", "butterfly", "double_tree"])
 def test_ranks_may_change_places(name: str) -> None:
-    proven(build("all_reduce", name, 6).renamed([3, 0, 4, 1, 5, 2]))
+    proven(renamed(build("all_reduce", name, 6), [3, 0, 4, 1, 5, 2]))
 
 
 @pytest.mark.parametrize("ranks", [2, 5, 8, 13, 64])

@@ -107,12 +107,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10  # a connection that asks nothing
 
     def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def _answer(self, body: bool) -> None:
         assert isinstance(self.server, Server)
         hosts = self.headers.get_all("Host", [])
         host = re.sub(r":\d+$", "", hosts[0]) if len(hosts) == 1 else ""
@@ -130,8 +124,10 @@ class _Handler(BaseHTTPRequestHandler):
         for key, value in headers.items():
             self.send_header(key, value)
         self.end_headers()
-        if body:
+        if self.command == "GET":
             self.wfile.write(content)
+
+    do_HEAD = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
         """Says nothing."""

@@ -106,7 +106,13 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"{path}: no metrics here; pass a run folder made by `fivefold train`")
-    return list(_lines(path))
+    lines = []
+    for number, (raw, line) in enumerate(_parsed(path), 1):
+        if line is None:
+            shown = raw[:60].decode("utf-8", "backslashreplace").strip()
+            raise UserError(f"{path}, line {number}: not a JSON object with an integer `step`: {shown!r}")
+        lines.append(line)
+    return lines
 
 
 def last_line(run: Path, tail: int = 1 << 16) -> dict[str, Any] | None:
@@ -125,15 +131,6 @@ def last_line(run: Path, tail: int = 1 << 16) -> dict[str, Any] | None:
         if isinstance(line, dict) and isinstance(line.get("step"), int) and "step_s" in line:
             return line
     return None
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Each complete line of `path` as a dict."""
-    for number, (raw, line) in enumerate(_parsed(path), 1):
-        if line is None:
-            shown = raw[:60].decode("utf-8", "backslashreplace").strip()
-            raise UserError(f"{path}, line {number}: not a JSON object with an integer `step`: {shown!r}")
-        yield line
 
 
 def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:

@@ -77,14 +77,6 @@ class StepTimeline:
         """Seconds in which the rank waits for messages."""
         return sum(span.seconds for span in self.spans if span.kind == WAIT)
 
-    def beside(self, message: Span) -> list[Span]:
-        """What the rank computes while a message is under way."""
-        return [
-            span
-            for span in self.of(COMPUTE)
-            if span.kind != WAIT and message.start < span.end and span.start < message.end
-        ]
-
     def _messages(self, lane: str | None) -> list[tuple[float, float]]:
         return _union((s.start, s.end) for s in self.spans if s.kind == MESSAGE and lane in (None, s.lane))
 

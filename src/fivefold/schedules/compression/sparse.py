@@ -37,9 +37,7 @@ class Sparse(Compressor):
 
 @dataclass(frozen=True)
 class TopK(Sparse):
-    @property
-    def passes(self) -> float:
-        return 12.0
+    passes = 12.0
 
     def stretches(self, shapes: Sequence[Shape]) -> list[int]:
         return [min(STRETCH, size - start) for size in sizes(shapes) for start in range(0, size, STRETCH)]
@@ -55,9 +53,7 @@ class TopK(Sparse):
 
 @dataclass(frozen=True)
 class RandomK(Sparse):
-    @property
-    def passes(self) -> float:
-        return 7.0
+    passes = 7.0
 
     def stretches(self, shapes: Sequence[Shape]) -> list[int]:
         return sizes(shapes)

@@ -176,10 +176,6 @@ class Schedule:
         """The F of each B that runs in a pair."""
         return {behind: ahead for ahead, behind in self.pairs.items()}
 
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, ascending."""
-        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
-
 
 def place(placement: Placement, ranks: int, chunks: int) -> tuple[int, ...]:
     """The rank of each of `ranks x chunks` stages. `loop` starts over at rank 0, `v` turns around (0 1 1 0)."""

@@ -71,10 +71,6 @@ def send(shape: Shape) -> Rounds:
     return from_root([(Move(0, 1, ALL),)], shape)
 
 
-def pieces(shape: Shape) -> int:
-    return shape.pieces
-
-
 def there_and_back(broadcast: Rounds) -> Rounds:
     return reverse(broadcast, True) + broadcast
 
@@ -118,7 +114,7 @@ ALGORITHMS = (
     Algorithm("broadcast", "star", lambda s: from_root(star(s.ranks), s), one, "two or three ranks"),
     Algorithm("broadcast", "binomial", lambda s: from_root(binomial(s.ranks), s), one, "small messages", THAKUR),
     Algorithm(
-        "broadcast", "chain", lambda s: from_root(chain(s.ranks, s.pieces), s), pieces,
+        "broadcast", "chain", lambda s: from_root(chain(s.ranks, s.pieces), s), lambda s: s.pieces,
         "very large messages, few ranks", pieces=PIECES,
     ),
     Algorithm(
@@ -130,7 +126,7 @@ ALGORITHMS = (
         "reduce", "binomial", lambda s: reverse(from_root(binomial(s.ranks), s), True), one, "small messages", THAKUR
     ),
     Algorithm(
-        "reduce", "chain", lambda s: reverse(from_root(chain(s.ranks, s.pieces), s), True), pieces,
+        "reduce", "chain", lambda s: reverse(from_root(chain(s.ranks, s.pieces), s), True), lambda s: s.pieces,
         "very large messages, few ranks", pieces=PIECES,
     ),
     Algorithm(
