@@ -31,15 +31,9 @@ def collectives(
         option("CLUSTER", "Cluster such as h100:2x8, TOML file of links, or local."),
     ] = "h100",
     primitive: Annotated[str, option("NAME", "Collective, such as all_gather.")] = "all_reduce",
-    draw: Annotated[
-        str | None,
-        option("NAME", "Draw the rounds of this algorithm."),
-    ] = None,
+    draw: Annotated[str | None, option("NAME", "Draw the rounds of this algorithm.")] = None,
     svg: Annotated[Path | None, option("FILE", "Write the rounds as a picture.")] = None,
-    html: Annotated[
-        Path | None,
-        option("FILE", "Write a page that steps through them."),
-    ] = None,
+    html: Annotated[Path | None, option("FILE", "Write a page that steps through them.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Compare the algorithms of a collective: rounds, bytes, time on a topology, and when to use which.

@@ -36,47 +36,31 @@ EXAMPLES = [
     "fivefold compare mixtral-8x7b --cluster h100:8 --page nutshell.html",
     "fivefold compare quickstart --ranks 2 --measure",
 ]
-ClusterOption = Annotated[
-    str | None,
-    option(
-        "NAME:DEVICES",
-        "Cluster, as for `fivefold plan`. [default: h100, or local with --measure]",
-        "--cluster",
-    ),
-]
-RanksOption = Annotated[
-    int | None,
-    option("N", "Ranks. [default: the cluster's, else a node]", min=1),
-]
-LayoutsOption = Annotated[
-    list[str] | None,
-    option("'L L ...'", "Layouts instead of one per technique, separated by spaces. Repeatable."),
-]
-OverlapOption = Annotated[bool, flag("Print when communication hides behind computing.", "--overlap")]
-PictureOption = Annotated[
-    Path | None,
-    option("FILE.svg", "Draw the criteria; with --overlap, its curves."),
-]
-PageOption = Annotated[
-    Path | None,
-    option("FILE.html", 'Write "5-D in a nutshell": what each dimension divides, sends and costs.'),
-]
-MeasureOption = Annotated[bool, flag("Also run each layout here for a few steps.", "--measure")]
-# At least 4 steps: the first two warm up, one is tracked and slower, and one is left
-StepsOption = Annotated[int, option("N", "Steps that --measure runs.", min=4, max=1000)]
 
 
 def compare(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    cluster: ClusterOption = None,
-    ranks: RanksOption = None,
-    layouts: LayoutsOption = None,
-    overlap: OverlapOption = False,
-    picture: PictureOption = None,
-    page: PageOption = None,
-    measure: MeasureOption = False,
-    steps: StepsOption = 6,
+    cluster: Annotated[
+        str | None,
+        option("NAME:DEVICES", "Cluster, as for `fivefold plan`. [default: h100, or local with --measure]"),
+    ] = None,
+    ranks: Annotated[int | None, option("N", "Ranks. [default: the cluster's, else a node]", min=1)] = None,
+    layouts: Annotated[
+        list[str] | None,
+        option("'L L ...'", "Layouts instead of one per technique, separated by spaces. Repeatable."),
+    ] = None,
+    overlap: Annotated[bool, flag("Print when communication hides behind computing.", "--overlap")] = False,
+    picture: Annotated[
+        Path | None, option("FILE.svg", "Draw the criteria; with --overlap, its curves.")
+    ] = None,
+    page: Annotated[
+        Path | None,
+        option("FILE.html", 'Write "5-D in a nutshell": what each dimension divides, sends and costs.'),
+    ] = None,
+    measure: Annotated[bool, flag("Also run each layout here for a few steps.", "--measure")] = False,
+    # At least 4 steps: the first two warm up, one is tracked and slower, and one is left
+    steps: Annotated[int, option("N", "Steps that --measure runs.", min=4, max=1000)] = 6,
     json: JsonOption = False,
 ) -> None:
     """Compare forms of parallelism by redundant computing, peak memory and communication.

@@ -69,18 +69,12 @@ LayoutOption = Annotated[
 ]
 JsonOption = Annotated[bool, flag("Print one JSON object instead of text.", "--json")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=run_folders)]
-StepOption = Annotated[
-    int | None,
-    option("N", "Step of the checkpoint. [default: the newest]", min=0),
-]
+StepOption = Annotated[int | None, option("N", "Step of the checkpoint. [default: the newest]", min=0)]
 TemperatureOption = Annotated[float, option("X", "Sampling temperature; 0 is greedy.")]
 TopKOption = Annotated[int, option("K", "Sample from the K likeliest tokens; 0: from all.")]
 TopPOption = Annotated[float, option("P", "Sample from the likeliest tokens with total probability P.")]
 SeedOption = Annotated[int, option("N", "Random seed; the same seed gives the same text.")]
-StopOption = Annotated[
-    list[str] | None,
-    option("TEXT", "Stop before this text. Repeatable."),
-]
+StopOption = Annotated[list[str] | None, option("TEXT", "Stop before this text. Repeatable.")]
 
 
 def require_run(folder: Path, look: bool = True) -> Path:

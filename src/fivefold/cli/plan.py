@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fivefold.plan.advice.questions import Questions
     from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.predict import Plan
-    from fivefold.plan.search.search import Found
     from fivefold.plan.software import Software
     from fivefold.recipe import Recipe
 
@@ -86,10 +85,7 @@ DeadlineOption = Annotated[
     option("TIME", "Devices needed to finish within TIME, such as 30d (m, h, d, w)."),
 ]
 PriceOption = Annotated[float | None, option("X", "Price per device-hour.")]
-NoiseOption = Annotated[
-    float | None,
-    option("N", "Gradient noise scale in tokens, as a run measured it."),
-]
+NoiseOption = Annotated[float | None, option("N", "Gradient noise scale in tokens, as a run measured it.")]
 
 
 def plan(
@@ -237,30 +233,18 @@ class Wanted:
         return not self.json and (self.pictures or sys.stdout.isatty())
 
 
-def draw_plan(plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
-    """Prints and writes the pictures of a plan."""
+def draw_plan(
+    plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed, frontier: Sequence[Plan] = ()
+) -> None:
+    """Prints and writes the pictures of a plan. frontier: of a search, whose best plan it is."""
     if plan.service is not None:
         if wanted.pictures or wanted.html is not None:
             raise UserError('no pictures are drawn of a plan with sync.method = "server"')
         return
     if wanted.printed:
-        print_pictures(plan, wanted.pictures)
+        print_pictures(plan if wanted.pictures or not frontier else None, wanted.pictures, frontier)
     if wanted.html is not None:
-        write_page(wanted.html, recipe, _told(recipe, typed))
-
-
-def draw_search(found: Found, wanted: Wanted, recipe: Recipe, typed: Typed) -> None:
-    """Prints and writes the pictures of a search: its frontier and the best plan."""
-    if not found.plans or not (wanted.printed or wanted.html):
-        return
-    from fivefold.plan.search.search import apply, frontier
-
-    best, plans = found.plans[0], frontier(found)
-    if wanted.printed:
-        print_pictures(best if wanted.pictures else None, wanted.pictures, plans)
-    if wanted.html is not None:
-        chosen = apply(recipe, best)
-        write_page(wanted.html, chosen, _told(chosen, typed), plans)
+        write_page(wanted.html, recipe, _told(recipe, typed), frontier)
 
 
 def _told(recipe: Recipe, typed: Typed) -> Typed:

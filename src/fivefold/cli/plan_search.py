@@ -52,6 +52,7 @@ def search(
 
     The recipe's own layout and microbatch size are ignored.
     """
+    from fivefold.plan.search.search import apply, frontier
     from fivefold.plan.search.search import search as found_by
 
     for name, path in (("--save", save), ("--html", html)):
@@ -76,7 +77,8 @@ def search(
 
             lines += ["", *shared.summary(recipe, found.plans[0]), "", *every_term(found.plans[0])]
         print("\n".join(lines))
-    shared.draw_search(found, wanted, loaded, typed)
+    if found.plans:
+        shared.draw_plan(found.plans[0], wanted, apply(loaded, found.plans[0]), typed, frontier(found))
 
 
 def _answers(

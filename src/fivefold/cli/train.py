@@ -36,14 +36,6 @@ EXAMPLES = [
     "fivefold train runs/first --resume-from runs/first/checkpoints/step-00000040",
     "fivefold train quickstart --quiet",
 ]
-NprocOption = Annotated[
-    str | None,
-    option(
-        "N|MIN:MAX",
-        "Number of local ranks to start. MIN:MAX: elastic; ranks that fail for good are left out, and "
-        "RUN/slots says how many may run now. [default: as the layout and the machine need]",
-    ),
-]
 GROUPS = {"Ranks": ("nproc", "site", "meet"), "Run folder": ("out", "resume", "resume_from")}
 
 
@@ -52,7 +44,14 @@ def train(
     recipe: RecipeArgument,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    nproc: NprocOption = None,
+    nproc: Annotated[
+        str | None,
+        option(
+            "N|MIN:MAX",
+            "Number of local ranks to start. MIN:MAX: elastic; ranks that fail for good are left out, and "
+            "RUN/slots says how many may run now. [default: as the layout and the machine need]",
+        ),
+    ] = None,
     out: Annotated[Path | None, option("DIR", "Run folder. [default: a new one under runs/]")] = None,
     site: Annotated[
         int | None,
