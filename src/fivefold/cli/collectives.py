@@ -27,8 +27,7 @@ def collectives(
     ranks: Annotated[int, option("N", "Number of ranks.")] = 8,
     size: Annotated[str, option("BYTES", "Size of the message, such as 4K or 16M.")] = "16M",
     topology: Annotated[
-        str,
-        option("CLUSTER", "Cluster such as h100:2x8, TOML file of links, or local."),
+        str, option("CLUSTER", "Cluster such as h100:2x8, TOML file of links, or local.")
     ] = "h100",
     primitive: Annotated[str, option("NAME", "Collective, such as all_gather.")] = "all_reduce",
     draw: Annotated[str | None, option("NAME", "Draw the rounds of this algorithm.")] = None,

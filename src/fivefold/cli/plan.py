@@ -53,17 +53,14 @@ ClusterOption = Annotated[
 ]
 ExplainOption = Annotated[bool, flag("Print every term of the prediction.", "--explain")]
 SaveOption = Annotated[
-    Path | None,
-    option("FILE", "Write the recipe with the planned (best) layout to FILE.", "--save"),
+    Path | None, option("FILE", "Write the recipe with the planned (best) layout to FILE.", "--save")
 ]
 PicturesOption = Annotated[bool, flag("Draw all pictures, even into a file or a pipe.", "--pictures")]
 HtmlOption = Annotated[
-    Path | None,
-    option("FILE", "Write a page with the pictures and with sliders for the sizes."),
+    Path | None, option("FILE", "Write a page with the pictures and with sliders for the sizes.")
 ]
 ExpertLoadOption = Annotated[
-    float | None,
-    option("X", "Load of the busiest expert rank relative to an even split. [default: 1]"),
+    float | None, option("X", "Load of the busiest expert rank relative to an even split. [default: 1]")
 ]
 DocumentTokensOption = Annotated[
     float | None,
@@ -73,16 +70,13 @@ DocumentTokensOption = Annotated[
     ),
 ]
 ParamsOption = Annotated[
-    float | None,
-    option("N", "Plan a model with about N parameters instead of the recipe's."),
+    float | None, option("N", "Plan a model with about N parameters instead of the recipe's.")
 ]
 TokensOption = Annotated[
-    float | None,
-    option("N", "Tokens to train on, such as 1.4e12. [default: the recipe's]"),
+    float | None, option("N", "Tokens to train on, such as 1.4e12. [default: the recipe's]")
 ]
 DeadlineOption = Annotated[
-    str | None,
-    option("TIME", "Devices needed to finish within TIME, such as 30d (m, h, d, w)."),
+    str | None, option("TIME", "Devices needed to finish within TIME, such as 30d (m, h, d, w).")
 ]
 PriceOption = Annotated[float | None, option("X", "Price per device-hour.")]
 NoiseOption = Annotated[float | None, option("N", "Gradient noise scale in tokens, as a run measured it.")]

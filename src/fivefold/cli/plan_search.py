@@ -32,8 +32,7 @@ def search(
     cluster: shared.ClusterOption = "h100",
     top: Annotated[int, option("N", "Number of layouts to list.", min=1, max=1000)] = 10,
     precision: Annotated[
-        str | None,
-        option("MODES", "Precision modes to consider, such as bf16,fp8. [default: the recipe's]"),
+        str | None, option("MODES", "Precision modes to consider, such as bf16,fp8. [default: the recipe's]")
     ] = None,
     params: shared.ParamsOption = None,
     expert_load: shared.ExpertLoadOption = None,

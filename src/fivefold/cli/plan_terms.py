@@ -54,18 +54,15 @@ def terms(
         ),
     ] = None,
     psi: Annotated[
-        float | None,
-        option("N", "Count with N parameters, such as 175e9, instead of the recipe's."),
+        float | None, option("N", "Count with N parameters, such as 175e9, instead of the recipe's.")
     ] = None,
     flops: Annotated[
-        float | None,
-        option("RATE", "FLOP/s of a device, such as 160e12. [default: as predicted]"),
+        float | None, option("RATE", "FLOP/s of a device, such as 160e12. [default: as predicted]")
     ] = None,
     tokens: shared.TokensOption = None,
     deadline: shared.DeadlineOption = None,
     svg: Annotated[
-        Path | None,
-        option("FILE", "Draw the states by ZeRO stage, the activations of a block."),
+        Path | None, option("FILE", "Draw the states by ZeRO stage, the activations of a block.")
     ] = None,
     json: JsonOption = False,
 ) -> None:

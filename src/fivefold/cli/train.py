@@ -36,6 +36,14 @@ EXAMPLES = [
     "fivefold train runs/first --resume-from runs/first/checkpoints/step-00000040",
     "fivefold train quickstart --quiet",
 ]
+NprocOption = Annotated[
+    str | None,
+    option(
+        "N|MIN:MAX",
+        "Number of local ranks to start. MIN:MAX: elastic; ranks that fail for good are left out, and "
+        "RUN/slots says how many may run now. [default: as the layout and the machine need]",
+    ),
+]
 GROUPS = {"Ranks": ("nproc", "site", "meet"), "Run folder": ("out", "resume", "resume_from")}
 
 
@@ -44,14 +52,7 @@ def train(
     recipe: RecipeArgument,
     set_: SetOption = None,
     layout: LayoutOption = None,
-    nproc: Annotated[
-        str | None,
-        option(
-            "N|MIN:MAX",
-            "Number of local ranks to start. MIN:MAX: elastic; ranks that fail for good are left out, and "
-            "RUN/slots says how many may run now. [default: as the layout and the machine need]",
-        ),
-    ] = None,
+    nproc: NprocOption = None,
     out: Annotated[Path | None, option("DIR", "Run folder. [default: a new one under runs/]")] = None,
     site: Annotated[
         int | None,
@@ -121,11 +122,11 @@ def _load(recipe: str, sets: list[str], layout: str | None, again: bool) -> Reci
 
 def _results(folder: Path) -> dict[str, Any]:
     """The figures of a run that ended."""
-    from fivefold.observe import restarts
+    from fivefold.observe.faults import restart_figures
     from fivefold.observe.metrics import read_metrics
     from fivefold.observe.summary import summarize
 
-    figures = {**summarize(read_metrics(folder)), **restarts.figures(folder)}
+    figures = {**summarize(read_metrics(folder)), **restart_figures(folder)}
     return {"run": str(folder), "report": str(folder / "report.html"), **figures}
 
 

@@ -20,7 +20,6 @@ from fivefold.observe import (
     faults,
     memory_picture,
     prediction,
-    restarts,
     slow,
     step_timeline,
 )
@@ -86,7 +85,7 @@ def page(run: Path, state: str = "") -> str:
         "Memory over a step": memory,
         "Profile": operators,
         "Compressed gradients": compression(lines),
-        "Restarts": restarts.section(run),
+        "Restarts": faults.restarts_section(run),
         "Slow ranks": late,
         "First weights": first_weights(run),
         "Samples": samples(lines),

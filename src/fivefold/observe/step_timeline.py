@@ -16,6 +16,7 @@ from fivefold.draw.canvas import stacked
 from fivefold.draw.lanes import Box, Lane, lanes, strip, time_text
 from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write_atomically
 from fivefold.observe.document import table
+from fivefold.observe.metrics import write_trace
 from fivefold.schedules.overlap import COMPUTE, MESSAGE, WAIT, Span, StepTimeline, from_json
 from fivefold.schedules.pipeline import Costs, Schedule, Timeline, simulate
 from fivefold.schedules.pipeline import to_svg as pipeline_svg
@@ -97,12 +98,8 @@ PLANNED = "planned"
 
 def write(run: Path, timeline: StepTimeline, planned: bool = False) -> Path:
     """Writes RUN/traces/timeline-step-N-rank-R.json, or ...-planned.json."""
-    folder = run / "traces"
-    make_folder(folder)
     which = PLANNED if planned else f"rank-{timeline.rank}"
-    path = folder / f"timeline-step-{timeline.step:08d}-{which}.json"
-    write_atomically(path, json.dumps(timeline.as_json()) + "\n")
-    return path
+    return write_trace(run, f"timeline-step-{timeline.step:08d}-{which}", timeline.as_json())
 
 
 def read(run: Path) -> list[tuple[str, StepTimeline]]:
@@ -204,12 +201,8 @@ def trace_name(first: int, last: int, rank: int) -> str:
 
 def write_operators(run: Path, first: int, last: int, longest: Sequence[Operator]) -> None:
     """Writes RUN/traces/profile-step-FIRST-LAST.json."""
-    folder = run / "traces"
-    make_folder(folder)
-    rows = [one._asdict() for one in longest]
-    write_atomically(
-        folder / f"{_stem(first, last)}.json", json.dumps({"steps": [first, last], "operators": rows}) + "\n"
-    )
+    rows = [operator._asdict() for operator in longest]
+    write_trace(run, _stem(first, last), {"steps": [first, last], "operators": rows})
 
 
 def operators_section(run: Path) -> str:
