@@ -81,16 +81,16 @@ def draw(
     loaded = load(recipe, set_ or [], layout)
     loaded = resolve(loaded, vocab_size=expected_vocab_size(loaded) or VOCABULARY)
     wanted = Layout.from_recipe(loaded.layout)
-    title, text = Path(recipe).stem, layout_picture.to_text(loaded, wanted)
-    words, pictures = pipeline(loaded, wanted, sys.stdout.isatty() and not json)
-    text += words
-    words, drawn = context(loaded, wanted, title)
-    text, pictures = text + words, pictures | drawn
-    if cluster is not None:
-        words, drawn = planned(loaded, cluster, title)
-        text, pictures = f"{text}\n{words}", pictures | drawn
-    pictures["layout"] = layout_picture.to_svg(loaded, wanted, title)
-    _show(text, pictures, out, json)
+    title = Path(recipe).stem
+    parts = [
+        (layout_picture.to_text(loaded, wanted), {}),
+        pipeline(loaded, wanted, sys.stdout.isatty() and not json),
+        context(loaded, wanted, title),
+        *([planned(loaded, cluster, title)] if cluster is not None else []),
+        ("", {"layout": layout_picture.to_svg(loaded, wanted, title)}),
+    ]
+    pictures = {name: picture for _, drawn in parts for name, picture in drawn.items()}
+    _show("".join(text for text, _ in parts), pictures, out, json)
 
 
 def _show(text: str, pictures: dict[str, str], out: Path | None, json: bool) -> None:
@@ -168,7 +168,7 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
     words = f"planned on {cluster}"
     if most > DRAWN:
         words += f", {DRAWN} of {most} microbatches of a step of {plan.step.seconds:.4g} s"
-    text = f"{words}: {summary(drawn)}\n{to_text(drawn, columns(40, 160, 48))}{LEGEND}\n"
+    text = f"\n{words}: {summary(drawn)}\n{to_text(drawn, columns(40, 160, 48))}{LEGEND}\n"
     picture = to_svg([(words, drawn)], f"{title}: computing and messages")
     more, pictures = offloaded(found, title)
     return text + more, {"timeline": picture} | pictures
@@ -198,7 +198,7 @@ def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
     order = s.servers.order
     ways = {name: replace(s, servers=replace(s.servers, order=order._replace(name=name))) for name in ORDERS}
     rows = {order: one_at_a_time(simulated(simulation(one))) for order, one in ways.items()}
-    seconds, text = max(map(end_of, rows.values())), ""
+    seconds, text = max(map(end_of, rows.values())), "\n"
     for order, one in ways.items():
         text += f"planned on {cluster}, sync.order = {order}: {step(one).seconds:.4g} s per step; two steps\n"
         text += to_text(rows[order], columns(40, 160, 16), seconds)

@@ -36,7 +36,6 @@ def examples(lines: Iterable[str], command: str) -> str:
 RECIPE = {"Recipe": ("set_", "layout")}
 OUTPUT = {"Output": ("quiet", "explain", "save", "pictures", "html", "json", "help")}
 """Headings of the help that commands share, and the options below each."""
-SAMPLING = {"Sampling": ("max_tokens", "temperature", "top_k", "top_p", "stop", "seed")}
 
 
 def _recipe_names() -> list[str]:
