@@ -90,16 +90,14 @@ class Server(ThreadingHTTPServer):
             except OSError:
                 key = words
             if self._made is None or self._made[0] != key:
-                self._made = key, self._page(words).encode("utf-8", "replace")
+                try:
+                    text = page(self.run, words)
+                except (UserError, OSError) as error:  # no metrics yet
+                    name = printable(self.run.resolve().name)
+                    body = escape(printable(f"{name}: {words}. {error}"))
+                    text = document(name, f"<main><p>{body}</p></main>", asset("report.css"), "")
+                self._made = key, text.encode("utf-8", "replace")
             return more, self._made[1]
-
-    def _page(self, words: str) -> str:
-        try:
-            return page(self.run, words)
-        except (UserError, OSError) as error:  # no metrics yet
-            name = printable(self.run.resolve().name)
-            text = escape(printable(f"{name}: {words}. {error}"))
-            return document(name, f"<main><p>{text}</p></main>", asset("report.css"), "")
 
 
 class _Handler(BaseHTTPRequestHandler):

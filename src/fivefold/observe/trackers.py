@@ -84,13 +84,11 @@ class Trackers:
         self._open: dict[str, Sink] = {}
         self._news: list[str] = []
         for name in names:
-            kind, apart = KINDS[name]
-            make = (
-                partial(Behind, partial(kind, folder, step, about))
-                if apart
-                else partial(kind, folder, step, about)
-            )
-            self._try(name, step, lambda name=name, make=make: self._open.update({name: make()}))
+            self._try(name, step, partial(self._begin, name, partial(KINDS[name][0], folder, step, about)))
+
+    def _begin(self, name: str, make: Callable[[], Sink]) -> None:
+        _, apart = KINDS[name]
+        self._open[name] = Behind(make) if apart else make()
 
     def write(self, line: Line) -> None:
         for name, sink in list(self._open.items()):
