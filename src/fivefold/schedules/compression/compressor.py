@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
 
@@ -32,12 +32,15 @@ class Compressor(ABC):
     """
 
     text: str
-    passes: ClassVar[float]
 
     @property
     def whole(self) -> float:
         """Share of a run's steps, the first ones, that are better summed whole: weights change most in them."""
         return 0.1
+
+    @property
+    @abstractmethod
+    def passes(self) -> float: ...
 
     @abstractmethod
     def messages(self, shapes: Sequence[Shape], ranks: int) -> tuple[Wire, ...]:

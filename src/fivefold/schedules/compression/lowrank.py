@@ -19,7 +19,10 @@ class LowRank(Compressor):
     """rank: r."""
 
     rank: int
-    passes = 9.0
+
+    @property
+    def passes(self) -> float:
+        return 9.0
 
     def matrix(self, shape: Shape) -> tuple[int, int] | None:
         """(m, n) of a parameter; of more than two dims, all but the last are rows. None: it is summed as it is."""
