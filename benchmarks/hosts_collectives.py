@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ def extra(ranks: int, local: int) -> dict[str, Any]:
     """Rings that leave each host through one rank: with ranks in the order of hosts, and with ranks of different hosts
     next to each other."""
     from fivefold.schedules.collectives import build
+    from fivefold.schedules.collectives.move import embed
 
     ring = build("all_reduce", "ring", ranks)
     order = [rank for place in range(local) for rank in range(place, ranks, local)]
-    return {FLAT: ring, ALTERNATING: ring.renamed(order)}
+    return {FLAT: ring, ALTERNATING: replace(ring, rounds=tuple(embed(ring.rounds, order)))}
 
 
 def predicted(found: dict[str, Any]) -> dict[str, Any]:

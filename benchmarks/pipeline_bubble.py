@@ -102,7 +102,8 @@ def measure(cases: list[Case], folder: Path, ranks: Ranks) -> None:
     for case in cases:
         layout = Layout(pp=case.ranks, schedule=case.schedule, virtual_stages=case.stages)
         mesh, count = Mesh(layout, ranks), case.ranks * case.stages
-        own = build(case.schedule, case.ranks, 1, case.stages).stages_of(ranks.rank)
+        rank_of = build(case.schedule, case.ranks, 1, case.stages).rank_of
+        own = [stage for stage, owner in enumerate(rank_of) if owner == ranks.rank]
         stages = {s: Sleeper(case.unit_s / case.stages, s == 0, s == count - 1) for s in own}
         pipeline = Pipeline(stages, mesh, DIM, torch.float32)
         pipeline.recording = True

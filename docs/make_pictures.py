@@ -25,8 +25,15 @@ from fivefold.lessons import optimizer_paths
 from fivefold.lessons import pictures as lesson_pictures
 from fivefold.lessons.compare import compare
 from fivefold.lessons.optimizer_paths import SURFACES, tuned
-from fivefold.observe import layout_picture, memory_picture, number_formats, worker_picture
+from fivefold.observe import (
+    collective_picture,
+    layout_picture,
+    memory_picture,
+    number_formats,
+    worker_picture,
+)
 from fivefold.observe.report import write_report
+from fivefold.observe.step_timeline import to_svg as timelines_svg
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan.advice.sweep_results import results as results_of
 from fivefold.plan.cluster.clusters import parse
@@ -39,9 +46,7 @@ from fivefold.precision.formats import from_json as histogram_of
 from fivefold.recipe import load, resolve
 from fivefold.recipe.sweep import Row, Sweep
 from fivefold.schedules import collectives
-from fivefold.schedules.collectives import draw
 from fivefold.schedules.overlap import from_json
-from fivefold.schedules.overlap_draw import to_svg as timelines_svg
 from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate, to_svg
 from fivefold.sharding.layout import Layout
 from fivefold.trace.depth import timelines as timelines_of_memory
@@ -103,7 +108,7 @@ def main() -> None:
         (FOLDER / f"{name}.svg").write_text(picture, encoding="utf-8")
     (FOLDER / "schedules.svg").write_text(schedules(4, 8), encoding="utf-8")
     for name, (title, shape) in COLLECTIVES.items():
-        picture = draw.to_svg(collectives.build("all_reduce", name, shape), title)
+        picture = collective_picture.to_svg(collectives.build("all_reduce", name, shape), title)
         (PLAN_FOLDER / f"collective_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in workers().items():
         (PLAN_FOLDER / f"server_{name}.svg").write_text(picture, encoding="utf-8")

@@ -11,20 +11,19 @@ from pathlib import Path
 import pytest
 
 from fivefold.cli import (
+    bench,
     check,
+    checkpoints,
     eval_,
     generate,
-    hugging_face,
-    local,
     plan,
     plan_search,
     plan_terms,
     plan_trace,
     report,
-    terminal,
     train,
 )
-from fivefold.cli.main import main
+from fivefold.cli.main import main, prepare
 from fivefold.cli.options import save_as
 from fivefold.errors import BusyError
 from fivefold.recipe import Recipe
@@ -38,15 +37,15 @@ COMMANDS = {
     "plan search": plan_search,
     "plan terms": plan_terms,
     "plan trace": plan_trace,
-    "plan calibrate": local,
+    "plan calibrate": bench,
     "recipes": check,
     "tokenize": check,
     "eval": eval_,
     "generate": generate,
     "chat": generate,
     "report": report,
-    "export": hugging_face,
-    "import": hugging_face,
+    "export": checkpoints,
+    "import": checkpoints,
 }
 
 
@@ -125,7 +124,7 @@ def test_help_is_in_groups_on_one_screen(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_check_does_not_import_torch() -> None:
     code = (
-        "import sys\nfrom fivefold.cli.main import main\ntry: main(['check', 'quickstart', '--explain'])\n"
+        "import sys\nfrom fivefold.cli.main import main, prepare\ntry: main(['check', 'quickstart', '--explain'])\n"
         "finally: assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
@@ -441,7 +440,7 @@ def test_text_of_a_model_stays_as_it_is_in_c_locales(
     monkeypatch.setenv("LC_ALL", "C")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8"))
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
-    terminal.prepare([command])
+    prepare([command])
     print("▁–", end="", flush=True)
     assert written.getvalue() == shown.encode()
 

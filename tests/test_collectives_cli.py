@@ -12,7 +12,7 @@ import pytest
 from fivefold.cli.main import main
 from fivefold.cli.options import bytes_of
 from fivefold.errors import UserError
-from fivefold.observe.collective_page import page
+from fivefold.observe.collective_picture import page
 from fivefold.observe.document import asset
 from fivefold.schedules.collectives import build
 

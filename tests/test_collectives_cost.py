@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from message_order import renamed
 
 from fivefold.errors import UserError
 from fivefold.schedules.collectives import ALGORITHMS, PRIMITIVES, Wire, build, shape_of
@@ -141,7 +142,7 @@ def test_one_card_per_host_is_shared() -> None:
     shape = topology.shape
     tree = simulate(build("all_reduce", "hierarchical", shape), topology, size)
     ring = simulate(build("all_reduce", "ring", shape_of(4)), topology, size)
-    zigzag = simulate(build("all_reduce", "ring", 4).renamed([0, 2, 1, 3]), topology, size)
+    zigzag = simulate(renamed(build("all_reduce", "ring", 4), [0, 2, 1, 3]), topology, size)
     for cost, share in ((tree, 1.0), (ring, 1.5), (zigzag, 3.0)):
         assert cost.link_bytes == pytest.approx(share * size)
         assert cost.busiest.startswith("card ")

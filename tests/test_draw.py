@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.cli.main import main
-from fivefold.observe import context_picture, worker_picture
+from fivefold.observe import layout_picture, worker_picture
 from fivefold.observe.layout_picture import COLORS, holding, to_svg, to_text
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
@@ -189,10 +189,10 @@ def test_who_computes_which_queries_and_keys(tmp_path, capsys):
 
 
 def test_attention_without_a_mask_is_even_in_both():
-    found = context_picture.plans(Layout(cp=4))
-    assert [context_picture.work(owners, False) for owners in found.values()] == [[0.25] * 4] * 2
-    assert context_picture.work(found["zig-zag"], True) == pytest.approx([0.25] * 4)
-    assert context_picture.work(found["neighbouring parts"], True) == pytest.approx(
+    found = layout_picture.ring_plans(Layout(cp=4))
+    assert [layout_picture.ring_work(owners, False) for owners in found.values()] == [[0.25] * 4] * 2
+    assert layout_picture.ring_work(found["zig-zag"], True) == pytest.approx([0.25] * 4)
+    assert layout_picture.ring_work(found["neighbouring parts"], True) == pytest.approx(
         [1 / 16, 3 / 16, 5 / 16, 7 / 16]
     )
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from fivefold.bench import machine as bench
-from fivefold.cli import local
+from fivefold.cli import bench as commands_of_bench
 from fivefold.errors import BusyError, UserError
 from fivefold.host import tables
 from fivefold.models.operations import Matmul
@@ -128,21 +128,21 @@ def test_a_machine_is_measured_only_if_a_person_says_so(
     commands = []
     monkeypatch.setattr(measured, "load", lambda: None)
     monkeypatch.setattr(
-        local.subprocess,
+        commands_of_bench.subprocess,
         "run",
         lambda words, **_: commands.append(words[-3:]) or SimpleNamespace(returncode=0),
     )
     with pytest.raises(UserError, match=r"'local:2': .* not been measured; run `fivefold bench hardware`"):
-        local.ensure_measured("local:2")
-    local.ensure_measured("h100:2")
+        commands_of_bench.ensure_measured("local:2")
+    commands_of_bench.ensure_measured("h100:2")
     answers = io.StringIO("n\n\n")
     monkeypatch.setattr(answers, "isatty", lambda: True)
-    monkeypatch.setattr(local.sys, "stdin", answers)
-    monkeypatch.setattr(local.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(commands_of_bench.sys, "stdin", answers)
+    monkeypatch.setattr(commands_of_bench.sys.stderr, "isatty", lambda: True)
     with pytest.raises(UserError, match="not been measured"):
-        local.ensure_measured("local")
+        commands_of_bench.ensure_measured("local")
     assert commands == []
-    local.ensure_measured("local")
+    commands_of_bench.ensure_measured("local")
     assert commands == [["bench", "hardware", "--json"]]
     assert "Measure it now? It takes about two minutes" in capfd.readouterr().err
 

@@ -15,8 +15,7 @@ from observe_page import check_contrast, check_drawn, check_policy, check_struct
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
-from fivefold.cli.plan_pictures import write_page
-from fivefold.cli.plan_shared import Typed
+from fivefold.cli.plan import Typed, write_page
 from fivefold.errors import UserError
 from fivefold.observe.format import memory_text
 from fivefold.plan.cluster.clusters import parse

@@ -196,7 +196,7 @@ def test_where_nothing_can_be_written_is_said_first(
     def long(*_: object) -> None:
         raise AssertionError("the long work has begun")
 
-    monkeypatch.setattr("fivefold.cli.plan_shared.ensure_measured", long)
+    monkeypatch.setattr("fivefold.cli.plan.ensure_measured", long)
     (tmp_path / "file").write_text("")
     for path, why in (
         ("none/plan", "there is no folder"),

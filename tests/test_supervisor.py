@@ -37,7 +37,7 @@ from fivefold.launch.launchers import in_pod, restarted_by
 from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.verdict import Failure
-from fivefold.observe import restarts
+from fivefold.observe.faults import read_restarts
 from fivefold.recipe import change, load
 from fivefold.train.job import Job
 from fivefold.train.restart import Restarts, newest
@@ -512,7 +512,7 @@ def test_one_rank_may_have_a_launcher(text: Path, tmp_path: Path) -> None:
     run.send(signal.SIGKILL, rank)
     assert run.wait() == interrupt.DONE, run.said
     assert last_step(out) == 40
-    assert [line["kind"] for line in restarts.read(out)] == ["killed"]
+    assert [line["kind"] for line in read_restarts(out)] == ["killed"]
 
 
 class DyingOnce(Dying):
@@ -534,7 +534,7 @@ def test_spawned_ranks_are_started_again(text: Path, tmp_path: Path) -> None:
     ]
     batches = DyingOnce(5, tmp_path / "died")
     out = run_command(load("quickstart", sets), nproc=2, out=tmp_path / "run", batches=batches, fork=False)
-    assert [line["kind"] for line in restarts.read(out)] == ["killed"]
+    assert [line["kind"] for line in read_restarts(out)] == ["killed"]
     whole = DyingOnce(-1, tmp_path / "died")
     other = run_command(load("quickstart", sets), nproc=2, out=tmp_path / "other", batches=whole, fork=False)
     assert_same_run(out, other)
@@ -603,7 +603,7 @@ def test_restarts_by_other_launchers_go_on(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     run_command(change(recipe, ["train.steps=4", "optim.schedule=constant"]), out=out)
     assert lines(out, "step")[-1] == 4
-    (line,) = restarts.read(out)
+    (line,) = read_restarts(out)
     assert (line["why"], line["from_step"]) == ("Slurm started the ranks again", 2)
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")

@@ -19,6 +19,7 @@ from fivefold.comm.watch import watched
 from fivefold.errors import UserError
 from fivefold.models.section import ModelSection
 from fivefold.observe import step_timeline
+from fivefold.observe.step_timeline import to_svg, to_text
 from fivefold.parallel import context
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import of_table
@@ -40,7 +41,6 @@ from fivefold.schedules.overlap import (
     from_json,
     simulate,
 )
-from fivefold.schedules.overlap_draw import to_svg, to_text
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import parse as fields
 from fivefold.sharding.layout_text import to_text as to_text_of
@@ -57,6 +57,12 @@ SMALL = [
     "model.ffn_dim=128",
     "model.seq_len=64",
 ]
+
+
+def beside_of(timeline: StepTimeline, message: Span) -> list[Span]:
+    """What the rank computes while a message is under way."""
+    computed = (span for span in timeline.of(COMPUTE) if span.kind != WAIT)
+    return [span for span in computed if message.start < span.end and span.start < message.end]
 
 
 def measured(rank: int, world: int, recipe: Recipe) -> StepTimeline:
@@ -96,7 +102,7 @@ def between(found: StepTimeline, message: Span) -> list[Span]:
         if s.kind == WAIT and s.name == message.name and s.end >= message.end
     ]
     until = min(waits, default=found.seconds)
-    return [s for s in found.beside(message) if s.start >= message.start and s.end <= until]
+    return [s for s in beside_of(found, message) if s.start >= message.start and s.end <= until]
 
 
 def names(spans: list[Span]) -> set[tuple[str, str]]:
@@ -116,7 +122,7 @@ def test_buckets_are_under_way_while_backward_computes(how) -> None:
         buckets = [s for s in found.of("batch") if "bucket" in s.name]
         assert len(buckets) >= 4
         assert all(message.end > message.start for message in found.of("batch"))
-        assert {s.kind for s in found.beside(buckets[0])} >= {"backward"}
+        assert {s.kind for s in beside_of(found, buckets[0])} >= {"backward"}
         computed = names(between(found, buckets[0]))
         if how != "compress":  # whose first message may end at once
             assert ("backward", "embedding") in names(found.of(COMPUTE))
@@ -128,7 +134,7 @@ def test_one_message_behind_backward() -> None:
     for found in steps("dp=2,bucket_mib=0"):
         (message,) = (s for s in found.of("batch") if "bucket" in s.name)
         assert not between(found, message)
-        assert names(found.beside(message)) <= {("backward", "embedding")}
+        assert names(beside_of(found, message)) <= {("backward", "embedding")}
 
 
 def test_weights_are_gathered_ahead() -> None:
@@ -136,9 +142,9 @@ def test_weights_are_gathered_ahead() -> None:
     for found in steps("dp=2,zero=3"):
         for number in range(1, 4):
             message = next(s for s in found.of("shard") if s.name == f"all_gather, blocks.{number}")
-            assert ("forward", f"blocks.{number - 1}") in names(found.beside(message))
+            assert ("forward", f"blocks.{number - 1}") in names(beside_of(found, message))
         again = [s for s in found.of("shard") if s.name == "all_gather, blocks.1"][1]
-        assert ("backward", "blocks.2") in names(found.beside(again))
+        assert ("backward", "blocks.2") in names(beside_of(found, again))
 
 
 def test_replicas_of_shards_are_summed_while_backward_computes() -> None:
@@ -162,7 +168,7 @@ def test_keys_travel_while_a_turn_computes() -> None:
             turn = next(s for s in found.of(COMPUTE) if s.name == "turn" and s.start > message.start)
             wait = next(s for s in found.of(COMPUTE) if s.name == message.name)
             assert message.start < turn.start < turn.end <= wait.start
-            beside += turn in found.beside(message)
+            beside += turn in beside_of(found, message)
     assert beside
 
 

@@ -1,20 +1,30 @@
-"""`fivefold bench`: measures this machine for the planner (`hardware`), and its collectives (`collectives`)."""
+"""`fivefold bench`: measures this machine for the planner (`hardware`), and its collectives (`collectives`).
+`fivefold plan calibrate` fits the table of the planner to finished runs."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import JsonOption, bytes_of, flag, option, print_json
+from fivefold.cli.options import JsonOption, bytes_of, examples, flag, option, print_json, require_run
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.plan.cluster.measured import Measured
 
-EXAMPLES = ["fivefold bench hardware", "fivefold bench hardware --json"]
-COLLECTIVES_EXAMPLES = ["fivefold bench collectives", "fivefold bench collectives --ranks 2 --sizes 4K,1M"]
+EXAMPLES = [
+    "fivefold bench hardware",
+    "fivefold bench hardware --json",
+    "fivefold bench collectives",
+    "fivefold bench collectives --ranks 2 --sizes 4K,1M",
+    "fivefold plan calibrate runs/a runs/b",
+    "fivefold plan calibrate reset",
+]
 MOST = 64  # local ranks
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -25,7 +35,7 @@ def _group() -> None:
     """Measure this machine."""
 
 
-@bench.command("hardware", epilog="\b\nExamples:" + "".join(f"\n  {example}" for example in EXAMPLES))
+@bench.command("hardware", epilog=examples(EXAMPLES, "bench hardware"))
 def hardware(
     busy: Annotated[bool, flag("Save the table even if other programs take the cores.", "--busy")] = False,
     json: JsonOption = False,
@@ -47,9 +57,7 @@ def hardware(
     print(f"\nsaved to {tables.path()}; used by `fivefold plan RECIPE --cluster local`")
 
 
-@bench.command(
-    "collectives", epilog="\b\nExamples:" + "".join(f"\n  {example}" for example in COLLECTIVES_EXAMPLES)
-)
+@bench.command("collectives", epilog=examples(EXAMPLES, "bench collectives"))
 def collectives(
     ranks: Annotated[int, option("N", "Number of local ranks.")] = 4,
     sizes: Annotated[str, option("SIZES", "Sizes of the message, separated by commas.")] = "4K,64K,1M,4M,16M",
@@ -171,3 +179,63 @@ def _host(table: Measured) -> list[str]:
         f"both at once {disk.both / 1e9:.2f} GB/s, "
         + ", ".join(f"{dtype} peak {rate / 1e9:.0f} GFLOP/s" for dtype, rate in table.peak.items()),
     ]
+
+
+def ensure_measured(cluster: str) -> None:
+    """If `cluster` is `local` and there is no table yet, asks whether to measure this machine, in a separate process.
+
+    Raises:
+        UserError: there is no terminal to ask, or the measurement failed.
+    """
+    from fivefold.plan.cluster import measured
+
+    if cluster.lower().partition(":")[0] != "local" or measured.load() is not None:
+        return
+    missing = f"cluster '{cluster}': this machine has not been measured"
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UserError(f"{missing}; run `fivefold bench hardware` first, which takes about two minutes")
+    print(
+        f"{missing}. Measure it now? It takes about two minutes [Y/n] ", end="", file=sys.stderr, flush=True
+    )
+    if sys.stdin.readline().strip().lower() not in ("", "y", "yes"):
+        raise UserError(f"{missing}; `fivefold bench hardware` does")
+    command = [sys.executable, "-P", "-m", "fivefold", "bench", "hardware", "--json"]
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        raise UserError(f"{missing}: that failed; see the message above")
+
+
+def calibrate(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders, or the word reset.")],
+    json: JsonOption = False,
+) -> None:
+    """Fit this machine's table to finished runs, or remove what was fitted (`plan calibrate reset`)."""
+    from fivefold.plan.cluster import measured
+    from fivefold.plan.cluster.calibrate import describe, fit
+
+    table = measured.load()
+    if table is None:
+        raise UserError(
+            "plan calibrate: this machine has not been measured; run `fivefold bench hardware` first"
+        )
+    if runs == ["reset"]:
+        measured.save(replace(table, factors=dict.fromkeys(measured.FACTORS, 1.0), fitted=[]))
+        print_json({"factors": None}) if json else print(
+            "calibration removed; predictions use the measured table alone"
+        )
+        return
+    found = fit(table, [_run(Path(name)) for name in runs])
+    measured.save(found.table)
+    print_json(found.as_json()) if json else print("\n".join(describe(found)))
+
+
+def _run(folder: Path):
+    from fivefold.observe.metrics import read_metrics
+    from fivefold.observe.prediction import step_seconds
+    from fivefold.plan.cluster.calibrate import FinishedRun
+    from fivefold.recipe import load
+
+    require_run(folder)
+    seconds = step_seconds(read_metrics(folder / "metrics.jsonl"))
+    if seconds is None:
+        raise UserError(f"plan calibrate: {folder} has too few steps; it needs at least 3")
+    return FinishedRun(folder.name, load(str(folder / "recipe.toml")), seconds)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli.options import JsonOption, bytes_of, option, print_json, require_writable, save_as
+from fivefold.cli.options import JsonOption, bytes_of, columns, option, print_json, require_writable, save_as
 from fivefold.draw.lanes import time_text
 from fivefold.errors import UserError
 from fivefold.observe.format import size as size_text
@@ -28,29 +27,22 @@ def collectives(
     ranks: Annotated[int, option("N", "Number of ranks.")] = 8,
     size: Annotated[str, option("BYTES", "Size of the message, such as 4K or 16M.")] = "16M",
     topology: Annotated[
-        str,
-        option("CLUSTER", "Cluster such as h100:2x8, TOML file of links, or local."),
+        str, option("CLUSTER", "Cluster such as h100:2x8, TOML file of links, or local.")
     ] = "h100",
     primitive: Annotated[str, option("NAME", "Collective, such as all_gather.")] = "all_reduce",
-    draw: Annotated[
-        str | None,
-        option("NAME", "Draw the rounds of this algorithm."),
-    ] = None,
+    draw: Annotated[str | None, option("NAME", "Draw the rounds of this algorithm.")] = None,
     svg: Annotated[Path | None, option("FILE", "Write the rounds as a picture.")] = None,
-    html: Annotated[
-        Path | None,
-        option("FILE", "Write a page that steps through them."),
-    ] = None,
+    html: Annotated[Path | None, option("FILE", "Write a page that steps through them.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Compare the algorithms of a collective: rounds, bytes, time on a topology, and when to use which.
 
     --svg and --html show the algorithm of --draw, or the fastest one.
     """
+    from fivefold.observe.collective_picture import page, to_svg, to_text
     from fivefold.plan.cluster.clusters import topology as read
     from fivefold.schedules.collectives import algorithm
     from fivefold.schedules.collectives.cost import compare
-    from fivefold.schedules.collectives.draw import to_svg, to_text
     from fivefold.schedules.collectives.registry import check_primitive
 
     check_primitive(primitive)
@@ -69,13 +61,11 @@ def collectives(
         chosen = _chosen(choices, primitive, draw, net, message)
         collective, cost = chosen
         if draw is not None:
-            found["drawn"] = to_text(collective, max(60, min(160, shutil.get_terminal_size().columns)))
+            found["drawn"] = to_text(collective, columns(60, 160))
             lines = [found["drawn"].rstrip()]
         if svg:
             save_as("--svg", svg, to_svg(collective))
         if html:
-            from fivefold.observe.collective_page import page
-
             note = f"{size_text(message)} on {net.name}, simulated."
             save_as("--html", html, page(collective, [time_text(end) for end in cost.ends], note))
         found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}

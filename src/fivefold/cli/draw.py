@@ -3,7 +3,6 @@ measured timeline of a run."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from fivefold.cli.options import (
     LayoutOption,
     RecipeArgument,
     SetOption,
+    columns,
     option,
     print_json,
     save_as,
@@ -81,21 +81,16 @@ def draw(
     loaded = load(recipe, set_ or [], layout)
     loaded = resolve(loaded, vocab_size=expected_vocab_size(loaded) or VOCABULARY)
     wanted = Layout.from_recipe(loaded.layout)
-    title, text = Path(recipe).stem, layout_picture.to_text(loaded, wanted)
-    words, pictures = pipeline(loaded, wanted, sys.stdout.isatty() and not json)
-    text += words
-    words, drawn = context(loaded, wanted, title)
-    text, pictures = text + words, pictures | drawn
-    if cluster is not None:
-        words, drawn = planned(loaded, cluster, title)
-        text, pictures = f"{text}\n{words}", pictures | drawn
-    pictures["layout"] = layout_picture.to_svg(loaded, wanted, title)
-    _show(text, pictures, out, json)
-
-
-def _columns(words: int) -> int:
-    """Columns of a terminal beside so many for words."""
-    return max(40, min(160, shutil.get_terminal_size().columns) - words)
+    title = Path(recipe).stem
+    parts = [
+        (layout_picture.to_text(loaded, wanted), {}),
+        pipeline(loaded, wanted, sys.stdout.isatty() and not json),
+        context(loaded, wanted, title),
+        *([planned(loaded, cluster, title)] if cluster is not None else []),
+        ("", {"layout": layout_picture.to_svg(loaded, wanted, title)}),
+    ]
+    pictures = {name: picture for _, drawn in parts for name, picture in drawn.items()}
+    _show("".join(text for text, _ in parts), pictures, out, json)
 
 
 def _show(text: str, pictures: dict[str, str], out: Path | None, json: bool) -> None:
@@ -122,20 +117,20 @@ def of_run(run: Path) -> tuple[str, dict[str, str]]:
         UserError: no step was measured.
     """
     from fivefold.observe import memory_picture, step_timeline, worker_picture
-    from fivefold.schedules.overlap_draw import LEGEND, to_svg
+    from fivefold.observe.step_timeline import LEGEND, to_svg
 
     name, texts, pictures = run.resolve().name, [], {}
     if found := step_timeline.read(run):
         title = f"{name}, step {found[0][1].step}: computing and messages"
-        texts.append(f"{LEGEND}\n\n{step_timeline.words(found, _columns(48))}")
+        texts.append(f"{LEGEND}\n\n{step_timeline.words(found, columns(40, 160, 48))}")
         pictures["timeline"] = to_svg(found, title)
     if held := memory_picture.read(run):
-        texts.append(memory_picture.to_text(held, _columns(16)))
+        texts.append(memory_picture.to_text(held, columns(40, 160, 16)))
         pictures["memory"] = memory_picture.to_svg(
             held, f"{name}: bytes of the tensors of rank 0 over a step"
         )
     if workers := worker_picture.read(run):
-        text = worker_picture.to_text(workers, _columns(16))
+        text = worker_picture.to_text(workers, columns(40, 160, 16))
         texts.append(
             f"shares of the last steps, A and B in turn, . waits; {worker_picture.waited(workers)}\n{text}"
         )
@@ -155,10 +150,10 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
     Raises:
         UserError: the layout has a pipeline, whose timeline is drawn without --cluster, or does not fit the cluster.
     """
+    from fivefold.observe.step_timeline import LEGEND, summary, to_svg, to_text
     from fivefold.plan.cluster.clusters import parse
     from fivefold.plan.predict import predict
     from fivefold.plan.time.timeline import timeline
-    from fivefold.schedules.overlap_draw import LEGEND, summary, to_svg, to_text
 
     plan = predict(recipe, parse(cluster))
     if plan.service is not None:
@@ -173,7 +168,7 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
     words = f"planned on {cluster}"
     if most > DRAWN:
         words += f", {DRAWN} of {most} microbatches of a step of {plan.step.seconds:.4g} s"
-    text = f"{words}: {summary(drawn)}\n{to_text(drawn, _columns(48))}{LEGEND}\n"
+    text = f"\n{words}: {summary(drawn)}\n{to_text(drawn, columns(40, 160, 48))}{LEGEND}\n"
     picture = to_svg([(words, drawn)], f"{title}: computing and messages")
     more, pictures = offloaded(found, title)
     return text + more, {"timeline": picture} | pictures
@@ -181,9 +176,9 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
 
 def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of the ways to order updates on the host; neither if the host does not update."""
+    from fivefold.observe.step_timeline import to_svg
     from fivefold.plan.time.offload import ways
     from fivefold.schedules.offload import WAYS, busy
-    from fivefold.schedules.overlap_draw import to_svg
 
     if not (found := ways(s)):
         return "", {}
@@ -203,10 +198,10 @@ def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
     order = s.servers.order
     ways = {name: replace(s, servers=replace(s.servers, order=order._replace(name=name))) for name in ORDERS}
     rows = {order: one_at_a_time(simulated(simulation(one))) for order, one in ways.items()}
-    seconds, text = max(map(end_of, rows.values())), ""
+    seconds, text = max(map(end_of, rows.values())), "\n"
     for order, one in ways.items():
         text += f"planned on {cluster}, sync.order = {order}: {step(one).seconds:.4g} s per step; two steps\n"
-        text += to_text(rows[order], _columns(16), seconds)
+        text += to_text(rows[order], columns(40, 160, 16), seconds)
     text += "A forward, B backward, > push, < pull\n"
     named = {f"sync.order = {order}": found for order, found in rows.items()}
     return text, {"workers": to_svg(named, f"{title}: two steps of a worker, planned")}
@@ -215,16 +210,16 @@ def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
 def context(recipe: Recipe, layout: Layout, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of who computes which queries and keys in ring attention; neither without it."""
     from fivefold.models.card import card_of
-    from fivefold.observe import context_picture
+    from fivefold.observe import layout_picture
 
-    found, causal = context_picture.plans(layout), card_of(recipe.model).causal
+    found, causal = layout_picture.ring_plans(layout), card_of(recipe.model).causal
     if not found:
         return "", {}
-    text = "\n" + context_picture.to_text(found, causal)
-    if layout.cp > context_picture.MOST:
+    text = "\n" + layout_picture.ring_text(found, causal)
+    if layout.cp > layout_picture.MOST_RING:
         return text, {}
     words = f"{title}: attention of a sequence on {layout.cp} ranks of the ring"
-    return text, {"context": context_picture.to_svg(found, causal, words)}
+    return text, {"context": layout_picture.ring_svg(found, causal, words)}
 
 
 def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str, str]]:
@@ -244,5 +239,5 @@ def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str
     if few < most:
         text += f"{few} of {most} microbatches are drawn: {timeline.bubble:.1%} idle in these, {idle:.1%} in the step\n"
         title += f", {few} of {most} microbatches (whole step: {idle:.1%} idle)"
-    text += to_text(timeline, _columns(24), color)
+    text += to_text(timeline, columns(40, 160, 24), color)
     return text, {"schedule": to_svg(timeline, title, unit="forward")}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fivefold.cli.options import (
-    SAMPLING,
     JsonOption,
     RunArgument,
     SeedOption,
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from fivefold.data.chat import ChatTemplate
     from fivefold.train.generate import Chat
 
-GROUPS = SAMPLING
+GROUPS = {"Sampling": ("max_tokens", "temperature", "top_k", "top_p", "stop", "seed")}
 
 EXAMPLES = [
     "fivefold generate runs/first --prompt 'def main('",

@@ -5,7 +5,9 @@ Exit codes: `launch/interrupt.py`.
 
 from __future__ import annotations
 
+import codecs
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -24,9 +26,6 @@ from fivefold.cli import (
     draw,
     eval_,
     generate,
-    hugging_face,
-    local,
-    optimizers,
     plan,
     plan_search,
     plan_terms,
@@ -34,11 +33,10 @@ from fivefold.cli import (
     problems,
     report,
     sweep,
-    terminal,
     train,
     verify,
 )
-from fivefold.cli.options import OUTPUT, RECIPE, flag
+from fivefold.cli.options import OUTPUT, RECIPE, examples, flag
 from fivefold.errors import (
     PASSING,
     BusyError,
@@ -73,14 +71,14 @@ for name, module, function in (
     ("plan search", plan_search, plan_search.search),
     ("plan terms", plan_terms, plan_terms.terms),
     ("plan trace", plan_trace, plan_trace.trace),
-    ("plan calibrate", local, local.calibrate),
+    ("plan calibrate", bench, bench.calibrate),
     ("compare", compare, compare.compare),
     ("check", check, check.check),
     ("draw", draw, draw.draw),
     ("collectives", collectives, collectives.collectives),
     ("clusters", catalogs, catalogs.clusters),
     ("formats", catalogs, catalogs.formats),
-    ("optimizers", optimizers, optimizers.optimizers),
+    ("optimizers", catalogs, catalogs.optimizers),
     ("recipes", check, check.recipes),
     ("tokenize", check, check.tokenize),
     ("eval", eval_, eval_.eval_),
@@ -88,12 +86,11 @@ for name, module, function in (
     ("chat", generate, generate.chat),
     ("report", report, report.report),
     ("checkpoints", checkpoints, checkpoints.checkpoints),
-    ("export", hugging_face, hugging_face.export),
-    ("import", hugging_face, hugging_face.import_),
+    ("export", checkpoints, checkpoints.export),
+    ("import", checkpoints, checkpoints.import_),
 ):
-    examples = "".join(f"\n  {example}" for example in module.EXAMPLES if f"fivefold {name}" in example)
     command = partial(problems.Command, groups=RECIPE | {**getattr(module, "GROUPS", {})} | OUTPUT)
-    app.command(name, cls=command, epilog=f"\b\nExamples:{examples}")(function)  # type: ignore[arg-type]
+    app.command(name, cls=command, epilog=examples(module.EXAMPLES, name))(function)  # type: ignore[arg-type]
 app.add_typer(bench.bench, name="bench")
 
 
@@ -120,7 +117,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits. `arguments` follow the word `fivefold` [default: those of the command line]."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    terminal.prepare(words)
+    prepare(words)
     if (
         arguments is None
         and words[:1] in (["train"], ["bench"], ["sweep"])
@@ -171,6 +168,56 @@ def _stop(code: int, message: str, found: Sequence[Problem], word: str = "error"
     else:
         print(f"{word}: {message}", file=sys.stderr)
     sys.exit(code)
+
+
+ASCII = dict(
+    zip(
+        "▁▂▃▄▅▆▇█·─═╌┄│┃└┘╱▓▒░∙→µ–",
+        "_:-=+*%#.-=~.||++/%x.o>u-",
+        strict=True,
+    )
+)
+"""The characters of timelines and bars, and the nearest in ASCII."""
+_ESCAPE, _KEEP = "fivefold.escape", "fivefold.keep"  # error handlers of encodings
+_COERCED = (
+    "C.UTF-8",
+    "C.utf8",
+    "UTF-8",
+)  # Python itself sets LC_CTYPE to one of these where the locale is C (PEP 538)
+
+
+def in_c_locale() -> bool:
+    """True if the user has set the locale C or POSIX. (Without any setting Python assumes UTF-8, as terminals do.)"""
+    words = (os.environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))
+    return next((word for word in words if word and word not in _COERCED), "") in ("C", "POSIX")
+
+
+def prepare(words: Sequence[str]) -> None:
+    """Sets standard output and error for the command `words`. In a C locale pictures are drawn in ASCII; text from
+    elsewhere stays UTF-8 there, as Python has it."""
+    codecs.register_error(_ESCAPE, _escaped)
+    codecs.register_error(_KEEP, _kept)
+    for stream in (sys.stdout, sys.stderr):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        unicode = stream.encoding.lower().replace("-", "") == "utf8"
+        models_text = words[:1] in (["generate"], ["chat"])  # and no pictures
+        if unicode and in_c_locale() and not models_text:
+            stream.reconfigure(encoding="ascii", errors=_KEEP)
+        else:
+            stream.reconfigure(errors=_ESCAPE)
+
+
+def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    missing = error.object[error.start : error.end]
+    return "".join(ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in missing), error.end
+
+
+def _kept(error: UnicodeError) -> tuple[str | bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    missing = "".join(ASCII.get(c, c) for c in error.object[error.start : error.end])
+    return missing.encode("utf-8", "backslashreplace"), error.end
 
 
 if __name__ == "__main__":

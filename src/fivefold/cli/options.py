@@ -6,14 +6,15 @@ import json as json_
 import math
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fivefold.errors import UserError, printable, problem, system_error
+from fivefold.errors import UserError, did_you_mean, printable, problem, system_error
 from fivefold.files import guard, write, write_atomically
 
 
@@ -27,10 +28,14 @@ def flag(help: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, **more)
 
 
+def examples(lines: Iterable[str], command: str) -> str:
+    """The end of a command's help. lines: examples, also of other commands."""
+    return "\b\nExamples:" + "".join(f"\n  {line}" for line in lines if f"fivefold {command}" in line)
+
+
 RECIPE = {"Recipe": ("set_", "layout")}
 OUTPUT = {"Output": ("quiet", "explain", "save", "pictures", "html", "json", "help")}
 """Headings of the help that commands share, and the options below each."""
-SAMPLING = {"Sampling": ("max_tokens", "temperature", "top_k", "top_p", "stop", "seed")}
 
 
 def _recipe_names() -> list[str]:
@@ -63,18 +68,12 @@ LayoutOption = Annotated[
 ]
 JsonOption = Annotated[bool, flag("Print one JSON object instead of text.", "--json")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=run_folders)]
-StepOption = Annotated[
-    int | None,
-    option("N", "Step of the checkpoint. [default: the newest]", min=0),
-]
+StepOption = Annotated[int | None, option("N", "Step of the checkpoint. [default: the newest]", min=0)]
 TemperatureOption = Annotated[float, option("X", "Sampling temperature; 0 is greedy.")]
 TopKOption = Annotated[int, option("K", "Sample from the K likeliest tokens; 0: from all.")]
 TopPOption = Annotated[float, option("P", "Sample from the likeliest tokens with total probability P.")]
 SeedOption = Annotated[int, option("N", "Random seed; the same seed gives the same text.")]
-StopOption = Annotated[
-    list[str] | None,
-    option("TEXT", "Stop before this text. Repeatable."),
-]
+StopOption = Annotated[list[str] | None, option("TEXT", "Stop before this text. Repeatable.")]
 
 
 def require_run(folder: Path, look: bool = True) -> Path:
@@ -123,6 +122,13 @@ def save_as(option: str, path: Path, text: str) -> None:
         raise system_error(f"{option} {path}: cannot be written: {error.strerror}", error) from None
 
 
+def require_known(option: str, names: Iterable[str], valid: Collection[str]) -> None:
+    """Raises UserError for a name after an option that is not valid."""
+    for name in names:
+        if name not in valid:
+            raise UserError(f"{option} {name}: must be {' or '.join(valid)}{did_you_mean(name, list(valid))}")
+
+
 def bytes_of(option: str, text: str) -> int:
     """Reads a size such as `4096`, `4K`, `1.5M` or `2GiB` (powers of 1024).
 
@@ -144,6 +150,11 @@ def print_json(result: dict[str, Any]) -> None:
     """Prints the one object of a command with `--json`. NaN and infinity become null, because JSON has neither."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()}
     print(json_.dumps(finite, default=str))
+
+
+def columns(least: int, most: int, words: int = 0) -> int:
+    """Columns of the terminal, `least` to `most`, beside so many for words."""
+    return max(least, min(most, shutil.get_terminal_size().columns) - words)
 
 
 def shown() -> Callable[[str], str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli import plan_shared as shared
+from fivefold.cli import plan as shared
 from fivefold.cli.options import JsonOption, RecipeArgument, SetOption, option, print_json, require_writable
-from fivefold.cli.plan_pictures import Wanted, draw_search
 from fivefold.errors import UserError
 from fivefold.precision import PRECISIONS
 
@@ -33,8 +32,7 @@ def search(
     cluster: shared.ClusterOption = "h100",
     top: Annotated[int, option("N", "Number of layouts to list.", min=1, max=1000)] = 10,
     precision: Annotated[
-        str | None,
-        option("MODES", "Precision modes to consider, such as bf16,fp8. [default: the recipe's]"),
+        str | None, option("MODES", "Precision modes to consider, such as bf16,fp8. [default: the recipe's]")
     ] = None,
     params: shared.ParamsOption = None,
     expert_load: shared.ExpertLoadOption = None,
@@ -53,11 +51,12 @@ def search(
 
     The recipe's own layout and microbatch size are ignored.
     """
+    from fivefold.plan.search.search import apply, frontier
     from fivefold.plan.search.search import search as found_by
 
     for name, path in (("--save", save), ("--html", html)):
         require_writable(name, path)
-    wanted = Wanted(pictures, html, json)
+    wanted = shared.Wanted(pictures, html, json)
     typed = shared.Typed(recipe, set_ or [], cluster, expert_load, document_tokens)
     loaded, machine, software = shared.read(typed, "dp=1", params, search=True)
     asked = shared.questions(loaded, tokens, deadline, price, noise_scale)
@@ -67,7 +66,7 @@ def search(
         raise UserError(f"{recipe} on {machine.name}:{machine.devices}: {found.nothing}")
     answers = _answers(asked, found, loaded, machine, software) if asked and found.plans else {}
     if found.plans:
-        shared.save(save, loaded, found.plans[0])
+        shared.save_plan(save, loaded, found.plans[0])
     if json:
         print_json(found.as_json() | answers)
     else:
@@ -77,7 +76,8 @@ def search(
 
             lines += ["", *shared.summary(recipe, found.plans[0]), "", *every_term(found.plans[0])]
         print("\n".join(lines))
-    draw_search(found, wanted, loaded, typed)
+    if found.plans:
+        shared.draw_plan(found.plans[0], wanted, apply(loaded, found.plans[0]), typed, frontier(found))
 
 
 def _answers(

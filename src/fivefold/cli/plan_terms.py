@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fivefold.cli import plan_shared as shared
+from fivefold.cli import plan as shared
 from fivefold.cli.options import (
     JsonOption,
     LayoutOption,
@@ -14,10 +14,11 @@ from fivefold.cli.options import (
     SetOption,
     option,
     print_json,
+    require_known,
     require_writable,
     save_as,
 )
-from fivefold.errors import UserError, did_you_mean
+from fivefold.errors import UserError
 
 if TYPE_CHECKING:
     from fivefold.lessons.terms import Asked, Term
@@ -53,18 +54,15 @@ def terms(
         ),
     ] = None,
     psi: Annotated[
-        float | None,
-        option("N", "Count with N parameters, such as 175e9, instead of the recipe's."),
+        float | None, option("N", "Count with N parameters, such as 175e9, instead of the recipe's.")
     ] = None,
     flops: Annotated[
-        float | None,
-        option("RATE", "FLOP/s of a device, such as 160e12. [default: as predicted]"),
+        float | None, option("RATE", "FLOP/s of a device, such as 160e12. [default: as predicted]")
     ] = None,
     tokens: shared.TokensOption = None,
     deadline: shared.DeadlineOption = None,
     svg: Annotated[
-        Path | None,
-        option("FILE", "Draw the states by ZeRO stage, the activations of a block."),
+        Path | None, option("FILE", "Draw the states by ZeRO stage, the activations of a block.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -75,11 +73,8 @@ def terms(
     from fivefold.plan.predict import predict
 
     sections = only.split(",") if only is not None else list(SECTIONS)
-    for asked, given, valid in (("--as", [convention], CONVENTIONS), ("--only", sections, SECTIONS)):
-        for name in given:
-            if name not in valid:
-                near = did_you_mean(name, list(valid))
-                raise UserError(f"{asked} {name}: must be {' or '.join(valid)}{near}")
+    require_known("--as", [convention], CONVENTIONS)
+    require_known("--only", sections, SECTIONS)
     for name, number in (("flops", flops), ("psi", psi)):
         if number is not None and not 0 < number < float("inf"):
             raise UserError(f"--{name} {number:g}: must be above 0 and finite")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli import plan_shared as shared
+from fivefold.cli import plan as shared
 from fivefold.cli.options import (
     JsonOption,
     LayoutOption,
     RecipeArgument,
     SetOption,
+    columns,
     option,
     print_json,
     require_writable,
@@ -65,8 +65,8 @@ def trace(
         of = f"bytes of the tensors of rank {rank}, traced as {where} computes them"
         save_as("--memory-timeline", memory_timeline, to_svg(drawn, f"{layout_text(result.layout)}: {of}"))
         found["memory_timeline"] = [timeline.as_json() | {"name": name} for name, timeline in drawn]
-        columns = max(40, min(160, shutil.get_terminal_size().columns) - 12)
-        lines += ["", f"memory over a step, as traced; {memory_timeline}", to_text(drawn, columns).rstrip()]
+        text = to_text(drawn, columns(40, 160, words=12)).rstrip()
+        lines += ["", f"memory over a step, as traced; {memory_timeline}", text]
     print_json(found) if json else print("\n".join(lines))
 
 

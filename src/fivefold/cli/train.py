@@ -122,11 +122,11 @@ def _load(recipe: str, sets: list[str], layout: str | None, again: bool) -> Reci
 
 def _results(folder: Path) -> dict[str, Any]:
     """The figures of a run that ended."""
-    from fivefold.observe import restarts
+    from fivefold.observe.faults import restart_figures
     from fivefold.observe.metrics import read_metrics
     from fivefold.observe.summary import summarize
 
-    figures = {**summarize(read_metrics(folder)), **restarts.figures(folder)}
+    figures = {**summarize(read_metrics(folder)), **restart_figures(folder)}
     return {"run": str(folder), "report": str(folder / "report.html"), **figures}
 
 

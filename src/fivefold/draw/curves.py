@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fivefold.draw.canvas import Axes, Canvas, Point
-from fivefold.draw.palette import NAMES
+from fivefold.draw.canvas import NAMES, Axes, Canvas, Point
 from fivefold.draw.scale import Scale, linear_scale, log_scale
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 400, 70, 200, 50, 46  # pixels, margins

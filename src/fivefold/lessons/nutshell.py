@@ -13,13 +13,13 @@ from fivefold.lessons.criteria import words
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import short_number, size
 from fivefold.observe.layout_picture import icons
+from fivefold.observe.step_timeline import to_svg as drawn_step
 from fivefold.plan.pages.pictures import timeline as pipeline_timeline
 from fivefold.plan.predict import resolved
 from fivefold.plan.time import timeline
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.recipe.fit import in_layout
 from fivefold.recipe.rules import contradictions
-from fivefold.schedules.overlap_draw import to_svg as drawn_step
 from fivefold.schedules.pipeline import to_svg as drawn_pipeline
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import problems

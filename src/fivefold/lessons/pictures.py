@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from fivefold.draw.canvas import Axes, Canvas, text_width
-from fivefold.draw.palette import NAMES
+from fivefold.draw.canvas import NAMES, Axes, Canvas, text_width
 from fivefold.draw.scale import log_scale
 from fivefold.lessons.overlap import count_text
 from fivefold.lessons.terms import decimal

@@ -82,7 +82,8 @@ def draw(chart: Chart) -> str:
         for step, label in _x_ticks(chart)
     )
     classes = "chart" + " wide" * chart.wide + " two-axes" * (chart.right is not None)
-    legend = _legend(drawn) if chart.wide else ""
+    keys = "".join(f'<li class="{s.style}">{escape(s.name)}</li>' for s in drawn)
+    legend = f'<ul class="legend">{keys}</ul>' if chart.wide and len(drawn) > 1 else ""
     words = escape(describe(chart, drawn))
     return f"""<figure class="{classes}" aria-labelledby="{chart.id}">
 <figcaption><h3 id="{chart.id}">{escape(chart.title)}</h3>{legend}{_toggle(chart) if log else ""}</figcaption>
@@ -133,17 +134,13 @@ def thin(series: Series, span: Span, stretches: int = STRETCHES) -> Series:
         for part in np.split(np.arange(len(steps)), edges):
             found = part[~np.isnan(values[part])]
             if len(found):
-                keep |= {int(i) for i in (found[0], found[-1], *_extremes(found, values))}
+                kept = values[found]
+                keep |= {int(found[i]) for i in (0, -1, kept.argmin(), kept.argmax())}
             keep |= {int(i) for i in part[np.isnan(values[part])][:1]}
         chosen = np.array(sorted(keep), dtype=int)
         steps, values = steps[chosen], values[chosen]
-    kept = [int(s) if s.is_integer() else float(s) for s in steps]
-    return Series(series.name, kept, values.tolist(), series.style, series.dots)
-
-
-def _extremes(indices: np.ndarray, values: np.ndarray) -> tuple[int, int]:
-    part = values[indices]
-    return int(indices[part.argmin()]), int(indices[part.argmax()])
+    places = [int(s) if s.is_integer() else float(s) for s in steps]
+    return Series(series.name, places, values.tolist(), series.style, series.dots)
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -206,13 +203,6 @@ def _line(series: Series, chart: Chart, scale: Scale) -> str:
     style = escape(series.style)
     marks = f'<path class="dots {style}" d="{"".join(dots)}"/>' if dots else ""
     return f'<path class="line {style}" d="{"".join(path)}"/>{marks}'
-
-
-def _legend(drawn: Sequence[Series]) -> str:
-    if len(drawn) < 2:
-        return ""
-    keys = "".join(f'<li class="{s.style}">{escape(s.name)}</li>' for s in drawn)
-    return f'<ul class="legend">{keys}</ul>'
 
 
 def _toggle(chart: Chart) -> str:

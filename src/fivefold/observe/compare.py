@@ -10,11 +10,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fivefold.draw.palette import LIGHT, css
+from fivefold.draw.canvas import LIGHT, css
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood
 from fivefold.observe.chart import STRETCHES, Chart, Series, draw, smooth
-from fivefold.observe.document import asset, document, section
+from fivefold.observe.document import asset, document, html_table, section
 from fivefold.observe.format import aligned, duration, short_number, size
 from fivefold.observe.metrics import FILE, read_metrics
 from fivefold.observe.report import run_recipe
@@ -207,13 +207,8 @@ def style() -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A table that scrolls in a narrow window. rows: HTML of the first cell, HTML cells with their tags."""
-    titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = "".join(f'<tr><th scope="row">{first}</th>{"".join(cells)}</tr>\n' for first, cells in rows)
-    return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="table"><table><thead>'
-        f"<tr>{titles}</tr></thead><tbody>\n{body}</tbody></table></div>"
-    )
+    """A table that scrolls in a narrow window. rows: see `html_table`."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="table">{html_table(head, rows)}</div>'
 
 
 def figures_table(runs: Sequence[ComparedRun]) -> str:

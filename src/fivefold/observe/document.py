@@ -46,11 +46,14 @@ This file needs no network.</footer>
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table. rows: cells as text; the first one names its row. All are escaped."""
+    cells = ([escape(printable(str(cell))) for cell in row] for row in rows)
+    return html_table(titles, ((first, [f"<td>{cell}</td>" for cell in others]) for first, *others in cells))
+
+
+def html_table(titles: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """A table. rows: HTML of the cell that names the row, the other cells with their tags."""
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
-    body = ""
-    for first, *cells in rows:
-        others = "".join(f"<td>{escape(printable(str(cell)))}</td>" for cell in cells)
-        body += f'<tr><th scope="row">{escape(printable(str(first)))}</th>{others}</tr>\n'
+    body = "".join(f'<tr><th scope="row">{first}</th>{"".join(cells)}</tr>\n' for first, cells in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
 
 

@@ -1,12 +1,18 @@
-"""Steps in which something was wrong: their names in metrics.jsonl, in words, and as a section of the report."""
+"""What went wrong in a run. Steps: their names in metrics.jsonl, in words, and as a section of the report. Restarts:
+RUN/restarts.jsonl, a line for each time that the ranks were started again, and why."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from fivefold.files import MOST_JSON, Lines, read_bytes
 from fivefold.observe.document import table
+from fivefold.observe.metrics import json_object
 
 KINDS = {
     "destroyed": "update(s) that destroyed weights",
@@ -82,3 +88,37 @@ def section(lines: Sequence[Mapping[str, Any]]) -> str:
     more = f'<p class="none">{before:,} earlier ones are in metrics.jsonl.</p>' if before > 0 else ""
     rows = [(f"{step:,}", said) for step, said in every[-SHOWN:]]
     return f"<p>{escape(in_words(counts(lines)))}.</p>{more}{table(('Step', 'What was wrong'), rows)}"
+
+
+RESTARTS = "restarts.jsonl"
+
+
+def add_restart(run: Path, **line: Any) -> None:
+    """Appends a line. Fields: kind, why (one message), died_after (the last step of metrics.jsonl), from_step (that of
+    the newest checkpoint, or 0), ranks, wait_s."""
+    with Lines(run / RESTARTS) as file:
+        file.write(json.dumps({"time": time.strftime("%Y-%m-%d %H:%M:%S")} | line))
+
+
+def read_restarts(run: Path) -> list[dict[str, Any]]:
+    """The restarts of a run, oldest first. A line that a crash cut off is left out."""
+    path = run / RESTARTS
+    lines = read_bytes(path, MOST_JSON).splitlines() if path.is_file() else ()
+    return [line for line in map(json_object, lines) if line is not None]
+
+
+def restart_figures(run: Path) -> dict[str, int]:
+    """For the summary: the number of restarts, if there were any."""
+    count = len(read_restarts(run))
+    return {"restarts": count} if count else {}
+
+
+def restarts_section(run: Path, rows: int = 20) -> str:
+    """The restarts as a table for the report; the last ones if there are many. Empty without any."""
+    lines = read_restarts(run)
+    if not lines:
+        return ""
+    keys = ("time", "died_after", "from_step", "ranks", "why")
+    cells = [[str(line.get(key, ""))[:300] for key in keys] for line in lines[-rows:]]
+    shown = table(("when", "last step", "restarted from", "ranks", "because"), cells)
+    return f'<p>{len(lines)} restart{"s" * (len(lines) != 1)}.</p><div class="scroll">{shown}</div>'

@@ -90,16 +90,14 @@ class Server(ThreadingHTTPServer):
             except OSError:
                 key = words
             if self._made is None or self._made[0] != key:
-                self._made = key, self._page(words).encode("utf-8", "replace")
+                try:
+                    text = page(self.run, words)
+                except (UserError, OSError) as error:  # no metrics yet
+                    name = printable(self.run.resolve().name)
+                    body = escape(printable(f"{name}: {words}. {error}"))
+                    text = document(name, f"<main><p>{body}</p></main>", asset("report.css"), "")
+                self._made = key, text.encode("utf-8", "replace")
             return more, self._made[1]
-
-    def _page(self, words: str) -> str:
-        try:
-            return page(self.run, words)
-        except (UserError, OSError) as error:  # no metrics yet
-            name = printable(self.run.resolve().name)
-            text = escape(printable(f"{name}: {words}. {error}"))
-            return document(name, f"<main><p>{text}</p></main>", asset("report.css"), "")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -107,12 +105,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10  # a connection that asks nothing
 
     def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def _answer(self, body: bool) -> None:
         assert isinstance(self.server, Server)
         hosts = self.headers.get_all("Host", [])
         host = re.sub(r":\d+$", "", hosts[0]) if len(hosts) == 1 else ""
@@ -130,8 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
         for key, value in headers.items():
             self.send_header(key, value)
         self.end_headers()
-        if body:
+        if self.command == "GET":
             self.wfile.write(content)
+
+    do_HEAD = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
         """Says nothing."""

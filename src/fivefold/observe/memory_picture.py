@@ -3,15 +3,15 @@ RUN/traces."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
 from fivefold.draw.canvas import Axes, Canvas
 from fivefold.draw.scale import linear_scale
-from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write_atomically
+from fivefold.files import MOST_TRACE, read_json, understood
 from fivefold.observe.format import size
+from fivefold.observe.metrics import write_trace
 from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, MemoryTimeline, from_json
 
 LETTERS = {"params": "W", "gradients": "G", "optimizer": "S", "activations": "A", "buffers": "b"}
@@ -116,27 +116,20 @@ def _steps(values: Sequence[float], unit: int) -> list[tuple[float, float]]:
 
 def write(run: Path, timeline: MemoryTimeline) -> Path:
     """Writes RUN/traces/memory-step-N-rank-R.json."""
-    folder = run / "traces"
-    make_folder(folder)
-    path = folder / f"memory-step-{timeline.step:08d}-rank-{timeline.rank}.json"
-    write_atomically(path, json.dumps(timeline.as_json()) + "\n")
-    return path
+    return write_trace(run, f"memory-step-{timeline.step:08d}-rank-{timeline.rank}", timeline.as_json())
 
 
 def read(run: Path, rank: int = 0) -> list[tuple[str, MemoryTimeline]]:
     """The measured steps of a rank: the run's first one, and the last that was measured."""
-    paths = sorted((run / "traces").glob(f"memory-step-*-rank-{rank}.json"))
-    return list(_named(paths[:1] + paths[1:][-1:]))
-
-
-def _named(paths: Sequence[Path]) -> Iterator[tuple[str, MemoryTimeline]]:
-    for path in paths:
+    paths, timelines = sorted((run / "traces").glob(f"memory-step-*-rank-{rank}.json")), []
+    for path in paths[:1] + paths[1:][-1:]:
         with understood(path):
-            found = from_json(read_json(path, MOST_TRACE))
-        yield f"step {found.step:,}, rank {found.rank}", found
+            timeline = from_json(read_json(path, MOST_TRACE))
+        timelines.append((f"step {timeline.step:,}, rank {timeline.rank}", timeline))
+    return timelines
 
 
 def section(run: Path) -> str:
     """The picture for the report's page; "" if no step was measured."""
-    found = read(run)
-    return to_svg(found, "Bytes of the tensors of rank 0 over a step") if found else ""
+    timelines = read(run)
+    return to_svg(timelines, "Bytes of the tensors of rank 0 over a step") if timelines else ""

@@ -106,7 +106,13 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"{path}: no metrics here; pass a run folder made by `fivefold train`")
-    return list(_lines(path))
+    lines = []
+    for number, (raw, line) in enumerate(_parsed(path), 1):
+        if line is None:
+            shown = raw[:60].decode("utf-8", "backslashreplace").strip()
+            raise UserError(f"{path}, line {number}: not a JSON object with an integer `step`: {shown!r}")
+        lines.append(line)
+    return lines
 
 
 def last_line(run: Path, tail: int = 1 << 16) -> dict[str, Any] | None:
@@ -118,22 +124,27 @@ def last_line(run: Path, tail: int = 1 << 16) -> dict[str, Any] | None:
     except OSError:
         return None
     for raw in reversed(lines[:-1]):
-        try:
-            line = parse_json(raw)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and "step_s" in line:
+        line = json_object(raw)
+        if line is not None and isinstance(line.get("step"), int) and "step_s" in line:
             return line
     return None
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Each complete line of `path` as a dict."""
-    for number, (raw, line) in enumerate(_parsed(path), 1):
-        if line is None:
-            shown = raw[:60].decode("utf-8", "backslashreplace").strip()
-            raise UserError(f"{path}, line {number}: not a JSON object with an integer `step`: {shown!r}")
-        yield line
+def write_trace(run: Path, name: str, facts: Any) -> Path:
+    """Writes RUN/traces/NAME.json, and returns its path."""
+    make_folder(run / "traces")
+    path = run / "traces" / f"{name}.json"
+    write_atomically(path, json.dumps(facts) + "\n")
+    return path
+
+
+def json_object(raw: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None if it is damaged."""
+    try:
+        line = parse_json(raw)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
 
 
 def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
@@ -143,23 +154,15 @@ def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         while raw := file.readline(LONGEST_LINE):
             if not raw.endswith(b"\n") and len(raw) < LONGEST_LINE:
                 return
-            try:
-                line = parse_json(raw)
-            except (ValueError, RecursionError):
-                line = None
-            if line is None or not _is_line(line):
+            line = json_object(raw)
+            if (
+                line is None
+                or not isinstance(line.get("step"), int)
+                or not all(map(_is_metric, line, line.values()))
+            ):
                 yield raw, None
             else:
                 yield raw, {key: math.nan if value is None else value for key, value in line.items()}
-
-
-def _is_line(line: Any) -> bool:
-    """True for an object with an integer `step`, numbers, and text (not for a key of `TAGS`)."""
-    return (
-        isinstance(line, dict)
-        and isinstance(line.get("step"), int)
-        and all(_is_metric(key, value) for key, value in line.items())
-    )
 
 
 def _is_metric(key: str, value: Any) -> bool:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from fivefold.draw.canvas import Canvas
 from fivefold.errors import UserError
-from fivefold.files import make_folder, read_json, understood, write_atomically
+from fivefold.files import read_json, understood
 from fivefold.host.devices import SHEETS
 from fivefold.observe.format import aligned
+from fivefold.observe.metrics import write_trace
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import BLOCKS, FORMATS, KINDS, Format, Histogram, from_json
 
@@ -56,16 +56,20 @@ def table() -> list[dict[str, object]]:
 
 def to_text() -> str:
     """The formats as a table for terminals."""
-    rows = [
-        ["format", "bits", "sign, exponent, fraction", "largest", "smallest normal", "smallest", "epsilon"]
+    titles = [
+        "format",
+        "bits",
+        "sign, exponent, fraction",
+        "largest",
+        "smallest normal",
+        "smallest",
+        "epsilon",
     ]
-    for one in FORMATS.values():
-        rows.append(
-            [
-                one.name, str(one.bits), f"{int(one.signed)} + {one.exponent} + {one.fraction}",
-                *map(_number, (one.largest, one.smallest_normal, one.smallest, one.epsilon)),
-            ]
-        )  # fmt: skip
+    rows = [titles]
+    for form in FORMATS.values():
+        parts = f"{int(form.signed)} + {form.exponent} + {form.fraction}"
+        limits = map(_number, (form.largest, form.smallest_normal, form.smallest, form.epsilon))
+        rows.append([form.name, str(form.bits), parts, *limits])
     scaled = [["in blocks", "size", "scale", "bits per number"]]
     for block in BLOCKS:
         scale = block.scale.name + (", fp32 per tensor" if block.tensor else "")
@@ -79,11 +83,7 @@ def to_text() -> str:
 
 def write(run: Path, step: int, found: Histogram) -> Path:
     """Writes RUN/traces/histogram-step-N.json."""
-    folder = run / "traces"
-    make_folder(folder)
-    path = folder / f"histogram-step-{step:08d}.json"
-    write_atomically(path, json.dumps({"step": step, "kinds": found.as_json()}) + "\n")
-    return path
+    return write_trace(run, f"histogram-step-{step:08d}", {"step": step, "kinds": found.as_json()})
 
 
 def read(run: Path) -> tuple[int, Histogram]:
@@ -119,14 +119,11 @@ def histogram_text(found: Histogram, columns: int = 100) -> str:
         shares = [sum(exponents.get(p + i, 0) for i in range(each)) / total for p in places]
         lines.append(f"{kind:>{width}}  {''.join(map(_bar, shares))}".rstrip())
     for form in RANGES:
-        marks = "".join(
-            "="
-            if form.lowest <= p <= form.highest
-            else "-"
-            if form.lowest - form.fraction <= p < form.lowest
-            else " "
-            for p in places
+        normal, subnormal = (
+            range(form.lowest, form.highest + 1),
+            range(form.lowest - form.fraction, form.lowest),
         )
+        marks = "".join("=" if p in normal else "-" if p in subnormal else " " for p in places)
         lines.append(f"{form.name:>{width}}  {marks}".rstrip())
     return "\n".join([*lines, "", *aligned(_fates(found)), ""])
 

@@ -13,14 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fivefold.draw.palette import css
+from fivefold.draw.canvas import css
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood, write_atomically
 from fivefold.observe import (
     faults,
     memory_picture,
     prediction,
-    restarts,
     slow,
     step_timeline,
 )
@@ -86,7 +85,7 @@ def page(run: Path, state: str = "") -> str:
         "Memory over a step": memory,
         "Profile": operators,
         "Compressed gradients": compression(lines),
-        "Restarts": restarts.section(run),
+        "Restarts": faults.restarts_section(run),
         "Slow ranks": late,
         "First weights": first_weights(run),
         "Samples": samples(lines),

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fivefold.draw.palette import LIGHT
+from fivefold.draw.canvas import LIGHT
 from fivefold.errors import UserError, printable
 from fivefold.files import read_bytes, read_json
 from fivefold.models.card import card_of
@@ -53,18 +53,15 @@ def samples(lines: Sequence[dict[str, Any]]) -> str:
 
 def compression(lines: Sequence[dict[str, Any]]) -> str:
     """What compressed sums left out of each parameter's gradient, at the last validation; "" without compression."""
-    found = [
-        (line["step"], line[key]) for line in lines if isinstance(line.get(key := "compression_errors"), dict)
-    ]
-    if not found:
+    key = "compression_errors"
+    line = next((line for line in reversed(lines) if isinstance(line.get(key), dict)), None)
+    if line is None:
         return ""
-    step, errors = found[-1]
-    shown = table(
-        ("Parameter", "Not sent"), [(name, f"{100 * error:.1f}%") for name, error in errors.items()]
-    )
+    rows = [(name, f"{100 * error:.1f}%") for name, error in line[key].items()]
+    shown = table(("Parameter", "Not sent"), rows)
     return (
-        f"<p>In step {step:,} rank 0 did not send these shares of its gradients (by their norm). They are added to the "
-        f"next gradients.</p><details><summary>By parameter</summary>{shown}</details>"
+        f"<p>In step {line['step']:,} rank 0 did not send these shares of its gradients (by their norm). They are "
+        f"added to the next gradients.</p><details><summary>By parameter</summary>{shown}</details>"
     )
 
 
@@ -121,13 +118,9 @@ def machine(path: Path) -> str:
 
 
 _LABELS = {
-    "cpu": "Processor",
-    "cpu_features": "Instructions",
-    "os": "System",
-    "gpus": "GPUs",
-    "torch": "PyTorch",
+    "cpu": "Processor", "cpu_features": "Instructions", "os": "System", "gpus": "GPUs", "torch": "PyTorch",
     "fast_bf16": "Fast bf16",
-}
+}  # fmt: skip
 
 
 def _label(key: str) -> str:
@@ -185,11 +178,11 @@ DATA_FILE, SETS = "data.json", "sets"
 Lines = Sequence[dict[str, Any]]
 
 
-def validation_chart(lines: Lines, span: tuple[int, int], key: str = "val_losses") -> Chart:
+def validation_chart(lines: Lines, span: tuple[int, int]) -> Chart:
     """A curve per validation set."""
-    names = dict.fromkeys(name for line in lines for name in by_name(line, key))
+    names = dict.fromkeys(name for line in lines for name in by_name(line, "val_losses"))
     series = [
-        Series(printable(name), *column(lines, f"{key}/{name}"), f"c{number % len(LIGHT)}")
+        Series(printable(name), *column(lines, f"val_losses/{name}"), f"c{number % len(LIGHT)}")
         for number, name in enumerate(names)
     ]
     return Chart(SETS, "Loss by validation set", series, span, log=True, wide=True)
@@ -211,16 +204,10 @@ def data_seen(run: Path, lines: Lines) -> str:
     rows = []
     for source in sources:
         tokens, size = seen.get(source["name"], 0.0), source["tokens"]  # None: a stream's end is not known
-        rows.append(
-            (
-                source["name"] or "the source",
-                source["source"],
-                "not known" if size is None else short_number(float(size)),
-                short_number(tokens),
-                f"{100 * tokens / whole:.3g}%",
-                "-" if size is None else f"{tokens / max(1.0, float(size)):.2f}",
-            )
-        )
+        there = "not known" if size is None else short_number(float(size))
+        epochs = "-" if size is None else f"{tokens / max(1.0, float(size)):.2f}"
+        name, share = source["name"] or "the source", f"{100 * tokens / whole:.3g}%"
+        rows.append((name, source["source"], there, short_number(tokens), share, epochs))
     titles = ("Source", "What", "Tokens there are", "Tokens seen", "Share of the run", "Epochs")
     stages = "".join(f"<li>{escape(printable(str(line)))}</li>" for line in facts.get("stages", ()))
     return table(titles, rows) + (f"<p>Shares, by weight:</p><ul>{stages}</ul>" if stages else "")

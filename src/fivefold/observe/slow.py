@@ -95,14 +95,12 @@ class SlowRanks:
         for stage, seconds in zip(self.stages, own, strict=True):
             peers.setdefault(stage, []).append(seconds)
         common = {stage: median_low(group) for stage, group in peers.items() if len(group) > 1}
-        return [
-            common[stage] if stage in common else self._before(rank) for rank, stage in enumerate(self.stages)
+        past = [window for window in self._past if window]
+        known = len(past) >= PAST
+        before = [
+            median(w[rank][0] + w[rank][1] for w in past) if known else None for rank in range(len(own))
         ]
-
-    def _before(self, rank: int) -> float | None:
-        """What a rank without peers usually took; None: not known yet."""
-        past = [window[rank] for window in self._past if window]
-        return median(row[0] + row[1] for row in past) if len(past) >= PAST else None
+        return [common.get(stage, before[rank]) for rank, stage in enumerate(self.stages)]
 
 
 def _address(number: int) -> str:

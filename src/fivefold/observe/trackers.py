@@ -72,8 +72,7 @@ class Sink(Protocol):
 
     def write(self, lines: Sequence[Line]) -> None: ...
     def rewind(self, step: int) -> None:
-        """The steps after this one run again."""
-        ...
+        """The steps after this one run again. By default its curves show them twice."""
 
     def close(self) -> None: ...
 
@@ -82,7 +81,7 @@ class Trackers:
     """The trackers of a run. names: of `KINDS`. step: after which the run starts. about: its recipe, by section."""
 
     def __init__(self, names: Sequence[str], folder: Path, step: int, about: Mapping[str, Any]) -> None:
-        self._open: dict[str, Sink | Behind] = {}
+        self._open: dict[str, Sink] = {}
         self._news: list[str] = []
         for name in names:
             self._try(name, step, partial(self._begin, name, partial(KINDS[name][0], folder, step, about)))
@@ -120,7 +119,7 @@ class Trackers:
             self._news.append(f"tracker {name} {where}: {said}. metrics.jsonl has every line")
 
 
-class Behind:
+class Behind(Sink):
     """A tracker on a thread. An error there is raised by the next call here."""
 
     def __init__(self, make: Callable[[], Sink]) -> None:
@@ -156,10 +155,6 @@ class Behind:
                 self._waiting.put_nowait(line)
         except Full:
             raise TimeoutError(f"{MOST_WAITING:,} lines wait for it") from None
-
-    def rewind(self, step: int) -> None:
-        """Its curves show these steps twice."""
-        self._check()
 
     def close(self) -> None:
         with suppress(Full):
@@ -226,7 +221,7 @@ def remember(folder: Path, name: str, value: str) -> None:
     write_atomically(folder / IDS, json.dumps(kept | {name: value}) + "\n")
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """One event file in RUN/tensorboard, written with TensorBoard's own record writer.
 
     It is imported here, which takes 0.2 s. The writer in torch.utils.tensorboard starts a thread and takes ten times as
@@ -285,7 +280,7 @@ class TensorBoard:
             self._file.close()
 
 
-class Csv:
+class Csv(Sink):
     """RUN/metrics.csv: a row per line of metrics.jsonl, a column per number. A new column rewrites the file."""
 
     def __init__(self, folder: Path, step: int, about: Mapping[str, Any]) -> None:
@@ -330,7 +325,7 @@ class Csv:
         self._file.close()
 
 
-class Wandb:
+class Wandb(Sink):
     """A run of Weights & Biases. Its settings come from their own environment variables. Without a login it works
     offline, into RUN/wandb, which `wandb sync` uploads."""
 
@@ -366,8 +361,6 @@ class Wandb:
             if found := numbers(line):
                 self._run.log(found | {"step": line["step"]})
 
-    def rewind(self, step: int) -> None: ...
-
     def close(self) -> None:
         self._run.finish()
 
@@ -382,7 +375,7 @@ def _logged_in(wandb: Any) -> bool:
     return False
 
 
-class MLflow:
+class MLflow(Sink):
     """A run of MLflow, at $MLFLOW_TRACKING_URI, else in files below RUN/mlruns."""
 
     def __init__(self, folder: Path, step: int, about: Mapping[str, Any]) -> None:
@@ -417,8 +410,6 @@ class MLflow:
         ]
         for start in range(0, len(rows), 1000):
             self._client.log_batch(self._id, metrics=rows[start : start + 1000])
-
-    def rewind(self, step: int) -> None: ...
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

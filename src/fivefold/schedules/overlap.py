@@ -77,14 +77,6 @@ class StepTimeline:
         """Seconds in which the rank waits for messages."""
         return sum(span.seconds for span in self.spans if span.kind == WAIT)
 
-    def beside(self, message: Span) -> list[Span]:
-        """What the rank computes while a message is under way."""
-        return [
-            span
-            for span in self.of(COMPUTE)
-            if span.kind != WAIT and message.start < span.end and span.start < message.end
-        ]
-
     def _messages(self, lane: str | None) -> list[tuple[float, float]]:
         return _union((s.start, s.end) for s in self.spans if s.kind == MESSAGE and lane in (None, s.lane))
 
@@ -190,7 +182,8 @@ class _Run:
         at = 0
         while at < len(self.work) or len(self.arrived) < len(self.messages):
             self._start()
-            self._skip_arrived()
+            while self.needs and self.needs[0][1] in self.arrived:
+                heapq.heappop(self.needs)
             waits = bool(self.needs) and self.needs[0][0] <= self.done + self.close
             begun = self.now
             if waits or at == len(self.work):
@@ -211,7 +204,8 @@ class _Run:
                 kind, name = self.work[at].kind, self.work[at].name
                 at += self.done >= ends[at] - self.close
             self._note(kind, name, begun)
-            self._land()
+            landed = [queue for queue, (_, end) in self.flying.items() if end <= self.now]
+            self.arrived.update(self.flying.pop(queue)[0] for queue in landed)
         return StepTimeline((*self.computed, *self.sent))
 
     def _start(self) -> None:
@@ -221,16 +215,6 @@ class _Run:
                 one = self.messages[number]
                 self.flying[name] = number, self.now + one.seconds
                 self.sent.append(Span(one.lane, MESSAGE, one.name, self.now, self.now + one.seconds))
-
-    def _land(self) -> None:
-        for name, (number, end) in list(self.flying.items()):
-            if end <= self.now:
-                self.arrived.add(number)
-                del self.flying[name]
-
-    def _skip_arrived(self) -> None:
-        while self.needs and self.needs[0][1] in self.arrived:
-            heapq.heappop(self.needs)
 
     def _next_stop(self) -> float:
         """The work done at which a message starts or is needed."""

@@ -28,12 +28,11 @@ from fivefold.observe.console import Console
 from fivefold.observe.faults import KINDS, USUAL
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.slow import SlowRanks
-from fivefold.observe.step_timeline import write_pipeline_trace
+from fivefold.observe.step_timeline import summary, write_pipeline_trace
 from fivefold.observe.summary import summarize
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import LeftOut, Recipe, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
-from fivefold.schedules.overlap_draw import summary
 from fivefold.step.custom import measuring
 from fivefold.step.recorder import Counter, Recorder
 from fivefold.step.state import State, compute_mode

@@ -24,7 +24,7 @@ from fivefold.launch.interrupt import STOPPED, unsaved
 from fivefold.launch.launchers import launch_id
 from fivefold.launch.local import Attempt, Outcome, as_error
 from fivefold.launch.verdict import Failure
-from fivefold.observe import restarts as record
+from fivefold.observe.faults import add_restart
 from fivefold.observe.metrics import last_line
 from fivefold.recipe.fit import Fit, nearest_layout
 from fivefold.train.job import Job
@@ -95,7 +95,9 @@ class Restarts:
     def _record(self, kind: str, why: str, ranks: int, after: int | None, saved: int, wait_s: float) -> None:
         out = self.job.out
         with suppress(OSError):
-            record.add(out, kind=kind, why=why, died_after=after, from_step=saved, ranks=ranks, wait_s=wait_s)
+            add_restart(
+                out, kind=kind, why=why, died_after=after, from_step=saved, ranks=ranks, wait_s=wait_s
+            )
 
     def conclude(self, outcome: Outcome, advice: Callable[[bool], str]) -> int | None:
         """Returns the signal that stopped the run with everything saved, or None if it is complete. advice: what to do,
@@ -133,7 +135,7 @@ def note_restart(run: Path, launcher: str, ranks: int) -> None:
     """Records that a foreign launcher has started the ranks again."""
     why, after = f"{launcher} started the ranks again", last_step(run)
     with suppress(OSError):
-        record.add(run, kind="launcher", why=why, died_after=after, from_step=newest(run), ranks=ranks)
+        add_restart(run, kind="launcher", why=why, died_after=after, from_step=newest(run), ranks=ranks)
 
 
 def go_back_once(run: Path, chosen: Path) -> None:

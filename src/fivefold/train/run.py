@@ -23,8 +23,9 @@ from fivefold.kernels import fastest, native
 from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
-from fivefold.observe import prediction, restarts
+from fivefold.observe import prediction
 from fivefold.observe.console import Console
+from fivefold.observe.faults import restart_figures
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
@@ -221,7 +222,7 @@ def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
 
 def conclude(console: Console, job: Job, complete: bool) -> None:
     out = job.out
-    figures = summarize(read_metrics(out / "metrics.jsonl")) | restarts.figures(out)
+    figures = summarize(read_metrics(out / "metrics.jsonl")) | restart_figures(out)
     report = write_report(out)
     paths = {"checkpoint": store.latest(out)} if store.checkpoints(out) else {}
     paths["report"] = report

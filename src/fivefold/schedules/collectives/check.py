@@ -1,23 +1,15 @@
-"""Proves that a collective computes what its primitive promises, and that its messages cannot deadlock."""
+"""Proves that a collective computes what its primitive promises."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Literal
-
 from fivefold.errors import UserError
-from fivefold.schedules.collectives.move import Collective, Group, Round
-from fivefold.schedules.walk import walk
+from fivefold.schedules.collectives.move import Collective, Round
 
 Sum = tuple[int, int]
 """(contributions as bits, the order in which they were added). The order is equal where the bits of a sum are equal:
 a + b is b + a, but (a + b) + c is not a + (b + c)."""
 State = list[dict[int, Sum]]
 """By rank, the chunks it has."""
-
-
-Step = tuple[Literal["begin", "end"], tuple[int, int]]
-"""The beginning or the end of a group: (rank, its place in the rank's list)."""
 
 
 def prove(collective: Collective) -> list[State]:
@@ -91,64 +83,6 @@ def _check_end(collective: Collective, state: State) -> None:
             if order.setdefault(chunk, added) != added and collective.primitive != "barrier":
                 text = f"rank {rank} adds chunk {chunk} in another order than other ranks: the bits differ"
                 raise _wrong(collective, None, text)
-
-
-def check_order(collective: Collective, rows: Sequence[Sequence[Group]] | None = None) -> None:
-    """Proves that the ranks' lists (those of the collective, if no others are given) cannot deadlock.
-
-    The rules are NCCL's: a rank's groups run in order, the next one begins when the last has ended, and a message moves
-    only when both sides are in it. Messages between two ranks are matched by their order.
-
-    Raises:
-        UserError: names the messages that do not match, or the ranks that wait forever.
-    """
-    rows = collective.rows if rows is None else rows
-    _check_pairs(collective, rows)
-    begins = [[(rank, at) for at in range(len(row))] for rank, row in enumerate(rows)]
-    group_of: dict[tuple[str, int, int, int], tuple[int, int]] = {}  # (half, source, target, which) -> group
-    met: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}  # the other halves of a group's messages
-    count: dict[tuple[str, int, int], int] = {}
-    for rank, row in enumerate(rows):
-        for at, group in enumerate(row):
-            met[rank, at] = []
-            for half, other, moves in (("send", "receive", group.sends), ("receive", "send", group.receives)):
-                for source, target, _, _ in moves:
-                    which = count.get((half, source, target), 0)
-                    count[half, source, target] = which + 1
-                    group_of[half, source, target, which] = rank, at
-                    met[rank, at].append((other, source, target, which))
-    steps: list[list[Step]] = []
-    for row in begins:
-        own: list[Step] = []
-        for group in row:
-            own.append(("begin", group))
-            own.append(("end", group))
-        steps.append(own)
-
-    def needs(step: Step) -> list[Hashable]:
-        return [] if step[0] == "begin" else [("begin", group_of[other]) for other in met[step[1]]]
-
-    if stuck := walk(steps, needs, lambda step: (step,)).stuck:
-        where = ", ".join(
-            f"rank {r} in round {rows[r][at].round + 1}" for r, ((_, (_, at)), _) in sorted(stuck.items())
-        )
-        raise _wrong(collective, None, f"it comes to a halt: waiting are {where}")
-
-
-def _check_pairs(collective: Collective, rows: Sequence[Sequence[Group]]) -> None:
-    """Requires that the k-th send from one rank to another is the k-th receive there."""
-    sends: dict[tuple[int, int], list[Hashable]] = {}
-    receives: dict[tuple[int, int], list[Hashable]] = {}
-    for rank, row in enumerate(rows):
-        for group in row:
-            for found, moves, side in ((sends, group.sends, 0), (receives, group.receives, 1)):
-                for move in moves:
-                    assert move[side] == rank, f"{move} in the list of rank {rank}"
-                    found.setdefault((move.source, move.target), []).append(move)
-    for source, target in sorted(sends.keys() | receives.keys()):
-        if sends.get((source, target)) != receives.get((source, target)):
-            text = f"rank {source} sends other messages to rank {target} than that rank receives, or in another order"
-            raise _wrong(collective, None, text)
 
 
 def _wrong(collective: Collective, number: int | None, message: str) -> UserError:

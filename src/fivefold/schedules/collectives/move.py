@@ -97,14 +97,6 @@ class Collective:
                 rows[rank].append(group)
         return rows
 
-    def renamed(self, order: Sequence[int]) -> Collective:
-        """The same with rank order[r] in place of rank r. Only where no chunk belongs to a rank."""
-        assert self.primitive in ("broadcast", "reduce", "all_reduce", "barrier"), self.primitive
-        rounds = tuple(embed(self.rounds, order))
-        return Collective(
-            self.primitive, self.algorithm, self.ranks, self.chunks, rounds, order[self.root], self.streams
-        )
-
 
 class Group(NamedTuple):
     """What one rank does in one round. The group ends when all of it is done, as NCCL's groups do."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fivefold.errors import UserError
-from fivefold.schedules.pipeline.action import Action
 from fivefold.schedules.pipeline.facts import peak_live
-from fivefold.schedules.pipeline.schedule import Schedule
+from fivefold.schedules.pipeline.schedule import Action, Schedule
 
 
 def check(schedule: Schedule) -> list[float]:
@@ -17,7 +16,8 @@ def check(schedule: Schedule) -> list[float]:
     places: dict[Action, int] = {}
     for rank, row in enumerate(schedule.rows):
         for place, action in enumerate(row):
-            _check_action(schedule, rank, action)
+            if problem := _problem(schedule, rank, action):
+                raise wrong(schedule, f"{action} {problem}")
             if action in places:
                 raise wrong(schedule, f"{action} is there twice")
             places[action] = place
@@ -39,21 +39,18 @@ def wrong(schedule: Schedule, message: str) -> UserError:
     return UserError(f"schedule '{schedule.name}': {message}")
 
 
-def _check_action(schedule: Schedule, rank: int, action: Action) -> None:
-    """Refuses an action that is not a computation, or whose stage or microbatch does not belong to the rank."""
+def _problem(schedule: Schedule, rank: int, action: Action) -> str:
+    """What is wrong with an action on a rank: it is no computation, or its stage or microbatch is not the rank's."""
     if not action.computes:
-        raise wrong(schedule, f"{action} on rank {rank} is a transfer; those are added later")
+        return f"on rank {rank} is a transfer; those are added later"
     if action.stage >= schedule.stages:
-        raise wrong(
-            schedule,
-            f"{action} on rank {rank}: the last of {schedule.stages} stages is {schedule.stages - 1}",
-        )
+        return f"on rank {rank}: the last of {schedule.stages} stages is {schedule.stages - 1}"
     if action.microbatch >= schedule.microbatches:
-        last = schedule.microbatches - 1
-        raise wrong(schedule, f"{action} on rank {rank}: the last of {last + 1} microbatches is {last}")
+        return (
+            f"on rank {rank}: the last of {schedule.microbatches} microbatches is {schedule.microbatches - 1}"
+        )
     owner = schedule.rank_of[action.stage]
-    if owner != rank:
-        raise wrong(schedule, f"{action} is on rank {rank}, but stage {action.stage} is on rank {owner}")
+    return f"is on rank {rank}, but stage {action.stage} is on rank {owner}" if owner != rank else ""
 
 
 def _check_once(schedule: Schedule, stage: int, microbatch: int, places: dict[Action, int]) -> None:
@@ -76,12 +73,10 @@ def _check_once(schedule: Schedule, stage: int, microbatch: int, places: dict[Ac
 
 def _check_order_of_losses(schedule: Schedule) -> None:
     """Requires microbatches in order at the last stage: PyTorch's runtime counts losses in order of arrival."""
-    last, expected = schedule.stages - 1, 0
-    for action in schedule.rows[schedule.rank_of[last]]:
-        if (action.stage, action.kind) == (last, "F"):
-            if action.microbatch != expected:
-                due = Action(last, "F", expected)
-                raise wrong(
-                    schedule, f"{action} comes before {due}: the last stage meets microbatches in order"
-                )
-            expected += 1
+    last = schedule.stages - 1
+    row = schedule.rows[schedule.rank_of[last]]
+    forwards = [action for action in row if (action.stage, action.kind) == (last, "F")]
+    for number, action in enumerate(forwards):
+        if action.microbatch != number:
+            due = Action(last, "F", number)
+            raise wrong(schedule, f"{action} comes before {due}: the last stage meets microbatches in order")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from fivefold.draw.lanes import Box, Lane, lanes, time_text
-from fivefold.schedules.pipeline.action import Action
-from fivefold.schedules.timeline import Timeline
+from fivefold.schedules.pipeline.schedule import Action
+from fivefold.schedules.pipeline.simulate import Timeline
 
 FILL = {"F": "─", "B": "═", "I": "╌", "W": "┄"}
 COLOR = {"F": "97;44", "B": "97;42", "I": "97;42", "W": "30;43"}  # ANSI: text and background
@@ -14,7 +14,7 @@ NAMES = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gr
 KINDS = {"F": "blue", "B": "green", "I": "green", "W": "orange"}  # colours of pictures
 
 
-def to_text(timeline: Timeline[Action], columns: int = 100, color: bool = False) -> str:
+def to_text(timeline: Timeline, columns: int = 100, color: bool = False) -> str:
     """One line per rank: its actions over time, blank while it is idle, and its idle share.
 
     An action begins with its kind and microbatch, `F3`, or `f3` if the rank also has an earlier stage. If there is no
@@ -28,7 +28,7 @@ def to_text(timeline: Timeline[Action], columns: int = 100, color: bool = False)
     return "\n".join(lines) + "\n"
 
 
-def _line(timeline: Timeline[Action], rank: int, columns: int, color: bool) -> str:
+def _line(timeline: Timeline, rank: int, columns: int, color: bool) -> str:
     scale = columns / timeline.makespan if timeline.makespan else 0.0
     first_stage = min((event.action.stage for event in timeline.rows[rank]), default=0)
     line, here = "", 0
@@ -49,7 +49,7 @@ def _word(action: Action, width: int, later: bool, color: bool) -> str:
 
 
 def to_svg(
-    timeline: Timeline[Action],
+    timeline: Timeline,
     title: str = "",
     width: int = 960,
     seconds: float | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from fivefold.schedules.pipeline.action import Action, Kind
+from fivefold.schedules.pipeline.schedule import Action, Kind
 
 
 class Row:

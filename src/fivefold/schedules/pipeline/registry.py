@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fivefold.errors import UserError, did_you_mean, several
-from fivefold.schedules.pipeline.action import Action
 from fivefold.schedules.pipeline.generators import (
     breadth_first,
     dualpipev,
@@ -16,7 +15,7 @@ from fivefold.schedules.pipeline.generators import (
     zb_h1,
     zbv,
 )
-from fivefold.schedules.pipeline.schedule import Placement, Schedule, place
+from fivefold.schedules.pipeline.schedule import Action, Placement, Schedule, place
 
 
 @dataclass(frozen=True)

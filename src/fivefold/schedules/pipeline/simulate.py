@@ -1,13 +1,13 @@
-"""Simulates a schedule, given the costs of its actions."""
+"""Simulates a schedule, given the costs of its actions. A timeline is what comes out, or what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from fivefold.schedules.pipeline.action import COMPUTE, Action
-from fivefold.schedules.pipeline.schedule import Schedule
-from fivefold.schedules.timeline import Event, Timeline
+from fivefold.schedules.pipeline.schedule import COMPUTE, Action, Schedule
 
 PerStage = float | Sequence[float]
 
@@ -57,7 +57,59 @@ def _of(cost: PerStage, stage: int) -> float:
     return cost[stage] if isinstance(cost, Sequence) else cost
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline[Action]:
+class Event(NamedTuple):
+    """An action of a rank, from `start` to `end` in seconds since the step began."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`rows[r]`: the events of rank r, simulated or measured, in time order and without overlap."""
+
+    rows: tuple[tuple[Event, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def start(self) -> float:
+        """When the first rank starts, in seconds."""
+        return min((event.start for event in self.events()), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last rank ends, in seconds."""
+        return max((event.end for event in self.events()), default=0.0)
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        return self.end - self.start
+
+    @cached_property
+    def bubble(self) -> float:
+        """Share of all ranks' time in which they are idle, 0..1."""
+        return sum(map(self.idle_share, range(self.ranks))) / self.ranks
+
+    def busy(self, rank: int) -> float:
+        """Seconds in which a rank works."""
+        return sum(event.end - event.start for event in self.rows[rank])
+
+    def idle_share(self, rank: int) -> float:
+        """Share of the makespan in which a rank is idle, 0..1."""
+        return 1 - self.busy(rank) / self.makespan if self.makespan else 0.0
+
+    def events(self) -> Iterator[Event]:
+        """The events of all ranks."""
+        for row in self.rows:
+            yield from row
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Start and end of each computation if each rank runs its own in order, as soon as it can.
 
     The schedule must pass `check`. Without `costs`, F, I and W take 1 s, B 2 s, transfers 0 s.
@@ -67,7 +119,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline[Action]
     seconds = {
         kind: [costs.seconds(Action(stage, kind, 0)) for stage in range(schedule.stages)] for kind in COMPUTE
     }
-    rows: list[list[Event[Action]]] = [[] for _ in schedule.rows]
+    rows: list[list[Event]] = [[] for _ in schedule.rows]
     free = [0.0] * schedule.ranks  # when each rank becomes idle
     ends: list[float] = []  # of each step
     for rank, action, after in zip(way.ranks, way.actions, way.after, strict=True):
@@ -83,7 +135,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline[Action]
     return Timeline(tuple(map(tuple, rows)))
 
 
-def simulate_oversubscribed(schedule: Schedule, costs: Costs, at_once: float) -> Timeline[Action]:
+def simulate_oversubscribed(schedule: Schedule, costs: Costs, at_once: float) -> Timeline:
     """Simulates ranks that share processors.
 
     While more than `at_once` of them compute, all slow down equally, so the total work per second is constant.
@@ -96,7 +148,7 @@ def simulate_oversubscribed(schedule: Schedule, costs: Costs, at_once: float) ->
     for step in reversed(range(len(way.ranks))):
         to_do[way.ranks[step]].append(step)
     ends: dict[int, float] = {}  # of each step that is done
-    rows: list[list[Event[Action]]] = [[] for _ in schedule.rows]
+    rows: list[list[Event]] = [[] for _ in schedule.rows]
     left: dict[int, float] = {}  # seconds of work that each computing rank still has to do
     began: dict[int, float] = {}
     now = 0.0

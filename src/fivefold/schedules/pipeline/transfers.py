@@ -1,12 +1,11 @@
-"""Adds sends and receives between ranks to a schedule. `queues.py` proves that they do not deadlock."""
+"""Adds sends and receives between ranks to a schedule. Tests prove that they do not deadlock (`message_order.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fivefold.schedules.pipeline.action import Action, Result, makes
-from fivefold.schedules.pipeline.schedule import Schedule
+from fivefold.schedules.pipeline.schedule import Action, Result, Schedule, makes
 from fivefold.schedules.pipeline.simulate import simulate
 
 SENDS_PER_RANK = 2
@@ -60,8 +59,8 @@ def with_transfers(schedule: Schedule) -> list[list[Action]]:
 
 def executed(schedule: Schedule, in_order: bool) -> list[list[Action]]:
     """The lists that a backend executes. in_order: it runs messages in the order of their calls, as NCCL does
-    (`queues.py` proves that the common order of all lists cannot deadlock there). Other backends match messages by
-    tag, so receives may begin early."""
+    (the common order of all lists cannot deadlock there). Other backends match messages by tag, so receives may begin
+    early."""
     lists = with_transfers(schedule)
     return lists if in_order else [receives_ahead(actions) for actions in lists]
 

@@ -81,14 +81,10 @@ def grid_of(shape: Shape, dims: int) -> tuple[int, ...] | None:
     return even_grid(shape.ranks, dims)
 
 
-def nodes_and_devices(shape: Shape) -> tuple[int, int]:
-    return shape.nodes, shape.local
-
-
 def hierarchical_gather(shape: Shape) -> Rounds:
     """All-gather across nodes first, between the devices with one place in their nodes; then inside, where every device
     passes on what it got from all nodes. So each network card carries a chunk of each node only once."""
-    nodes, local = nodes_and_devices(shape)
+    nodes, local = shape.nodes, shape.local
     across = [
         embed(reverse(shortest(nodes), False), range(j, shape.ranks, local), lambda c, j=j: (c * local + j,))
         for j in range(local)
@@ -112,7 +108,7 @@ def _hierarchical_line(turns: int) -> Callable[[Shape, Levels], Line | None]:
     def cost(shape: Shape, levels: Levels) -> Line | None:
         if not full_nodes(shape):
             return None
-        nodes, local = nodes_and_devices(shape)
+        nodes, local = shape.nodes, shape.local
         alpha = _steps(local) * levels.near.latency + _steps(nodes) * levels.far.latency
         near = (1 - 1 / local) / levels.pair
         far = (1 / local - 1 / shape.ranks) / min(levels.near.bandwidth, levels.far.bandwidth)
@@ -137,7 +133,7 @@ def _on_grid(dims: int, scatter: Callable[[int], Rounds]) -> Callable[[Shape], R
 NODES = "a multiple of the ranks per node"
 ALGORITHMS = (
     Algorithm(
-        "all_reduce", "hierarchical", lambda s: grid_all_reduce(nodes_and_devices(s), shortest), each_rank,
+        "all_reduce", "hierarchical", lambda s: grid_all_reduce((s.nodes, s.local), shortest), each_rank,
         "several nodes: each card carries only its part", MIKAMI,
         full_nodes, NODES, line=_hierarchical_line(2),
     ),

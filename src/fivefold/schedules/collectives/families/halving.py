@@ -66,7 +66,7 @@ def folded(ranks: int, rounds: Rounds, chunks: int) -> Rounds:
 
 
 def butterfly(shape: Shape) -> Rounds:
-    return folded(shape.ranks, doubling(len(left(shape.ranks)[1])), 1)
+    return folded(shape.ranks, doubling(left_chunks(shape)), 1)
 
 
 def left_chunks(shape: Shape) -> int:

@@ -1,4 +1,5 @@
-"""Collectives with a root: send, broadcast, scatter, and their reverses, reduce and gather.
+"""Collectives with a root: send, broadcast, scatter, and their reverses, reduce and gather. All-reduces by trees, or
+as a reduce and a broadcast: few rounds, and all data goes through the root.
 
 Everything is written for root 0; other ranks count from the root.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from fivefold.schedules.collectives.algorithm import Algorithm, Shape, each_rank, log2, one
 from fivefold.schedules.collectives.families import rings
-from fivefold.schedules.collectives.move import Move, Rounds, embed, reverse
+from fivefold.schedules.collectives.move import Move, Rounds, beside, embed, reverse
 
 ALL = range(1)
 THAKUR = "Thakur et al. 2005, Optimization of collective communication operations in MPICH"
@@ -70,8 +71,40 @@ def send(shape: Shape) -> Rounds:
     return from_root([(Move(0, 1, ALL),)], shape)
 
 
-def pieces(shape: Shape) -> int:
-    return shape.pieces
+def there_and_back(broadcast: Rounds) -> Rounds:
+    return reverse(broadcast, True) + broadcast
+
+
+def parent(rank: int, ranks: int) -> int:
+    """The parent in a binary tree over ranks in order, with root 0. Odd ranks are leaves, or have few below them."""
+    low = rank & -rank
+    above = rank + low
+    return above if not rank & 2 * low and above < ranks else rank - low
+
+
+def pipelined(ranks: int, pieces: int) -> Rounds:
+    """All-reduce of `pieces` chunks over one tree: up to the root, and down again behind the sums."""
+    depth = [0] * ranks
+    by_height = sorted(range(1, ranks), key=lambda r: r & -r, reverse=True)
+    for r in by_height:
+        depth[r] = depth[parent(r, ranks)] + 1
+    deepest = max(depth)
+    rounds: list[list[Move]] = [[] for _ in range(2 * deepest + pieces - 1)]
+    for r in range(1, ranks):
+        above = parent(r, ranks)
+        for piece in range(pieces):
+            rounds[deepest - depth[r] + piece].append(Move(r, above, rings.one(piece), True))
+            rounds[deepest + depth[r] - 1 + piece].append(Move(above, r, rings.one(piece)))
+    return [tuple(moves) for moves in rounds] if ranks > 1 else []
+
+
+def double(shape: Shape) -> Rounds:
+    """Each half of the message has a tree of its own. Who has children in one is a leaf of the other, or nearly so:
+    the second tree is the mirror image of the first, or shifted by one if the number of ranks is odd."""
+    n, pieces = shape.ranks, shape.pieces
+    rounds = pipelined(n, pieces)
+    other = [(r + 1) % n for r in range(n)] if n % 2 else [n - 1 - r for r in range(n)]
+    return beside(rounds, embed(rounds, other, lambda c: (pieces + c,)))
 
 
 PIECES = (1, 2, 4, 8, 16, 32, 64)
@@ -81,7 +114,7 @@ ALGORITHMS = (
     Algorithm("broadcast", "star", lambda s: from_root(star(s.ranks), s), one, "two or three ranks"),
     Algorithm("broadcast", "binomial", lambda s: from_root(binomial(s.ranks), s), one, "small messages", THAKUR),
     Algorithm(
-        "broadcast", "chain", lambda s: from_root(chain(s.ranks, s.pieces), s), pieces,
+        "broadcast", "chain", lambda s: from_root(chain(s.ranks, s.pieces), s), lambda s: s.pieces,
         "very large messages, few ranks", pieces=PIECES,
     ),
     Algorithm(
@@ -93,7 +126,7 @@ ALGORITHMS = (
         "reduce", "binomial", lambda s: reverse(from_root(binomial(s.ranks), s), True), one, "small messages", THAKUR
     ),
     Algorithm(
-        "reduce", "chain", lambda s: reverse(from_root(chain(s.ranks, s.pieces), s), True), pieces,
+        "reduce", "chain", lambda s: reverse(from_root(chain(s.ranks, s.pieces), s), True), lambda s: s.pieces,
         "very large messages, few ranks", pieces=PIECES,
     ),
     Algorithm(
@@ -114,4 +147,19 @@ ALGORITHMS = (
         "gather", "binomial", lambda s: reverse(from_root(binomial_scatter(s.ranks), s, True), False), each_rank,
         "small messages", THAKUR,
     ),
+    Algorithm(
+        "all_reduce", "reduce_broadcast", lambda s: there_and_back(from_root(star(s.ranks), s)), one,
+        "two ranks: the root's link carries everything",
+    ),
+    Algorithm(
+        "all_reduce", "tree", lambda s: there_and_back(from_root(binomial(s.ranks), s)), one,
+        "small messages, any number of ranks",
+    ),
+    Algorithm(
+        "all_reduce", "double_tree", double, lambda s: 2 * s.pieces,
+        "large messages on very many ranks, in pieces",
+        "Sanders, Speck, Traeff 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan",
+        pieces=PIECES,
+    ),
+    Algorithm("barrier", "tree", lambda s: there_and_back(binomial(s.ranks)), one, "any number of ranks"),
 )  # fmt: skip

@@ -1,16 +1,21 @@
-"""Draws a collective round by round: as text for terminals, and as a standalone SVG for light and dark themes.
+"""Draws a collective round by round: as text for terminals, as a standalone SVG for light and dark themes, and as an
+offline page that steps through the rounds.
 
-Both show what every rank has after each round. A chunk's cell is filled by the share of its contributions that it
+All show what every rank has after each round. A chunk's cell is filled by the share of its contributions that it
 contains, and empty if the rank does not have it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from html import escape
 
 from fivefold.draw.canvas import Canvas
-from fivefold.schedules.collectives.check import State, prove
-from fivefold.schedules.collectives.move import Collective, Round, ranges
+from fivefold.observe.document import asset, document
+from fivefold.schedules.collectives import Collective, prove
+from fivefold.schedules.collectives.check import State
+from fivefold.schedules.collectives.move import Round, ranges
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MOST_CELLS = 16  # more chunks share cells
@@ -133,3 +138,25 @@ def _arrow(canvas: Canvas, color: str, x: float, end: float, top: float) -> None
     bottom = top + ROW - HIGH - 7
     canvas.line(f"line {color}", [(x, top), (end, bottom - 4)])
     canvas.line(f"area tip {color}", [(end, bottom + 1), (end - 3.5, bottom - 5), (end + 3.5, bottom - 5)])
+
+
+def page(collective: Collective, ends: list[str], note: str = "") -> str:
+    """The page. ends: the time after each round, as text. note: where these times come from."""
+    cells = shares(collective)
+    rounds = [{"moves": [], "cells": cells[0], "words": "what every rank begins with", "end": ""}]
+    for moves, after, end in zip(collective.rounds, cells[1:], ends, strict=True):
+        pairs = dict.fromkeys((move.source, move.target, move.reduce) for move in moves)
+        rounds.append({"moves": list(pairs), "cells": after, "words": "   ".join(words(moves)), "end": end})
+    data = json.dumps({"ranks": collective.ranks, "rounds": rounds}).replace("<", "\\u003c")
+    title = head(collective)
+    body = f"""<header><p class="kicker">Collective</p><h1>{escape(title)}</h1>
+<p class="lead">{escape(note)} Arrow keys step. Blue arrows add, green arrows copy. A rank's cells are its
+chunks, filled by the share of contributions that they contain.</p></header>
+<main><div class="steps"><button id="back" aria-label="previous round">‹</button>
+<button id="next" aria-label="next round">›</button>
+<button id="play">Play</button><input id="round" type="range" min="0" max="{len(collective.rounds)}" value="0"
+aria-label="round"><span id="where"></span></div>
+<p id="moves"></p>
+<svg id="stage" viewBox="0 0 640 640" role="img" aria-label="{escape(title)}"></svg></main>
+<script type="application/json" id="data">{data}</script>"""
+    return document(title, body, asset("report.css") + asset("collective.css"), asset("collective.js"))
