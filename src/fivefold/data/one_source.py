@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fivefold.data import stream
+from fivefold.data import stream, token_source
 from fivefold.data.batches import objective_of
 from fivefold.data.build import JOURNAL, Progress, build, is_named, require_few_bad
 from fivefold.data.conversations import beside, read_template, special_of
-from fivefold.data.kinds import hub, token_files
+from fivefold.data.kinds import hub
+from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.packing import DataSet
-from fivefold.data.sources import Memo, Source, find, remembered, sampled_sha256, sha256_file
+from fivefold.data.sources import Source, find, remembered, sampled_sha256, sha256_file
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import (
     FORMAT,
@@ -60,8 +61,8 @@ def prepare_source(recipe: Recipe, progress: Progress | None = None, workers: in
     every fault of the source, with file and offset.
     """
     tell = progress or (lambda stage, done, total: None)
-    if recipe.data.source.startswith(token_files.PREFIX):
-        data = token_files.open_files(recipe, tell)
+    if recipe.data.source.startswith(TOKENS):  # no tokenizer is needed
+        data = token_source.open_files(find(recipe.data.source), recipe, tell)
     else:
         data = _prepare_text(recipe, tell, workers or cores())
     require_vocabulary(recipe, data.vocab_size)
@@ -255,7 +256,7 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: P
             tell("reading", done, source.size)
 
         where = hashlib.sha256(os.path.abspath(data.source).encode("utf-8", "surrogateescape")).hexdigest()
-        memo = Memo(root / f"files-{where[:16]}{'-sampled' * data.stream}.json")
+        memo = root / f"files-{where[:16]}{'-sampled' * data.stream}.json"
         hashes = remembered(
             [f.path for f in local],
             memo,

@@ -18,12 +18,14 @@ from typing import Any
 
 from fivefold.data.batches import objective_of
 from fivefold.data.build import Progress, Work, learn
-from fivefold.data.kinds import megatron, token_files
+from fivefold.data.kinds import megatron
+from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.mixture import amounts, require_enough, require_sequence, weights_of
 from fivefold.data.one_source import cache_key, check_tokenizer, prepare_source
 from fivefold.data.packing import DataSet, Part, cut_of, end_of
 from fivefold.data.sources import find
 from fivefold.data.stream import Stream, read_progress
+from fivefold.data.token_source import require_one_split
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.tokens import Shard, Tokens
 from fivefold.errors import UserError
@@ -135,9 +137,9 @@ def validation_of(recipe: Recipe) -> dict[str, Recipe]:
     for entry in recipe.data.validation:
         key = f"data.validation, {entry.name}"
         found[key] = _of_entry(recipe, entry, val_fraction=0.0, stream=False)
-        if entry.source.startswith(token_files.PREFIX):
+        if entry.source.startswith(TOKENS):
             with named(key):
-                token_files.require_one_split(entry.source)
+                require_one_split(find(entry.source))
     return found
 
 
@@ -202,8 +204,8 @@ def shared_tokenizer(recipe: Recipe, most: int) -> str:
     if not shared or not (cache_folder(section.cache) / "data").is_dir():
         return section.tokenizer
     every = [*sources_of(recipe).values(), *validation_of(recipe).values()]
-    sources = [find(one.data.source) for one in every if not one.data.source.startswith(token_files.PREFIX)]
-    if any(source.hub for source in sources) or sum(source.size for source in sources) > most:
+    texts = [source for one in every if not (source := find(one.data.source)).ids]
+    if any(source.hub for source in texts) or sum(source.size for source in texts) > most:
         return section.tokenizer
     return _learned(recipe, None, None, make=False)
 
@@ -222,9 +224,7 @@ def _learned(recipe: Recipe, progress: Progress | None, workers: int | None, mak
     if section.tokenizer == "chars":  # characters that only validation has need an id, too
         recipes |= validation_of(recipe)
     texts = [
-        (name, one.data, find(one.data.source))
-        for name, one in recipes.items()
-        if not one.data.source.startswith(token_files.PREFIX)
+        (name, one.data, source) for name, one in recipes.items() if not (source := find(one.data.source)).ids
     ]
     if not texts:  # no tokenizer is needed
         return section.tokenizer

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
+from fivefold.data.kinds.kind import Shard
 from fivefold.data.kinds.megatron import DocIndex
 from fivefold.errors import UserError
 from fivefold.files import flush, stream, stream_on, write_atomically
@@ -26,20 +27,6 @@ from fivefold.files import flush, stream, stream_on, write_atomically
 BLOCK = 1 << 16
 DIGEST = 8  # bytes of a block's SHA-256 that are kept
 OPEN_MAPS = 256  # each mapping holds a file descriptor; a process has 1024 by default
-
-
-class Shard(NamedTuple):
-    """`tokens` ids of type `dtype` in `path`, from byte `offset` on. digests: of the blocks of these bytes; None: they
-    are not known. advice: what to do if one differs. index: the file of Megatron-LM that says where documents end, and
-    a hash of it."""
-
-    path: Path
-    dtype: str
-    offset: int
-    tokens: int
-    digests: bytes | None = None
-    advice: str = ""
-    index: tuple[Path, str] | None = None
 
 
 class Tokens:
