@@ -248,7 +248,9 @@ def _known_files(recipe: Recipe, source: Source) -> DataSet:
         raise _Work("its ids are copied")
     shards = token_source.headers(source, recipe)
     mask_id = (recipe.model.vocab_size or 1) - 1
-    return DataSet(token_source.split(shards, data.val_fraction)[0], None, None, mask_id + 1, mask_id, {})
+    return DataSet.of_one(
+        token_source.split(shards, data.val_fraction)[0], None, None, mask_id + 1, mask_id, {}
+    )
 
 
 def _known_text(recipe: Recipe, source: Source) -> DataSet | None:
@@ -261,7 +263,7 @@ def _known_text(recipe: Recipe, source: Source) -> DataSet | None:
     tokens = open_tokens(folder, manifest, "train")
     if data.packing == "best_fit" and len(tokens) > MOST_PACKED:
         raise _Work("packing")
-    return DataSet(tokens, None, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
+    return DataSet.of_one(tokens, None, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
 
 
 def _refuse(stage: str, done: int, total: int | None) -> None:

@@ -112,7 +112,7 @@ def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
     info = {"source": data.source, "fingerprint": key, "folder": str(folder), "cached": cached, **facts}
     info["seconds"] = round(time.perf_counter() - began, 3)
     held_out = val if data.val_fraction > 0 else None
-    return DataSet(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
+    return DataSet.of_one(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
 
 
 def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell: Progress) -> DataSet:
@@ -169,7 +169,7 @@ def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell
         "files": len(source.counted),
         "tokens": {"train": now.count - now.first, "val": now.val},
     }
-    return DataSet(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
+    return DataSet.of_one(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
 
 
 def _hash(*parts: object) -> str:

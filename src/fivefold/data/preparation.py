@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +22,12 @@ from fivefold.data.kinds import megatron
 from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.mixture import amounts, require_enough, require_sequence, weights_of
 from fivefold.data.one_source import cache_key, check_tokenizer, prepare_source
-from fivefold.data.packing import DataSet, Part, cut_of, end_of
+from fivefold.data.packing import DataSet, cut_of, end_of
 from fivefold.data.sources import find
-from fivefold.data.stream import Stream, read_progress
+from fivefold.data.stream import Stream
 from fivefold.data.token_source import require_one_split
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.data.tokens import Shard, Tokens
+from fivefold.data.tokens import Tokens
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, locked, make_folder, writable
 from fivefold.host import cores
@@ -68,7 +68,8 @@ def _prepare_all(recipe: Recipe, progress: Progress | None, workers: int | None)
     if learned and (section.sources or section.tokenizer == "chars"):
         shared = _with(recipe, tokenizer=_learned(recipe, progress, workers))
     found = {key: _alone(key, one, progress, workers) for key, one in sources_of(shared).items()}
-    tokenizer = next(iter(found.values())).tokenizer
+    first = next(iter(found.values()))
+    tokenizer = first.tokenizer
     if learned and not section.sources and tokenizer is not None:
         shared = _with(shared, tokenizer=_keep(recipe, tokenizer.to_json(), lambda: tokenizer))
     validated = {key: _alone(key, one, progress, workers) for key, one in validation_of(shared).items()}
@@ -77,37 +78,23 @@ def _prepare_all(recipe: Recipe, progress: Progress | None, workers: int | None)
     vocab_size = _common_vocabulary(recipe, everything)
     masked = any(one.mask_id is not None for one in everything.values())
     mask_id = text.mask_id if text is not None else vocab_size - 1 if masked else None
-    parts = tuple(
-        Part(entry.name, one.train, one.val, one.info)
-        for entry, one in zip(section.sources, found.values(), strict=False)
+    parts, validation = (
+        tuple(one.parts[0]._replace(name=key.partition(", ")[2]) for key, one in sets.items())
+        for sets in (found, validated)
     )
-    validation = tuple(
-        Part(entry.name, one.train, None, one.info)
-        for entry, one in zip(section.validation, validated.values(), strict=True)
-    )
-    first = next(iter(found.values()))
-    info = _info(parts) if parts else first.info
+    info = first.info
+    if section.sources:
+        info = {
+            "source": f"{len(parts)} sources",
+            "fingerprint": [[part.name, part.info["fingerprint"]] for part in parts],
+            "cached": all(part.info["cached"] for part in parts),
+            "sources": {part.name: part.info for part in parts},
+        }
     if validation:
         info = info | {"validation": {part.name: part.info for part in validation}}
-    return replace(
-        first,
-        tokenizer=None if text is None else text.tokenizer,
-        vocab_size=vocab_size,
-        mask_id=mask_id,
-        info=info | {"seconds": round(time.perf_counter() - began, 3)},
-        parts=parts,
-        validation=validation,
-    )
-
-
-def _info(parts: Sequence[Part]) -> dict[str, Any]:
-    """`DataSet.info` of a mixture."""
-    return {
-        "source": f"{len(parts)} sources",
-        "fingerprint": [[part.name, part.info["fingerprint"]] for part in parts],
-        "cached": all(part.info["cached"] for part in parts),
-        "sources": {part.name: part.info for part in parts},
-    }
+    info = info | {"seconds": round(time.perf_counter() - began, 3)}
+    tokenizer = None if text is None else text.tokenizer
+    return DataSet(parts, tokenizer, vocab_size, mask_id, info, validation)
 
 
 def _with(recipe: Recipe, **data: Any) -> Recipe:
@@ -285,27 +272,14 @@ def finished(data: DataSet, recipe: Recipe, tell: Progress) -> DataSet:
             f"data.stream_gib = {recipe.data.stream_gib}: the tokens of such a stream are not kept, so they cannot be "
             "made ahead. Nearest valid: stream_gib = 0"
         )
-    if data.parts:
-        found = [part._replace(**_whole(part.train, part.info, tell)) for part in data.parts]
-        info = data.info | {"sources": {part.name: part.info for part in found}}
-        return replace(data, train=found[0].train, parts=tuple(found), info=info)
-    return replace(data, **_whole(data.train, data.info, tell))
-
-
-def _whole(tokens: Tokens | Stream, info: dict[str, Any], tell: Progress) -> dict[str, Any]:
-    """The fields `train` and `info` of a source when it is tokenized."""
-    if isinstance(tokens, Tokens):
-        return {"train": tokens, "info": info}
-    tokens.finish(tell)
-    now = read_progress(tokens.folder)
-    assert now is not None
-    assert now.total is not None
-    starts = range(0, now.total, now.shard)
-    paths = [tokens.folder / f"train-{i:05d}.bin" for i in range(len(starts))]
-    shards = [
-        Shard(p, now.dtype, 0, min(now.shard, now.total - s)) for p, s in zip(paths, starts, strict=True)
-    ]
-    return {"train": Tokens(shards), "info": info | {"tokens": {"train": now.total, "val": now.val}}}
+    parts = []
+    for part in data.parts:
+        if isinstance(part.train, Stream):
+            train, count = part.train.whole(tell)
+            part = part._replace(train=train, info=part.info | {"tokens": count})
+        parts.append(part)
+    news = {"sources": {part.name: part.info for part in parts}} if data.mixed else parts[0].info
+    return replace(data, parts=tuple(parts), info=data.info | news)
 
 
 def write_megatron(data: DataSet, recipe: Recipe, name: Path) -> list[Path]:
@@ -322,7 +296,7 @@ def write_megatron(data: DataSet, recipe: Recipe, name: Path) -> list[Path]:
         )
     make_folder(name.parent)
     paths = []
-    for source in data.parts or (Part("", data.train, data.val, {}),):
+    for source in data.parts:
         for split, tokens in (("train", source.train), ("val", source.val)):
             if isinstance(tokens, Tokens):
                 words = filter(None, (name.name, source.name, split))

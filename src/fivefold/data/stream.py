@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fivefold.data.kinds.kind import Shard
+from fivefold.data.tokens import Tokens
 from fivefold.errors import UserError
 from fivefold.files import BROKEN, Post, held, own_word, parse_json, remove
 
@@ -170,12 +172,17 @@ class Stream:
         border = low // self._progress().shard * self._progress().shard
         return max((c for c in commits(self.folder) if c.train <= border), default=Commit())
 
-    def finish(self, tell: Callable[[str, int, int | None], None]) -> None:
-        """Waits until everything is tokenized."""
+    def whole(self, tell: Callable[[str, int, int | None], None]) -> tuple[Tokens, dict[str, int]]:
+        """Waits until everything is tokenized. Returns all tokens, and how many each split has."""
         while (now := self._progress()).total is None:
             tell("tokenizing", now.read, None)
             self._look()
             time.sleep(10 * POLL_S)
+        shards = [
+            Shard(self.folder / f"train-{i:05d}.bin", now.dtype, 0, min(now.shard, now.total - start))
+            for i, start in enumerate(range(0, now.total, now.shard))
+        ]
+        return Tokens(shards), {"train": now.total, "val": now.val}
 
     def stop(self) -> None:
         """Ends the tokenizing process, if this process has started it."""

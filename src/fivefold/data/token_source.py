@@ -73,7 +73,7 @@ def open_files(source: Source, recipe: Recipe, tell: Tell) -> DataSet:
         "skipped": {"bad": 0, "empty": sum(s.tokens == 0 for s in shards)},
         "seconds": round(time.perf_counter() - began, 3),
     }
-    return DataSet(train, val, None, vocab_size, vocab_size - 1 if reserved else None, info)
+    return DataSet.of_one(train, val, None, vocab_size, vocab_size - 1 if reserved else None, info)
 
 
 def headers(source: Source, recipe: Recipe) -> list[Shard]:
