@@ -378,9 +378,8 @@ class Batches:
         """The sequences of a source that its uses take."""
         cut, count = self.sources[source], self.counts[source]
         if isinstance(cut, Concatenated) and isinstance(cut.tokens, Stream):
-            overlap = int(self.objective == "causal")
-            shuffled = partial(shuffled_window, seed_of(self.seed, source))
-            return cut.tokens.numbers(uses_R, self.seq_len, overlap, shuffled)
+            assert cut.tokens.seq_len == self.seq_len
+            return cut.tokens.numbers(uses_R, partial(shuffled_window, seed_of(self.seed, source)))
         return item_numbers(uses_R, count, self.seed, source) if self.shuffle else uses_R % count
 
     def _mask(self, found: Batch, places_R: np.ndarray) -> Batch:
