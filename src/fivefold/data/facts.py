@@ -14,7 +14,7 @@ from fivefold.data.batches import Batches, items_in, objective_of, steps_of
 from fivefold.data.build import is_named, require_good
 from fivefold.data.conversations import special_of
 from fivefold.data.kinds import TOKEN_KINDS, hub, kind_of
-from fivefold.data.kinds.kind import TOKENS, Bad, Fields
+from fivefold.data.kinds.kind import Bad, Fields
 from fivefold.data.mixture import Amount, amounts, order_of
 from fivefold.data.one_source import cache_key, check_tokenizer, require_vocabulary
 from fivefold.data.packing import DataSet, cut_of
@@ -97,8 +97,8 @@ def _amount(recipe: Recipe, tokens: int, held_out: int | None, documents: int | 
 
 def _found(recipe: Recipe, tokenizer: str) -> Found:
     """What is known of the only source of a recipe. tokenizer: the one that several sources share."""
-    if recipe.data.source.startswith(TOKENS):
-        source = find(recipe.data.source)
+    source = find(recipe.data.source)
+    if source.ids:
         shards = token_source.headers(source, recipe)
         train, val = token_source.split(shards, recipe.data.val_fraction)
         amount = _amount(recipe, len(train), None if val is None else len(val))
@@ -107,7 +107,6 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         return Found(fact, amount, None if about else amount)
     mask = objective_of(recipe) == "mlm"
     check_tokenizer(recipe.data, mask)
-    source = find(recipe.data.source)
     if source.hub:
         hub.require_library(source.spec)
         return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")

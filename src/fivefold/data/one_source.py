@@ -8,16 +8,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fivefold.data import token_source
 from fivefold.data.batches import objective_of
-from fivefold.data.build import JOURNAL, Progress, build, is_named, require_few_bad
+from fivefold.data.build import JOURNAL, build, is_named, require_few_bad
 from fivefold.data.conversations import beside, read_template, special_of
 from fivefold.data.kinds import hub
-from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.packing import DataSet
 from fivefold.data.sources import Source, find, remembered, sampled_sha256, sha256_file
 from fivefold.data.stream import open_stream
@@ -25,6 +24,7 @@ from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import (
     FORMAT,
     NAMES,
+    Tell,
     open_tokens,
     read_manifest,
     write_manifest,
@@ -45,7 +45,7 @@ from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
 
 
-def prepare_source(recipe: Recipe, progress: Progress | None = None, workers: int | None = None) -> DataSet:
+def prepare_source(recipe: Recipe, progress: Tell | None = None, workers: int | None = None) -> DataSet:
     """The data of `data.source`. It is tokenized first, unless the cache has this content with these settings.
 
     Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
@@ -53,10 +53,11 @@ def prepare_source(recipe: Recipe, progress: Progress | None = None, workers: in
     every fault of the source, with file and offset.
     """
     tell = progress or (lambda stage, done, total: None)
-    if recipe.data.source.startswith(TOKENS):  # no tokenizer is needed
-        data = token_source.open_files(find(recipe.data.source), recipe, tell)
+    source = find(recipe.data.source)
+    if source.ids:
+        data = token_source.open_files(source, recipe, tell)
     else:
-        data = _prepare_text(recipe, tell, workers or cores())
+        data = _prepare_text(source, recipe, tell, workers or cores())
     require_vocabulary(recipe, data.vocab_size)
     return data
 
@@ -78,11 +79,10 @@ def require_vocabulary(recipe: Recipe, size: int) -> None:
     )
 
 
-def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
+def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> DataSet:
     data, mask = recipe.data, objective_of(recipe) == "mlm"
     root, began = cache_folder(data.cache) / "data", time.perf_counter()
     check_tokenizer(data, mask)
-    source = find(data.source)
     if data.stream:
         return _prepare_stream(source, recipe, mask, root, tell)
     with writable(root):
@@ -107,7 +107,7 @@ def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
     return DataSet.of_one(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
 
 
-def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell: Progress) -> DataSet:
+def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell: Tell) -> DataSet:
     if any(f.url.startswith("memory:") for f in source.files):
         raise UserError(f"data.stream: another process tokenizes, and cannot read {recipe.data.source}")
     if source.left_out:
@@ -128,7 +128,7 @@ def _make(
     key: str,
     alone: bool,
     workers: int,
-    tell: Progress,
+    tell: Tell,
 ) -> dict[str, Any]:
     """Builds in a temporary folder and renames it, so that a folder with the key's name is always complete.
 
@@ -161,7 +161,7 @@ def _make(
             remove(temporary)
 
 
-def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: Progress) -> str:
+def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: Tell) -> str:
     """Hash of everything that determines the shards: format, content of the source, tokenizer, settings."""
     if source.hub:
         content: Any = hub.fingerprint(source.spec)
@@ -214,7 +214,7 @@ def check_tokenizer(data: DataSection, mask: bool) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
+def progress_bar() -> Iterator[Tell]:
     """A progress callback for `prepare`: shows a bar on a terminal, and one line per stage elsewhere (on stderr)."""
     if not sys.stderr.isatty():
         seen: set[str] = set()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.data.batches import objective_of
-from fivefold.data.build import Progress, Work, learn
+from fivefold.data.build import Work, learn
 from fivefold.data.kinds import megatron
 from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.mixture import amounts, require_enough, require_sequence, weights_of
@@ -27,7 +27,7 @@ from fivefold.data.sources import find
 from fivefold.data.stream import Stream
 from fivefold.data.token_source import require_one_split
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.data.tokens import Tokens
+from fivefold.data.tokens import Tell, Tokens
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, locked, make_folder, writable
 from fivefold.host import cores
@@ -42,7 +42,7 @@ TOKENIZERS = 2
 """Of tokenizers that several sources share: raise it when the same sources would give another one."""
 
 
-def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | None = None) -> DataSet:
+def prepare(recipe: Recipe, progress: Tell | None = None, workers: int | None = None) -> DataSet:
     """The data set of a recipe. It is tokenized first, unless the cache has this content with these settings.
 
     Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
@@ -61,7 +61,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | Non
     return data
 
 
-def _prepare_all(recipe: Recipe, progress: Progress | None, workers: int | None) -> DataSet:
+def _prepare_all(recipe: Recipe, progress: Tell | None, workers: int | None) -> DataSet:
     """Sources and validation sets, each by itself, with one tokenizer."""
     began, section, shared = time.perf_counter(), recipe.data, recipe
     learned = is_learned(section.tokenizer)
@@ -101,7 +101,7 @@ def _with(recipe: Recipe, **data: Any) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
 
 
-def _alone(key: str, recipe: Recipe, progress: Progress | None, workers: int | None) -> DataSet:
+def _alone(key: str, recipe: Recipe, progress: Tell | None, workers: int | None) -> DataSet:
     """A source by itself. Its own ids say how many there are; `_common_vocabulary` compares."""
     model = recipe.model.model_copy(update={"vocab_size": None})
     with named(key):
@@ -202,7 +202,7 @@ def is_learned(spec: str) -> bool:
     return spec == "chars" or spec.startswith("bpe:")
 
 
-def _learned(recipe: Recipe, progress: Progress | None, workers: int | None, make: bool = True) -> str:
+def _learned(recipe: Recipe, progress: Tell | None, workers: int | None, make: bool = True) -> str:
     """The path of the tokenizer.json that is learned from all sources, each by its share."""
     tell = progress or (lambda stage, done, total: None)
     section, mask = recipe.data, objective_of(recipe) == "mlm"
@@ -259,7 +259,7 @@ def _shares_of_sample(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, flo
     return {name: value / total if total else 1 / len(found) for name, value in found.items()}
 
 
-def finished(data: DataSet, recipe: Recipe, tell: Progress) -> DataSet:
+def finished(data: DataSet, recipe: Recipe, tell: Tell) -> DataSet:
     """The data set with all tokens of its streams.
 
     Raises:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fivefold.data.kinds.kind import Shard
-from fivefold.data.tokens import Tokens
+from fivefold.data.tokens import Tell, Tokens
 from fivefold.errors import UserError
 from fivefold.files import BROKEN, Post, held, make_folder, own_word, parse_json, remove
 from fivefold.recipe import Recipe
@@ -41,7 +41,6 @@ POLL_S = 0.02
 TOLD_S, AGAIN_S = 1.0, 60.0  # a wait that is longer is said, but not more often
 LOOK_S = 1.0  # between looks whether the tokenizing process lives
 
-Tell = Callable[[str, int, int | None], None]
 Shuffled = Callable[[np.ndarray, int, int, int], np.ndarray]
 """The items at some positions of a window, of which it has so many; (positions, items, epoch, window)."""
 

@@ -19,7 +19,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fivefold.data.build import Chunk, Summary, Work, learn, require_few_bad, require_good, run, skipped
+from fivefold.data.build import (
+    Chunk,
+    Summary,
+    Work,
+    require_few_bad,
+    require_good,
+    run,
+    save_tokenizer,
+    skipped,
+)
 from fivefold.data.kinds.kind import TRAIN, VAL
 from fivefold.data.sources import find
 from fivefold.data.stream import (
@@ -104,8 +113,7 @@ class StreamWriter:
 
     def run(self) -> None:
         if not (self.folder / "tokenizer.json").exists():
-            tokenizer = learn(self.data, self.mask, [(self.work, 1.0)], cores(), lambda *_: None)
-            tokenizer.save(self.folder / "tokenizer.json")
+            save_tokenizer(self.data, self.mask, self.work, self.folder, cores(), lambda *_: None)
         self.work = self.work.with_tokenizer(self.folder)
         self.now = self._left() or Progress(self.work.dtype, self.shard, full=not self.most_val)
         self.borders = set(commits(self.folder))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fivefold.data.kinds.kind import File, Shard
 from fivefold.data.kinds.token_files import LARGEST_VOCABULARY
 from fivefold.data.packing import DataSet
 from fivefold.data.sources import Source, remembered, sha256_file, stat_of
-from fivefold.data.tokens import BlockHasher, Tokens, read_digests
+from fivefold.data.tokens import BlockHasher, Tell, Tokens, read_digests
 from fivefold.errors import UserError
 from fivefold.files import (
     cache_folder,
@@ -38,7 +38,6 @@ from fivefold.recipe import Recipe
 CHUNK = 1 << 24  # ids scanned at once
 CHANGED = "The file was changed after it was scanned, or the disk is failing. Restore it, and run again"
 VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # val.bin, fineweb_val_000000.bin
-Tell = Callable[[str, int, int | None], None]
 
 
 def open_files(source: Source, recipe: Recipe, tell: Tell) -> DataSet:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,7 @@ from fivefold.files import flush, stream, stream_on, write_atomically
 
 BLOCK = 1 << 16
 DIGEST = 8  # bytes of a block's SHA-256 that are kept
+Tell = Callable[[str, int, int | None], None]  # (stage, bytes done, total bytes if known)
 OPEN_MAPS = 256  # each mapping holds a file descriptor; a process has 1024 by default
 
 
