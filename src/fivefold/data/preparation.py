@@ -93,8 +93,7 @@ def _prepare_all(recipe: Recipe, progress: Tell | None, workers: int | None) -> 
     if validation:
         info = info | {"validation": {part.name: part.info for part in validation}}
     info = info | {"seconds": round(time.perf_counter() - began, 3)}
-    tokenizer = None if text is None else text.tokenizer
-    return DataSet(parts, tokenizer, vocab_size, mask_id, info, validation)
+    return DataSet(parts, text.tokenizer if text else None, vocab_size, mask_id, info, validation)
 
 
 def _with(recipe: Recipe, **data: Any) -> Recipe:

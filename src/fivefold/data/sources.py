@@ -409,9 +409,10 @@ def remembered(
 
     def value_of(path: Path) -> Any:
         state, at, entry = stat_of(path), time.time_ns(), known.get(str(path))
-        unchanged = state is not None and entry is not None and entry["stat"] == state
-        if unchanged and entry["at"] - max(state[1:3]) > RACY_NS and usable(path, entry["value"]):
-            return entry["value"]
+        if state is not None and entry is not None and entry["stat"] == state:
+            certain = entry["at"] - max(state[1:3]) > RACY_NS
+            if certain and usable(path, entry["value"]):
+                return entry["value"]
         try:
             value = compute(path)
         except OSError as error:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,10 +182,8 @@ class Stream:
 
     def whole(self, tell: Tell) -> tuple[Tokens, dict[str, int]]:
         """Waits until everything is tokenized. Returns all tokens, and how many each split has."""
-        for now in _watched(self.folder, self.setup):
-            if now is not None and now.total is not None:
-                break
-            tell("tokenizing", now.read if now else 0, None)
+        now = _wait(self.folder, self.setup, lambda now: now.total is not None, "tokenizing", tell)
+        assert now.total is not None
         shards = [
             Shard(self.folder / f"train-{i:05d}.bin", now.dtype, 0, min(now.shard, now.total - start))
             for i, start in enumerate(range(0, now.total, now.shard))
@@ -297,12 +295,12 @@ def open_stream(
     facts = {"source": data.source, "mask": mask, "val": most_val, "shard": shard}
     setup = facts | {"data": data.model_dump_json(), "folder": str(folder)}
     cached = read_progress(folder) is not None
-    for now in _watched(folder, setup):
-        if now is not None:
-            _require_room(recipe, now, most_val)
-            if (now.full or now.val >= wanted) and now.has(now.first, now.first + seq_len + 1):
-                break
-        tell("tokenizing until training can start", 0 if now is None else now.read, None)
+
+    def enough(now: Progress) -> bool:
+        _require_room(recipe, now, most_val)
+        return (now.full or now.val >= wanted) and now.has(now.first, now.first + seq_len + 1)
+
+    now = _wait(folder, setup, enough, "tokenizing until training can start", tell)
     if wanted and now.val <= overlap:
         raise UserError(
             f"data.source: no document of {data.source} was held out by data.val_fraction = {data.val_fraction}, which "
@@ -358,11 +356,16 @@ _started: dict[Path, subprocess.Popen[bytes]] = {}
 _starting = threading.Lock()
 
 
-def _watched(folder: Path, setup: dict[str, Any]) -> Iterator[Progress | None]:
-    """What a folder holds, again and again, while a process tokenizes into it."""
+def _wait(
+    folder: Path, setup: dict[str, Any], ready: Callable[[Progress], bool], stage: str, tell: Tell
+) -> Progress:
+    """Waits, while a process tokenizes into a folder, until what it holds is enough."""
     while True:
         _keep_alive(folder, setup)
-        yield read_progress(folder)
+        now = read_progress(folder)
+        if now is not None and ready(now):
+            return now
+        tell(stage, 0 if now is None else now.read, None)
         time.sleep(2 * POLL_S)
 
 

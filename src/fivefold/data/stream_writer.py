@@ -150,7 +150,7 @@ class StreamWriter:
                         self._append(chunk)
                     total.add(group.summary)
                     require_good(files, group.summary.bad, self.data.max_bad_fraction)
-                    self._note(Commit(*self.position, tuple(group.place)), total)
+                    self._note(Commit(self.position[TRAIN], self.position[VAL], tuple(group.place)), total)
                     self._look()
                     if time.monotonic() - self._published >= PUBLISH_S:
                         self._publish()

@@ -356,7 +356,7 @@ def _types(spec: dict[str, Any], *names: str) -> set[str]:
     parts += [
         p for part in parts for key in ("normalizers", "pretokenizers", "decoders") for p in part.get(key, [])
     ]
-    return {part.get("type") for part in parts}
+    return {part.get("type", "") for part in parts}
 
 
 def _is_plain_bytes(spec: dict[str, Any]) -> bool:
