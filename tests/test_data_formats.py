@@ -514,7 +514,7 @@ def test_megatron_files_made_by_hand(tmp_path: Path, code: int, dtype: str):
     ids = np.arange(40) % 37
     write(tmp_path / "x_text_document.bin", ids.astype(dtype).tobytes())
     write(tmp_path / "x_text_document.idx", index(code, [15, 5, 20], [0, 2, 3], np.dtype(dtype).itemsize))
-    for name in ("x_text_document", "x_text_document.bin", ""):
+    for name in ("x_text_document", "x_text_document.bin", "x_text_document.idx", ""):
         np.testing.assert_array_equal(tokens(f"tokens:{tmp_path / name}", tmp_path / "cache"), ids)
 
 
@@ -611,7 +611,8 @@ def test_out_to_megatron_and_in_again(tmp_path: Path, monkeypatch: pytest.Monkey
     raw = train.with_suffix(".idx").read_bytes()
     count = len(ends)
     assert raw == index(8, np.diff(ends, prepend=0).tolist(), list(range(count + 1)), 2)
-    assert megatron.read_index(val) == ("<u2", len(data.val))  # type: ignore[arg-type]
+    written = megatron.DocIndex(val.with_suffix(".idx"))
+    assert (written.dtype, written.count()) == ("<u2", len(data.val))  # type: ignore[arg-type]
     end = data.tokenizer.end_id  # type: ignore[union-attr]
     same = recipe_of(f"tokens:{tmp_path / 'out'}", tmp_path / "cache", end_token=end)
     mine, theirs = cut_of(recipe, data, data.train), cut_of(same, prepare(same), prepare(same).train)

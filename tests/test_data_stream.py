@@ -74,7 +74,7 @@ def test_a_stream_has_the_tokens_of_the_whole(source: Path, tmp_path: Path, stre
     np.testing.assert_array_equal(done.train[:], whole.train[:])
     np.testing.assert_array_equal(data.val[:], whole.val[:][: 16 * T + 1])  # type: ignore[index]
     stream, count, W = stream_of(data), (len(whole.train) - 1) // T, WINDOW // T
-    numbers = stream.numbers(np.arange(2 * count), T, 1, partial(shuffled_window, 3))
+    numbers = stream.numbers(np.arange(2 * count), partial(shuffled_window, 3))
     for epoch in np.split(numbers, 2):
         for begin in range(0, count, W):
             window = epoch[begin : begin + W]
@@ -91,7 +91,7 @@ def test_the_cache_stays_within_its_bound(
     source: Path, tmp_path: Path, streaming: None, monkeypatch: pytest.MonkeyPatch
 ):
     """Through two epochs, and back: what was removed is tokenized anew, and is the same."""
-    monkeypatch.setattr(sys.modules["fivefold.data.one_source"], "LEAST_VAL", 1 << 10)
+    monkeypatch.setattr(sys.modules["fivefold.data.stream"], "LEAST_VAL", 1 << 10)
     size = (2 * WINDOW + 4 * WINDOW + (1 << 10)) * 2
     free, bound = streamed(source, tmp_path / "a"), streamed(source, tmp_path / "b", stream_gib=size / 2**30)
     free_data, data = prepare(free), prepare(bound)
@@ -130,7 +130,7 @@ def test_a_killed_tokenizing_process_is_replaced(source: Path, tmp_path: Path, s
             assert (before := read_progress(stream.folder)) is not None
             assert before.first > 0
         uses = np.arange(8 * step, 8 * step + 8)
-        numbers = stream.numbers(uses, T, 1, partial(shuffled_window, 3))
+        numbers = stream.numbers(uses, partial(shuffled_window, 3))
         np.testing.assert_array_equal(batches.batch(step)[0], whole.train.rows(numbers * T, T))
         if step == 1000:
             assert (now := read_progress(stream.folder)) is not None
@@ -145,7 +145,7 @@ def test_an_empty_cache_begins_where_the_checkpoint_says(tmp_path: Path, streami
     data = prepare(streamed(source, tmp_path / "a", stream_gib=bound))
     batches, step = batches_of(data), 10_000
     wanted = [batches.batch(step + i)[0] for i in range(3)]
-    state = stream_of(data).state(8 * step, T, 1)
+    state = stream_of(data).state(8 * step)
     assert state.train > 0
     other = prepare(streamed(source, tmp_path / "b", stream_gib=bound))
     stream_of(other).hint = state
@@ -272,9 +272,9 @@ def test_the_beginning_of_a_window_counts_the_token_that_sequences_share(tmp_pat
     """1,600 tokens are 199 sequences of 8 and the token behind each: use 199 is the first of the second epoch."""
     facts = {"dtype": "<u2", "shard": 64, "count": 1600, "total": 1600, "at": [1600, 0, []]}
     write(tmp_path / "progress.json", json.dumps(facts))
-    stream = Stream(tmp_path, 64, {})
-    assert [stream._low(use, 8, 1) for use in (0, 8, 198, 199, 207)] == [0, 64, 1536, 0, 64]
-    assert stream._low(199, 8, 0) == 1536
+    stream = Stream(tmp_path, 64, 8, 1, {})
+    assert [stream._low(use) for use in (0, 8, 198, 199, 207)] == [0, 64, 1536, 0, 64]
+    assert Stream(tmp_path, 64, 8, 0, {})._low(199) == 1536
 
 
 def test_posts_of_dead_processes_are_removed(tmp_path: Path):

@@ -4,7 +4,7 @@
 cuts them into batches that depend on (seed, step) only. `Prefetch` keeps the next batches ready. This room needs no
 torch.
 
-Names are imported when they are first used, so processes that only tokenize load no schema of recipes.
+Names are imported when they are first used, so the process that tries a tokenizer loads nothing else.
 """
 
 from __future__ import annotations

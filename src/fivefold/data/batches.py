@@ -236,17 +236,14 @@ def _tree(weights: Sequence[int]) -> _Node | int:
 class Stage(NamedTuple):
     """The places from `begin` on: the weight of each source there."""
 
-    begin: int
-    weights: tuple[int, ...]
-
-
-ONE_SOURCE = (Stage(0, (1,)),)
+    begin: int = 0
+    weights: tuple[int, ...] = (1,)
 
 
 class Order:
     """Deals the places of a run out to sources. Stages are in order, and the first begins at 0."""
 
-    def __init__(self, stages: Sequence[Stage] = ONE_SOURCE):
+    def __init__(self, stages: Sequence[Stage] = (Stage(),)):
         assert stages[0].begin == 0
         self.stages = tuple(stages)
         self.sources = len(stages[0].weights)
@@ -262,8 +259,10 @@ class Order:
         stages_R = np.searchsorted(begins, places_R, side="right") - 1
         for number in np.unique(stages_R).tolist():
             (here,) = np.nonzero(stages_R == number)
-            self._deal(self._trees[number], here, places_R[here] - begins[number], sources_R, uses_R)
-            uses_R[here] += self._used[number][sources_R[here]]
+            places = places_R[here] - begins[number]
+            before = self._dealt(number, places)
+            sources_R[here] = (self._dealt(number, places + 1) - before).argmax(0)  # one is dealt one more
+            uses_R[here] = before[sources_R[here], np.arange(len(here))] + self._used[number][sources_R[here]]
         return sources_R, uses_R
 
     def before(self, place: int) -> list[int]:
@@ -271,35 +270,18 @@ class Order:
         number = max(n for n, stage in enumerate(self.stages) if n == 0 or stage.begin < place)
         return (self._used[number] + self._dealt(number, place - self.stages[number].begin)).tolist()
 
-    def _dealt(self, number: int, places: int) -> np.ndarray:
-        """Uses of each source in the first places of a stage."""
-        found = np.zeros(self.sources, np.int64)
-        open_ = [(self._trees[number], np.array(places, np.int64))]
+    def _dealt(self, number: int, places: int | np.ndarray) -> np.ndarray:
+        """Uses of each source in the first `places` places of a stage: (sources, ...)."""
+        counts = np.zeros((self.sources, *np.shape(places)), np.int64)
+        open_ = [(self._trees[number], np.asarray(places, np.int64))]
         while open_:
             node, count = open_.pop()
             if isinstance(node, int):
-                found[node] = count
+                counts[node] = count
             else:
                 left = node.lefts(count)
                 open_ += [(node.left, left), (node.right, count - left)]
-        return found
-
-    def _deal(
-        self,
-        node: _Node | int,
-        rows: np.ndarray,
-        places: np.ndarray,
-        sources_R: np.ndarray,
-        uses_R: np.ndarray,
-    ) -> None:
-        """Writes source and use of these rows, whose places below the node are given."""
-        if isinstance(node, int):
-            sources_R[rows], uses_R[rows] = node, places
-            return
-        before = node.lefts(places)
-        left = node.lefts(places + 1) > before
-        self._deal(node.left, rows[left], before[left], sources_R, uses_R)
-        self._deal(node.right, rows[~left], (places - before)[~left], sources_R, uses_R)
+        return counts
 
 
 class Batches:
@@ -327,7 +309,10 @@ class Batches:
     ):
         self.begins = begins or (lambda i: i * batch_size)
         given = tokens if isinstance(tokens, Sequence) else [tokens]
-        self.sources = [_cut(source, seq_len, objective) for source in given]
+        self.sources: list[Cut] = [
+            Concatenated(source, seq_len, objective) if isinstance(source, Tokens | Stream) else source
+            for source in given
+        ]
         self.order = order or Order()
         self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
         self.objective, self.mask_id, self.vocab_size, self.shuffle = objective, mask_id, vocab_size, shuffle
@@ -378,9 +363,8 @@ class Batches:
         """The sequences of a source that its uses take."""
         cut, count = self.sources[source], self.counts[source]
         if isinstance(cut, Concatenated) and isinstance(cut.tokens, Stream):
-            overlap = int(self.objective == "causal")
-            shuffled = partial(shuffled_window, seed_of(self.seed, source))
-            return cut.tokens.numbers(uses_R, self.seq_len, overlap, shuffled)
+            assert cut.tokens.seq_len == self.seq_len
+            return cut.tokens.numbers(uses_R, partial(shuffled_window, seed_of(self.seed, source)))
         return item_numbers(uses_R, count, self.seed, source) if self.shuffle else uses_R % count
 
     def _mask(self, found: Batch, places_R: np.ndarray) -> Batch:
@@ -394,7 +378,9 @@ class Batches:
         at_RM = np.sort(np.argpartition(scores_RT, hidden - 1, axis=1)[:, :hidden], axis=1)
         draw_RM = hash_keys(self.seed, 2, places_R[:, None], at_RM)
         uniform_RM = draw_RM / np.float64(2**64)
-        random_RM = (mix_again(draw_RM) % np.uint64(self.vocab_size)).astype(np.int64)
+        random_RM = (hash_keys(3, draw_RM) % np.uint64(self.vocab_size)).astype(
+            np.int64
+        )  # independent enough
         original_RM = np.take_along_axis(tokens_RT, at_RM, 1)
         shown_RM = np.where(uniform_RM < MASK_TO_MASK + MASK_TO_RANDOM, random_RM, original_RM)
         shown_RM = np.where(uniform_RM < MASK_TO_MASK, self.mask_id, shown_RM)
@@ -402,15 +388,6 @@ class Batches:
         np.put_along_axis(targets_RT, at_RM, original_RM, 1)
         np.put_along_axis(tokens_RT, at_RM, shown_RM, 1)
         return Batch(tokens_RT, targets_RT, found.first)
-
-
-def _cut(source: Tokens | Stream | Cut, seq_len: int, objective: Objective) -> Cut:
-    return source if hasattr(source, "read") else Concatenated(source, seq_len, objective)  # pyright: ignore
-
-
-def mix_again(draw: np.ndarray) -> np.ndarray:
-    """A second random number from the same draw, independent enough of the first."""
-    return hash_keys(3, draw)
 
 
 def objective_of(recipe: Recipe) -> Objective:

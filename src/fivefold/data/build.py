@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ from fivefold.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from fivefold.data.tokens import COUNTED, ENDS, FLAGS, FORMAT, NAMES, ShardWriter
+from fivefold.data.tokens import COUNTED, ENDS, FLAGS, FORMAT, NAMES, ShardWriter, Tell
 from fivefold.errors import UserError
 from fivefold.files import BROKEN, expanded, read_json, remove, write_atomically
 from fivefold.precision import token_bytes
@@ -47,7 +47,6 @@ from fivefold.recipe.schema import DataSection
 if TYPE_CHECKING:
     from fivefold.data.chat import ChatTemplate, Encoded
 
-Progress = Callable[[str, int, int | None], None]  # (stage, bytes done, total bytes if known)
 BPE_SAMPLE = 16 << 20  # characters of training text that BPE learns from; more hardly changes the merges
 BPE_PIECES = 16  # of a document, each of 128 Ki characters, so that a huge one is not the whole sample
 JOURNAL = "journal.json"
@@ -283,7 +282,7 @@ def _parts(document: Document, work: Work, summary: Summary) -> Iterator[tuple[i
 
 
 def build(
-    source: Source, data: DataSection, mask: bool, folder: Path, workers: int, tell: Progress
+    source: Source, data: DataSection, mask: bool, folder: Path, workers: int, tell: Tell
 ) -> dict[str, Any]:
     """Writes tokenizer.json and the shards into `folder` and returns their manifest.
 
@@ -295,7 +294,7 @@ def build(
         work = dataclasses.replace(work, threshold=threshold, cut=cut)
     while True:  # a second time if validation got no document or all of them
         if journal is None:
-            _save_tokenizer(data, mask, work, folder, workers, tell)
+            save_tokenizer(data, mask, work, folder, workers, tell)
         work = work.with_tokenizer(folder)
         summary, shards = _write_shards(work, folder, journal, data.max_bad_fraction, workers, tell)
         other = _other_rule(work, summary, data.val_fraction)
@@ -351,9 +350,7 @@ def is_named(tokenizer: str) -> bool:
     return tokenizer in ("bytes", "chars") or tokenizer.startswith("bpe:")
 
 
-def _save_tokenizer(
-    data: DataSection, mask: bool, work: Work, folder: Path, workers: int, tell: Progress
-) -> None:
+def save_tokenizer(data: DataSection, mask: bool, work: Work, folder: Path, workers: int, tell: Tell) -> None:
     """Writes the tokenizer of a source."""
     tokenizer = learn(data, mask, [(work, 1.0)], workers, tell)
     if data.chat_template:
@@ -365,7 +362,7 @@ def _save_tokenizer(
 
 
 def learn(
-    data: DataSection, mask: bool, texts: Sequence[tuple[Work, float]], workers: int, tell: Progress
+    data: DataSection, mask: bool, texts: Sequence[tuple[Work, float]], workers: int, tell: Tell
 ) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names, learned from sources if it asks for that: each by its share."""
     if data.tokenizer == "bytes":
@@ -385,7 +382,7 @@ def learn(
     return load_tokenizer(expanded("data.tokenizer", data.tokenizer), mask)
 
 
-def _sample(work: Work, share: float, tell: Progress) -> Iterator[str]:
+def _sample(work: Work, share: float, tell: Tell) -> Iterator[str]:
     """About BPE_SAMPLE characters of training text, or a source's share of them. The same source gives the same."""
     most, taken = int(BPE_SAMPLE * share), 0
     for document in work.split.samples(work.fields, max(1, most // SPAN)):
@@ -416,7 +413,7 @@ def _write_shards(
     journal: dict[str, Any] | None,
     max_bad_fraction: float,
     workers: int,
-    tell: Progress,
+    tell: Tell,
 ) -> tuple[Summary, dict[str, list[dict[str, Any]]]]:
     """Writes the shards, from where the journal ends."""
     if journal is None:

@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.data import mixture, preparation
+from fivefold.data import mixture, preparation, token_source
 from fivefold.data.batches import Batches, items_in, objective_of, steps_of
 from fivefold.data.build import is_named, require_good
 from fivefold.data.conversations import special_of
-from fivefold.data.kinds import hub, kind_of, token_files
+from fivefold.data.kinds import TOKEN_KINDS, hub, kind_of
 from fivefold.data.kinds.kind import Bad, Fields
-from fivefold.data.kinds.megatron import index_of
 from fivefold.data.mixture import Amount, amounts, order_of
 from fivefold.data.one_source import cache_key, check_tokenizer, require_vocabulary
 from fivefold.data.packing import DataSet, cut_of
@@ -98,19 +97,16 @@ def _amount(recipe: Recipe, tokens: int, held_out: int | None, documents: int | 
 
 def _found(recipe: Recipe, tokenizer: str) -> Found:
     """What is known of the only source of a recipe. tokenizer: the one that several sources share."""
-    if recipe.data.source.startswith(token_files.PREFIX):
-        shards = [
-            token_files.read_header(p, recipe.data.token_dtype)
-            for p in token_files.find_files(recipe.data.source)
-        ]
-        train, val = token_files.split(shards, recipe.data.val_fraction)
+    source = find(recipe.data.source)
+    if source.ids:
+        shards = token_source.headers(source, recipe)
+        train, val = token_source.split(shards, recipe.data.val_fraction)
         amount = _amount(recipe, len(train), None if val is None else len(val))
-        about = "about " * any(s.path.suffix == ".parquet" for s in shards)  # an empty row counts as one
+        about = "about " * any(TOKEN_KINDS[file.kind].copied for file in source.files)
         fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
         return Found(fact, amount, None if about else amount)
     mask = objective_of(recipe) == "mlm"
     check_tokenizer(recipe.data, mask)
-    source = find(recipe.data.source)
     if source.hub:
         hub.require_library(source.spec)
         return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")
@@ -238,35 +234,35 @@ def known(recipe: Recipe) -> DataSet | None:
     if data.sources or data.stream or "://" in data.source or data.source.startswith(hub.PREFIX):
         return None
     with suppress(_Work, UserError, OSError):
-        return _known_files(recipe) if data.source.startswith(token_files.PREFIX) else _known_text(recipe)
+        source = find(data.source)
+        return _known_files(recipe, source) if source.ids else _known_text(recipe, source)
     return None
 
 
-def _known_files(recipe: Recipe) -> DataSet:
-    data, paths = recipe.data, token_files.find_files(recipe.data.source)
+def _known_files(recipe: Recipe, source: Source) -> DataSet:
+    data = recipe.data
     if data.packing == "best_fit":
         raise _Work("a packing is kept by the hash of all tokens")
-    if any(path.suffix == ".parquet" for path in paths):
+    if any(TOKEN_KINDS[file.kind].copied for file in source.files):
         raise _Work("its ids are copied")
-    shards = [token_files.read_header(path, data.token_dtype) for path in paths]
-    for n, index in enumerate(map(index_of, paths)):
-        if index.is_file():
-            shards[n] = shards[n]._replace(index=(index, ""))
+    shards = token_source.headers(source, recipe)
     mask_id = (recipe.model.vocab_size or 1) - 1
-    return DataSet(token_files.split(shards, data.val_fraction)[0], None, None, mask_id + 1, mask_id, {})
+    return DataSet.of_one(
+        token_source.split(shards, data.val_fraction)[0], None, None, mask_id + 1, mask_id, {}
+    )
 
 
-def _known_text(recipe: Recipe) -> DataSet | None:
+def _known_text(recipe: Recipe, source: Source) -> DataSet | None:
     data, mask = recipe.data, objective_of(recipe) == "mlm"
     root = cache_folder(data.cache) / "data"
-    folder = root / cache_key(find(data.source), data, mask, root, _refuse)
+    folder = root / cache_key(source, data, mask, root, _refuse)
     if (manifest := read_manifest(folder)) is None:
         return None
     tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
     tokens = open_tokens(folder, manifest, "train")
     if data.packing == "best_fit" and len(tokens) > MOST_PACKED:
         raise _Work("packing")
-    return DataSet(tokens, None, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
+    return DataSet.of_one(tokens, None, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
 
 
 def _refuse(stage: str, done: int, total: int | None) -> None:

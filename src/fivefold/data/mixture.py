@@ -62,9 +62,6 @@ def weights_of(
 
 def amounts(recipe: Recipe, data: DataSet) -> dict[str, Amount]:
     """How much there is of each source."""
-    if not data.parts:
-        held_out = None if data.val is None else len(data.val)
-        return {"": Amount(len(data.train), cut_of(recipe, data, data.train).count, held_out)}
     return {
         part.name: Amount(
             len(part.train),
@@ -167,7 +164,7 @@ def stages_in_words(recipe: Recipe, found: Mapping[str, Amount]) -> list[str]:
 def facts(recipe: Recipe, data: DataSet) -> dict[str, Any]:
     """What RUN/data.json keeps: how much there was of each source and validation set."""
     found, specs = amounts(recipe, data), recipe.data.specs
-    infos = {part.name: part.info for part in data.parts} or {"": data.info}
+    infos = {part.name: part.info for part in data.parts}
     sources = [
         {
             "name": name,
@@ -181,7 +178,7 @@ def facts(recipe: Recipe, data: DataSet) -> dict[str, Any]:
     sets = [{"name": name, "tokens": len(tokens)} for name, tokens in data.validation_sets.items()]
     return {
         "sources": sources,
-        "stages": stages_in_words(recipe, found) if data.parts else [],
+        "stages": stages_in_words(recipe, found) if data.mixed else [],
         "validation": sets,
     }
 

@@ -6,26 +6,25 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fivefold.data import stream
+from fivefold.data import token_source
 from fivefold.data.batches import objective_of
-from fivefold.data.build import JOURNAL, Progress, build, is_named, require_few_bad
+from fivefold.data.build import JOURNAL, build, is_named, require_few_bad
 from fivefold.data.conversations import beside, read_template, special_of
-from fivefold.data.kinds import hub, token_files
+from fivefold.data.kinds import hub
 from fivefold.data.packing import DataSet
-from fivefold.data.sources import Memo, Source, find, remembered, sampled_sha256, sha256_file
+from fivefold.data.sources import Source, find, remembered, sampled_sha256, sha256_file
+from fivefold.data.stream import open_stream
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import (
     FORMAT,
     NAMES,
-    Shard,
-    Tokens,
+    Tell,
     open_tokens,
     read_manifest,
     write_manifest,
@@ -35,7 +34,6 @@ from fivefold.files import (
     cache_folder,
     expanded,
     flush_all,
-    held,
     locked,
     make_folder,
     own_word,
@@ -46,13 +44,8 @@ from fivefold.files import (
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
 
-LEAST_VAL = (
-    1 << 16
-)  # tokens that a stream keeps for validation; no fewer, so that few settings make another stream
-LEAST_SHARD, MOST_SHARD = 1 << 10, 1 << 22  # tokens
 
-
-def prepare_source(recipe: Recipe, progress: Progress | None = None, workers: int | None = None) -> DataSet:
+def prepare_source(recipe: Recipe, progress: Tell | None = None, workers: int | None = None) -> DataSet:
     """The data of `data.source`. It is tokenized first, unless the cache has this content with these settings.
 
     Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
@@ -60,10 +53,11 @@ def prepare_source(recipe: Recipe, progress: Progress | None = None, workers: in
     every fault of the source, with file and offset.
     """
     tell = progress or (lambda stage, done, total: None)
-    if recipe.data.source.startswith(token_files.PREFIX):
-        data = token_files.open_files(recipe, tell)
+    source = find(recipe.data.source)
+    if source.ids:
+        data = token_source.open_files(source, recipe, tell)
     else:
-        data = _prepare_text(recipe, tell, workers or cores())
+        data = _prepare_text(source, recipe, tell, workers or cores())
     require_vocabulary(recipe, data.vocab_size)
     return data
 
@@ -85,11 +79,10 @@ def require_vocabulary(recipe: Recipe, size: int) -> None:
     )
 
 
-def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
+def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> DataSet:
     data, mask = recipe.data, objective_of(recipe) == "mlm"
     root, began = cache_folder(data.cache) / "data", time.perf_counter()
     check_tokenizer(data, mask)
-    source = find(data.source)
     if data.stream:
         return _prepare_stream(source, recipe, mask, root, tell)
     with writable(root):
@@ -111,94 +104,20 @@ def _prepare_text(recipe: Recipe, tell: Progress, workers: int) -> DataSet:
     info = {"source": data.source, "fingerprint": key, "folder": str(folder), "cached": cached, **facts}
     info["seconds"] = round(time.perf_counter() - began, 3)
     held_out = val if data.val_fraction > 0 else None
-    return DataSet(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
+    return DataSet.of_one(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
 
 
-def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell: Progress) -> DataSet:
-    """The data set of a stream, as soon as validation is there and training has a beginning."""
-    data, seq_len, overlap = recipe.data, recipe.model.seq_len, not mask
+def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell: Tell) -> DataSet:
     if any(f.url.startswith("memory:") for f in source.files):
-        raise UserError(f"data.stream: another process tokenizes, and cannot read {data.source}")
-    wanted = recipe.train.val_sequences * seq_len + overlap if data.val_fraction else 0
-    most_val = max(LEAST_VAL, 1 << (wanted - 1).bit_length()) if wanted else 0
-    shard = max(LEAST_SHARD, min(MOST_SHARD, data.stream_window))
-    with writable(root):
-        key = cache_key(source, data, mask, root, tell)
-        folder = _stream_folder(root, _hash(key, shard, most_val))
-        make_folder(folder)
-        setup = {
-            "source": data.source,
-            "data": data.model_dump_json(),
-            "mask": mask,
-            "val": most_val,
-            "shard": shard,
-        }
-        stream.start(folder, setup, anew=True)
+        raise UserError(f"data.stream: another process tokenizes, and cannot read {recipe.data.source}")
     if source.left_out:
         tell(f"note: {source.left_out}", 0, None)
-    cached = (now := stream.read_progress(folder)) is not None
-    if now is not None:
-        _require_room(data, now, seq_len, most_val)
-    while (
-        now is None or not (now.full or now.val >= wanted) or not now.has(now.first, now.first + seq_len + 1)
-    ):
-        if (text := stream.error_of(folder)) is not None:
-            raise UserError(text)
-        stream.start(folder, setup)
-        done = 0 if now is None else now.read
-        tell("tokenizing until training can start", done, None)
-        time.sleep(0.05)
-        if now := stream.read_progress(folder):
-            _require_room(data, now, seq_len, most_val)
-    if wanted and now.val <= overlap:
-        raise UserError(
-            f"data.source: no document of {data.source} was held out by data.val_fraction = {data.val_fraction}, which "
-            "data.stream chooses by their hashes. Increase it, or set it to 0"
-        )
-    tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
-    train = stream.Stream(folder, data.stream_window, setup)
-    val = Tokens([Shard(folder / "val-00000.bin", now.dtype, 0, min(wanted, now.val))]) if wanted else None
-    info = {
-        "source": data.source,
-        "fingerprint": _hash(key, data.stream_window),
-        "folder": str(folder),
-        "cached": cached,
-    }
-    info |= {
-        "files": len(source.counted),
-        "tokens": {"train": now.count - now.first, "val": now.val},
-    }
-    return DataSet(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
-
-
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-def _stream_folder(root: Path, key: str) -> Path:
-    """The folder of a stream on this machine: another one where a machine with the same disk tokenizes already."""
-    folder, host = root / f"{key}.stream", socket.gethostname()
-    try:
-        owner = (folder / stream.BUILDER).read_text("utf-8")
-    except OSError:
-        return folder
-    if owner not in ("", host):
-        lock = held(folder / stream.BUILDER)
-        if lock is None:
-            return root / f"{key}.stream-{host}"
-        lock.close()
-    return folder
-
-
-def _require_room(data: DataSection, now: stream.Progress, seq_len: int, most_val: int) -> None:
-    window = max(data.stream_window, seq_len) + 1
-    # Two windows: while one rank waits for the next, others still read this one.
-    least = (2 * window + 2 * now.shard + most_val) * now.item / 2**30
-    if 0 < data.stream_gib < least:
-        raise UserError(
-            f"data.stream_gib = {data.stream_gib} is too small for data.stream_window = {data.stream_window}. Nearest "
-            f"valid: stream_gib = {least * 1.001:.4g}"
-        )
+    with writable(root):
+        key = cache_key(source, recipe.data, mask, root, tell)
+        train, val, info = open_stream(recipe, mask, root, key, tell)
+    tokenizer = load_tokenizer(train.folder / "tokenizer.json", mask)
+    info |= {"files": len(source.counted)}
+    return DataSet.of_one(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
 
 
 def _make(
@@ -209,7 +128,7 @@ def _make(
     key: str,
     alone: bool,
     workers: int,
-    tell: Progress,
+    tell: Tell,
 ) -> dict[str, Any]:
     """Builds in a temporary folder and renames it, so that a folder with the key's name is always complete.
 
@@ -242,7 +161,7 @@ def _make(
             remove(temporary)
 
 
-def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: Progress) -> str:
+def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: Tell) -> str:
     """Hash of everything that determines the shards: format, content of the source, tokenizer, settings."""
     if source.hub:
         content: Any = hub.fingerprint(source.spec)
@@ -255,7 +174,7 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: P
             tell("reading", done, source.size)
 
         where = hashlib.sha256(os.path.abspath(data.source).encode("utf-8", "surrogateescape")).hexdigest()
-        memo = Memo(root / f"files-{where[:16]}{'-sampled' * data.stream}.json")
+        memo = root / f"files-{where[:16]}{'-sampled' * data.stream}.json"
         hashes = remembered(
             [f.path for f in local],
             memo,
@@ -295,7 +214,7 @@ def check_tokenizer(data: DataSection, mask: bool) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
+def progress_bar() -> Iterator[Tell]:
     """A progress callback for `prepare`: shows a bar on a terminal, and one line per stage elsewhere (on stderr)."""
     if not sys.stderr.isatty():
         seen: set[str] = set()

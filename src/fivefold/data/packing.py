@@ -7,7 +7,7 @@ first, go into the fullest sequence that has room for them. Each token of the so
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,8 @@ SCANNED = 1 << 24  # tokens searched for the end token at once
 
 
 class Part(NamedTuple):
-    """A source of a mixture with its two splits, or a validation set (all of it is `train`). info: as in `DataSet`."""
+    """A source with its two splits, or a validation set (all of it is `train`). name: "" of the only source. val: None
+    if nothing is held out. info: as in `DataSet`."""
 
     name: str
     train: Tokens | Stream
@@ -38,40 +39,60 @@ class Part(NamedTuple):
 class DataSet:
     """The prepared data of a run.
 
-    train, val: the two splits (val is None if nothing is held out; train is a `Stream` with `data.stream`). parts: the
-    sources of a mixture; `train` and `val` are then the first one's. validation: further sets. tokenizer: None for
-    `tokens:` sources. vocab_size: all ids are below it. mask_id: the id of a hidden token, where the objective is
-    `mlm`. info: source, fingerprint, folder, cached, documents / tokens / bytes per split, skipped documents.
+    parts: the sources. train, val: the splits of the first one (train is a `Stream` with `data.stream`). validation:
+    further sets. tokenizer: None for `tokens:` sources. vocab_size: all ids are below it. mask_id: the id of a hidden
+    token, where the objective is `mlm`. info: source, fingerprint, folder, cached, documents / tokens / bytes per
+    split, skipped documents.
     """
 
-    train: Tokens | Stream
-    val: Tokens | None
+    parts: tuple[Part, ...]
     tokenizer: Tokenizer | None
     vocab_size: int
-    mask_id: int | None = None
-    info: dict[str, Any] = field(default_factory=dict)
-    parts: tuple[Part, ...] = ()
+    mask_id: int | None
+    info: dict[str, Any]
     validation: tuple[Part, ...] = ()
+
+    @classmethod
+    def of_one(
+        cls,
+        train: Tokens | Stream,
+        val: Tokens | None,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        mask_id: int | None,
+        info: dict[str, Any],
+    ) -> DataSet:
+        return cls((Part("", train, val, info),), tokenizer, vocab_size, mask_id, info)
+
+    @property
+    def mixed(self) -> bool:
+        """There is a mixture, perhaps of one source."""
+        return self.parts[0].name != ""
+
+    @property
+    def train(self) -> Tokens | Stream:
+        return self.parts[0].train
+
+    @property
+    def val(self) -> Tokens | None:
+        return self.parts[0].val
 
     @property
     def sources(self) -> dict[str, Tokens | Stream]:
         """The training split of each source by its name; the only one has none."""
-        return {part.name: part.train for part in self.parts} or {"": self.train}
+        return {part.name: part.train for part in self.parts}
 
     @property
     def held_out(self) -> dict[str, Tokens]:
         """What is held out of each source, by the name of its validation set."""
-        found = {part.name: part.val for part in self.parts} or {HELD_OUT: self.val}
-        return {name: tokens for name, tokens in found.items() if tokens is not None}
+        return {part.name or HELD_OUT: part.val for part in self.parts if part.val is not None}
 
     @property
     def validation_sets(self) -> dict[str, Tokens]:
         """All validation sets by name."""
-        found = self.held_out
-        for part in self.validation:
-            assert isinstance(part.train, Tokens), "only training data are streamed"
-            found[part.name] = part.train
-        return found
+        own = {part.name: part.train for part in self.validation if isinstance(part.train, Tokens)}
+        assert len(own) == len(self.validation), "only training data are streamed"
+        return self.held_out | own
 
 
 class Packed:

@@ -10,22 +10,24 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fivefold.data.batches import objective_of
-from fivefold.data.build import Progress, Work, learn
-from fivefold.data.kinds import megatron, token_files
+from fivefold.data.build import Work, learn
+from fivefold.data.kinds import megatron
+from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.mixture import amounts, require_enough, require_sequence, weights_of
 from fivefold.data.one_source import cache_key, check_tokenizer, prepare_source
-from fivefold.data.packing import DataSet, Part, cut_of, end_of
+from fivefold.data.packing import DataSet, cut_of, end_of
 from fivefold.data.sources import find
-from fivefold.data.stream import Stream, read_progress
+from fivefold.data.stream import Stream
+from fivefold.data.token_source import require_one_split
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.data.tokens import Shard, Tokens
+from fivefold.data.tokens import Tell, Tokens
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, locked, make_folder, writable
 from fivefold.host import cores
@@ -40,7 +42,7 @@ TOKENIZERS = 2
 """Of tokenizers that several sources share: raise it when the same sources would give another one."""
 
 
-def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | None = None) -> DataSet:
+def prepare(recipe: Recipe, progress: Tell | None = None, workers: int | None = None) -> DataSet:
     """The data set of a recipe. It is tokenized first, unless the cache has this content with these settings.
 
     Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
@@ -59,14 +61,15 @@ def prepare(recipe: Recipe, progress: Progress | None = None, workers: int | Non
     return data
 
 
-def _prepare_all(recipe: Recipe, progress: Progress | None, workers: int | None) -> DataSet:
+def _prepare_all(recipe: Recipe, progress: Tell | None, workers: int | None) -> DataSet:
     """Sources and validation sets, each by itself, with one tokenizer."""
     began, section, shared = time.perf_counter(), recipe.data, recipe
     learned = is_learned(section.tokenizer)
     if learned and (section.sources or section.tokenizer == "chars"):
         shared = _with(recipe, tokenizer=_learned(recipe, progress, workers))
     found = {key: _alone(key, one, progress, workers) for key, one in sources_of(shared).items()}
-    tokenizer = next(iter(found.values())).tokenizer
+    first = next(iter(found.values()))
+    tokenizer = first.tokenizer
     if learned and not section.sources and tokenizer is not None:
         shared = _with(shared, tokenizer=_keep(recipe, tokenizer.to_json(), lambda: tokenizer))
     validated = {key: _alone(key, one, progress, workers) for key, one in validation_of(shared).items()}
@@ -75,44 +78,29 @@ def _prepare_all(recipe: Recipe, progress: Progress | None, workers: int | None)
     vocab_size = _common_vocabulary(recipe, everything)
     masked = any(one.mask_id is not None for one in everything.values())
     mask_id = text.mask_id if text is not None else vocab_size - 1 if masked else None
-    parts = tuple(
-        Part(entry.name, one.train, one.val, one.info)
-        for entry, one in zip(section.sources, found.values(), strict=False)
+    parts, validation = (
+        tuple(one.parts[0]._replace(name=key.partition(", ")[2]) for key, one in sets.items())
+        for sets in (found, validated)
     )
-    validation = tuple(
-        Part(entry.name, one.train, None, one.info)
-        for entry, one in zip(section.validation, validated.values(), strict=True)
-    )
-    first = next(iter(found.values()))
-    info = _info(parts) if parts else first.info
+    info = first.info
+    if section.sources:
+        info = {
+            "source": f"{len(parts)} sources",
+            "fingerprint": [[part.name, part.info["fingerprint"]] for part in parts],
+            "cached": all(part.info["cached"] for part in parts),
+            "sources": {part.name: part.info for part in parts},
+        }
     if validation:
         info = info | {"validation": {part.name: part.info for part in validation}}
-    return replace(
-        first,
-        tokenizer=None if text is None else text.tokenizer,
-        vocab_size=vocab_size,
-        mask_id=mask_id,
-        info=info | {"seconds": round(time.perf_counter() - began, 3)},
-        parts=parts,
-        validation=validation,
-    )
-
-
-def _info(parts: Sequence[Part]) -> dict[str, Any]:
-    """`DataSet.info` of a mixture."""
-    return {
-        "source": f"{len(parts)} sources",
-        "fingerprint": [[part.name, part.info["fingerprint"]] for part in parts],
-        "cached": all(part.info["cached"] for part in parts),
-        "sources": {part.name: part.info for part in parts},
-    }
+    info = info | {"seconds": round(time.perf_counter() - began, 3)}
+    return DataSet(parts, text.tokenizer if text else None, vocab_size, mask_id, info, validation)
 
 
 def _with(recipe: Recipe, **data: Any) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
 
 
-def _alone(key: str, recipe: Recipe, progress: Progress | None, workers: int | None) -> DataSet:
+def _alone(key: str, recipe: Recipe, progress: Tell | None, workers: int | None) -> DataSet:
     """A source by itself. Its own ids say how many there are; `_common_vocabulary` compares."""
     model = recipe.model.model_copy(update={"vocab_size": None})
     with named(key):
@@ -135,9 +123,9 @@ def validation_of(recipe: Recipe) -> dict[str, Recipe]:
     for entry in recipe.data.validation:
         key = f"data.validation, {entry.name}"
         found[key] = _of_entry(recipe, entry, val_fraction=0.0, stream=False)
-        if entry.source.startswith(token_files.PREFIX):
+        if entry.source.startswith(TOKENS):
             with named(key):
-                token_files.require_one_split(entry.source)
+                require_one_split(find(entry.source))
     return found
 
 
@@ -202,8 +190,8 @@ def shared_tokenizer(recipe: Recipe, most: int) -> str:
     if not shared or not (cache_folder(section.cache) / "data").is_dir():
         return section.tokenizer
     every = [*sources_of(recipe).values(), *validation_of(recipe).values()]
-    sources = [find(one.data.source) for one in every if not one.data.source.startswith(token_files.PREFIX)]
-    if any(source.hub for source in sources) or sum(source.size for source in sources) > most:
+    texts = [source for one in every if not (source := find(one.data.source)).ids]
+    if any(source.hub for source in texts) or sum(source.size for source in texts) > most:
         return section.tokenizer
     return _learned(recipe, None, None, make=False)
 
@@ -213,7 +201,7 @@ def is_learned(spec: str) -> bool:
     return spec == "chars" or spec.startswith("bpe:")
 
 
-def _learned(recipe: Recipe, progress: Progress | None, workers: int | None, make: bool = True) -> str:
+def _learned(recipe: Recipe, progress: Tell | None, workers: int | None, make: bool = True) -> str:
     """The path of the tokenizer.json that is learned from all sources, each by its share."""
     tell = progress or (lambda stage, done, total: None)
     section, mask = recipe.data, objective_of(recipe) == "mlm"
@@ -222,9 +210,7 @@ def _learned(recipe: Recipe, progress: Progress | None, workers: int | None, mak
     if section.tokenizer == "chars":  # characters that only validation has need an id, too
         recipes |= validation_of(recipe)
     texts = [
-        (name, one.data, find(one.data.source))
-        for name, one in recipes.items()
-        if not one.data.source.startswith(token_files.PREFIX)
+        (name, one.data, source) for name, one in recipes.items() if not (source := find(one.data.source)).ids
     ]
     if not texts:  # no tokenizer is needed
         return section.tokenizer
@@ -272,7 +258,7 @@ def _shares_of_sample(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, flo
     return {name: value / total if total else 1 / len(found) for name, value in found.items()}
 
 
-def finished(data: DataSet, recipe: Recipe, tell: Progress) -> DataSet:
+def finished(data: DataSet, recipe: Recipe, tell: Tell) -> DataSet:
     """The data set with all tokens of its streams.
 
     Raises:
@@ -285,27 +271,14 @@ def finished(data: DataSet, recipe: Recipe, tell: Progress) -> DataSet:
             f"data.stream_gib = {recipe.data.stream_gib}: the tokens of such a stream are not kept, so they cannot be "
             "made ahead. Nearest valid: stream_gib = 0"
         )
-    if data.parts:
-        found = [part._replace(**_whole(part.train, part.info, tell)) for part in data.parts]
-        info = data.info | {"sources": {part.name: part.info for part in found}}
-        return replace(data, train=found[0].train, parts=tuple(found), info=info)
-    return replace(data, **_whole(data.train, data.info, tell))
-
-
-def _whole(tokens: Tokens | Stream, info: dict[str, Any], tell: Progress) -> dict[str, Any]:
-    """The fields `train` and `info` of a source when it is tokenized."""
-    if isinstance(tokens, Tokens):
-        return {"train": tokens, "info": info}
-    tokens.finish(tell)
-    now = read_progress(tokens.folder)
-    assert now is not None
-    assert now.total is not None
-    starts = range(0, now.total, now.shard)
-    paths = [tokens.folder / f"train-{i:05d}.bin" for i in range(len(starts))]
-    shards = [
-        Shard(p, now.dtype, 0, min(now.shard, now.total - s)) for p, s in zip(paths, starts, strict=True)
-    ]
-    return {"train": Tokens(shards), "info": info | {"tokens": {"train": now.total, "val": now.val}}}
+    parts = []
+    for part in data.parts:
+        if isinstance(part.train, Stream):
+            train, count = part.train.whole(tell)
+            part = part._replace(train=train, info=part.info | {"tokens": count})
+        parts.append(part)
+    news = {"sources": {part.name: part.info for part in parts}} if data.mixed else parts[0].info
+    return replace(data, parts=tuple(parts), info=data.info | news)
 
 
 def write_megatron(data: DataSet, recipe: Recipe, name: Path) -> list[Path]:
@@ -322,7 +295,7 @@ def write_megatron(data: DataSet, recipe: Recipe, name: Path) -> list[Path]:
         )
     make_folder(name.parent)
     paths = []
-    for source in data.parts or (Part("", data.train, data.val, {}),):
+    for source in data.parts:
         for split, tokens in (("train", source.train), ("val", source.val)):
             if isinstance(tokens, Tokens):
                 words = filter(None, (name.name, source.name, split))

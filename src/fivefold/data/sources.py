@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.data.kinds import SUFFIXES, hub, kind_of, named, remote
-from fivefold.data.kinds.kind import BY_RULE, ENDED, PACKED, SPAN, VAL, Bad, Document, Fields, File
+from fivefold.data.kinds import SUFFIXES, TOKEN_SUFFIXES, hub, kind_of, named, remote, token_kind
+from fivefold.data.kinds.kind import BY_RULE, ENDED, PACKED, SPAN, TOKENS, VAL, Bad, Document, Fields, File
 from fivefold.errors import UserError, several
 from fivefold.files import write_atomically
 from fivefold.host import cores
@@ -41,13 +41,14 @@ class Source(NamedTuple):
     """The files of a source.
 
     spec: the recipe's text. unknown: number of files of other kinds, by extension. hub: it is a data set of Hugging
-    Face, one file without a size.
+    Face, one file without a size. ids: its files hold ids, not text.
     """
 
     spec: str
     files: list[File]
     unknown: dict[str, int] = {}  # noqa: RUF012
     hub: bool = False
+    ids: bool = False
 
     @property
     def counted(self) -> list[File]:
@@ -73,6 +74,8 @@ def find(spec: str) -> Source:
     """
     if spec == "stdlib":
         return _stdlib()
+    if spec.startswith(TOKENS):
+        return Source(spec, _token_files(spec), ids=True)
     if spec.startswith(hub.PREFIX):
         hub.parse(spec)
         return Source(spec, [hub.file_of(spec)], hub=True)
@@ -100,6 +103,35 @@ def find(spec: str) -> Source:
         raise UserError(f"data.source: {spec!r} is neither a regular file nor a folder")
     hint = "; known words: stdlib, tokens:PATH, hf:NAME" if os.sep not in spec else ""
     raise UserError(f"data.source: no such file or folder: {spec!r}; {nearest(path)}{hint}")
+
+
+def _token_files(spec: str) -> list[File]:
+    """The files of `tokens:PATH`, sorted. PATH is a file, a folder with token files, a glob, or a name without .bin, as
+    Megatron-LM has them."""
+    given = spec.removeprefix(TOKENS)
+    if not given:
+        raise UserError("data.source = 'tokens:': the path is missing; write tokens:PATH")
+    pattern = Path(os.path.expanduser(given))
+    with_suffix = pattern.with_name(f"{pattern.name}.bin")
+    if pattern.is_dir():
+        paths = [p for p in pattern.iterdir() if token_kind(p)]
+    elif pattern.is_file() or with_suffix.is_file():
+        paths = [pattern if pattern.is_file() else with_suffix]
+    else:
+        paths = [p for p in map(Path, glob.glob(str(pattern), recursive=True)) if p.is_file()]
+    if not paths:
+        known = ", ".join(TOKEN_SUFFIXES)
+        raise UserError(f"data.source: no token file ({known}) at {spec!r}; {nearest(pattern)}")
+    of_index = {p: p.with_suffix(".bin") for p in paths if p.suffix == ".idx"}
+    files = []
+    for path in sorted({(b if (b := of_index.get(p, p)).is_file() else p).absolute() for p in paths}):
+        kind = token_kind(path)
+        if kind is None:
+            raise UserError(
+                f"data.source: {path}: token files end in .bin (nanoGPT, llm.c, Megatron-LM), .npy or .parquet"
+            )
+        files.append(File(path.name, path, kind.name, _size(path)))
+    return files
 
 
 def nearest(path: Path) -> str:
@@ -360,57 +392,38 @@ def sampled_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-class Memo:
-    """Remembers a value per file while the file is certainly unchanged, in one JSON file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._changed = False
-        try:
-            self._known: dict[str, dict[str, Any]] = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError):
-            self._known = {}
-
-    def get(self, path: Path, stat: Stat) -> Any | None:
-        entry = self._known.get(str(path))
-        if (
-            entry is None or entry["stat"] != stat or os.name == "nt"
-        ):  # Windows: ctime is the time of creation
-            return None
-        return entry["value"] if entry["at"] - max(stat[1], stat[2]) > RACY_NS else None
-
-    def put(self, path: Path, stat: Stat, at: int, value: Any) -> None:
-        self._known[str(path)] = {"stat": stat, "at": at, "value": value}
-        self._changed = True
-
-    def forget(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            self._known.pop(str(path), None)
-
-    def save(self) -> None:
-        if self._changed:
-            write_atomically(self.path, json.dumps(self._known))
-
-
 def remembered(
-    paths: list[Path], memo: Memo, compute: Callable[[Path], Any], unreadable: Callable[[OSError], Any]
+    paths: Sequence[Path],
+    memo: Path,
+    compute: Callable[[Path], Any],
+    unreadable: Callable[[OSError], Any],
+    usable: Callable[[Path, Any], bool] = lambda path, value: True,
 ) -> list[Any]:
-    """compute(path) for each file, in threads. An unchanged file gives its remembered value."""
+    """compute(path) for each file, in threads. Values of files that are certainly unchanged are taken from `memo`, a
+    JSON file, if they are usable."""
+    try:
+        known: dict[str, dict[str, Any]] = json.loads(memo.read_text("utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    before = dict(known)
 
-    def one(path: Path) -> Any:
-        before, at = stat_of(path), time.time_ns()
-        if before is not None and (known := memo.get(path, before)) is not None:
-            return known
+    def value_of(path: Path) -> Any:
+        state, at, entry = stat_of(path), time.time_ns(), known.get(str(path))
+        if state is not None and entry is not None and entry["stat"] == state:
+            certain = entry["at"] - max(state[1:3]) > RACY_NS
+            if certain and usable(path, entry["value"]):
+                return entry["value"]
         try:
             value = compute(path)
         except OSError as error:
             return unreadable(error)
-        if stat_of(path) != before or before is None:
+        if stat_of(path) != state or state is None:
             raise UserError(f"{path}: changed while being read; run again when it is complete")
-        memo.put(path, before, at, value)
+        known[str(path)] = {"stat": state, "at": at, "value": value}
         return value
 
     with ThreadPoolExecutor(cores()) as pool:
-        values = list(pool.map(one, paths))
-    memo.save()
+        values = list(pool.map(value_of, paths))
+    if known != before:
+        write_atomically(memo, json.dumps(known))
     return values

@@ -19,7 +19,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fivefold.data.build import Chunk, Summary, Work, learn, require_few_bad, require_good, run, skipped
+from fivefold.data.build import (
+    Chunk,
+    Summary,
+    Work,
+    require_few_bad,
+    require_good,
+    run,
+    save_tokenizer,
+    skipped,
+)
 from fivefold.data.kinds.kind import TRAIN, VAL
 from fivefold.data.sources import find
 from fivefold.data.stream import (
@@ -33,7 +42,7 @@ from fivefold.data.stream import (
     commits,
     read_progress,
 )
-from fivefold.data.tokens import NAMES, ShardWriter
+from fivefold.data.tokens import ShardWriter
 from fivefold.errors import UserError
 from fivefold.files import BROKEN, Lines, held, posts, remove, write_atomically
 from fivefold.host import cores
@@ -100,22 +109,17 @@ class StreamWriter:
         self.work = Work.of(find(data.source), data)
         self._looked = self._published = 0.0
         self._posts: list[dict[str, Any]] = []
-        self._read = time.monotonic()
+        self._read = time.monotonic()  # when somebody last was there to read
 
     def run(self) -> None:
         if not (self.folder / "tokenizer.json").exists():
-            tokenizer = learn(self.data, self.mask, [(self.work, 1.0)], cores(), lambda *_: None)
-            tokenizer.save(self.folder / "tokenizer.json")
+            save_tokenizer(self.data, self.mask, self.work, self.folder, cores(), lambda *_: None)
         self.work = self.work.with_tokenizer(self.folder)
         self.now = self._left() or Progress(self.work.dtype, self.shard, full=not self.most_val)
-        self.noted = set(commits(self.folder))
+        self.borders = set(commits(self.folder))
         with Lines(self.folder / COMMITS) as self.lines:
-            while True:
-                try:
-                    self._grow()
-                    return
-                except _StartAgain as wanted:
-                    self._start_again(wanted.low)
+            while (low := self._grow()) is not None:
+                self._start_again(low)
 
     def _left(self) -> Progress | None:
         """What the folder holds, without shards that an interruption has left; None: nothing, or not all it says."""
@@ -124,19 +128,20 @@ class StreamWriter:
             return None
         wanted = {f"train-{i:05d}" for i in range(now.first // self.shard, -(-now.count // self.shard))}
         wanted |= {"val-00000"} if now.val else set()
-        there = {path.stem for path in self.folder.glob("*-*.bin")}
-        for name in there - wanted:
-            for path in self.folder.glob(f"{name}.*"):
+        for path in self.folder.glob("*-*.*"):
+            if path.suffix in (".bin", ".digests") and path.stem not in wanted:
                 remove(path)
-        return now if wanted <= there else None
+        return now if all((self.folder / f"{name}.bin").exists() for name in wanted) else None
 
-    def _grow(self) -> None:
-        """Tokenizes from where the folder ends to the end of the source, and stays while somebody reads."""
+    def _grow(self) -> int | None:
+        """Tokenizes from where the folder ends to the end of the source, and stays while somebody reads. Returns the
+        token from which on it has to start again, since a reader waits for it; None: nobody reads any more."""
         now, files = self.now, self.work.split.files
-        self.position, self.writers = [now.at.train, now.at.val], []
-        for name, count in zip(NAMES, (now.count, now.val), strict=True):
-            shard = self.shard if name == "train" else max(1, self.most_val)
-            self.writers.append(ShardWriter(self.folder, name, now.dtype, shard, count))
+        self.position = [now.at.train, now.at.val]
+        self.writers = [
+            ShardWriter(self.folder, "train", now.dtype, self.shard, now.count),
+            ShardWriter(self.folder, "val", now.dtype, max(1, self.most_val), now.val),
+        ]
         total = Summary.of(now.summary) if now.summary else Summary()
         try:
             if now.total is None or now.count < now.total:
@@ -145,16 +150,19 @@ class StreamWriter:
                         self._append(chunk)
                     total.add(group.summary)
                     require_good(files, group.summary.bad, self.data.max_bad_fraction)
-                    self._note(Commit(self.position[0], self.position[1], tuple(group.place)), total)
+                    self._note(Commit(self.position[TRAIN], self.position[VAL], tuple(group.place)), total)
                     self._look()
                     if time.monotonic() - self._published >= PUBLISH_S:
                         self._publish()
                 self.now = self.now._replace(total=self.position[TRAIN], full=True)
                 self._publish()
                 require_few_bad(skipped(total, files), self.data.max_bad_fraction)
-            while self.now.first and time.monotonic() - self._read < UNREAD_S:
+            while self.now.first and not self._unread():
                 time.sleep(QUIET)
                 self._look()
+            return None
+        except _StartAgain as again:
+            return again.low
         finally:
             for writer in self.writers:
                 writer.close()
@@ -162,29 +170,42 @@ class StreamWriter:
     def _append(self, chunk: Chunk) -> None:
         """Writes what is not there yet."""
         writer, ids = self.writers[chunk.split], chunk.ids
-        known = writer.count - self.position[chunk.split]
+        there = writer.count - self.position[chunk.split]
         self.position[chunk.split] += len(ids)
-        ids = ids[max(0, known) :]
+        ids = ids[max(0, there) :]
         if chunk.split == VAL:
-            ids = ids[: max(0, self.most_val - writer.count)] if not self.now.full else ids[:0]
+            writer.write(ids[: 0 if self.now.full else max(0, self.most_val - writer.count)])
+            return
         for start in range(0, len(ids), self.shard):
             part = ids[start : start + self.shard]
-            if chunk.split == TRAIN:
-                self._make_room(len(part) * self.now.item)
+            self._make_room(len(part) * self.now.item)
             writer.write(part)
 
     def _note(self, at: Commit, total: Summary) -> None:
         """Notes the first border in each shard."""
-        if at.train // self.shard > self.now.at.train // self.shard and at not in self.noted:
-            self.noted.add(at)
-            self.lines.write(json.dumps(at))
+        if at.train // self.shard > self.now.at.train // self.shard:
+            self._add_border(at)
         full = self.now.full or self.writers[VAL].count >= self.most_val
         self.now = self.now._replace(at=at, full=full, summary=dataclasses.asdict(total))
+
+    def _add_border(self, at: Commit) -> None:
+        if at not in self.borders:
+            self.borders.add(at)
+            self.lines.write(json.dumps(at))
+
+    def _border(self, low: int) -> Commit:
+        """The last noted border before the shard of a token."""
+        shard = low // self.shard * self.shard
+        return max((c for c in self.borders if c.train <= shard), default=Commit())
 
     def _publish(self) -> None:
         for writer in self.writers:
             writer.flush()
-        self.now = self.now._replace(count=self.writers[TRAIN].count, val=self.writers[VAL].count)
+        self._write(count=self.writers[TRAIN].count)
+
+    def _write(self, **news: Any) -> None:
+        """Tells readers what there is, with these news."""
+        self.now = self.now._replace(val=self.writers[VAL].count, **news)
         write_atomically(self.folder / PROGRESS, json.dumps(self.now._asdict()))
         self._published = time.monotonic()
 
@@ -203,12 +224,10 @@ class StreamWriter:
             self._read = time.monotonic()
         for post in self._posts:
             with contextlib.suppress(*BROKEN):
-                if post["hint"] and (hint := Commit.of(post["hint"])) not in self.noted:
-                    self.noted.add(hint)
-                    self.lines.write(json.dumps(hint))
-        active = [post for post in self._posts if post["active"]]
-        lows = [post["low"] for post in active if not self._has(post)]
-        if not lows or len(lows) < len(active):  # who reads now comes first
+                if post["hint"]:
+                    self._add_border(Commit.of(post["hint"]))
+        lows = [post["low"] for post in self._waiting()]
+        if not lows or len(lows) < sum(post["active"] for post in self._posts):  # who reads now comes first
             return
         gone = max(lows) < self.now.first
         # Further ahead it goes on only if a border there is known and validation is complete.
@@ -217,55 +236,47 @@ class StreamWriter:
         if gone or (jumps and self._border(min(lows)).train > there):
             raise _StartAgain(min(lows))
 
-    def _has(self, post: dict[str, Any]) -> bool:
-        return self.now.has(post["low"], post["need"])
+    def _waiting(self) -> list[dict[str, Any]]:
+        """The readers whose tokens are not there."""
+        return [
+            post for post in self._posts if post["active"] and not self.now.has(post["low"], post["need"])
+        ]
 
-    def _border(self, low: int) -> Commit:
-        """The last noted border before the shard of a token."""
-        shard = low // self.shard * self.shard
-        return max((c for c in self.noted if c.train <= shard), default=Commit())
+    def _unread(self) -> bool:
+        return time.monotonic() - self._read > UNREAD_S
 
     def _start_again(self, low: int) -> None:
         """Removes all training tokens, and continues with those from `low` on."""
         first = low // self.shard * self.shard
-        self.now = self.now._replace(
-            first=first, count=first, val=self.writers[VAL].count, at=self._border(low)
-        )
-        write_atomically(self.folder / PROGRESS, json.dumps(self.now._asdict()))
+        self._write(first=first, count=first, at=self._border(low))
         for path in [*self.folder.glob("train-*.bin"), *self.folder.glob("train-*.digests")]:
             remove(path)
 
     def _make_room(self, size: int) -> None:
-        """Waits until there is room for so many bytes."""
+        """Waits until there is room for so many bytes, and removes shards that all readers have behind them."""
         while self.most_bytes and (lacking := self._bytes() + size - self.most_bytes) > 0:
             self._looked = 0.0
             self._look()
-            wanted = -(-lacking // (self.shard * self.now.item))
-            behind = (min(self._floor(), self.writers[TRAIN].count) - self.now.first) // self.shard
-            if behind > 0:
-                self._drop(min(wanted, behind))
-                continue
-            self._publish()
-            if time.monotonic() - self._read > UNREAD_S:
-                raise SystemExit
-            time.sleep(POLL_S)
+            first = self.now.first // self.shard
+            behind = min(self._floor(), self.writers[TRAIN].count) // self.shard
+            shards = range(first, min(behind, first - (-lacking // (self.shard * self.now.item))))
+            if shards:
+                self.now = self.now._replace(first=shards.stop * self.shard)
+            self._publish()  # readers learn it before
+            for index in shards:
+                for path in self.folder.glob(f"train-{index:05d}.*"):
+                    remove(path)
+            if not shards:
+                if self._unread():
+                    raise SystemExit
+                time.sleep(POLL_S)
 
     def _floor(self) -> int:
         """The first token that has to stay: for those who wait and read now, or else for all readers."""
         if not self.now.full:  # training cannot begin before validation is there; then this starts again
             return self.writers[TRAIN].count
-        active = [post for post in self._posts if post["active"]]
-        waiting = any(not self._has(post) for post in active)
-        return min((post["low"] for post in (active if waiting else self._posts)), default=0)
-
-    def _drop(self, shards: int) -> None:
-        """Removes the first shards. Readers learn it before."""
-        gone = self.now.first // self.shard
-        self.now = self.now._replace(first=self.now.first + shards * self.shard)
-        self._publish()
-        for index in range(gone, gone + shards):
-            for path in self.folder.glob(f"train-{index:05d}.*"):
-                remove(path)
+        readers = [post for post in self._posts if post["active"]] if self._waiting() else self._posts
+        return min((post["low"] for post in readers), default=0)
 
     def _bytes(self) -> int:
         """Those of the tokens that are kept."""

@@ -343,15 +343,20 @@ def _is_ours(spec: Any) -> bool:
 
 
 def _prefixes(spec: dict[str, Any]) -> bool:
-    parts = [spec.get("pre_tokenizer") or {}, spec.get("normalizer") or {}]
-    parts += [p for part in parts for p in part.get("normalizers", []) + part.get("pretokenizers", [])]
-    return any(part.get("type") in ("Metaspace", "Prepend") for part in parts)
+    return not {"Metaspace", "Prepend"}.isdisjoint(_types(spec, "pre_tokenizer", "normalizer"))
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:
-    parts = [spec.get("decoder") or {}, spec.get("pre_tokenizer") or {}]
-    parts += [p for part in parts for p in part.get("decoders", []) + part.get("pretokenizers", [])]
-    return any(part.get("type") == "ByteLevel" for part in parts)
+    return "ByteLevel" in _types(spec, "decoder", "pre_tokenizer")
+
+
+def _types(spec: dict[str, Any], *names: str) -> set[str]:
+    """The types of these parts of a tokenizer.json, and of those that a sequence has."""
+    parts = [spec.get(name) or {} for name in names]
+    parts += [
+        p for part in parts for key in ("normalizers", "pretokenizers", "decoders") for p in part.get(key, [])
+    ]
+    return {part.get("type", "") for part in parts}
 
 
 def _is_plain_bytes(spec: dict[str, Any]) -> bool:

@@ -13,33 +13,20 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
+from fivefold.data.kinds.kind import Shard
 from fivefold.data.kinds.megatron import DocIndex
 from fivefold.errors import UserError
 from fivefold.files import flush, stream, stream_on, write_atomically
 
 BLOCK = 1 << 16
 DIGEST = 8  # bytes of a block's SHA-256 that are kept
+Tell = Callable[[str, int, int | None], None]  # (stage, bytes done, total bytes if known)
 OPEN_MAPS = 256  # each mapping holds a file descriptor; a process has 1024 by default
-
-
-class Shard(NamedTuple):
-    """`tokens` ids of type `dtype` in `path`, from byte `offset` on. digests: of the blocks of these bytes; None: they
-    are not known. advice: what to do if one differs. index: the file of Megatron-LM that says where documents end, and
-    a hash of it."""
-
-    path: Path
-    dtype: str
-    offset: int
-    tokens: int
-    digests: bytes | None = None
-    advice: str = ""
-    index: tuple[Path, str] | None = None
 
 
 class Tokens:
@@ -61,7 +48,7 @@ class Tokens:
         self._stop = self._starts[-1] if stop is None else stop
         assert 0 <= self._start <= self._stop <= self._starts[-1]
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._blocks: dict[int, Blocks] = {}
+        self._compared: dict[int, np.ndarray] = {}  # which blocks of each shard
         self._indexes: dict[int, DocIndex] = {}
 
     @property
@@ -135,12 +122,16 @@ class Tokens:
         Raises:
             UserError: it has changed since they were made.
         """
-        blocks = self._blocks.get(index)
-        if blocks is None:
-            shard = self.shards[index]
-            assert shard.digests is not None
-            blocks = self._blocks[index] = Blocks(shard.digests, partial(_damaged, shard))
-        blocks.compare(ids.view(np.uint8), start * ids.itemsize, stop * ids.itemsize)
+        shard, content = self.shards[index], ids.view(np.uint8)
+        assert shard.digests is not None
+        compared = self._compared.setdefault(index, np.zeros(len(shard.digests) // DIGEST, bool))
+        first, last = start * ids.itemsize // BLOCK, -(-stop * ids.itemsize // BLOCK)
+        for block in (np.flatnonzero(~compared[first:last]) + first).tolist():
+            here = content[block * BLOCK : (block + 1) * BLOCK]
+            known = shard.digests[block * DIGEST : (block + 1) * DIGEST]
+            if hashlib.sha256(here.data).digest()[:DIGEST] != known:
+                _damaged(shard, block * BLOCK, block * BLOCK + len(here))
+            compared[block] = True
 
     def _map(self, index: int) -> np.ndarray:
         mapped = self._maps.get(index)
@@ -205,25 +196,6 @@ class BlockHasher:
         return bytes(self._whole)
 
 
-class Blocks:
-    """The hashes of a file's blocks, and which of them have been compared. wrong: called with the first and the last
-    byte of a block that differs; it raises."""
-
-    def __init__(self, digests: bytes, wrong: Callable[[int, int], None]):
-        self.digests, self.wrong = digests, wrong
-        self.compared = np.zeros(len(digests) // DIGEST, bool)
-
-    def compare(self, content: np.ndarray, start: int, stop: int) -> None:
-        """Compares the blocks of bytes start .. stop. content: all bytes of the file (uint8)."""
-        first, last = start // BLOCK, -(-stop // BLOCK)
-        for block in np.flatnonzero(~self.compared[first:last]) + first:
-            here = content[block * BLOCK : (block + 1) * BLOCK]
-            known = self.digests[block * DIGEST : (block + 1) * DIGEST]
-            if hashlib.sha256(here.data).digest()[:DIGEST] != known:
-                self.wrong(int(block) * BLOCK, int(block) * BLOCK + len(here))
-            self.compared[block] = True
-
-
 def read_digests(path: Path, size: int, sha256: str) -> bytes | None:
     """The digests of a file of `size` bytes. None if they are missing or damaged."""
     try:
@@ -279,7 +251,8 @@ class ShardWriter:
             self.flush()
             self._file.close()
             self._file = None
-            write_digests(self.path((self.count - 1) // self.shard_tokens), self._hasher)
+            path = self.path((self.count - 1) // self.shard_tokens)
+            write_atomically(_digests_of(path), self._hasher.digests())
             self._hasher = BlockHasher()
 
     def entries(self) -> list[dict[str, Any]]:
@@ -293,13 +266,6 @@ class ShardWriter:
 
     def path(self, index: int) -> Path:
         return self.folder / f"{self.name}-{index:05d}.bin"
-
-
-def write_digests(shard: Path, hasher: BlockHasher) -> str:
-    """Writes the digests of a shard's blocks beside it. Returns their SHA-256."""
-    content = hasher.digests()
-    write_atomically(_digests_of(shard), content)
-    return hashlib.sha256(content).hexdigest()
 
 
 def _digests_of(shard: Path) -> Path:

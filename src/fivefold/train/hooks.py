@@ -64,7 +64,7 @@ class Speed:
         self.flops = flops_per_token(job.recipe.model, pairs) if job.module is None else None
         self.peak = _peak_flops(job.recipe, ranks) if self.flops else None
         self.busy = busy_share(ranks.device.type, compute_mode(job.recipe, ranks.device).measured)
-        self.amounts = amounts(job.recipe, job.data) if job.data is not None and job.data.parts else {}
+        self.amounts = amounts(job.recipe, job.data) if job.data is not None and job.data.mixed else {}
         self.order = order_of(job.recipe, self.amounts) if self.amounts else None
 
     def figures(self, step: int, seconds: float, left_out: LeftOut = ()) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def identity(job: Job) -> dict[str, Any]:
             found["data.val_fraction"] = recipe.data.val_fraction
             if recipe.data.packing == "best_fit":
                 found["data.end_token"] = recipe.data.end_token
-        if job.data.parts:
+        if job.data.mixed:
             stages = order_of(recipe, amounts(recipe, job.data)).stages
             found[STAGES] = [[stage.begin, *stage.weights] for stage in stages]
     return found | job.own.identity()

@@ -208,7 +208,7 @@ def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
         f"{name}, {parameters:,} parameters, {mode.name}; {several(ranks.world, 'rank')} on {where}; "
         f"{tokens_per_step(recipe):,} tokens per step; run folder {job.out}"
     )
-    if job.data is not None and job.data.parts:
+    if job.data is not None and job.data.mixed:
         for line in stages_in_words(recipe, amounts(recipe, job.data)):
             console.note(f"data, {line}")
     found = [f"WARNING: {warning}" for warning in warnings(recipe)]

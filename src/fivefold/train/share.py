@@ -83,9 +83,7 @@ def stream_states(job: Job, step: int, left_out: LeftOut) -> dict[str, Any]:
         return {}
     uses = order_of(recipe, amounts(recipe, data)).before(place(recipe.train, step, left_out))
     sources = zip(data.sources.values(), uses, strict=True)
-    facts = recipe.model.seq_len, int(objective_of(recipe) == "causal")
-    found = [tokens.state(use, *facts) for tokens, use in sources if isinstance(tokens, Stream)]
-    return {STREAMS: found}
+    return {STREAMS: [tokens.state(use) for tokens, use in sources if isinstance(tokens, Stream)]}
 
 
 def begin_streams(job: Job, meta: Mapping[str, Any]) -> None:

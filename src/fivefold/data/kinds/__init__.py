@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from fivefold.data.kinds.csv import Csv
 from fivefold.data.kinds.hub import HubRows
 from fivefold.data.kinds.json import Json
 from fivefold.data.kinds.jsonl import JsonLines
-from fivefold.data.kinds.kind import PACKED, Bad, File, Kind
+from fivefold.data.kinds.kind import PACKED, Bad, File, Kind, TokenKind
+from fivefold.data.kinds.megatron import Megatron
 from fivefold.data.kinds.parquet import Parquet
 from fivefold.data.kinds.text import Text
+from fivefold.data.kinds.token_files import Bin, InputIds, Npy
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
@@ -23,7 +26,11 @@ KINDS: dict[str, Kind] = {
         HubRows(),
     )
 }
+TOKEN_KINDS: dict[str, TokenKind] = {kind.name: kind for kind in (Megatron(), Bin(), Npy(), InputIds())}
 SUFFIXES = {suffix: kind for kind in KINDS.values() for suffix in kind.suffixes}
+
+
+TOKEN_SUFFIXES = tuple(dict.fromkeys(kind.suffix for kind in TOKEN_KINDS.values()))
 
 
 def kind_of(file: File) -> Kind:
@@ -37,6 +44,11 @@ def named(name: str) -> tuple[Kind, str] | None:
         stem, packed = name.lower(), ""
     kind = SUFFIXES.get(os.path.splitext(stem)[1])
     return None if kind is None or (packed and not kind.packs) else (kind, packed)
+
+
+def token_kind(path: Path) -> TokenKind | None:
+    """The kind of a file of ids; None: it is not known."""
+    return next((kind for kind in TOKEN_KINDS.values() if kind.has(path)), None)
 
 
 def describe_bad(files: list[File], bad: Bad) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
+
 from fivefold.data.conversations import ANSWER, MESSAGES, Message, NotAConversation, messages_of
 from fivefold.data.kinds.remote import open_remote
 from fivefold.errors import UserError
@@ -25,6 +27,8 @@ LONGEST_LINE = 1 << 28
 """Bytes of a .jsonl line or of a row of .json or .csv, which are held in memory as a whole."""
 ENDED = 1 << 62
 """The place behind a file that cannot be read any further."""
+TOKENS = "tokens:"
+"""What a source of ids begins with."""
 TRAIN, VAL = 0, 1
 BY_RULE = -1  # the document's hash chooses its split
 PACKED = (".gz", ".zst")
@@ -184,6 +188,52 @@ class Rows(Kind):
 
     def place(self, file: File, bad: Bad) -> str:
         return f"row {bad.place}"
+
+
+class Shard(NamedTuple):
+    """`tokens` ids of type `dtype` in `path`, from byte `offset` on. digests: of the blocks of these bytes; None: they
+    are not known. advice: what to do if one differs. index: the file of Megatron-LM that says where documents end, and
+    a hash of it, or ""."""
+
+    path: Path
+    dtype: str
+    offset: int
+    tokens: int
+    digests: bytes | None = None
+    advice: str = ""
+    index: tuple[Path, str] | None = None
+
+
+class TokenKind(ABC):
+    """A kind of files of ids (`tokens:PATH`). A subclass is an entry of the registry; an instance holds no state.
+
+    suffix: of the files' names. copied: the ids cannot be read in place, and are copied to the cache.
+    """
+
+    name: str
+    suffix: str
+    copied = False
+
+    def has(self, path: Path) -> bool:
+        """True if a file is of this kind. The first kind of the registry that has it reads it."""
+        return path.suffix == self.suffix
+
+    @abstractmethod
+    def shard(self, path: Path, dtype: str) -> Shard:
+        """Where the ids lie. dtype: that of ids in files that do not say it.
+
+        Raises:
+            UserError: the file is damaged.
+            OSError: it cannot be read.
+        """
+
+    def pieces(self, path: Path, end: int | None) -> Iterator[np.ndarray]:
+        """The ids of a file that is copied, as <u4. end: the token behind each document that does not end with it.
+
+        Raises:
+            UserError: they are not ids.
+        """
+        raise NotImplementedError
 
 
 def document_of(file: int, place: int, row: dict[str, Any], fields: Fields) -> Document | Bad:

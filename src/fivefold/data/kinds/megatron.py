@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from fivefold.data.kinds.kind import Shard, TokenKind
 from fivefold.errors import UserError
 from fivefold.files import flush, stream
 
@@ -33,13 +33,32 @@ def index_of(path: Path) -> Path:
 
 
 class DocIndex:
-    """Where documents end, by an index that `read_index` has accepted. It is searched where it lies, so a border costs
-    no memory."""
+    """Where documents end. It is searched where it lies, so a border costs no memory. dtype: of the ids.
+
+    Raises:
+        UserError: it is damaged, or not that of a text.
+        OSError: it cannot be read.
+    """
 
     def __init__(self, index: Path):
+        self.index, size = index, index.stat().st_size
         with open(index, "rb") as file:
-            _, _, code, n, m = HEADER.unpack(file.read(HEADER.size))
-        self._item = np.dtype(DTYPES[code]).itemsize
+            head = file.read(HEADER.size)
+        if len(head) < HEADER.size or not head.startswith(MAGIC):
+            raise self._wrong("not an index of Megatron-LM, which begins with MMIDIDX")
+        _, version, code, n, m = HEADER.unpack(head)
+        if version != VERSION:
+            raise self._wrong(f"unknown version {version}; known: {VERSION}")
+        if code not in DTYPES:
+            raise self._wrong(f"its ids have dtype {FLOATS.get(code, code)}, which is none of ids")
+        expected = HEADER.size + 12 * n + 8 * m
+        if size != expected:
+            images = "; files with images are not supported" if size == expected + n else ""
+            raise self._wrong(
+                f"{size:,} bytes, but {n:,} sequences and {m:,} borders are {expected:,}{images}"
+            )
+        self.dtype = DTYPES[code]
+        self._item = np.dtype(self.dtype).itemsize
         # Sequences have a length and a first byte. Documents are numbers of sequences.
         parts = (("<i4", n), ("<i8", n), ("<i8", m))
         offset, maps = HEADER.size, []
@@ -47,6 +66,9 @@ class DocIndex:
             maps.append(np.memmap(index, dtype, "r", offset, (count,)) if count else np.empty(0, dtype))
             offset += count * np.dtype(dtype).itemsize
         self._lengths, self._begins, self._documents = maps
+
+    def _wrong(self, what: str) -> UserError:
+        return UserError(f"data.source: {self.index}: {what}")
 
     def ends(self, a: int, b: int) -> np.ndarray:
         """The tokens of a .. b that are the last of a document: int64, sorted."""
@@ -60,62 +82,43 @@ class DocIndex:
         last = int(self._documents[border]) - 1
         return int(self._begins[last]) // self._item + int(self._lengths[last]) if last >= 0 else 0
 
+    def count(self) -> int:
+        """The number of ids, which lie one behind the other.
 
-def read_index(path: Path) -> tuple[str, int]:
-    """(dtype, number of ids) of NAME.bin by its index. The ids lie one behind the other.
-
-    Raises:
-        UserError: the index is damaged, or not that of a text.
-        OSError: it cannot be read.
-    """
-    index = index_of(path)
-
-    def wrong(what: str) -> UserError:
-        return UserError(f"data.source: {index}: {what}")
-
-    size = index.stat().st_size
-    with open(index, "rb") as f:
-        head = f.read(HEADER.size)
-    if len(head) < HEADER.size or not head.startswith(MAGIC):
-        raise wrong("not an index of Megatron-LM, which begins with MMIDIDX")
-    _, version, code, n, m = HEADER.unpack(head)
-    if version != VERSION:
-        raise wrong(f"unknown version {version}; known: {VERSION}")
-    if code not in DTYPES:
-        raise wrong(f"its ids have dtype {FLOATS.get(code, code)}, which is none of ids")
-    if size != HEADER.size + 12 * n + 8 * m:
-        images = "; files with images are not supported" if size == HEADER.size + 13 * n + 8 * m else ""
-        raise wrong(
-            f"{size:,} bytes, but {n:,} sequences and {m:,} borders are {HEADER.size + 12 * n + 8 * m:,}{images}"
-        )
-    total, item = 0, np.dtype(DTYPES[code]).itemsize
-    for lengths, begins in zip(
-        _read(index, "<i4", HEADER.size, n), _read(index, "<i8", HEADER.size + 4 * n, n), strict=True
-    ):
-        ends = total + np.cumsum(lengths, dtype=np.int64)
-        if (lengths < 0).any() or not np.array_equal(begins, (ends - lengths) * item):
-            raise wrong("its sequences do not lie one behind the other in the .bin")
-        total = int(ends[-1])
-    last, sorted_ = None, True
-    for borders in _read(index, "<i8", HEADER.size + 12 * n, m):
-        sorted_ &= bool(borders[0] >= last if last is not None else borders[0] == 0)
-        sorted_ &= bool((borders[:-1] <= borders[1:]).all())
-        last = int(borders[-1])
-    if m and not (sorted_ and last == n):
-        raise wrong("its borders of documents do not go from 0 to the number of sequences")
-    there = path.stat().st_size
-    if there < total * item:
-        raise UserError(
-            f"data.source: {path}: truncated: its index says {total:,} ids, but the file ends after {there // item:,}"
-        )
-    return DTYPES[code], total
+        Raises:
+            UserError: they do not, or the borders of documents are damaged.
+        """
+        total, last = 0, 0
+        for start in range(0, len(self._lengths), CHUNK):
+            lengths, begins = (part[start : start + CHUNK] for part in (self._lengths, self._begins))
+            ends = total + np.cumsum(lengths, dtype=np.int64)
+            if (lengths < 0).any() or not np.array_equal(begins, (ends - lengths) * self._item):
+                raise self._wrong("its sequences do not lie one behind the other in the .bin")
+            total = int(ends[-1])
+        in_order = len(self._documents) == 0 or self._documents[0] == 0
+        for start in range(0, len(self._documents), CHUNK):
+            borders = self._documents[start : start + CHUNK]
+            in_order = bool(in_order and borders[0] >= last and (borders[:-1] <= borders[1:]).all())
+            last = int(borders[-1])
+        if len(self._documents) and not (in_order and last == len(self._lengths)):
+            raise self._wrong("its borders of documents do not go from 0 to the number of sequences")
+        return total
 
 
-def _read(index: Path, dtype: str, offset: int, count: int) -> Iterator[np.ndarray]:
-    if count:
-        values = np.memmap(index, dtype, "r", offset, (count,))
-        for start in range(0, count, CHUNK):
-            yield values[start : start + CHUNK]
+class Megatron(TokenKind):
+    name, suffix = "megatron", ".bin"
+
+    def has(self, path: Path) -> bool:
+        return super().has(path) and index_of(path).is_file()
+
+    def shard(self, path: Path, dtype: str) -> Shard:
+        index = DocIndex(index_of(path))
+        count, there = index.count(), path.stat().st_size // np.dtype(index.dtype).itemsize
+        if there < count:
+            raise UserError(
+                f"data.source: {path}: truncated: its index says {count:,} ids, but the file ends after {there:,}"
+            )
+        return Shard(path, index.dtype, 0, count, index=(index.index, ""))
 
 
 class Ids(Protocol):
