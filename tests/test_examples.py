@@ -18,7 +18,7 @@ def column(run_folder: Path, key: str) -> list[float]:
 
 def check_train_and_sample(folder: Path, printed: str) -> None:
     bits = column(folder / "runs" / "run-1", "val_bits_per_byte")
-    assert bits[-1] < bits[0] - 0.3
+    assert bits[-1] < bits[0] - 0.2  # 0.28 to 0.47: the text is our own source, which changes
     assert f"validation: {bits[0]:.2f} -> {bits[-1]:.2f} bits per byte\ndef " in printed
 
 

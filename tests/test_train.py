@@ -543,14 +543,14 @@ def test_own_module_is_resumed_with_its_buffers(text, tmp_path):
 
 class Masked(Counting):
     """Its loss depends on its buffers: a causal mask of -inf, one of the lowest number, and one that no checkpoint
-    has. old: as versions did that saved all buffers."""
+    has."""
 
-    def __init__(self, old: bool = False, value: complex = -torch.inf) -> None:
+    def __init__(self, value: complex = -torch.inf) -> None:
         super().__init__()
         mask = torch.full((16, 16), value).triu(1)
         self.register_buffer("mask", mask)
         self.register_buffer("low", mask.real.bfloat16().nan_to_num())
-        self.register_buffer("unsaved", mask.clone(), persistent=old)
+        self.register_buffer("unsaved", mask.clone(), persistent=False)
 
     def forward(self, inputs, targets):
         weights = sum(m.float().softmax(1) for m in (self.mask, self.low, self.unsaved))
@@ -559,24 +559,23 @@ class Masked(Counting):
         return torch.nn.functional.cross_entropy(out.flatten(0, 1), targets.flatten())
 
 
-def masked_rank(rank: int, world: int, recipe: Recipe, out: Path, old: bool, resume: bool) -> int | None:
+def masked_rank(rank: int, world: int, recipe: Recipe, out: Path, resume: bool) -> int | None:
     torch.manual_seed(0)
-    job = Job(resolve(recipe, vocab_size=16), out, module=Masked(old), batches=Ones(), resume=resume)
+    job = Job(resolve(recipe, vocab_size=16), out, module=Masked(), batches=Ones(), resume=resume)
     return run_rank(job, ranks_of(rank, world))
 
 
 def test_own_module_is_resumed_with_infinite_and_unsaved_buffers(text, tmp_path):
-    """Bit for bit, also from the checkpoint of a version that saved all buffers."""
+    """Bit for bit."""
     recipe = tiny(text, "train.steps=2", "layout.dp_replicate=2", "optim.schedule=constant")
     longer = change(recipe, ["train.steps=4"])
-    run_ranks(2, masked_rank, longer, tmp_path / "whole", False, False)
-    for old in (False, True):
-        run_ranks(2, masked_rank, recipe, tmp_path / f"{old}", old, False)
-        run_ranks(2, masked_rank, longer, tmp_path / f"{old}", False, True)
-        whole, found = (store.Reader(store.latest(tmp_path / run)) for run in ("whole", f"{old}"))
-        assert found.manifest.files == whole.manifest.files
-        assert {"mask", "low", "calls"} == set(found.names("model")) - {"table.weight"}
-        assert keep.verify(found.folder) == ""
+    run_ranks(2, masked_rank, longer, tmp_path / "whole", False)
+    run_ranks(2, masked_rank, recipe, tmp_path / "resumed", False)
+    run_ranks(2, masked_rank, longer, tmp_path / "resumed", True)
+    whole, found = (store.Reader(store.latest(tmp_path / run)) for run in ("whole", "resumed"))
+    assert found.manifest.files == whole.manifest.files
+    assert {"mask", "low", "calls"} == set(found.names("model")) - {"table.weight"}
+    assert keep.verify(found.folder) == ""
     assert bool((store.load(found.folder).model["mask"] == Masked().mask).all())
 
 

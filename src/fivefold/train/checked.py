@@ -164,17 +164,21 @@ def check_files(checkpoint: store.Reader, needed: set[str], run: Axis) -> None:
     with all_or_none(run):
         files = sorted(checkpoint.files)
         wanted = torch.tensor([file in needed for file in files], dtype=torch.uint8, device=run.device)
-    # Without a group of their own: parameter servers resume while workers do something else, and torch wants all ranks
-    # of a launch for new groups
-    machine = _number(machine_id())
-    machines = run.all_gather(torch.tensor([machine], device=run.device)).tolist()
-    here = [index for index, other in enumerate(machines) if other == machine]
+    here = _on_this_machine(run)
     by_rank = run.all_gather(wanted[None])  # (ranks, files)
     shared = by_rank[here].any(0).nonzero().view(-1).tolist()
     with damaged_together(run):
         mine = [files[number] for number in shared[here.index(run.index) :: len(here)]]
         checkpoint.check(*mine, threads=store.threads(len(here)))
     checkpoint.trust(files[number] for number in shared)
+
+
+def _on_this_machine(run: Axis) -> list[int]:
+    """The indices of the ranks on this rank's machine. Without a group of their own: parameter servers resume while
+    workers do something else, and torch wants all ranks of a launch for new groups."""
+    machine = _number(machine_id())
+    machines = run.all_gather(torch.tensor([machine], device=run.device)).tolist()
+    return [index for index, other in enumerate(machines) if other == machine]
 
 
 def _number(content: bytes) -> int:
