@@ -246,7 +246,9 @@ class Axis:
         if counters:
             _count(self, operation, larger)
         watch = watched.now
-        began = watch.clock() if watch else 0.0
+        began, entered = watch.clock() if watch else 0.0, 0.0
+        if self.ops is not None:  # the first call of a group may wait for all of its ranks
+            entered = progress.enter((self, operation, self.ops, started.number, peers, None))
         try:
             with message(operation, self):
                 started.work = function(*arguments, group=self.group, async_op=True)
@@ -255,6 +257,8 @@ class Axis:
             raise
         finally:
             handing_over.now = False
+            if self.ops is not None:
+                progress.leave(entered)
         if watch:
             started.work = watch.follow(self, operation, started.work, began)
         return started

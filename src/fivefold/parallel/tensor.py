@@ -154,7 +154,7 @@ def _compile_around(stage: nn.Module) -> None:
 
 
 def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: Mesh) -> Callable[[], None]:
-    """Returns the reduction over the tensor axis for the messages of `units.tensor_sums`."""
+    """Returns the reduction over the tensor axis for the messages of `parts.tensor_sums`."""
 
     def reduction() -> None:
         axis, gradients = mesh.axis("tp"), {n: g for r in replicas for n, g in r.gradients.items()}

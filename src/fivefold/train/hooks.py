@@ -233,7 +233,8 @@ class RunHooks:
         tokenizer = job.data.tokenizer if job.data is not None else None
         if self.state.mesh.layout.divided:
             self.settle()  # the sample is written by the checkpoint of this step
-        if not self.ranks.first or tokenizer is None or job.module or not card_of(job.recipe.model).causal:
+        own = job.module is not None
+        if not self.ranks.first or tokenizer is None or own or not card_of(job.recipe.model).causal:
             return
         try:
             with progress.phase("sampling"), self._common_weights():

@@ -73,8 +73,7 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel
         )
     said = f"train.init_from = {where}"
     # A run's weights may be those of a user's own module, which its recipe does not describe
-    described = source.reader is None or set(source.names()) == set(_names(_model(folder)))
-    if own is None and described:
+    if own is None and (source.reader is None or set(source.names()) == set(_names(_model(folder)))):
         changed = _same_model(said, recipe.model, _model(folder))
     new = _same_shapes(said, recipe, source, own)
     _same_vocabulary(said, folder, recipe, tokenizer)

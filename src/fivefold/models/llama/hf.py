@@ -15,7 +15,7 @@ ALSO = ("mistral",)
 ARCHITECTURE = "LlamaForCausalLM"
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 LIMITS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-"""Ways of scaling rotary frequencies (`models.layers.RopeScaling`), with their names of the two limits."""
+"""Ways of scaling rotary frequencies (`models.layers.rope_frequencies`), with their names of the two limits."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
 # Keys of config.json that affect the computation, with the values that our model supports.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
