@@ -161,7 +161,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "quickstart", "--set", "data.tokenizer="], "data.tokenizer = ''"),
         (["check", "quickstart", "--set", "data.tokenizer=gpt2"], "no such file; must be bpe:N"),
         (["check", "quickstart", "--set", "data.tokenizer=gpt2"], "`hf download gpt2 tokenizer.json"),
-        (["check", "llama2-7b", "--set", "data.source=stdlib"], "`hf download OWNER/NAME tokenizer.json"),
+        (["check", "llama2-7b"], "`hf download OWNER/NAME tokenizer.json"),
         (["check", "quickstart", "--set", "data.tokenizer=bpe:²"], "N must be a whole number"),
         (["check", "quickstart", "--set", "data.source=tokens:"], "the path is missing"),
         (["check", "quickstart", "--set", "data.source=tokens:a**b"], "no token file"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import FailFast, Field, TypeAdapter, ValidationError
 
 from fivefold.errors import UserError, system_error
 from fivefold.files import open_file
@@ -45,7 +45,7 @@ DTYPES = {
 """safetensors' name of each dtype that a checkpoint may hold, and torch's."""
 
 Whole = Annotated[int, Field(strict=True, ge=0, lt=2**62)]
-Box = tuple[tuple[Whole, Whole], ...]
+Box = Annotated[tuple[tuple[Whole, Whole], ...], FailFast()]
 if TYPE_CHECKING:  # a type checker reads no tables
     Dtype = Kind = str
 else:
@@ -79,9 +79,9 @@ class Stored:
 class Entry:
     """A tensor. dtype: safetensors' name. buffer: it may hold infinities."""
 
-    shape: Annotated[tuple[Whole, ...], Field(max_length=MOST_DIMS)]
+    shape: Annotated[tuple[Whole, ...], Field(max_length=MOST_DIMS), FailFast()]
     dtype: Dtype
-    pieces: tuple[Stored, ...]
+    pieces: Annotated[tuple[Stored, ...], FailFast()]
     buffer: Annotated[bool, Field(strict=True)] = False
 
 
@@ -99,7 +99,8 @@ class Manifest:
 
 
 _MANIFEST = TypeAdapter(Manifest)
-_COUNTS = TypeAdapter(dict[str, Whole])
+_OBJECT, _FILE = TypeAdapter(dict[str, Any]), TypeAdapter(File)
+_ENTRY, _COUNT = TypeAdapter(Entry), TypeAdapter(Whole)
 
 
 def step_of(name: str) -> int | None:
@@ -176,27 +177,49 @@ def parse(content: bytes, path: Path) -> Manifest:
                 f"it has {'a' if hashed else 'no'} hash of its own, and format is {version!r:.40}"
             )
         if version == FORMAT:
-            return checked(_MANIFEST.validate_python(table))
-    except ValidationError as error:
-        wrong = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, wrong["loc"]))
-        raise Damaged(
-            f"{path} is damaged: {place:.200}: {wrong['msg']}, not {wrong['input']!r:.40}"
-        ) from None
+            return checked(_typed(table))
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path} is damaged: {str(error)[:400]}") from None
     raise UserError(f"{path} is of format {version}, and this version reads {FORMAT}")
 
 
+def _typed(table: dict[str, Any]) -> Manifest:
+    """The manifest of a JSON object. Part by part, so that the first wrong one ends it: pydantic goes on behind an
+    error, and a file of an attacker may have millions. Raises ValueError."""
+    meta, files, tensors = (_valid(_OBJECT, name, table.get(name)) for name in ("meta", "files", "tensors"))
+    for name in ("step", "updates", "skipped", "tokens"):
+        if name in meta:
+            _valid(_COUNT, f"meta.{name}", meta[name])
+    if set(tensors) != set(KINDS):
+        raise ValueError(f"tensors must have the parts {', '.join(KINDS)}, not {sorted(tensors)!s:.80}")
+    return Manifest(
+        meta,
+        {name: _valid(_FILE, f"files.{name:.80}", file) for name, file in files.items()},
+        {
+            kind: {
+                name: _valid(_ENTRY, f"tensors.{kind}.{name:.120}", entry)
+                for name, entry in _valid(_OBJECT, f"tensors.{kind}", tensors[kind]).items()
+            }
+            for kind in KINDS
+        },
+    )
+
+
+def _valid(kind: TypeAdapter[Any], place: str, value: Any) -> Any:
+    """The value, of its type. Raises ValueError, which names the place."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, (place, *wrong["loc"])))
+        raise ValueError(f"{place:.200}: {wrong['msg']}, not {wrong['input']!r:.40}") from None
+
+
 def checked(manifest: Manifest) -> Manifest:
     """The manifest, whose parts have the right types. Raises ValueError unless they fit each other."""
-    counts = ("step", "updates", "skipped", "tokens")
-    _COUNTS.validate_python({f"meta.{name}": manifest.meta[name] for name in counts if name in manifest.meta})
     for name in manifest.files:
         if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
             raise ValueError(f"it names {name!r:.80}, a file outside its folder")
-    if set(manifest.tensors) != set(KINDS):
-        raise ValueError(f"tensors must have the parts {', '.join(KINDS)}, not {sorted(manifest.tensors)}")
     for kind, tensors in manifest.tensors.items():
         for name, entry in tensors.items():
             what = f"{kind} tensor {name!r:.120}, shape {list(entry.shape)},"

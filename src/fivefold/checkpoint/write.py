@@ -146,7 +146,10 @@ class Writing:
         name. The first rank does it."""
         with self._explained():
             parts = [json.loads(self._part(rank).read_bytes()) for rank in range(self.axis.size)]
-            manifest = checked(join(parts, self.meta))
+            try:
+                manifest = checked(join(parts, self.meta))
+            except ValueError as error:
+                raise AssertionError(f"the ranks wrote no whole checkpoint: {self.folder}: {error}") from None
             for rank in range(self.axis.size):
                 remove(self._part(rank))
             write_file(self.temporary / MANIFEST, to_bytes(manifest))

@@ -14,7 +14,7 @@ from fivefold.data.batches import Batches, items_in, objective_of, steps_of
 from fivefold.data.build import is_named, require_good
 from fivefold.data.conversations import special_of
 from fivefold.data.kinds import TOKEN_KINDS, hub, kind_of
-from fivefold.data.kinds.kind import Bad, Fields
+from fivefold.data.kinds.kind import TOKENS, Bad, Fields
 from fivefold.data.mixture import Amount, amounts, order_of
 from fivefold.data.one_source import cache_key, check_tokenizer, require_vocabulary
 from fivefold.data.packing import DataSet, cut_of
@@ -97,6 +97,9 @@ def _amount(recipe: Recipe, tokens: int, held_out: int | None, documents: int | 
 
 def _found(recipe: Recipe, tokenizer: str) -> Found:
     """What is known of the only source of a recipe. tokenizer: the one that several sources share."""
+    mask = objective_of(recipe) == "mlm"
+    if not recipe.data.source.startswith(TOKENS):
+        check_tokenizer(recipe.data, mask)
     source = find(recipe.data.source)
     if source.ids:
         shards = token_source.headers(source, recipe)
@@ -105,8 +108,6 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         about = "about " * any(TOKEN_KINDS[file.kind].copied for file in source.files)
         fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
         return Found(fact, amount, None if about else amount)
-    mask = objective_of(recipe) == "mlm"
-    check_tokenizer(recipe.data, mask)
     if source.hub:
         hub.require_library(source.spec)
         return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")

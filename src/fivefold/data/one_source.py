@@ -17,6 +17,7 @@ from fivefold.data.batches import objective_of
 from fivefold.data.build import JOURNAL, build, is_named, require_few_bad
 from fivefold.data.conversations import beside, read_template, special_of
 from fivefold.data.kinds import hub
+from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.packing import DataSet
 from fivefold.data.sources import Source, find, remembered, sampled_sha256, sha256_file
 from fivefold.data.stream import open_stream
@@ -53,6 +54,8 @@ def prepare_source(recipe: Recipe, progress: Tell | None = None, workers: int | 
     every fault of the source, with file and offset.
     """
     tell = progress or (lambda stage, done, total: None)
+    if not recipe.data.source.startswith(TOKENS):
+        check_tokenizer(recipe.data, objective_of(recipe) == "mlm")
     source = find(recipe.data.source)
     if source.ids:
         data = token_source.open_files(source, recipe, tell)
@@ -82,7 +85,6 @@ def require_vocabulary(recipe: Recipe, size: int) -> None:
 def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> DataSet:
     data, mask = recipe.data, objective_of(recipe) == "mlm"
     root, began = cache_folder(data.cache) / "data", time.perf_counter()
-    check_tokenizer(data, mask)
     if data.stream:
         return _prepare_stream(source, recipe, mask, root, tell)
     with writable(root):

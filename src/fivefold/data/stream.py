@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,9 +104,10 @@ def read_progress(folder: Path) -> Progress | None:
 
 def commits(folder: Path) -> list[Commit]:
     """The borders that were noted, in the order of notes."""
-    borders = []
-    path = folder / COMMITS
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    borders, lines = [], list[bytes]()
+    with suppress(OSError):  # there are none yet
+        lines = (folder / COMMITS).read_bytes().splitlines()
+    for line in lines:
         try:
             borders.append(Commit.of(parse_json(line)))
         except BROKEN:  # cut off
@@ -291,7 +293,9 @@ def open_stream(
     shard = max(LEAST_SHARD, min(MOST_SHARD, data.stream_window))
     folder = _folder_here(root, _hash(key, shard, most_val))
     make_folder(folder)
-    remove(folder / ERROR)  # of an earlier run
+    if (lock := held(folder / BUILDER)) is not None:  # else another run's process may have just written it
+        with lock:
+            remove(folder / ERROR)  # of an earlier run
     facts = {"source": data.source, "mask": mask, "val": most_val, "shard": shard}
     setup = facts | {"data": data.model_dump_json(), "folder": str(folder)}
     cached = read_progress(folder) is not None
@@ -375,7 +379,7 @@ def _keep_alive(folder: Path, setup: dict[str, Any]) -> None:
     Raises:
         UserError: that with which it has ended.
     """
-    if (folder / ERROR).exists():
+    with suppress(OSError):  # another rank may have removed it
         raise UserError((folder / ERROR).read_text("utf-8"))
     with _starting:
         lock = held(folder / BUILDER)

@@ -63,7 +63,7 @@ def control_groups(controller: str) -> list[Path]:
             root = CGROUPS / controller if controllers else CGROUPS
             own = root / path.lstrip("/")
             folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
-    return folders
+    return folders or [CGROUPS, CGROUPS / controller]
 
 
 def memory_limits() -> Iterator[tuple[Path, int]]:
@@ -72,7 +72,7 @@ def memory_limits() -> Iterator[tuple[Path, int]]:
         for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and 1
             with suppress(OSError, ValueError):
                 size = int((folder / name).read_text())  # version 2 says "max" if there is none
-                if size < 1 << 60:
+                if 0 < size < 1 << 60:
                     yield folder / name, size
 
 
@@ -85,6 +85,6 @@ def _quota() -> float:
                 quota, period = (folder / "cpu.max").read_text().split()
             else:  # version 1
                 quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-            if quota != "max" and int(quota) > 0:
+            if quota != "max" and int(quota) > 0 and int(period) > 0:
                 shares.append(int(quota) / int(period))
     return min(shares)

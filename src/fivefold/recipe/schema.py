@@ -36,7 +36,7 @@ else:
 Beta = Annotated[float, Field(ge=0, lt=1)]
 TrackerNames = Annotated[str, BeforeValidator(joined)]
 Steps = Annotated[str, BeforeValidator(as_text)]
-_PHASE = "[1-9][0-9]{0,8}:[1-9][0-9]{0,14}"
+_PHASE = "0*[1-9][0-9]{0,8}:0*[1-9][0-9]{0,14}"
 BATCH_RAMP = rf"^({_PHASE}(\+{_PHASE})*)?$"
 MOST_SEQUENCES = 1 << 30
 """Sequences of a batch."""

@@ -88,6 +88,7 @@ class InputIds(TokenKind):
     def pieces(self, path: Path, end: int | None) -> Iterator[np.ndarray]:
         row = 0
         for batch in _opened(path).iter_batches(1024, columns=[COLUMN], use_threads=False):
+            rows: list[np.ndarray] = []
             for cell in batch.column(0):
                 ids = cell.values  # None: the row has no list
                 ids = None if ids is None or ids.null_count else ids.to_numpy(zero_copy_only=False)
@@ -98,8 +99,10 @@ class InputIds(TokenKind):
                     )
                 if end is not None and (not len(ids) or ids[-1] != end):
                     ids = np.append(ids, end)
-                yield ids.astype("<u4")
+                rows.append(ids.astype("<u4"))
                 row += 1
+            if rows:
+                yield np.concatenate(rows)
 
 
 def _opened(path: Path) -> Any:

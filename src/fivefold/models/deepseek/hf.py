@@ -27,7 +27,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 EXPRESSED: dict[str, Container[Any]] = {
     "router_score": ("sigmoid",),
     "balance": ("bias",),
-    "shared_experts": range(1, MOST_EXPERTS),
+    "shared_experts": range(1, MOST_EXPERTS + 1),
 }
 FIELDS: Fields = llama.FIELDS | {
     "max_position_embeddings": ("seq_len", 4096),
