@@ -1,7 +1,9 @@
 """Pipeline schedules: every one can run, at any number of ranks and microbatches, and holds what it says."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -289,3 +291,21 @@ def test_few_microbatches_hold_as_much_as_many(name: str) -> None:
             assert some < microbatches or microbatches // ranks <= max(2, microbatches % ranks)
             whole = peak_live(build(name, ranks, microbatches, chunks))
             assert peak_live(build(name, ranks, some, chunks)) == whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lists: [lists[0][:1] + lists[0][2:], lists[1]],  # 0SEND_F0 is missing
+        lambda lists: [lists[0], [*lists[1], Action(1, "SEND_B", 0)]],  # it is there twice
+        lambda lists: [lists[0], [*lists[1], Action(1, "SEND_F", 0)]],  # nobody needs it
+        lambda lists: [lists[0][1:], lists[1]],  # other computations
+    ],
+    ids=["missing", "twice", "not needed", "other computations"],
+)
+def test_transfers_missing_or_too_many(change: Callable[[Any], Any]) -> None:
+    schedule = build("1f1b", 2, 1)
+    lists = with_transfers(schedule)
+    check_transfers(schedule, lists)
+    with pytest.raises(AssertionError):
+        check_transfers(schedule, change(lists))
