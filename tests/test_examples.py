@@ -10,6 +10,8 @@ import fivefold
 
 EXAMPLES = sorted((REPO / "examples").glob("*.py"))
 COMMANDS = {"torchrun_script.py": "torchrun --nproc-per-node 2 {}"}
+GIVEN = {"train_and_sample.py": f" {Path(email.__file__).parent}"}
+"""A text that does not change, as our own source does."""
 
 
 def column(run_folder: Path, key: str) -> list[float]:
@@ -18,7 +20,7 @@ def column(run_folder: Path, key: str) -> list[float]:
 
 def check_train_and_sample(folder: Path, printed: str) -> None:
     bits = column(folder / "runs" / "run-1", "val_bits_per_byte")
-    assert bits[-1] < bits[0] - 0.2  # 0.28 to 0.47: the text is our own source, which changes
+    assert bits[-1] < bits[0] - 0.3
     assert f"validation: {bits[0]:.2f} -> {bits[-1]:.2f} bits per byte\ndef " in printed
 
 
@@ -75,4 +77,5 @@ def test_example(path: Path, tmp_path: Path) -> None:
     assert f"\n{COMMANDS.get(path.name, 'python {}').format(f'examples/{path.name}')}" in text, (
         "says how to run"
     )
-    CHECKS[path.name](tmp_path, run(COMMANDS.get(path.name, "python {}").format(path), tmp_path))
+    command = COMMANDS.get(path.name, "python {}").format(path) + GIVEN.get(path.name, "")
+    CHECKS[path.name](tmp_path, run(command, tmp_path))
