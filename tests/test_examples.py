@@ -1,5 +1,6 @@
 """Every program in examples/ is short, runs as it says, and does what it is an example of."""
 
+import email
 import re
 from pathlib import Path
 
