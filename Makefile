@@ -28,8 +28,8 @@ train: $(TO_TRAIN)  ## train a small language model on this machine: a few minut
 	$(BIN)/fivefold train quickstart $(ARGS)
 	@echo "(in a shell where this was typed: . $(BIN)/activate)"
 
-test: $(TO_TEST)  ## run the tests, two files at a time (one: ARGS='-n 0')
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+test: $(TO_TEST)  ## run the tests, two at a time (one: ARGS='-n 0')
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-all: $(TO_TEST)  ## run the tests, and all layouts of 8 ranks: the better part of an hour
 	$(BIN)/python -m pytest -m "not chaos" -n 2 --dist worksteal $(ARGS)

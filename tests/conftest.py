@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from marks import mark_slow
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -25,3 +26,8 @@ def hosts() -> Iterator[Any]:
             yield found
     except Unavailable as reason:
         pytest.skip(str(reason))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not select
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_slow(items, selected=any("::" in argument for argument in config.args))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import compared, side, tiny
-from marks import slow
+from marks import only, slow
 from ranks import Pool, run_ranks
 from runs import ranks_of
 from steps import counted, planned, recipe_of, tracked
@@ -55,6 +55,7 @@ def two_nodes(rank: int, world: int, recipe, steps: int, folder: Path) -> None:
     compute(recipe, data, steps, folder, Ranks(rank, world, rank % half, half, CPU))
 
 
+@only("dp=3,all_reduce=*", "dp_replicate=*", "cp=2,*")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -172,6 +173,7 @@ def test_a_rank_that_does_not_come() -> None:
         assert lines == [f"{began} = summation.start(torch.zeros(8))", "wait()"]
 
 
+@only("dp=2,all_reduce=butterfly-bf16", "dp=3,all_reduce=tree-fp32", "dp_replicate=*")
 @pytest.mark.parametrize(
     ("layout", "reduce"),
     [

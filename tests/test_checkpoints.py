@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import only
 from ranks import run_ranks
 from runs import after_each_step, assert_same_tensors, lines, mend, ranks_of, train_rank
 from typer.testing import CliRunner
@@ -146,6 +147,7 @@ SAVES_BY_TIME = {
 }  # fmt: skip
 
 
+@only("dp=2-true", "pp=2-true")
 @pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", SAVES_BY_TIME)
 def test_saves_are_due_by_time_on_all_ranks_at_once(recipe, tmp_path, layout, asynchronous):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_but
+from marks import only, slow_but
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, ranks_of, train_rank
 from steps import Numbers, planned, recipe_of
@@ -532,6 +532,7 @@ def resumed(rank: int, world: int, recipe: Recipe, out: Path) -> tuple[str, floa
     )
 
 
+@pytest.mark.slow
 def test_trains_about_as_without(base: Recipe, tmp_path: Path) -> None:
     """Little is lost by int8; tensor-parallel ranks keep the same bits of what they share."""
     for name, layout in (("plain", "dp=2,tp=2"), ("int8", "dp=2,tp=2,compress=int8")):
@@ -562,6 +563,7 @@ LAYOUTS = ["dp=2,compress=int8", "dp=4,compress=1bit", "cp=2,compress=powersgd:2
            "dp=4,ep=2,compress=randk:0.01", "pp=2,dp=2,compress=int8"]  # fmt: skip
 
 
+@only("cp=2,compress=powersgd:2")
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS[1:4], LAYOUTS))
 def test_planner_trace_and_ranks_agree(layout: str) -> None:
     """Every message of a step and its bytes; the traced memory of a rank to the byte; residuals in the formula."""

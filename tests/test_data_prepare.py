@@ -125,6 +125,7 @@ def test_tinyshakespeare_is_split_as_nanogpt_does(tmp_path: Path):
     assert data.vocab_size == len(ids) + 1
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_a_source(tmp_path: Path):
     recipe = recipe_of("stdlib", tmp_path / "cache", seq_len=256, batch=16)
     facts = check(recipe)
@@ -174,6 +175,7 @@ def contents(folder: str) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.suffix in (".bin", ".json")}
 
 
+@pytest.mark.slow
 def test_shards_do_not_depend_on_the_number_of_workers(tmp_path: Path):
     source = mixed_source(tmp_path / "in")
     train_bpe([(source / "large.txt").read_text()[:100_000]], 400).save(tmp_path / "tokenizer.json")

@@ -187,6 +187,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_ranks_train_from_streams_as_from_the_whole(source: Path, tmp_path: Path):
     """From a mixture of two; and resume from a checkpoint with an empty cache and other ranks, with the same losses."""
     other = write(tmp_path / "other.jsonl", "\n".join(reversed(ROWS[:400])))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from exported import read_by_transformers
 from layouts import compared, tiny
-from marks import slow_but
+from marks import only, slow_but
 from ranks import run_ranks
 from safetensors.torch import load_file
 from steps import counted, planned
@@ -304,6 +304,7 @@ def room(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("deepseek")
 
 
+@only("tp=2,sp=true", "cp=2", "dp=2,ep=2", "pp=2,schedule=zbv*")
 @pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS))
 def test_layouts_compute_what_one_process_computes(room, layout):
     report = compared(tiny(room, layout, *TINY), folder=room / "reference")
@@ -334,6 +335,7 @@ def test_queries_from_the_input_itself(tmp_path, layout):
         assert volume.counted(s, rank) == step.sent, f"rank {rank} of {to_text(s.layout)}"
 
 
+@pytest.mark.slow
 def test_bf16_passes(room):
     """With all experts: rounding may choose others for a token, and how often in so few tokens is chance."""
     every = ["model.experts_per_token=8", "model.expert_groups=1", "model.groups_per_token=1"]
@@ -341,6 +343,7 @@ def test_bf16_passes(room):
     assert report.passed, report
 
 
+@only("dp=2,ep=2")
 @pytest.mark.parametrize("layout", slow_but({"tp=2,sp=true", "cp=2", "dp=2,ep=2"}, LAYOUTS))
 def test_bytes_are_those_counted(room, layout):
     recipe = tiny(room, layout, *TINY)

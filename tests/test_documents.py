@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
-from marks import slow_but
+from marks import all_but, slow_but
 from parity import assert_equal, steps
 from ranks import run_ranks
 from torch.nn.functional import scaled_dot_product_attention
@@ -228,6 +228,7 @@ SLOW = {
 """Their parts are in the others, too: `make test-all`."""
 
 
+@all_but("llama-dp_shard=2,zero=3-concat", "bert-cp=2-concat", "llama-tp=2,sp=true-concat")
 @pytest.mark.parametrize(
     ("model", "layout", "packing"),
     slow_but(set(LAYOUTS) - SLOW, LAYOUTS),

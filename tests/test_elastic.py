@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from launched import Launched, last_step
 from layouts import compared, tiny
+from marks import only
 from ranks import run_ranks
 from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 
@@ -76,6 +77,7 @@ UNEQUAL = [
 QUICK = {3, 10, 17}
 
 
+@only("dp=3,zero=3*")
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [case if i in QUICK else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(UNEQUAL)],

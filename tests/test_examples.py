@@ -67,6 +67,7 @@ LONG = {"lora.py", "own_model.py", "torchrun_script.py"}
 torchrun."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, marks=pytest.mark.slow if p.name in LONG else ()) for p in EXAMPLES],

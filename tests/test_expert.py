@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import TINY, compared, side, tiny
+from marks import only
 from ranks import run_ranks
 from runs import lines, train_rank
 from steps import counted
@@ -57,6 +58,7 @@ def check(folder: Path, layout: str, kind: str = "aux", *overrides: str) -> Reci
     return recipe
 
 
+@only("dp=2,ep=2-*", "dp=4,ep=2,expert_chunks=3-aux")
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=4,ep=2,expert_chunks=3"])
 def test_equals_one_process(folder, layout, kind):
@@ -64,6 +66,7 @@ def test_equals_one_process(folder, layout, kind):
     check(folder, layout, kind)
 
 
+@only("cp=2,ep=2", "dp=2,tp=2,ep=2,expert_chunks=2", "dp=2,pp=2,ep=2,expert_chunks=2")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -103,6 +106,7 @@ def test_eight_ranks_equal_one_process(folder, layout):
     check(folder, layout)
 
 
+@only("dp=4,ep=2,zero=3-6")
 @pytest.mark.parametrize(
     ("layout", "experts"),
     [
@@ -332,6 +336,7 @@ def test_gradients_of_experts_stay_with_those_who_have_them(folder):
     assert [step.sent for step in run_ranks(2, counted, recipe)] == [wanted] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

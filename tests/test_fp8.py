@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import compared, side, tiny
+from marks import only
 from ranks import run_ranks
 from runs import lines, ranks_of, train_rank
 
@@ -241,6 +242,7 @@ def side_in_fp32(rank: int, world: int, recipe: Recipe, steps: int, folder: Path
         PRECISIONS[mode] = own
 
 
+@only("fp8-dp=2,zero=3*", "fp8-tp=2,sp=true*", "fp8-dp=2,ep=2*", "fp8-pp=2*")
 @pytest.mark.parametrize(("mode", "layout", "sets"), CASES)
 def test_layouts_round_as_one_process_does(
     room: Path, mode: str, layout: str, sets: list[str], monkeypatch: pytest.MonkeyPatch
@@ -263,6 +265,7 @@ def test_layouts_round_as_one_process_does(
     assert max(error for (kind, _), error in own.items() if kind == "gradients") > 0.02, "fp8 rounds"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "layout"),
     [

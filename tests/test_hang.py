@@ -369,6 +369,7 @@ def test_a_rank_that_loops_is_named_to_torchrun(text: Path, tmp_path: Path) -> N
     assert "hanging.py" in (tmp_path / "run/traces/hang-step-4.txt").read_text()
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_a_stuck_one_can_be_stopped(text: Path, tmp_path: Path) -> None:  # noqa: F811
     """So can the stuck one, if it does not hold the interpreter."""
     recipe = tiny(text, "layout.dp_replicate=2", "observe.hang_s=6", "train.steps=50")

@@ -65,6 +65,7 @@ def _links(rank: int, world: int) -> tuple[dict[str, Any], float, dict[str, floa
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_links_of_all_collectives(world: int) -> None:
     for found, free, extra in run_ranks(world, _links, timeout_s=60):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import only
 from safetensors.torch import load_file, save_file
 
 from fivefold.checkpoint import store, write
@@ -75,6 +76,7 @@ def test_bert_export_knows_its_mask_token(tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").mask_token == "<|mask|>"
 
 
+@only("True-dtype0-*", "False-dtype1-llama")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])

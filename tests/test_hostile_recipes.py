@@ -124,8 +124,8 @@ def test_a_config_of_a_million_layers() -> None:
 
 def test_random_recipes() -> None:
     """The long version: tests/chaos/fuzz_recipes.py."""
-    found = fuzz(range(10_000, 10_300))
+    found = fuzz(range(10_000, 10_150))
     failures = {seed: said for seed, said in found["failures"].items() if not re.match(r"[\d.]+ s: ", said)}
     assert not failures, failures
-    assert found["refused"] > 150
+    assert found["refused"] > 75
     assert found["slowest_s"] < 10 * SLOWEST_S  # a check that does not end; not a measurement

@@ -67,6 +67,7 @@ def check(hosts: Hosts, folder: Path, layouts: list[str]) -> list[dict]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_layouts_across_hosts(hosts, tmp_path):
     found = check(hosts, tmp_path, QUICK)
     for rank, said in enumerate(found):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import only
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, mend, ranks_of
 
@@ -115,6 +116,7 @@ def test_a_shipped_recipes_model_and_tokenizer_give_way(base, tmp_path):
         require_vocabulary(kept, 4096)
 
 
+@only("run")
 @pytest.mark.parametrize("source", ["run", "hf"])
 def test_any_layout_reads_its_part(base, text, tmp_path, source):
     where = base if source == "run" else base.parent / "exported"

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import slow
 
 from fivefold.host.machine import has_cpu_bf16
 from fivefold.kernels import elementwise, fastest, matmul, native, private, sizes
@@ -165,7 +166,7 @@ def plain_attention(qkv, heads, kv_heads, cos, sin, causal):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rotary", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("T", [1, 37, 128, 300])
+@pytest.mark.parametrize("T", [1, 37, *slow(128), 300])
 def test_qkv_attention(path, dtype, causal, rotary, heads, kv_heads, T):
     d = 16
     angles = torch.outer(torch.arange(T).float(), 100.0 ** -(torch.arange(d // 2) / (d // 2)))

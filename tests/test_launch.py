@@ -150,6 +150,7 @@ def policy(rank: int, world: int) -> int:
     return os.sched_getscheduler(0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies are Linux's")
 def test_ranks_do_not_interrupt_each_other():
     assert run_ranks(2, policy) == [os.SCHED_BATCH] * 2
@@ -214,6 +215,7 @@ with ranks.join(meet_s=60) as own:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "agents"),
     [("localhost", 2), *slow(("127.0.0.1", 3), (socket.gethostname(), 2), ("localhost", 3))],

@@ -50,6 +50,7 @@ def started(name: str, tmp_path: Path) -> tuple[list[int], str]:
     return codes, "".join(rank.said for rank in ranks_of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_by_hand_and_by_fivefold(name: str, tmp_path: Path) -> None:
     assert len(PROGRAMS[name].read_text(encoding="utf-8").splitlines()) < 80

@@ -26,6 +26,7 @@ def name_of(page: Path) -> str:
     return page.stem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", SCRIPT["all_pages"](), ids=name_of)
 def test_a_page_shows_what_its_commands_print(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

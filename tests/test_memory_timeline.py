@@ -65,6 +65,7 @@ def test_timeline_of_changes_keeps_peaks_between_bins() -> None:
     assert "x &amp; y" in svg
 
 
+@pytest.mark.slow
 def test_plan_draws_memory_over_a_step(tmp_path: Path) -> None:
     picture = tmp_path / "memory.svg"
     sizes = ["model.vocab_size=96", "model.layers=2", "train.microbatch_size=8"]

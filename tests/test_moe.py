@@ -315,6 +315,7 @@ def test_it_learns_and_reports_its_balance(text, tmp_path):
         assert line["z_loss"] > 0
 
 
+@pytest.mark.slow
 def test_both_ways_of_balancing_work(text, tmp_path):
     """Towards the end of a run, the most loaded expert has less than without balancing."""
     steps = ["train.steps=60", "optim.lr=3e-2"]

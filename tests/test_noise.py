@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import all_but
 from ranks import run_ranks
 from runs import mend
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ def alone(recipe: Recipe, module: nn.Module | None = None) -> State:
     return build_state(recipe, Ranks(0, 1, 0, 1, torch.device("cpu")), module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatch", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
 def test_the_scale_of_a_known_problem(microbatch: int) -> None:
     """Rows of mean 0.5 and standard deviation 2 in 100 dims, each drawn as often: tr(Sigma) / |G|^2 is that of the
@@ -110,6 +112,7 @@ def expected(parts: list[int]) -> tuple[float, float]:
     return gradient, whole - gradient
 
 
+@all_but("dp_replicate*", "dp=2,zero=2*", "dp=2,tp=2*", "pp=2,schedule*")
 @pytest.mark.parametrize(
     ("layout", "parts"),
     [

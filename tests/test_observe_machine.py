@@ -115,6 +115,7 @@ def test_listed_peaks(name: str, dtype: str, teraflops: float | None) -> None:
     assert peak.listed_peak(name, dtype) == (teraflops and float(f"{teraflops}e12"))
 
 
+@pytest.mark.slow
 def test_rate_is_measured_once_without_torch_here(tmp_path: Path) -> None:
     program = (
         "import sys, os; from fivefold.bench.peak import matmul_rate as rate\n"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import compared, side, tiny
-from marks import slow, slow_but
+from marks import all_but, only, slow, slow_but
 from ranks import run_ranks
 from runs import ranks_of
 
@@ -401,6 +401,7 @@ LR = dict.fromkeys(("sgd", "momentum", "nesterov", "adagrad"), 0.05) | {"rmsprop
 """Learning rates that train the model: RMSprop's first steps are ten times as long."""
 
 
+@all_but("sgd-dp=2,ep=2,zero=3")
 @pytest.mark.parametrize(("name", "layout"), slow_but(QUICK, CASES))
 def test_equals_one_process(tmp_path, name, layout):
     """Losses, every gradient, its norm, and weights after three steps."""
@@ -588,6 +589,7 @@ def difference(a, b):
     return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
 
 
+@only("adamw", "adamw8bit", "soap", "adafactor", "muon")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_gradients_give_the_same_bits(name):
     """In every layout: weights, and states as the card places them, which weigh what the planner says."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import only
 from test_predicted_runs import recipe_of
 
 from fivefold import host
@@ -41,6 +42,7 @@ def test_errors_of_allocators_are_known() -> None:
     assert out_of_memory(error.value)
 
 
+@only("forward")
 @pytest.mark.parametrize("where", ["forward", "update"])
 def test_a_run_saves_what_it_has_and_says_what_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import compared, tiny
+from marks import only
 from own_models import Decoder, Numbers, Plain, T, V, cut
 from parity import evaluate, joined, pieces, share
 from ranks import run_ranks
@@ -148,6 +149,7 @@ def test_a_plain_module_on_data_axes_with_recomputation(layouts):
     assert_alike(run_ranks(2, steps, Plain, None, recipes), recipes, alone(Plain, recipes[0]))
 
 
+@only("2-layouts0")
 @pytest.mark.parametrize(
     ("world", "layouts"), [(2, TWO), (4, FOUR[:1]), pytest.param(4, FOUR[1:], marks=pytest.mark.slow)]
 )
@@ -318,6 +320,7 @@ def test_the_planner_counts_no_gradients_and_states_of_frozen_parameters(layout)
     assert mine.params == all_.params == step.at_peak["params"]
 
 
+@only("dp=2,zero=3")
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=3"])
 def test_frozen_layouts_pass_the_comparison_with_plain_autograd(tmp_path, layout):
     report = compared(tiny(tmp_path, layout, "model.freeze=embed*, blocks.0.*", mode="bf16"))

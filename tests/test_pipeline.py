@@ -101,6 +101,7 @@ def test_other_architectures(room, arch):
     assert report.passed, report
 
 
+@pytest.mark.slow
 def test_with_replicas_on_eight_ranks(room):
     report = compared(tiny(room, line("zb_h1", 4, ",dp=2"), "model.layers=8"))
     assert report.passed, report

@@ -134,6 +134,7 @@ def test_the_measured_noise_scale_is_the_critical_batch() -> None:
     assert answer(plan, Questions(1e12))["critical_batch_from"] == "expected loss"
 
 
+@pytest.mark.slow
 def test_devices_are_searched_for_a_deadline() -> None:
     """So many meet it, half as many do not."""
     asked = Questions(1e12, deadline=40 * budget.DAY)
@@ -181,6 +182,7 @@ def test_the_command_answers() -> None:
     assert lines(found)
 
 
+@pytest.mark.slow
 def test_the_command_searches_for_the_deadline() -> None:
     options = [
         "plan",

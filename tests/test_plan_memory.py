@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from marks import slow
+from marks import only, slow
 from ranks import run_ranks
 from steps import CASES, planned, recipe_of, tracked
 
@@ -318,6 +318,7 @@ def test_the_formula_is_close_to_tracked_steps() -> None:
     assert fmean(map(abs, every)) <= memory.ERROR
 
 
+@only("llama-fp32-local:4", "moe-bf16-a100:2x2", "llama-bf16-h100:4", "moe-fp32-h100:4")
 @pytest.mark.parametrize(
     ("arch", "dtype", "cluster"),
     [

@@ -49,6 +49,7 @@ def saved(tmp_path: Path) -> Path:
     return best
 
 
+@pytest.mark.slow
 def test_it_trains_as_it_was_planned(saved: Path, tmp_path: Path) -> None:
     recipe = load(saved)
     prepare(recipe)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from marks import only
 
 from fivefold.errors import UserError
 from fivefold.plan import software
@@ -127,6 +128,7 @@ every_case = pytest.mark.parametrize(
 )
 
 
+@only("the machine at hand", "two dtypes, tied")
 @every_case
 def test_every_valid_layout_is_considered_once(case: str) -> None:
     space, _, all_of_them = priced(case)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import compared, tiny
-from marks import slow
+from marks import only, slow
 from parity import joined, pieces
 from ranks import run_ranks
 from runs import after_each_step, assert_same_tensors, lines, ranks_of, train_rank
@@ -247,6 +247,7 @@ QUICK = {
 }  # fmt: skip
 
 
+@only("fp16-tp=2,sp=true", "bf16_pure-dp=2,zero=2")
 @pytest.mark.parametrize(
     ("mode", "layout"),
     [
@@ -338,6 +339,7 @@ def trained(recipe: Recipe, layout: str, out: Path, steps: int, resume: bool = F
 RESUMED = ["optim.schedule=constant", "observe.tracker=none", "model.layers=2"]
 
 
+@only("dp=2,zero=1*")
 @pytest.mark.parametrize(
     ("layout", "sets"),
     [
@@ -450,6 +452,7 @@ def test_ranks_decide_on_the_loss_scale_together(one_process, tmp_path, layout):
     assert 0 < apart(run, alone) < TIMES * own
 
 
+@pytest.mark.slow
 def test_sites(tmp_path):
     """The common weights are fp32, the sites' own bf16: a resumed run validates and goes on with the same bits."""
     recipe = tiny(tmp_path, "dp=1", "precision.mode=bf16_pure", *RESUMED, mode="bf16_pure")

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from marks import slow
+from marks import only, slow
 from ranks import run_ranks
 from runs import lines, train_rank
 
@@ -38,6 +38,7 @@ def on_a_known_machine(rank: int, world: int, recipe: Recipe, out: Path) -> int 
         return train_rank(rank, world, recipe, out)
 
 
+@only("dp=2,zero=3-bf16")
 @pytest.mark.parametrize("mode", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=3", *slow("pp=2", "tp=2,sp=true")])
 def test_memory_and_bytes_are_those_predicted(tmp_path: Path, layout: str, mode: str) -> None:
@@ -109,6 +110,7 @@ def test_exact_figures_that_fail_do_not_fail_the_run(
     )
 
 
+@only("2")
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_step_whose_timeline_is_drawn_is_not_watched(tmp_path: Path, step: int) -> None:
     memory = 3 * (step > 1)  # the first step's memory is tracked, too

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
-from marks import slow_but
+from marks import only, slow_but
 from ranks import run_ranks
 from runs import ranks_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -73,6 +73,14 @@ def gradients(rank: int, world: int, recipe: Recipe) -> tuple[dict[str, torch.Te
             replica.close()
 
 
+@only(
+    "fp32-llama-*",
+    "bf16-bert-full",
+    "bf16-gpt2-ops*",
+    "bf16-qwen3-selective",
+    "bf16-olmo2-full",
+    "bf16-llama-ops*",
+)
 @pytest.mark.parametrize("how", ["full", "selective", "ops:attention+gate+norm"])
 @pytest.mark.parametrize(
     ("mode", "arch"),
@@ -90,6 +98,7 @@ def test_gradients_are_those_of_none_on_one_process(arch, how, mode):
     assert all(g.norm() > 0 for g in wanted.values())
 
 
+@only("tp=2,sp=true,sp_regather=true-*", "dp=2,ep=2-*", "pp=2,*")
 @pytest.mark.parametrize(
     "hows",
     [
@@ -204,6 +213,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_plain_attention_frees_what_the_paper_says(monkeypatch):
     """arXiv 2205.05198, section 5: at T 2048 the core has most of the activations of attention without fused kernels.
     Nothing that grows with T^2 is kept."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import only
 from ranks import run_ranks
 from test_predicted_runs import recipe_of as run_recipe
 from test_recompute import gradients, recipe_of
@@ -80,6 +81,7 @@ CASES = [
 MORE = [("dp=1", []), ("tp=2,sp=true", []), ("pp=2,schedule=zbv,virtual_stages=2", []), ("dp=2,ep=2", [])]
 
 
+@only("dp=1*", "pp=4*")
 @pytest.mark.parametrize(
     ("layout", "more"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )

@@ -137,6 +137,7 @@ def test_same_layout_same_bits(base: Recipe, tmp_path: Path, layout: str, mode: 
         assert lines(tmp_path / "whole", key) == lines(tmp_path / "parts", key), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [
@@ -200,6 +201,7 @@ def test_options_resume_too(base: Recipe, tmp_path: Path) -> None:
     assert all("was trained with train.batch_ramp" in text for text in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [

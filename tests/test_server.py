@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 import pytest
 import torch.distributed as dist
 from layouts import tiny
-from marks import slow
+from marks import only, slow
 from ranks import PATIENCE, Pool, _servers
 from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 from torch import Tensor
@@ -328,6 +328,7 @@ def test_resumes_exactly_and_in_other_methods(room: Path, tmp_path: Path, pools)
     assert train_rank(0, 1, plain(recipe, "train.steps=5"), cut, True) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("servers", [2, 3])
 def test_launches_of_their_own_resume(room: Path, tmp_path: Path, servers: int) -> None:
     """Unlike a pool's ranks they make all groups anew. The same bits as without the interruption."""
@@ -344,6 +345,7 @@ def test_launches_of_their_own_resume(room: Path, tmp_path: Path, servers: int) 
     assert_same_tensors(saved(tmp_path / "cut", 4), saved(tmp_path / "whole", 4))
 
 
+@only("2")
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_saves_by_time(room: Path, tmp_path: Path, pools, staleness: int) -> None:
     """No further step is handed out before it is saved, so synchronous workers compute the same bits."""
@@ -417,6 +419,7 @@ def test_asynchronous_training_goes_on_without_a_worker(room: Path, tmp_path: Pa
     assert store.Reader(store.latest(tmp_path / "run")).meta["updates"] == 36
 
 
+@only("applied-1")
 @pytest.mark.parametrize("clip", [1, *slow(0)])
 @pytest.mark.parametrize("when", ["said elsewhere", "applied", *slow("in a push", "unsaid", "half said")])
 def test_a_share_is_applied_once_whenever_its_worker_is_lost(

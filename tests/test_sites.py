@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import tiny
+from marks import all_but, only
 from parity import joined, pieces, share, state_of
 from ranks import run_ranks
 from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
@@ -168,6 +169,7 @@ def assert_simulated(answers: list[dict[str, Any]], wanted: dict[str, Any]) -> N
         assert_close_tensors(joined(mine, "common"), wanted["common"], f"common weights in site {site}:")
 
 
+@only("dp=2-sync0", "dp=2-sync2", "dp_replicate=*", "dp=2,pp=2*")
 @pytest.mark.parametrize(
     ("layout", "sync"),
     [
@@ -327,6 +329,7 @@ def counted(rank: int, world: int, recipe: Recipe, steps: int) -> list[dict]:
     return [*found, {"kept": sum(t.nbytes for t in state.outer.kept())}]
 
 
+@all_but("dp_replicate=*")
 @pytest.mark.parametrize(
     ("layout", "sync"),
     [
@@ -457,6 +460,7 @@ def cut_off(out: Path, step: int, to: Path) -> Path:
     return to
 
 
+@only("9")
 @pytest.mark.parametrize("step", [3, 9])
 def test_resumes_with_the_same_bits(whole: tuple[Recipe, Path], tmp_path: Path, step: int) -> None:
     """Between outer steps: every site has weights and moments of its own, and one fragment may have no momentum yet."""
@@ -483,6 +487,7 @@ def test_resumes_in_another_layout_of_the_sites(whole: tuple[Recipe, Path], tmp_
     assert_close_tensors(store.load(store.latest(again)).model, store.load(store.latest(out)).model)
 
 
+@pytest.mark.slow
 def test_sites_join_and_leave_at_an_outer_step_only(room: Path, tmp_path: Path) -> None:
     """A checkpoint in which all sites are equal resumes with any number of them, also with all ranks as one."""
     recipe, out = sited(room, "dp=2", *RUN, "optim.schedule=constant", *DILOCO), tmp_path / "run"

@@ -642,6 +642,7 @@ def test_ranks_of_torchrun_resume_together_whatever_each_was_told(
     assert lines(out, "step")[-1] == 4
 
 
+@pytest.mark.slow
 def test_a_launch_of_torchrun_goes_back_once(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

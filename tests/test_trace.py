@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import slow_but
+from marks import all_but, only, slow_but
 from ranks import run_ranks
 from steps import Evenly, Numbers
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -107,6 +107,7 @@ def compare(recipe: Recipe) -> Traced:
     return real[0]
 
 
+@all_but("cp=2-bf16")
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [
@@ -151,11 +152,13 @@ def test_trace_of_offload(offload: str, layout: str, mode: str, tmp_path: Path) 
     assert (found.memory.away["disk"] > 0, found.memory.away["host"]) == ("disk" in offload, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", slow_but(EIGHT[:1], EIGHT))
 def test_trace_is_the_real_step_on_eight_ranks(layout: str) -> None:
     compare(recipe_of(layout, "bf16"))
 
 
+@only("untied", "bert")
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [
@@ -175,6 +178,7 @@ def test_trace_of_other_models(layout: str, overrides: list[str]) -> None:
     compare(recipe_of(layout, "bf16", *overrides))
 
 
+@only("pp=2,schedule=1f1b")
 @pytest.mark.parametrize(
     "layout",
     [

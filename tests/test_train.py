@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from launched import command
+from marks import only
 from ranks import run_ranks
 from runs import after_each_step, assert_same_tensors, lines, ranks_of, train_rank
 
@@ -90,6 +91,7 @@ def test_other_architectures_learn(text, tmp_path, arch):
     assert sum(losses[-3:]) / 3 < losses[0] - 1
 
 
+@only("2-bf16", "1-fp32")
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_resume_is_bit_for_bit(text, tmp_path, mode, world):
@@ -160,6 +162,7 @@ def gradients(rank: int, world: int, recipe: Recipe, bucket_bytes: int) -> tuple
     return loss.item(), {name: grad.clone() for name, grad in state.gradients().items()}
 
 
+@only("llama-*-2-*", "gpt2-20000-1-4")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("microbatch", [1, 2])
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 1 << 30])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from launched import Launched, command
 from layouts import MOE, TINY, compared, side, tiny
+from marks import only
 
 import fivefold
 from fivefold.errors import UserError
@@ -19,6 +20,7 @@ from fivefold.recipe import Recipe
 from fivefold.train.verify import Figure, prepared
 
 
+@only("fp32-deepseek", "fp32-llama")
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "moe", "deepseek"])
 @pytest.mark.parametrize("mode", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_one_rank_passes(tmp_path, arch, mode):

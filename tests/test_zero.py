@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import compared, tiny
+from marks import only
 from parity import evaluate
 from ranks import run_ranks
 from torch import Tensor
@@ -114,12 +115,14 @@ def one_process(arch: str) -> dict[str, Any]:
     return _wanted[arch]
 
 
+@only("dp2-*", "dp4-3", "hybrid-2")
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_computes_what_one_process_computes(layout: str, zero: int) -> None:
     check("llama", layout, zero, (1, 3))
 
 
+@only("*-3")
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(
     ("arch", "layout"),
@@ -143,6 +146,7 @@ def check(arch: str, layout: str, zero: int, accumulations: tuple[int, ...]) -> 
         assert worst(joined(answers, recipe, "weights"), wanted["weights"]) < (1e-5, "")
 
 
+@only("dp4-*")
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_differs_from_replicas_by_rounding_in_fp32(layout: str, zero: int) -> None:
@@ -188,6 +192,7 @@ def sent(rank: int, world: int, recipe: Recipe, microbatches: int) -> dict[tuple
     return counter.found
 
 
+@only("*-fp32")
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -246,6 +251,7 @@ def test_a_rank_keeps_its_share() -> None:
     assert run_ranks(4, whole_masters, recipe) == [(share,) * 3] * 4
 
 
+@only("3")
 @pytest.mark.parametrize("zero", [1, 3])
 def test_pipeline_whose_first_and_last_stage_share_an_embedding(tmp_path: Path, zero: int) -> None:
     """zbv leaves weight gradients for later, and puts both users of the tied embedding on one rank."""

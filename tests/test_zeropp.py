@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import tiny
-from marks import slow
+from marks import all_but, slow
 from ranks import run_ranks
 from steps import counted, planned
 from test_zero import joined, recipe_of, sent, share, steps, worst
@@ -217,6 +217,7 @@ def losses(rank: int, world: int, recipe: Recipe, count: int) -> list[float]:
     return [take_step(state, recipe, batch).loss for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_a_short_run_learns_as_zero_3_does() -> None:
     plain = recipe_of("llama", "layout.zero=3", "layout.dp_shard=4", "train.steps=100", "optim.lr=1e-2")
     recipe = change(plain, [f"layout.zeropp={ALL}"])
@@ -226,6 +227,7 @@ def test_a_short_run_learns_as_zero_3_does() -> None:
     assert found[-1] == pytest.approx(wanted[-1], rel=0.02)
 
 
+@all_but("dp=2,tp=2*", "dp=2,pp=2*")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -248,6 +250,7 @@ def test_bytes_are_those_counted(tmp_path, layout: str) -> None:
         assert volume.counted(s, rank) == step.sent, f"rank {rank}"
 
 
+@pytest.mark.slow
 def test_traffic_between_nodes_falls_from_3_to_three_quarters() -> None:
     """In Psi, bf16 gathers or sums of the whole model, as in the paper's table: what the ranks of a node send to others
     in a step of one microbatch. Scales are 1.6% of int8, and 3.1% of int4."""

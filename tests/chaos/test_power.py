@@ -67,6 +67,7 @@ def newest(run: Path, wanted: dict[int, store.Checkpoint]) -> int:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "how", "every"),
     [
