@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.launch.ranks import Ranks
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
-from fivefold.recipe import Recipe, change, fit, load, microbatches_per_step, resolve
-from fivefold.recipe.fit import nearest_layout
-from fivefold.recipe.unused_fields import notes
+from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve
+from fivefold.recipe.resolve import nearest_layout
+from fivefold.recipe.rules.combinations import notes
 from fivefold.sharding import shares
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import to_text
@@ -152,7 +153,7 @@ def test_experts_keep_their_division_and_their_microbatches() -> None:
 
 def test_the_search_for_a_layout_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing fits, whatever the size of what was asked."""
-    seen = []
+    seen, fit = [], import_module("fivefold.recipe.resolve")  # the package has a function of this name
     monkeypatch.setattr(fit, "in_layout", lambda recipe, layout: seen.append(layout) or recipe)
     monkeypatch.setattr(fit, "contradictions", lambda recipe: ["wrong"])
     recipe = load("quickstart", ["train.global_batch_size=64"])

@@ -48,7 +48,7 @@ from fivefold.errors import (
     printable,
     problem,
 )
-from fivefold.host.memory import little_space, require_space_for_torch, restart_with_huge_pages
+from fivefold.host.machine import little_space, require_space_for_torch, restart_with_huge_pages
 from fivefold.launch.interrupt import BUSY, FAILED, USER
 
 # Plain help texts: rich alone takes 0.1 s to import

@@ -35,7 +35,7 @@ import torch
 
 from fivefold.errors import BusyError, RankFailed, UserError
 from fivefold.host import cores
-from fivefold.host.memory import oom_kills
+from fivefold.host.machine import oom_kills
 from fivefold.launch import verdict
 from fivefold.launch.interrupt import FAILED, STOPPED, Interrupt, in_words, stopping_signals, unsaved
 from fivefold.launch.ranks import Place, Ranks, run_rank

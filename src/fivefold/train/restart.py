@@ -26,7 +26,7 @@ from fivefold.launch.local import Attempt, Outcome, as_error
 from fivefold.launch.verdict import Failure
 from fivefold.observe.faults import add_restart
 from fivefold.observe.metrics import last_line
-from fivefold.recipe.fit import Fit, nearest_layout
+from fivefold.recipe.resolve import Fit, nearest_layout
 from fivefold.train.job import Job
 
 REPEATED = 3  # what a restart costs after a death that repeats the one before

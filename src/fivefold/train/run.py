@@ -31,8 +31,8 @@ from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
 from fivefold.parallel.server import Server
 from fivefold.recipe import count_parameters, to_toml, tokens_per_step
-from fivefold.recipe.unused_fields import notes
-from fivefold.recipe.warnings import warnings
+from fivefold.recipe.resolve import warnings
+from fivefold.recipe.rules.combinations import notes
 from fivefold.step.state import State, build_state, compute_mode
 from fivefold.train.checked import anywhere
 from fivefold.train.hooks import RunHooks
