@@ -23,12 +23,12 @@ from ranks import run_ranks
 from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
+from fivefold.cli.train import between
 from fivefold.errors import UserError
 from fivefold.launch import ranks as ranks_
-from fivefold.launch.interrupt import Interrupt
-from fivefold.launch.launchers import between
 from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.launch.ranks import Ranks
+from fivefold.launch.verdict import Interrupt
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve

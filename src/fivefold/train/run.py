@@ -20,8 +20,8 @@ from fivefold.errors import UserError, several
 from fivefold.files import guard, make_folder, write_atomically
 from fivefold.host.machine import describe, untried_torch
 from fivefold.kernels import fastest, native
-from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
+from fivefold.launch.verdict import Interrupt
 from fivefold.models.card import card_of
 from fivefold.observe import prediction
 from fivefold.observe.console import Console

@@ -30,9 +30,9 @@ from fivefold.host.machine import (
 )
 from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
-from fivefold.launch.interrupt import STOPPED, Interrupt, Leaving, run_complete, unsaved
 from fivefold.launch.launchers import LAUNCH, may_be_again, restarted_by
 from fivefold.launch.local import Attempt, launch
+from fivefold.launch.verdict import STOPPED, Interrupt, Leaving, run_complete, unsaved
 from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard
 from fivefold.models.recomputation import budget_of
