@@ -114,7 +114,7 @@ def pairs(name: str, turns: int, threads: int, recompute: str, seconds: float) -
 @contextmanager
 def running(name: str, form: str, threads: int, seconds: float) -> Iterator[subprocess.Popen[str]]:
     """A process that has begun to train one form of a shape, and waits."""
-    from fivefold.host.memory import HUGE_PAGES
+    from fivefold.host.machine import HUGE_PAGES
 
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | HUGE_PAGES
     command = [sys.executable, __file__, "--worker", name, form, "--seconds", str(seconds)]
@@ -137,7 +137,7 @@ def take_turn(process: subprocess.Popen[str]) -> dict[str, float]:
 
 def work(name: str, form: str, seconds: float) -> None:
     """Trains for some seconds for each line that it reads, and answers with a line."""
-    from fivefold.host.memory import keep_freed_memory
+    from fivefold.host.machine import keep_freed_memory
 
     keep_freed_memory()
     shape = SHAPES[name]

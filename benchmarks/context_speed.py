@@ -91,7 +91,7 @@ def measure(work: str, layout: str, steps: int) -> dict[str, float]:
     """A rank's part: its fastest step, in seconds, and the growth of its peak memory, in MiB."""
     import torch
 
-    from fivefold.host.memory import keep_freed_memory
+    from fivefold.host.machine import keep_freed_memory
     from fivefold.launch import ranks as ranks_
     from fivefold.recipe import load, resolve
     from fivefold.step.state import build_state

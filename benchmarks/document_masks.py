@@ -143,7 +143,7 @@ def speed(recipes: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Tokens per second of each way, and how many times as fast as without masks, within a round."""
     import torch
 
-    from fivefold.host.memory import keep_freed_memory
+    from fivefold.host.machine import keep_freed_memory
     from fivefold.launch import ranks as ranks_
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step

@@ -60,7 +60,7 @@ def main() -> None:
 def compare(run: Path, python: str, folder: Path, copies: int) -> dict[str, Any]:
     from importlib.metadata import version
 
-    from fivefold.checkpoint.hf import export_run
+    from fivefold.checkpoint.source import export_run
     from fivefold.host.machine import describe
 
     write_tasks(folder, copies)

@@ -19,7 +19,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from fivefold.host.memory import keep_freed_memory
+from fivefold.host.machine import keep_freed_memory
 from fivefold.kernels import elementwise, native
 from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.loss import linear_cross_entropy

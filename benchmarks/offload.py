@@ -215,8 +215,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
 
     import torch
 
-    from fivefold.host.machine import resident_bytes
-    from fivefold.host.memory import keep_freed_memory, return_large_memory
+    from fivefold.host.machine import keep_freed_memory, resident_bytes, return_large_memory
     from fivefold.launch.ranks import Ranks
     from fivefold.parallel.microbatch import Microbatch
     from fivefold.step.state import build_state

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.host.machine import current_memory_bytes, peak_memory_bytes
-from fivefold.host.memory import keep_freed_memory
+from fivefold.host.machine import current_memory_bytes, keep_freed_memory, peak_memory_bytes
 from fivefold.kernels import blockwise_attention
 from fivefold.models.base import LanguageModel
 from fivefold.models.init import build

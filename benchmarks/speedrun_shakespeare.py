@@ -179,7 +179,7 @@ def baseline(data: dict) -> dict:
 
 def fivefold(data: dict, ours: dict) -> dict:
     """The trainer's own step, on a recipe that a user could write."""
-    from fivefold.host.memory import keep_freed_memory
+    from fivefold.host.machine import keep_freed_memory
     from fivefold.launch.ranks import Ranks
     from fivefold.parallel.microbatch import Microbatch
     from fivefold.recipe import load, resolve

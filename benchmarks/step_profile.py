@@ -20,7 +20,7 @@ from plain_best import plain_step
 from shapes import SHAPES
 from torch.profiler import ProfilerActivity, profile
 
-from fivefold.host.memory import keep_freed_memory
+from fivefold.host.machine import keep_freed_memory
 
 LINES, STEPS, SIZE = 30, 2, 2048
 

@@ -98,7 +98,9 @@ def apart(name: str, steps: int, microbatch: int, checkout: Path | None = None) 
     ]
     cores = len(os.sched_getaffinity(0))
     world = ranks_of(name)
-    from fivefold.host.memory import HUGE_PAGES  # as `fivefold train` sets them; for tuned plain PyTorch, too
+    from fivefold.host.machine import (
+        HUGE_PAGES,  # as `fivefold train` sets them; for tuned plain PyTorch, too
+    )
     from fivefold.launch.ranks import STORE_FILE
 
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // world)), "GLOO_SOCKET_IFNAME": "lo"}
@@ -161,7 +163,7 @@ class RandomBatches:
 
 def fivefold_step(name: str, microbatch: int):
     """The trainer's own step: forward, backward, gradient sum, clipping, update."""
-    from fivefold.host.memory import keep_freed_memory
+    from fivefold.host.machine import keep_freed_memory
     from fivefold.launch import ranks as ranks_
     from fivefold.recipe import load, resolve
     from fivefold.step.state import build_state
@@ -196,7 +198,7 @@ def plain_step(name: str, microbatch: int):
     import torch
     from plain import PlainLlama
 
-    from fivefold.host.memory import keep_freed_memory
+    from fivefold.host.machine import keep_freed_memory
 
     if DEFAULTS not in name:
         keep_freed_memory()

@@ -16,8 +16,8 @@ from ranks import _servers
 from runs import train_rank
 
 from fivefold.launch import verdict
-from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import STORE_FILE, Ranks, _run, end
+from fivefold.launch.verdict import Interrupt
 from fivefold.recipe import Recipe, resolve
 
 

@@ -28,7 +28,7 @@ from fivefold.plan.messages import communication, volume
 from fivefold.plan.messages.communication import Group
 from fivefold.plan.predict import predict
 from fivefold.recipe import change, load, resolve
-from fivefold.recipe.unused_fields import notes
+from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.collectives import ALGORITHMS, shape_of
 from fivefold.schedules.collectives.choose import ALL_REDUCES, chosen, fastest, problem, resolved
 from fivefold.schedules.collectives.messages import messages_of

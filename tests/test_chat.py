@@ -19,7 +19,7 @@ from runs import assert_close_tensors, lines, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint import write as write_checkpoint
-from fivefold.checkpoint.hf import export_run, import_folder
+from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.cli.main import main
 from fivefold.data import NOT_COUNTED, Batches, prepare
 from fivefold.data.chat import ChatTemplate, open_template

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from runs import after_each_step, assert_same_tensors, lines, mend, ranks_of, train_rank
 from typer.testing import CliRunner
 
-from fivefold.checkpoint import background, keep, store, write
+from fivefold.checkpoint import keep, store, write
 from fivefold.cli.main import app, main
 from fivefold.data import prepare
 from fivefold.errors import UserError
@@ -85,15 +85,15 @@ def test_a_save_beside_the_steps_holds_the_state_of_its_step(recipe, tmp_path, m
 
 def slow_copies(rank: int, world: int, recipe: Recipe, out: Path) -> set[str]:
     """Trains with copies that begin when the next step is almost done. Returns the threads that copied."""
-    run, seen = background.Copy.run, set[str]()
+    run, seen = write.Copy.run, set[str]()
 
-    def slowly(copy: background.Copy) -> write.Pieces:
+    def slowly(copy: write.Copy) -> write.Pieces:
         seen.add(threading.current_thread().name)
         time.sleep(0.1)
         return run(copy)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background.Copy, "run", slowly)
+        patch.setattr(write.Copy, "run", slowly)
         train_rank(rank, world, recipe, out)
     return seen
 
@@ -118,21 +118,21 @@ def test_at_most_one_save_is_under_way(recipe, tmp_path, monkeypatch):
 
 def test_without_room_for_a_copy_the_step_waits(recipe, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "available", lambda: 1000)
-    monkeypatch.setattr(background.Copy, "run", lambda copy: pytest.fail("there is no room for a copy"))
+    monkeypatch.setattr(write.Copy, "run", lambda copy: pytest.fail("there is no room for a copy"))
     train_rank(0, 1, recipe, tmp_path / "run")
     assert_same_checkpoints(tmp_path / "run", whole)
 
 
 def test_a_copy_that_cannot_be_made_is_an_alarm(recipe, whole, tmp_path, monkeypatch):
     """Though there seemed to be room, as under a limit on address space."""
-    hosts, calls = background._hosts, iter([0, 1, 0, 0])
+    hosts, calls = write._hosts, iter([0, 1, 0, 0])
 
     def full_once(tensors):
         if next(calls):
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return hosts(tensors)
 
-    monkeypatch.setattr(background, "_hosts", full_once)
+    monkeypatch.setattr(write, "_hosts", full_once)
     assert train_rank(0, 1, recipe, tmp_path / "run") is None
     assert names(tmp_path / "run") == ["step-00000002", "step-00000005", "step-00000006"]
     (alarm,) = lines(tmp_path / "run", "alarm")

@@ -36,7 +36,7 @@ from fivefold.plan.messages import volume
 from fivefold.plan.messages.volume import SENT
 from fivefold.plan.predict import held, predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
-from fivefold.recipe.unused_fields import notes
+from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.compression import TEXTS, compressor
 from fivefold.schedules.compression.blocks import LARGEST, Blocks
 from fivefold.schedules.compression.lowrank import LowRank

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fivefold.data import NOT_COUNTED, Batches, Prefetch, Tokens
 from fivefold.data.batches import item_numbers, permute
 from fivefold.data.tokens import Shard
-from fivefold.recipe.ramp import batch_size, sequences_before, steps_for
+from fivefold.recipe.rules.texts import batch_size, sequences_before, steps_for
 from fivefold.recipe.schema import TrainSection
 
 

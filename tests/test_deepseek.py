@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from steps import counted, planned
 from torch.nn import functional as F
 
-from fivefold.checkpoint.hf import export_run, import_folder
+from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.errors import UserError
 from fivefold.kernels import elementwise
 from fivefold.kernels.elementwise import latent_heads

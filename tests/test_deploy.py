@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from commands import REPO
 
-from fivefold.launch.interrupt import STOPPED, USER
 from fivefold.launch.launchers import LAUNCHERS
+from fivefold.launch.verdict import STOPPED, USER
 from fivefold.recipe import load
 
 DEPLOY = REPO / "deploy"

@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,17 @@ from ranks import run_ranks
 from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
+from fivefold.cli.train import between
 from fivefold.errors import UserError
 from fivefold.launch import ranks as ranks_
-from fivefold.launch.interrupt import Interrupt
-from fivefold.launch.launchers import between
 from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.launch.ranks import Ranks
+from fivefold.launch.verdict import Interrupt
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
-from fivefold.recipe import Recipe, change, fit, load, microbatches_per_step, resolve
-from fivefold.recipe.fit import nearest_layout
-from fivefold.recipe.unused_fields import notes
+from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve
+from fivefold.recipe.resolve import nearest_layout
+from fivefold.recipe.rules.combinations import notes
 from fivefold.sharding import shares
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import to_text
@@ -154,7 +155,7 @@ def test_experts_keep_their_division_and_their_microbatches() -> None:
 
 def test_the_search_for_a_layout_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing fits, whatever the size of what was asked."""
-    seen = []
+    seen, fit = [], import_module("fivefold.recipe.resolve")  # the package has a function of this name
     monkeypatch.setattr(fit, "in_layout", lambda recipe, layout: seen.append(layout) or recipe)
     monkeypatch.setattr(fit, "contradictions", lambda recipe: ["wrong"])
     recipe = load("quickstart", ["train.global_batch_size=64"])

@@ -14,7 +14,7 @@ from runs import ranks_of
 from test_cli import run as command
 
 from fivefold.checkpoint import store, write
-from fivefold.checkpoint.hf import export_run, import_folder
+from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.data.eval_docs import Item, prompts, read_items
 from fivefold.data.tokenizer import load_tokenizer, train_bpe
 from fivefold.errors import UserError

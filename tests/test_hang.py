@@ -29,8 +29,8 @@ from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import Watchdog
 from fivefold.data import prepare
 from fivefold.launch import verdict
-from fivefold.launch.interrupt import HUNG
 from fivefold.launch.ranks import Ranks
+from fivefold.launch.verdict import HUNG
 from fivefold.observe.slow import SECONDS, SlowRanks, section
 from fivefold.sharding.layout import Layout
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from fivefold.bench import hardware, links, machine, overhead
+from fivefold.bench import collectives, hardware, machine
 from fivefold.bench.hardware import bandwidth
 from fivefold.bench.machine import _axes
 from fivefold.host import tables
@@ -57,11 +57,11 @@ def test_streams_cover_what_the_planner_asks_for(monkeypatch: pytest.MonkeyPatch
 
 
 def _links(rank: int, world: int) -> tuple[dict[str, Any], float, dict[str, float]]:
-    found, free = links.links(CPU, {4096: 3, 65536: 3})
+    found, free = collectives.links(CPU, {4096: 3, 65536: 3})
     return (
         found,
         free,
-        overhead.added(Ranks(rank, world, rank, world, CPU), found, steps=5) if world == 2 else {},
+        machine.added(Ranks(rank, world, rank, world, CPU), found, steps=5) if world == 2 else {},
     )
 
 
@@ -80,31 +80,31 @@ def test_links_of_all_collectives(world: int) -> None:
 
 
 def _blocks(rank: int, world: int) -> dict[str, list[list[float]]]:
-    return overhead.blocks(Ranks(rank, world, rank, world, CPU), "fp32", steps=2)
+    return machine.blocks(Ranks(rank, world, rank, world, CPU), "fp32", steps=2)
 
 
 @pytest.mark.slow
 def test_what_axes_take_beyond_the_sum_of_a_block_s_parts() -> None:
     """The table with what was found predicts the very seconds that were found; here made-up ones in their place."""
     blocks = run_ranks(2, _blocks, timeout_s=120)[0]
-    assert blocks.keys() == overhead.AXES.keys()
+    assert blocks.keys() == machine.AXES.keys()
     blocks = {
         name: [[elements, 1.0 + number] for number, (elements, _) in enumerate(points)]
         for name, points in blocks.items()
     }
-    machine = assumed_table()
-    found = replace(machine, axes=_axes(machine, {2: {"blocks": blocks}}, "fp32"))
-    cluster = of_table(measured.from_json(measured.as_json(found)) or machine)
+    table = assumed_table()
+    found = replace(table, axes=_axes(table, {2: {"blocks": blocks}}, "fp32"))
+    cluster = of_table(measured.from_json(measured.as_json(found)) or table)
     for name, points in blocks.items():
-        for model, (elements, seconds) in zip(overhead.MODELS, points, strict=True):
-            few, many = overhead.recipes(name, 2, model, "fp32")
+        for model, (elements, seconds) in zip(machine.MODELS, points, strict=True):
+            few, many = machine.recipes(name, 2, model, "fp32")
             assert elements == model[0] * model[1] // few.layout.cp
-            said = overhead.per_block(*(predict(recipe, cluster).step.seconds for recipe in (few, many)))
+            said = machine.per_block(*(predict(recipe, cluster).step.seconds for recipe in (few, many)))
             assert said == pytest.approx(seconds, rel=1e-6)
 
 
 def test_python_of_a_step() -> None:
-    found = overhead.plain(ALONE, steps=6)
+    found = machine.plain(ALONE, steps=6)
     assert found.keys() == {"block", "microbatch", "block step", "step"}
     assert all(
         seconds >= 0 for seconds in found.values()

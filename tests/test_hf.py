@@ -12,7 +12,7 @@ from marks import only
 from safetensors.torch import load_file, save_file
 
 from fivefold.checkpoint import store, write
-from fivefold.checkpoint.hf import export_run, import_folder
+from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.data.tokenizer import train_bpe
 from fivefold.errors import UserError
 from fivefold.models.hf import from_hf_config, hf_config

@@ -171,7 +171,7 @@ MODULES = {
     "torch": {"save"},
 }
 OTHER_WRITES = {  # what is written another way, and why
-    ("checkpoint/hf.py", "save_file"): "safetensors' own; the folder is flushed before it gets its name",
+    ("checkpoint/source.py", "save_file"): "safetensors' own; the folder is flushed before it gets its name",
     ("parallel/offload/disk.py", "os.open"): "files without a name",
     **dict.fromkeys(
         [

@@ -14,10 +14,10 @@ from runs import train_rank
 from typer.testing import CliRunner
 
 from fivefold import files
-from fivefold.checkpoint.hf import export_run, import_folder
+from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.cli.main import app
 from fivefold.errors import LONGEST_MESSAGE, CheckFailed, CommunicationError, UserError, printable
-from fivefold.files import guarded, reading, writing
+from fivefold.files import reading, writing
 from fivefold.launch import verdict
 from fivefold.recipe import Recipe, change, load
 from fivefold.train.generate import open_run
@@ -141,9 +141,10 @@ def test_a_link_that_comes_between_a_look_and_an_open_is_found(
     (home / "file").write_text("ours")
     secret.write_text("secret")
     files.guard(home)
+    inside = reading.inside
 
     def swap(path: Path, opened: int | None = None) -> Path:
-        found = guarded.inside(path, opened)
+        found = inside(path, opened)
         if opened is None:
             path.unlink()
             path.symlink_to(secret)

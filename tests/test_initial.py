@@ -15,14 +15,13 @@ from ranks import run_ranks
 from runs import assert_same_tensors, lines, mend, ranks_of
 
 from fivefold.checkpoint import store
-from fivefold.checkpoint.hf import export_run, import_folder
-from fivefold.checkpoint.source import weights_of
+from fivefold.checkpoint.source import export_run, import_folder, weights_of
 from fivefold.data import prepare
 from fivefold.data.one_source import require_vocabulary
 from fivefold.errors import UserError
 from fivefold.observe.report import page
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.recipe.warnings import warnings
+from fivefold.recipe.resolve import warnings
 from fivefold.train.initial import initial
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank

@@ -17,7 +17,7 @@ from test_train import TINY
 
 from fivefold.cli.train import train
 from fivefold.errors import UserError
-from fivefold.launch import launchers, local, network, ranks, verdict
+from fivefold.launch import launchers, local, ranks, verdict
 from fivefold.recipe import Recipe, load, resolve, to_toml
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import to_text
@@ -162,37 +162,37 @@ def launched_on_two_hosts(clean) -> None:
     for name, value in values.items():
         clean.setenv(name, value)
     clean.setattr(ranks.torch, "set_num_threads", lambda count: None)
-    clean.setattr(network, "addresses", lambda: {"eth0": "10.0.0.5", "ib0": "10.1.0.5"})
+    clean.setattr(launchers, "addresses", lambda: {"eth0": "10.0.0.5", "ib0": "10.1.0.5"})
 
 
 def test_a_host_whose_name_is_loopback_is_refused(clean):
     """As on Debian, where the host's name is 127.0.1.1: no other host could reach it. Ranks that are all on this
     machine can, and those that are told to listen there."""
-    clean.setattr(network, "own_address", lambda host: "127.0.1.1")
-    clean.setattr(network, "addresses", lambda: {"eth0": "10.0.0.5", "ib0": "10.1.0.5"})
+    clean.setattr(launchers, "own_address", lambda host: "127.0.1.1")
+    clean.setattr(launchers, "addresses", lambda: {"eth0": "10.0.0.5", "ib0": "10.1.0.5"})
     clean.delenv("GLOO_SOCKET_IFNAME", raising=False)
     own = socket.gethostname()
     with pytest.raises(UserError, match=r"from 127.0.1.1.* Set GLOO_SOCKET_IFNAME .*: eth0, ib0\)"):
-        network.name_interface("gloo", own)
+        launchers.name_interface("gloo", own)
     with pytest.raises(UserError, match=r"127.0.1.1 stands for the loopback interface"):
-        network.listening("127.0.1.1", 0)
-    network.name_interface("gloo", own, one_machine=True)
+        launchers.listening("127.0.1.1", 0)
+    launchers.name_interface("gloo", own, one_machine=True)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    assert network.reachable(own, "gloo") == own
+    assert launchers.reachable(own, "gloo") == own
     clean.delenv("GLOO_SOCKET_IFNAME")
-    network.name_interface("gloo", "localhost")
+    launchers.name_interface("gloo", "localhost")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_host_whose_own_name_is_loopback_is_called_by_its_interface(clean):
     """As on Debian, where a host's own name is 127.0.1.1 on itself. Other hosts' names stay."""
     there = {"eth0": "10.0.0.5", "ib0": "10.1.0.5"}
-    clean.setattr(network.socket, "gethostname", lambda: "node0.cluster")
-    clean.setattr(network, "own_address", lambda host: "127.0.0.1" if "node0" in host else "10.0.0.5")
-    clean.setattr(network, "addresses", lambda: there)
+    clean.setattr(launchers.socket, "gethostname", lambda: "node0.cluster")
+    clean.setattr(launchers, "own_address", lambda host: "127.0.0.1" if "node0" in host else "10.0.0.5")
+    clean.setattr(launchers, "addresses", lambda: there)
     clean.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(UserError, match=r"node0 .*, and several other interfaces .* Set GLOO_SOCKET_IFNAME"):
-        network.reachable("node0", "gloo")
+        launchers.reachable("node0", "gloo")
     for value, address in {
         "ib0": "10.1.0.5",
         "eth": "10.0.0.5",
@@ -200,10 +200,10 @@ def test_a_host_whose_own_name_is_loopback_is_called_by_its_interface(clean):
         "^ib": "10.0.0.5",
     }.items():
         clean.setenv("NCCL_SOCKET_IFNAME", value)
-        assert network.reachable("node0", "nccl") == address
+        assert launchers.reachable("node0", "nccl") == address
     del there["ib0"]
-    assert network.reachable("node0", "gloo") == "10.0.0.5"
-    assert network.reachable("node1", "gloo") == "node1"
+    assert launchers.reachable("node0", "gloo") == "10.0.0.5"
+    assert launchers.reachable("node1", "gloo") == "node1"
 
 
 MEETS = """
@@ -268,12 +268,12 @@ def test_signals_come_while_nobody_listens():
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     with pytest.raises(RuntimeError, match=r"nobody listens at 127\.0\.0\.1, port"):
-        network.wait_for("127.0.0.1", port, 0.1)
+        launchers.wait_for("127.0.0.1", port, 0.1)
     before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(75))
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(SystemExit):
-            network.wait_for("127.0.0.1", port, 60)
+            launchers.wait_for("127.0.0.1", port, 60)
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -282,7 +282,7 @@ def test_signals_come_while_nobody_listens():
 def test_a_store_listens_at_one_address_only(clean):
     """PyTorch's own listens on every interface."""
     before = listening({os.getpid()})
-    descriptor = network.listening("127.0.0.1", 0, alone=True)
+    descriptor = launchers.listening("127.0.0.1", 0, alone=True)
     with socket.socket(fileno=os.dup(descriptor)) as copy:
         port = copy.getsockname()[1]
     values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
@@ -298,22 +298,22 @@ def test_a_store_listens_at_one_address_only(clean):
 @pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is there")
 def test_a_name_that_stands_for_another_loopback_address():
     """As on Debian: who connects to the name must find the store."""
-    descriptor = network.listening("127.0.1.1", 0, alone=True)
+    descriptor = launchers.listening("127.0.1.1", 0, alone=True)
     with socket.socket(fileno=descriptor) as found, socket.socket() as client:
         client.connect(("127.0.1.1", found.getsockname()[1]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_the_interface_towards_another_host(clean):
-    assert network.interface_of("127.0.0.1") == ""
+    assert launchers.interface_of("127.0.0.1") == ""
     try:
-        address = network.own_address("192.0.2.1")  # nothing is sent
+        address = launchers.own_address("192.0.2.1")  # nothing is sent
     except UserError:
         pytest.skip("no way to other hosts")
-    name = network.interface_of(address)
+    name = launchers.interface_of(address)
     assert name in [name for _, name in socket.if_nameindex()]
     clean.setenv("NCCL_SOCKET_IFNAME", "")
-    network.name_interface("nccl", "192.0.2.1")
+    launchers.name_interface("nccl", "192.0.2.1")
     assert os.environ["NCCL_SOCKET_IFNAME"] == f"={name}"
 
 

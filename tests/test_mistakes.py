@@ -182,6 +182,6 @@ def test_check_warns(
 def test_shipped_recipes_have_no_warnings(capsys: pytest.CaptureFixture[str]):
     from fivefold.recipe import load
     from fivefold.recipe.load import shipped
-    from fivefold.recipe.warnings import warnings
+    from fivefold.recipe.resolve import warnings
 
     assert {name: found for name in shipped() if (found := warnings(load(name)))} == {}

@@ -17,7 +17,7 @@ from test_predicted_runs import recipe_of
 from fivefold import host
 from fivefold.checkpoint import store
 from fivefold.errors import UserError
-from fivefold.host import memory
+from fivefold.host import machine
 from fivefold.kernels.adamw import AdamW
 from fivefold.models.llama.module import Model
 from fivefold.plan.advice.remedies import remedies
@@ -110,27 +110,27 @@ def test_limits_of_control_groups_are_read(tmp_path: Path, monkeypatch: pytest.M
     (inside.parent / "memory.limit_in_bytes").write_text("1000000\n")
     (inside / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     (inside / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    for module in (host, memory):
+    for module in (host, machine):
         monkeypatch.setattr(module, "control_groups", lambda controller: [inside, inside.parent])
-    found = memory.limit()
+    found = machine.limit()
     if sys.platform.startswith("linux"):
         assert found is not None
         assert (found.bytes, found.shared) == (1000000, True)
-    assert memory.oom_kills() == 3
+    assert machine.oom_kills() == 3
 
 
 def test_what_is_left_is_that_of_the_narrowest_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.current").write_text("600000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 50000\n")
-    monkeypatch.setattr(memory, "memory_limits", lambda: [(tmp_path / "memory.max", 1_000_000)])
-    assert memory.available() == 1_000_000 - 600_000 + 50_000
+    monkeypatch.setattr(machine, "memory_limits", lambda: [(tmp_path / "memory.max", 1_000_000)])
+    assert machine.available() == 1_000_000 - 600_000 + 50_000
 
 
 def test_a_limit_of_address_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the tensors fit no layout helps: the libraries, stacks and arenas do not."""
     recipe, room = resolve(recipe_of(tmp_path, "dp=1"), vocab_size=260), 1 << 30
-    monkeypatch.setattr(memory, "address_space", lambda: room)
-    monkeypatch.setattr(memory, "limit", lambda: memory.Limit(room, "ulimit -v", False, 0))
+    monkeypatch.setattr(machine, "address_space", lambda: room)
+    monkeypatch.setattr(machine, "limit", lambda: machine.Limit(room, "ulimit -v", False, 0))
     job = Job(recipe, tmp_path / "run")
     assert out_of_memory(RuntimeError("could not create a primitive"))
     said = advice(job, 1, base=room * 3 // 4)
@@ -155,18 +155,18 @@ def test_too_little_address_space_for_torch(mib: int) -> None:
 @pytest.mark.parametrize("own", [{}, {"PYTORCH_ALLOC_CONF": "own"}, {"PYTORCH_CUDA_ALLOC_CONF": "own"}])
 def test_segments_grow_unless_the_user_says_otherwise(monkeypatch, own):
     found = dict(own)
-    monkeypatch.setattr(memory.os, "environ", found)
-    memory.let_segments_grow()
+    monkeypatch.setattr(machine.os, "environ", found)
+    machine.let_segments_grow()
     assert found == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 def test_few_compiled_matmuls_are_kept_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
     monkeypatch.setenv(name, "7")
-    memory.keep_few_primitives()
+    machine.keep_few_primitives()
     assert os.environ[name] == "7"
     monkeypatch.delenv(name)
-    memory.keep_few_primitives()
+    machine.keep_few_primitives()
     assert os.environ[name] == "128"
     monkeypatch.delenv(name)
 

@@ -554,7 +554,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch, measured_machine: None) -> list[tu
         asked.append((layouts, steps))
         yield from ((layout, HERE if layout.tp == 1 else "no room") for layout in layouts)
 
-    monkeypatch.setattr("fivefold.bench.layouts.measure", measure)
+    monkeypatch.setattr("fivefold.bench.machine.measure_layouts", measure)
     return asked
 
 
@@ -623,14 +623,14 @@ def test_the_command_measures(measured_machine: None) -> None:
 @pytest.mark.slow
 def test_measured_beside_predicted() -> None:
     """Real ranks: bytes are those that were predicted, memory is near them."""
-    from fivefold.bench.layouts import measure
+    from fivefold.bench.machine import measure_layouts
 
     sets = [
         "model.layers=2", "model.dim=64", "model.heads=2", "model.ffn_dim=128", "model.seq_len=64",
         "train.global_batch_size=4", "train.microbatch_size=1", "optim.warmup_steps=1",
     ]  # fmt: skip
     recipe = load("quickstart", sets)
-    found = dict(measure(recipe, [Layout(dp_replicate=2), Layout(tp=2), Layout(tp=3)], 4))
+    found = dict(measure_layouts(recipe, [Layout(dp_replicate=2), Layout(tp=2), Layout(tp=3)], 4))
     rows = compare(recipe, parse("h100:2"), 2, ["dp=2", "tp=2"])
     for layout, row in zip(found, rows, strict=False):
         figures = found[layout]

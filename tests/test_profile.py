@@ -18,7 +18,7 @@ from fivefold.comm.progress import message, profiling, span
 from fivefold.errors import UserError
 from fivefold.observe import step_timeline as profile
 from fivefold.recipe import Recipe, load
-from fivefold.recipe.warnings import warnings
+from fivefold.recipe.resolve import warnings
 from fivefold.train.job import Job
 from fivefold.train.profile import ProfileWatch, operators
 

@@ -33,8 +33,7 @@ from fivefold.recipe import (
     total_steps,
 )
 from fivefold.recipe.messages import ESSENTIAL, KEYS
-from fivefold.recipe.rules.combinations import REFUSED
-from fivefold.recipe.unused_fields import UNUSED, notes
+from fivefold.recipe.rules.combinations import REFUSED, UNUSED, notes
 
 SHIPPED = [
     "bert-base-mlm", "bert-large-mlm", "bert-tiny", "continue", "deepseek-v3", "gpt2-1.5b", "gpt2-124m", "gpt2-355m",

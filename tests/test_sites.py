@@ -30,7 +30,7 @@ from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import Recipe, change, load, resolve
-from fivefold.recipe.unused_fields import notes
+from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.compression.blocks import INT8
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sites import Sites, messages

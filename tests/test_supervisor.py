@@ -32,7 +32,7 @@ from fivefold.checkpoint import store
 from fivefold.cli.main import main
 from fivefold.errors import RankFailed, UserError
 from fivefold.files import owned
-from fivefold.launch import interrupt, local, verdict
+from fivefold.launch import local, verdict
 from fivefold.launch.launchers import in_pod, restarted_by
 from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.launch.ranks import Ranks
@@ -117,7 +117,7 @@ def save_for_long(ranks: Ranks) -> int:
 
 
 def outcome_of(work: Any, grace_s: float | None = None, leave_s: float = 5.0) -> Outcome:
-    local.LEAVE_S, interrupt.PATIENCE_S = leave_s, 0
+    local.LEAVE_S, verdict.PATIENCE_S = leave_s, 0
     grace = None if grace_s is None else lambda: grace_s
     return launch(Attempt(work, 2, grace_s=grace), True, lambda failure: print("again?", flush=True))
 
@@ -125,7 +125,7 @@ def outcome_of(work: Any, grace_s: float | None = None, leave_s: float = 5.0) ->
 def test_a_rank_that_has_saved_is_not_the_one_that_failed(tmp_path: Path) -> None:
     """The other one did not leave within the grace time."""
     (tmp_path / "stopped-1").write_text("15")
-    found = verdict.judge(tmp_path, {0: (2.0, -9), 1: (1.0, interrupt.STOPPED)}, {0}, False)
+    found = verdict.judge(tmp_path, {0: (2.0, -9), 1: (1.0, verdict.STOPPED)}, {0}, False)
     assert (found.rank, found.text) == (0, "rank 0 did not end by itself, and was killed")
 
 
@@ -153,7 +153,7 @@ def test_two_ranks_in_a_folder_that_is_read_only(tmp_path: Path) -> None:
             ["unshare", "-m", "sh", "-c", mount, "sh", *words],
             capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        assert done.returncode in (interrupt.USER, interrupt.BUSY), done.stderr
+        assert done.returncode in (verdict.USER, verdict.BUSY), done.stderr
         assert "Traceback" not in done.stderr
         assert "Read-only file system" in done.stderr
         assert len(done.stderr.splitlines()) < 15, done.stderr
@@ -173,7 +173,7 @@ def test_a_clock_that_is_set_does_not_change_who_failed_first(
     monkeypatch.setattr(time, "time", lambda: plain() + jump_s)
     after = time.monotonic() + 2
     for at, first in ((before, 1), (after, 0)):
-        found = verdict.judge(tmp_path, {0: (after, interrupt.FAILED), 1: (at, -signal.SIGKILL)}, (), False)
+        found = verdict.judge(tmp_path, {0: (after, verdict.FAILED), 1: (at, -signal.SIGKILL)}, (), False)
         assert found.rank == first
 
 
@@ -342,7 +342,7 @@ def test_killed_ranks_are_started_again(text: Path, tmp_path: Path, whole: Path)
     run.send(signal.SIGKILL, first[1])
     run.until(lambda: {*run.ranks()}.isdisjoint(first) and len(run.ranks()) == 2 and last_step(out) > 10)
     run.send(signal.SIGKILL, run.ranks()[0])
-    assert run.wait() == interrupt.DONE, run.said
+    assert run.wait() == verdict.DONE, run.said
     assert_same_run(out, whole)
     assert "was killed (SIGKILL), after step" in run.said
     assert "Starting 2 ranks again from" in run.said
@@ -357,10 +357,10 @@ def test_one_signal_to_one_rank_stops_the_run_and_it_resumes(text: Path, tmp_pat
     run = command(tmp_path / "log", *words(out, text, *LONG))
     run.until(lambda: last_step(out) > 2)
     run.send(signal.SIGTERM, run.ranks()[1])
-    assert run.wait(20) == interrupt.STOPPED, run.said
+    assert run.wait(20) == verdict.STOPPED, run.said
     assert "stopped before the end" in run.said
     again = command(tmp_path / "again", "train", str(out), "--resume")
-    assert again.wait() == interrupt.DONE, again.said
+    assert again.wait() == verdict.DONE, again.said
     assert_same_run(out, whole)
 
 
@@ -371,12 +371,12 @@ def test_a_run_in_use_is_refused_and_a_suspended_rank_does_not_keep_it_from_stop
     run = command(tmp_path / "log", *words(out, text, "train.steps=100000"))
     run.until(lambda: last_step(out) > 2)
     second = command(tmp_path / "second", "train", str(out), "--resume")
-    assert second.wait() == interrupt.BUSY
+    assert second.wait() == verdict.BUSY
     assert f"{out} is in use: process {run.pid} on " in second.said
     run.send(signal.SIGSTOP, run.ranks()[1])
     time.sleep(0.3)
     run.send(signal.SIGTERM)
-    assert run.wait(20) == interrupt.STOPPED, run.said
+    assert run.wait(20) == verdict.STOPPED, run.said
     assert last_step(out) == store.load(store.latest(out)).meta["step"]
 
 
@@ -387,7 +387,7 @@ def test_a_stop_that_cannot_save_says_so(text: Path, tmp_path: Path) -> None:
     run.until(lambda: last_step(out) > 2)
     (out / "checkpoints").write_text("not a folder")
     run.send(signal.SIGTERM)
-    assert run.wait(30) == interrupt.unsaved(signal.SIGTERM), run.said
+    assert run.wait(30) == verdict.unsaved(signal.SIGTERM), run.said
     assert "stopped by SIGTERM, but not saved: " in run.said
     assert "The newest checkpoint is of step 0; " in run.said
     assert "Traceback" not in run.said
@@ -409,11 +409,9 @@ def test_a_signal_at_any_moment(text: Path, tmp_path: Path, layout: str, which: 
             run.send(signal.SIGTERM, ranks[1] if which == "rank" else None)
         code = run.wait(30)
         begun = out.exists()  # before, the process dies by the signal as every other one
-        assert code in (interrupt.DONE, interrupt.STOPPED) or (code == -signal.SIGTERM and not begun), (
-            run.said
-        )
+        assert code in (verdict.DONE, verdict.STOPPED) or (code == -signal.SIGTERM and not begun), run.said
         assert "Traceback" not in run.said
-        if code == interrupt.DONE:
+        if code == verdict.DONE:
             assert last_step(out) == 12
 
 
@@ -428,7 +426,7 @@ def test_ctrl_c_in_the_last_moments(text: Path, tmp_path: Path, moment: int) -> 
         run.until(lambda: f"validation  step {steps}" in run.said)
     time.sleep(random.uniform(0, 0.06) + 0.06 * moment)
     ctrl_c(run)
-    assert run.wait(20) in (interrupt.DONE, interrupt.STOPPED), run.said
+    assert run.wait(20) in (verdict.DONE, verdict.STOPPED), run.said
     assert "Traceback" not in run.said
     assert store.load(store.latest(out)).meta["step"] == last_step(out) == steps
     with pytest.raises(ProcessLookupError):
@@ -451,13 +449,13 @@ def test_ctrl_c_twice_while_a_rank_is_suspended(text: Path, tmp_path: Path, agai
     run.send(signal.SIGSTOP, rank)
     time.sleep(0.5)
     ctrl_c(run)
-    while run.process.is_alive() and time.monotonic() - began < interrupt.PATIENCE_S + 2:
+    while run.process.is_alive() and time.monotonic() - began < verdict.PATIENCE_S + 2:
         if again:
             with suppress(ProcessLookupError):
                 run.send(signal.SIGSTOP, rank)
         time.sleep(0.001)
     ctrl_c(run)
-    assert run.wait(20) == (interrupt.unsaved(signal.SIGINT) if again else interrupt.STOPPED), run.said
+    assert run.wait(20) == (verdict.unsaved(signal.SIGINT) if again else verdict.STOPPED), run.said
     assert "Traceback" not in run.said
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)
@@ -510,7 +508,7 @@ def test_one_rank_may_have_a_launcher(text: Path, tmp_path: Path) -> None:
     run.until(lambda: last_step(out) > 7)
     (rank,) = run.ranks()
     run.send(signal.SIGKILL, rank)
-    assert run.wait() == interrupt.DONE, run.said
+    assert run.wait() == verdict.DONE, run.said
     assert last_step(out) == 40
     assert [line["kind"] for line in read_restarts(out)] == ["killed"]
 
@@ -551,7 +549,7 @@ def test_the_next_start_waits_for_ranks_whose_launcher_was_killed(text: Path, tm
     run.send(signal.SIGKILL)
     more = f"--set=train.steps={last_step(out) + 60}"
     again = command(tmp_path / "again", "train", str(out), "--resume", more)
-    assert again.wait() == interrupt.DONE, again.said
+    assert again.wait() == verdict.DONE, again.said
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert len(lines(out, "loss")) == max(lines(out, "step"))
 
@@ -559,7 +557,7 @@ def test_the_next_start_waits_for_ranks_whose_launcher_was_killed(text: Path, tm
 def test_too_few_files_are_one_message(text: Path, tmp_path: Path) -> None:
     """`ulimit -n 16` with two ranks."""
     run = Launched(tmp_path / "log", with_few_files, words(tmp_path / "run", text))
-    assert run.wait() == interrupt.USER
+    assert run.wait() == verdict.USER
     assert run.said.startswith("error: the limit of open files is 16 (ulimit -n), and a run needs 128.")
 
 
@@ -578,7 +576,7 @@ def test_exit_codes_of_a_signal_before_training(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(start, "run_command", preparing)
     with pytest.raises(SystemExit) as stopped:
         main(["train", "quickstart", f"--out={tmp_path / 'run'}"])
-    assert stopped.value.code == interrupt.STOPPED
+    assert stopped.value.code == verdict.STOPPED
 
     def complete(*_: Any, **__: Any) -> None:
         start.run_complete()
@@ -587,7 +585,7 @@ def test_exit_codes_of_a_signal_before_training(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(start, "run_command", complete)
     with pytest.raises(SystemExit) as done:
         main(["train", "quickstart", f"--out={tmp_path / 'run'}"])
-    assert done.value.code == interrupt.DONE
+    assert done.value.code == verdict.DONE
 
 
 def test_restarts_by_other_launchers_go_on(
@@ -637,7 +635,7 @@ def test_ranks_of_torchrun_resume_together_whatever_each_was_told(
         )
         for rank, count in enumerate(counts)
     ]
-    assert [rank.wait() for rank in ranks] == [interrupt.DONE] * 2, "\n".join(rank.said for rank in ranks)
+    assert [rank.wait() for rank in ranks] == [verdict.DONE] * 2, "\n".join(rank.said for rank in ranks)
     assert "resuming after step 2" in ranks[0].said
     assert lines(out, "step")[-1] == 4
 
@@ -677,4 +675,4 @@ def test_restarts_wait_longer_each_time_and_end_at_the_same_traceback(tmp_path: 
 
 
 def test_a_signal_that_lost_steps_has_its_own_code() -> None:
-    assert interrupt.unsaved(signal.SIGTERM) == 143
+    assert verdict.unsaved(signal.SIGTERM) == 143

@@ -30,7 +30,7 @@ from fivefold.plan.cluster.clusters import parse as parse_cluster
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load
-from fivefold.recipe.unused_fields import notes
+from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.compression.blocks import INT4, INT8, LARGEST, Blocks
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import describe, parse, to_text

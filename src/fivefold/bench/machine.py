@@ -1,4 +1,5 @@
-"""Measures this machine for the planner (`fivefold bench hardware`).
+"""Measures this machine for the planner (`fivefold bench hardware`). Also runs layouts of a recipe on it for a few
+steps (`fivefold compare --measure`).
 
 It measures one rank with all cores, then 2 and 4 local ranks with their shares of the cores, all at once. This takes
 about two minutes.
@@ -8,32 +9,43 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from fivefold.bench import hardware, links, overhead
+from fivefold.bench import hardware
+from fivefold.bench.collectives import links
 from fivefold.bench.hardware import bandwidth, encodings
 from fivefold.bench.peak import UNDISTURBED, device_peak, measure_apart
 from fivefold.errors import BusyError, UserError, several
-from fivefold.files import write
+from fivefold.files import read_json, write
 from fivefold.host import cores, memory_bytes, tables
-from fivefold.host.machine import has_fast_bf16
-from fivefold.host.memory import keep_freed_memory
+from fivefold.host.machine import has_fast_bf16, keep_freed_memory
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
+from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.offload.disk import folder_of
 from fivefold.plan.cluster import devices, measured
 from fivefold.plan.cluster.measured import Measured, Share
-from fivefold.plan.predict import predict
+from fivefold.plan.predict import predict, resolved
 from fivefold.precision import MASTER, TRAINED
+from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve, to_toml
+from fivefold.recipe.resolve import in_layout
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout_text import to_text
+from fivefold.step.state import build_state
+from fivefold.step.step import take_step
 
 WORLDS = (1, 2, 4)
 
@@ -128,11 +140,9 @@ def _axes(
     for world, part in found.items():
         for name, points in part.get("blocks", {}).items():
             rows = axes.setdefault(world, {}).setdefault(name, [])
-            for model, (elements, seconds) in zip(overhead.MODELS, points, strict=True):
-                few, many = (
-                    predict(r, cluster).step.seconds for r in overhead.recipes(name, world, model, dtype)
-                )
-                rows.append([elements, seconds - overhead.per_block(few, many)])
+            for model, (elements, seconds) in zip(MODELS, points, strict=True):
+                few, many = (predict(r, cluster).step.seconds for r in recipes(name, world, model, dtype))
+                rows.append([elements, seconds - per_block(few, many)])
     return axes
 
 
@@ -143,14 +153,14 @@ def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) 
         found["share"] = _share(dtypes, ranks.device)
         found["spread"] = _spread(found["share"], ranks)
     if ranks.world == 1:
-        found["plain"] = overhead.plain(ranks)
+        found["plain"] = plain(ranks)
     else:
-        found["links"], found["free"] = links.links(ranks.device)
+        found["links"], found["free"] = links(ranks.device)
         if ranks.device.type == "cpu":  # on GPUs, processors do not wait for computation
-            found["blocks"] = overhead.blocks(ranks, dtypes[-1])
+            found["blocks"] = blocks(ranks, dtypes[-1])
     if ranks.world == 2:
-        at_once = links.links(ranks.device, {4 << 10: 40}, after_computing=False)[0]
-        found["added"] = overhead.added(ranks, at_once)
+        at_once = links(ranks.device, {4 << 10: 40}, after_computing=False)[0]
+        found["added"] = added(ranks, at_once)
     if ranks.first:
         write(file, json.dumps(found))
 
@@ -178,3 +188,163 @@ def _spread(share: dict[str, Any], ranks: Ranks) -> float:
     speeds = [torch.zeros(1, device=ranks.device) for _ in range(ranks.world)]
     dist.all_gather(speeds, torch.tensor([fmean(logs)], device=ranks.device))
     return pstdev([speed.item() for speed in speeds])
+
+
+VOCABULARY = 64
+STEPS, WARM_UP = 14, 3
+BLOCKS, MICROBATCHES = (2, 6), (1, 3)
+AXES = {"tp": "tp=2", "sp": "tp=2,sp=true", "ring": "cp=2", "ulysses": "cp=2,cp_method=ulysses"}
+MODELS = ((32, 64), (192, 256))
+"""Tokens and dim of the models for measuring axes: one with almost no work, one whose operations take time."""
+
+
+def plain(ranks: Ranks, layout: str = "dp=1", steps: int = STEPS) -> dict[str, float]:
+    """Overheads by name. A step of L blocks and m microbatches takes "step" + L "block step" + m ("microbatch" +
+    L "block")."""
+    (l1, l2), (m1, m2) = BLOCKS, MICROBATCHES
+    took = {
+        (layers, m): _step_seconds(ranks, layout, layers, m, steps) for layers in BLOCKS for m in MICROBATCHES
+    }
+    block = (took[l2, m2] - took[l2, m1] - took[l1, m2] + took[l1, m1]) / (l2 - l1) / (m2 - m1)
+    microbatch = (took[l1, m2] - took[l1, m1]) / (m2 - m1) - l1 * block
+    per_step = (took[l2, m1] - took[l1, m1]) / (l2 - l1) - m1 * block
+    rest = took[l1, m1] - l1 * per_step - m1 * (microbatch + l1 * block)
+    found = {"block": block, "microbatch": microbatch, "block step": per_step, "step": rest}
+    return {name: max(0.0, seconds) for name, seconds in found.items()}
+
+
+def added(ranks: Ranks, links: dict[str, list[list[float]]], steps: int = STEPS) -> dict[str, float]:
+    """Extra seconds of ZeRO and of a pipeline on two ranks, beyond the time of their messages one after the other
+    (`links`). ZeRO: per block and microbatch ("zero3"), and per block and step ("zero3 step"). Pipeline: per stage and
+    microbatch."""
+    assert ranks.world == 2, ranks.world
+    base, found = plain(ranks, "dp=2", steps), {}
+    gather, scatter, send = (links[name][0][1] for name in ("all_gather", "scatter_gradients", "send"))
+    sent = {1: (0.0, gather + scatter), 2: (scatter, gather), 3: (2 * gather + scatter, 0.0)}
+    for zero, (per_microbatch, per_step) in sent.items():
+        mine = plain(ranks, f"dp=2,zero={zero}", steps)
+        found[f"zero{zero}"] = max(0.0, mine["block"] - base["block"] - per_microbatch)
+        found[f"zero{zero} step"] = max(0.0, mine["block step"] - base["block step"] - per_step)
+    few, many = (_step_seconds(ranks, "pp=2", 2, m, steps) for m in (4, 12))
+    found["stage"] = max(0.0, (many - few) / 8 - base["block"] - base["microbatch"] / 2 - 2 * send)
+    return found
+
+
+def blocks(ranks: Ranks, dtype: str, steps: int = STEPS // 2) -> dict[str, list[list[float]]]:
+    """[elements of a rank's activations, total seconds per block and microbatch], by axis that communicates within a
+    block. The axis has 2 ranks, and the others are data parallel."""
+    found: dict[str, list[list[float]]] = {}
+    for name in AXES:
+        for model in MODELS:
+            pair = recipes(name, ranks.world, model, dtype)
+            elements = math.prod(model) // pair[0].layout.cp
+            seconds = per_block(*(_seconds(recipe, ranks, steps) for recipe in pair))
+            found.setdefault(name, []).append([elements, seconds])
+    return found
+
+
+def recipes(name: str, world: int, model: tuple[int, int], dtype: str) -> tuple[Recipe, Recipe]:
+    """Recipes of an axis, with few and with many blocks."""
+    few, many = BLOCKS
+    layout = f"{AXES[name]},dp={world // 2}"
+    return _recipe(layout, few, MICROBATCHES[1], model, dtype), _recipe(
+        layout, many, MICROBATCHES[1], model, dtype
+    )
+
+
+def per_block(few: float, many: float) -> float:
+    """Seconds per block and microbatch, given the step times of `recipes`."""
+    return (many - few) / (BLOCKS[1] - BLOCKS[0]) / MICROBATCHES[1]
+
+
+def _step_seconds(ranks: Ranks, layout: str, layers: int, microbatches: int, steps: int) -> float:
+    return _seconds(_recipe(layout, layers, microbatches, MODELS[0], "fp32"), ranks, steps)
+
+
+def _recipe(layout: str, layers: int, microbatches: int, model: tuple[int, int], dtype: str) -> Recipe:
+    tokens, dim = model
+    sets = [f"model.layers={layers}", f"model.dim={dim}", f"model.heads={dim // 32}", f"model.ffn_dim={dim}"]
+    sets += [
+        f"model.seq_len={tokens}",
+        f"precision.mode={dtype}",
+        "train.steps=1000",
+        "train.microbatch_size=1",
+    ]
+    dp = Layout.from_recipe(load("quickstart", [], layout).layout).dp
+    sets += [f"train.global_batch_size={dp * microbatches}"]
+    return resolve(load("quickstart", sets, layout), vocab_size=VOCABULARY)
+
+
+def _seconds(recipe: Recipe, ranks: Ranks, steps: int) -> float:
+    """Median seconds per step, after warm-up steps."""
+    state = build_state(recipe, ranks)
+    mine = recipe.model.seq_len // recipe.layout.cp
+    tokens = torch.zeros(1, mine, dtype=torch.int64, device=ranks.device)
+    batch: list[Microbatch] = [Microbatch(tokens, tokens)] * microbatches_per_step(recipe)
+    laps = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        take_step(state, recipe, batch).wait()
+        laps.append(time.perf_counter() - began)
+    for replica in state.parallel.replicas:
+        replica.close()
+    return median(laps[min(WARM_UP, steps - 1) :])
+
+
+def measure_layouts(
+    recipe: Recipe, layouts: Sequence[Layout], steps: int
+) -> Iterator[tuple[Layout, dict[str, Any] | str]]:
+    """(layout, its figures or why there are none) of each layout: step_s, the median step; memory_bytes, most bytes of
+    tensors at once on rank 0; sent_bytes by axis, of the rank that sends most."""
+    with tempfile.TemporaryDirectory(prefix="fivefold-compare-") as name:
+        folder = Path(name)
+        tokens = folder / "tokens.bin"
+        full = resolved(recipe)
+        count = max(2 * full.train.global_batch_size, 64) * (full.model.seq_len + 1)
+        ids = np.random.default_rng(0).integers((full.model.vocab_size or 2) - 1, size=count)
+        write(tokens, ids.astype("<u4").tobytes())
+        for number, layout in enumerate(layouts):
+            try:
+                short = _short(recipe, layout, tokens, steps)
+            except UserError as error:
+                yield layout, " ".join(str(error).split())
+            else:
+                yield layout, _measured(short, folder / f"run-{number}")
+
+
+def _short(recipe: Recipe, layout: Layout, tokens: Path, steps: int) -> Recipe:
+    """The recipe with a few steps on these tokens, and no work besides."""
+    vocabulary = resolved(recipe).model.vocab_size
+    values = {
+        "model.vocab_size": vocabulary,
+        "data.source": f"tokens:{tokens}",
+        "data.validation": "[]",
+        "data.token_dtype": "uint32",
+        "data.val_fraction": 0,
+        "data.max_epochs": 0,
+        "train.steps": steps,
+        "train.batch_ramp": '""',
+        "train.val_every": 0,
+        "train.sample_every": 0,
+        "checkpoint.every": 0,
+        "launch.restarts": 0,
+        "optim.warmup_steps": 1,
+        "observe.memory_step": 3,
+        "observe.tracker": "none",
+    }
+    return change(in_layout(recipe, layout), [f"{key}={value}" for key, value in values.items()])
+
+
+def _measured(recipe: Recipe, run: Path) -> dict[str, Any] | str:
+    file = run.with_suffix(".toml")
+    text = to_text(Layout.from_recipe(recipe.layout))
+    write(file, to_toml(recipe, comment=text))
+    command = [sys.executable, "-P", "-m", "fivefold", "train", str(file), "--out", str(run)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith(("error:", "failed:"))]
+        return (said or done.stderr.strip().splitlines() or ["the run failed"])[-1]
+    try:
+        return read_json(run / "plan.json")["measured"]
+    except (OSError, KeyError, UserError):
+        return "the run wrote no figures"

@@ -79,7 +79,7 @@ def check(
 def _weights(recipe: Recipe) -> None:
     """Raises UserError for first weights that are not there, and for patterns that match no parameter."""
     from fivefold.models.card import card_of, resolve_model
-    from fivefold.recipe.initial import required
+    from fivefold.recipe.load import required
     from fivefold.recipe.rules.texts import wrong_patterns
 
     if recipe.train.init_from:
@@ -101,8 +101,8 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         tokens_per_step,
         total_steps,
     )
-    from fivefold.recipe.unused_fields import notes
-    from fivefold.recipe.warnings import warnings
+    from fivefold.recipe.resolve import warnings
+    from fivefold.recipe.rules.combinations import notes
     from fivefold.sharding.layout import Layout
     from fivefold.sharding.layout_text import to_text
 
@@ -144,7 +144,7 @@ def _memory(recipe: Recipe) -> dict[str, Any] | None:
     """What the ranks' tensors need on CPUs, beside what this machine has; None if either is not known."""
     from dataclasses import replace
 
-    from fivefold.host.memory import limit
+    from fivefold.host.machine import limit
     from fivefold.observe.format import size
     from fivefold.plan.predict import predict, priced_here
 

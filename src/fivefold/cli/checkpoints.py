@@ -133,7 +133,7 @@ def export(
     """
     require_run(run, look=False)
     from fivefold.checkpoint import store
-    from fivefold.checkpoint.hf import export_run
+    from fivefold.checkpoint.source import export_run
 
     export_run(run, folder, checkpoint=store.chosen(run, step))
     print_json({"folder": str(folder)}) if json else print(folder)
@@ -150,7 +150,7 @@ def import_(
     """
     if not (folder / "config.json").is_file():
         raise UserError(f"'{folder}' is not a Hugging Face model: it has no config.json")
-    from fivefold.checkpoint.hf import import_folder
+    from fivefold.checkpoint.source import import_folder
 
     import_folder(folder, out)
     print_json({"run": str(out)}) if json else print(out)

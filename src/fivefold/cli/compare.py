@@ -137,12 +137,12 @@ def _sized(named: str, ranks: int | None) -> Cluster:
 
 def _run(recipe: Recipe, rows: list[Row], steps: int) -> list[Row]:
     """The rows with what was measured of their layouts."""
-    from fivefold.bench.layouts import measure
+    from fivefold.bench.machine import measure_layouts
     from fivefold.sharding.layout_text import to_text
 
     wanted = [row.plan.layout for row in rows if row.plan]
     found = {}
-    for layout, figures in measure(recipe, list(dict.fromkeys(wanted)), steps):
+    for layout, figures in measure_layouts(recipe, list(dict.fromkeys(wanted)), steps):
         print(f"ran {to_text(layout)}", file=sys.stderr)
         found[layout] = figures
     return [replace(row, measured=found[row.plan.layout]) if row.plan else row for row in rows]

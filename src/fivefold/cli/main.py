@@ -1,6 +1,6 @@
 """`fivefold`: the list of commands, and how their errors are reported.
 
-Exit codes: `launch/interrupt.py`.
+Exit codes: `launch/verdict.py`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from fivefold.errors import (
     printable,
     problem,
 )
-from fivefold.host.memory import little_space, require_space_for_torch, restart_with_huge_pages
-from fivefold.launch.interrupt import BUSY, FAILED, USER
+from fivefold.host.machine import little_space, require_space_for_torch, restart_with_huge_pages
+from fivefold.launch.verdict import BUSY, FAILED, USER
 
 # Plain help texts: rich alone takes 0.1 s to import
 app = typer.Typer(

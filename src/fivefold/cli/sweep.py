@@ -12,7 +12,7 @@ import typer
 from fivefold.cli.options import JsonOption, LayoutOption, SetOption, option, print_json
 from fivefold.errors import UserError
 from fivefold.files import numbered_folder
-from fivefold.launch.interrupt import STOPPED, Leaving, run_complete
+from fivefold.launch.verdict import STOPPED, Leaving, run_complete
 
 EXAMPLES = [
     'fivefold sweep quickstart --over "model.dim=64,128 model.heads=2,4" --over train.tokens=200000,400000,800000',

@@ -21,8 +21,7 @@ from fivefold.cli.options import (
 )
 from fivefold.errors import UserError
 from fivefold.files import guard
-from fivefold.launch.interrupt import Leaving
-from fivefold.launch.launchers import between
+from fivefold.launch.verdict import Leaving
 
 if TYPE_CHECKING:
     from fivefold.recipe import Recipe
@@ -105,6 +104,26 @@ def train(
     if launched is not None and launched[0] != 0:  # every rank of a foreign launcher gets here
         return
     print_json(_results(folder)) if json else print(folder)
+
+
+def between(text: str) -> int | tuple[int, int]:
+    """Reads `N` or `MIN:MAX`, numbers of ranks.
+
+    Raises:
+        UserError: it is neither.
+    """
+    least, colon, most = text.partition(":")
+    numbers = [least, most] if colon else [least, least]
+    if not all(n.isascii() and n.isdigit() and len(n) < 8 for n in numbers):
+        raise UserError(
+            f"--nproc {text[:40]}: must be a number of ranks, N, or the fewest and the most, MIN:MAX"
+        )
+    first, last = map(int, numbers)
+    if not 1 <= first <= last:
+        raise UserError(
+            f"--nproc {text}: must be at least 1, and MIN at most MAX. Nearest valid: {max(1, last)}"
+        )
+    return (first, last) if colon else first
 
 
 def _load(recipe: str, sets: list[str], layout: str | None, again: bool) -> Recipe:

@@ -38,7 +38,7 @@ from fivefold.comm.axis import Axis
 from fivefold.comm.private import gloo_group
 from fivefold.comm.progress import progress
 from fivefold.errors import BusyError, CommunicationError, UserError
-from fivefold.launch import network
+from fivefold.launch import launchers
 
 POLL_S = 0.02
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ class Membership:
         self._new: set[int] = set()  # those of them that have no common state yet
         self._tokens: dict[int, str] = {}  # the starts of sites that site 0 has answered
         self.store = self._connect()
-        self.address = network.own_address(seat.host)
+        self.address = launchers.own_address(seat.host)
 
     def _connect(self) -> Sealed:
         serves = self.hosts and self.leads
@@ -134,7 +134,7 @@ class Membership:
         where, wait = (seat.host, seat.port), timedelta(seconds=wait_s)
         try:  # it serves at this address only
             alone = seat.host in LOOPBACK
-            at = network.listening(*where, alone) if serves else network.wait_for(*where, wait_s)
+            at = launchers.listening(*where, alone) if serves else launchers.wait_for(*where, wait_s)
             store = dist.TCPStore(*where, None, serves, wait, wait_for_workers=False, master_listen_fd=at)
         except RuntimeError as error:
             said = str(error).splitlines()[0][:200]

@@ -9,7 +9,7 @@ the store in which they met (`Store`).
 When its rank has waited for as long as a message may take, it reads the others' posts and judges (`hang.py`). So does a
 rank that waits for nobody and gets nothing done, after twice the time: perhaps nobody waits, or all do without a word,
 in the launch of a kernel. The first rank with a verdict collects the stacks of all ranks of its machine, says it, and
-all leave (`launch/interrupt.py`). gloo's own time-out (`launch.timeout`) stays the last resort.
+all leave (`launch/verdict.py`). gloo's own time-out (`launch.timeout`) stays the last resort.
 
 A message may take `hang_s`, or three usual steps if they are longer. Work that ranks do apart has more time
 (`Progress.phase`). Time counts only while this thread runs, so a machine that sleeps finds no hang when it wakes up.
@@ -46,8 +46,8 @@ from fivefold.errors import printable
 from fivefold.files import make_folder, remove, write_atomically
 from fivefold.host import machine_id
 from fivefold.launch import verdict
-from fivefold.launch.interrupt import unsaved
 from fivefold.launch.ranks import STORE_FILE, Ranks
+from fivefold.launch.verdict import unsaved
 
 TICKS, TICK_S = 10, 1.0  # looks in the time that a message may take; most seconds between two
 STOPPING = 3  # after a signal, a message may take so many times less

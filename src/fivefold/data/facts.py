@@ -26,7 +26,7 @@ from fivefold.errors import UserError, several
 from fivefold.files import cache_folder, expanded
 from fivefold.kernels.tiling import Sample
 from fivefold.recipe import Recipe, place
-from fivefold.recipe.warnings import warning_of_passes
+from fivefold.recipe.resolve import warning_of_passes
 
 WARNING = "warning: "
 HASHED_AT_ONCE = 256 << 20  # bytes; the tokens of a larger source are estimated

@@ -1,12 +1,12 @@
 """All writes of the program, the cache folder, locks between processes, and bounded reads. No torch."""
 
-from fivefold.files.guarded import guard, inside
-from fivefold.files.locks import Post, held, in_use, locked, owned, posts
 from fivefold.files.reading import (
     BROKEN,
     MOST_INDEX,
     MOST_JSON,
     MOST_TRACE,
+    guard,
+    inside,
     open_file,
     parse_json,
     read_bytes,
@@ -17,13 +17,19 @@ from fivefold.files.reading import (
 from fivefold.files.writing import (
     NO_ROOM,
     Lines,
+    Post,
     cache_folder,
     expanded,
     flush,
     flush_all,
+    held,
+    in_use,
+    locked,
     make_folder,
     numbered_folder,
     own_word,
+    owned,
+    posts,
     remove,
     rename,
     stream,

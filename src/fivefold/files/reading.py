@@ -1,4 +1,4 @@
-"""Bounded reads of files that others may have made."""
+"""Bounded reads of files that others may have made, and folders that no link leads out of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fivefold.errors import UserError, shortened
-from fivefold.files.guarded import inside
 
 MOST_JSON = 16 << 20
 """Bytes of a JSON file. Objects in memory take about 20 times as much."""
@@ -85,7 +84,8 @@ def read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
     except BROKEN as error:
         raise UserError(f"{path}: not JSON: {shortened(str(error), 200)}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: not a JSON object, but {_kind(content)}")
+        words = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+        raise UserError(f"{path}: not a JSON object, but {words.get(type(content), 'a number')}")
     return content
 
 
@@ -95,19 +95,13 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         ValueError, RecursionError: it is not JSON, has such numbers, or is nested too deeply.
     """
-    return json.loads(text, parse_int=_whole_number)
 
+    def whole(digits: str) -> int:
+        if len(digits) > LONGEST_NUMBER:
+            raise ValueError(f"a whole number of {len(digits):,} digits; at most {LONGEST_NUMBER}")
+        return int(digits)
 
-def _whole_number(digits: str) -> int:
-    if len(digits) > LONGEST_NUMBER:
-        raise ValueError(f"a whole number of {len(digits):,} digits; at most {LONGEST_NUMBER}")
-    return int(digits)
-
-
-def _kind(content: object) -> str:
-    return {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(
-        type(content), "a number"
-    )
+    return json.loads(text, parse_int=whole)
 
 
 @contextlib.contextmanager
@@ -120,3 +114,64 @@ def understood(path: Path) -> Iterator[None]:
     except BROKEN as error:
         what = f"{type(error).__name__}: {shortened(str(error), 200)}"
         raise UserError(f"{path} is damaged, or was not written by Fivefold ({what})") from None
+
+
+_guarded: dict[Path, tuple[Path, ...]] = {}
+"""Guarded folders, and where files in them may lie."""
+
+
+def guard(folder: Path, *, look: bool = True) -> None:
+    """From now on, nothing in this folder is opened, written or removed through a link that leads out of it.
+
+    A run folder or a model may come from anybody, and a link in it would let them choose which file we overwrite. The
+    folder itself may be a link. A snapshot of a Hugging Face cache may link to the blobs beside it.
+
+    look: goes through the folder now, and refuses such links, and whatever is neither a file nor a folder (a pipe
+    would block who opens it).
+
+    Raises:
+        UserError: the folder has one.
+    """
+    home = folder.absolute()
+    real = Path(os.path.realpath(home))
+    blobs = (real.parent.parent / "blobs",) if real.parent.name == "snapshots" else ()
+    _guarded[home] = (real, *blobs)
+    waiting = [home] if look and home.is_dir() else []
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_symlink():
+                    inside(path)
+                elif entry.is_dir(follow_symlinks=False):
+                    waiting.append(path)
+                elif not entry.is_file(follow_symlinks=False):
+                    raise UserError(f"{path} is neither a file nor a folder. Remove it")
+
+
+def inside(path: Path, opened: int | None = None) -> Path:
+    """Returns `path`, after a check that no link leads it out of a guarded folder. opened: the descriptor of the file
+    that was found there: then its place counts, so nobody can have put a link there after the check.
+
+    Raises:
+        UserError: one does, or the path has a NUL.
+    """
+    if "\0" in str(path):
+        raise UserError(f"{path} cannot be a file: its name has a NUL")
+    if not _guarded:
+        return path
+    absolute = Path(os.path.abspath(path))
+    for home, allowed in _guarded.items():
+        if home in absolute.parents:
+            real = Path(os.path.realpath(absolute))
+            with contextlib.suppress(OSError):  # where the system does not say where an open file lies
+                if opened is not None:
+                    place = os.readlink(f"/proc/self/fd/{opened}")
+                    removed = not os.fstat(opened).st_nlink
+                    real = Path(place.removesuffix(" (deleted)") if removed else place)
+            if not any(place == real or place in real.parents for place in allowed):
+                raise UserError(
+                    f"{path} leads out of {home}, to {real}. Links in run folders and models are not followed: put "
+                    "the file itself there"
+                )
+    return path

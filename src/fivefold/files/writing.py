@@ -1,4 +1,5 @@
-"""All writes of the program, and the cache folder.
+"""All writes of the program, the cache folder, and locks between processes: around shared work, of a folder's owner,
+and of those who are open to others.
 
 What is not flushed may be lost, cut or filled with zeros when the power fails, and a new name may reach the disk before
 the data that it names. So what has to be there afterwards is written by `write_atomically`, or under a temporary name,
@@ -10,17 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import json
 import os
 import shutil
+import socket
 import stat
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TextIO
 
-from fivefold.errors import UserError, system_error
-from fivefold.files.guarded import inside
+from fivefold.errors import BusyError, UserError, system_error
+from fivefold.files.reading import inside, parse_json, read_bytes
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
 NOT_FLUSHED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
@@ -241,3 +246,155 @@ def writable(folder: Path) -> Iterator[None]:
             "set data.cache or $FIVEFOLD_CACHE to a folder with free space that you may write to",
             error,
         ) from error
+
+
+@contextlib.contextmanager
+def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
+    """Holds a lock between processes, and calls waiting() if another process has it.
+
+    Yields False if the file system has no locks. Then callers may do the same work twice. That is safe, because results
+    are deterministic and appear by a rename.
+    """
+    with open(inside(path), "w") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(f, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+            return
+        yield True  # closing the file releases the lock, as does the end of the process, whatever ends it
+
+
+def held(path: Path) -> IO[bytes] | None:
+    """Locks a file, which is made if it is not there. None: another process has it. It is released by closing it, or by
+    the end of the process.
+
+    Raises:
+        UserError: the file system has no locks.
+    """
+    file = open(os.open(inside(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0)  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError as error:
+        file.close()
+        raise UserError(
+            f"{path}: this file system has no locks ({error.strerror}). Set data.cache to a local disk"
+        ) from None
+
+
+class Post:
+    """A small JSON file that says something while this object is open; it is locked as long."""
+
+    ROOM = 2048
+
+    def __init__(self, path: Path):
+        self.path, before = path, path.with_name(f".{path.name}")
+        self._file = held(before)
+        rename(before, path)  # who looks for posts finds it locked
+
+    def write(self, content: Any) -> None:
+        text = json.dumps(content).encode().ljust(self.ROOM)
+        assert len(text) == self.ROOM
+        assert self._file is not None, "nobody else knows its name"
+        os.pwrite(self._file.fileno(), text, 0)
+        watch("write", self.path)
+
+    def close(self) -> None:
+        if self._file is not None:
+            remove(self.path)
+            self._file.close()
+            self._file = None
+
+
+def posts(folder: Path, pattern: str) -> list[Any]:
+    """What the open posts of a folder say. Those whose process has ended are removed."""
+    found = []
+    for path in folder.glob(pattern):
+        try:
+            if lock := held(path):
+                remove(path)
+                lock.close()
+            else:
+                found.append(parse_json(path.read_bytes()))
+        except (OSError, ValueError):  # it has just been closed, or not yet been written
+            continue
+    return found
+
+
+LOCK = ".lock"
+LEAVING_S = 30.0  # how long a folder's owner whose launcher was killed may take to leave
+
+
+@contextlib.contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Makes a folder this process's own, and that of the processes forked from it, until they end or leave the block.
+
+    Where the file system has no locks, nothing is checked.
+
+    Raises:
+        BusyError: another process has it. The message says which, on what host, since when.
+    """
+    make_folder(folder)
+    path = folder / LOCK
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "r+") as f:
+        with contextlib.suppress(OSError):
+            _take(f, folder)
+            f.truncate(0)
+            f.seek(0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            f.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}) + "\n")
+            f.flush()
+        yield
+        with contextlib.suppress(OSError):
+            f.truncate(0)
+
+
+def _take(f: TextIO, folder: Path) -> None:
+    """Locks the file. Waits for an owner that has been killed and whose other processes are about to end."""
+    until = time.monotonic() + LEAVING_S
+    while True:
+        try:
+            return fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            f.seek(0)
+            host, pid, since, alive = _owner(f.read(1000))
+        if alive or time.monotonic() > until:
+            raise BusyError(
+                f"{folder} is in use: process {pid} on {host} has trained in it since {since}. Stop it, or wait until "
+                "it ends"
+            )
+        time.sleep(0.1)
+
+
+def in_use(folder: Path) -> bool:
+    """True if a process has made the folder its own (`owned`). It takes no lock, which could keep a run from starting,
+    so a process of another host counts as long as it has not left."""
+    try:
+        text = read_bytes(folder / LOCK, 1000)
+    except (OSError, UserError):
+        return False
+    _, pid, _, alive = _owner(text.decode("utf-8", "replace"))
+    return pid > 0 and alive
+
+
+def _owner(text: str) -> tuple[str, int, str, bool]:
+    """(host, process, time) of a lock's owner, and True if it may be alive: on another host it may. The file may hold
+    anything."""
+    host, pid, since = "?", 0, "?"
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
+        content = json.loads(text)
+        names = [str(content.get(key, "?"))[:80] for key in ("host", "since")]
+        if all(map(str.isprintable, names)):
+            pid, (host, since) = int(content.get("pid", 0)), names
+    try:
+        if host == socket.gethostname():
+            os.kill(pid, 0)
+    except (OSError, OverflowError) as error:
+        return host, pid, since, not isinstance(error, ProcessLookupError)
+    return host, pid, since, True

@@ -35,11 +35,10 @@ import torch
 
 from fivefold.errors import BusyError, RankFailed, UserError
 from fivefold.host import cores
-from fivefold.host.memory import oom_kills
+from fivefold.host.machine import oom_kills
 from fivefold.launch import verdict
-from fivefold.launch.interrupt import FAILED, STOPPED, Interrupt, in_words, stopping_signals, unsaved
 from fivefold.launch.ranks import Place, Ranks, run_rank
-from fivefold.launch.verdict import Failure
+from fivefold.launch.verdict import FAILED, STOPPED, Failure, Interrupt, in_words, stopping_signals, unsaved
 
 SETTLE_S = 3.0
 LEAVE_S = 5.0

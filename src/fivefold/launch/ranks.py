@@ -33,9 +33,9 @@ import torch.distributed as dist
 from fivefold.errors import PASSING, BusyError, CommunicationError, UserError
 from fivefold.files import NO_ROOM
 from fivefold.host import cores, machine_id
-from fivefold.launch import network, verdict
-from fivefold.launch.interrupt import FAILED, Interrupt, stopping_signals, unsaved
+from fivefold.launch import launchers, verdict
 from fivefold.launch.launchers import found, master
+from fivefold.launch.verdict import FAILED, Interrupt, stopping_signals, unsaved
 
 STORE_FILE = "FIVEFOLD_STORE_FILE"  # set by launch/local.py for the ranks it starts
 SPARE_POLL_S = 1.0
@@ -111,8 +111,10 @@ def join(
             store = _store(rank, launched, meet_s)
             if world > 1 and STORE_FILE not in os.environ:  # the same on all ranks
                 host, here = master()[0], _on_one_machine(store, rank, world, meet_s)
-                if world > local_world and not network.is_named(backend):
-                    network.name_interface(backend, host if here else network.reachable(host, backend), here)
+                if world > local_world and not launchers.is_named(backend):
+                    launchers.name_interface(
+                        backend, host if here else launchers.reachable(host, backend), here
+                    )
             # Local ranks have the time of a message to start, and may need longer
             if timeout_s < meet_s and STORE_FILE in os.environ:
                 store.set(f"fivefold/{rank}", "")
@@ -125,7 +127,7 @@ def join(
             said = f"rank {rank} cannot reach the other ranks: {verdict.backend_words(error)}"
             if verdict.FOLDER in os.environ:  # ranks of our launcher: one of them has ended
                 raise CommunicationError(said) from error
-            raise BusyError(f"{said}.{network.interfaces(backend)}") from error
+            raise BusyError(f"{said}.{launchers.interfaces(backend)}") from error
     try:
         yield Ranks(rank, world, local_rank, local_world, device, timeout_s)
     finally:
@@ -178,9 +180,9 @@ def _store(rank: int, world: int, meet_s: float) -> dist.Store:
     launched = found()
     on_one_host = launched is None or launched[1] == launched[3]
     if not on_one_host and not shared:  # torchrun's agent listens on all interfaces
-        host = network.reachable(host, _backend())
-    alone = on_one_host or network.only_here(host, _backend())
-    at = network.listening(host, port, alone) if serves else network.wait_for(host, port, meet_s)
+        host = launchers.reachable(host, _backend())
+    alone = on_one_host or launchers.only_here(host, _backend())
+    at = launchers.listening(host, port, alone) if serves else launchers.wait_for(host, port, meet_s)
     store = dist.TCPStore(host, port, world, serves, timeout, wait_for_workers=False, master_listen_fd=at)
     return dist.PrefixStore(_round(store, rank, world, meet_s), store)
 

@@ -1,4 +1,5 @@
-"""What ranks say about their end, and which of them failed first. No torch.
+"""How a command and its ranks end: exit codes; Ctrl-C, SIGTERM and a closed terminal (finish the step, save, exit);
+what ranks say about their end, and which of them failed first. No torch.
 
 A rank leaves a file KIND-RANK in the private folder of its launcher, which makes one message of them all. So nothing is
 printed by a rank that only lost another one.
@@ -16,21 +17,34 @@ printed by a rank that only lost another one.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ContextDecorator, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGABRT, SIGKILL
+from types import FrameType
+from typing import Self
 
 from fivefold.errors import printable, shortened
 from fivefold.files import own_word
-from fivefold.launch.interrupt import BUSY, FAILED, HUNG, STOPPED, USER, in_words
 
+# Exit codes of `fivefold train`, of its ranks and of the other commands
+DONE = 0  # the last step was reached
+FAILED = 1  # a rank failed and the run could not be restarted, or a check failed
+USER = 2  # an error that the user can fix; trying again does not help
+BUSY = (
+    74  # EX_IOERR: a full disk, a folder in use, a host or site that does not answer: trying again may help
+)
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal with everything saved: start it again to go on
+HUNG = 76  # of a rank: a message did not end; its launcher restarts all ranks
+PATIENCE_S = 5  # a launcher repeats the signal that the terminal sent; both count as one
 FOLDER = "FIVEFOLD_VERDICTS"  # environment variable of a rank: the folder of its attempt
 CODES = {
     "done": 0,
@@ -160,7 +174,7 @@ def judge(
     for rank, (at, code) in ended.items():
         if code and rank not in spoke and rank not in killed:
             # A signal ends no rank because of another's failure, except the abort of a broken backend.
-            at -= SOONER_S if code < 0 and code != -SIGABRT else 0
+            at -= SOONER_S if code < 0 and code != -signal.SIGABRT else 0
             first.append((at, rank, "killed" if code < 0 else "ended"))
     if not first:
         if said["lost"]:
@@ -175,9 +189,125 @@ def judge(
         named, _, trace = said["failed"][rank].partition("\n")
         return Failure(rank, kind, f"rank {rank} failed: {named[:500]}", trace.rstrip())
     code = ended[rank][1]
-    if code == -SIGKILL and memory:
+    if code == -signal.SIGKILL and memory:
         return Failure(
             rank, "memory", f"rank {rank} was killed by the system (SIGKILL), because memory ran out"
         )
     what = f"was killed ({in_words(code)})" if code < 0 else f"ended ({in_words(code)}) without a message"
     return Failure(rank, kind, f"rank {rank} {what}")
+
+
+def unsaved(number: int) -> int:
+    """The code of a run that this signal stopped before everything was saved."""
+    return 128 + number
+
+
+def in_words(code: int) -> str:
+    """How a process ended, such as "SIGKILL" or "exit code 1". Python gives a signal as a negative code."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def stopping_signals() -> list[int]:
+    """The signals that stop a run. An ignored SIGHUP, as under nohup, stays ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *[signal.SIGHUP] * (not ignored)]
+
+
+class Interrupt:
+    """Inside the block, SIGINT, SIGTERM and SIGHUP only set `signal` and print `message`.
+
+    A SIGINT more than PATIENCE_S after the first aborts at once. A signal that came to the block around this one counts
+    here, too. Outside the main thread this does nothing, because Python allows no handlers there.
+
+    noted: called with each signal's number."""
+
+    def __init__(self, message: str = "", noted: Callable[[int], None] | None = None) -> None:
+        self.message, self.noted = message, noted
+        self.signal: int | None = None
+        self.impatient = False  # a second SIGINT came
+        self._at = 0.0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            around = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+            for number in stopping_signals():
+                self._before[number] = signal.signal(number, self._note)
+            if isinstance(around, Interrupt) and around.signal is not None and self.signal is None:
+                self._note(around.signal, None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        around = getattr(self._before.get(signal.SIGTERM), "__self__", None)
+        if isinstance(around, Interrupt) and around.signal is None and self.signal is not None:
+            around.signal, around._at = self.signal, self._at
+
+    def wanted(self) -> bool:
+        return self.signal is not None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._at = number, now
+            if self.message:
+                say(self.message)
+        elif number == signal.SIGINT and now - self._at > PATIENCE_S:
+            self.impatient = True
+            if self.noted is None:
+                raise KeyboardInterrupt
+        if self.noted is not None:
+            self.noted(number)
+
+
+def say(message: str) -> None:
+    """Prints a line in a handler, where print() is not safe."""
+    with suppress(OSError):
+        os.write(2, f"{message}\n".encode())
+
+
+class Leaving(ContextDecorator):
+    """Inside the block, or a function with this decorator, a signal ends the command at once, with `code`. It is for
+    the time when no step is trained: before the first one nothing is lost (STOPPED), after the last one the run is
+    complete (DONE)."""
+
+    def __init__(self) -> None:
+        self.code = STOPPED
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Leaving:
+        self.code = STOPPED
+        _leaving.append(self)
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._leave) for number in stopping_signals()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _leaving.remove(self)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if self._before:
+            atexit.register(ignore_signals)
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        for other in self._before:
+            signal.signal(other, signal.SIG_IGN)
+        if self.code == STOPPED:
+            say(f"stopped by {signal.Signals(number).name} before training; nothing is lost")
+        raise SystemExit(self.code)
+
+
+_leaving: list[Leaving] = []  # the commands that are under way in this process
+
+
+def run_complete() -> None:
+    """From now on a signal that ends the command does so with DONE."""
+    for command in _leaving:
+        command.code = DONE
+
+
+def ignore_signals() -> None:
+    """For a process that is about to exit: a signal in its last moments must not change its code."""
+    for number in stopping_signals():
+        signal.signal(number, signal.SIG_IGN)

@@ -19,7 +19,7 @@ from fivefold.plan.memory import memory
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import Recipe
-from fivefold.recipe.fit import in_layout
+from fivefold.recipe.resolve import in_layout
 from fivefold.recipe.rules import contradictions, synchronous
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import problems

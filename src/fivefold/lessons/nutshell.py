@@ -18,7 +18,7 @@ from fivefold.plan.pages.pictures import timeline as pipeline_timeline
 from fivefold.plan.predict import resolved
 from fivefold.plan.time import timeline
 from fivefold.recipe import Recipe, count_parameters
-from fivefold.recipe.fit import in_layout
+from fivefold.recipe.resolve import in_layout
 from fivefold.recipe.rules import contradictions
 from fivefold.schedules.pipeline import to_svg as drawn_pipeline
 from fivefold.sharding.layout import Layout

@@ -4,7 +4,6 @@ from fivefold.models.card import active_parameters, count_parameters, flops_per_
 from fivefold.models.section import ModelSection
 from fivefold.recipe.load import Recipe, change, families, load, shipped, source
 from fivefold.recipe.messages import Explained, explain, to_toml
-from fivefold.recipe.ramp import LeftOut, batch_size, leave_out, place, sequences_before
 from fivefold.recipe.resolve import (
     microbatches_per_step,
     resolve,
@@ -13,7 +12,14 @@ from fivefold.recipe.resolve import (
     tokens_per_step,
     total_steps,
 )
-from fivefold.recipe.rules.texts import expected_vocab_size
+from fivefold.recipe.rules.texts import (
+    LeftOut,
+    batch_size,
+    expected_vocab_size,
+    leave_out,
+    place,
+    sequences_before,
+)
 from fivefold.recipe.schema import (
     CheckpointSection,
     DataSection,

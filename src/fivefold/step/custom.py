@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fivefold.checkpoint.store import odd_numbers
 from fivefold.data import Batch
 from fivefold.errors import UserError
-from fivefold.host.memory import available
+from fivefold.host.machine import available
 from fivefold.kernels.documents import Documents
 from fivefold.models.custom import CustomModel, ModuleCard, buffers_of, problems
 from fivefold.models.layers import Output

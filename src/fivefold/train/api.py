@@ -13,8 +13,7 @@ from typing import Any, TypedDict, Unpack, overload
 from torch import Tensor, nn
 
 from fivefold.checkpoint import store
-from fivefold.checkpoint.hf import export_run
-from fivefold.checkpoint.source import weights_of
+from fivefold.checkpoint.source import export_run, weights_of
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError, brief
 from fivefold.launch.ranks import device_for

@@ -19,7 +19,7 @@ from fivefold.data.chat import ChatTemplate
 from fivefold.data.mixture import amounts, order_of
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
-from fivefold.host import memory
+from fivefold.host import machine
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of, flops_per_token
@@ -331,7 +331,7 @@ NO_SPACE = ("can't start new thread", "could not create a primitive")  # stacks 
 def out_of_memory(error: BaseException) -> bool:
     """True for an out-of-memory error. torch has a class for it on GPUs; its CPU allocator only says so."""
     if any(words in str(error) for words in NO_SPACE):
-        return memory.address_space() is not None
+        return machine.address_space() is not None
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or any(words in str(error) for words in NO_MEMORY)
 

@@ -21,7 +21,7 @@ from fivefold.models.rules import differences
 from fivefold.models.section import ModelSection
 from fivefold.observe.sections import INITIAL
 from fivefold.recipe import Recipe, load
-from fivefold.recipe.initial import hf_model, required
+from fivefold.recipe.load import hf_model, required
 from fivefold.sharding.parts import Shape, boxes
 from fivefold.step.state import State
 from fivefold.train.checked import check_files, meta_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.errors import UserError
-from fivefold.host import memory
+from fivefold.host import machine
 from fivefold.observe.format import size
 from fivefold.plan.advice.remedies import remedies
 from fivefold.plan.predict import priced_here
@@ -44,7 +44,7 @@ def told(job: Job, rank: int = 0, local_ranks: int = 1) -> Iterator[Told]:
     Raises:
         UserError: memory ran out.
     """
-    limit = memory.limit()
+    limit = machine.limit()
     one = Told(job, rank, local_ranks, limit.held if limit else 0)
     try:
         yield one
@@ -103,7 +103,7 @@ def _limit(local_ranks: int) -> tuple[int, str, int, str]:
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         return torch.cuda.mem_get_info()[1], name, 1, name
-    if (limit := memory.limit()) is not None:
+    if (limit := machine.limit()) is not None:
         return limit.bytes, limit.what, local_ranks if limit.shared else 1, ""
     return 0, "", 1, ""
 
@@ -125,8 +125,8 @@ def advice(job: Job, local_ranks: int, base: int = 0) -> list[str]:
     shared = f" for {each} ranks" if each > 1 else ""
     took = f"; {size(base)} of it were taken before the first tensor" if there and base else ""
     lines = [f"Predicted for a rank: {parts}: {size(held.total)} of tensors.{has}{shared}{took}"]
-    if there == memory.address_space() and held.total <= room * (1 - MARGIN):
-        return [*lines, f"The tensors fit, and {memory.little_space()}"]
+    if there == machine.address_space() and held.total <= room * (1 - MARGIN):
+        return [*lines, f"The tensors fit, and {machine.little_space()}"]
     if not found:
         return [*lines, "The planner knows no change that needs less; use more ranks or a smaller model"]
     lines.append("Changes that need less, as predicted:")

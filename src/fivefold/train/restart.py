@@ -20,13 +20,12 @@ from signal import Signals
 from fivefold.checkpoint import keep, store
 from fivefold.errors import UserError, printable, several
 from fivefold.files import read_json, write_atomically
-from fivefold.launch.interrupt import STOPPED, unsaved
 from fivefold.launch.launchers import launch_id
 from fivefold.launch.local import Attempt, Outcome, as_error
-from fivefold.launch.verdict import Failure
+from fivefold.launch.verdict import STOPPED, Failure, unsaved
 from fivefold.observe.faults import add_restart
 from fivefold.observe.metrics import last_line
-from fivefold.recipe.fit import Fit, nearest_layout
+from fivefold.recipe.resolve import Fit, nearest_layout
 from fivefold.train.job import Job
 
 REPEATED = 3  # what a restart costs after a death that repeats the one before

@@ -20,8 +20,8 @@ from fivefold.errors import UserError, several
 from fivefold.files import guard, make_folder, write_atomically
 from fivefold.host.machine import describe, untried_torch
 from fivefold.kernels import fastest, native
-from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
+from fivefold.launch.verdict import Interrupt
 from fivefold.models.card import card_of
 from fivefold.observe import prediction
 from fivefold.observe.console import Console
@@ -31,8 +31,8 @@ from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
 from fivefold.parallel.server import Server
 from fivefold.recipe import count_parameters, to_toml, tokens_per_step
-from fivefold.recipe.unused_fields import notes
-from fivefold.recipe.warnings import warnings
+from fivefold.recipe.resolve import warnings
+from fivefold.recipe.rules.combinations import notes
 from fivefold.step.state import State, build_state, compute_mode
 from fivefold.train.checked import anywhere
 from fivefold.train.hooks import RunHooks

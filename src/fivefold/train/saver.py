@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint import store, write
-from fivefold.checkpoint.background import Background
 from fivefold.checkpoint.keep import prune
 from fivefold.checkpoint.source import ELSEWHERE, FROZEN
 from fivefold.checkpoint.store import odd_numbers
-from fivefold.checkpoint.write import Writing
+from fivefold.checkpoint.write import Background, Writing
 from fivefold.comm import Started, all_or_none
 from fivefold.errors import UserError
-from fivefold.host.memory import available
+from fivefold.host.machine import available
 from fivefold.parallel.diloco import Outer
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE

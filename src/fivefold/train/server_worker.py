@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.host.machine import peak_memory_bytes
-from fivefold.launch.interrupt import Interrupt
 from fivefold.launch.ranks import Ranks
+from fivefold.launch.verdict import Interrupt
 from fivefold.parallel.link import Kind, Note
 from fivefold.parallel.parallelize import rounding
 from fivefold.parallel.replica import gradient_square

@@ -20,8 +20,8 @@ from fivefold.comm.membership import Seat
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import CommunicationError, UserError, several
 from fivefold.files import expanded, guard, numbered_folder, owned
-from fivefold.host.machine import cores
-from fivefold.host.memory import (
+from fivefold.host.machine import (
+    cores,
     ensure_open_files,
     keep_few_primitives,
     keep_freed_memory,
@@ -30,16 +30,16 @@ from fivefold.host.memory import (
 )
 from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
-from fivefold.launch.interrupt import STOPPED, Interrupt, Leaving, run_complete, unsaved
 from fivefold.launch.launchers import LAUNCH, may_be_again, restarted_by
 from fivefold.launch.local import Attempt, launch
+from fivefold.launch.verdict import STOPPED, Interrupt, Leaving, run_complete, unsaved
 from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard
 from fivefold.models.recomputation import budget_of
 from fivefold.observe.console import QUIET
 from fivefold.plan.predict import budget, priced_here
 from fivefold.recipe import Recipe, change, entries, resolve
-from fivefold.recipe.fit import in_layout, nearest_layout
+from fivefold.recipe.resolve import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
 from fivefold.recipe.rules.texts import wrong_patterns
 from fivefold.sharding.layout import Layout

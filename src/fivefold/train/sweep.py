@@ -28,9 +28,9 @@ from fivefold.data.mixture import amounts, passes, require_enough
 from fivefold.errors import BusyError, CheckFailed, CommunicationError, RankFailed, UserError, printable
 from fivefold.files import guard, make_folder, open_file, owned, stream
 from fivefold.host import cores
-from fivefold.launch.interrupt import BUSY, DONE, FAILED, STOPPED, USER, Leaving, in_words, stopping_signals
 from fivefold.launch.local import Signals
 from fivefold.launch.ranks import found
+from fivefold.launch.verdict import BUSY, DONE, FAILED, STOPPED, USER, Leaving, in_words, stopping_signals
 from fivefold.observe.format import duration, short_number
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.summary import summarize

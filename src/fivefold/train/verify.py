@@ -53,8 +53,8 @@ from fivefold.parallel.replica import Replica
 from fivefold.precision import FIELDS, MASTER, PRECISIONS, Mode, torch_dtype
 from fivefold.recipe import Recipe, batch_size, change, resolve
 from fivefold.recipe.rules import allows, synchronous
+from fivefold.recipe.rules.combinations import PLAIN
 from fivefold.recipe.schema import LayoutSection
-from fivefold.recipe.unused_fields import PLAIN
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import validate

@@ -115,7 +115,7 @@ class Measured:
     memory: bytes, of all. disk, disk_read, disk_both: bytes/s written, read, and of both at once;
     0: not measured. peak: FLOP/s of all cores by dtype. shares: by number of ranks. links:
     by number of ranks and collective, [bytes, seconds] of some sizes. free: share of a message's time in which the
-    processor is free to compute. host: seconds of Python and dispatch (see bench/overhead.py). axes: by number of ranks
+    processor is free to compute. host: seconds of Python and dispatch (see bench/machine.py). axes: by number of ranks
     and axis, [elements of a rank's activations, seconds] that a block and microbatch take beyond the sum of its parts;
     less than nothing where other ranks compute while these wait. spread: standard deviation of the ranks' speeds.
     factors: of calibration. fitted: what they were fitted to.

@@ -7,13 +7,19 @@ from typing import Any, TypeVar
 
 from fivefold.models.card import Contradiction
 from fivefold.models.rules import model_rules
-from fivefold.recipe.rules.batch import batch, length, optimizer, sites
-from fivefold.recipe.rules.combinations import combinations
-from fivefold.recipe.rules.layout import experts, layout_rules, recomputation, servers
-from fivefold.recipe.rules.mixture import mixture
-from fivefold.recipe.rules.texts import documents, observed, texts, vocabulary, weights
+from fivefold.recipe.rules.combinations import combinations, refused
+from fivefold.recipe.rules.layout import (
+    batch,
+    experts,
+    layout_rules,
+    length,
+    optimizer,
+    recomputation,
+    servers,
+    sites,
+)
+from fivefold.recipe.rules.texts import documents, mixture, observed, texts, vocabulary, weights
 from fivefold.recipe.schema import Sections
-from fivefold.recipe.unused_fields import refused
 from fivefold.sharding.layout import Layout
 
 R = TypeVar("R", bound=Sections)

@@ -1,18 +1,20 @@
-"""What a recipe names in words: texts, the vocabulary, what is observed, patterns of parameters."""
+"""What a recipe names in words: texts, the vocabulary, sources and stages of a mixture, what is observed, patterns of
+parameters. The batch of each step by `train.batch_ramp`, and where it begins in the data."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from fivefold.errors import UserError, did_you_mean
 from fivefold.models.card import Contradiction, round_up
 from fivefold.models.section import Section
 from fivefold.precision import MOST_IDS
-from fivefold.recipe.entries import NONE, TRACKERS, steps, unknown
+from fivefold.recipe.entries import HELD_OUT, NONE, TRACKERS, steps, unknown
 from fivefold.recipe.messages import short, toml_value
-from fivefold.recipe.schema import Sections
+from fivefold.recipe.schema import DataSection, Sections, TrainSection
 from fivefold.sharding.names import groups, matching, patterns, unmatched
 
 _INVALID = re.compile("[\0\ud800-\udfff]")
@@ -129,3 +131,131 @@ def wrong_patterns(recipe: Sections, names: Collection[str]) -> str:
     if freeze and len(matching(freeze, names)) == len(names):
         return f'model.freeze = "{freeze}": every parameter is frozen, so there is nothing to train'
     return unmatched("optim.groups", by_group, [group.pattern for group in groups(by_group)], names)
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,60}", re.ASCII)
+_CLOSE = 1e-6
+
+
+def mixture(recipe: Sections) -> Iterator[Contradiction]:
+    data, default = recipe.data, type(recipe.data).model_fields["source"].default
+    yield from _names(data)
+    if data.sources and data.source != default:
+        yield (
+            {"data.source", "data.sources"},
+            f"data.source = {toml_value(data.source)} and data.sources are both set; set only one",
+        )
+    weights = [entry.weight for entry in data.sources]
+    if None in weights and any(weight is not None for weight in weights):
+        lacking = ", ".join(entry.name for entry in data.sources if entry.weight is None)
+        yield (
+            {"data.sources"},
+            f"data.sources: {lacking} has no weight, and others have one. Set all weights, or none (then each source's "
+            "share is its size)",
+        )
+    if weights and not any(weight != 0 for weight in weights) and not data.stages:
+        yield {"data.sources"}, "data.sources: every weight is 0; at least one must be > 0"
+    if data.stages:
+        yield from _stages(recipe)
+
+
+def _names(data: DataSection) -> Iterator[Contradiction]:
+    """Names are keys of metrics. Validation sets and held-out parts of sources have one list of names."""
+    taken = {HELD_OUT} if data.validation and data.val_fraction and not data.sources else set[str]()
+    for key, entries in (("data.sources", data.sources), ("data.validation", data.validation)):
+        for entry in entries:
+            if not _NAME.fullmatch(entry.name):
+                yield (
+                    {key},
+                    f"{key}: name = {toml_value(entry.name[:80])}: must be 1 to 60 letters, digits, _ and -",
+                )
+            elif entry.name in taken:
+                yield {key}, f"{key}: the name {entry.name} comes twice; each needs its own"
+            taken.add(entry.name)
+
+
+def _stages(recipe: Sections) -> Iterator[Contradiction]:
+    data, keys = recipe.data, {"data.stages", "data.sources"}
+    if not data.sources:
+        yield keys, "data.stages: they weigh the sources of a mixture, and there is no [[data.sources]]"
+        return
+    names = [entry.name for entry in data.sources]
+    total = math.fsum(stage.share for stage in data.stages)
+    if abs(total - 1) > _CLOSE:
+        shares = " + ".join(f"{stage.share:g}" for stage in data.stages)
+        yield {"data.stages"}, f"data.stages: the shares {shares} sum to {total:g}; they must sum to 1"
+    for number, stage in enumerate(data.stages, 1):
+        own = {entry.name: entry.weight for entry in data.sources} if stage.weights is None else stage.weights
+        for name in own:
+            if name not in names:
+                known = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+                yield (
+                    keys,
+                    f"data.stages: stage {number} has a weight of {name[:80]}, which is no source{known}",
+                )
+        if not any(weight != 0 for weight in own.values()):
+            yield keys, f"data.stages: every weight of stage {number} is 0; at least one must be > 0"
+    if (steps := run_steps(recipe)) and abs(total - 1) <= _CLOSE:
+        begins = [*data.first_steps(steps), steps]
+        for number, stage in enumerate(data.stages, 1):
+            if begins[number] <= begins[number - 1]:
+                yield (
+                    {"data.stages", "train.steps", "train.tokens"},
+                    f"data.stages: stage {number} with share = {stage.share:g} has no step in a run of {steps}. "
+                    f"Nearest valid: share = {1 / steps:.3g}",
+                )
+
+
+def ramp(train: TrainSection) -> list[tuple[int, int]]:
+    """[(sequences per step, number of steps)] before the full batch."""
+    phases = (phase.split(":") for phase in train.batch_ramp.split("+") if phase)
+    return [(int(size), int(steps)) for size, steps in phases]
+
+
+def _phases(train: TrainSection) -> Iterator[tuple[int, int, int]]:
+    """(first step, its place in the data in sequences, sequences per step) of each phase."""
+    step = place = 0
+    for size, count in ramp(train):
+        yield step, place, size
+        step, place = step + count, place + count * size
+    yield step, place, train.global_batch_size
+
+
+LeftOut = Sequence[tuple[int, int]]
+"""Data that a run leaves out: (step, sequences) says how many come between the batches of this step and the next."""
+
+
+def place(train: TrainSection, step: int, left_out: LeftOut = ()) -> int:
+    """Where the batch of a step (0, 1, ...) begins in the data, in sequences."""
+    return sequences_before(train, step) + sum(size for after, size in left_out if after <= step)
+
+
+def leave_out(train: TrainSection, left_out: LeftOut, back_to: int, last: int) -> LeftOut:
+    """What a run leaves out that goes from step `last` back to step `back_to`, and does not see their data again."""
+    end = place(train, last - 1, left_out) + batch_size(train, last - 1)
+    kept = [(after, size) for after, size in left_out if after < back_to]
+    return [*kept, (back_to, end - place(train, back_to, kept))]
+
+
+def batch_size(train: TrainSection, step: int) -> int:
+    """Sequences of a step (0, 1, ...), over all ranks."""
+    return [size for first, _, size in _phases(train) if first <= step][-1]
+
+
+def sequences_before(train: TrainSection, step: int) -> int:
+    """Sequences of all steps before this one: its place in the data."""
+    return [place + (step - first) * size for first, place, size in _phases(train) if first <= step][-1]
+
+
+def steps_for(train: TrainSection, sequences: int) -> int:
+    """The number of steps that see so many sequences, or a few more."""
+    first, place, size = [phase for phase in _phases(train) if phase[1] < max(1, sequences)][-1]
+    return first - (place - sequences) // size
+
+
+def run_steps(recipe: Sections) -> int | None:
+    """Optimizer steps of the run: `train.steps`, or `train.tokens` rounded up to whole steps. None: it has neither."""
+    train = recipe.train
+    if train.steps or not train.tokens:
+        return train.steps
+    return steps_for(train, -(-train.tokens // recipe.model.seq_len))
