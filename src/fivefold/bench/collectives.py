@@ -28,9 +28,9 @@ from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.plan.cluster.clusters import of_fit
 from fivefold.schedules.collectives import ALGORITHMS, Collective, build, shape_of
-from fivefold.schedules.collectives.algorithm import Shape
-from fivefold.schedules.collectives.choose import LIBRARY, pieces_of
+from fivefold.schedules.collectives.collective import Shape
 from fivefold.schedules.collectives.cost import simulate
+from fivefold.schedules.collectives.registry import LIBRARY, pieces_of
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 MESSAGES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)  # sizes of the messages that are fitted

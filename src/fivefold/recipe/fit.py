@@ -14,7 +14,7 @@ from fivefold.recipe.load import Recipe
 from fivefold.recipe.ramp import ramp
 from fivefold.recipe.resolve import best_microbatch_size, microbatch_size
 from fivefold.recipe.rules import contradictions, with_layout
-from fivefold.schedules.collectives.choose import AUTO
+from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import to_text
