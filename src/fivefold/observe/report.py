@@ -21,7 +21,7 @@ from fivefold.observe import (
     memory_picture,
     prediction,
     slow,
-    step_timeline,
+    timelines,
 )
 from fivefold.observe.chart import Chart, Series, draw, smooth
 from fivefold.observe.document import asset, document, section, table
@@ -69,8 +69,8 @@ def page(run: Path, state: str = "") -> str:
     with understood(run / "plan.json"):
         predicted = prediction.section(prediction.read(run))
     with understood(run / "traces"):
-        messages, memory = step_timeline.section(run), memory_picture.section(run)
-        operators = step_timeline.operators_section(run)
+        messages, memory = timelines.section(run), memory_picture.section(run)
+        operators = timelines.operators_section(run)
     with understood(run / DATA_FILE):
         seen = data_seen(run, lines)
     with understood(run / "machine.json"):
