@@ -16,7 +16,7 @@ from html import escape
 
 import numpy as np
 
-from fivefold.draw.scale import Scale, linear_scale, log_scale, tick_labels, ticks
+from fivefold.draw.canvas import Scale, linear_scale, log_scale, tick_labels, ticks
 from fivefold.observe.format import short_number
 
 # The x axis is divided into this many stretches. A line keeps at most four points of each (first, lowest, highest,

@@ -25,9 +25,8 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of, flops_per_token
 from fivefold.observe import number_formats, timelines
 from fivefold.observe.console import Console
-from fivefold.observe.faults import KINDS, USUAL
+from fivefold.observe.faults import KINDS, USUAL, SlowRanks
 from fivefold.observe.metrics import MetricsWriter, read_metrics
-from fivefold.observe.slow import SlowRanks
 from fivefold.observe.summary import summarize
 from fivefold.observe.timelines import summary, write_pipeline_trace
 from fivefold.parallel.microbatch import Microbatch
