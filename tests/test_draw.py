@@ -74,7 +74,7 @@ def test_pictures_name_every_rank(layout):
 
 def test_experts_are_shown():
     recipe, wanted = recipe_of("dp=4,ep=2", "model.arch=moe", "model.experts=8")
-    assert [holding(recipe, wanted, rank).experts for rank in range(4)] == [range(4), range(4, 8)] * 2
+    assert [holding(recipe, wanted, rank).experts for rank in range(4)] == [(0, 4), (4, 8)] * 2
     assert "experts 4-7" in to_svg(recipe, wanted)
 
 
