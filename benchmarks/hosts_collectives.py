@@ -32,7 +32,7 @@ def extra(ranks: int, local: int) -> dict[str, Any]:
     """Rings that leave each host through one rank: with ranks in the order of hosts, and with ranks of different hosts
     next to each other."""
     from fivefold.schedules.collectives import build
-    from fivefold.schedules.collectives.move import embed
+    from fivefold.schedules.collectives.collective import embed
 
     ring = build("all_reduce", "ring", ranks)
     order = [rank for place in range(local) for rank in range(place, ranks, local)]

@@ -30,11 +30,12 @@ from fivefold.host.machine import describe
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.models.base import LanguageModel, block_dict
+from fivefold.observe.timelines import pipeline_svg
 from fivefold.parallel.deferred import Deferred
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.schedules.pipeline import SCHEDULES, Costs, Timeline, build, simulate, to_svg
+from fivefold.schedules.pipeline import SCHEDULES, Costs, Timeline, build, simulate
 from fivefold.sharding.layout import Layout
 
 ROWS, LENGTH, DIM = 2, 256, 384
@@ -126,7 +127,7 @@ def measure(cases: list[Case], folder: Path, ranks: Ranks) -> None:
         )
         if ranks.first:
             for name, timeline in (("planned", planned), ("measured", middle)):
-                svg = to_svg(
+                svg = pipeline_svg(
                     timeline, f"{case.schedule}, {name}", seconds=max(planned.makespan, middle.makespan)
                 )
                 (folder / f"{case.schedule}-{name}.svg").write_text(svg)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.host.machine import describe
-from fivefold.observe import step_timeline
+from fivefold.observe.timelines import read
 from fivefold.schedules.overlap import Span, StepTimeline
 
 MODEL = {"layers": 8, "dim": 256, "heads": 8, "ffn_dim": 768, "seq_len": 256, "vocab_size": 4096}
@@ -73,7 +73,7 @@ def trained(folder: Path, layout: str) -> dict[str, Any]:
     }  # fmt: skip
     sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     fivefold("train", "quickstart", "--layout", layout, *sets, "--nproc", "2", "--out", str(run))
-    found = dict(step_timeline.read(run))
+    found = dict(read(run))
     return {"measured": kept(found["rank 0"]), "planned": kept(found["planned"])}
 
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from fivefold.draw.canvas import Axes, Canvas
-from fivefold.draw.curves import Line, draw_line
-from fivefold.draw.curves import legend as draw_legend
-from fivefold.draw.scale import Scale, linear_scale
+from fivefold.draw.canvas import Axes, Canvas, Line, Scale, draw_line, linear_scale
+from fivefold.draw.canvas import legend as draw_legend
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 Curve = Sequence[tuple[float, float]]

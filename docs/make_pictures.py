@@ -30,10 +30,10 @@ from fivefold.observe import (
     layout_picture,
     memory_picture,
     number_formats,
-    worker_picture,
+    timelines,
 )
 from fivefold.observe.report import write_report
-from fivefold.observe.step_timeline import to_svg as timelines_svg
+from fivefold.observe.timelines import pipeline_svg, step_svg
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan.advice.sweep_results import results as results_of
 from fivefold.plan.cluster.clusters import parse
@@ -47,7 +47,7 @@ from fivefold.recipe import load, resolve
 from fivefold.recipe.sweep import Row, Sweep
 from fivefold.schedules import collectives
 from fivefold.schedules.overlap import from_json
-from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate, to_svg
+from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate
 from fivefold.sharding.layout import Layout
 from fivefold.trace.depth import timelines as timelines_of_memory
 
@@ -112,7 +112,7 @@ def main() -> None:
         (PLAN_FOLDER / f"collective_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in workers().items():
         (PLAN_FOLDER / f"server_{name}.svg").write_text(picture, encoding="utf-8")
-    for name, picture in timelines().items():
+    for name, picture in step_timelines().items():
         (PLAN_FOLDER / f"timeline_{name}.svg").write_text(picture, encoding="utf-8")
     found = json.loads((RESULTS / "histogram.json").read_text())
     picture = number_formats.histogram_svg(
@@ -181,16 +181,13 @@ def workers() -> dict[str, str]:
         name: json.loads((RESULTS / f"parameter_server{name}.json").read_text())
         for name in ("", "_stragglers")
     }
-    orders = {
-        f"sync.order = {name}": worker_picture.one_at_a_time(worker_picture.exchange(trace))
-        for name, trace in found[""]["traces"]
-    }
-    lagging = {name: worker_picture.shares(lines) for name, lines in found["_stragglers"]["traces"]}
+    orders = {f"sync.order = {name}": timelines.traced_worker(trace) for name, trace in found[""]["traces"]}
+    lagging = {name: timelines.worker_shares(lines) for name, lines in found["_stragglers"]["traces"]}
     return {
-        "order": worker_picture.to_svg(
+        "order": timelines.workers_svg(
             orders, "Two steps of a worker: units of the model, and their messages"
         ),
-        "stragglers": worker_picture.to_svg(
+        "stragglers": timelines.workers_svg(
             lagging, "Three workers, the last one slow: shares with their step"
         ),
     }
@@ -220,7 +217,7 @@ def plans() -> dict[str, str]:
     fastest = as_rows(frontier(search(loaded, cluster)))
     return {
         "memory": memory_svg(found.plan, title),
-        "timeline": to_svg(found.timeline, "8 of 32 microbatches", width=760),
+        "timeline": pipeline_svg(found.timeline, "8 of 32 microbatches", width=760),
         "roofline": roofline_svg(found.roofline, found.plan.step.seconds, title),
         "frontier": frontier_svg(
             fastest, found.plan.limit, f"{recipe} on 16 H100: the fastest layout for each memory"
@@ -228,21 +225,21 @@ def plans() -> dict[str, str]:
     }
 
 
-def timelines() -> dict[str, str]:
+def step_timelines() -> dict[str, str]:
     """Steps of two ranks, measured and planned, and planned ones of many devices."""
     runs, found = json.loads(MEASURED.read_text(encoding="utf-8"))["runs"], {}
     for name, (title, layouts) in TIMELINES.items():
         both = [
             (f"{x}, {kind}", from_json(runs[x][kind])) for x in layouts for kind in ("measured", "planned")
         ]
-        found[name] = timelines_svg(both, title)
+        found[name] = step_svg(both, title)
     planned = []
     for layout in DEVICES:
         recipe = load("llama-7b", ["train.global_batch_size=16", "train.microbatch_size=2"], layout)
         drawn = timeline(predict(recipe, parse("h100:8")).setting)
         assert drawn is not None
         planned.append((layout, drawn))
-    return found | {"h100": timelines_svg(planned, "llama-7b on 8 H100, planned")}
+    return found | {"h100": step_svg(planned, "llama-7b on 8 H100, planned")}
 
 
 def schedules(ranks: int, microbatches: int) -> str:
@@ -253,7 +250,7 @@ def schedules(ranks: int, microbatches: int) -> str:
         part = 1 / stages
         timelines.append((name, simulate(build(name, ranks, microbatches, stages), costs(part))))
     longest = max(timeline.makespan for _, timeline in timelines)
-    pictures = [to_svg(timeline, name, seconds=longest, unit="forward") for name, timeline in timelines]
+    pictures = [pipeline_svg(timeline, name, seconds=longest, unit="forward") for name, timeline in timelines]
     return stacked(pictures)
 
 

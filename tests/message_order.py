@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.schedules.collectives import Collective
-from fivefold.schedules.collectives.move import Group, embed
+from fivefold.schedules.collectives.collective import Group, embed
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Action, Schedule
 from fivefold.schedules.pipeline.schedule import needs, walk
-from fivefold.schedules.pipeline.transfers import transfer
+from fivefold.schedules.pipeline.simulate import transfer
 
 Queue = Callable[[int, bool], Hashable]
 """(the other rank, True for a send) -> the one of a rank's queues (communicators) that has the message."""

@@ -30,8 +30,8 @@ from fivefold.plan.predict import predict
 from fivefold.recipe import change, load, resolve
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.collectives import ALGORITHMS, shape_of
-from fivefold.schedules.collectives.choose import ALL_REDUCES, chosen, fastest, problem, resolved
 from fivefold.schedules.collectives.messages import messages_of
+from fivefold.schedules.collectives.registry import ALL_REDUCES, all_reduce_problem, chosen, fastest, resolved
 from fivefold.sharding.layout import Layout, on_node, summing_groups
 from fivefold.sharding.layout_text import parse as parse_layout
 from fivefold.trace.step import trace
@@ -87,7 +87,7 @@ def sums(rank: int, world: int) -> dict[str, list[bytes]]:
     """Twice four sums that are all under way at once, of two sizes, and another axis' messages in between."""
     found: dict[str, list[bytes]] = {}
     for name in ALL_REDUCES[:-1]:
-        if problem(name, world):
+        if all_reduce_problem(name, world):
             continue
         mesh = Mesh(Layout(dp_replicate=world, all_reduce=name), ranks_of(rank, world))
         summation, all_ = mesh.sums("batch"), mesh.axis("all")
@@ -309,7 +309,7 @@ def test_impossible_numbers_are_refused_with_what_is_possible() -> None:
             fits = name not in ALGORITHMS["all_reduce"] or ALGORITHMS["all_reduce"][name].fits(
                 shape_of(ranks)
             )
-            assert (problem(name, ranks) is None) == fits
+            assert (all_reduce_problem(name, ranks) is None) == fits
 
 
 def uneven(rank: int, world: int) -> str:

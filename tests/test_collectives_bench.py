@@ -11,8 +11,7 @@ from fivefold.bench.collectives import fastest, fitted
 from fivefold.cli.main import main
 from fivefold.plan.cluster.clusters import of_fit
 from fivefold.schedules.collectives import Collective, Move, Wire, build
-from fivefold.schedules.collectives.cost import simulate
-from fivefold.schedules.collectives.topology import Topology
+from fivefold.schedules.collectives.cost import Topology, simulate
 
 
 def points(alpha: float, beta: float) -> list[list[float]]:

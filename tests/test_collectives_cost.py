@@ -8,8 +8,7 @@ from message_order import renamed
 
 from fivefold.errors import UserError
 from fivefold.schedules.collectives import ALGORITHMS, PRIMITIVES, Wire, build, shape_of
-from fivefold.schedules.collectives.cost import compare, line, simulate
-from fivefold.schedules.collectives.topology import Topology
+from fivefold.schedules.collectives.cost import Topology, compare, line, simulate
 
 A, B, G = 3e-6, 1 / 400e9, 1 / 2e12  # seconds, seconds per byte sent, seconds per byte added
 S = 1e6

@@ -24,7 +24,7 @@ from fivefold.data.preparation import finished
 from fivefold.data.stream import BUILDER, Stream, _started, commits, read_progress
 from fivefold.errors import UserError
 from fivefold.files import Post
-from fivefold.observe.sections import data_seen
+from fivefold.observe.report import data_seen
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.cli.main import main
-from fivefold.observe import layout_picture, worker_picture
+from fivefold.observe import layout_picture, timelines
 from fivefold.observe.layout_picture import COLORS, holding, to_svg, to_text
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
@@ -74,7 +74,7 @@ def test_pictures_name_every_rank(layout):
 
 def test_experts_are_shown():
     recipe, wanted = recipe_of("dp=4,ep=2", "model.arch=moe", "model.experts=8")
-    assert [holding(recipe, wanted, rank).experts for rank in range(4)] == [range(4), range(4, 8)] * 2
+    assert [holding(recipe, wanted, rank).experts for rank in range(4)] == [(0, 4), (4, 8)] * 2
     assert "experts 4-7" in to_svg(recipe, wanted)
 
 
@@ -242,17 +242,17 @@ def test_a_planned_worker_is_drawn_in_both_orders(tmp_path, capsys):
     boxes = Counter(node.get("class") for node in pictures["workers"].findall(".//{*}rect"))
     blocks = 12
     for kind, least in (("a", 4), ("b", 4), ("push", 2), ("pull", 2)):  # two orders, two steps
-        assert boxes[worker_picture.COLORS[kind]] >= least * blocks
+        assert boxes[timelines.WORKER_COLORS[kind]] >= least * blocks
 
 
 def test_a_simulated_worker_does_everything_once_per_step():
     layers = [Layer(1, 2, 4, 4), Layer(1, 2, 4, 4)]
     run = Simulation(layers, Line(1, 1, partition=4), iterations=6)
-    rows = worker_picture.simulated(run, steps=2)
+    rows = timelines.simulated_worker(run, steps=2)
     assert [box.label for box in rows["computing"] if box.kind == "a"] == ["0", "1"] * 2
     assert [box.label for box in rows["computing"] if box.kind == "b"] == ["1", "0"] * 2
     assert max(box.end for box in rows["computing"]) == pytest.approx(run.ends[-1] - run.ends[-3])
-    shown = worker_picture.to_text(rows, 20, 2 * worker_picture.end_of(rows))
+    shown = timelines.workers_text(rows, 20, 2 * timelines.end_of(rows))
     assert [line[-11:] for line in shown.splitlines()] == [" " * 10 + "│"] * 3
 
 
@@ -273,16 +273,16 @@ def test_a_run_with_servers_is_drawn(tmp_path, capsys):
         for step in range(1, 21)
         for w in (0, 1)
     ]
-    path = run / worker_picture.WORKERS
+    path = run / timelines.WORKERS
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text, pictures = drawn(capsys, tmp_path, str(run))
-    steps = worker_picture.STEPS
+    steps = timelines.WORKER_STEPS
     assert f"worker 0: {steps} shares, waits 0%; worker 1: {steps} shares, waits 50%" in text
     first, second = (text[text.index(f"worker {w} │") :].splitlines()[0] for w in (0, 1))
     assert set(first[len("worker 0 │") : -1]) == {"A", "B"}
     assert "." in second
     boxes = Counter(node.get("class") for node in pictures["workers"].findall(".//{*}rect"))
-    assert [boxes[worker_picture.COLORS[kind]] for kind in ("a", "b", "wait")] == [steps] * 3
+    assert [boxes[timelines.WORKER_COLORS[kind]] for kind in ("a", "b", "wait")] == [steps] * 3
     titles = [node.text for node in pictures["workers"].findall(".//{*}title")]
     assert "20: 11 s to 12 s" in titles
     assert not [title for title in titles if str(title).startswith("8: ")]

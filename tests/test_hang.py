@@ -31,7 +31,7 @@ from fivefold.data import prepare
 from fivefold.launch import verdict
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.verdict import HUNG
-from fivefold.observe.slow import SECONDS, SlowRanks, section
+from fivefold.observe.faults import SECONDS, SlowRanks, slow_section
 from fivefold.sharding.layout import Layout
 
 CPU = torch.device("cpu")
@@ -556,9 +556,9 @@ def test_the_share_of_the_delay() -> None:
     found = [slow.add(held) for _ in range(2)][1]
     assert str(found).endswith("for it (network 100%, to 10.77.0.2)")
     assert found is not None
-    page = section([{"step": 40, "slow_rank": found.figures}])
+    page = slow_section([{"step": 40, "slow_rank": found.figures}])
     assert "<td>2</td>" in page
-    assert section([]) == ""
+    assert slow_section([]) == ""
 
 
 def test_stages_of_a_pipeline_need_not_take_equally_long() -> None:

@@ -15,7 +15,7 @@ import pytest
 from observe_run import make_run
 
 import fivefold.observe
-from fivefold.draw.scale import linear_scale, log_scale, tick_labels, ticks
+from fivefold.draw.canvas import linear_scale, log_scale, tick_labels, ticks
 from fivefold.errors import UserError
 from fivefold.observe.chart import Chart, Series, draw, smooth, thin
 from fivefold.observe.metrics import MetricsWriter

@@ -25,7 +25,7 @@ from fivefold.models.card import card_of
 from fivefold.models.init import build as build_model
 from fivefold.models.init import init_weights
 from fivefold.models.section import Arch
-from fivefold.observe.step_timeline import write_pipeline_trace
+from fivefold.observe.timelines import write_pipeline_trace
 from fivefold.parallel import pipeline as pipeline_
 from fivefold.parallel.deferred import Deferred, attach
 from fivefold.parallel.parallelize import split

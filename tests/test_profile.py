@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 
 from fivefold.comm.progress import message, profiling, span
 from fivefold.errors import UserError
-from fivefold.observe import step_timeline as profile
+from fivefold.observe import timelines as profile
 from fivefold.recipe import Recipe, load
 from fivefold.recipe.resolve import warnings
 from fivefold.train.job import Job

@@ -34,7 +34,7 @@ from fivefold.errors import BusyError, UserError
 from fivefold.launch.local import Attempt, Outcome, launch
 from fivefold.models.card import card_of
 from fivefold.models.init import init_part
-from fivefold.observe import worker_picture
+from fivefold.observe import timelines
 from fivefold.parallel.link import Kind, Link, Note
 from fivefold.parallel.parallelize import rounded_layers
 from fivefold.parallel.server import Shard
@@ -401,7 +401,7 @@ def _process(rank: int, world: int, folder: str, *arguments: Any) -> None:
 
 
 def told(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / worker_picture.WORKERS).read_text().splitlines()]
+    return [json.loads(line) for line in (run / timelines.WORKERS).read_text().splitlines()]
 
 
 def test_asynchronous_training_goes_on_without_a_worker(room: Path, tmp_path: Path) -> None:
@@ -729,7 +729,7 @@ def test_pictures() -> None:
         {"worker": 0, "step": 1, "share": 0, "begin": 10.0, "end": 11.0, "waited_s": 0.25},
         {"worker": 1, "step": 1, "share": 1, "begin": 10.5, "end": 12.0, "waited_s": 0.0},
     ]
-    assert worker_picture.shares(lines) == {
+    assert timelines.worker_shares(lines) == {
         "worker 0": [Box(0.0, 0.25, "wait"), Box(0.25, 1.0, "b", "1")],
         "worker 1": [Box(0.5, 2.0, "b", "1")],
     }
@@ -737,7 +737,7 @@ def test_pictures() -> None:
         ("need", 0, 0.0, 0.5), ("need", 1, 0.7, 0.7), ("loss", 0, 1.0, 1.0), ("ready", 1, 1.5, 1.5),
         ("push", 1, 1.5, 2.5), ("ready", 0, 2.0, 2.0), ("push", 0, 2.0, 3.0), ("pull", 1, 2.6, 3.5),
     ]  # fmt: skip
-    rows = worker_picture.one_at_a_time(worker_picture.exchange(trace))
+    rows = timelines.traced_worker(trace)
     assert [box[:4] for box in rows["computing"]] == [
         (0.5, 0.7, "a", "0"),
         (0.7, 1.0, "a", "1"),
@@ -746,5 +746,5 @@ def test_pictures() -> None:
     ]
     assert [box[:4] for box in rows["pushes"]] == [(1.5, 2.5, "push", "1"), (2.5, 3.0, "push", "0")]
     assert [box[:4] for box in rows["pulls"]] == [(2.6, 3.5, "pull", "1")]
-    picture = ElementTree.fromstring(worker_picture.to_svg({"one <run>": rows}, "A & B"))
+    picture = ElementTree.fromstring(timelines.workers_svg({"one <run>": rows}, "A & B"))
     assert len(picture.findall(".//{*}rect/{*}title")) == 7

@@ -18,8 +18,8 @@ from fivefold.cli.main import main
 from fivefold.comm.watch import watched
 from fivefold.errors import UserError
 from fivefold.models.section import ModelSection
-from fivefold.observe import step_timeline
-from fivefold.observe.step_timeline import to_svg, to_text
+from fivefold.observe import timelines
+from fivefold.observe.timelines import step_svg, step_text
 from fivefold.parallel import context
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import of_table
@@ -197,7 +197,7 @@ def test_a_run_writes_and_draws_its_step(tmp_path: Path, capsys: pytest.CaptureF
     other = tmp_path / "other"
     other.mkdir()
     (other / "recipe.toml").touch()
-    found = step_timeline.read(run)
+    found = timelines.read(run)
     assert [name for name, _ in found][:2] == ["rank 0", "rank 1"]
     one = found[0][1]
     assert one.step == 2
@@ -299,8 +299,8 @@ def test_the_planned_timeline_is_the_planned_step(device: str, microbatches: int
         assert drawn.seconds == pytest.approx(step.seconds, rel=1e-9), text
         if device == "gpu" and "compress" not in text:  # what is encoded is computing that counts as exposed
             assert drawn.waited == pytest.approx(sum(step.exposed.values()), abs=1e-12), text
-        ET.fromstring(to_svg([("planned", drawn)], text))
-        assert to_text(drawn, 60).count("│") == 2 * len(drawn.lanes)
+        ET.fromstring(step_svg([("planned", drawn)], text))
+        assert step_text(drawn, 60).count("│") == 2 * len(drawn.lanes)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])

@@ -32,9 +32,9 @@ from fivefold.launch.ranks import Ranks
 from fivefold.plan.cluster.clusters import of_fit
 from fivefold.precision import TRAINED, torch_dtype
 from fivefold.schedules.collectives import ALGORITHMS, Collective, build, shape_of
-from fivefold.schedules.collectives.algorithm import Shape
-from fivefold.schedules.collectives.choose import LIBRARY, pieces_of
+from fivefold.schedules.collectives.collective import Shape
 from fivefold.schedules.collectives.cost import simulate
+from fivefold.schedules.collectives.registry import LIBRARY, pieces_of
 
 MESSAGES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)  # sizes of the messages that are fitted
 PINGS, PAUSE = 9, 0.02  # small messages, and seconds that they follow a large one

@@ -11,8 +11,7 @@ from fivefold.errors import UserError
 from fivefold.observe.format import size as size_text
 
 if TYPE_CHECKING:
-    from fivefold.schedules.collectives.cost import Choice
-    from fivefold.schedules.collectives.topology import Topology
+    from fivefold.schedules.collectives.cost import Choice, Topology
 
 EXAMPLES = [
     "fivefold collectives --ranks 8 --size 16M",

@@ -116,26 +116,25 @@ def of_run(run: Path) -> tuple[str, dict[str, str]]:
     Raises:
         UserError: no step was measured.
     """
-    from fivefold.observe import memory_picture, step_timeline, worker_picture
-    from fivefold.observe.step_timeline import LEGEND, to_svg
+    from fivefold.observe import memory_picture, timelines
 
     name, texts, pictures = run.resolve().name, [], {}
-    if found := step_timeline.read(run):
+    if found := timelines.read(run):
         title = f"{name}, step {found[0][1].step}: computing and messages"
-        texts.append(f"{LEGEND}\n\n{step_timeline.words(found, columns(40, 160, 48))}")
-        pictures["timeline"] = to_svg(found, title)
+        texts.append(f"{timelines.LEGEND}\n\n{timelines.words(found, columns(40, 160, 48))}")
+        pictures["timeline"] = timelines.step_svg(found, title)
     if held := memory_picture.read(run):
         texts.append(memory_picture.to_text(held, columns(40, 160, 16)))
         pictures["memory"] = memory_picture.to_svg(
             held, f"{name}: bytes of the tensors of rank 0 over a step"
         )
-    if workers := worker_picture.read(run):
-        text = worker_picture.to_text(workers, columns(40, 160, 16))
+    if workers := timelines.read_workers(run):
+        text = timelines.workers_text(workers, columns(40, 160, 16))
         texts.append(
-            f"shares of the last steps, A and B in turn, . waits; {worker_picture.waited(workers)}\n{text}"
+            f"shares of the last steps, A and B in turn, . waits; {timelines.waited(workers)}\n{text}"
         )
         title = f"{name}: shares of each worker with their step"
-        pictures["workers"] = worker_picture.to_svg({"": workers}, title)
+        pictures["workers"] = timelines.workers_svg({"": workers}, title)
     if not texts:
         raise UserError(
             f"{run}: no step was measured. Train with --set observe.trace_step=N, such as 3, or "
@@ -150,7 +149,7 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
     Raises:
         UserError: the layout has a pipeline, whose timeline is drawn without --cluster, or does not fit the cluster.
     """
-    from fivefold.observe.step_timeline import LEGEND, summary, to_svg, to_text
+    from fivefold.observe.timelines import LEGEND, step_svg, step_text, summary
     from fivefold.plan.cluster.clusters import parse
     from fivefold.plan.predict import predict
     from fivefold.plan.time.timeline import timeline
@@ -168,15 +167,15 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
     words = f"planned on {cluster}"
     if most > DRAWN:
         words += f", {DRAWN} of {most} microbatches of a step of {plan.step.seconds:.4g} s"
-    text = f"\n{words}: {summary(drawn)}\n{to_text(drawn, columns(40, 160, 48))}{LEGEND}\n"
-    picture = to_svg([(words, drawn)], f"{title}: computing and messages")
+    text = f"\n{words}: {summary(drawn)}\n{step_text(drawn, columns(40, 160, 48))}{LEGEND}\n"
+    picture = step_svg([(words, drawn)], f"{title}: computing and messages")
     more, pictures = offloaded(found, title)
     return text + more, {"timeline": picture} | pictures
 
 
 def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of the ways to order updates on the host; neither if the host does not update."""
-    from fivefold.observe.step_timeline import to_svg
+    from fivefold.observe.timelines import step_svg
     from fivefold.plan.time.offload import ways
     from fivefold.schedules.offload import WAYS, busy
 
@@ -186,25 +185,25 @@ def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
     text = "ways to order updates on the host, a step of one microbatch:\n"
     for (name, line), way in zip(lines, found, strict=True):
         text += f"  {name}, {line.seconds:.3g} s{' (the trainer)' * WAYS[way].runs}\n"
-    return text, {"offload": to_svg(lines, f"{title}: updates on the host, a step of one microbatch")}
+    return text, {"offload": step_svg(lines, f"{title}: updates on the host, a step of one microbatch")}
 
 
 def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of two planned steps of a worker, in each order of its messages."""
-    from fivefold.observe.worker_picture import end_of, one_at_a_time, simulated, to_svg, to_text
+    from fivefold.observe.timelines import end_of, simulated_worker, workers_svg, workers_text
     from fivefold.plan.time.servers import simulation, step
     from fivefold.schedules.priority import ORDERS
 
     order = s.servers.order
     ways = {name: replace(s, servers=replace(s.servers, order=order._replace(name=name))) for name in ORDERS}
-    rows = {order: one_at_a_time(simulated(simulation(one))) for order, one in ways.items()}
+    rows = {order: simulated_worker(simulation(one)) for order, one in ways.items()}
     seconds, text = max(map(end_of, rows.values())), "\n"
     for order, one in ways.items():
         text += f"planned on {cluster}, sync.order = {order}: {step(one).seconds:.4g} s per step; two steps\n"
-        text += to_text(rows[order], columns(40, 160, 16), seconds)
+        text += workers_text(rows[order], columns(40, 160, 16), seconds)
     text += "A forward, B backward, > push, < pull\n"
     named = {f"sync.order = {order}": found for order, found in rows.items()}
-    return text, {"workers": to_svg(named, f"{title}: two steps of a worker, planned")}
+    return text, {"workers": workers_svg(named, f"{title}: two steps of a worker, planned")}
 
 
 def context(recipe: Recipe, layout: Layout, title: str) -> tuple[str, dict[str, str]]:
@@ -225,8 +224,9 @@ def context(recipe: Recipe, layout: Layout, title: str) -> tuple[str, dict[str, 
 def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str, str]]:
     """(text, picture) of the simulated schedule; neither without a pipeline. Forward takes 1, backward 2, transfers 0.
     Of many microbatches, only some are simulated: further ones take as long each, and no rank waits for them."""
+    from fivefold.observe.timelines import pipeline_svg, pipeline_text
     from fivefold.recipe import microbatches_per_step
-    from fivefold.schedules.pipeline import build, shown, simulate, to_svg, to_text
+    from fivefold.schedules.pipeline import build, shown, simulate
 
     if layout.pp == 1:
         return "", {}
@@ -239,5 +239,5 @@ def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str
     if few < most:
         text += f"{few} of {most} microbatches are drawn: {timeline.bubble:.1%} idle in these, {idle:.1%} in the step\n"
         title += f", {few} of {most} microbatches (whole step: {idle:.1%} idle)"
-    text += to_text(timeline, columns(40, 160, 24), color)
-    return text, {"schedule": to_svg(timeline, title, unit="forward")}
+    text += pipeline_text(timeline, columns(40, 160, 24), color)
+    return text, {"schedule": pipeline_svg(timeline, title, unit="forward")}

@@ -289,12 +289,12 @@ def write_page(
         UserError: as `predict`, or the file cannot be written.
     """
     from fivefold.observe.format import short_number
+    from fivefold.observe.timelines import pipeline_svg
     from fivefold.plan.pages import grid
     from fivefold.plan.pages import page as plan_page
     from fivefold.plan.pages.pictures import frontier_svg, memory_svg, pictures, roofline_svg
     from fivefold.plan.search.search import as_rows
     from fivefold.recipe import count_parameters
-    from fivefold.schedules.pipeline import to_svg
 
     center = grid.base(recipe, typed.cluster, typed.expert_load, typed.document_tokens)
     sliders = grid.axes(center, budget or grid.BUDGET)
@@ -306,7 +306,7 @@ def write_page(
     shown = [
         memory_svg(drawn.plan, "Memory of a device"),
         roofline_svg(drawn.roofline, drawn.plan.step.seconds, "Roofline of the step"),
-        *([to_svg(drawn.timeline, "Timeline of the pipeline")] if drawn.timeline else []),
+        *([pipeline_svg(drawn.timeline, "Timeline of the pipeline")] if drawn.timeline else []),
         *([frontier_svg(rows, drawn.plan.limit, "Fastest layout for each memory")] if rows else []),
     ]
     model = center.full.model

@@ -30,8 +30,8 @@ from fivefold.comm.axis import Axis, Started
 from fivefold.comm.watch import Handle, Work, watched
 from fivefold.errors import CommunicationError
 from fivefold.schedules.collectives import Collective, prove
-from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO, LIBRARY, Best, chosen
 from fivefold.schedules.collectives.messages import Message, messages_of
+from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO, LIBRARY, Best, chosen
 
 TABLE = 64  # most sizes of a measured table
 Job = tuple[Callable[[], object], Future[None]]
@@ -152,7 +152,7 @@ class Summation:
     """Sums over one axis.
 
     axis: with a process group that nothing else uses, unless `name` is "library". local: the axis' ranks on each node.
-    best: see `choose.chosen`. open: the recipe left the algorithm open.
+    best: see `registry.chosen`. open: the recipe left the algorithm open.
     """
 
     def __init__(

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fivefold.draw.canvas import Canvas, text_width
-from fivefold.draw.scale import ticks
+from fivefold.draw.canvas import Canvas, text_width, ticks
 
 LEFT, RIGHT, TOP, GAP = 80, 100, 58, 7  # pixels: margins, space between lanes
 

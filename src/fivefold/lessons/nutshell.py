@@ -13,14 +13,13 @@ from fivefold.lessons.criteria import words
 from fivefold.observe.document import asset, document
 from fivefold.observe.format import short_number, size
 from fivefold.observe.layout_picture import icons
-from fivefold.observe.step_timeline import to_svg as drawn_step
+from fivefold.observe.timelines import pipeline_svg, step_svg
 from fivefold.plan.pages.pictures import timeline as pipeline_timeline
 from fivefold.plan.predict import resolved
 from fivefold.plan.time import timeline
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.recipe.resolve import in_layout
 from fivefold.recipe.rules import contradictions
-from fivefold.schedules.pipeline import to_svg as drawn_pipeline
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import problems
 from fivefold.sharding.layout_text import to_text
@@ -165,11 +164,11 @@ def _timeline(row: Row) -> str:
     s = row.plan.setting
     if s.layout.pp > 1:
         found = pipeline_timeline(row.plan)
-        return drawn_pipeline(found, f"{row.technique}: {row.short}") if found else ""
+        return pipeline_svg(found, f"{row.technique}: {row.short}") if found else ""
     found = timeline.timeline(s, 1)
     title = f"{row.technique}: {row.short}"
     words = "one microbatch and the update" if s.microbatches > 1 else "a step"
-    return drawn_step([(words, found)], title) if found else ""
+    return step_svg([(words, found)], title) if found else ""
 
 
 def _hides(rows: Sequence[Row]) -> str:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fivefold.draw.canvas import NAMES, Axes, Canvas, text_width
-from fivefold.draw.scale import Scale
+from fivefold.draw.canvas import NAMES, Axes, Canvas, Scale, text_width
 from fivefold.optim import OPTIMIZERS
 
 if TYPE_CHECKING:

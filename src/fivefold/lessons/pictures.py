@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from fivefold.draw.canvas import NAMES, Axes, Canvas, text_width
-from fivefold.draw.scale import log_scale
+from fivefold.draw.canvas import NAMES, Axes, Canvas, log_scale, text_width
 from fivefold.lessons.overlap import count_text
 from fivefold.lessons.terms import decimal
 from fivefold.observe.format import memory_text, size

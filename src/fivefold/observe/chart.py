@@ -16,7 +16,7 @@ from html import escape
 
 import numpy as np
 
-from fivefold.draw.scale import Scale, linear_scale, log_scale, tick_labels, ticks
+from fivefold.draw.canvas import Scale, linear_scale, log_scale, tick_labels, ticks
 from fivefold.observe.format import short_number
 
 # The x axis is divided into this many stretches. A line keeps at most four points of each (first, lowest, highest,
@@ -77,16 +77,34 @@ def draw(chart: Chart) -> str:
     scales = [_scale(chart, drawn, linear_scale(min(values), max(values), chart.zero), "linear")]
     if log:
         scales.append(_scale(chart, drawn, log_scale(min(values), max(values)), "log"))
+    if _is_log(chart):
+        marks = [mark for mark in log_scale(*chart.span).ticks if chart.span[0] <= mark <= chart.span[1]]
+        marks = marks[:: max(1, math.ceil(len(marks) / 6))]
+        x_labels = map(short_number, marks)
+    elif chart.axis == "step":
+        marks = [step for step in ticks(*chart.span, count=6) if step == int(step)]
+        x_labels = map(short_number, marks)
+    else:
+        marks = [mark for mark in ticks(*chart.span, count=6) if chart.span[0] <= mark <= chart.span[1]]
+        marks = marks[:: max(1, math.ceil(len(marks) / 6))]
+        x_labels = tick_labels(marks)
     x_axis = "".join(
         f'<span style="left:{_across(step, chart) / 10:.2f}%">{label}</span>'
-        for step, label in _x_ticks(chart)
+        for step, label in zip(marks, x_labels, strict=True)
     )
     classes = "chart" + " wide" * chart.wide + " two-axes" * (chart.right is not None)
     keys = "".join(f'<li class="{s.style}">{escape(s.name)}</li>' for s in drawn)
     legend = f'<ul class="legend">{keys}</ul>' if chart.wide and len(drawn) > 1 else ""
+    toggle = ""  # linear or logarithmic, which the style sheet reads
+    if log:
+        options = "".join(
+            f'<label><input type="radio" name="{chart.id}-scale" class="{name}"{checked}><span>{name}</span></label>'
+            for name, checked in (("linear", " checked"), ("log", ""))
+        )
+        toggle = f'<fieldset class="toggle"><legend>{escape(chart.title)}: scale</legend>{options}</fieldset>'
     words = escape(describe(chart, drawn))
     return f"""<figure class="{classes}" aria-labelledby="{chart.id}">
-<figcaption><h3 id="{chart.id}">{escape(chart.title)}</h3>{legend}{_toggle(chart) if log else ""}</figcaption>
+<figcaption><h3 id="{chart.id}">{escape(chart.title)}</h3>{legend}{toggle}</figcaption>
 <div class="plot" tabindex="0" role="img" aria-label="{words}" data-chart="{_data(chart, drawn)}">
 {"".join(scales)}<div class="cursor" hidden></div><output class="values" hidden></output></div>
 <div class="x-axis" aria-hidden="true">{x_axis}<b>{chart.axis}</b></div>
@@ -111,16 +129,6 @@ def describe(chart: Chart, drawn: Sequence[Series]) -> str:
 
 def _count(step: float) -> str:
     return f"{step:,}" if isinstance(step, int) else f"{step:.5g}"
-
-
-def _x_ticks(chart: Chart) -> list[tuple[float, str]]:
-    if chart.axis == "step" and not _is_log(chart):
-        return [(step, short_number(step)) for step in ticks(*chart.span, count=6) if step == int(step)]
-    marks = log_scale(*chart.span).ticks if _is_log(chart) else ticks(*chart.span, count=6)
-    marks = [mark for mark in marks if chart.span[0] <= mark <= chart.span[1]]
-    marks = marks[:: max(1, math.ceil(len(marks) / 6))]
-    labels = map(short_number, marks) if _is_log(chart) else tick_labels(marks)
-    return list(zip(marks, labels, strict=True))
 
 
 def thin(series: Series, span: Span, stretches: int = STRETCHES) -> Series:
@@ -205,31 +213,20 @@ def _line(series: Series, chart: Chart, scale: Scale) -> str:
     return f'<path class="line {style}" d="{"".join(path)}"/>{marks}'
 
 
-def _toggle(chart: Chart) -> str:
-    """Two radio buttons, linear and logarithmic, which the style sheet reads."""
-    options = "".join(
-        f'<label><input type="radio" name="{chart.id}-scale" class="{name}"{" checked" * (name == "linear")}>'
-        f"<span>{name}</span></label>"
-        for name in ("linear", "log")
-    )
-    return f'<fieldset class="toggle"><legend>{escape(chart.title)}: scale</legend>{options}</fieldset>'
-
-
 def _data(chart: Chart, drawn: Sequence[Series]) -> str:
     """The data with which the script shows numbers under the cursor, as an attribute's text."""
-    lines = [
-        {"name": s.name, "x": s.steps, "y": [_digits(v) if math.isfinite(v) else None for v in s.values]}
-        for s in drawn
-    ]
+
+    def digits(value: float) -> float | int | None:
+        if not math.isfinite(value):
+            return None
+        short = float(f"{value:.5g}")
+        return int(short) if short.is_integer() and abs(short) < 2**53 else short
+
+    lines = [{"name": s.name, "x": s.steps, "y": list(map(digits, s.values))} for s in drawn]
     data = {"span": _wide(chart.span), "unit": chart.unit, "right": chart.right, "lines": lines}
     if chart.axis != "step" or chart.log_axis:
         data |= {"axis": chart.axis, "log": _is_log(chart)}
     return escape(json.dumps(data, separators=(",", ":"), allow_nan=False))
-
-
-def _digits(value: float) -> float | int:
-    short = float(f"{value:.5g}")
-    return int(short) if short.is_integer() and abs(short) < 2**53 else short
 
 
 def _show(value: float, unit: str) -> str:

@@ -14,8 +14,7 @@ from html import escape
 from fivefold.draw.canvas import Canvas
 from fivefold.observe.document import asset, document
 from fivefold.schedules.collectives import Collective, prove
-from fivefold.schedules.collectives.check import State
-from fivefold.schedules.collectives.move import Round, ranges
+from fivefold.schedules.collectives.collective import Round, State, ranges
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MOST_CELLS = 16  # more chunks share cells

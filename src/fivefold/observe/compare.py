@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,12 @@ class ComparedRun:
     @property
     def figures(self) -> dict[str, float]:
         """Those of FIGURES that the run has."""
-        found = dict(summarize(self.lines))
+        figures = dict(summarize(self.lines))
         if (model := self._model) is not None:
-            found["parameters"] = count_parameters(model)
-            if "tokens" in found:
-                found["flops"] = flops_per_token(model) * found["tokens"]
-        return {key: found[key] for key in FIGURES if key in found}
+            figures["parameters"] = count_parameters(model)
+            if "tokens" in figures:
+                figures["flops"] = flops_per_token(model) * figures["tokens"]
+        return {key: figures[key] for key in FIGURES if key in figures}
 
     @property
     def _model(self) -> Any:
@@ -74,24 +74,19 @@ class ComparedRun:
         steps, values = column(self.lines, key)
         if axis == "step":
             return list(steps), values
-        places = self._places(axis)
-        pairs = [(places[s], v) for s, v in zip(steps, values, strict=True) if s in places]
-        return [x for x, _ in pairs], [y for _, y in pairs]
-
-    def _places(self, axis: str) -> dict[int, float]:
-        """{step: its place on the axis}."""
+        places: dict[int, float] = {}  # of each step on the axis
         if axis == "seconds":
-            total, before, found = 0.0, 0, {}
+            total, before = 0.0, 0
             for step, seconds in zip(*column(self.lines, "step_s"), strict=True):
                 # Where only each n-th step was written, the others took as long
                 total += (seconds if math.isfinite(seconds) else 0.0) * max(0, step - before)
                 before = max(step, before)
-                found[step] = float(f"{total:.6g}")
-            return found
-        tokens = dict(zip(*column(self.lines, "tokens"), strict=True))
-        if axis == "tokens":
-            return tokens
-        return {} if self._model is None else {s: n * flops_per_token(self._model) for s, n in tokens.items()}
+                places[step] = float(f"{total:.6g}")
+        elif axis == "tokens" or self._model is not None:
+            factor = 1 if axis == "tokens" else flops_per_token(self._model)
+            places = {step: n * factor for step, n in zip(*column(self.lines, "tokens"), strict=True)}
+        pairs = [(places[step], value) for step, value in zip(steps, values, strict=True) if step in places]
+        return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
@@ -100,29 +95,26 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     Raises:
         UserError: a folder is no run, or comes twice.
     """
-    found = []
-    for number, (folder, name) in enumerate(zip(folders, _names(folders), strict=True)):
-        guard(folder)
-        with understood(folder / FILE):
-            lines = read_metrics(folder)
-        found.append(ComparedRun(name, folder, lines, run_recipe(folder), number))
-    return found
-
-
-def _names(folders: Sequence[Path]) -> list[str]:
     real = [folder.resolve() for folder in folders]
     if twice := [str(f) for f, r in zip(folders, real, strict=True) if real.count(r) > 1]:
         raise UserError(f"{twice[0]} is given twice; a comparison needs different runs")
     depth = next(n for n in range(1, 100) if len({r.parts[-n:] for r in real}) == len(real))
-    return [printable("/".join(r.parts[-depth:])) for r in real]
+    runs = []
+    for number, folder in enumerate(folders):
+        guard(folder)
+        with understood(folder / FILE):
+            lines = read_metrics(folder)
+        name = printable("/".join(real[number].parts[-depth:]))
+        runs.append(ComparedRun(name, folder, lines, run_recipe(folder), number))
+    return runs
 
 
 def differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """{field: its value in each run} of the recipe's fields that differ. A run without a recipe has None."""
     values = [{row.key: row.value for row in explain(run.recipe)} if run.recipe else {} for run in runs]
-    known = [one for one in values if one]
-    keys = [key for key in (known[0] if known else ()) if any(one[key] != known[0][key] for one in known)]
-    return {key: [one.get(key) for one in values] for key in keys}
+    known = [fields for fields in values if fields]
+    keys = [key for key in (known[0] if known else ()) if any(f[key] != known[0][key] for f in known)]
+    return {key: [fields.get(key) for fields in values] for key in keys}
 
 
 def as_json(runs: Sequence[ComparedRun]) -> dict[str, Any]:
@@ -138,26 +130,19 @@ def as_json(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 def notes(runs: Sequence[ComparedRun]) -> list[str]:
     """What a reader of the comparison has to know."""
     changed = differences(runs)
-    found = [f"{run.name} has no recipe that this version reads." for run in runs if run.recipe is None]
+    texts = [f"{run.name} has no recipe that this version reads." for run in runs if run.recipe is None]
     if TOKENIZER_KEYS & changed.keys():
-        found.append("The tokenizers differ, so losses per token do not compare; bits per byte do.")
+        texts.append("The tokenizers differ, so losses per token do not compare; bits per byte do.")
     if _other_texts(runs):
-        found.append("The data differ, so validation losses are of different texts.")
+        texts.append("The data differ, so validation losses are of different texts.")
     if {"train.val_sequences", "model.seq_len"} & changed.keys():
-        found.append("Validation uses other sequences, so compare validation losses with care.")
-    return found
+        texts.append("Validation uses other sequences, so compare validation losses with care.")
+    return texts
 
 
 def _other_texts(runs: Sequence[ComparedRun]) -> bool:
     held_out = [(run.recipe.data.specs, run.recipe.data.val_fraction) for run in runs if run.recipe]
-    return any(one != held_out[0] for one in held_out)
-
-
-def _comparable(runs: Sequence[ComparedRun]) -> set[str]:
-    """The losses of which the lowest is the best, by what `notes` tells."""
-    if _other_texts(runs):
-        return set()
-    return {"val_bits_per_byte"} if TOKENIZER_KEYS & differences(runs).keys() else SMALLEST_IS_BEST
+    return any(data != held_out[0] for data in held_out)
 
 
 def text(runs: Sequence[ComparedRun]) -> str:
@@ -185,7 +170,7 @@ def _value(value: Any) -> str:
 
 def page(runs: Sequence[ComparedRun]) -> str:
     """The page as HTML."""
-    said = "".join(f"<p class=alarm>{escape(note)}</p>" for note in notes(runs))
+    alarms = "".join(f"<p class=alarm>{escape(note)}</p>" for note in notes(runs))
     names = ", ".join(run.name for run in runs)
     parts = {"Figures": figures_table, "Curves": curves, "Differences": difference_table}
     sections = "".join(section(title, drawn(runs)) for title, drawn in parts.items())
@@ -193,7 +178,7 @@ def page(runs: Sequence[ComparedRun]) -> str:
 <p class="kicker">Comparison</p>
 <h1>{len(runs)} runs</h1>
 <p class="lead">{escape(names)}</p>
-{said}
+{alarms}
 </header>
 <main>
 {sections}
@@ -213,14 +198,19 @@ def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str
 
 def figures_table(runs: Sequence[ComparedRun]) -> str:
     """A row per run; the lowest loss of each kind stands out."""
-    found = [run.figures for run in runs]
-    keys = [key for key in FIGURES if any(key in figures for figures in found)]
+    all_figures = [run.figures for run in runs]
+    keys = [key for key in FIGURES if any(key in figures for figures in all_figures)]
+    comparable = SMALLEST_IS_BEST
+    if _other_texts(runs):
+        comparable = set()
+    elif TOKENIZER_KEYS & differences(runs).keys():
+        comparable = {"val_bits_per_byte"}
     best = {
-        key: min((f[key] for f in found if math.isfinite(f.get(key, math.nan))), default=None)
-        for key in _comparable(runs)
+        key: min((f[key] for f in all_figures if math.isfinite(f.get(key, math.nan))), default=None)
+        for key in comparable
     }
     rows = []
-    for run, figures in zip(runs, found, strict=True):
+    for run, figures in zip(runs, all_figures, strict=True):
         cells = [
             f"<td{' class=best' if key in best and figures.get(key) == best[key] else ''}>{escape(cell)}</td>"
             for key, cell in zip(keys, _cells(figures, keys), strict=True)
@@ -245,48 +235,39 @@ def curves(runs: Sequence[ComparedRun]) -> str:
     sets = dict.fromkeys(name for run in runs for line in run.lines for name in by_name(line, "val_losses"))
     wanted = [(kind, key, axis) for kind, key in LOSSES for axis in AXES]
     wanted += [(f"Loss on {printable(name)}", f"val_losses/{name}", "tokens") for name in sets]
-    charts = [
-        draw(chart) for kind, key, axis in wanted if (chart := _chart(runs, kind, key, axis)) is not None
-    ]
+    charts = "".join(_chart(runs, kind, key, axis) for kind, key, axis in wanted)
     legend = "".join(f'<li><span class="swatch {_style(run)}"></span>{escape(run.name)}</li>' for run in runs)
-    return (
-        f'<ul class="legend runs">{legend}</ul>\n<div class="charts">\n{"".join(charts)}</div>'
-        if charts
-        else ""
-    )
+    return f'<ul class="legend runs">{legend}</ul>\n<div class="charts">\n{charts}</div>' if charts else ""
 
 
-def _chart(runs: Sequence[ComparedRun], kind: str, key: str, axis: str) -> Chart | None:
-    """One chart; None if no run has the values. Both kinds of loss have the same x axis."""
-    ends = [x for run in runs for own in ("loss", "val_loss") for x in run.along(axis, own)[0] if x > 0]
-    series = []
-    for run in runs:
-        steps, values = run.along(axis, key)
-        if key == "loss":
-            values = smooth(values, len(values) // 50 | 1)
-        series.append(Series(run.name, steps, values, _style(run), dots=key != "loss"))
-    if not ends or not any(one.steps for one in series):
-        return None
+def _chart(runs: Sequence[ComparedRun], kind: str, key: str, axis: str) -> str:
+    """One chart; "" if no run has the values. Both kinds of loss have the same x axis."""
+    ends = [x for run in runs for loss in ("loss", "val_loss") for x in run.along(axis, loss)[0] if x > 0]
+    if not ends:
+        return ""
     last = [max(x) for run in runs if (x := run.along(axis, "loss")[0])]
     log = bool(last) and max(last) > SPREAD * min(last)
     low = min(ends) if not log else max(min(ends), min(last) / 20)
-    series = [_from(one, low if log else -math.inf) for one in series]
-    return Chart(
-        re.sub(r"[^A-Za-z0-9_-]", "-", f"{key}-{axis}"),
-        f"{kind} over {axis}",
-        series,
-        (low, max(ends)),
-        log=True,
-        axis=axis,
-        log_axis=log,
-        stretches=max(40, STRETCHES // len(runs)),
+    series = []
+    for run in runs:
+        places, values = run.along(axis, key)
+        if key == "loss":
+            values = smooth(values, len(values) // 50 | 1)
+        points = [(x, y) for x, y in zip(places, values, strict=True) if not log or x >= low]
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        series.append(Series(run.name, xs, ys, _style(run), dots=key != "loss"))
+    return draw(
+        Chart(
+            re.sub(r"[^A-Za-z0-9_-]", "-", f"{key}-{axis}"),
+            f"{kind} over {axis}",
+            series,
+            (low, max(ends)),
+            log=True,
+            axis=axis,
+            log_axis=log,
+            stretches=max(40, STRETCHES // len(runs)),
+        )
     )
-
-
-def _from(series: Series, low: float) -> Series:
-    """The series from this place on."""
-    kept = [(x, y) for x, y in zip(series.steps, series.values, strict=True) if x >= low]
-    return replace(series, steps=[x for x, _ in kept], values=[y for _, y in kept])
 
 
 def _style(run: ComparedRun) -> str:

@@ -79,7 +79,18 @@ class Console:
             fields = self._fields(metrics)
             self._print(self._coloured(fields, metrics) if self._rich else "  ".join(fields.values()))
         if self._rich and now - self._drawn > _REDRAW_S:
-            self._redraw(step)
+            if self._bar is None:
+                percent, end = TextColumn("{task.percentage:3.0f}%"), TextColumn("{task.fields[eta]}")
+                self._bar = Progress(
+                    BarColumn(None), percent, end,
+                    console=self._rich, auto_refresh=False, transient=True, expand=True,
+                )  # fmt: skip
+                self._bar.add_task("", total=self.total, eta="")
+                self._guard(self._bar.start)
+            eta = f"{time_left} left" if (time_left := self.eta(step)) else ""
+            self._bar.update(self._bar.task_ids[0], completed=step, eta=eta)
+            self._guard(self._bar.refresh)
+            self._drawn = self._clock()
         if step == self._start + 1:  # the ETA leaves out the first step: start-up, compilation
             self._pace_from = (step, self._clock())
 
@@ -153,10 +164,12 @@ class Console:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def eta(self, step: int) -> float:
-        """Seconds to the end, at the mean pace since the first step (validations and saves count)."""
+    def eta(self, step: int) -> str:
+        """Time to the end at the mean pace since the first step (validations and saves count); "" if not known."""
         first, since = self._pace_from
-        return (self._clock() - since) / (step - first) * (self.total - step) if step > first else math.nan
+        if step <= first:
+            return ""
+        return duration((self._clock() - since) / (step - first) * (self.total - step))
 
     def _fields(self, metrics: Mapping[str, Any]) -> dict[str, str]:
         """The fields of a step's line, in order, each with constant width."""
@@ -176,8 +189,7 @@ class Console:
                 fields[name] = shown(metrics[key])
         if metrics.get("data_wait_s") is not None and metrics.get("step_s"):
             fields["wait"] = f"wait {100 * metrics['data_wait_s'] / metrics['step_s']:4.1f}%"
-        left = self.eta(step)
-        fields["eta"] = f"eta {'' if math.isnan(left) else duration(left):>6}"
+        fields["eta"] = f"eta {self.eta(step):>6}"
         return fields
 
     def _coloured(self, fields: dict[str, str], metrics: Mapping[str, Any]) -> Text:
@@ -192,24 +204,6 @@ class Console:
         line = Text("  ").join(Text(part, colours.get(name, "dim")) for name, part in fields.items())
         line.no_wrap, line.overflow = True, "crop"
         return line
-
-    def _redraw(self, step: int) -> None:
-        if self._bar is None:
-            columns = (
-                BarColumn(None),
-                TextColumn("{task.percentage:3.0f}%"),
-                TextColumn("{task.fields[eta]}"),
-            )
-            self._bar = Progress(
-                *columns, console=self._rich, auto_refresh=False, transient=True, expand=True
-            )
-            self._bar.add_task("", total=self.total, eta="")
-            self._guard(self._bar.start)
-        left = self.eta(step)
-        task = self._bar.task_ids[0]
-        self._bar.update(task, completed=step, eta="" if math.isnan(left) else duration(left) + " left")
-        self._guard(self._bar.refresh)
-        self._drawn = self._clock()
 
     def _say(self, text: str, style: str = "", always: bool = False) -> None:
         if not self.silent and (always or not self.quiet):
@@ -239,18 +233,15 @@ class Console:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _shares(tokens: Mapping[str, float]) -> str:
-    """What a run has seen of each source: `web 7k (70%), code 3k (30%)`."""
-    whole = max(1, sum(tokens.values()))
-    return ", ".join(f"{name} {short_number(n)} ({100 * n / whole:.3g}%)" for name, n in tokens.items())
-
-
 def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The figures of `summarize` as (name, value) texts, without missing ones."""
+    seen = max(1, sum(figures.get("source_tokens", {}).values()))
     shown: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
         ("steps", "steps", lambda v: f"{v:,}"),
         ("tokens", "tokens", lambda v: f"{short_number(v)} ({v:,})" if v >= 10_000 else str(v)),
-        ("source_tokens", "of them", _shares),
+        ("source_tokens", "of them", lambda v: ", ".join(
+            f"{name} {short_number(n)} ({100 * n / seen:.3g}%)" for name, n in v.items()
+        )),
         ("train_s", "training time", duration),
         ("loss", "train loss", lambda v: f"{v:.4f}"),
         ("val_loss", "validation loss", lambda v: f"{v:.4f}" + best(v, "best_val_loss")),
@@ -266,13 +257,13 @@ def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("noise_scale", "noise scale", lambda v: f"{short_number(v)} tokens (about the critical batch size)"),
         ("restarts", "restarts", str),
         ("nonfinite", "NaN or inf loss", lambda v: f"{v} steps, first at step {figures['nonfinite_step']}"),
-    )
+    )  # fmt: skip
 
     def best(last: float, key: str) -> str:
         lowest = figures.get(key, last)
+        if not (lowest < last or (math.isnan(last) and lowest == lowest)):
+            return ""
         step = f", step {figures['best_val_step']}" if "best_val_step" in figures else ""
-        return (
-            f" (best {lowest:.4f}{step})" if lowest < last or (math.isnan(last) and lowest == lowest) else ""
-        )
+        return f" (best {lowest:.4f}{step})"
 
     return [(name, show(figures[key])) for key, name, show in shown if figures.get(key) is not None]

@@ -1,18 +1,23 @@
 """What went wrong in a run. Steps: their names in metrics.jsonl, in words, and as a section of the report. Restarts:
-RUN/restarts.jsonl, a line for each time that the ranks were started again, and why."""
+RUN/restarts.jsonl, a line for each time that the ranks were started again, and why. Slow ranks: those that the others
+wait for, by the seconds that ranks share every few steps."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import median, median_low
 from typing import Any
 
 from fivefold.files import MOST_JSON, Lines, read_bytes
 from fivefold.observe.document import table
 from fivefold.observe.metrics import json_object
+from fivefold.sharding.layout import Layout, index_in
 
 KINDS = {
     "destroyed": "update(s) that destroyed weights",
@@ -56,28 +61,25 @@ def found_in(figures: Mapping[str, Any]) -> list[str]:
 
 def counts(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """How many steps had each kind of fault, and how often the run went back; without zeros."""
-    found: dict[str, int] = {}
-    for line in lines:
-        for kind in (*found_in(line), *([ROLLBACK] if ROLLBACK in line else [])):
-            found[kind] = found.get(kind, 0) + 1
-    return found
+    kinds = (kind for line in lines for kind in (*found_in(line), *([ROLLBACK] if ROLLBACK in line else [])))
+    return dict(Counter(kinds))
 
 
-def in_words(found: Mapping[str, int]) -> str:
+def in_words(counted: Mapping[str, int]) -> str:
     """Counts as text: "1 not finite, 2 spikes of the loss, 1 rollback"."""
-    words = {kind: KINDS.get(kind, "rollback(s)").replace("(s)", "s" * (n != 1)) for kind, n in found.items()}
-    return ", ".join(f"{n} {words[kind]}" for kind, n in found.items())
+    words = KINDS | {ROLLBACK: "rollback(s)"}
+    return ", ".join(f"{n} {words[kind].replace('(s)', 's' * (n != 1))}" for kind, n in counted.items())
 
 
 def events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
     """(step, what was wrong) of a run's metrics, in order. Overflows of fp16 are usual, and left out."""
-    found = []
+    wrong = []
     for line in lines:
         if isinstance(back := line.get(ROLLBACK), dict):
-            found.append((line["step"], f"{back.get('why')}. The run went back to this step"))
-        if said := "; ".join(described(kind, line) for kind in found_in(line) if kind != "overflow"):
-            found.append((line["step"], said))
-    return found
+            wrong.append((line["step"], f"{back.get('why')}. The run went back to this step"))
+        if words := "; ".join(described(kind, line) for kind in found_in(line) if kind != "overflow"):
+            wrong.append((line["step"], words))
+    return wrong
 
 
 def section(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -86,7 +88,7 @@ def section(lines: Sequence[Mapping[str, Any]]) -> str:
         return ""
     before = len(every) - SHOWN
     more = f'<p class="none">{before:,} earlier ones are in metrics.jsonl.</p>' if before > 0 else ""
-    rows = [(f"{step:,}", said) for step, said in every[-SHOWN:]]
+    rows = [(f"{step:,}", words) for step, words in every[-SHOWN:]]
     return f"<p>{escape(in_words(counts(lines)))}.</p>{more}{table(('Step', 'What was wrong'), rows)}"
 
 
@@ -122,3 +124,111 @@ def restarts_section(run: Path, rows: int = 20) -> str:
     cells = [[str(line.get(key, ""))[:300] for key in keys] for line in lines[-rows:]]
     shown = table(("when", "last step", "restarted from", "ranks", "because"), cells)
     return f'<p>{len(lines)} restart{"s" * (len(lines) != 1)}.</p><div class="scroll">{shown}</div>'
+
+
+SECONDS = ("computing", "data", "messages", "network", "to")
+"""Seconds of a step of one rank. `network`: of `messages`, in which the network took no data from this rank; `to`: from
+it to which IPv4 address, as a number."""
+SHARED_EVERY = 10
+"""Steps after which ranks share them."""
+DELAYS = ("computing", "data", "network")
+SHARE = 0.2
+"""A rank is slow if it takes longer than the others by so much of a step, in two windows in a row."""
+PAST = 2  # windows after which a rank without peers is compared with itself
+
+
+@dataclass(frozen=True)
+class Slow:
+    """delay: seconds per step of each of `DELAYS`. step_s: of a step. to: the address to which the network is slow."""
+
+    rank: int
+    delay: dict[str, float]
+    step_s: float
+    to: str = ""
+
+    @property
+    def delay_s(self) -> float:
+        return sum(self.delay.values())
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {"rank": self.rank, "step_s": self.step_s, **self.delay}
+
+    def __str__(self) -> str:
+        shares = [
+            f"{kind} {100 * s / self.delay_s:.0f}%"
+            for kind, s in self.delay.items()
+            if s > 0.005 * self.delay_s
+        ]
+        to = f", to {self.to}" if self.to and self.delay["network"] else ""
+        return (
+            f"rank {self.rank} is slow: the others wait {self.delay_s:.3g} s of a step of {self.step_s:.3g} s for it "
+            f"({', '.join(shares)}{to})"
+        )
+
+
+class SlowRanks:
+    """Compares ranks that compute the same, those of one pipeline stage. A rank without such peers is compared with
+    what it took before."""
+
+    def __init__(self, layout: Layout):
+        self.stages = [index_in(layout, "pp", rank) for rank in range(layout.ranks)]
+        self._past: list[Sequence[Sequence[float]]] | None = None
+        self._suspect: int | None = None
+        self._told: int | None = None
+
+    def add(self, rows: Sequence[Sequence[float]]) -> Slow | None:
+        """rows: `SECONDS` of each rank, in a window. Returns a rank that has become slow."""
+        if not rows:
+            return None
+        if self._past is None:  # the first window has the first steps, where caches and compilers warm up
+            self._past = []
+            return None
+        slow = self._slowest(rows, self._past)
+        self._past = [*self._past[-20:], rows]
+        rank = slow.rank if slow else None
+        again, self._suspect = rank is not None and rank == self._suspect, rank
+        if rank is None:
+            self._told = None
+        if not again or rank == self._told:
+            return None
+        self._told = rank
+        return slow
+
+    def _slowest(
+        self, rows: Sequence[Sequence[float]], past: Sequence[Sequence[Sequence[float]]]
+    ) -> Slow | None:
+        by_kind = [dict(zip(SECONDS, row, strict=True)) for row in rows]
+        busy = [row["computing"] + row["data"] for row in by_kind]
+        step_s = max(seconds + row["messages"] for seconds, row in zip(busy, by_kind, strict=True))
+        usual_data, usual_network = (median_low(r[kind] for r in by_kind) for kind in ("data", "network"))
+        delays = []
+        for rank, row in enumerate(by_kind):
+            peers = [s for s, stage in zip(busy, self.stages, strict=True) if stage == self.stages[rank]]
+            late = 0.0  # as long as it is not known what it should take
+            if len(peers) > 1:
+                late = max(0.0, busy[rank] - median_low(peers))
+            elif len(past) >= PAST:
+                late = max(0.0, busy[rank] - median(window[rank][0] + window[rank][1] for window in past))
+            data = min(late, max(0.0, row["data"] - usual_data))
+            network = max(0.0, row["network"] - usual_network)
+            delays.append(dict(zip(DELAYS, (late - data, data, network), strict=True)))
+        rank = max(range(len(rows)), key=lambda rank: sum(delays[rank].values()))
+        to = int(by_kind[rank]["to"])
+        address = ".".join(str(to >> shift & 255) for shift in (24, 16, 8, 0)) if to else ""
+        slow = Slow(rank, delays[rank], step_s, address)
+        return slow if slow.delay_s > SHARE * step_s else None
+
+
+def slow_section(lines: Sequence[dict[str, Any]]) -> str:
+    """The slow ranks of a run, for its page; "" without any."""
+    rows = [
+        [f"{line['step']:,}", f"{slow.get('rank', 0):.0f}"]
+        + [f"{1e3 * float(slow.get(kind, 0)):.3g}" for kind in (*DELAYS, "step_s")]
+        for line in lines
+        if isinstance(slow := line.get("slow_rank"), dict)
+    ]
+    if not rows:
+        return ""
+    titles = ("Step", "Rank", *(f"Late by {kind}, ms" for kind in DELAYS), "Step, ms")
+    return f"<p>The other ranks waited for these, per step.</p>{table(titles, rows)}"

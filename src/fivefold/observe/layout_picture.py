@@ -37,37 +37,36 @@ COLORS = {"has": "blue half", "lent": "blue faint", "keeps": "blue", "whole": "g
 
 def to_text(recipe: Recipe, layout: Layout) -> str:
     """A table of the ranks, for terminals. recipe: resolved."""
-    ranks = [holding(recipe, layout, rank) for rank in range(min(layout.ranks, MOST))]
-    rows = [[*HEADS], *([*_cells(found, layout)] for found in ranks)]
+    rows: list[list[str]] = [list(HEADS)]
+    for rank in range(min(layout.ranks, MOST)):
+        holds = holding(recipe, layout, rank)
+        rows.append([
+            str(rank),
+            _place(holds, layout) or "-",
+            stage_words(holds),
+            _part(holds.tensor),
+            f"{_part(holds.shard)}: {short_number(holds.keeps)}",
+            span_words(holds.rows),
+            _tokens(holds.tokens),
+            _tokens(holds.between) if layout.sp else "-",
+            span_words(holds.experts) if holds.experts else "-",
+        ])  # fmt: skip
     used = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
     table = aligned(list(zip(*used, strict=True)))
-    return "\n".join([describe(layout), equation(layout), "", *table, *_rest(layout)]) + "\n"
+    rest = [words] if (words := _rest(layout)) else []
+    return "\n".join([describe(layout), equation(layout), "", *table, *rest]) + "\n"
 
 
-def _cells(found: Holding, layout: Layout) -> Iterator[str]:
-    yield str(found.rank)
-    yield _place(found, layout) or "-"
-    yield stage_words(found)
-    yield _part(found.tensor)
-    yield f"{_part(found.shard)}: {short_number(found.keeps)}"
-    yield span_words(found.rows)
-    yield _tokens(found.tokens)
-    yield _tokens(found.between) if layout.sp else "-"
-    yield "-" if found.experts is None else span_words((found.experts.start, found.experts.stop))
+def _rest(layout: Layout) -> str:
+    return f"... and {layout.ranks - MOST} more ranks" if layout.ranks > MOST else ""
 
 
-def _rest(layout: Layout) -> list[str]:
-    return [f"... and {layout.ranks - MOST} more ranks"] if layout.ranks > MOST else []
-
-
-def _place(found: Holding, layout: Layout) -> str:
+def _place(holds: Holding, layout: Layout, without: str = "") -> str:
     """The rank's indices on the axes that are used, such as `pp 1, tp 0`, behind its site if there are several."""
-    axes = [f"{axis} {index}" for axis, index in found.coordinates.items() if layout.sizes[axis] > 1]
-    return ", ".join(_site(found) + axes)
-
-
-def _site(found: Holding) -> list[str]:
-    return [] if found.site is None else [f"site {found.site}"]
+    axes = [
+        f"{axis} {i}" for axis, i in holds.coordinates.items() if layout.sizes[axis] > 1 and axis != without
+    ]
+    return ", ".join([f"site {holds.site}"] * (holds.site is not None) + axes)
 
 
 def _part(part: tuple[int, int]) -> str:
@@ -82,23 +81,40 @@ def _tokens(spans: Sequence[Span]) -> str:
 def to_svg(recipe: Recipe, layout: Layout, title: str = "") -> str:
     """The ranks as an SVG document. recipe: resolved.
 
-    Each index on the pipeline axis has a panel with a box for each rank. Tensor ranks are side by side.
+    Each index on the pipeline axis has a panel with a box for each rank. Tensor ranks are side by side, without them
+    boxes are in a square.
     """
     ranks = [holding(recipe, layout, rank) for rank in range(min(layout.ranks, MOST))]
     panels = [[r for r in ranks if r.coordinates["pp"] == pp] for pp in range(layout.pp)]
-    columns = _columns(layout, max(map(len, panels)))
+    square = max(1, min(max(map(len, panels)), 4 if layout.pp == 1 else 2))
+    columns = min(layout.tp, COLUMNS) if layout.tp > 1 else square
     side_by_side = max(1, COLUMNS // columns)
     canvas = Canvas(title, width=740, about=f" ({describe(layout)})")
     canvas.text(20, 42, equation(layout), "soft")
-    canvas.legend(20, 66, [(COLORS[kind], words) for kind, words in _kinds(layout).items()])
+    weights = "computes with these weights" + " (experts: the lower part of a layer)" * (layout.ep > 1)
+    whole, piece = "computes these tokens of the batch", "and has only these between matmuls"
+    kinds = {
+        **({"lent": f"{weights}, gathered for each use"} if layout.zero == 3 else {"has": weights}),
+        "keeps": "keeps their fp32 masters and moments",
+        **({"whole": whole, "sees": piece} if layout.sp else {"sees": whole}),
+    }
+    canvas.legend(20, 66, [(COLORS[kind], words) for kind, words in kinds.items()])
     top = 96
     for start in range(0, len(panels), side_by_side):
         row = [panel for panel in panels[start : start + side_by_side] if panel]
         for place, panel in enumerate(row):
-            left = 20 + place * (columns * (WIDE + GAP) + 20)
-            _panel(canvas, panel, layout, recipe, left, top, columns)
+            left, first, name = 20 + place * (columns * (WIDE + GAP) + 20), panel[0], "the whole model"
+            if layout.pp > 1:
+                numbers = " and ".join(map(str, first.stages))
+                name = f"pp {first.coordinates['pp']}: stage{'s' * (len(first.stages) > 1)} {numbers}"
+            canvas.text(left, top, name)
+            canvas.text(left, top + 16, stage_words(first), "soft small")
+            for i, holds in enumerate(panel):
+                down, across = divmod(i, columns)
+                x, y = left + across * (WIDE + GAP), top + 26 + down * (HIGH + GAP)
+                _box(canvas, holds, layout, recipe, x, y)
         top += 58 + max((-(-len(panel) // columns) for panel in row), default=0) * (HIGH + GAP)
-    canvas.text(20, top + 4, "".join(_rest(layout)), "soft small")
+    canvas.text(20, top + 4, _rest(layout), "soft small")
     return canvas.svg()
 
 
@@ -107,87 +123,44 @@ def icons(recipe: Recipe, layout: Layout, title: str) -> str:
     experts are the lower part of a layer) and of the batch (sequences downwards, tokens across). recipe: resolved."""
     canvas = Canvas(about=title)
     for rank in range(min(layout.ranks, 4)):
-        found, left = holding(recipe, layout, rank), rank * (2 * ICON + 30) + 8
+        holds, left = holding(recipe, layout, rank), rank * (2 * ICON + 30) + 8
         canvas.text(left, 18, f"rank {rank}", "name")
-        canvas.text(left + 48, 18, _experts(found) if layout.ep > 1 else "", "soft small")
-        _model(canvas, found, recipe, layout, left, 26)
-        _batch(canvas, found, recipe, layout, left + ICON + 6, 26)
+        canvas.text(left + 48, 18, _experts(holds) if layout.ep > 1 else "", "soft small")
+        _model(canvas, holds, recipe, layout, left, 26)
+        _batch(canvas, holds, recipe, layout, left + ICON + 6, 26)
         canvas.text(left, ICON + 40, "model", "soft small")
         canvas.text(left + ICON + 6, ICON + 40, "batch", "soft small")
     return canvas.svg()
 
 
-def _experts(found: Holding) -> str:
-    return f"experts {span_words((found.experts.start, found.experts.stop))}" if found.experts else ""
+def _experts(holds: Holding) -> str:
+    return f"experts {span_words(holds.experts)}" if holds.experts else ""
 
 
-def _columns(layout: Layout, ranks: int) -> int:
-    """Number of boxes side by side in a panel: the tensor ranks, or a square of boxes without them."""
-    if layout.tp > 1:
-        return min(layout.tp, COLUMNS)
-    return max(1, min(ranks, 4 if layout.pp == 1 else 2))
-
-
-def _kinds(layout: Layout) -> dict[str, str]:
-    """What the colours of the picture say."""
-    weights = "computes with these weights"
-    if layout.ep > 1:
-        weights += " (experts: the lower part of a layer)"
-    whole, piece = "computes these tokens of the batch", "and has only these between matmuls"
-    return {
-        **({"lent": f"{weights}, gathered for each use"} if layout.zero == 3 else {"has": weights}),
-        "keeps": "keeps their fp32 masters and moments",
-        **({"whole": whole, "sees": piece} if layout.sp else {"sees": whole}),
-    }
-
-
-def _panel(
-    canvas: Canvas,
-    ranks: Sequence[Holding],
-    layout: Layout,
-    recipe: Recipe,
-    left: float,
-    top: float,
-    columns: int,
-) -> None:
-    """The ranks of one place on the pipeline axis."""
-    first, name = ranks[0], "the whole model"
-    if layout.pp > 1:
-        numbers = " and ".join(map(str, first.stages))
-        name = f"pp {first.coordinates['pp']}: stage{'s' * (len(first.stages) > 1)} {numbers}"
-    canvas.text(left, top, name)
-    canvas.text(left, top + 16, stage_words(first), "soft small")
-    for i, found in enumerate(ranks):
-        row, column = divmod(i, columns)
-        _box(canvas, found, layout, recipe, left + column * (WIDE + GAP), top + 26 + row * (HIGH + GAP))
-
-
-def _box(canvas: Canvas, found: Holding, layout: Layout, recipe: Recipe, left: float, top: float) -> None:
+def _box(canvas: Canvas, holds: Holding, layout: Layout, recipe: Recipe, left: float, top: float) -> None:
     """One rank: its place, its part of the model and of the batch, and both in numbers."""
-    axes = [f"{a} {i}" for a, i in found.coordinates.items() if a != "pp" and layout.sizes[a] > 1]
-    rows, tokens = span_words(found.rows), _tokens(found.tokens)
-    tip = (
-        f"rank {found.rank}: {_place(found, layout)}; {stage_words(found)}; sequences {rows}, tokens {tokens}"
-    )
+    rows, tokens = span_words(holds.rows), _tokens(holds.tokens)
+    place, stages = _place(holds, layout), stage_words(holds)
+    tip = f"rank {holds.rank}: {place}; {stages}; sequences {rows}, tokens {tokens}"
     canvas.rect("frame", left, top, WIDE, HIGH, tip)
-    canvas.text(left + 10, top + 18, f"rank {found.rank}", "name")
-    canvas.text(left + 10, top + 33, ", ".join(_site(found) + axes), "soft small")
-    _model(canvas, found, recipe, layout, left + 10, top + 44)
-    _batch(canvas, found, recipe, layout, left + ICON + 24, top + 44)
-    keeps = "all" if found.keeps == found.computes else short_number(found.keeps)
-    numbers = f"{short_number(found.computes)} weights, keeps {keeps}", f"tokens {tokens}", _experts(found)
+    canvas.text(left + 10, top + 18, f"rank {holds.rank}", "name")
+    canvas.text(left + 10, top + 33, _place(holds, layout, "pp"), "soft small")
+    _model(canvas, holds, recipe, layout, left + 10, top + 44)
+    _batch(canvas, holds, recipe, layout, left + ICON + 24, top + 44)
+    keeps = "all" if holds.keeps == holds.computes else short_number(holds.keeps)
+    numbers = f"{short_number(holds.computes)} weights, keeps {keeps}", f"tokens {tokens}", _experts(holds)
     for line, words in enumerate(numbers):
         canvas.text(left + 10, top + 137 + 15 * line, words, "soft small")
 
 
-def _model(canvas: Canvas, found: Holding, recipe: Recipe, layout: Layout, left: float, top: float) -> None:
+def _model(canvas: Canvas, holds: Holding, recipe: Recipe, layout: Layout, left: float, top: float) -> None:
     """The model from embedding (top) to head, as wide as its matrices.
 
     It shows this rank's layers, its slice of them, and the part of the slice that it stores. In layers with experts the
     lower half is all experts side by side.
     """
     layers, card = recipe.model.layers + 2, card_of(recipe.model)  # the embedding, the blocks, the head
-    (index, of), high = found.tensor, ICON / layers
+    (index, of), high = holds.tensor, ICON / layers
     computes = COLORS["lent" if layout.zero == 3 else "has"]
     canvas.rect("idle", left, top, ICON, ICON)
 
@@ -198,25 +171,25 @@ def _model(canvas: Canvas, found: Holding, recipe: Recipe, layout: Layout, left:
         canvas.rect(computes, at, y, wide, tall)
         canvas.rect(COLORS["keeps"], at + wide * shard[0] / shard[1], y, wide / shard[1], tall)
 
-    rows = [0] * found.first + [b + 1 for blocks in found.stages.values() for b in blocks]
-    for row in [*rows, *[layers - 1] * found.last]:
+    rows = [0] * holds.first + [b + 1 for blocks in holds.stages.values() for b in blocks]
+    for row in [*rows, *[layers - 1] * holds.last]:
         y, tall = top + high * row, high - 0.6
-        if found.experts is None or not 0 < row < layers - 1 or not card.is_mixed(row - 1):
-            draw(y, tall, 0, 1, found.shard)
+        if holds.experts is None or not 0 < row < layers - 1 or not card.is_mixed(row - 1):
+            draw(y, tall, 0, 1, holds.shard)
         else:
-            draw(y, tall / 2, 0, 1, found.shard)
-            count, (start, stop) = recipe.model.experts or 1, (found.experts.start, found.experts.stop)
-            draw(y + tall / 2, tall / 2, start / count, stop / count, found.expert_shard)
+            draw(y, tall / 2, 0, 1, holds.shard)
+            count, (start, stop) = recipe.model.experts or 1, holds.experts
+            draw(y + tall / 2, tall / 2, start / count, stop / count, holds.expert_shard)
 
 
-def _batch(canvas: Canvas, found: Holding, recipe: Recipe, layout: Layout, left: float, top: float) -> None:
+def _batch(canvas: Canvas, holds: Holding, recipe: Recipe, layout: Layout, left: float, top: float) -> None:
     """The global batch with one line per sequence: this rank's sequences, and its tokens in them. With sp those that it
     has between tensor-parallel regions are darker."""
     sequences, T = recipe.train.global_batch_size, recipe.model.seq_len
-    start, stop = found.rows
+    start, stop = holds.rows
     y, high = top + ICON * start / sequences, ICON * (stop - start) / sequences
     canvas.rect("idle", left, top, ICON, ICON)
-    for kind, part in [("whole", found.tokens)] * layout.sp + [("sees", found.between)]:
+    for kind, part in [("whole", holds.tokens)] * layout.sp + [("sees", holds.between)]:
         for a, b in part:
             canvas.rect(COLORS[kind], left + ICON * a / T, y, ICON * (b - a) / T, high)
 
@@ -245,7 +218,7 @@ class Holding:
     rows: Span
     tokens: tuple[Span, ...]
     between: tuple[Span, ...]
-    experts: range | None
+    experts: Span | None
     computes: int
     keeps: int
 
@@ -256,7 +229,7 @@ def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
     layout, number = site_layout(whole, recipe.sites.count), rank
     site, rank = in_site(layout, number)
     blocks = stage_blocks(card_of(model), layout) if layout.pp > 1 else (range(model.layers),)
-    mine = stages_of(layout, index_in(layout, "pp", rank))
+    stages = stages_of(layout, index_in(layout, "pp", rank))
     parts = held(card_of(model), layout, rank)
     B = recipe.train.microbatch_size or 1
     dp = site * layout.dp + index_in(layout, "dp", rank)
@@ -272,16 +245,16 @@ def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
         rank=number,
         site=site if recipe.sites.count > 1 else None,
         coordinates=coordinates,
-        stages={stage: blocks[stage] for stage in mine},
-        first=0 in mine,
-        last=len(blocks) - 1 in mine,
+        stages={stage: blocks[stage] for stage in stages},
+        first=0 in stages,
+        last=len(blocks) - 1 in stages,
         tensor=tp,
         shard=(index_in(layout, "shard", rank), layout.shards) if layout.zero else (0, 1),
         expert_shard=(index_in(layout, group, rank), sharers) if layout.zero else (0, 1),
         rows=(microbatches.start * B, microbatches.stop * B),
         tokens=tokens,
         between=_piece(tokens, *tp) if layout.sp else tokens,
-        experts=range(experts * ep // layout.ep, experts * (ep + 1) // layout.ep) if experts else None,
+        experts=(experts * ep // layout.ep, experts * (ep + 1) // layout.ep) if experts else None,
         computes=sum(size_of(part.computes) for part in parts.values()),
         keeps=sum(size_of(part.keeps) for part in parts.values()),
     )
@@ -290,20 +263,20 @@ def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
 def _piece(spans: tuple[Span, ...], index: int, parts: int) -> tuple[Span, ...]:
     """Piece `index` of `parts` of these tokens in their order."""
     size = sum(stop - start for start, stop in spans) // parts
-    first, last, found, before = index * size, (index + 1) * size, [], 0
+    first, last, piece, before = index * size, (index + 1) * size, [], 0
     for start, stop in spans:
         a, b = max(first, before), min(last, before + stop - start)
         if a < b:
-            found.append((start + a - before, start + b - before))
+            piece.append((start + a - before, start + b - before))
         before += stop - start
-    return tuple(found)
+    return tuple(piece)
 
 
-def stage_words(found: Holding) -> str:
+def stage_words(holds: Holding) -> str:
     """`embedding, blocks 0-2`."""
-    words = ["embedding"] if found.first else []
-    words += [f"block{'s' * (len(b) > 1)} {span_words((b.start, b.stop))}" for b in found.stages.values()]
-    return ", ".join([*words, "head"] if found.last else words)
+    words = ["embedding"] if holds.first else []
+    words += [f"block{'s' * (len(b) > 1)} {span_words((b.start, b.stop))}" for b in holds.stages.values()]
+    return ", ".join([*words, "head"] if holds.last else words)
 
 
 def span_words(span: Span) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from fivefold.draw.canvas import Axes, Canvas
-from fivefold.draw.scale import linear_scale
+from fivefold.draw.canvas import Axes, Canvas, linear_scale
 from fivefold.files import MOST_TRACE, read_json, understood
 from fivefold.observe.format import size
 from fivefold.observe.metrics import write_trace

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.files import Lines, make_folder, open_file, parse_json, write_atomically
+from fivefold.files import Lines, make_folder, open_file, parse_json, read_json, write_atomically
 from fivefold.observe.trackers import TAGS, Trackers
 from fivefold.recipe.entries import chosen
 
@@ -130,6 +130,14 @@ def last_line(run: Path, tail: int = 1 << 16) -> dict[str, Any] | None:
     return None
 
 
+def read_facts(path: Path) -> dict[str, Any]:
+    """The content of a JSON file of a run; {} if it is missing or broken."""
+    try:
+        return read_json(path)
+    except (OSError, UserError):
+        return {}
+
+
 def write_trace(run: Path, name: str, facts: Any) -> Path:
     """Writes RUN/traces/NAME.json, and returns its path."""
     make_folder(run / "traces")
@@ -155,21 +163,17 @@ def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             if not raw.endswith(b"\n") and len(raw) < LONGEST_LINE:
                 return
             line = json_object(raw)
-            if (
-                line is None
-                or not isinstance(line.get("step"), int)
-                or not all(map(_is_metric, line, line.values()))
-            ):
-                yield raw, None
-            else:
+            if line and isinstance(line.get("step"), int) and all(map(_is_metric, line, line.values())):
                 yield raw, {key: math.nan if value is None else value for key, value in line.items()}
+            else:
+                yield raw, None
 
 
 def _is_metric(key: str, value: Any) -> bool:
     """True for null and numbers; outside of `TAGS` also for text, and for a list or numbers by name."""
     if key in TAGS:
         return value is None or isinstance(value, int | float)
-    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
     return all(part is None or isinstance(part, int | float | str) for part in parts)
 
 

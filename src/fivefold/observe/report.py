@@ -7,44 +7,34 @@ and to run any script but its own.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fivefold.draw.canvas import css
+from fivefold.draw.canvas import LIGHT, css
 from fivefold.errors import UserError, printable
-from fivefold.files import guard, understood, write_atomically
-from fivefold.observe import (
-    faults,
-    memory_picture,
-    prediction,
-    slow,
-    step_timeline,
-)
+from fivefold.files import guard, read_bytes, read_json, understood, write_atomically
+from fivefold.models.card import card_of
+from fivefold.observe import faults, memory_picture, prediction, timelines
 from fivefold.observe.chart import Chart, Series, draw, smooth
 from fivefold.observe.document import asset, document, section, table
 from fivefold.observe.format import duration, short_number, size
-from fivefold.observe.metrics import FILE, read_metrics
-from fivefold.observe.sections import (
-    DATA_FILE,
-    SETS,
-    commands,
-    compression,
-    data_seen,
-    first_weights,
-    machine,
-    recipe_text,
-    sampled,
-    samples,
-    validation_chart,
-)
-from fivefold.observe.summary import BUSY, column, finite, summarize
-from fivefold.recipe import Recipe, count_parameters, load
+from fivefold.observe.metrics import FILE, read_facts, read_metrics
+from fivefold.observe.summary import BUSY, by_name, column, finite, summarize
+from fivefold.observe.trackers import FILE_STORE
+from fivefold.recipe import Recipe, count_parameters, explain, load
+from fivefold.recipe.load import MOST_BYTES
 
+INITIAL = "initial.json"
+"""File of a run folder: where its first weights came from."""
+DATA_FILE = "data.json"
 ALARMS = 20
 """Lines of alarms in the report: the last ones."""
+_MOST_SAMPLES, _LONGEST_SAMPLE = 8, 4000
+Lines = Sequence[dict[str, Any]]
 
 
 def write_report(run: Path | str) -> Path:
@@ -65,12 +55,12 @@ def page(run: Path, state: str = "") -> str:
     with understood(run / FILE):
         figures = summarize(lines)
         curves = run_charts(lines) + _table(lines) if lines else ""
-        unusual, late = faults.section(lines), slow.section(lines)
+        unusual, late = faults.section(lines), faults.slow_section(lines)
     with understood(run / "plan.json"):
         predicted = prediction.section(prediction.read(run))
     with understood(run / "traces"):
-        messages, memory = step_timeline.section(run), memory_picture.section(run)
-        operators = step_timeline.operators_section(run)
+        messages, memory = timelines.section(run), memory_picture.section(run)
+        operators = timelines.operators_section(run)
     with understood(run / DATA_FILE):
         seen = data_seen(run, lines)
     with understood(run / "machine.json"):
@@ -167,7 +157,7 @@ def _headline(figures: Mapping[str, Any]) -> str:
     return f'<dl class="figures">\n{shown}</dl>' if shown else '<p class="none">No step is finished yet.</p>'
 
 
-def _table(lines: Sequence[dict[str, Any]], rows: int = 12) -> str:
+def _table(lines: Lines, rows: int = 12) -> str:
     """Losses at a few steps, evenly sampled: the charts' content for screen readers."""
     keys = {"loss": "Train loss", "val_loss": "Validation", "val_bits_per_byte": "Bits/byte"}
     columns = [dict(zip(*column(lines, key), strict=True)) for key in keys]
@@ -179,61 +169,46 @@ def _table(lines: Sequence[dict[str, Any]], rows: int = 12) -> str:
     return f"<details><summary>Losses as a table</summary>{table(('Step', *keys.values()), cells)}</details>"
 
 
-Lines = Sequence[dict[str, Any]]
-StepRange = tuple[int, int]
-
-
 def run_charts(lines: Lines) -> str:
     """All charts of a run as HTML, most important first. A last line names those without data."""
     steps = [line["step"] for line in lines]
     span = (min(steps), max(steps))
+    losses = column(lines, "loss")
+    bad = [step for step, loss in zip(*losses, strict=True) if not math.isfinite(loss)]
+    validation = Series("validation", *column(lines, "val_loss"), style="second", dots=True)
+    names = dict.fromkeys(name for line in lines for name in by_name(line, "val_losses"))
+    sets = [
+        Series(printable(name), *column(lines, f"val_losses/{name}"), f"c{number % len(LIGHT)}")
+        for number, name in enumerate(names)
+    ]
     memory_steps, memory = column(lines, "peak_memory_bytes")
     gib = Series("peak memory", memory_steps, [value / 2**30 for value in memory])
     bits = Series("bits per byte", *column(lines, "val_bits_per_byte"), style="second", dots=True)
     rate = Series("learning rate", *column(lines, "lr"))
     norm = _with_mean("gradient norm", *column(lines, "grad_norm"))
+    # MFU, on the right axis, is proportional to tokens per second
+    pairs = [(line.get("mfu"), line.get("tokens_per_s")) for line in lines]
+    ratios = finite([mfu / speed for mfu, speed in pairs if mfu and speed])
+    right = (100 * median(ratios), "%") if ratios else None
+    speed = _with_mean("tokens/s", *column(lines, "tokens_per_s"))
+    waits = [line for line in lines if line.get("step_s") and line.get("data_wait_s") is not None]
+    shares = [100 * line["data_wait_s"] / line["step_s"] for line in waits]
+    wait = _with_mean("waiting", [line["step"] for line in waits], shares)
     charts = [
-        loss_chart(lines, span),
-        validation_chart(lines, span),
+        Chart("loss", "Loss", [*_with_mean("train", *losses), validation], span, log=True, bad=bad, wide=True,
+              note="Red: steps whose loss was NaN or infinite." * bool(bad)),
+        Chart("sets", "Loss by validation set", sets, span, log=True, wide=True),
         Chart("bits", "Bits per byte, validation", [bits], span, log=True),
         Chart("lr", "Learning rate", [rate], span, zero=True),
         Chart("norm", "Gradient norm", norm, span, zero=True, log=True),
-        throughput_chart(lines, span),
-        wait_chart(lines, span),
+        Chart("speed", "Tokens per second" + " and MFU" * bool(ratios), speed, span, zero=True, right=right),
+        Chart("wait", "Waiting for data, share of a step", wait, span, unit="%", zero=True),
         Chart("memory", "Peak memory, GiB", [gib], span, zero=True, unit="GiB"),
-    ]
+    ]  # fmt: skip
     drawn = [(chart, draw(chart)) for chart in charts]
-    missing = [chart.title.lower() for chart, html in drawn if not html and chart.id != SETS]
+    missing = [chart.title.lower() for chart, html in drawn if not html and chart.id != "sets"]
     none = f'<p class="none">Not in this run\'s metrics: {"; ".join(missing)}.</p>' if missing else ""
     return f'<div class="charts">\n{"".join(html for _, html in drawn)}</div>\n{none}'
-
-
-def loss_chart(lines: Lines, span: StepRange) -> Chart:
-    """Train loss per step (faint) under its moving mean, and validation loss as points."""
-    steps, losses = column(lines, "loss")
-    bad = [step for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
-    validation = Series("validation", *column(lines, "val_loss"), style="second", dots=True)
-    note = "Red: steps whose loss was NaN or infinite." if bad else ""
-    series = [*_with_mean("train", steps, losses), validation]
-    return Chart("loss", "Loss", series, span, log=True, bad=bad, wide=True, note=note)
-
-
-def throughput_chart(lines: Lines, span: StepRange) -> Chart:
-    """Tokens per second, with MFU on the right axis, which is proportional to them."""
-    pairs = [(line.get("mfu"), line.get("tokens_per_s")) for line in lines]
-    ratios = finite([mfu / speed for mfu, speed in pairs if mfu and speed])
-    title = "Tokens per second" + (" and MFU" if ratios else "")
-    right = (100 * median(ratios), "%") if ratios else None
-    series = _with_mean("tokens/s", *column(lines, "tokens_per_s"))
-    return Chart("speed", title, series, span, zero=True, right=right)
-
-
-def wait_chart(lines: Lines, span: StepRange) -> Chart:
-    """Share of each step's time spent waiting for its batch."""
-    found = [line for line in lines if line.get("step_s") and line.get("data_wait_s") is not None]
-    shares = [100 * line["data_wait_s"] / line["step_s"] for line in found]
-    series = _with_mean("waiting", [line["step"] for line in found], shares)
-    return Chart("wait", "Waiting for data, share of a step", series, span, unit="%", zero=True)
 
 
 def _with_mean(name: str, steps: Sequence[int], values: Sequence[float]) -> list[Series]:
@@ -243,3 +218,166 @@ def _with_mean(name: str, steps: Sequence[int], values: Sequence[float]) -> list
         return [Series(name, steps, values)]
     mean = Series(f"{name}, mean of {window} steps", steps, smooth(values, window))
     return [Series(name, steps, values, "faint"), mean]
+
+
+def sampled(items: Sequence[Any], most: int) -> list[Any]:
+    """At most `most` of `items`, evenly spread, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def samples(lines: Lines) -> str:
+    """The model's samples, from early to late."""
+    texts = [(line["step"], line["sample"]) for line in lines if isinstance(line.get("sample"), str)]
+    if not texts:
+        return '<p class="none">This run has no samples.</p>'
+    shown = ""
+    for step, text in sampled(texts, _MOST_SAMPLES):
+        text = text if len(text) <= _LONGEST_SAMPLE else text[:_LONGEST_SAMPLE] + " [...]"
+        # The parser drops a newline after <pre>: this one, so that a sample's own first newline stays.
+        shown += (
+            f'<figure class="sample"><figcaption>Step {step:,}</figcaption>'
+            f'<pre tabindex="0">\n{escape(printable(text.rstrip()))}</pre></figure>\n'
+        )
+    more = len(texts) - _MOST_SAMPLES
+    return shown + (f'<p class="none">{more:,} more are in metrics.jsonl.</p>' if more > 0 else "")
+
+
+def compression(lines: Lines) -> str:
+    """What compressed sums left out of each parameter's gradient, at the last validation; "" without compression."""
+    key = "compression_errors"
+    line = next((line for line in reversed(lines) if isinstance(line.get(key), dict)), None)
+    if line is None:
+        return ""
+    rows = [(name, f"{100 * error:.1f}%") for name, error in line[key].items()]
+    shown = table(("Parameter", "Not sent"), rows)
+    return (
+        f"<p>In step {line['step']:,} rank 0 did not send these shares of its gradients (by their norm). They are "
+        f"added to the next gradients.</p><details><summary>By parameter</summary>{shown}</details>"
+    )
+
+
+def first_weights(run: Path) -> str:
+    """Where the first weights came from, as a paragraph; "" for a run from random weights."""
+    if not (run / INITIAL).is_file():
+        return ""
+    try:
+        found = read_json(run / INITIAL)
+        where, fingerprint = str(found["checkpoint"] or found["where"]), str(found["fingerprint"])
+        notes = [f"{len(found['new']):,} parameters are new."] if found["new"] else []
+        notes += [f"{text}." for text in found["changed"]]
+    except (UserError, OSError, KeyError, TypeError):
+        return '<p class="none">initial.json cannot be read.</p>'
+    shown = " ".join(escape(printable(str(note))) for note in notes)
+    return (
+        f"<p>Training began with the weights of <code>{escape(printable(where))}</code>, sha256 "
+        f"<code>{escape(printable(fingerprint))}</code>. {shown}</p>"
+    )
+
+
+def recipe_text(path: Path, recipe: Recipe | None) -> str:
+    """recipe.toml with marks on fields that differ from their defaults. A field's meaning is its tooltip."""
+    if not path.is_file():
+        return '<p class="none">This run has no recipe.toml.</p>'
+    known = {field.key: field for field in explain(recipe)} if recipe else {}
+    section, blocks = "", [""]
+    for line in read_bytes(path, MOST_BYTES).decode("utf-8", "replace").splitlines():
+        text = escape(printable(line))
+        if line.startswith("["):
+            section = line.strip("[] ")
+            blocks.append(f'<span class="section">{text}</span>\n')
+        elif text:
+            field = known.get(f"{section}.{line.split('=')[0].strip()}")
+            # A default of None is derived from other fields, so such a value is not a change.
+            changed = field is not None and field.default is not None and not field.is_default
+            doc = f' title="{escape(field.doc)}"' if field else ""
+            blocks[-1] += f"<span{' class=changed' * changed}{doc}>{text}</span>\n"
+    shown = "".join(f"<div>{block}</div>" for block in blocks if block)
+    legend = '<p class="aside"><span class="key">Marked</span> fields differ from their defaults.</p>'
+    return f'{legend if known else ""}<pre class="recipe">{shown}</pre>'
+
+
+def machine(path: Path) -> str:
+    """machine.json as a list of facts."""
+    facts = read_facts(path)
+    if not facts:
+        return '<p class="none">This run has no machine.json.</p>'
+    rows = [f"<dt>{escape(_label(k))}</dt><dd>{escape(_fact(k, v))}</dd>\n" for k, v in facts.items()]
+    return f'<dl class="facts">\n{"".join(rows)}</dl>'
+
+
+_LABELS = {
+    "cpu": "Processor", "cpu_features": "Instructions", "os": "System", "gpus": "GPUs", "torch": "PyTorch",
+    "fast_bf16": "Fast bf16",
+}  # fmt: skip
+
+
+def _label(key: str) -> str:
+    words = printable(key.removesuffix("_bytes").replace("_", " "))
+    return _LABELS.get(key, words[:1].upper() + words[1:])
+
+
+def _fact(key: str, value: Any) -> str:
+    """One fact as text; lists and dicts in one line."""
+    if value is None or isinstance(value, bool):
+        return "unknown" if value is None else "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return size(value) if key.endswith("_bytes") else f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{_label(k).lower()} {_fact(k, v)}" for k, v in value.items()) or "none"
+    if isinstance(value, list):
+        return ("; " if any(isinstance(v, dict) for v in value) else ", ").join(
+            _fact(key, v) for v in value
+        ) or "none"
+    return printable(str(value))
+
+
+def commands(run: Path, recipe: Recipe | None) -> str:
+    """Commands that start from this run, with its folder as seen from the working directory."""
+    folder, here = run.resolve(), Path.cwd()
+    # A folder elsewhere is named by its last part, because the page may be shared and the path is private.
+    near = folder.relative_to(here) if folder.is_relative_to(here) else Path(folder.name)
+    where, toml = shlex.quote(str(near)), shlex.quote(str(near / "recipe.toml"))
+    prompt = shlex.quote(recipe.train.sample_prompt) if recipe and recipe.train.sample_prompt else "'The '"
+    possible = {
+        "Repeat the run": f"fivefold train {toml}",
+        "Resume from its last checkpoint": f"fivefold train {where} --resume",
+        "Generate text": f"fivefold generate {where} --prompt {prompt}",
+        "Export to a Hugging Face folder": f"fivefold export {where} exported-model",
+    }
+    for name, title, command in (
+        ("tensorboard", "All curves in TensorBoard", "tensorboard --logdir {}"),
+        ("wandb", "Upload an offline run to Weights & Biases", "wandb sync {}/offline-run-*"),
+        ("mlruns", "All curves in MLflow", f"{FILE_STORE}=true mlflow ui --backend-store-uri {{}}"),
+    ):
+        if (run / name).is_dir():
+            possible[title] = command.format(shlex.quote(str(near / name)))
+    if recipe and not card_of(recipe.model).causal:  # it generates no text
+        del possible["Generate text"]
+    rows = ""
+    for title, line in possible.items():  # they wrap between words, not at hyphens, if a word fits a line
+        words = (f'<span class="word">{escape(printable(word))}</span>' for word in line.split(" "))
+        rows += f"<li><p>{title}</p><pre>{' '.join(words)}</pre></li>\n"
+    return f'<ul class="commands">\n{rows}</ul>'
+
+
+def data_seen(run: Path, lines: Lines) -> str:
+    """What was seen of each source; "" if the run does not say it."""
+    facts = read_facts(run / DATA_FILE)
+    if not (sources := facts.get("sources")):
+        return ""
+    seen = next((by_name(line, "source_tokens") for line in reversed(lines) if "source_tokens" in line), {})
+    if not seen and len(sources) == 1:
+        seen = {sources[0]["name"]: max((float(line.get("tokens") or 0) for line in lines), default=0.0)}
+    whole = max(1.0, math.fsum(n for n in seen.values() if math.isfinite(n)))
+    rows = []
+    for source in sources:
+        tokens, size = seen.get(source["name"], 0.0), source["tokens"]  # None: a stream's end is not known
+        there = "not known" if size is None else short_number(float(size))
+        epochs = "-" if size is None else f"{tokens / max(1.0, float(size)):.2f}"
+        name, share = source["name"] or "the source", f"{100 * tokens / whole:.3g}%"
+        rows.append((name, source["source"], there, short_number(tokens), share, epochs))
+    titles = ("Source", "What", "Tokens there are", "Tokens seen", "Share of the run", "Epochs")
+    stages = "".join(f"<li>{escape(printable(str(line)))}</li>" for line in facts.get("stages", ()))
+    return table(titles, rows) + (f"<p>Shares, by weight:</p><ul>{stages}</ul>" if stages else "")

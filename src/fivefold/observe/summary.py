@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -33,7 +33,7 @@ def by_name(line: Mapping[str, Any], key: str) -> dict[str, float]:
     }
 
 
-def finite(values: Sequence[float]) -> list[float]:
+def finite(values: Iterable[float]) -> list[float]:
     """`values` without NaN and infinities."""
     return [value for value in values if math.isfinite(value)]
 
@@ -50,63 +50,54 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     (`faults.counts`), alarms (step, text), peak_memory_bytes, nonfinite (number of steps whose loss is NaN or
     infinite), nonfinite_step (the first).
     """
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     steps, losses = column(lines, "loss")
     if steps:
-        found["steps"] = steps[-1]
-        found["loss"] = _mean(losses[-min(100, max(1, len(losses) // 20)) :])
-        bad = [step for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
-        if bad:
-            found["nonfinite"], found["nonfinite_step"] = len(bad), bad[0]
-    tokens = finite(column(lines, "tokens")[1])
-    if tokens:
-        found["tokens"] = int(max(tokens))
-    found |= _validation(lines) | _speed(lines)
-    for key in ("noise_scale", "loss_scale", "skipped_steps"):
-        if values := finite(column(lines, key)[1]):
-            found[key] = values[-1]
-    for key in ("val_losses", "source_tokens"):
-        if named := [values for line in lines if (values := by_name(line, key))]:
-            found[key] = named[-1]
-    if alarms := [(line["step"], str(line["alarm"])) for line in lines if "alarm" in line]:
-        found["alarms"] = alarms
-    if wrong := counts(lines):
-        found["faults"] = wrong
-    memory = finite(column(lines, "peak_memory_bytes")[1])
-    if memory:
-        found["peak_memory_bytes"] = max(memory)
-    return found
-
-
-def _validation(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+        last = losses[-min(100, max(1, len(losses) // 20)) :]
+        figures["steps"] = steps[-1]
+        figures["loss"] = math.fsum(last) / len(last) if finite(last) == last else math.nan
+        if bad := [step for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]:
+            figures["nonfinite"], figures["nonfinite_step"] = len(bad), bad[0]
+    if tokens := finite(column(lines, "tokens")[1]):
+        figures["tokens"] = int(max(tokens))
     for key in ("val_loss", "val_bits_per_byte"):
         steps, values = column(lines, key)
         if values:
-            found[key] = values[-1]
-        pairs = [(value, step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
-        if pairs:
-            found[f"best_{key}"], found[f"best_{key.removesuffix('_loss')}_step"] = min(pairs)
-    found.pop("best_val_bits_per_byte_step", None)
-    return found
+            figures[key] = values[-1]
+        if pairs := [
+            (value, step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)
+        ]:
+            figures[f"best_{key}"], best_step = min(pairs)
+            if key == "val_loss":
+                figures["best_val_step"] = best_step
+    figures |= _speed(lines)
+    for key in ("noise_scale", "loss_scale", "skipped_steps"):
+        if values := finite(column(lines, key)[1]):
+            figures[key] = values[-1]
+    for key in ("val_losses", "source_tokens"):
+        if named := [values for line in lines if (values := by_name(line, key))]:
+            figures[key] = named[-1]
+    if alarms := [(line["step"], str(line["alarm"])) for line in lines if "alarm" in line]:
+        figures["alarms"] = alarms
+    if wrong := counts(lines):
+        figures["faults"] = wrong
+    if memory := finite(column(lines, "peak_memory_bytes")[1]):
+        figures["peak_memory_bytes"] = max(memory)
+    return figures
 
 
 def _speed(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for key in ("tokens_per_s", "mfu"):
-        values = finite(column(lines, key)[1])
-        if values:
-            found[key] = median(values[len(values) // 10 :])
-    found |= {"peak_share": shares[-1]} if (shares := column(lines, "peak_share")[1]) else {}
+        if values := finite(column(lines, key)[1]):
+            figures[key] = median(values[len(values) // 10 :])
+    if shares := column(lines, "peak_share")[1]:
+        figures["peak_share"] = shares[-1]
     steps, seconds = column(lines, "step_s")
     total = math.fsum(finite(seconds))
     if total > 0:
-        found["data_wait"] = math.fsum(finite(column(lines, "data_wait_s")[1])) / total
+        figures["data_wait"] = math.fsum(finite(column(lines, "data_wait_s")[1])) / total
         # Where only each n-th step was written, the others took as long.
         written = len(steps) / max(1, steps[-1] - steps[0] + 1)
-        found["train_s"] = total * (1 if written > 0.9 else 1 / written)
-    return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if finite(values) == list(values) else math.nan
+        figures["train_s"] = total * (1 if written > 0.9 else 1 / written)
+    return figures

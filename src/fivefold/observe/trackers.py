@@ -16,12 +16,12 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from queue import Empty, Full, Queue
+from queue import Full, Queue
 from threading import Thread
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -84,72 +84,69 @@ class Trackers:
         self._open: dict[str, Sink] = {}
         self._news: list[str] = []
         for name in names:
-            self._try(name, step, partial(self._begin, name, partial(KINDS[name][0], folder, step, about)))
-
-    def _begin(self, name: str, make: Callable[[], Sink]) -> None:
-        _, apart = KINDS[name]
-        self._open[name] = Behind(make) if apart else make()
+            make, apart = KINDS[name]
+            with self._reported(name, step):
+                begin = partial(make, folder, step, about)
+                self._open[name] = Behind(begin) if apart else begin()
 
     def write(self, line: Line) -> None:
         for name, sink in list(self._open.items()):
-            self._try(name, line["step"], lambda sink=sink: sink.write([line]))
+            with self._reported(name, line["step"]):
+                sink.write([line])
 
     def rewind(self, step: int) -> None:
         for name, sink in list(self._open.items()):
-            self._try(name, step, lambda sink=sink: sink.rewind(step))
+            with self._reported(name, step):
+                sink.rewind(step)
 
     def close(self) -> None:
         """Sends what is left. Further calls do nothing."""
         for name, sink in list(self._open.items()):
-            self._try(name, None, sink.close)
+            with self._reported(name, None):
+                sink.close()
         self._open.clear()
 
     def news(self) -> list[str]:
         """What to tell the user since the last call."""
-        said, self._news = self._news, []
-        return said
+        news, self._news = self._news, []
+        return news
 
-    def _try(self, name: str, step: int | None, work: Callable[[], None]) -> None:
+    @contextmanager
+    def _reported(self, name: str, step: int | None) -> Iterator[None]:
+        """A tracker that fails here is left out from now on, and there is news of it."""
         try:
-            work()
+            yield
         except Exception as error:
             self._open.pop(name, None)
             where = "is incomplete" if step is None else f"ends at step {step}"
-            said = without_secrets(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300])
-            self._news.append(f"tracker {name} {where}: {said}. metrics.jsonl has every line")
+            why = without_secrets(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300])
+            self._news.append(f"tracker {name} {where}: {why}. metrics.jsonl has every line")
 
 
 class Behind(Sink):
     """A tracker on a thread. An error there is raised by the next call here."""
 
     def __init__(self, make: Callable[[], Sink]) -> None:
-        self._make = make
         self._waiting: Queue[Line | None] = Queue(MOST_WAITING)
         self._error: Exception | None = None
-        self._thread = Thread(target=self._run, name="tracker", daemon=True)
+        self._thread = Thread(target=self._run, args=(make,), name="tracker", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, make: Callable[[], Sink]) -> None:
         try:
-            sink = self._make()
-            going = True
-            while going:
+            sink, lines = make(), list[Line | None]()
+            while None not in lines:
                 lines = [self._waiting.get()]
-                with suppress(Empty):
-                    while len(lines) < AT_ONCE:
-                        lines.append(self._waiting.get_nowait())
-                going = None not in lines
+                while len(lines) < AT_ONCE and not self._waiting.empty():
+                    lines.append(self._waiting.get())
                 sink.write([line for line in lines if line is not None])
             sink.close()
         except Exception as error:
             self._error = error
 
-    def _check(self) -> None:
+    def write(self, lines: Sequence[Line]) -> None:
         if self._error is not None:
             raise self._error
-
-    def write(self, lines: Sequence[Line]) -> None:
-        self._check()
         try:
             for line in lines:
                 self._waiting.put_nowait(line)
@@ -160,23 +157,22 @@ class Behind(Sink):
         with suppress(Full):
             self._waiting.put(None, timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
-        self._check()
         if self._thread.is_alive():
             raise TimeoutError(f"it has not taken every line within {CLOSE_S:g} s")
-
-
-def tag(key: str) -> str:
-    """The name of a metric in trackers."""
-    return TAGS.get(key) or (f"val/{key[4:]}" if key.startswith("val_") else f"other/{key}")
+        self.write([])
 
 
 def numbers(line: Line) -> dict[str, float]:
     """The numbers of a line, as trackers take them."""
-    found = {tag(k): float(v) for k, v in line.items() if k != "step" and isinstance(v, int | float)}
-    for key, base in TAGS_BY_NAME.items():
-        if isinstance(parts := line.get(key), Mapping):
-            found |= {f"{base}/{name}": float(v) for name, v in parts.items() if isinstance(v, int | float)}
-    return found
+    figures: dict[str, float] = {}
+    for key, value in line.items():
+        if key in TAGS_BY_NAME and isinstance(value, Mapping):
+            parts = {f"{TAGS_BY_NAME[key]}/{name}": part for name, part in value.items()}
+        else:
+            parts = {TAGS.get(key) or (f"val/{key[4:]}" if key.startswith("val_") else f"other/{key}"): value}
+        if key != "step":
+            figures |= {name: float(part) for name, part in parts.items() if isinstance(part, int | float)}
+    return figures
 
 
 def without_secrets(text: str) -> str:
@@ -206,19 +202,18 @@ def _clean(value: Any) -> Any:
     return without_secrets(value) if isinstance(value, str) else value
 
 
-def remembered(folder: Path, name: str) -> str | None:
-    """What a tracker has called this run before."""
+def remembered(folder: Path) -> dict[str, str]:
+    """What trackers have called this run before."""
     try:
-        found = read_json(folder / IDS)[name]
-    except (OSError, UserError, LookupError, TypeError):
-        return None
-    return found if isinstance(found, str) and re.fullmatch(r"[\w-]{1,64}", found, re.ASCII) else None
+        names = read_json(folder / IDS).items()
+    except (OSError, UserError):
+        return {}
+    plain = re.compile(r"[\w-]{1,64}", re.ASCII)
+    return {kind: name for kind, name in names if isinstance(name, str) and plain.fullmatch(name)}
 
 
-def remember(folder: Path, name: str, value: str) -> None:
-    known = {one: remembered(folder, one) for one in KINDS}
-    kept = {one: found for one, found in known.items() if found}
-    write_atomically(folder / IDS, json.dumps(kept | {name: value}) + "\n")
+def remember(folder: Path, kind: str, name: str) -> None:
+    write_atomically(folder / IDS, json.dumps(remembered(folder) | {kind: name}) + "\n")
 
 
 class TensorBoard(Sink):
@@ -331,7 +326,7 @@ class Wandb(Sink):
 
     def __init__(self, folder: Path, step: int, about: Mapping[str, Any]) -> None:
         wandb: Any = import_module("wandb")
-        name = remembered(folder, "wandb") or uuid.uuid4().hex[:12]
+        name = remembered(folder).get("wandb") or uuid.uuid4().hex[:12]
         remember(folder, "wandb", name)
         mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in(wandb) else "offline")
         # What it would note of its own: the command line and the git remote, which may hold a login.
@@ -358,8 +353,8 @@ class Wandb(Sink):
 
     def write(self, lines: Sequence[Line]) -> None:
         for line in lines:
-            if found := numbers(line):
-                self._run.log(found | {"step": line["step"]})
+            if figures := numbers(line):
+                self._run.log(figures | {"step": line["step"]})
 
     def close(self) -> None:
         self._run.finish()
@@ -386,7 +381,7 @@ class MLflow(Sink):
             os.environ.setdefault(FILE_STORE, "true")
             uri = inside(folder.absolute() / "mlruns").as_uri()
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        self._id = remembered(folder, "mlflow")
+        self._id = remembered(folder).get("mlflow")
         if self._id is None:
             experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "fivefold"
             known = self._client.get_experiment_by_name(experiment)

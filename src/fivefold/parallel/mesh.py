@@ -14,7 +14,7 @@ from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.host.tables import best_all_reduce
 from fivefold.launch.ranks import Ranks
-from fivefold.schedules.collectives.choose import AUTO, LIBRARY, resolved
+from fivefold.schedules.collectives.registry import AUTO, LIBRARY, resolved
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node
 from fivefold.sharding.layout_rules import on_nodes

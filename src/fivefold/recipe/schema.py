@@ -16,7 +16,7 @@ from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, ROUNDINGS, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry, as_text, joined
-from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
+from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDER, ORDERS, PRIORITY, Order
 from fivefold.sharding.layout import Counts

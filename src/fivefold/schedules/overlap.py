@@ -6,10 +6,11 @@ measured (`step/recorder.py`) or simulated (`simulate`, with the planner's price
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
+from math import inf
 from typing import Any, NamedTuple
 
 COMPUTE = "compute"
@@ -95,29 +96,29 @@ def from_json(found: dict[str, Any]) -> StepTimeline:
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same times, without overlap, in order."""
-    found: list[tuple[float, float]] = []
+    union: list[tuple[float, float]] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(end, union[-1][1])
         else:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 def _common(
     some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float]]:
     """The times in both; each is in order and without overlap."""
-    found, i, j = [], 0, 0
+    common, i, j = [], 0, 0
     while i < len(some) and j < len(others):
         start, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
         if start < end:
-            found.append((start, end))
+            common.append((start, end))
         if some[i][1] < others[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return common
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
@@ -151,87 +152,49 @@ def simulate(work: Sequence[Work], messages: Sequence[Message]) -> StepTimeline:
 
     Between local ranks the CPU itself copies and adds (`Message.held`), so work beside a message runs more slowly.
     """
-    return _Run(work, messages)()
-
-
-class _Run:
-    """done: seconds of work behind us. now: the time."""
-
-    def __init__(self, work: Sequence[Work], messages: Sequence[Message]):
-        self.work = [one for one in work if one.seconds > 0]
-        self.whole = sum(one.seconds for one in self.work)
-        self.close = 1e-12 * self.whole
-        self.queues: dict[str, deque[int]] = {}
-        self.messages = [one for one in messages if one.seconds > 0]
-        for number, one in enumerate(self.messages):
-            assert one.ready <= one.needed + self.close, f"{one} is needed before it is ready"
-            self.queues.setdefault(one.queue or one.lane, deque()).append(number)
-        self.needs = [(one.needed, number) for number, one in enumerate(self.messages)]
-        heapq.heapify(self.needs)
-        self.flying: dict[str, tuple[int, float]] = {}  # by queue: (message, its end)
-        self.arrived: set[int] = set()
-        self.done = self.now = 0.0
-        self.computed: list[Span] = []
-        self.sent: list[Span] = []
-
-    def __call__(self) -> StepTimeline:
-        ends, behind = [], 0.0
-        for one in self.work:
-            behind += one.seconds
-            ends.append(behind)
-        at = 0
-        while at < len(self.work) or len(self.arrived) < len(self.messages):
-            self._start()
-            while self.needs and self.needs[0][1] in self.arrived:
-                heapq.heappop(self.needs)
-            waits = bool(self.needs) and self.needs[0][0] <= self.done + self.close
-            begun = self.now
-            if waits or at == len(self.work):
-                assert self.flying, f"{self.messages[self.needs[0][1]]} stands behind one that is ready later"
-                self.now = min(end for _, end in self.flying.values())
-                kind, name = WAIT, self.messages[self.needs[0][1]].name
-            else:
-                rate = 1 - max(
-                    (self.messages[number].held for number, _ in self.flying.values()), default=0.0
-                )
-                stop = min(self._next_stop(), ends[at])
-                arrives = min((end for _, end in self.flying.values()), default=float("inf"))
-                took = (stop - self.done) / rate if rate else float("inf")
-                if self.now + took <= arrives:
-                    self.now, self.done = self.now + took, stop
-                else:
-                    self.done, self.now = self.done + (arrives - self.now) * rate, arrives
-                kind, name = self.work[at].kind, self.work[at].name
-                at += self.done >= ends[at] - self.close
-            self._note(kind, name, begun)
-            landed = [queue for queue, (_, end) in self.flying.items() if end <= self.now]
-            self.arrived.update(self.flying.pop(queue)[0] for queue in landed)
-        return StepTimeline((*self.computed, *self.sent))
-
-    def _start(self) -> None:
-        for name, queue in self.queues.items():
-            if name not in self.flying and queue and self.messages[queue[0]].ready <= self.done + self.close:
+    work = [part for part in work if part.seconds > 0]
+    messages = [message for message in messages if message.seconds > 0]
+    ends = list(accumulate(part.seconds for part in work))
+    close = 1e-12 * ends[-1] if ends else 0.0
+    queues: dict[str, deque[int]] = {}
+    for number, message in enumerate(messages):
+        assert message.ready <= message.needed + close, f"{message} is needed before it is ready"
+        queues.setdefault(message.queue or message.lane, deque()).append(number)
+    needs = deque(sorted((message.needed, number) for number, message in enumerate(messages)))
+    flying: dict[str, tuple[int, float]] = {}  # by queue: (message, its end)
+    arrived, computed, sent = set[int](), list[Span](), list[Span]()
+    at, done, now = 0, 0.0, 0.0  # the part of the work, seconds of work behind us, the time
+    while at < len(work) or len(arrived) < len(messages):
+        for name, queue in queues.items():
+            if name not in flying and queue and messages[queue[0]].ready <= done + close:
                 number = queue.popleft()
-                one = self.messages[number]
-                self.flying[name] = number, self.now + one.seconds
-                self.sent.append(Span(one.lane, MESSAGE, one.name, self.now, self.now + one.seconds))
-
-    def _next_stop(self) -> float:
-        """The work done at which a message starts or is needed."""
-        ready = [
-            self.messages[queue[0]].ready
-            for name, queue in self.queues.items()
-            if queue and name not in self.flying
-        ]
-        return min([*ready, *(needed for needed, _ in self.needs[:1])], default=float("inf"))
-
-    def _note(self, kind: str, name: str, begun: float) -> None:
-        """Adds what the rank did until now; what goes on is one span."""
-        last = self.computed[-1] if self.computed else None
-        if last is not None and (last.kind, last.name) == (kind, name):
-            self.computed[-1] = last.until(self.now)
-        elif self.now > begun:
-            self.computed.append(Span(COMPUTE, kind, name, begun, self.now))
+                message = messages[number]
+                flying[name] = number, now + message.seconds
+                sent.append(Span(message.lane, MESSAGE, message.name, now, now + message.seconds))
+        while needs and needs[0][1] in arrived:
+            needs.popleft()
+        begun, arrives = now, min((end for _, end in flying.values()), default=inf)
+        if at == len(work) or (needs and needs[0][0] <= done + close):
+            assert flying, f"{messages[needs[0][1]]} stands behind one that is ready later"
+            now, kind, name = arrives, WAIT, messages[needs[0][1]].name
+        else:
+            rate = 1 - max((messages[number].held for number, _ in flying.values()), default=0.0)
+            ready = [messages[q[0]].ready for name, q in queues.items() if q and name not in flying]
+            stop = min([ends[at], *ready, *(needed for needed, _ in islice(needs, 1))])
+            took = (stop - done) / rate if rate else inf
+            if now + took <= arrives:
+                now, done = now + took, stop
+            else:
+                done, now = done + (arrives - now) * rate, arrives
+            kind, name = work[at].kind, work[at].name
+            at += done >= ends[at] - close
+        if computed and (computed[-1].kind, computed[-1].name) == (kind, name):  # what goes on is one span
+            computed[-1] = computed[-1]._replace(end=now)
+        elif now > begun:
+            computed.append(Span(COMPUTE, kind, name, begun, now))
+        landed = [queue for queue, (_, end) in flying.items() if end <= now]
+        arrived.update(flying.pop(queue)[0] for queue in landed)
+    return StepTimeline((*computed, *sent))
 
 
 def exposed_in_pieces(seconds: float, held: float, beside: float, pieces: int) -> float:

@@ -188,27 +188,29 @@ class Simulation:
         self.events.append((way.name, layer, start, way.free))
         self._at(way.free - self._now + self.line.latency, lambda: self._arrived(way, layer))
 
-    def _credit(self, way: _Way) -> None:
-        way.credits += 1
-        self._fill(way)
-
     def _arrived(self, way: _Way, layer: int) -> None:
         """A part has reached the servers, or the worker."""
+
+        def credit() -> None:
+            way.credits += 1
+            self._fill(way)
+
         if way is self._pull:
             self._left[layer] -= 1
             self._fresh[layer] = self._left[layer] == 0
-            self._credit(way)
+            credit()
             self._compute()
             return
-        self._tell(self._pull, lambda: self._credit(way))
+        self._tell(self._pull, credit)
         self._complete.append(layer)
-        if not self.line.together or len(self._complete) == sum(self._parts):
-            complete, self._complete = self._complete, []
-            size = sum(self.layers[one].pushed / self._parts[one] for one in complete)
-            self._at(self.line.update * size, lambda: self._tell(self._pull, lambda: self._updated(complete)))
+        if self.line.together and len(self._complete) < sum(self._parts):
+            return
+        complete, self._complete = self._complete, []
 
-    def _updated(self, parts: list[int]) -> None:
-        """The worker has heard it, and asks for the weights."""
-        for layer in parts:
-            self._pull.ready.add(layer, layer)
-        self._fill(self._pull)
+        def ask() -> None:  # the worker has heard that weights are new
+            for layer in complete:
+                self._pull.ready.add(layer, layer)
+            self._fill(self._pull)
+
+        size = sum(self.layers[layer].pushed / self._parts[layer] for layer in complete)
+        self._at(self.line.update * size, lambda: self._tell(self._pull, ask))

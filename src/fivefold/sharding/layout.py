@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from fivefold.schedules.collectives.choose import AUTO
+from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.pipeline import DEFAULT, stages_per_rank
 from fivefold.sharding.shares import BUCKET_BYTES

@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import combinations, islice
 
 from fivefold.errors import UserError, did_you_mean
-from fivefold.schedules.collectives import choose
-from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
+from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO, all_reduce_problem
 from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import SCHEDULES, stages_per_rank
 from fivefold.sharding.layout import AXES, Layout, groups, summing_groups
@@ -72,7 +71,7 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         )
     else:
         for name in summing_groups(layout):
-            if message := choose.problem(layout.all_reduce, groups(layout)[name][0]):
+            if message := all_reduce_problem(layout.all_reduce, groups(layout)[name][0]):
                 yield {"all_reduce", "dp_replicate", "dp_shard", "cp", "ep"}, f"all_reduce: {message}"
     try:
         if layout.pp > 1 or layout.schedule not in SCHEDULES:

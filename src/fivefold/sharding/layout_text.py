@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 
 from fivefold.errors import LONGEST_WORD, UserError, did_you_mean, shortened
-from fivefold.schedules.collectives.choose import AUTO
+from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.shares import BUCKET_BYTES

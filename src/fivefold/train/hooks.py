@@ -23,13 +23,12 @@ from fivefold.host import machine
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of, flops_per_token
-from fivefold.observe import number_formats, step_timeline
+from fivefold.observe import number_formats, timelines
 from fivefold.observe.console import Console
-from fivefold.observe.faults import KINDS, USUAL
+from fivefold.observe.faults import KINDS, USUAL, SlowRanks
 from fivefold.observe.metrics import MetricsWriter, read_metrics
-from fivefold.observe.slow import SlowRanks
-from fivefold.observe.step_timeline import summary, write_pipeline_trace
 from fivefold.observe.summary import summarize
+from fivefold.observe.timelines import summary, write_pipeline_trace
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import LeftOut, Recipe, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
@@ -201,10 +200,10 @@ class RunHooks:
             self.console.warn(said)
 
     def _write_timeline(self, timeline: StepTimeline) -> None:
-        path = step_timeline.write(self.job.out, timeline)
+        path = timelines.write(self.job.out, timeline)
         if self.ranks.first:
             if planned := self.predicted.timeline(timeline.step):
-                step_timeline.write(self.job.out, planned, planned=True)
+                timelines.write(self.job.out, planned, planned=True)
             said = f"computing and messages of step {timeline.step}: {summary(timeline)}"
             self.console.note(f"{said}. {path}; `fivefold draw {self.job.out}` draws them")
 

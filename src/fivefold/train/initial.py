@@ -19,7 +19,7 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.custom import CustomModel, buffers_of
 from fivefold.models.rules import differences
 from fivefold.models.section import ModelSection
-from fivefold.observe.sections import INITIAL
+from fivefold.observe.report import INITIAL
 from fivefold.recipe import Recipe, load
 from fivefold.recipe.load import hf_model, required
 from fivefold.sharding.parts import Shape, boxes

@@ -19,7 +19,7 @@ from fivefold.files import NO_ROOM, make_folder, own_word, remove, rename, strea
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.observe import memory_picture
-from fivefold.observe.step_timeline import LONGEST, Operator, trace_name, write_operators
+from fivefold.observe.timelines import LONGEST, Operator, trace_name, write_operators
 from fivefold.recipe.entries import steps
 from fivefold.step.state import State
 from fivefold.trace import private

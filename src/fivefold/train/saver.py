@@ -28,7 +28,7 @@ from fivefold.comm import Started, all_or_none
 from fivefold.errors import UserError
 from fivefold.host.machine import available
 from fivefold.parallel.diloco import Outer
-from fivefold.schedules.collectives.choose import AUTO
+from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout_text import to_text
 from fivefold.sharding.parts import Part, boxes

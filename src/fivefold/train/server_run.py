@@ -26,7 +26,7 @@ from fivefold.files import Lines
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.observe.metrics import drop_after
-from fivefold.observe.worker_picture import WORKERS
+from fivefold.observe.timelines import WORKERS
 from fivefold.parallel.link import Kind, Link, Note, links
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.parallel.server import Event, Server

@@ -18,7 +18,7 @@ from fivefold.plan.cluster import measured
 from fivefold.plan.cluster.devices import Cluster, Device, Link, Storage, Wiring, copies, of_table
 from fivefold.precision import DTYPES
 from fivefold.schedules.collectives import Wire
-from fivefold.schedules.collectives.topology import Topology
+from fivefold.schedules.collectives.cost import Topology
 from fivefold.sharding.layout_rules import MOST_RANKS
 
 MOST_BYTES = 64 << 10

@@ -14,8 +14,8 @@ from fivefold.optim.card import planned_ways
 from fivefold.plan.memory.model_states import Elements, elements
 from fivefold.plan.setting import Setting
 from fivefold.precision import DTYPES, MASTER
-from fivefold.schedules.collectives.choose import AUTO, LIBRARY, chosen
 from fivefold.schedules.collectives.messages import messages_of
+from fivefold.schedules.collectives.registry import AUTO, LIBRARY, chosen
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout, groups
 from fivefold.sharding.matrices import sizes_sent

@@ -17,9 +17,8 @@ from fivefold.host import tables
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.cluster.measured import line_through
 from fivefold.schedules.collectives import ALGORITHMS, Levels, Line, Primitive, Wire, build, shape_of
-from fivefold.schedules.collectives.choose import AUTO, LIBRARY, fastest, pieces_of, resolved
-from fivefold.schedules.collectives.cost import line, simulate
-from fivefold.schedules.collectives.topology import Topology
+from fivefold.schedules.collectives.cost import Topology, line, simulate
+from fivefold.schedules.collectives.registry import AUTO, LIBRARY, fastest, pieces_of, resolved
 from fivefold.sharding.layout import Layout, groups, on_node
 
 # Seconds of a collective besides its algorithm: kernels start, ranks meet. All-reduces of 32 KiB take 39.8 us on 8

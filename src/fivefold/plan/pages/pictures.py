@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fivefold.draw.canvas import Axes, Canvas, text_width
-from fivefold.draw.scale import Scale, linear_scale
+from fivefold.draw.canvas import Axes, Canvas, Scale, linear_scale, text_width
 from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation
 from fivefold.models.recomputation import region

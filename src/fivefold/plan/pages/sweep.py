@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fivefold.draw.curves import Line, picture
+from fivefold.draw.canvas import Line, picture
 from fivefold.errors import printable
 from fivefold.files import guard, write_atomically
 from fivefold.observe import compare

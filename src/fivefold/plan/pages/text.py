@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fivefold.host.devices import GIB
 from fivefold.observe.format import duration, memory_text
-from fivefold.schedules.pipeline import to_text as timeline_text
+from fivefold.observe.timelines import pipeline_text
 from fivefold.sharding.layout_text import to_text as layout_text
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _pipeline(found: Pictures, width: int, color: bool, full: bool) -> Iterator[
     yield Text(f"{words}: F forward, B backward")
     if few < s.microbatches:
         yield Text("  (idle shares of these microbatches; those of the whole step are smaller)", "dim")
-    lines = timeline_text(shown, max(30, width - 26), color).splitlines()
+    lines = pipeline_text(shown, max(30, width - 26), color).splitlines()
     for rank in _shown(len(lines), full):
         yield Text("  ") + Text.from_ansi(lines[rank])
     yield from _left_out(len(lines), full)

@@ -12,7 +12,7 @@ from fivefold.plan.setting import Setting
 from fivefold.plan.time import rates
 from fivefold.plan.time.cost import Cost
 from fivefold.precision import DTYPES, MASTER, PRECISIONS
-from fivefold.schedules.collectives.choose import LIBRARY
+from fivefold.schedules.collectives.registry import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
 from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.sharding.parts import sharing_group

@@ -1,4 +1,10 @@
-"""Time of a collective on a topology, by the alpha-beta-gamma model.
+"""The links of a cluster, and the time of a collective on them, by the alpha-beta-gamma model.
+
+    rank -> port -> [switch of the node] -> port -> rank                          inside a node (NVLink, or PCIe alone)
+    rank -> port -> card -> [leaf switch] -> card -> port -> rank                 between nodes
+    rank -> port -> card -> leaf -> [spine] -> leaf -> card -> port -> rank       between leaf switches
+
+Every link has its bandwidth in each direction. Messages of one round that use the same link share it.
 
 A message of S bytes from a rank that is ready at time t is there at t + alpha + S beta: alpha is the latency of its
 route, 1 / beta the bandwidth of its slowest link, shared with the other messages of the round. Messages of a round
@@ -13,14 +19,164 @@ this gives the formulas of textbooks:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
+from functools import cached_property
+from math import inf, prod
 from typing import NamedTuple
 
-from fivefold.schedules.collectives.algorithm import Algorithm, Line
-from fivefold.schedules.collectives.move import Collective, Round
+from fivefold.errors import UserError
+from fivefold.schedules.collectives.collective import Algorithm, Collective, Levels, Line, Round, Shape, Wire
 from fivefold.schedules.collectives.registry import ALGORITHMS, build
-from fivefold.schedules.collectives.topology import Topology
+
+
+class Route(NamedTuple):
+    """The way of a message: seconds until its first byte arrives, and the links that it uses."""
+
+    latency: float
+    links: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`ranks` devices, `local` of them on each node.
+
+    near: a device's link to its node. far: a network card's link; None if there is one node only. cards: network cards
+    per node, 0 for one per device. domain: devices that `near` connects, 0 for the whole node; beyond it, and on the
+    way to the cards, messages take `pcie`, if that is given. leaf: nodes on a leaf switch, 0 for all of them.
+    oversubscription: what all cards below a leaf switch can send, by what its links to the spine can carry. torus:
+    sizes of a torus inside the node, where `near` is the link to each neighbour; () for a switch. pairs: every pair of
+    devices in a node has its own wire, and `near` is all wires of a device together. bus: what all messages of a
+    machine share, its cores and memory; its latency is the time that each message keeps it busy, far_bus that of each
+    message between nodes. hosts: nodes on one machine (namespaces, containers), which share its bus. burst: bytes that
+    a card which was idle sends at once, before its rate holds (a token bucket). acks: bytes that come back per byte
+    that a card sends, as TCP's acknowledgements. queue: seconds that a receiver's request (as gloo sends it) waits
+    at a card behind data of other ranks. reduce_s: seconds per byte that is added.
+    """
+
+    name: str
+    ranks: int
+    local: int
+    near: Wire
+    far: Wire | None = None
+    cards: int = 0
+    domain: int = 0
+    pcie: Wire | None = None
+    leaf: int = 0
+    oversubscription: float = 1.0
+    torus: tuple[int, ...] = ()
+    pairs: bool = False
+    bus: Wire | None = None
+    far_bus: float = 0.0
+    hosts: int = 1
+    burst: float = 0.0
+    acks: float = 0.0
+    queue: float = 0.0
+    reduce_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.torus and prod(self.torus) != self.local:
+            sizes = "x".join(map(str, self.torus))
+            raise UserError(
+                f"topology '{self.name}': torus: {sizes} has {prod(self.torus)} devices, but a node has {self.local}"
+            )
+        if self.ranks > self.local and self.far is None:
+            raise UserError(
+                f"topology '{self.name}': {self.ranks} ranks on nodes of {self.local} need a link between nodes, "
+                "which is missing: give inter_gb_s and inter_latency_us"
+            )
+
+    @property
+    def shape(self) -> Shape:
+        """What schedules are made for here."""
+        grid = self.torus if prod(self.torus) == self.ranks else ()
+        return Shape(self.ranks, min(self.local, self.ranks), grid)
+
+    @property
+    def levels(self) -> Levels:
+        """The two levels, for formulas: every device with its share of the node's cards."""
+        pair = self.near.bandwidth / max(1, self.local - 1) if self.pairs else self.near.bandwidth
+        if self.far is None:
+            return Levels(self.near, self.near, pair)
+        cards = self.cards or self.local
+        return Levels(self.near, Wire(self.far.latency, self.far.bandwidth * cards / self.local), pair)
+
+    @cached_property
+    def _routes(self) -> dict[tuple[int, int], Route]:
+        return {}
+
+    def route(self, source: int, target: int) -> Route:
+        """The way from one rank to another."""
+        if (source, target) not in self._routes:
+            self._routes[source, target] = self._route(source, target)
+        return self._routes[source, target]
+
+    def _route(self, source: int, target: int) -> Route:
+        near, ends = self.near.latency, (f"rank {source} out", f"rank {target} in")
+        machines = (rank // (self.local * self.hosts) for rank in (source, target))
+        buses = dict.fromkeys(f"bus {machine}" for machine in machines) if self.bus else ()
+        if source // self.local != target // self.local:
+            assert self.far is not None
+            port, leaves = "pcie" if self.pcie else "rank", list[str]()
+            if self.leaf:
+                leaf, other = (rank // self.local // self.leaf for rank in (source, target))
+                leaves = [f"leaf {leaf} up", f"leaf {other} down"] if leaf != other else []
+            out = f"{port} {source} out", f"card {self._card(source)} out"
+            return Route(
+                self.far.latency,
+                (*out, *leaves, *buses, f"card {self._card(target)} in", f"{port} {target} in"),
+            )
+        if self.bus:
+            return Route(near, (ends[0], *buses, ends[1]))
+        if self.torus:
+            links = tuple(self._along(source, target))
+            return Route(len(links) * near, links)
+        if self.pairs:
+            return Route(near, (f"wire {source} to {target}",))
+        if self.domain and source // self.domain != target // self.domain:
+            return Route((self.pcie or self.near).latency, (f"pcie {source} out", f"pcie {target} in"))
+        return Route(near, ends)
+
+    def back(self, source: int, target: int) -> tuple[str, ...]:
+        """The cards that acknowledgements of a message go through."""
+        if source // self.local == target // self.local:
+            return ()
+        return f"card {self._card(target)} out", f"card {self._card(source)} in"
+
+    def _card(self, rank: int) -> str:
+        node, place = divmod(rank, self.local)
+        return f"{node}.{place * (self.cards or self.local) // self.local}"
+
+    def _along(self, source: int, target: int) -> Iterator[str]:
+        """The links through a torus, dim by dim, the shorter way around each."""
+        base = source // self.local * self.local
+        here, stride = source - base, self.local
+        for size in self.torus:
+            stride //= size
+            ahead = ((target - base) // stride - here // stride) % size
+            step = 1 if ahead <= size - ahead else -1
+            for _ in range(min(ahead, size - ahead)):
+                place = here // stride % size
+                next_ = here + ((place + step) % size - place) * stride
+                yield f"link {base + here} to {base + next_}"
+                here = next_
+
+    def bandwidth(self, link: str) -> float:
+        """Bytes/s of a link in one direction."""
+        kind = link.partition(" ")[0]
+        if kind == "bus":
+            assert self.bus is not None
+            return self.bus.bandwidth
+        if kind == "wire":
+            return self.levels.pair
+        if kind == "pcie":
+            return (self.pcie or self.near).bandwidth
+        if kind in ("card", "leaf"):
+            assert self.far is not None
+            below = self.leaf * (self.cards or self.local) / self.oversubscription
+            return self.far.bandwidth * (below if kind == "leaf" else 1)
+        return self.near.bandwidth
+
 
 LARGE = 1e15  # bytes, for which latencies do not count
 
@@ -52,10 +208,11 @@ def simulate(collective: Collective, topology: Topology, size: float) -> Cost:
     for moves in collective.rounds:
         run.go(moves)
         ends.append(max(run.clock.values()))
-    busy = run.busy
-    link = max(busy, key=lambda name: busy[name], default="")
+    link = max(run.busy, key=run.busy.__getitem__, default="")
     seconds = ends[-1] if ends else 0.0
-    return Cost(seconds, tuple(ends), max(run.sent), link, run.carried.get(link, 0.0), busy.get(link, 0.0))
+    return Cost(
+        seconds, tuple(ends), max(run.sent), link, run.carried.get(link, 0.0), run.busy.get(link, 0.0)
+    )
 
 
 Place = tuple[int, int]
@@ -77,14 +234,23 @@ class _Run:
 
     def go(self, moves: Round) -> None:
         """Goes through a round."""
-        messages, added = self._messages(moves)
+        net = self.topology
+        messages: dict[tuple[int, int, int], float] = defaultdict(
+            float
+        )  # bytes, by source, target and stream
+        added: dict[Place, float] = defaultdict(float)  # bytes
+        for source, target, chunks, reduce in moves:
+            stream, amount = chunks.start % self.streams, self.each * len(chunks)
+            messages[source, target, stream] += amount
+            if reduce:
+                added[target, stream] += amount
         takes = self._takes(messages)
         lag: dict[tuple[str, int], float] = defaultdict(float)  # latencies of a port's messages up to here
         after = dict(self.clock)
         arrived: dict[Place, float] = {}
         for (source, target, stream), amount in messages.items():
-            latency, links = self.topology.route(source, target)
-            alone = self._alone(source, target, amount, messages) if self.topology.queue else 0.0
+            latency, links = net.route(source, target)
+            alone = self._alone(source, target, amount, messages) if net.queue else 0.0
             leaves = self.clock[source, stream] + max(alone, *map(takes.__getitem__, links))
             ports = {(links[0], stream), (links[-1], stream)}
             before = lag[links[0], stream]
@@ -95,42 +261,36 @@ class _Run:
             arrived[to] = max(arrived.get(to, 0.0), leaves + max(lag[port] for port in ports))
             self.sent[source] += amount
         for to, at in arrived.items():
-            adding = self.topology.reduce_s * added.get(to, 0.0)
+            adding = net.reduce_s * added.get(to, 0.0)
             after[to] = max(after.get(to, 0.0), max(at, self.clock[to]) + adding)
         self.clock.update(after)
-
-    def _messages(self, moves: Round) -> tuple[dict[tuple[int, int, int], float], dict[Place, float]]:
-        """(bytes of each message by source, target and stream; bytes that each place adds)."""
-        messages: dict[tuple[int, int, int], float] = defaultdict(float)
-        added: dict[Place, float] = defaultdict(float)
-        for source, target, chunks, reduce in moves:
-            stream = chunks.start % self.streams
-            amount = self.each * len(chunks)
-            messages[source, target, stream] += amount
-            if reduce:
-                added[target, stream] += amount
-        return messages, added
 
     def _takes(self, messages: dict[tuple[int, int, int], float]) -> dict[str, float]:
         """Seconds that the messages of a round take on each link."""
         takes: dict[str, float] = defaultdict(float)
         begins: dict[str, float] = defaultdict(lambda: inf)
-        acks = self.topology.acks
+        net = self.topology
         for (source, target, stream), amount in messages.items():
-            back = self.topology.back(source, target)
-            for link in self.topology.route(source, target).links:
-                takes[link] += amount / self.topology.bandwidth(link) + self.topology.occupied(
-                    link, bool(back)
+            back = net.back(source, target)
+            for link in net.route(source, target).links:
+                note = (
+                    (net.far_bus if back else net.bus.latency) if net.bus and link.startswith("bus") else 0.0
                 )
+                takes[link] += amount / net.bandwidth(link) + note
                 self.carried[link] += amount
                 begins[link] = min(begins[link], self.clock[source, stream])
-            for link in back if acks else ():
-                takes[link] += acks * amount / self.topology.bandwidth(link)
+            for link in back if net.acks else ():
+                takes[link] += net.acks * amount / net.bandwidth(link)
         for link, seconds in takes.items():
             self.busy[link] += seconds
-        for link in begins if self.topology.burst else ():
-            if link.startswith("card"):
-                takes[link] = self._after_burst(link, begins[link], takes[link])
+        for link, begin in begins.items() if net.burst else ():
+            if link.startswith("card"):  # what it has saved up while it was idle is sent at once
+                most = net.burst / net.bandwidth(link)
+                saved, last = self.saved.get(link, (most, begin))
+                saved = min(most, saved + max(0.0, begin - last))
+                still = max(0.0, takes[link] - saved)
+                self.saved[link] = max(0.0, saved - takes[link]), begin + still
+                takes[link] = still
         return takes
 
     def _alone(
@@ -148,15 +308,6 @@ class _Run:
         )
         bandwidth = net.bandwidth(back[0])
         return (amount + min(others, net.queue * bandwidth)) / bandwidth if others else 0.0
-
-    def _after_burst(self, link: str, begins: float, seconds: float) -> float:
-        """Seconds that a card's messages of a round still take when what it has saved up while idle is gone."""
-        most = self.topology.burst / self.topology.bandwidth(link)
-        saved, last = self.saved.get(link, (most, begins))
-        saved = min(most, saved + max(0.0, begins - last))
-        still = max(0.0, seconds - saved)
-        self.saved[link] = max(0.0, saved - seconds), begins + still
-        return still
 
 
 def line(collective: Collective, topology: Topology) -> Line:
@@ -177,8 +328,7 @@ class Choice(NamedTuple):
 
 def compare(primitive: str, topology: Topology, size: float) -> tuple[list[Choice], dict[str, str]]:
     """(all algorithms of a primitive that are possible on a topology, fastest first; why the others are not)."""
-    found, refused = [], {}
-    shape = topology.shape
+    choices, refused, shape = [], {}, topology.shape
     for made in ALGORITHMS[primitive].values():  # type: ignore[index]
         if not made.fits(shape) or (made.grids and len(shape.grid) not in (0, made.grids)):
             refused[made.name] = f"needs {made.needs}"
@@ -188,6 +338,6 @@ def compare(primitive: str, topology: Topology, size: float) -> tuple[list[Choic
             for pieces in made.pieces
         }
         best = min(costs, key=lambda pieces: costs[pieces].seconds)
-        found.append(Choice(made, best, costs[best]))
+        choices.append(Choice(made, best, costs[best]))
     # Among equals those for any topology come first.
-    return sorted(found, key=lambda x: (round(x.cost.seconds, 12), bool(x.algorithm.needs))), refused
+    return sorted(choices, key=lambda x: (round(x.cost.seconds, 12), bool(x.algorithm.needs))), refused

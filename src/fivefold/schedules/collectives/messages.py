@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from fivefold.schedules.collectives.move import Collective, Move
+from fivefold.schedules.collectives.collective import Collective, Move
 
 Span = tuple[int, int]
 """(first element, element after the last)"""

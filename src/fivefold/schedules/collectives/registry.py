@@ -1,32 +1,24 @@
-"""The algorithms there are, and how to build one. Each file in `families/` has a table of its own."""
+"""The algorithms there are, how to build one, and which one sums gradients (`layout.all_reduce`). Each file in
+`families/` has a table of its own."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
 from fivefold.errors import UserError, did_you_mean
-from fivefold.schedules.collectives.algorithm import Algorithm, Shape
-from fivefold.schedules.collectives.move import Collective, Primitive, Round
+from fivefold.schedules.collectives.collective import Algorithm, Collective, Primitive, Shape
 
 PRIMITIVES: tuple[Primitive, ...] = get_args(Primitive)
-_FAMILIES = sorted(file.stem for file in (Path(__file__).parent / "families").glob("[!_]*.py"))
-_PACKAGE = f"{__name__.rpartition('.')[0]}.families"
-
-
-def _read() -> dict[Primitive, dict[str, Algorithm]]:
-    found: dict[Primitive, dict[str, Algorithm]] = {primitive: {} for primitive in PRIMITIVES}
-    for family in _FAMILIES:
-        for algorithm in import_module(f"{_PACKAGE}.{family}").ALGORITHMS:
-            found[algorithm.primitive][algorithm.name] = algorithm
-    return found
-
-
-ALGORITHMS = _read()
+ALGORITHMS: dict[Primitive, dict[str, Algorithm]] = {primitive: {} for primitive in PRIMITIVES}
 """By primitive and name."""
+for _file in sorted((Path(__file__).parent / "families").glob("[!_]*.py")):
+    for _algorithm in import_module(f"fivefold.schedules.collectives.families.{_file.stem}").ALGORITHMS:
+        ALGORITHMS[_algorithm.primitive][_algorithm.name] = _algorithm
 
 
 def algorithm(primitive: str, name: str) -> Algorithm:
@@ -75,6 +67,7 @@ def shape_of(ranks: int, local: int = 0, grid: tuple[int, ...] = (), pieces: int
     return Shape(ranks, min(local, ranks) or ranks, grid, pieces, root)
 
 
+@cache
 def build(primitive: str, name: str, shape: Shape | int) -> Collective:
     """Builds the schedule of algorithm `name`.
 
@@ -84,35 +77,81 @@ def build(primitive: str, name: str, shape: Shape | int) -> Collective:
     """
     made = algorithm(primitive, name)
     shape = shape_of(shape) if isinstance(shape, int) else shape
-    if not made.fits(shape):
-        raise UserError(
-            f"{primitive} '{name}' needs {made.needs} as its number of ranks"
-            f"{f' ({shape.local})' if 'per node' in made.needs else ''}, not {shape.ranks}; "
-            f"the nearest: {' or '.join(map(str, _nearest(made, shape)))}"
-        )
-    return _built(made, shape)
-
-
-@cache
-def _built(made: Algorithm, shape: Shape) -> Collective:
-    rounds: list[Round] = made.rounds(shape) if shape.ranks > 1 else []
-    return Collective(
-        made.primitive,
-        made.name,
-        shape.ranks,
-        made.chunks(shape),
-        tuple(rounds),
-        shape.root,
-        made.streams(shape),
+    if made.fits(shape):
+        rounds = tuple(made.rounds(shape)) if shape.ranks > 1 else ()
+        chunks, streams = made.chunks(shape), made.streams(shape)
+        return Collective(made.primitive, name, shape.ranks, chunks, rounds, shape.root, streams)
+    below, above = range(shape.ranks - 1, 0, -1), range(shape.ranks + 1, 2 * shape.ranks + 8)
+    nearest = [
+        next((n for n in side if made.fits(shape._replace(ranks=n, grid=()))), None)
+        for side in (below, above)
+    ]
+    raise UserError(
+        f"{primitive} '{name}' needs {made.needs} as its number of ranks"
+        f"{f' ({shape.local})' if 'per node' in made.needs else ''}, not {shape.ranks}; "
+        f"the nearest: {' or '.join(str(n) for n in nearest if n)}"
     )
 
 
-def _nearest(made: Algorithm, shape: Shape) -> list[int]:
-    """The next smaller and larger numbers of ranks that the algorithm is for."""
+LIBRARY, AUTO = "library", "auto"
+ALL_REDUCES = (LIBRARY, *ALGORITHMS["all_reduce"], AUTO)
+PIECE = 1 << 18
+"""Bytes of a piece of a pipelined algorithm, if there may be so many."""
 
-    def possible(ranks: int) -> bool:
-        return made.fits(shape._replace(ranks=ranks, grid=()))
+Best = Mapping[int, str]
+"""The fastest all-reduce by size in bytes, as measured; empty if nothing was."""
+ACROSS = "hierarchical"
+"""What "auto" takes for CPU ranks on several hosts. gloo's ring sends up to twice as much through each network card."""
 
-    below = next((n for n in range(shape.ranks - 1, 0, -1) if possible(n)), None)
-    above = next((n for n in range(shape.ranks + 1, 2 * shape.ranks + 8) if possible(n)), None)
-    return [n for n in (below, above) if n]
+
+def resolved(name: str, ranks: int, local: int, best: Best, cpu: bool) -> str:
+    """What "auto" means for a group; other names mean themselves. local, best: see `chosen`.
+
+    ACROSS: several CPU ranks on each of several hosts. AUTO: each size by `best`. LIBRARY: nothing was measured, or
+    nothing was faster.
+    """
+    if name != AUTO or ranks == 1:
+        return name
+    if local < ranks:
+        return ACROSS if cpu and local > 1 and ranks % local == 0 else LIBRARY
+    return AUTO if any(measured != LIBRARY for measured in best.values()) else LIBRARY
+
+
+def chosen(name: str, ranks: int, local: int, size: int, best: Best | None = None) -> Collective | None:
+    """The schedule that sums `size` bytes over a group of ranks; None: the library's own.
+
+    name: one of ALL_REDUCES. local: ranks of the group on each node. best: what "auto" goes by.
+
+    Raises:
+        UserError: the algorithm is not for so many ranks.
+    """
+    if name == AUTO:
+        name = fastest(best or {}, size)
+    if ranks == 1 or name == LIBRARY:
+        return None
+    pieces = pieces_of(algorithm("all_reduce", name), size)
+    return build("all_reduce", name, shape_of(ranks, local, pieces=pieces))
+
+
+def fastest(best: Best, size: int) -> str:
+    """The fastest all-reduce at the measured size that is nearest to `size`."""
+    near = min(best, key=lambda measured: abs(math.log(measured / max(1, size))), default=None)
+    return LIBRARY if near is None else best[near]
+
+
+def pieces_of(made: Algorithm, size: int) -> int:
+    """Into how many pieces a pipelined algorithm cuts a message of `size` bytes; 1 if it is not pipelined."""
+    return min(made.pieces[-1], max(1, size // PIECE)) if len(made.pieces) > 1 else 1
+
+
+def all_reduce_problem(name: str, ranks: int) -> str | None:
+    """What is wrong with an all-reduce for so many ranks, in words; None: nothing."""
+    shape = shape_of(ranks)
+    if name in (LIBRARY, AUTO) or algorithm("all_reduce", name).fits(shape):
+        return None
+    try:
+        build("all_reduce", name, shape)
+    except UserError as error:
+        fitting = [other.name for other in ALGORITHMS["all_reduce"].values() if other.fits(shape)]
+        return f"{error}; for {ranks} ranks: {LIBRARY}, {', '.join(fitting)}"
+    return None

@@ -1,25 +1,28 @@
-"""Pipeline schedules: generated, checked, completed with transfers, simulated and drawn. This folder also cuts a model
-into stages. No torch."""
+"""Pipeline schedules: generated, checked, completed with transfers and simulated. This folder also cuts a model into
+stages. No torch."""
 
-from fivefold.schedules.pipeline.check import check
-from fivefold.schedules.pipeline.cut import cut
-from fivefold.schedules.pipeline.draw import to_svg, to_text
-from fivefold.schedules.pipeline.facts import (
+from fivefold.schedules.pipeline.generators import (
+    DEFAULT,
     FILLING,
+    SCHEDULES,
+    build,
     ends_upwards,
     few,
     holds_all,
     most_live,
-    peak_live,
     shown,
     splits_backward,
+    stages_per_rank,
 )
-from fivefold.schedules.pipeline.registry import DEFAULT, SCHEDULES, build, stages_per_rank
-from fivefold.schedules.pipeline.schedule import Action, Kind, Schedule, place
-from fivefold.schedules.pipeline.simulate import Costs, Event, Timeline, simulate, simulate_oversubscribed
-from fivefold.schedules.pipeline.transfers import (
+from fivefold.schedules.pipeline.schedule import Action, Kind, Schedule, check, cut, peak_live, place
+from fivefold.schedules.pipeline.simulate import (
     SENDS_PER_RANK,
+    Costs,
+    Event,
+    Timeline,
     executed,
     receives_ahead,
+    simulate,
+    simulate_oversubscribed,
     with_transfers,
 )

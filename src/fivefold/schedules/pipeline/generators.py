@@ -1,7 +1,7 @@
 """The schedules: one function each, which lists a rank's computations in order.
 
 A function gets (rank, ranks, microbatches, stages per rank) and returns the rank's computations. To add a schedule,
-write such a function and name it in `registry.py`.
+write such a function and name it in `SCHEDULES`.
 
 Symbols: p ranks, v stages per rank, m microbatches; F, I, W seconds of forward, input and weight gradients.
 """
@@ -9,8 +9,12 @@ Symbols: p ranks, v stages per rank, m microbatches; F, I, W seconds of forward,
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
-from fivefold.schedules.pipeline.schedule import Action, Kind
+from fivefold.errors import UserError, did_you_mean, several
+from fivefold.schedules.pipeline.schedule import Action, Kind, Placement, Schedule, place
 
 
 class Row:
@@ -77,22 +81,15 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
     Idle share (p-1) / (vm+p-1) for m >= p. A round has at least p microbatches if there are that many. Their number
     need not be a multiple of p (section 3.3.2 of the Llama 3 report, arXiv 2407.21783).
     """
-    rounds = _split_into_rounds(microbatches, ranks)
+    # A round of fewer than `ranks` would leave ranks idle. A later round larger than the first would need activations
+    # that the warm-up has not made, so the remainder is spread over the first rounds.
+    count = max(1, microbatches // ranks)
+    size, rest = divmod(microbatches, count)
+    rounds = [size + (number < rest) for number in range(count)]
     stages = range(rank, ranks * chunks, ranks)
     forwards = [stage for size in rounds for stage in stages for _ in range(size)]
     backwards = [stage for size in rounds for stage in reversed(stages) for _ in range(size)]
     return _alternate(forwards, backwards, warmup=(chunks - 1) * rounds[0] + 2 * (ranks - rank - 1))
-
-
-def _split_into_rounds(microbatches: int, ranks: int) -> list[int]:
-    """Sizes of the rounds: `ranks` each; the remainder is spread over the first rounds.
-
-    A round of fewer than `ranks` would leave ranks idle. A later round larger than the first would need activations
-    that the warm-up has not made.
-    """
-    count = max(1, microbatches // ranks)
-    size, rest = divmod(microbatches, count)
-    return [size + (number < rest) for number in range(count)]
 
 
 def _alternate(forwards: list[int], backwards: list[int], warmup: int) -> list[Action]:
@@ -243,3 +240,159 @@ def v_half(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action
             row.add(*action)
     row.weights()
     return row.actions
+
+
+@dataclass(frozen=True)
+class Generator:
+    """The generator of a schedule. All other properties of the schedule follow from its rows.
+
+    row: (rank, ranks, microbatches, stages per rank) -> the rank's computations. stages: the fewest and the most stages
+    per rank (None: no limit). instead: the schedule for another number. fill: the fewest microbatches that `row` needs,
+    given the ranks. paired: neighbouring forwards and backwards run together (`Schedule.pairs`).
+    """
+
+    row: Callable[[int, int, int, int], list[Action]]
+    placement: Placement = "loop"
+    stages: tuple[int, int | None] = (1, 1)
+    instead: str = "interleaved"
+    fill: Callable[[int], int] = lambda ranks: 1
+    paired: bool = False
+
+
+SCHEDULES = {
+    "gpipe": Generator(breadth_first, instead="looped_bfs"),
+    "1f1b": Generator(one_f_one_b),
+    "interleaved": Generator(interleaved, stages=(2, None), instead="1f1b"),
+    "looped_bfs": Generator(breadth_first, stages=(2, None), instead="gpipe"),
+    "zb_h1": Generator(zb_h1),
+    "zbv": Generator(zbv, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks - 1),
+    "dualpipev": Generator(dualpipev, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks),
+    "dualpipev_paired": Generator(dualpipev, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks, paired=True),
+    "v_half": Generator(v_half, "v", stages=(2, 2)),
+}
+DEFAULT = "1f1b"
+"""The default schedule. It has one stage per rank, so it also stands for no pipeline at all."""
+
+
+def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """Builds the schedule `name` for any number of ranks and microbatches. virtual_stages: stages per rank. If a
+    schedule allows only one number, 1 (a layout's default) stands for it.
+
+    Raises:
+        UserError: names the layout's field, its value and the nearest valid one.
+    """
+    chunks = stages_per_rank(name, virtual_stages)
+    for field, value in (("pp", ranks), ("microbatches", microbatches)):
+        if value < 1:
+            raise UserError(f"layout.{field}: {value} is not possible with a pipeline; must be at least 1")
+    rows = tuple(tuple(build_row(name, rank, ranks, microbatches, chunks)) for rank in range(ranks))
+    rank_of = place(SCHEDULES[name].placement, ranks, chunks)
+    return Schedule(name, microbatches, rank_of, rows, SCHEDULES[name].paired)
+
+
+def build_row(name: str, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+    """One rank's computations under schedule `name`, with `chunks` stages per rank."""
+    # A schedule stays in order if some microbatches are left out, so build enough and drop the surplus.
+    enough = max(microbatches, SCHEDULES[name].fill(ranks))
+    row = SCHEDULES[name].row(rank, ranks, enough, chunks)
+    return row if enough == microbatches else [action for action in row if action.microbatch < microbatches]
+
+
+def stages_per_rank(name: str, virtual_stages: int) -> int:
+    """The number of stages per rank under schedule `name`, given the layout's `virtual_stages`.
+
+    Raises:
+        UserError: there is no such schedule, or it does not allow that number.
+    """
+    if name not in SCHEDULES:
+        near = did_you_mean(name, SCHEDULES)
+        raise UserError(f"layout.schedule: '{name}' is unknown{near} (valid: {', '.join(SCHEDULES)})")
+    least, most = SCHEDULES[name].stages
+    if least == most and virtual_stages == 1:
+        return least
+    if virtual_stages < least or (most and virtual_stages > most):
+        allowed = f"{'exactly' if least == most else 'at least'} {several(least, 'stage')}"
+        other = f", or schedule={SCHEDULES[name].instead}" if virtual_stages >= 1 else ""
+        raise UserError(
+            f"layout.virtual_stages: schedule '{name}' needs {allowed} per rank, not "
+            f"{virtual_stages}. Nearest valid: virtual_stages={least}{other}"
+        )
+    return virtual_stages
+
+
+FILLING = 2
+"""Microbatches per pipeline rank that fill the pipeline. More do not raise any rank's memory, unless it holds all."""
+
+
+def few(microbatches: int, ranks: int, rounds: int = FILLING) -> int:
+    """Fewer microbatches that are held as all of them are, if there are fewer: at least `rounds` per rank.
+
+    They have the same remainder modulo the ranks. `interleaved` spreads it over its rounds, so there are at least as
+    many rounds; with fewer, each is longer, and more is held.
+    """
+    rest = microbatches % ranks
+    return min(microbatches, ranks * max(rounds, rest) + rest)
+
+
+def shown(microbatches: int, ranks: int) -> int:
+    """Microbatches that show how the pipeline fills and drains. Each further one only repeats the middle."""
+    return min(microbatches, FILLING * ranks + microbatches % ranks)
+
+
+@cache
+def splits_backward(name: str, ranks: int, chunks: int) -> bool:
+    """True if the schedule computes weight gradients separately (I and W)."""
+    return any(kind == "I" for _, kind, _ in build_row(name, 0, ranks, ranks, chunks))
+
+
+def most_live(
+    name: str, rank: int, ranks: int, microbatches: int, chunks: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Microbatches in each of a rank's stages, ascending, at a moment when it holds most: (those between F and B or I,
+    those between I and W). The whole schedule needs at least this memory at its peak.
+
+    chunks: stages per rank.
+    """
+    filling = min(microbatches, FILLING * ranks)
+    if filling < microbatches and holds_all(name, ranks, chunks):
+        return (microbatches,) * chunks, (0,) * chunks
+    return _most_live(name, rank, ranks, filling, chunks)
+
+
+@cache
+def holds_all(name: str, ranks: int, chunks: int) -> bool:
+    """True if all microbatches are live at once, for any number. It suffices to check enough to fill the pipeline."""
+    live, _ = _most_live(name, 0, ranks, FILLING * ranks, chunks)
+    return sum(live) == FILLING * ranks * chunks
+
+
+@cache
+def _most_live(
+    name: str, rank: int, ranks: int, microbatches: int, chunks: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    row = build_row(name, rank, ranks, microbatches, chunks)
+    held = most = peak = 0  # peak: number of actions until the rank first holds most
+    for number, (_, kind, _) in enumerate(row, 1):
+        if kind == "F":
+            held += 1
+            if held > most:
+                most, peak = held, number
+        elif kind != "I":
+            held -= 1
+    count = Counter((stage, kind) for stage, kind, _ in row[:peak])
+    stages = sorted({stage for stage, _, _ in row})
+    return (
+        tuple(count[stage, "F"] - count[stage, "B"] - count[stage, "I"] for stage in stages),
+        tuple(count[stage, "I"] - count[stage, "W"] for stage in stages),
+    )
+
+
+@cache
+def ends_upwards(name: str, ranks: int, microbatches: int, chunks: int) -> bool:
+    """True if every backward is one action, and each rank's last action is the backward of its first stage. Then the
+    backward of all earlier stages comes after a rank's end."""
+    for rank in range(ranks):
+        row = build_row(name, rank, ranks, min(microbatches, FILLING * ranks), chunks)
+        if row[-1].kind != "B" or row[-1].stage != min(row).stage or any(kind == "I" for _, kind, _ in row):
+            return False
+    return True

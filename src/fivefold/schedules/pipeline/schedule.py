@@ -1,4 +1,4 @@
-"""A pipeline schedule: the rank of each stage, and the order in which each rank computes.
+"""A pipeline schedule: the blocks and the rank of each stage, and the order in which each rank computes.
 
 A schedule is a list of actions for each rank. An action needs results and makes others. Checks, simulations and the
 order of transfers all follow from one walk through the lists.
@@ -6,12 +6,15 @@ order of transfers all follow from one walk through the lists.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise, product
 from typing import Generic, Literal, NamedTuple, TypeVar
+
+from fivefold.errors import UserError
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 COMPUTE = ("F", "B", "I", "W")
@@ -150,8 +153,18 @@ class Schedule:
 
     @cached_property
     def walked(self) -> Walk[Action, Result]:
-        """The walk of all ranks through their rows."""
-        return walk(self.rows, self._needs, self._makes)
+        """The walk of all ranks through their rows. A pair needs what both need, and makes what both make at its
+        end."""
+        last, pairs, ahead = self.stages - 1, self.pairs, self.ahead
+
+        def needed(action: Action) -> tuple[Result, ...]:
+            return needs(action, last) + (needs(pairs[action], last) if action in pairs else ())
+
+        def made(action: Action) -> list[Result]:
+            done = () if action in pairs else (action, ahead[action]) if action in ahead else (action,)
+            return [result for result in map(makes, done) if result]
+
+        return walk(self.rows, needed, made)
 
     @cached_property
     def pairs(self) -> dict[Action, Action]:
@@ -160,16 +173,6 @@ class Schedule:
         both results at its end."""
         neighbours = (pair for row in self.rows for pair in pairwise(row)) if self.paired else ()
         return {a: b for a, b in neighbours if (a.kind, b.kind) == ("F", "B") and a.stage != b.stage}
-
-    def _needs(self, action: Action) -> tuple[Result, ...]:
-        own, behind = needs(action, self.stages - 1), self.pairs.get(action)
-        return own if behind is None else own + needs(behind, self.stages - 1)
-
-    def _makes(self, action: Action) -> tuple[Result, ...]:
-        if action in self.pairs:
-            return ()
-        both = (makes(action), makes(self.ahead[action]) if action in self.ahead else None)
-        return tuple(result for result in both if result)
 
     @cached_property
     def ahead(self) -> dict[Action, Action]:
@@ -182,3 +185,156 @@ def place(placement: Placement, ranks: int, chunks: int) -> tuple[int, ...]:
     forth = list(range(ranks))
     back = forth[::-1] if placement == "v" else forth
     return tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else forth))
+
+
+def peak_live(
+    schedule: Schedule, size: Sequence[float] | None = None, after_input: Sequence[float] | None = None
+) -> list[float]:
+    """The most activations that each rank holds at once.
+
+    `size[s]`: bytes that a microbatch holds at stage s, from its F to its B or W. The default is 1, which counts
+    microbatches times stages. `after_input[s]`: the bytes still held from I to W. The default is all.
+    """
+    size = size or [1] * schedule.stages
+    after_input = after_input or size
+    change = {
+        "F": size,
+        "B": [-s for s in size],
+        "I": [left - s for s, left in zip(size, after_input, strict=True)],
+        "W": [-left for left in after_input],
+    }
+    peaks = []
+    for row in schedule.rows:
+        held = peak = 0.0
+        for action in row:
+            held += change[action.kind][action.stage]
+            if held > peak:
+                peak = held
+        peaks.append(peak)
+    return peaks
+
+
+def check(schedule: Schedule) -> list[float]:
+    """Proves that a schedule can run, and that it trains on every microbatch once. Returns each rank's largest number
+    of live activations, in microbatches times stages.
+
+    Raises:
+        UserError: names the action that is duplicated, missing, on the wrong rank, or waits forever.
+    """
+    if problem := next(_problems(schedule), None):
+        raise UserError(f"schedule '{schedule.name}': {problem}")
+    return peak_live(schedule)
+
+
+def _problems(schedule: Schedule) -> Iterator[str]:
+    """What is wrong with a schedule. Later checks count on earlier ones."""
+    places: dict[Action, int] = {}
+    stages, microbatches = schedule.stages, schedule.microbatches
+    for rank, row in enumerate(schedule.rows):
+        for place, action in enumerate(row):
+            if not action.computes:
+                yield f"{action} on rank {rank} is a transfer; those are added later"
+            elif action.stage >= stages:
+                yield f"{action} on rank {rank}: the last of {stages} stages is {stages - 1}"
+            elif action.microbatch >= microbatches:
+                yield f"{action} on rank {rank}: the last of {microbatches} microbatches is {microbatches - 1}"
+            elif rank != (owner := schedule.rank_of[action.stage]):
+                yield f"{action} is on rank {rank}, but stage {action.stage} is on rank {owner}"
+            elif action in places:
+                yield f"{action} is there twice"
+            places[action] = place
+    for stage, microbatch in product(range(stages), range(microbatches)):
+        forward, whole, inputs, weights = (Action(stage, kind, microbatch) for kind in COMPUTE)
+        parts = [part for part in (inputs, weights) if part in places]
+        if forward not in places:
+            yield f"{forward} is missing"
+        elif whole in places and parts:
+            yield f"{parts[0]} is there beside {whole}, which contains it"
+        elif whole not in places and not parts:
+            yield f"{whole} is missing (or {inputs} and {weights})"
+        elif len(parts) == 1:
+            absent = weights if inputs in places else inputs
+            yield f"{absent} is missing: {parts[0]} is only one part of a backward"
+        elif parts and places[weights] < places[inputs]:
+            yield f"{weights} comes before {inputs}"
+    # PyTorch's runtime counts losses in order of arrival
+    last = [action for action in schedule.rows[schedule.rank_of[-1]] if action[:2] == (stages - 1, "F")]
+    for number, action in enumerate(last):
+        if action.microbatch != number:
+            due = action._replace(microbatch=number)
+            yield f"{action} comes before {due}: the last stage meets microbatches in order"
+    if stuck := sorted(schedule.walked.stuck.items()):
+        waits = "; ".join(
+            f"rank {rank} at {action} for the {what} of stage {stage} for microbatch {microbatch}"
+            for rank, (action, (what, stage, microbatch)) in stuck
+        )
+        yield f"it comes to a halt: waiting are {waits}"
+
+
+StageCost = Callable[[int, int, int], float]
+"""(stage, its first block, the block after its last) -> cost of the stage."""
+
+
+def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
+    """Divides blocks into `stages` runs of at least one block each. The most expensive stage is as cheap as possible.
+    Of these cuts it takes the most even one (least sum of squares).
+
+    costs: of each block. first, last: extra cost of the first and the last stage (the embedding, the head). Any unit
+    works, for example FLOPs per token.
+    """
+    assert 1 <= stages <= len(costs), f"{stages} stages of {len(costs)} blocks"
+    before = [0.0, *accumulate(costs)]
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        return before[stop] - before[start] + first * (stage == 0) + last * (stage == stages - 1)
+
+    if stages == 1:
+        return (range(len(costs)),)
+    possible = _run_costs(tuple(before), first, last)
+    worst = bisect_left(possible, True, key=lambda limit: _possible(len(costs), stages, cost, limit))
+    limit = possible[worst] * (1 + 1e-9)
+    ends = _most_even(len(costs), stages, cost, limit)
+    return tuple(range(start, stop) for start, stop in zip([0, *ends], ends, strict=False))
+
+
+@lru_cache(maxsize=64)
+def _run_costs(before: tuple[float, ...], first: float, last: float) -> list[float]:
+    """Every possible cost of a stage, ascending. before: prefix sums of the blocks' costs."""
+    runs = {stop - start for i, start in enumerate(before) for stop in before[i + 1 :]}
+    return sorted(run + extra for run in runs for extra in (0.0, first, last))
+
+
+def _possible(blocks: int, stages: int, cost: StageCost, limit: float) -> bool:
+    """True if no stage needs to cost more than `limit`. Each stage takes as many blocks as it may, and leaves one for
+    each later stage."""
+    start = 0
+    for stage in range(stages - 1):
+        stop, most = start, blocks - (stages - stage - 1)
+        while stop < most and cost(stage, start, stop + 1) <= limit:
+            stop += 1
+        if stop == start:
+            return False
+        start = stop
+    return cost(stages - 1, start, blocks) <= limit
+
+
+def _most_even(blocks: int, stages: int, cost: StageCost, limit: float) -> list[int]:
+    """The ends of the stages such that none costs more than `limit` and the sum of squares is least."""
+    totals: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # after each stage: {end: (sum, its start)}
+    for stage in range(stages):
+        best = {}
+        for stop in range(stage + 1, blocks - (stages - stage - 1) + 1):
+            choices = []
+            for start in range(stop - 1, -1, -1):
+                run = cost(stage, start, stop)
+                if run > limit:
+                    break
+                if start in totals[-1]:
+                    choices.append((totals[-1][start][0] + run * run, start))
+            if choices:
+                best[stop] = min(choices)
+        totals.append(best)
+    ends = [blocks]
+    for best in reversed(totals[2:]):
+        ends.append(best[ends[-1]][1])
+    return ends[::-1]

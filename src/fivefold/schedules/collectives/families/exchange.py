@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from fivefold.schedules.collectives.algorithm import (
+from fivefold.schedules.collectives.collective import (
     Algorithm,
     Levels,
     Line,
+    Move,
+    Rounds,
     Shape,
     each_rank,
+    embed,
     full_nodes,
     log2,
     power_of_two,
+    ranges,
 )
 from fivefold.schedules.collectives.families.rings import one
 from fivefold.schedules.collectives.families.rooted import THAKUR, binomial
-from fivefold.schedules.collectives.move import Move, Rounds, embed, ranges
 
 
 def direct(shape: Shape) -> Rounds:

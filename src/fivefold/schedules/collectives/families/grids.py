@@ -10,18 +10,22 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import product
 
-from fivefold.schedules.collectives.algorithm import (
+from fivefold.schedules.collectives.collective import (
     Algorithm,
     Levels,
     Line,
+    Move,
+    Rounds,
     Shape,
+    beside,
     each_rank,
+    embed,
     even_grid,
     full_nodes,
     log2,
+    reverse,
 )
 from fivefold.schedules.collectives.families import halving, rings
-from fivefold.schedules.collectives.move import Move, Rounds, beside, embed, reverse
 
 MIKAMI = "Mikami et al. 2018, arXiv 1811.05233"
 

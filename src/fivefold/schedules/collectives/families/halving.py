@@ -6,18 +6,22 @@ Numbers of ranks that are no powers of two are folded: of the first ranks, pairs
 
 from __future__ import annotations
 
-from fivefold.schedules.collectives.algorithm import (
+from fivefold.schedules.collectives.collective import (
     Algorithm,
     Levels,
     Line,
+    Move,
+    Rounds,
     Shape,
     each_rank,
+    embed,
     log2,
     one,
     power_of_two,
+    ranges,
+    reverse,
 )
 from fivefold.schedules.collectives.families.rooted import ALL, THAKUR
-from fivefold.schedules.collectives.move import Move, Rounds, embed, ranges, reverse
 
 RABENSEIFNER = "Rabenseifner 2004, Optimization of collective reduction operations"
 

@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from fivefold.schedules.collectives.algorithm import Algorithm, Levels, Line, Shape
-from fivefold.schedules.collectives.move import Move, Rounds, beside, embed, reverse
+from fivefold.schedules.collectives.collective import (
+    Algorithm,
+    Levels,
+    Line,
+    Move,
+    Rounds,
+    Shape,
+    beside,
+    embed,
+    reverse,
+)
 
 BANDWIDTH = "Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms"
 

@@ -6,9 +6,23 @@ Everything is written for root 0; other ranks count from the root.
 
 from __future__ import annotations
 
-from fivefold.schedules.collectives.algorithm import Algorithm, Shape, each_rank, log2, one
+from collections.abc import Callable
+from typing import Any
+
+from fivefold.schedules.collectives.collective import (
+    Algorithm,
+    Move,
+    Primitive,
+    Rounds,
+    Shape,
+    beside,
+    each_rank,
+    embed,
+    log2,
+    one,
+    reverse,
+)
 from fivefold.schedules.collectives.families import rings
-from fivefold.schedules.collectives.move import Move, Rounds, beside, embed, reverse
 
 ALL = range(1)
 THAKUR = "Thakur et al. 2005, Optimization of collective communication operations in MPICH"
@@ -67,10 +81,6 @@ def scatter_gather_reduce(shape: Shape) -> Rounds:
     return from_root(both, shape, True)
 
 
-def send(shape: Shape) -> Rounds:
-    return from_root([(Move(0, 1, ALL),)], shape)
-
-
 def there_and_back(broadcast: Rounds) -> Rounds:
     return reverse(broadcast, True) + broadcast
 
@@ -107,13 +117,27 @@ def double(shape: Shape) -> Rounds:
     return beside(rounds, embed(rounds, other, lambda c: (pieces + c,)))
 
 
+def _both_ways(
+    primitive: Primitive, name: str, rounds: Callable[[Shape], Rounds], *facts: Any, **more: Any
+) -> tuple[Algorithm, Algorithm]:
+    """A broadcast and its reverse, which is a reduce; a scatter and its reverse, a gather."""
+    back: Primitive = "reduce" if primitive == "broadcast" else "gather"
+    return (
+        Algorithm(primitive, name, rounds, *facts, **more),
+        Algorithm(back, name, lambda shape: reverse(rounds(shape), back == "reduce"), *facts, **more),
+    )
+
+
 PIECES = (1, 2, 4, 8, 16, 32, 64)
 
 ALGORITHMS = (
-    Algorithm("send", "direct", send, one, "one rank to the next", fits=lambda s: s.ranks > 1, needs="2 or more"),
-    Algorithm("broadcast", "star", lambda s: from_root(star(s.ranks), s), one, "two or three ranks"),
-    Algorithm("broadcast", "binomial", lambda s: from_root(binomial(s.ranks), s), one, "small messages", THAKUR),
     Algorithm(
+        "send", "direct", lambda s: from_root([(Move(0, 1, ALL),)], s), one, "one rank to the next",
+        fits=lambda s: s.ranks > 1, needs="2 or more",
+    ),
+    *_both_ways("broadcast", "star", lambda s: from_root(star(s.ranks), s), one, "two or three ranks"),
+    *_both_ways("broadcast", "binomial", lambda s: from_root(binomial(s.ranks), s), one, "small messages", THAKUR),
+    *_both_ways(
         "broadcast", "chain", lambda s: from_root(chain(s.ranks, s.pieces), s), lambda s: s.pieces,
         "very large messages, few ranks", pieces=PIECES,
     ),
@@ -121,30 +145,14 @@ ALGORITHMS = (
         "broadcast", "scatter_gather", scatter_gather, each_rank, "large messages",
         "van de Geijn 1994; " + THAKUR,
     ),
-    Algorithm("reduce", "star", lambda s: reverse(from_root(star(s.ranks), s), True), one, "two or three ranks"),
-    Algorithm(
-        "reduce", "binomial", lambda s: reverse(from_root(binomial(s.ranks), s), True), one, "small messages", THAKUR
-    ),
-    Algorithm(
-        "reduce", "chain", lambda s: reverse(from_root(chain(s.ranks, s.pieces), s), True), lambda s: s.pieces,
-        "very large messages, few ranks", pieces=PIECES,
-    ),
     Algorithm(
         "reduce", "scatter_gather", scatter_gather_reduce, each_rank, "large messages", "Rabenseifner 2004; " + THAKUR
     ),
-    Algorithm(
+    *_both_ways(
         "scatter", "star", lambda s: from_root(star_scatter(s.ranks), s, True), each_rank, "large messages"
     ),
-    Algorithm(
+    *_both_ways(
         "scatter", "binomial", lambda s: from_root(binomial_scatter(s.ranks), s, True), each_rank,
-        "small messages", THAKUR,
-    ),
-    Algorithm(
-        "gather", "star", lambda s: reverse(from_root(star_scatter(s.ranks), s, True), False), each_rank,
-        "large messages",
-    ),
-    Algorithm(
-        "gather", "binomial", lambda s: reverse(from_root(binomial_scatter(s.ranks), s, True), False), each_rank,
         "small messages", THAKUR,
     ),
     Algorithm(
