@@ -17,7 +17,7 @@ from fivefold.recipe.entries import steps as profiled_steps
 from fivefold.recipe.load import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.recipe.rules.texts import ramp, run_steps, sequences_before
-from fivefold.schedules.collectives.choose import AUTO
+from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE, compressor
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import to_text
