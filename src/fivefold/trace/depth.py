@@ -29,7 +29,6 @@ from fivefold.errors import UserError
 from fivefold.files import cache_folder, writable, write_atomically
 from fivefold.host.machine import has_cpu_bf16, has_cpu_fp16
 from fivefold.kernels import native
-from fivefold.kernels.fake import CPU
 from fivefold.launch.ranks import threads_of
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
@@ -43,6 +42,7 @@ from fivefold.sharding.layout_text import to_text
 from fivefold.sharding.parts import stage_blocks, stages_of
 from fivefold.sharding.sites import in_site, site_layout
 from fivefold.step.state import compute_mode
+from fivefold.trace.fake import CPU
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace
 

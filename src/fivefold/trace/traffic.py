@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fivefold.comm import axis
-from fivefold.kernels.fake import DispatchMode
 from fivefold.parallel.mesh import Mesh
 from fivefold.sharding.layout import first_names
+from fivefold.trace.fake import DispatchMode
 
 OPS = {
     "allreduce_": "all_reduce",
