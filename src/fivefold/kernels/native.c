@@ -265,7 +265,7 @@ void NAME(accumulate_parts)(float *total, const T *part, i64 batches, i64 step, 
   }
 }
 
-/* Blocks of at most B elements as whole numbers of 8 or 4 bits, times a scale each (quantize.py). Block c of a row is
+/* Blocks of at most B elements as whole numbers of 8 or 4 bits, times a scale each (rounded.py). Block c of a row is
  * x[starts[c]] .. x[starts[c + 1] - 1]. An encoded row has C blocks of B numbers, then C scales. Steps count elements
  * from row to row of x, and bytes of encoded ones. */
 void NAME(quantize)(const T *x, i64 step, const i64 *starts, uint8_t *out, i64 out_step, i64 rows, i64 C, i64 B,

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.kernels import elementwise, matmul
-from fivefold.kernels.blockwise_attention import attention, qkv_attention
-from fivefold.kernels.documents import Documents
-from fivefold.kernels.loss import linear_cross_entropy
+from fivefold.kernels.blockwise_attention import Documents, attention, qkv_attention
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.section import ModelSection
 
@@ -177,7 +175,9 @@ class Output(nn.Module):
         if targets_BT is None:
             return matmul.linear(x_BTD, weight_VD, bias_V).float()
         z_loss = self.z_loss * self.training
-        return linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss)
+        return matmul.linear_cross_entropy(
+            x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss
+        )
 
 
 def rope_table(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fivefold.comm import Axis
 from fivefold.comm.progress import progress, span
-from fivefold.kernels.loss import scaled
+from fivefold.kernels.matmul import scaled
 from fivefold.observe.slow import SECONDS, SHARED_EVERY
 from fivefold.optim import learning_rate
 from fivefold.optim.scaling import clip_scale
