@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fivefold.models import work
-from fivefold.models.card import Contradiction
+from fivefold.models.card import Contradiction, linear, rms_norm, under
 from fivefold.models.moe import card as moe
 from fivefold.models.operations import Matmul, Operation, Program, Saved, Sizes
-from fivefold.models.parameters import linear, rms_norm, under
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import Cut, Shape
 
