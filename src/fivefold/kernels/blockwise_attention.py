@@ -244,8 +244,8 @@ class _QKVAttention(Function):
             _heads_last(dq, dqkv[tile.rows], 0, start, cos, sin)
             dv_block = torch.bmm(p.transpose(1, 2), do).view(keys.shape)
             dk_block = torch.bmm(ds.transpose(1, 2), _stack(q, K)).view(keys.shape)
-            dk = _summed(dk, dk_block, tile, k.shape, total_dtype)
-            dv = _summed(dv, dv_block, tile, k.shape, total_dtype)
+            dk = summed(dk, dk_block, tile, k.shape, total_dtype)
+            dv = summed(dv, dv_block, tile, k.shape, total_dtype)
         assert dk is not None
         assert dv is not None
         _heads_last(dk, dqkv, ctx.heads, 0, cos, sin)
@@ -278,7 +278,7 @@ def softmax_shape(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) 
     return matrices, queries, scores.shape[2], tile.start, int(causal), float(d**-0.5), tile.bounds, heads
 
 
-def _summed(
+def summed(
     total: Tensor | None, part_BKSd: Tensor, tile: Tile, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
     """Adds a tile's part to a gradient of all keys (B, K, T, d). The first part begins it."""
@@ -287,7 +287,7 @@ def _summed(
             return part_BKSd.to(dtype)
         total = part_BKSd.new_zeros(shape, dtype=dtype)
     here = _keys(total, tile)
-    if total.dtype == part_BKSd.dtype:
+    if total.dtype == part_BKSd.dtype or not native.usable(part_BKSd):
         here += part_BKSd
         return total
     B, K, S, d = part_BKSd.shape
@@ -326,10 +326,11 @@ def _heads_first(
     """Heads first..first+heads of tokens start..end of x (B, T, all heads x d), rotated if cos is given:
     (B, heads, end-start, d)."""
     B, T, width = x.shape
-    out = x.new_empty(B, heads, end - start, d)
+    Q, out = end - start, x.new_empty(B, heads, end - start, d)
     cos, sin = (None, None) if cos is None or sin is None else (cos[start:end], sin[start:end])
     part = x[:, start:, first * d :]  # its pointer is the first head of the first token
-    native.call("rope_forward", x.dtype, part, cos, sin, out, B, end - start, heads, d, width, T * width)
+    steps = T * width, d, width, heads * Q * d, Q * d, d
+    native.call("rope", x.dtype, part, cos, sin, out, B, heads, Q, d, *steps, 1.0)
     return out
 
 
@@ -338,10 +339,8 @@ def _heads_last(
 ) -> None:
     """Inverse of `_heads_first`: writes into heads first.. of tokens start.. of out (B, T, all heads x d), rotated by
     the opposite angles."""
-    B, heads, Q, d = x_BHQd.shape
-    T, width = out.shape[1:]
-    cos, sin = (
-        (None, None) if cos is None or sin is None else (cos[start : start + Q], sin[start : start + Q])
-    )
+    (B, heads, Q, d), (T, width), end = x_BHQd.shape, out.shape[1:], start + x_BHQd.shape[2]
+    cos, sin = (None, None) if cos is None or sin is None else (cos[start:end], sin[start:end])
     part, x_BHQd = out[:, start:, first * d :], x_BHQd.to(out.dtype).contiguous()
-    native.call("rope_backward", out.dtype, x_BHQd, cos, sin, part, B, Q, heads, d, width, T * width)
+    steps = heads * Q * d, Q * d, d, T * width, d, width
+    native.call("rope", out.dtype, x_BHQd, cos, sin, part, B, heads, Q, d, *steps, -1.0)

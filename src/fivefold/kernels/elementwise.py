@@ -45,19 +45,21 @@ class _Norm(Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ):
-        weights = [w.contiguous() for w in (weight, bias) if w is not None]
-        assert all(w.shape == x.shape[-1:] for w in weights), "one weight and one bias a column"
+        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+        assert all(w is None or w.shape == x.shape[-1:] for w in (weight, bias)), (
+            "one weight and bias a column"
+        )
         assert residual is None or residual.shape == x.shape
         x = x.contiguous()
         total = x if residual is None else torch.empty_like(x)
         residual = None if residual is None else residual.contiguous()
         out, rows, dim = torch.empty_like(x), x.numel() // x.shape[-1], x.shape[-1]
-        statistics = torch.empty(rows, len(weights), dtype=torch.float32)
-        ctx.kind, ctx.added = "rms_norm" if bias is None else "layer_norm", residual is not None
+        statistics = torch.empty(rows, 1 if bias is None else 2, dtype=torch.float32)
+        ctx.added = residual is not None
         native.call(
-            f"{ctx.kind}_forward", x.dtype, x, residual, *weights, total, out, statistics, rows, dim, float(eps)
-        )  # fmt: skip
-        ctx.save_for_backward(total, weights[0], statistics)
+            "norm_forward", x.dtype, x, residual, weight, bias, total, out, statistics, rows, dim, float(eps)
+        )
+        ctx.save_for_backward(total, weight, statistics)
         ctx.set_materialize_grads(False)
         return (None if residual is None else total), out
 
@@ -74,7 +76,7 @@ class _Norm(Function):
         carry = None if carry is None else carry.contiguous()
         dout = dout.contiguous()
         native.call(
-            f"{ctx.kind}_backward", x.dtype, dout, x, weight, statistics, carry, dx, gradients, scratch, rows, dim,
+            "norm_backward", x.dtype, dout, x, weight, statistics, carry, dx, gradients, scratch, count, rows, dim,
             threads,
         )  # fmt: skip
         gradients = gradients.to(weight.dtype)

@@ -27,6 +27,7 @@ from fivefold.kernels.blockwise_attention import (
     _keys,
     _stack,
     softmax_shape,
+    summed,
     sums_dtype,
     whole_tiles,
 )
@@ -148,8 +149,8 @@ def attend_backward(
         dq[block] = torch.bmm(ds, keys).view(part.q.shape)
         dk_block = torch.bmm(ds.transpose(1, 2), q_rows)
         dv_block = torch.bmm(p.transpose(1, 2), do_rows)
-        dk = _summed(dk, dk_block, k, tile, dtype)
-        dv = _summed(dv, dv_block, v, tile, dtype)
+        dk = summed(dk, dk_block.view(_keys(k, tile).shape), tile, k.shape, dtype)
+        dv = summed(dv, dv_block.view(_keys(v, tile).shape), tile, v.shape, dtype)
     if dk is None or dv is None:  # no query sees any key
         return dq, torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     return dq, dk, dv
@@ -160,17 +161,6 @@ def _tiles(q: Tensor, k: Tensor, causal: bool) -> Sequence[Tile]:
     Q, S = q.shape[2], k.shape[2]
     found = whole_tiles(q.shape[0], Q, causal, q.element_size())
     return found if causal else [tile._replace(high=S) for tile in found]
-
-
-def _summed(total: Tensor | None, part: Tensor, like_BKSd: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
-    """Adds a tile's part (B K, S, d) to a gradient of all keys (B, K, S, d). The first part begins it."""
-    part_BKSd = part.view(_keys(like_BKSd, tile).shape)
-    if total is None:
-        if part_BKSd.shape == like_BKSd.shape:
-            return part_BKSd.to(dtype)
-        total = torch.zeros_like(like_BKSd, dtype=dtype, memory_format=torch.contiguous_format)
-    _keys(total, tile).add_(part_BKSd)
-    return total
 
 
 def _softmax(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> Tensor:

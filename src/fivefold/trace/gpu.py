@@ -29,7 +29,7 @@ from fivefold.files import cache_folder
 from fivefold.kernels.native import build
 from fivefold.recipe import Recipe
 from fivefold.schedules.memory_timeline import MemoryTimeline, from_json
-from fivefold.trace.depth import CachedFigures, Exact, check_rank, exact, read, timelines
+from fivefold.trace.depth import CachedFigures, Exact, check_rank, exact, timelines
 from fivefold.trace.step import DEVICE, operators
 
 SOURCE = Path(__file__).with_name("guard.cpp")
@@ -89,8 +89,8 @@ def exact_on_gpu(recipe: Recipe, rank: int) -> Exact:
         UserError: the layout is not valid, or has no such rank.
     """
     entry = CachedFigures(recipe, rank, "cuda")
-    if found := read(entry):
-        return found
+    if kept := entry.read():
+        return kept
     began, figures = time.perf_counter(), _one_on_gpu(recipe, rank)["exact"]
     entry.write(figures)
     return Exact.from_json(figures, time.perf_counter() - began)

@@ -106,7 +106,11 @@ def probe(
         state = build_state(recipe, ranks, memory=fake)
         state.go_to(layout.compress_after or 0)
         try:
-            _share_evenly(state)
+            for module in (module for stage in state.parallel.stages for module in stage.modules()):
+                if isinstance(
+                    module, AllToAll
+                ):  # every rank sends each other as many rows as it gets from it
+                    module.splits = _even  # pyright: ignore[reportAttributeAccessIssue]
             with fake:
                 if not first:
                     _prime(state)
@@ -194,7 +198,8 @@ class Probe(Tracker):
         if func.namespace == "c10d" and any(t.device.type != self.on for t in tensors_in(args)):
             raise RuntimeError(f"{func} does not send from host memory")
         if self._waits(func, args, kwargs):
-            self._waited(_name(func))
+            item = func is aten._local_scalar_dense.default
+            self._waited("item" if item else func.__name__.split(".")[0].lstrip("_"))
         out = self.fake.__torch_dispatch__(func, types, args, kwargs)
         if self.on != "cpu" and func.namespace == "aten" and (type(out) is not Fake or out.on != CPU):
             operators.add(func.name())
@@ -225,10 +230,6 @@ class Probe(Tracker):
     def found(self) -> Traced:
         sent = {key: (calls, size) for key, (calls, size) in sorted(self.sent.found.items())}
         return Traced(self.peak(), sent, self.flops, dict(sorted(self.syncs.items())))
-
-
-def _name(func: Any) -> str:
-    return "item" if func is aten._local_scalar_dense.default else func.__name__.split(".")[0].lstrip("_")
 
 
 def _caller() -> str:
@@ -268,14 +269,6 @@ def _batch(recipe: Recipe, mesh: Mesh, microbatches: int) -> list[Microbatch]:
         return take(torch.empty(shape, dtype=torch.int64, device=mesh.device), mesh)
 
     return [Microbatch(tokens(), tokens()) for _ in range(microbatches)]
-
-
-def _share_evenly(state: State) -> None:
-    """Makes every rank send each other rank as many rows as it gets from it."""
-    for stage in state.parallel.stages:
-        for module in stage.modules():
-            if isinstance(module, AllToAll):
-                module.splits = _even  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
