@@ -129,7 +129,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if (
         func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
     ):  # its meta kernel knows bf16 only
-        return args[0].new_empty(_grouped(args[0], args[1], kwargs["offs"] if "offs" in kwargs else args[2]))
+        (*_, M, _), (*_, N) = (
+            args[0].shape,
+            args[1].shape,
+        )  # rows (M, K) by columns (K, N); groups of either or of K
+        both = args[0].dim() == args[1].dim() == 2
+        groups = (len(kwargs["offs"] if "offs" in kwargs else args[2]),) if both else ()
+        return args[0].new_empty((*groups, M, N))
     if func.namespace == "c10d":  # its outputs, which are its first argument, and a finished handle
         work = done_work([])
         return work if len(func._schema.returns) == 1 else (args[0], work)
@@ -220,13 +226,6 @@ def done_work(tensors: list[Tensor]) -> Any:
     done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     done.set_result(tensors)
     return _create_work_from_future(done).boxed()
-
-
-def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> tuple[int, ...]:
-    """Shape of a grouped matmul: groups are rows of a (M, K), columns of b (K, N), or the summed dim."""
-    if a.dim() == b.dim() == 2:
-        return (len(ends), a.shape[0], b.shape[1])
-    return (a.shape[-2], b.shape[-1])
 
 
 def is_mask(indices: Any) -> bool:

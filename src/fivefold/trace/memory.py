@@ -70,9 +70,8 @@ def states_of(state: State) -> LiveTensors:
         return [tensor for replica in replicas for tensor in replica.kept().get(kind, [])]
 
     return {
-        "disk": lambda: (
-            [file.flat for file in disk.files] if disk is not None else []
-        ),  # first: whatever they are
+        # First: whatever they are.
+        "disk": lambda: [file.flat for file in disk.files] if disk is not None else [],
         "params": lambda: kept("params"),  # before masters: where they compute, they are params
         "gradients": lambda: [
             *(g for replica in replicas for g in replica.gradients.values()),

@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.optim.updater import Updater
 from fivefold.parallel.expert import AllToAll
-from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.microbatch import Microbatch, take
 from fivefold.parallel.offload import disk
 from fivefold.parallel.offload.activations import Activations
@@ -107,35 +107,38 @@ def probe(
         state.go_to(layout.compress_after or 0)
         try:
             for module in (module for stage in state.parallel.stages for module in stage.modules()):
-                if isinstance(
-                    module, AllToAll
-                ):  # every rank sends each other as many rows as it gets from it
+                if isinstance(module, AllToAll):  # sends every rank as many rows as it gets from it
                     module.splits = _even  # pyright: ignore[reportAttributeAccessIssue]
             with fake:
                 if not first:
                     _prime(state)
                     state.step = recipe.sites.traced(recipe.train.steps or 1) - 1
-                _update_always(state, first)
-                batch = _batch(recipe, state.mesh, microbatches)
+                for replica in state.parallel.replicas:
+                    updater = replica.updater
+                    if first or updater.streamed:
+                        updater.step = partial(_always, updater, updater.step)  # pyright: ignore[reportAttributeAccessIssue]
+                shape = recipe.train.microbatch_size or 1, recipe.model.seq_len
+
+                def tokens() -> Tensor:
+                    return take(torch.empty(shape, dtype=torch.int64, device=state.mesh.device), state.mesh)
+
+                batch = [Microbatch(tokens(), tokens()) for _ in range(microbatches)]
                 if isinstance(state.parallel.activations, Activations) and not first:
-                    forward_backward(
-                        state, batch, recipe.train.seed
-                    )  # makes the host's buffers, as a first step does
-                with Probe(state, fake) as found:
-                    done = take_step(state, recipe, batch, inspect=found.begin_update)
+                    forward_backward(state, batch, recipe.train.seed)  # makes the host's buffers
+                with Probe(state, fake) as instrument:
+                    done = take_step(state, recipe, batch, inspect=instrument.begin_update)
                     assert done.loss, "read as a loop does"
         finally:
             state.parallel.close()
-    return found
+    return instrument
 
 
 def _prime(state: State) -> None:
     """Creates the optimizer's states, as a first step does. The loss scale becomes fake like all else."""
     for replica in state.parallel.replicas:
         gradients = {name: torch.zeros_like(master) for name, master in replica.masters.items()}
-        if (
-            none := not replica.gradients
-        ):  # as FSDP2 has them before a backward; a streamed update reads them there
+        # As FSDP2 has them before a backward; a streamed update reads them there.
+        if none := not replica.gradients:
             replica.gradients.update(gradients)
         replica.updater.step(gradients, 0.0)
         if none:
@@ -148,29 +151,13 @@ def _prime(state: State) -> None:
         scaling.values = torch.empty(3, dtype=scaling.values.dtype, device=scaling.values.device)
 
 
-def _update_always(state: State, first: bool) -> None:
+def _always(
+    updater: Updater, step: Callable[..., None], gradients: Any, lr: float, scale: Any, skip: Any
+) -> None:
     """Updates although a trace cannot answer whether the host skips the update: the first one, and each that is
-    streamed."""
-
-    def always(
-        updater: Updater, step: Callable[..., None], gradients: Any, lr: float, scale: Any, skip: Any
-    ) -> None:
-        step(gradients, lr, scale, _No(skip) if updater.streamed else None)
-
-    for replica in state.parallel.replicas:
-        updater = replica.updater
-        if first or updater.streamed:
-            updater.step = partial(always, updater, updater.step)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class _No:
-    """A scalar that the host reads, which waits, and finds to be 0."""
-
-    def __init__(self, scalar: Tensor) -> None:
-        self.scalar = scalar
-
-    def item(self) -> float:
-        return 0.0 * self.scalar.item()
+    streamed, which reads `skip`, waits, and finds it to be 0."""
+    never = SimpleNamespace(item=lambda: 0.0 * skip.item()) if updater.streamed else None
+    step(gradients, lr, scale, never)
 
 
 class Probe(Tracker):
@@ -260,15 +247,6 @@ def _one_of(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
         sys.excepthook = hook
         if world > 1:
             dist.destroy_process_group()
-
-
-def _batch(recipe: Recipe, mesh: Mesh, microbatches: int) -> list[Microbatch]:
-    shape = recipe.train.microbatch_size or 1, recipe.model.seq_len
-
-    def tokens() -> Tensor:
-        return take(torch.empty(shape, dtype=torch.int64, device=mesh.device), mesh)
-
-    return [Microbatch(tokens(), tokens()) for _ in range(microbatches)]
 
 
 def _even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
