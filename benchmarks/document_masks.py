@@ -186,8 +186,7 @@ def kernel(T: int, batch: int, microbatch: int, kind: str, calls: int = 12) -> d
     """Processor time of attention over documents, and their share of the scores, by those of whole sequences."""
     import torch
 
-    from fivefold.kernels.blockwise_attention import qkv_attention
-    from fivefold.kernels.documents import Documents
+    from fivefold.kernels.blockwise_attention import Documents, qkv_attention
     from fivefold.kernels.tiling import assumed
 
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from fivefold.host.machine import keep_freed_memory
 from fivefold.kernels import elementwise, native
 from fivefold.kernels.blockwise_attention import qkv_attention
-from fivefold.kernels.loss import linear_cross_entropy
+from fivefold.kernels.matmul import linear_cross_entropy
 
 B, T, H, d, D, FFN, V = 4, 256, 6, 64, 384, 1024, 4096
 

@@ -4,7 +4,7 @@
 
 Shapes of the common work (2,048 tokens, D 384, ffn 1024, V 4096): forward x W^T, gradient of the input dy W, gradient
 of the weight dy^T x. The two take turns, product by product; the ratio is that of the medians. No rule holds on all
-machines: on Zen 4 MKL was faster in the third, on Zen 5 oneDNN. So `kernels/fastest.py` measures each class of shapes
+machines: on Zen 4 MKL was faster in the third, on Zen 5 oneDNN. So `kernels/native.py` measures each class of shapes
 on the machine that trains.
 """
 

@@ -1,4 +1,4 @@
-"""AdamW in one pass on CPUs (kernels/adamw.py) beside PyTorch's."""
+"""AdamW in one pass on CPUs (kernels/elementwise.py) beside PyTorch's."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fivefold.kernels import native
-from fivefold.kernels.adamw import AdamW
+from fivefold.kernels.elementwise import AdamW
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=f"no native kernels: {native.why_not()}")
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}

@@ -24,10 +24,8 @@ from fivefold.data.packing import Packed, best_fit, cut_of, pieces
 from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native
-from fivefold.kernels.blockwise_attention import qkv_attention
-from fivefold.kernels.documents import Documents
-from fivefold.kernels.sizes import shared_spans
-from fivefold.kernels.tiling import Columns, Sample
+from fivefold.kernels.blockwise_attention import Documents, qkv_attention
+from fivefold.kernels.tiling import Columns, Sample, shared_spans
 from fivefold.models.init import build
 from fivefold.plan.advice.explain import summary
 from fivefold.plan.cluster.clusters import parse

@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from marks import slow
 
 from fivefold.host.machine import has_cpu_bf16
-from fivefold.kernels import elementwise, fastest, matmul, native, private, sizes
+from fivefold.kernels import elementwise, matmul, native, partial_attention, sizes
 from fivefold.kernels.blockwise_attention import qkv_attention
-from fivefold.kernels.fake import Fake, FakeMode
-from fivefold.kernels.loss import linear_cross_entropy
-from fivefold.kernels.matmul import widened
+from fivefold.kernels.matmul import linear_cross_entropy, widened
 from fivefold.kernels.mixture import grouped_linear
 from fivefold.trace.memory import Tracker
 
@@ -296,7 +294,7 @@ def test_full_logits_are_never_kept():
 
     program = """
 import resource, torch
-from fivefold.kernels.loss import linear_cross_entropy
+from fivefold.kernels.matmul import linear_cross_entropy
 x = torch.randn(2048, 64).bfloat16().requires_grad_()
 weight = torch.randn(131072, 64).bfloat16().requires_grad_()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -404,16 +402,16 @@ def test_linear_under_autocast():
         assert matmul.linear(torch.randn(3, 16), torch.randn(24, 16)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("held", [(), *fastest.CASES, tuple(fastest.CASES)], ids=str)
+@pytest.mark.parametrize("held", [(), *native.CASES, tuple(native.CASES)], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("lead", [(130,), (3, 43)])
 def test_products_of_a_linear_layer(held, dtype, lead, monkeypatch):
     """Whichever library computes them: F.linear up to rounding, and gradients that autograd computes, to the bit."""
-    monkeypatch.setattr(fastest, "LARGE_WEIGHT", 1000)
+    monkeypatch.setattr(native, "LARGE_WEIGHT", 1000)
     names = [held] if isinstance(held, str) else held
-    monkeypatch.setattr(fastest, "table", lambda: fastest.Table("", names))
+    monkeypatch.setattr(native, "table", lambda: native.Table("", names))
     called = []
-    monkeypatch.setattr(matmul, "onednn_linear", lambda *t: called.append(1) or private.onednn_linear(*t))
+    monkeypatch.setattr(matmul, "onednn_linear", lambda *t: called.append(1) or native.onednn_linear(*t))
     for features, biased in itertools.product((8, 24), (False, True)):  # a small weight and a large one
         bias = torch.randn(features).to(dtype) if biased else None
         x, weight = torch.randn(*lead, 64).to(dtype), torch.randn(features, 64).to(dtype)
@@ -450,17 +448,17 @@ def test_exponentials_of_all_sizes():
 def test_a_choice_is_measured_once_per_machine(monkeypatch, tmp_path):
     """Also by the process that measured: another rank may have been first."""
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fastest, "machines", fastest.machines.__wrapped__)
-    name = next(iter(fastest.CASES))
-    monkeypatch.setattr(fastest, "clearly_faster", lambda: iter([name]))
-    found = fastest.machines(1)
-    assert found == (fastest.place(), [name])
-    monkeypatch.setattr(fastest, "clearly_faster", lambda: iter([]))
-    assert fastest.machines(1) == found
+    monkeypatch.setattr(native, "machines", native.machines.__wrapped__)
+    name = next(iter(native.CASES))
+    monkeypatch.setattr(native, "clearly_faster", lambda: iter([name]))
+    found = native.machines(1)
+    assert found == (native.place(), [name])
+    monkeypatch.setattr(native, "clearly_faster", lambda: iter([]))
+    assert native.machines(1) == found
     next((tmp_path / "cache" / "kernels").glob("*.json")).write_text('["this')
-    assert fastest.machines(1).onednn == fastest.UNMEASURED.onednn
+    assert native.machines(1).onednn == native.UNMEASURED.onednn
     monkeypatch.setenv("FIVEFOLD_CACHE", "/proc/nowhere")
-    assert fastest.machines(1).onednn == fastest.UNMEASURED.onednn
+    assert native.machines(1).onednn == native.UNMEASURED.onednn
 
 
 def test_only_what_is_clearly_faster_is_chosen(monkeypatch):
@@ -474,33 +472,28 @@ def test_only_what_is_clearly_faster_is_chosen(monkeypatch):
 
         return work
 
-    monkeypatch.setattr(fastest.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(fastest, "CASES", dict(list(fastest.CASES.items())[:1]))
+    monkeypatch.setattr(native.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(native, "CASES", dict(list(native.CASES.items())[:1]))
     for own, chosen in ((1.06, True), (1.04, False)):
         turns.update(own=0, onednn=0)
-        monkeypatch.setattr(fastest.F, "linear", takes("own", 9.0, own, 2.0))
-        monkeypatch.setattr(fastest, "onednn_linear", takes("onednn", 3.0, 2.0, 1.0))
-        assert bool([*fastest.clearly_faster()]) == chosen
-        assert turns == {"own": fastest.REPEATS, "onednn": fastest.REPEATS}
-    monkeypatch.setattr(fastest, "SECONDS", -1.0)
+        monkeypatch.setattr(native.F, "linear", takes("own", 9.0, own, 2.0))
+        monkeypatch.setattr(native, "onednn_linear", takes("onednn", 3.0, 2.0, 1.0))
+        assert bool([*native.clearly_faster()]) == chosen
+        assert turns == {"own": native.REPEATS, "onednn": native.REPEATS}
+    monkeypatch.setattr(native, "SECONDS", -1.0)
     turns.update(own=0, onednn=0)
-    assert not [*fastest.clearly_faster()]
+    assert not [*native.clearly_faster()]
     assert turns == {"own": 2, "onednn": 2}
 
 
 def test_what_is_used_of_pytorch_that_is_not_documented():
-    """Raising torch: each of `kernels/private.py` is there, and does what its line says."""
+    """Raising torch: each private name that kernels use is there, and does what its line says."""
     x, weight, bias = torch.randn(6, 16), torch.randn(24, 16), torch.randn(24)
-    close(private.onednn_linear(x, weight, bias), F.linear(x, weight, bias).double(), torch.float32)
-    with FakeMode():
-        fake = torch.empty(3, 4)
-        product = fake @ fake.T
-        assert not private.torch_fakes()
-    assert isinstance(product, Fake)
-    assert (product.shape, product.device.type, product.untyped_storage().nbytes()) == ((3, 3), "cpu", 36)
-    assert private.done_work([x]) is not None
+    close(native.onednn_linear(x, weight, bias), F.linear(x, weight, bias).double(), torch.float32)
     q, k = (torch.empty(2, 4, n, 16, dtype=torch.bfloat16, device="meta") for n in (64, 32))
-    out, lse = private.flash_attention(q, k, k, False)  # it has no CPU kernel: shapes only
+    out, lse = partial_attention.flash(q, k, k, False)  # it has no CPU kernel: shapes only
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
-    gradients = private.flash_attention_backward(out, q, k, k, out, lse, False)
+    gradients = partial_attention.flash_backward(
+        partial_attention.Queries(q, out, out, lse, lse), k, k, False
+    )
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]

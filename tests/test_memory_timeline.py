@@ -15,11 +15,11 @@ from fivefold.launch.ranks import Ranks
 from fivefold.observe.memory_picture import to_svg, to_text
 from fivefold.recipe import load, microbatches_per_step
 from fivefold.schedules.memory_timeline import BINS, Change, Phase, from_json, of_changes
-from fivefold.trace import gpu, private
+from fivefold.trace import gpu
 from fivefold.trace.depth import timelines
 from fivefold.trace.step import trace
 from fivefold.train.job import Job
-from fivefold.train.profile import MemoryWatch
+from fivefold.train.profile import HISTORY, MemoryWatch
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,11 @@ def test_snapshots_of_gpus_are_written_and_recording_ends(
     assert callable(torch.cuda.memory._dump_snapshot)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: said.append(given))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: said.append(path))
-    private.start_memory_history()
-    private.write_memory_snapshot(str(tmp_path / "a"))
-    assert said == [{"max_entries": private.HISTORY}, str(tmp_path / "a"), {"enabled": None}]
-    said.clear()  # a module of the user's own, too
-    recipe = load("quickstart", ["observe.memory_step=2"])
+    recipe = load("quickstart", ["observe.memory_step=2"])  # a module of the user's own, too
     job = Job(recipe, tmp_path, None, module=torch.nn.Linear(1, 1))
     watch = MemoryWatch(job, Ranks(0, 1, 0, 1, torch.device("cuda")), 0)
     state: Any = SimpleNamespace(step=1)
     watch.begin_step(state)
-    assert watch.end_step(2) == tmp_path / "traces" / "memory-snapshot-step-00000002-rank-0.pickle"
-    assert len(said) == 3
+    path = tmp_path / "traces" / "memory-snapshot-step-00000002-rank-0.pickle"
+    assert watch.end_step(2) == path
+    assert said == [{"max_entries": HISTORY}, str(path), {"enabled": None}]

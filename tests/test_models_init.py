@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.models.init import build, fill_normal_, init_box
+from fivefold.kernels.hashing import keys
+from fivefold.models.init import build, fill_normal_
 from fivefold.recipe import ModelSection, resolve_model
 
 N = 1 << 20
@@ -19,8 +21,14 @@ N = 1 << 20
 
 def first(count: int, seed: int = 0, name: str = "w", std: float = 1.0) -> torch.Tensor:
     """The first elements of a parameter."""
-    out = torch.empty(count)
-    fill_normal_(out, seed, name, std)
+    return init_box(seed, name, (count,), std, [(0, count)])
+
+
+def init_box(
+    seed: int, name: str, shape: Sequence[int], std: float, box: Sequence[tuple[int, int]]
+) -> torch.Tensor:
+    out = torch.empty([stop - start for start, stop in box])
+    fill_normal_(out, keys(f"{seed}/{name}"), std, tuple(shape), box)
     return out
 
 
@@ -58,10 +66,10 @@ def test_elements_do_not_follow_each_other(numbers):
 
 def test_names_and_seeds_are_independent():
     """Also neighbouring seeds, and names that differ in one digit."""
-    keys = [(s, f"blocks.{i}.{x}.weight") for s in (0, 1, 2**40) for i in (0, 1, 10) for x in ("a", "b")]
-    rows = torch.stack([first(1 << 14, seed, name) for seed, name in keys])
-    for a, b in itertools.combinations(range(len(keys)), 2):
-        assert abs((rows[a] * rows[b]).mean()) < 5 / math.sqrt(1 << 14), (keys[a], keys[b])
+    names = [(s, f"blocks.{i}.{x}.weight") for s in (0, 1, 2**40) for i in (0, 1, 10) for x in ("a", "b")]
+    rows = torch.stack([first(1 << 14, seed, name) for seed, name in names])
+    for a, b in itertools.combinations(range(len(names)), 2):
+        assert abs((rows[a] * rows[b]).mean()) < 5 / math.sqrt(1 << 14), (names[a], names[b])
         assert len(set(rows[a].tolist()) & set(rows[b].tolist())) < 100  # not the same numbers elsewhere
 
 

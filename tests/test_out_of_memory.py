@@ -18,7 +18,7 @@ from fivefold import host
 from fivefold.checkpoint import store
 from fivefold.errors import UserError
 from fivefold.host import machine
-from fivefold.kernels.adamw import AdamW
+from fivefold.kernels.elementwise import AdamW
 from fivefold.models.llama.module import Model
 from fivefold.plan.advice.remedies import remedies
 from fivefold.plan.predict import priced_here

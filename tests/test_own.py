@@ -26,8 +26,7 @@ from torch import nn
 import fivefold
 from fivefold import ModuleCard
 from fivefold.errors import UserError
-from fivefold.models.card import card_of
-from fivefold.models.parameters import cut_of
+from fivefold.models.card import card_of, cut_of
 from fivefold.parallel.offload import activations
 from fivefold.plan.predict import held
 from fivefold.recipe import Recipe, load, resolve

@@ -8,7 +8,7 @@ import published  # benchmarks/planner
 import pytest
 import torch
 
-from fivefold.kernels.adamw import AdamW
+from fivefold.kernels.elementwise import AdamW
 from fivefold.models.card import card_of, flops_per_token
 from fivefold.models.operations import Matmul
 from fivefold.models.section import ModelSection

@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.kernels.fake import FakeMode
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.unit_messages import UnitMessages
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.units import FsdpUnit
+from fivefold.trace.fake import FakeMode
 
 
 class Twice(nn.Module):

@@ -9,12 +9,13 @@ import torch
 from marks import all_but, only, slow_but
 from ranks import run_ranks
 from steps import Evenly, Numbers
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.kernels.fake import DispatchMode
 from fivefold.launch.ranks import Ranks
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
@@ -22,8 +23,9 @@ from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
-from fivefold.trace import depth, private
+from fivefold.trace import depth
 from fivefold.trace.depth import CachedFigures, depths, exact, extrapolate, fewer, sizes
+from fivefold.trace.fake import DispatchMode, Fake, FakeMode, done_work
 from fivefold.trace.memory import Tracker, states_of
 from fivefold.trace.step import Traced, trace
 from fivefold.trace.traffic import Collectives, flops_of
@@ -317,19 +319,19 @@ def test_command_shows_both() -> None:
 
 
 def test_what_is_used_of_pytorch_that_is_not_documented() -> None:
-    """Raising torch: each of `trace/private.py` is there, and does what its line says."""
-    x = torch.ones(2, requires_grad=True)
-    seen: list[bool] = []
-    y = x * 2
-    y.register_hook(lambda _: seen.append(private.in_backward()))
-    y.sum().backward()
-    assert (seen, private.in_backward()) == ([True], False)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert private.saving_hook() is not None
-    assert private.saving_hook() is None
-    with Flops() as mode:
-        assert private.modes() == [mode]
+    """Raising torch: each private name of `trace/` is there, and does what its line says."""
+    with FakeMode():
+        fake = torch.empty(3, 4)
+        product = fake @ fake.T
+    assert isinstance(product, Fake)
+    assert (product.shape, product.device.type, product.untyped_storage().nbytes()) == ((3, 3), "cpu", 36)
+    assert done_work([torch.ones(2)]) is not None
+    with FakeMode() as mode:
+        assert _get_current_dispatch_mode_stack() == [mode]
     with FakeTensorMode():
-        assert isinstance(torch.empty(3), private.FakeTensor)
-    assert private.fake_tensor.init_gpu_context(torch.device("cpu")) is None
-    assert private.FakeStore() is not None
+        assert isinstance(torch.empty(3), FakeTensor)
+    assert fake_tensor.init_gpu_context(torch.device("cpu")) is None
+    x = torch.ones(2, requires_grad=True)
+    with Tracker() as tracker:
+        (x * 2).sum().backward()
+    assert [kind for kind, *_ in tracker.phases] == ["forward", "backward"]

@@ -16,7 +16,6 @@ import yaml
 
 from fivefold.errors import UserError
 from fivefold.kernels import native
-from fivefold.kernels.fake import CPU, Fake, FakeMode
 from fivefold.models.card import card_of
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.clusters import parse
@@ -31,7 +30,8 @@ from fivefold.sharding.parts import stages_of
 from fivefold.sharding.tiers import tiers
 from fivefold.trace import gpu
 from fivefold.trace.depth import exact
-from fivefold.trace.standins import DEVICE
+from fivefold.trace.fake import CPU, Fake, FakeMode
+from fivefold.trace.step import DEVICE
 
 V, LAYERS = 96, 4
 TINY = [
@@ -374,7 +374,7 @@ for library in sys.argv[1:]:
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
 import json, torch
 from fivefold.trace import step
-from fivefold.trace.standins import DEVICE
+from fivefold.trace.step import DEVICE
 import fivefold.step.step as trained
 from test_trace_gpu import recipe_of
 

@@ -20,7 +20,7 @@ from fivefold.checkpoint import keep, store
 from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.host import machine
-from fivefold.kernels import fastest
+from fivefold.kernels import native
 from fivefold.parallel.mesh import axis_between
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.sharding.layout import Layout
@@ -117,13 +117,13 @@ def on_other_machines(rank: int, world: int, recipe: Recipe, out: Path, tables: 
     """A run, resumed if it can be, whose ranks' machines have these tables of libraries. Returns what held on this
     rank."""
     held = list[list[str]]()
-    own = fastest.Table(f"processor {rank}, 0", tables[rank])
+    own = native.Table(f"processor {rank}, 0", tables[rank])
     with (
-        patch.object(fastest, "machines", lambda threads: own),
-        after_each_step(lambda state, when: held.append([*fastest.table().onednn])),
+        patch.object(native, "machines", lambda threads: own),
+        after_each_step(lambda state, when: held.append([*native.table().onednn])),
     ):
         train_rank(rank, world, recipe, out, resume=True)
-        assert fastest.table() == own, "not after the run"
+        assert native.table() == own, "not after the run"
     assert held == held[:1] * len(held)
     return held[0]
 
@@ -136,7 +136,7 @@ def test_all_ranks_multiply_as_the_first_does_and_so_does_a_resumed_run(text, tm
     assert run_ranks(2, on_other_machines, two, tmp_path / "run", [mine, other]) == [mine, mine]
     facts = {"processor": "processor 0, 0", "onednn": mine}
     assert json.loads((tmp_path / "run" / "products.json").read_text()) == facts
-    with patch.object(fastest, "place", lambda: "processor 0, 0"):
+    with patch.object(native, "place", lambda: "processor 0, 0"):
         on_other_machines(0, 1, change(recipe, ["train.steps=3"]), tmp_path / "run", [other])
         assert "processor 0" not in capsys.readouterr().out
     assert on_other_machines(0, 1, change(recipe, ["train.steps=4"]), tmp_path / "run", [other]) == mine

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.kernels import native
-from fivefold.kernels.quantize import Quantizer
+from fivefold.kernels.rounded import Quantizer
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.unit_messages import Gathers, Scatters

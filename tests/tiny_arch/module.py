@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fivefold.kernels.documents import Documents
+from fivefold.kernels.blockwise_attention import Documents
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.layers import Attention, Embedding, LayerCache, Linear, Positions, RMSNorm, SwiGLU
 from fivefold.models.section import ModelSection

@@ -28,7 +28,7 @@ from fivefold.comm.axis import Axis, Started
 from fivefold.comm.compress import compressed_sum
 from fivefold.kernels import elementwise, matmul
 from fivefold.kernels.blockwise_attention import qkv_attention
-from fivefold.kernels.loss import loss_and_gradient, mean_scale
+from fivefold.kernels.matmul import loss_and_gradient, mean_scale
 from fivefold.kernels.partial_attention import attend, attend_backward, merge, queries
 from fivefold.optim import OPTIMIZERS, update_traffic
 from fivefold.optim.scaling import sum_of_squares
@@ -229,7 +229,7 @@ def _passes(
 
 
 def _loss(logits: Tensor, targets: Tensor) -> None:
-    """Overwrites logits with their gradient, as in kernels/loss.py."""
+    """Overwrites logits with their gradient, as in kernels/matmul.py."""
     losses = torch.empty(len(logits), device=logits.device)
     loss_and_gradient(logits, targets, losses, mean_scale(targets))
 

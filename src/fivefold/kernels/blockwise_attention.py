@@ -5,14 +5,19 @@ sizes (T 256, d 64) this is about twice as fast as PyTorch's flash attention for
 Elsewhere: PyTorch's scaled_dot_product_attention; for packed documents its attention over sequences of any lengths, on
 NVIDIA GPUs in 16 bits, or else a mask.
 
+Documents in packed sequences: a token sees keys of its own document only. tiling.py says which tiles of queries and
+keys that leaves.
+
 Legend: B batch, T sequence, H query heads, K key-value heads, G = H/K, d head size, Q queries in a block, S keys seen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,10 +26,85 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.kernels import native
-from fivefold.kernels.documents import Documents, Tile, sums_dtype, whole_tiles
 from fivefold.kernels.elementwise import rope
 from fivefold.kernels.matmul import wide
-from fivefold.kernels.sizes import any_length, keeps_probabilities
+from fivefold.kernels.sizes import any_length, keeps_probabilities, query_blocks
+from fivefold.kernels.tiling import Columns, Tiling
+
+
+class Tile(NamedTuple):
+    """A block of queries with the keys that any of them sees, in one matmul.
+
+    rows: sequences of the batch. start, end: queries. low, high: keys. bounds: the keys [from, to) that each query
+    sees, counted from `low`: int32 (rows, end - start, 2). None: all keys, or those that a causal mask leaves.
+    """
+
+    rows: slice
+    start: int
+    end: int
+    low: int
+    high: int
+    bounds: Tensor | None = None
+
+
+class Documents:
+    """The documents in a batch of sequences. first_BT: the column at which the document of each token begins.
+
+    On the device: `first`, and `cumulative`, the cumulative lengths of all documents of the flattened batch, int32
+    (N + 1). Tiles are kept, since every layer asks for the same.
+    """
+
+    def __init__(self, first_BT: np.ndarray, device: torch.device | str = "cpu") -> None:
+        self.tiling, self.device = Tiling(first_BT), torch.device(device)
+        self.first_BT, self.shape = self.tiling.first_BT, self.tiling.shape
+        self._tiles: dict[tuple[Columns, Columns, bool, int], list[Tile]] = {}
+        ends = np.append(np.flatnonzero(self.tiling.begins_BT.ravel()), first_BT.size)
+        # Here, and not where they are used: PyTorch's compiler reads attributes, and cannot trace numpy.
+        self.first = torch.from_numpy(self.first_BT).to(self.device, non_blocking=True)
+        self.cumulative = torch.from_numpy(ends.astype(np.int32)).to(self.device, non_blocking=True)
+
+    def filled(self, rows: int) -> Documents:
+        """With more sequences, up to `rows`, that are as the first one."""
+        more = np.repeat(self.first_BT[:1], rows - self.shape[0], axis=0)
+        return Documents(np.concatenate([self.first_BT, more]), self.device) if len(more) else self
+
+    def positions(self, columns_t: Tensor) -> Tensor:
+        """Positions of the tokens at these columns in their documents: (B, t)."""
+        return columns_t - self.first[:, columns_t]
+
+    def mask(self, causal: bool) -> Tensor:
+        """True where a query (dim 2) sees a key (dim 3): (B, 1, T, T) on the device."""
+        first = self.first
+        seen = first[:, :, None] == first[:, None, :]
+        return (seen.tril() if causal else seen)[:, None]
+
+    def tiles(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> list[Tile]:
+        """The tiles of queries and keys at these columns. Queries and keys of a tile are counted among them. A query
+        that sees none of the keys may be in no tile."""
+        asked = queries, keys, causal, element_size
+        if asked not in self._tiles:
+            tiles = self._tiles[asked] = []
+            for first, last, start, end, low, high, bounds_BQ2 in self.tiling.blocks(*asked):
+                inside = np.clip(bounds_BQ2[first:last, start:end] - low, 0, high - low)
+                bounds = torch.from_numpy(inside.astype(np.int32)).to(self.device)
+                tiles.append(Tile(slice(first, last), start, end, low, high, bounds))
+        return self._tiles[asked]
+
+
+def whole_tiles(
+    B: int, T: int, causal: bool, element_size: int, documents: Documents | None = None
+) -> Sequence[Tile]:
+    """The tiles of whole sequences; without documents those of a causal mask, or of none."""
+    if documents is not None:
+        assert documents.shape == (B, T), f"documents of {documents.shape}, tokens of {(B, T)}"
+        return documents.tiles(((0, T),), ((0, T),), causal, element_size)
+    return [Tile(slice(0, B), *block[:2], 0, block[2]) for block in query_blocks(T, causal, element_size)]
+
+
+def sums_dtype(tiles: Sequence[Tile], dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of keys are summed over tiles: fp32 if a sequence is in many."""
+    blocks = {tile.start for tile in tiles}
+    return dtype if len(blocks) <= 2 else torch.float32
 
 
 def attention(
@@ -164,8 +244,8 @@ class _QKVAttention(Function):
             _heads_last(dq, dqkv[tile.rows], 0, start, cos, sin)
             dv_block = torch.bmm(p.transpose(1, 2), do).view(keys.shape)
             dk_block = torch.bmm(ds.transpose(1, 2), _stack(q, K)).view(keys.shape)
-            dk = _summed(dk, dk_block, tile, k.shape, total_dtype)
-            dv = _summed(dv, dv_block, tile, k.shape, total_dtype)
+            dk = summed(dk, dk_block, tile, k.shape, total_dtype)
+            dv = summed(dv, dv_block, tile, k.shape, total_dtype)
         assert dk is not None
         assert dv is not None
         _heads_last(dk, dqkv, ctx.heads, 0, cos, sin)
@@ -198,7 +278,7 @@ def softmax_shape(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) 
     return matrices, queries, scores.shape[2], tile.start, int(causal), float(d**-0.5), tile.bounds, heads
 
 
-def _summed(
+def summed(
     total: Tensor | None, part_BKSd: Tensor, tile: Tile, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
     """Adds a tile's part to a gradient of all keys (B, K, T, d). The first part begins it."""
@@ -207,7 +287,7 @@ def _summed(
             return part_BKSd.to(dtype)
         total = part_BKSd.new_zeros(shape, dtype=dtype)
     here = _keys(total, tile)
-    if total.dtype == part_BKSd.dtype:
+    if total.dtype == part_BKSd.dtype or not native.usable(part_BKSd):
         here += part_BKSd
         return total
     B, K, S, d = part_BKSd.shape
@@ -246,10 +326,11 @@ def _heads_first(
     """Heads first..first+heads of tokens start..end of x (B, T, all heads x d), rotated if cos is given:
     (B, heads, end-start, d)."""
     B, T, width = x.shape
-    out = x.new_empty(B, heads, end - start, d)
+    Q, out = end - start, x.new_empty(B, heads, end - start, d)
     cos, sin = (None, None) if cos is None or sin is None else (cos[start:end], sin[start:end])
     part = x[:, start:, first * d :]  # its pointer is the first head of the first token
-    native.call("rope_forward", x.dtype, part, cos, sin, out, B, end - start, heads, d, width, T * width)
+    steps = T * width, d, width, heads * Q * d, Q * d, d
+    native.call("rope", x.dtype, part, cos, sin, out, B, heads, Q, d, *steps, 1.0)
     return out
 
 
@@ -258,10 +339,8 @@ def _heads_last(
 ) -> None:
     """Inverse of `_heads_first`: writes into heads first.. of tokens start.. of out (B, T, all heads x d), rotated by
     the opposite angles."""
-    B, heads, Q, d = x_BHQd.shape
-    T, width = out.shape[1:]
-    cos, sin = (
-        (None, None) if cos is None or sin is None else (cos[start : start + Q], sin[start : start + Q])
-    )
+    (B, heads, Q, d), (T, width), end = x_BHQd.shape, out.shape[1:], start + x_BHQd.shape[2]
+    cos, sin = (None, None) if cos is None or sin is None else (cos[start:end], sin[start:end])
     part, x_BHQd = out[:, start:, first * d :], x_BHQd.to(out.dtype).contiguous()
-    native.call("rope_backward", out.dtype, x_BHQd, cos, sin, part, B, Q, heads, d, width, T * width)
+    steps = heads * Q * d, Q * d, d, T * width, d, width
+    native.call("rope", out.dtype, x_BHQd, cos, sin, part, B, heads, Q, d, *steps, -1.0)

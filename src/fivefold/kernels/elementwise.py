@@ -1,12 +1,12 @@
-"""Norms, gates, GELU, rotary embedding, heads of latent attention, gradient sums. Most are one pass over memory on CPUs
-(native.c), and PyTorch's own operations elsewhere.
+"""Norms, gates, GELU, rotary embedding, gradient sums, AdamW: one pass over memory on CPUs (native.c), and PyTorch's
+own operations elsewhere.
 
-Legend: N rows (tokens), D model, F feed-forward, B batch, T sequence, H heads, d head size, r of the rotated part of a
-head in latent attention, v of a value head.
+Legend: N rows (tokens), D model, F feed-forward, B batch, T sequence, H heads, d head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -45,19 +45,21 @@ class _Norm(Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ):
-        weights = [w.contiguous() for w in (weight, bias) if w is not None]
-        assert all(w.shape == x.shape[-1:] for w in weights), "one weight and one bias a column"
+        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+        assert all(w is None or w.shape == x.shape[-1:] for w in (weight, bias)), (
+            "one weight and bias a column"
+        )
         assert residual is None or residual.shape == x.shape
         x = x.contiguous()
         total = x if residual is None else torch.empty_like(x)
         residual = None if residual is None else residual.contiguous()
         out, rows, dim = torch.empty_like(x), x.numel() // x.shape[-1], x.shape[-1]
-        statistics = torch.empty(rows, len(weights), dtype=torch.float32)
-        ctx.kind, ctx.added = "rms_norm" if bias is None else "layer_norm", residual is not None
+        statistics = torch.empty(rows, 1 if bias is None else 2, dtype=torch.float32)
+        ctx.added = residual is not None
         native.call(
-            f"{ctx.kind}_forward", x.dtype, x, residual, *weights, total, out, statistics, rows, dim, float(eps)
-        )  # fmt: skip
-        ctx.save_for_backward(total, weights[0], statistics)
+            "norm_forward", x.dtype, x, residual, weight, bias, total, out, statistics, rows, dim, float(eps)
+        )
+        ctx.save_for_backward(total, weight, statistics)
         ctx.set_materialize_grads(False)
         return (None if residual is None else total), out
 
@@ -74,7 +76,7 @@ class _Norm(Function):
         carry = None if carry is None else carry.contiguous()
         dout = dout.contiguous()
         native.call(
-            f"{ctx.kind}_backward", x.dtype, dout, x, weight, statistics, carry, dx, gradients, scratch, rows, dim,
+            "norm_backward", x.dtype, dout, x, weight, statistics, carry, dx, gradients, scratch, count, rows, dim,
             threads,
         )  # fmt: skip
         gradients = gradients.to(weight.dtype)
@@ -146,76 +148,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
 
 
-def latent_heads(
-    q_BTHd: Tensor,
-    kv_BTHn: Tensor,
-    key_BTr: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    value_width: int,
-    scale: float = 1.0,
-) -> Tensor:
-    """Queries, keys and values for `qkv_attention`, (B, T, 3 H d): all query heads, then key heads, then value heads,
-    put together from the parts that the projections of latent attention give (arXiv 2405.04434, section 2.1).
-
-    q: the last r features of a head are rotated. kv: of each head d - r features of its key, then its value. key: the
-    part of the key that is rotated, the same for all heads. cos, sin (T, r/2) fp32: features 2i and 2i + 1 rotate
-    together; they come out as features i and i + r/2 of their part. scale: factor on the queries. Values are padded
-    with zeros to width d.
-
-    Plain PyTorch would copy the heads several times, to rotate, repeat, pad and concatenate them. Here each part is
-    written once, to its place. The operations are PyTorch's, on any device.
-    """
-    return _LatentHeads.apply(q_BTHd, kv_BTHn, key_BTr, cos, sin, value_width, scale)
-
-
-class _LatentHeads(Function):
-    """One copy in forward, and one in backward. The gradient of the shared part is summed over the heads in fp32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, kv: Tensor, key: Tensor, cos: Tensor, sin: Tensor, value_width: int, scale: float
-    ) -> Tensor:
-        B, T, H, d = q.shape
-        plain = d - key.shape[-1]
-        assert kv.shape == (B, T, H, plain + value_width)
-        assert value_width <= d
-        out = q.new_empty(B, T, 3, H, d)
-        torch.mul(q[..., :plain], scale, out=out[:, :, 0, :, :plain])
-        out[:, :, 0, :, plain:] = _rotated(q[..., plain:], cos[:, None] * scale, sin[:, None] * scale)
-        out[:, :, 1, :, :plain] = kv[..., :plain]
-        out[:, :, 1, :, plain:] = _rotated(key, cos, sin)[:, :, None]
-        out[:, :, 2, :, :value_width] = kv[..., plain:]
-        out[:, :, 2, :, value_width:] = 0
-        ctx.save_for_backward(cos, sin)
-        ctx.widths, ctx.heads, ctx.scale = (plain, value_width), H, scale
-        return out.flatten(2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        (cos, sin), (plain, value_width), scale = ctx.saved_tensors, ctx.widths, ctx.scale
-        dq_BTHd, dk_BTHd, dv_BTHd = grads[0].unflatten(-1, (3, ctx.heads, -1)).unbind(2)
-        dq = dq_BTHd.new_empty(dq_BTHd.shape)
-        torch.mul(dq_BTHd[..., :plain], scale, out=dq[..., :plain])
-        dq[..., plain:] = _rotated_back(dq_BTHd[..., plain:], cos[:, None] * scale, sin[:, None] * scale)
-        dkv = torch.cat((dk_BTHd[..., :plain], dv_BTHd[..., :value_width]), dim=-1)
-        dkey = _rotated_back(dk_BTHd[..., plain:].sum(2, dtype=torch.float32), cos, sin)
-        return dq, dkv, dkey.to(dq.dtype), None, None, None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs (2i, 2i + 1) of the last dim, rotated, as (i, i + r/2); in fp32."""
-    a, b = x[..., 0::2].float(), x[..., 1::2].float()
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-def _rotated_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of `_rotated`."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.stack((a * cos + b * sin, b * cos - a * sin), dim=-1).flatten(-2)
-
-
 def add_gradient(total: Tensor, grad: Tensor, first: bool) -> None:
     """total += grad, or total = grad when it is the first of the step. total: flat; grad: any shape and dtype."""
     fp32 = total.dtype == torch.float32
@@ -225,3 +157,67 @@ def add_gradient(total: Tensor, grad: Tensor, first: bool) -> None:
         total.view(grad.shape).copy_(grad)
     else:
         total.view(grad.shape).add_(grad)
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's AdamW (arXiv 1711.05101), with the same states, and the same results up to rounding. On CPUs one pass
+    over memory also scales the gradients and rounds the working weights. PyTorch's fused kernel elsewhere.
+
+    Read by a step in one pass: scale, which multiplies the gradients (None: 1); working, the weights in bf16 that are
+    written, by master; found_inf, as PyTorch's fused kernel reads it. Written by it: largest, the largest |weight|
+    after the update, NaN if any is; None if it was not one pass.
+    """
+
+    scale: Tensor | None = None
+    working: Mapping[Tensor, Tensor] = {}
+    found_inf: Tensor | None = None
+    largest: Tensor | None = None
+
+    @property
+    def one_pass(self) -> bool:
+        """True if the next step is one pass. Else it knows neither `scale` nor `working`."""
+        weights = [p for group in self.param_groups for p in group["params"]]
+        return all(_plain(p) and native.usable(p) for p in weights)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.largest = None  # a step that is skipped, too, has none of its own
+        if not self.one_pass:
+            super().step(closure)
+            return
+        if self.found_inf is not None and _value(self.found_inf, 0.0):
+            return
+        scale = 1.0 if self.scale is None else _value(self.scale, 1.0)
+        self.largest = torch.zeros((), dtype=torch.float32)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, group, scale)
+
+    def _update(self, weight: Tensor, group: Mapping[str, Any], scale: float) -> None:
+        state = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        state["step"] += 1
+        number, (a, b), lr = _value(state["step"], 1.0), group["betas"], group["lr"]
+        rate, correct = lr / (1 - a**number), (1 - b**number) ** -0.5
+        moments, grad = (state["exp_avg"], state["exp_avg_sq"]), weight.grad
+        assert grad is not None
+        assert grad.dtype == weight.dtype
+        assert all(_plain(t) for t in (grad, *moments)), "memory of another order"
+        assert self.largest is not None
+        native.call(
+            "adamw", weight.dtype, weight, grad, *moments, self.working.get(weight), self.largest,
+            weight.numel(),
+            scale, 1 - a, b, 1 - b, 1 - lr * group["weight_decay"], rate, correct, float(group["eps"]),
+        )  # fmt: skip
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.is_contiguous()
+
+
+def _value(scalar: Tensor, fake: float) -> float:
+    """A scalar's value, or `fake` of one that has none."""
+    return fake if getattr(scalar, "fake", False) else scalar.item()

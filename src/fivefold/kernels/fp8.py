@@ -41,10 +41,8 @@ class Fp8(RoundedMatmuls):
 
     def multiply(self, a: Tensor, b: Tensor, form: Format, weight: bool = False) -> Tensor:
         """`product` by the device's matmul of fp8, summed in fp32 rather than with the fewer bits of fast sums."""
-        (a8, a_scale), (b8, b_scale) = (
-            encode(a, *self.tile(a.shape), form),
-            encode(b, *self.tile(b.shape, weight), self.inputs),
-        )
+        a8, a_scale = encode(a, *self.tile(a.shape), form)
+        b8, b_scale = encode(b, *self.tile(b.shape, weight), self.inputs)
         kind = _KINDS[self.scaling]
         if self.scaling == "tensor":
             a_scale, b_scale = a_scale.view(()), b_scale.view(())
@@ -76,9 +74,8 @@ def encode(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Tensor, Te
     tiles = tiles_of(x, rows, columns)
     largest = torch.maximum(tiles.amax((1, 3), keepdim=True), -tiles.amin((1, 3), keepdim=True))
     scale = power_of_two(largest.float(), form)
-    numbers = (
-        (tiles * scale.to(x.dtype)).to(torch_format(form)).reshape(x.shape)
-    )  # a power of two rounds nothing
+    # A power of two rounds nothing.
+    numbers = (tiles * scale.to(x.dtype)).to(torch_format(form)).reshape(x.shape)
     return numbers.contiguous(), 1 / scale[:, 0, :, 0]
 
 

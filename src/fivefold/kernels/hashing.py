@@ -20,9 +20,8 @@ CHUNK = 1 << 17  # elements made at once on a CPU: their scratch memory (4 MB) s
 def keys(text: str) -> tuple[int, int]:
     """Two 64-bit keys of a text, as signed numbers (torch has no unsigned arithmetic)."""
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(
-        digest[8:], "little", signed=True
-    )
+    a, b = (int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:]))
+    return a, b
 
 
 def chunk_on(device: torch.device) -> int:
@@ -49,37 +48,34 @@ def indices(
         yield slice(row - first, row - first + len(ids)), (ids[:, None] * row_stride + inner).view(-1)
 
 
-def hash64_(x: Tensor, key_a: int, key_b: int) -> Tensor:
-    """SplitMix64 in place, of int64. The second key is added between the rounds, so that no two keys' sequences are
-    shifts of each other. Products wrap around; `& mask` makes the arithmetic shift a logical one."""
+def hash_(x: Tensor, key_a: int, key_b: int) -> Tensor:
+    """Hashes numbers in place: int64, or int32 with half the memory traffic. The second key is added between the
+    rounds, so that no two keys' sequences are shifts of each other. Products wrap around; `& mask` makes the arithmetic
+    shift a logical one."""
+    bits, (start, first, second), shifts = MIXES[x.dtype]
     shifted = torch.empty_like(x)
-    x.mul_(_signed(0x9E3779B97F4A7C15, 64)).add_(key_a)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
+    x.mul_(_signed(start, bits)).add_(_signed(key_a, bits))
+    for shift, factor in zip(shifts, (first, second, None), strict=True):
         torch.bitwise_right_shift(x, shift, out=shifted)
-        x.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
+        x.bitwise_xor_(shifted.bitwise_and_((1 << (bits - shift)) - 1))
         if factor is not None:
-            x.mul_(_signed(factor, 64))
-        if shift == 30:
-            x.bitwise_xor_(key_b)
+            x.mul_(_signed(factor, bits))
+        if factor == first:
+            x.bitwise_xor_(_signed(key_b, bits))
     return x
 
 
-def hash32_(x: Tensor, key_a: int, key_b: int) -> Tensor:
-    """A 32-bit hash in place, of int32: half the memory traffic of `hash64_`."""
-    shifted = torch.empty_like(x)
-    x.mul_(_signed(0x9E3779B1, 32)).add_(_signed(key_a & 0xFFFFFFFF, 32))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None)):
-        torch.bitwise_right_shift(x, shift, out=shifted)
-        x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
-        if factor is not None:
-            x.mul_(_signed(factor, 32))
-        if factor == 0x85EBCA6B:
-            x.bitwise_xor_(_signed(key_b & 0xFFFFFFFF, 32))
-    return x
+MIXES = {
+    torch.int64: (64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)),
+    torch.int32: (32, (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (16, 13, 16)),
+}
+"""Bits, factors and shifts of SplitMix64 and of MurmurHash3's finalizer."""
 
 
 def _signed(value: int, bits: int) -> int:
-    return value - (1 << bits) if value >= 1 << (bits - 1) else value
+    """The last bits of a number, as a signed one."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 ROW = 4096
@@ -106,11 +102,11 @@ def digest(x: Tensor) -> Tensor:
             sums.append((rest * factors[: rest.numel()]).sum().view(1))
         rows = torch.cat(sums)
         number = torch.arange(start // ROW, start // ROW + len(rows), device=rows.device)
-        total += hash64_(rows.add_(number * _signed(0x9E3779B97F4A7C15, 64)), key_a, key_b).sum()
+        total += hash_(rows.add_(number * _signed(0x9E3779B97F4A7C15, 64)), key_a, key_b).sum()
     return total + x.numel()
 
 
 @lru_cache(maxsize=8)
 def _factors(device: torch.device) -> Tensor:
     """ROW odd int32 numbers."""
-    return hash32_(torch.arange(ROW, dtype=torch.int32), *keys("factors")).bitwise_or_(1).to(device)
+    return hash_(torch.arange(ROW, dtype=torch.int32), *keys("factors")).bitwise_or_(1).to(device)

@@ -2,13 +2,23 @@
 uses them, even one that communicates or defers its weight gradient.
 
 With `rounded` their factors are rounded (rounded.py). Most CPUs multiply fp16 in fp32 (`wide`). On CPUs in fp32, and
-in bf16 with a bias, each goes to PyTorch's library or to oneDNN, whichever is faster on the processor (`fastest.py`).
+in bf16 with a bias, each goes to PyTorch's library or to oneDNN, whichever is faster on the processor (native.py).
 
-Legend: D input features, F output features.
+Below: the output layer and the cross-entropy in one; full logits never exist. The loss takes its rows in chunks
+(kernels/sizes.py). A chunk's logits become their own gradient in place, and forward multiplies it into the gradients of
+input and weight at once (the idea of Liger Kernel, arXiv 2410.10989). Memory: the logits of one chunk instead of N x V.
+
+Last the same where a rank has some columns of the logits only: the statistics that other ranks need, and the gradient
+once the log-sum-exp over the whole vocabulary is known.
+
+Legend: D input features, F output features; n rows (tokens), V columns on this rank, `first` the index of its first
+column in the whole vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +28,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold.host.machine import has_cpu_fp16
-from fivefold.kernels import fastest, native
-from fivefold.kernels.fastest import INPUT_GRADIENT, OUTPUT, PRODUCTS, WEIGHT_GRADIENT
-from fivefold.kernels.private import onednn_linear
+from fivefold.kernels import native, sizes
+from fivefold.kernels.elementwise import add_gradient
+from fivefold.kernels.native import INPUT_GRADIENT, OUTPUT, PRODUCTS, WEIGHT_GRADIENT, onednn_linear
 from fivefold.kernels.rounded import RoundedMatmuls
+from fivefold.sharding.regions import LOSS_STATISTICS
 
 
 def linear(
@@ -29,7 +40,10 @@ def linear(
 ) -> Tensor:
     """x @ weight.T + bias. x (..., D), weight (F, D), bias (F) -> (..., F)."""
     if rounded is None and _one_row(x, weight):
-        return _matrix_vector(x, weight, bias)
+        out = x.new_empty(*x.shape[:-1], weight.shape[0])
+        vector, bias = x.reshape(-1).float(), None if bias is None else bias.contiguous()
+        native.call("matrix_vector", x.dtype, weight, vector, bias, out, *weight.shape)
+        return out
     if rounded is None and not (
         _onednn(PRODUCTS, x, weight, bias) or (widened(x, weight) and _fits(x, weight))
     ):
@@ -85,14 +99,6 @@ def _one_row(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    vector = x.reshape(-1).float()
-    bias = None if bias is None else bias.contiguous()
-    native.call("matrix_vector", x.dtype, weight, vector, bias, out, *weight.shape)
-    return out
-
-
 def _onednn(
     products: tuple[str, ...], x: Tensor, weight: Tensor, bias: Tensor | None = None, elements: int = 0
 ) -> bool:
@@ -101,11 +107,11 @@ def _onednn(
     return (
         not torch.compiler.is_compiling()
         and x.dtype == weight.dtype
-        and fastest.usable(x.dtype)
+        and native.has_onednn(x.dtype)
         and x.device.type == "cpu"
         and torch.backends.mkldnn.enabled
         and _fits(x, weight)
-        and fastest.by_onednn(products, x, elements or weight.numel(), bias is not None)
+        and native.by_onednn(products, x, elements or weight.numel(), bias is not None)
     )
 
 
@@ -182,3 +188,195 @@ def widened(*tensors: Tensor) -> bool:
 def wide(x: Tensor) -> Tensor:
     """x as matmuls take it. Nobody should keep it: backward converts the saved tensor again."""
     return x.float() if widened(x) else x
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, z_loss: float = 0.0
+) -> Tensor:
+    """Mean over targets >= 0 of the cross-entropy of x @ weight.T + bias, in fp32, plus z_loss * log-sum-exp^2.
+
+    x (N, D), weight (V, D), targets (N) int64 with -100 for "not counted", bias (V) or None. Returns a scalar; 0
+    where no target counts.
+    """
+    return _LinearCrossEntropy.apply(x, weight, targets.long(), bias, torch.is_grad_enabled(), z_loss)
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        gradients: bool,
+        z_loss: float,
+    ) -> Tensor:
+        assert targets.shape == x.shape[:1], "one target a row"
+        N, V = x.shape[0], weight.shape[0]
+        rows = rows_at_once(x, V)
+        assert_on_device((targets < V).all(), "a target beyond the vocabulary")
+        scale, ctx.ahead = mean_scale(targets), ahead()
+        made = scale if ctx.ahead is None else scale * ctx.ahead
+        losses = torch.empty(N, dtype=torch.float32, device=x.device)
+        needs_x, needs_weight, _, needs_bias, *_ = (needed and gradients for needed in ctx.needs_input_grad)
+        dx = torch.empty_like(x) if needs_x else None
+        dweight = dbias = None
+        for start in range(0, N, max(1, rows)):
+            part = slice(start, start + rows)
+            logits = linear(x[part], weight, bias)
+            dlogits = loss_and_gradient(logits, targets[part], losses[part], made, z_loss)
+            if dx is not None:
+                dx[part] = input_gradient(dlogits, weight)
+            if needs_weight:
+                dweight = add_chunk(dweight, weight_gradient(dlogits, x[part]), rows >= N)
+            if needs_bias:
+                dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
+            del logits, dlogits  # before the next chunk's
+        if N == 0:  # no target counts here, but other ranks expect a gradient to sum
+            dweight = torch.zeros_like(weight) if needs_weight else None
+            dbias = torch.zeros_like(bias) if needs_bias and bias is not None else None
+        ctx.save_for_backward(dx, dweight, dbias)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return losses.sum() * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        factor = grads[0] if ctx.ahead is None else grads[0] / ctx.ahead
+        dx, dweight, dbias = ctx.saved_tensors
+        for gradient in (dx, dweight, dbias):  # in place: they are used once
+            if gradient is not None:
+                gradient.mul_(factor)
+        dweight = None if dweight is None else dweight.to(ctx.dtypes[0])
+        return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None, None
+
+
+_ahead: Tensor | None = None
+
+
+@contextmanager
+def scaled(factor: Tensor | None) -> Iterator[None]:
+    """Computes the gradients of losses `factor` times as large meanwhile. Forward makes them, and fp16 would lose what
+    backward's factor comes too late for. Backward divides by it: it does not change what backward returns."""
+    global _ahead
+    before, _ahead = _ahead, factor
+    try:
+        yield
+    finally:
+        _ahead = before
+
+
+def ahead() -> Tensor | None:
+    """The factor of `scaled`."""
+    return _ahead
+
+
+def assert_on_device(holds: Tensor, otherwise: str) -> None:
+    """Raises RuntimeError unless `holds` (bool scalar); on a GPU the kernel fails, and the host does not wait for it.
+    PyTorch does not document it. Without it such a check stops the host until the GPU has caught up."""
+    torch._assert_async(holds, otherwise)
+
+
+def mean_scale(targets: Tensor) -> Tensor:
+    """1 / (number of targets that count), an fp32 scalar on their device: reading it would stop the host."""
+    return (1.0 / (targets >= 0).sum().clamp(min=1).double()).float()
+
+
+def rows_at_once(x: Tensor, V: int) -> int:
+    """Rows of x (N, D) whose V logits are computed at once."""
+    return sizes.rows_at_once(x.shape[0], V, x.shape[1], x.element_size(), sizes.logits_bytes(x.device.type))
+
+
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, losses: Tensor, scale: Tensor, z_loss: float = 0.0
+) -> Tensor:
+    """Fills losses (n) and returns scale * (softmax - onehot), in place of the logits (n, V)."""
+    if z_loss:
+        index, counted = targets.clamp(min=0)[:, None], targets >= 0
+        at_target = logits.gather(1, index)[:, 0].float()
+        loss_and_gradient(logits, targets, losses, scale)
+        lse = (losses + at_target) * counted
+        losses.add_(z_loss * lse.square())
+        return add_z_gradient(logits, index, counted, lse, scale, z_loss)
+    if native.usable(logits):
+        native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, scale, *logits.shape)
+        return logits
+    for part in sizes.fp32_parts(*logits.shape):  # `sizes.FP32_COPIES` fp32 tensors of its size at once
+        log_p, index = torch.log_softmax(logits[part].float(), dim=-1), targets[part].clamp(min=0)[:, None]
+        counted = targets[part] >= 0
+        losses[part] = -log_p.gather(1, index)[:, 0] * counted
+        gradient = log_p.exp_().scatter_add_(1, index, -torch.ones_like(index, dtype=log_p.dtype))
+        logits[part] = gradient.mul_(counted[:, None] * scale)
+        del log_p, gradient  # before the next part's: they share their memory
+    return logits
+
+
+def add_z_gradient(
+    gradient: Tensor, index: Tensor, here: Tensor, lse: Tensor, scale: Tensor, z_loss: float
+) -> Tensor:
+    """scale * (softmax * (1 + 2 z_loss lse) - onehot), in place of scale * (softmax - onehot) (n, V). index: (n, 1)
+    columns of the targets that are `here` (n). lse: (n), 0 where no target counts."""
+    more = 2 * z_loss * lse
+    gradient.mul_((1 + more)[:, None])
+    return gradient.scatter_add_(1, index, (scale * more * here)[:, None].to(gradient.dtype))
+
+
+def add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:
+    """Adds up chunks in fp32. A single chunk needs no sum."""
+    if only:
+        return part
+    if total is None:
+        return part.float()
+    add_gradient(total, part, first=False)
+    return total
+
+
+def vocabulary_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """Statistics of this rank's columns, (3, n) fp32: the largest logit, the sum of exp(logit - largest), and the
+    target's logit, or 0 if another rank has it. logits (n, V), targets (n) int64 in the whole vocabulary, negative for
+    "not counted"."""
+    if native.usable(logits):
+        out = torch.empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
+        native.call("vocabulary_statistics", logits.dtype, logits, targets, out, *logits.shape, first)
+        return out
+    here, index = local_targets(targets, first, logits.shape[1])
+    out = logits.new_empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
+    for part in sizes.fp32_parts(*logits.shape):
+        whole = logits[part].float()
+        top = whole.amax(1)
+        at_target = whole.gather(1, index[part, None])[:, 0] * here[part]
+        out[:, part] = torch.stack([top, (whole - top[:, None]).exp_().sum(1), at_target])
+        del whole  # before the next part's
+    return out
+
+
+def vocabulary_loss(statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """Statistics of all ranks (parts, 3, n) -> log-sum-exp (n) and cross-entropy (n) of each row."""
+    top, total, at_target = statistics.unbind(1)
+    largest = top.amax(0)
+    lse = (total * (top - largest).exp()).sum(0).log() + largest
+    return lse, lse - at_target.sum(0)
+
+
+def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int, scale: Tensor) -> Tensor:
+    """scale * (softmax - onehot) of this rank's columns, zero where the target is negative. It overwrites
+    the logits."""
+    if native.usable(logits):
+        native.call(
+            "vocabulary_gradient", logits.dtype, logits, targets, lse.contiguous(), scale, *logits.shape, first
+        )  # fmt: skip
+        return logits
+    here, index = local_targets(targets, first, logits.shape[1])
+    for part in sizes.fp32_parts(*logits.shape):
+        gradient = (logits[part].float() - lse[part, None]).exp_()
+        gradient.scatter_add_(1, index[part, None], -here[part].float()[:, None])
+        logits[part] = gradient.mul_((targets[part] >= 0)[:, None] * scale)
+        del gradient  # before the next part's
+    return logits
+
+
+def local_targets(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+    """(True where a target is on this rank, its column or 0)."""
+    here = (targets >= first) & (targets < first + columns)
+    return here, (targets - first) * here

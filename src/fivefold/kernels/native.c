@@ -265,7 +265,7 @@ void NAME(accumulate_parts)(float *total, const T *part, i64 batches, i64 step, 
   }
 }
 
-/* Blocks of at most B elements as whole numbers of 8 or 4 bits, times a scale each (quantize.py). Block c of a row is
+/* Blocks of at most B elements as whole numbers of 8 or 4 bits, times a scale each (rounded.py). Block c of a row is
  * x[starts[c]] .. x[starts[c + 1] - 1]. An encoded row has C blocks of B numbers, then C scales. Steps count elements
  * from row to row of x, and bytes of encoded ones. */
 void NAME(quantize)(const T *x, i64 step, const i64 *starts, uint8_t *out, i64 out_step, i64 rows, i64 C, i64 B,
@@ -415,60 +415,11 @@ void NAME(round_tiles)(const T *x, T *out, i64 rows, i64 D, i64 R, i64 C, i64 fr
   }
 }
 
-/* y = x * rstd * w with rstd = 1/sqrt(mean(x^2) + eps), by rows of D. With `residual`, x += residual comes first
- * and the sum is written to `sum`. */
-void NAME(rms_norm_forward)(const T *x, const T *residual, const T *w, T *sum, T *y, float *rstd, i64 rows, i64 D,
-                            float eps) {
-#pragma omp parallel for schedule(static)
-  for (i64 n = 0; n < rows; n++) {
-    const T *xn = x + n * D;
-    float square = 0.0f;
-    if (residual) {
-      const T *rn = residual + n * D;
-      T *sn = sum + n * D;
-      STORE_EACH(sn, D, LOAD(xn + i) + LOAD(rn + i))
-      xn = sn;
-    }
-#pragma omp simd reduction(+ : square)
-    for (i64 i = 0; i < D; i++) square += LOAD(xn + i) * LOAD(xn + i);
-    float r = 1.0f / sqrtf(square / (float)D + eps);
-    rstd[n] = r;
-    T *yn = y + n * D;
-    STORE_EACH(yn, D, LOAD(xn + i) * r * LOAD(w + i))
-  }
-}
-
-/* dx = rstd * (dy*w - xhat * mean(dy*w*xhat)) (+ carry), xhat = x*rstd; dw = sum over rows of dy*xhat.
- * `carry` is the gradient that reaches x past the norm (the residual stream), or null. `scratch`: threads x D floats. */
-void NAME(rms_norm_backward)(const T *dy, const T *x, const T *w, const float *rstd, const T *carry, T *dx, float *dw,
-                             float *scratch, i64 rows, i64 D, i64 threads) {
-  memset(scratch, 0, sizeof(float) * (size_t)threads * (size_t)D);
-#pragma omp parallel for schedule(static) num_threads((int)threads)
-  for (i64 t = 0; t < threads; t++) {
-    float *part = scratch + t * D;
-    for (i64 n = rows * t / threads; n < rows * (t + 1) / threads; n++) {
-      const T *dyn = dy + n * D, *xn = x + n * D;
-      float r = rstd[n], dot = 0.0f;
-#pragma omp simd reduction(+ : dot)
-      for (i64 i = 0; i < D; i++) dot += LOAD(dyn + i) * LOAD(w + i) * LOAD(xn + i);
-      float c = dot * r * r * r / (float)D;
-      const T *own = carry ? carry + n * D : NULL;
-#pragma omp simd
-      for (i64 i = 0; i < D; i++) part[i] += LOAD(dyn + i) * LOAD(xn + i) * r;
-      STORE_EACH(dx + n * D, D, r * LOAD(dyn + i) * LOAD(w + i) - c * LOAD(xn + i) + (own ? LOAD(own + i) : 0.0f))
-    }
-  }
-  for (i64 i = 0; i < D; i++) {
-    float s = 0.0f;
-    for (i64 t = 0; t < threads; t++) s += scratch[t * D + i];
-    dw[i] = s;
-  }
-}
-
-/* y = (x - mean) * rstd * w + b with rstd = 1/sqrt(variance + eps), by rows of D. With `residual`, x += residual comes
- * first and the sum is written to `sum`. statistics (rows, 2): mean, rstd. */
-void NAME(layer_norm_forward)(const T *x, const T *residual, const T *w, const T *b, T *sum, T *y, float *statistics,
-                              i64 rows, i64 D, float eps) {
+/* y = (x - mean) * rstd * w + b with rstd = 1/sqrt(variance + eps), by rows of D: LayerNorm, whose statistics (rows, 2)
+ * are mean and rstd. Without b RMSNorm: the mean counts as 0, and the only statistic is rstd. With `residual`, x +=
+ * residual comes first and the sum is written to `sum`. */
+void NAME(norm_forward)(const T *x, const T *residual, const T *w, const T *b, T *sum, T *y, float *statistics, i64 rows,
+                        i64 D, float eps) {
 #pragma omp parallel for schedule(static)
   for (i64 n = 0; n < rows; n++) {
     const T *xn = x + n * D;
@@ -479,51 +430,63 @@ void NAME(layer_norm_forward)(const T *x, const T *residual, const T *w, const T
       STORE_EACH(sn, D, LOAD(xn + i) + LOAD(rn + i))
       xn = sn;
     }
+    if (b) {
 #pragma omp simd reduction(+ : total)
-    for (i64 i = 0; i < D; i++) total += LOAD(xn + i);
+      for (i64 i = 0; i < D; i++) total += LOAD(xn + i);
+    }
     float mean = total / (float)D;
 #pragma omp simd reduction(+ : square)
     for (i64 i = 0; i < D; i++) square += (LOAD(xn + i) - mean) * (LOAD(xn + i) - mean);
     float r = 1.0f / sqrtf(square / (float)D + eps);
-    statistics[2 * n] = mean;
-    statistics[2 * n + 1] = r;
+    if (b) statistics[2 * n] = mean;
+    statistics[b ? 2 * n + 1 : n] = r;
     T *yn = y + n * D;
-    STORE_EACH(yn, D, (LOAD(xn + i) - mean) * r * LOAD(w + i) + LOAD(b + i))
+    if (b) {
+      STORE_EACH(yn, D, (LOAD(xn + i) - mean) * r * LOAD(w + i) + LOAD(b + i))
+    } else {
+      STORE_EACH(yn, D, LOAD(xn + i) * r * LOAD(w + i))
+    }
   }
 }
 
 /* dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) (+ carry), g = dy*w, xhat = (x - mean)*rstd; dw = sum over rows of
- * dy*xhat, db = sum over rows of dy, one after the other in dwb (2, D). `carry` as in rms_norm_backward. `scratch`:
- * threads x 2 D floats. */
-void NAME(layer_norm_backward)(const T *dy, const T *x, const T *w, const float *statistics, const T *carry, T *dx,
-                               float *dwb, float *scratch, i64 rows, i64 D, i64 threads) {
-  memset(scratch, 0, sizeof(float) * (size_t)threads * 2 * (size_t)D);
+ * dy*xhat, db = sum over rows of dy, one after the other in dwb (parts, D). parts: 1 for RMSNorm, which has neither db
+ * nor mean(g). `carry` is the gradient that reaches x past the norm (the residual stream), or null. `scratch`: threads x
+ * parts x D floats. */
+void NAME(norm_backward)(const T *dy, const T *x, const T *w, const float *statistics, const T *carry, T *dx, float *dwb,
+                         float *scratch, i64 parts, i64 rows, i64 D, i64 threads) {
+  memset(scratch, 0, sizeof(float) * (size_t)(threads * parts * D));
 #pragma omp parallel for schedule(static) num_threads((int)threads)
   for (i64 t = 0; t < threads; t++) {
-    float *dw = scratch + t * 2 * D, *db = dw + D;
+    float *dw = scratch + t * parts * D, *db = dw + D;
     for (i64 n = rows * t / threads; n < rows * (t + 1) / threads; n++) {
-      const T *dyn = dy + n * D, *xn = x + n * D;
-      float mean = statistics[2 * n], r = statistics[2 * n + 1], dot = 0.0f, total = 0.0f;
+      const T *dyn = dy + n * D, *xn = x + n * D, *cn = carry ? carry + n * D : NULL;
+      float mean = parts > 1 ? statistics[2 * n] : 0.0f, r = statistics[parts * n + parts - 1];
+      float dot = 0.0f, total = 0.0f;
 #pragma omp simd reduction(+ : dot, total)
       for (i64 i = 0; i < D; i++) {
         float g = LOAD(dyn + i) * LOAD(w + i);
         total += g;
         dot += g * (LOAD(xn + i) - mean);
       }
-      float c = dot * r * r / (float)D, m = total / (float)D;
-      const T *own = carry ? carry + n * D : NULL;
+      float c = dot * r * r / (float)D, m = parts > 1 ? total / (float)D : 0.0f;
+      if (parts > 1) {
 #pragma omp simd
-      for (i64 i = 0; i < D; i++) {
-        dw[i] += LOAD(dyn + i) * (LOAD(xn + i) - mean) * r;
-        db[i] += LOAD(dyn + i);
+        for (i64 i = 0; i < D; i++) {
+          dw[i] += LOAD(dyn + i) * (LOAD(xn + i) - mean) * r;
+          db[i] += LOAD(dyn + i);
+        }
+      } else {
+#pragma omp simd
+        for (i64 i = 0; i < D; i++) dw[i] += LOAD(dyn + i) * LOAD(xn + i) * r;
       }
       STORE_EACH(dx + n * D, D,
-                 r * (LOAD(dyn + i) * LOAD(w + i) - m - c * (LOAD(xn + i) - mean)) + (own ? LOAD(own + i) : 0.0f))
+                 r * (LOAD(dyn + i) * LOAD(w + i) - m - c * (LOAD(xn + i) - mean)) + (cn ? LOAD(cn + i) : 0.0f))
     }
   }
-  for (i64 i = 0; i < 2 * D; i++) {
+  for (i64 i = 0; i < parts * D; i++) {
     float s = 0.0f;
-    for (i64 t = 0; t < threads; t++) s += scratch[t * 2 * D + i];
+    for (i64 t = 0; t < threads; t++) s += scratch[t * parts * D + i];
     dwb[i] = s;
   }
 }
@@ -615,41 +578,17 @@ void NAME(matrix_vector)(const T *w, const float *x, const T *b, T *y, i64 F, i6
   }
 }
 
-/* Rotate the heads of x (B, T, heads, d), whose tokens are `stride` and sequences `batch_stride` apart, by the angles
- * of cos and sin (T, d/2), and lay them out as out (B, heads, T, d). Without cos: only the change of layout. */
-void NAME(rope_forward)(const T *x, const float *cos, const float *sin, T *out, i64 B, i64 Tn, i64 heads, i64 d,
-                        i64 stride, i64 batch_stride) {
+/* Rotates heads of d numbers by the angles of cos and sin (tokens, d/2), times `way`: 1, or -1 for the way back. Without
+ * cos it only copies them. x has a sequence every xb, a head every xh, a token every xt elements; out likewise. */
+void NAME(rope)(const T *x, const float *cos, const float *sin, T *out, i64 B, i64 heads, i64 tokens, i64 d, i64 xb,
+                i64 xh, i64 xt, i64 ob, i64 oh, i64 ot, float way) {
   i64 half = d / 2;
 #pragma omp parallel for collapse(2) schedule(static)
   for (i64 b = 0; b < B; b++)
-    for (i64 h = 0; h < heads; h++)
-      for (i64 t = 0; t < Tn; t++) {
-        const T *p = x + b * batch_stride + t * stride + h * d;
-        T *o = out + ((b * heads + h) * Tn + t) * d;
-        if (!cos) {
-          memcpy(o, p, sizeof(T) * (size_t)d);
-          continue;
-        }
-        const float *c = cos + t * half, *s = sin + t * half;
-#pragma omp simd
-        for (i64 i = 0; i < half; i++) {
-          float a = LOAD(p + i), z = LOAD(p + half + i);
-          STORE(o + i, a * c[i] - z * s[i]);
-          STORE(o + half + i, z * c[i] + a * s[i]);
-        }
-      }
-}
-
-/* The way back: gradients dout (B, heads, T, d) rotated by the opposite angles into dx (B, T, heads, d). */
-void NAME(rope_backward)(const T *dout, const float *cos, const float *sin, T *dx, i64 B, i64 Tn, i64 heads, i64 d,
-                         i64 stride, i64 batch_stride) {
-  i64 half = d / 2;
-#pragma omp parallel for collapse(2) schedule(static)
-  for (i64 b = 0; b < B; b++)
-    for (i64 t = 0; t < Tn; t++)
+    for (i64 t = 0; t < tokens; t++)
       for (i64 h = 0; h < heads; h++) {
-        const T *p = dout + ((b * heads + h) * Tn + t) * d;
-        T *o = dx + b * batch_stride + t * stride + h * d;
+        const T *p = x + b * xb + h * xh + t * xt;
+        T *o = out + b * ob + h * oh + t * ot;
         if (!cos) {
           memcpy(o, p, sizeof(T) * (size_t)d);
           continue;
@@ -657,9 +596,9 @@ void NAME(rope_backward)(const T *dout, const float *cos, const float *sin, T *d
         const float *c = cos + t * half, *s = sin + t * half;
 #pragma omp simd
         for (i64 i = 0; i < half; i++) {
-          float a = LOAD(p + i), z = LOAD(p + half + i);
-          STORE(o + i, a * c[i] + z * s[i]);
-          STORE(o + half + i, z * c[i] - a * s[i]);
+          float a = LOAD(p + i), z = LOAD(p + half + i), turn = way * s[i];
+          STORE(o + i, a * c[i] - z * turn);
+          STORE(o + half + i, z * c[i] + a * turn);
         }
       }
 }

@@ -20,17 +20,19 @@ from torch import Tensor
 
 from fivefold.kernels import native
 from fivefold.kernels.blockwise_attention import (
+    Tile,
     _flat,
     _heads_first,
     _heads_last,
     _keys,
     _stack,
     softmax_shape,
+    summed,
+    sums_dtype,
+    whole_tiles,
 )
-from fivefold.kernels.documents import Tile, sums_dtype, whole_tiles
 from fivefold.kernels.elementwise import rope
 from fivefold.kernels.matmul import wide
-from fivefold.kernels.private import flash_attention, flash_attention_backward
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -97,7 +99,7 @@ def attend(
     if tiles is None:
         assert not causal or q.shape[2] == k.shape[2]
         if _has_flash(q):
-            return _flash(q, k, v, causal)
+            return flash(q, k, v, causal)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if tiles is not None:  # some queries may be in none
         out.zero_()
@@ -131,7 +133,7 @@ def attend_backward(
     """Gradients over these keys: of q (B, H, Q, d), and of k and v (B, K, S, d). The last two are fp32 if they are sums
     of many blocks. tiles: as in `attend`."""
     if tiles is None and _has_flash(rows.q):
-        return _flash_backward(rows, k, v, causal)
+        return flash_backward(rows, k, v, causal)
     K, dq = k.shape[1], torch.empty_like(rows.q) if tiles is None else torch.zeros_like(rows.q)
     if tiles is None:
         tiles = _tiles(rows.q, k, causal)
@@ -147,8 +149,8 @@ def attend_backward(
         dq[block] = torch.bmm(ds, keys).view(part.q.shape)
         dk_block = torch.bmm(ds.transpose(1, 2), q_rows)
         dv_block = torch.bmm(p.transpose(1, 2), do_rows)
-        dk = _summed(dk, dk_block, k, tile, dtype)
-        dv = _summed(dv, dv_block, v, tile, dtype)
+        dk = summed(dk, dk_block.view(_keys(k, tile).shape), tile, k.shape, dtype)
+        dv = summed(dv, dv_block.view(_keys(v, tile).shape), tile, v.shape, dtype)
     if dk is None or dv is None:  # no query sees any key
         return dq, torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     return dq, dk, dv
@@ -159,17 +161,6 @@ def _tiles(q: Tensor, k: Tensor, causal: bool) -> Sequence[Tile]:
     Q, S = q.shape[2], k.shape[2]
     found = whole_tiles(q.shape[0], Q, causal, q.element_size())
     return found if causal else [tile._replace(high=S) for tile in found]
-
-
-def _summed(total: Tensor | None, part: Tensor, like_BKSd: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
-    """Adds a tile's part (B K, S, d) to a gradient of all keys (B, K, S, d). The first part begins it."""
-    part_BKSd = part.view(_keys(like_BKSd, tile).shape)
-    if total is None:
-        if part_BKSd.shape == like_BKSd.shape:
-            return part_BKSd.to(dtype)
-        total = torch.zeros_like(like_BKSd, dtype=dtype, memory_format=torch.contiguous_format)
-    _keys(total, tile).add_(part_BKSd)
-    return total
 
 
 def _softmax(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> Tensor:
@@ -221,18 +212,20 @@ def _has_flash(q: Tensor) -> bool:
     return q.device.type in ("cuda", "meta") and q.dtype in (torch.bfloat16, torch.float16)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    k, v = (_repeated(x, q.shape[1]) for x in (k, v))
-    return flash_attention(q, k, v, causal)
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """`attend` by PyTorch's kernel, which is not documented. The documented function returns no log-sum-exp, and
+    without that blocks cannot be merged."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, lse
 
 
-def _flash_backward(rows: Queries, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def flash_backward(rows: Queries, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` by the kernel that belongs to it."""
     (B, K, S, d), H = k.shape, rows.q.shape[1]
-    k, v = (_repeated(x, H) for x in (k, v))
-    dq, dk, dv = flash_attention_backward(rows.dout, rows.q, k, v, rows.out, rows.lse, causal)
+    k, v = (x.repeat_interleave(H // K, dim=1) for x in (k, v))
+    no_dropout = torch.zeros((), dtype=torch.int64, device=k.device)  # a random state that nothing reads
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        rows.dout, rows.q, k, v, rows.out, rows.lse, None, None, rows.q.shape[2], S, 0.0, causal, no_dropout, no_dropout
+    )  # fmt: skip
     return dq, dk.view(B, K, -1, S, d).sum(2), dv.view(B, K, -1, S, d).sum(2)
-
-
-def _repeated(x_BKSd: Tensor, heads: int) -> Tensor:
-    """Repeats key-value heads, one for each query head: (B, H, S, d)."""
-    return x_BKSd.repeat_interleave(heads // x_BKSd.shape[1], dim=1)

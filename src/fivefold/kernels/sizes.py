@@ -94,26 +94,6 @@ WASTE = 1.25
 faster than one of each."""
 
 
-def shared_spans(lows: list[int], highs: list[int]) -> list[tuple[int, int, int, int]]:
-    """Joins the spans of keys [low, high) of neighbouring sequences: (first, behind the last, low, high) of each tile.
-    Sequences with an empty span are in none."""
-    found: list[tuple[int, int, int, int]] = []
-    needed = 0  # by the sequences of the last tile
-    for row, (low, high) in enumerate(zip(lows, highs, strict=True)):
-        if high <= low:
-            continue
-        if found and found[-1][1] == row:
-            first, _, least, most = found[-1]
-            least, most = min(least, low), max(most, high)
-            if (row + 1 - first) * (most - least) <= WASTE * (needed + high - low):
-                found[-1] = first, row + 1, least, most
-                needed += high - low
-                continue
-        found.append((row, row + 1, low, high))
-        needed = high - low
-    return found
-
-
 def any_length(element_size: float, head: int) -> bool:
     """True if GPUs go over documents one by one, as sequences of any lengths: what PyTorch's flash attention takes."""
     return element_size == 2 and head % 8 == 0 and head <= 256

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.kernels.sizes import SPAN_STEPS, block_size, query_blocks, shared_spans
+from fivefold.kernels.sizes import SPAN_STEPS, WASTE, block_size, query_blocks
 
 Columns = tuple[tuple[int, int], ...]
 """Spans [start, stop) of a sequence's columns, in order."""
@@ -61,8 +61,10 @@ class Tiling:
 
     def blocks(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> Iterator[Block]:
         """The tiles of queries and keys at these columns. A query that sees none of the keys may be in no tile."""
-        q, S = _listed(queries), sum(stop - start for start, stop in keys)
-        bounds_BQ2 = self._bounds(q, _listed(keys), causal)
+        q, k = (np.concatenate([np.arange(*span) for span in columns]) for columns in (queries, keys))
+        S, low_BQ = len(k), np.searchsorted(k, self.first_BT[:, q])
+        behind_BQ = np.broadcast_to(q + 1, low_BQ.shape) if causal else self.behind_BT[:, q]
+        bounds_BQ2 = np.stack([low_BQ, np.maximum(np.searchsorted(k, behind_BQ), low_BQ)], axis=2)
         step = block_size(len(q), element_size) // SPAN_STEPS
         for start, end, _ in query_blocks(len(q), causal, element_size):
             low_Bq, high_Bq = np.moveaxis(bounds_BQ2[:, start:end], 2, 0)
@@ -72,11 +74,25 @@ class Tiling:
             for first, last, low, high in shared_spans(lows_B.tolist(), highs_B.tolist()):
                 yield Block(first, last, start, end, low, high, bounds_BQ2)
 
-    def _bounds(self, q: np.ndarray, k: np.ndarray, causal: bool) -> np.ndarray:
-        """The keys, of those at columns k (S), that queries at columns q (Q) see: [from, to), (B, Q, 2)."""
-        low_BQ = np.searchsorted(k, self.first_BT[:, q])
-        behind_BQ = np.broadcast_to(q + 1, low_BQ.shape) if causal else self.behind_BT[:, q]
-        return np.stack([low_BQ, np.maximum(np.searchsorted(k, behind_BQ), low_BQ)], axis=2)
+
+def shared_spans(lows: list[int], highs: list[int]) -> list[tuple[int, int, int, int]]:
+    """Joins the spans of keys [low, high) of neighbouring sequences: (first, behind the last, low, high) of each tile.
+    Sequences with an empty span are in none."""
+    found: list[tuple[int, int, int, int]] = []
+    needed = 0  # by the sequences of the last tile
+    for row, (low, high) in enumerate(zip(lows, highs, strict=True)):
+        if high <= low:
+            continue
+        if found and found[-1][1] == row:
+            first, _, least, most = found[-1]
+            least, most = min(least, low), max(most, high)
+            if (row + 1 - first) * (most - least) <= WASTE * (needed + high - low):
+                found[-1] = first, row + 1, least, most
+                needed += high - low
+                continue
+        found.append((row, row + 1, low, high))
+        needed = high - low
+    return found
 
 
 class Sample:
@@ -137,7 +153,3 @@ def _scores(tiling: Tiling, ranks: Sequence[Turns], causal: bool, element_size: 
         return sum(block.scores for block in tiling.blocks(queries, keys, causal, element_size))
 
     return sum(max(of(*turn) for turn in turns) for turns in zip(*ranks, strict=True))
-
-
-def _listed(columns: Columns) -> np.ndarray:
-    return np.concatenate([np.arange(start, stop) for start, stop in columns])

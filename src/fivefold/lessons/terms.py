@@ -16,7 +16,6 @@ from fivefold.lessons.conventions import ADAM, BUBBLES, CONVENTIONS, WIDTH, Conv
 from fivefold.lessons.criteria import data_units
 from fivefold.models.card import Card, card_of
 from fivefold.models.operations import Operation, Sizes
-from fivefold.models.parameters import part_of
 from fivefold.models.recomputation import region
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan.advice import budget
@@ -99,6 +98,27 @@ class Asked:
 def sharing(layout: Layout) -> int:
     """Ranks that share states: those that do, or without ZeRO those that could."""
     return layout.shards if layout.zero else layout.dp * layout.cp
+
+
+PARTS = {
+    "embed_positions": "positions",
+    "embed": "embedding",
+    "attention": "attention",
+    "mlp.router": "router",
+    "mlp.experts": "experts",
+    "mlp.shared": "shared experts",
+    "mlp": "MLP",
+}
+"""Parts of a model by the beginning of a parameter's name. All norms are one part, wherever they are."""
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a parameter belongs to, in a reader's words."""
+    local = name.split(".", 2)[-1] if name.startswith("blocks.") else name
+    if "norm" in local:
+        return "norms"
+    known = (part for prefix, part in PARTS.items() if local.startswith(prefix))
+    return next(known, local.partition(".")[0] if local != name else "output layer")
 
 
 def parameters(asked: Asked) -> Iterator[Term]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fivefold.models.layers import AddNorm, Output
 
 if TYPE_CHECKING:
-    from fivefold.kernels.documents import Documents
+    from fivefold.kernels.blockwise_attention import Documents
     from fivefold.models.layers import Cache, LayerCache
 
 

@@ -17,30 +17,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fivefold.kernels.fake import Fake
-from fivefold.kernels.hashing import chunk_on, hash64_, indices, keys
+from fivefold.kernels.hashing import chunk_on, hash_, indices, keys
 from fivefold.models import file_of
 from fivefold.models.base import LanguageModel
 from fivefold.models.section import ModelSection
-from fivefold.sharding.parts import Part, boxes, local_shape
+from fivefold.sharding.parts import Part, Shape, boxes, local_shape
 
 
 def init_weights(module: nn.Module, seed: int, model: ModelSection) -> None:
-    """Fills every parameter of a module in place; buffers get zeros.
-
-    Matrices: normal with standard deviation `init_std`, divided by sqrt(2 L) for the projections back into the residual
-    stream (GPT-2). Scales of norms: ones. Biases: zeros.
-    """
+    """Fills every parameter of a module in place; buffers get zeros."""
     with torch.no_grad():
         for buffer in module.buffers():
             buffer.zero_()
         for name, parameter in module.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                fill_normal_(parameter, seed, name, std_of(name, model))
+            whole = [(0, size) for size in parameter.shape]
+            init_box_(parameter, seed, name, parameter.shape, model, whole)
 
 
 def init_part(
@@ -48,54 +39,42 @@ def init_part(
 ) -> Tensor:
     """Initial values of a rank's part of parameter `name`: fp32, in the shape of `part.keeps`."""
     out = torch.empty(local_shape(part.keeps), dtype=torch.float32, device=device)
-    if isinstance(out, Fake):  # it has a shape but no values
-        return out
-    for where, box in boxes(part.keeps):
-        if name.endswith("bias"):
-            out[where] = 0.0
-        elif len(part.shape) == 1:
-            out[where] = 1.0
-        else:
-            out[where] = init_box(seed, name, part.shape, std_of(name, model), box, device)
+    if not getattr(out, "fake", False):  # a trace's has a shape but no values
+        for where, box in boxes(part.keeps):
+            init_box_(out[where], seed, name, part.shape, model, box)
     return out
 
 
-def std_of(name: str, model: ModelSection) -> float:
-    """Standard deviation of the initial values of a matrix."""
-    into_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.experts.down"))
-    return model.init_std / math.sqrt(2 * model.layers) if into_residual else model.init_std
+def init_box_(
+    out: Tensor, seed: int, name: str, shape: Shape, model: ModelSection, box: Sequence[tuple[int, int]]
+) -> None:
+    """Fills `out` with the box [box[0][0]:box[0][1], box[1][0]:box[1][1], ...] of parameter `name`, of this shape.
+
+    Matrices: normal with standard deviation `init_std`, divided by sqrt(2 L) for the projections back into the residual
+    stream (GPT-2). Scales of norms: ones. Biases: zeros.
+    """
+    if name.endswith("bias"):
+        out.zero_()
+    elif len(shape) == 1:
+        out.fill_(1.0)
+    else:
+        into_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.experts.down"))
+        std = model.init_std / math.sqrt(2 * model.layers) if into_residual else model.init_std
+        fill_normal_(out, keys(f"{seed}/{name}"), std, shape, box)
 
 
-def fill_normal_(tensor: Tensor, seed: int, name: str, std: float) -> None:
-    """Fills a contiguous tensor with the elements of parameter `name`, in chunks."""
-    flat = tensor.view(-1)
-    chunk = chunk_on(flat.device)
-    for offset in range(0, flat.numel(), chunk):
-        part = flat[offset : offset + chunk]
-        index = torch.arange(offset, offset + part.numel(), device=flat.device)
-        part.copy_(_standard_normal(index, *keys(f"{seed}/{name}")).mul_(std))
-
-
-def init_box(
-    seed: int,
-    name: str,
-    shape: Sequence[int],
-    std: float,
-    box: Sequence[tuple[int, int]],
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """The box [box[0][0]:box[0][1], box[1][0]:box[1][1], ...] of parameter `name` with this shape, in fp32."""
-    out = torch.empty([b - a for a, b in box], dtype=torch.float32, device=device)
-    key_a, key_b = keys(f"{seed}/{name}")
-    for rows, index in indices(shape, box, device):
-        values = _standard_normal(index, key_a, key_b).mul_(std)
-        out[rows] = values.view_as(out[rows])
-    return out
+def fill_normal_(
+    out: Tensor, key: tuple[int, int], std: float, shape: Shape, box: Sequence[tuple[int, int]]
+) -> None:
+    """Fills `out` with a box of normal numbers, in chunks."""
+    for rows, index in indices(shape, box, out.device, chunk_on(out.device)):
+        part = out[rows]
+        part.copy_(_standard_normal(index, *key).mul_(std).view_as(part))
 
 
 def _standard_normal(index: Tensor, key_a: int, key_b: int) -> Tensor:
     """Hashes int64 indices (which are overwritten) and turns each into one standard normal number, fp32."""
-    bits = hash64_(index, key_a, key_b)
+    bits = hash_(index, key_a, key_b)
     # Two uniform numbers from the two halves. Conversion to fp32 rounds exactly, on every device.
     radius_uniform = (bits >> 32).bitwise_and_(0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32)  # (0, 1]
     angle_uniform = bits.bitwise_and_(0xFFFFFFFF).sub_(1 << 31).float().mul_(2.0**-32)  # [-1/2, 1/2]

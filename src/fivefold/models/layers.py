@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.kernels import elementwise, matmul
-from fivefold.kernels.blockwise_attention import attention, qkv_attention
-from fivefold.kernels.documents import Documents
-from fivefold.kernels.loss import linear_cross_entropy
+from fivefold.kernels.blockwise_attention import Documents, attention, qkv_attention
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.section import ModelSection
 
@@ -177,35 +175,36 @@ class Output(nn.Module):
         if targets_BT is None:
             return matmul.linear(x_BTD, weight_VD, bias_V).float()
         z_loss = self.z_loss * self.training
-        return linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss)
+        return matmul.linear_cross_entropy(
+            x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss
+        )
 
 
 def rope_table(
-    positions_T: Tensor, model: ModelSection, amplitude: float | None = None
+    positions_T: Tensor, model: ModelSection, width: int = 0, amplitude: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of a model's rotary angles at these positions: two (T, d/2), fp32. amplitude: of the rotated
-    vectors; None: the model's.
+    """Cosine and sine of a model's rotary angles at these positions: two (T, d/2), fp32. width: d, of a head's
+    part that rotates. amplitude: of the rotated vectors. 0: the model's.
 
     Angle of position t and pair i: t times `rope_frequencies`. It is computed in every forward, which costs
     microseconds. `module.to(bfloat16)` would round a stored table, which would also have to follow every change of
     device.
     """
-    angles = torch.outer(positions_T.float(), rope_frequencies(model, positions_T.device))
-    if amplitude is None:
-        amplitude = model.rope_amplitude
+    angles = torch.outer(positions_T.float(), rope_frequencies(model, positions_T.device, width))
+    amplitude = amplitude or model.rope_amplitude
     if amplitude == 1:
         return angles.cos(), angles.sin()
     return angles.cos() * amplitude, angles.sin() * amplitude
 
 
-def rope_frequencies(model: ModelSection, device: torch.device) -> Tensor:
+def rope_frequencies(model: ModelSection, device: torch.device, width: int = 0) -> Tensor:
     """The frequency of each pair i: theta ** (-2 i / d) (arXiv 2104.09864), (d/2), fp32.
 
     For a longer context than `rope_context` tokens, frequencies with fewer than `rope_low` turns in the old one are
     divided by `rope_factor`; those with more than `rope_high` stay. Between the two limits the share is linear, with
     "llama3" (arXiv 2407.21783) in the number of turns, with "yarn" (arXiv 2309.00071) in the number of the pair.
     """
-    d, theta, old = model.rotary_width, model.rope_theta, model.rope_context / (2 * math.pi)
+    d, theta, old = width or model.rotary_width, model.rope_theta, model.rope_context / (2 * math.pi)
     exponents = torch.arange(0, d, 2, dtype=torch.float32, device=device) / d
     frequencies = 1.0 / theta**exponents
     if model.rope_factor == 1:

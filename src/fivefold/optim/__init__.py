@@ -67,9 +67,8 @@ def learning_rate(
             start, length = start + round(length), length * growth
         total = start + round(length)
     if schedule == "wsd":
-        start = min(
-            max(warmup, round(total * (1 - decay_fraction))), total - 1
-        )  # the last step always decays
+        # The last step always decays.
+        start = min(max(warmup, round(total * (1 - decay_fraction))), total - 1)
     progress = min(1.0, max(0, step - start + 1) / max(1, total - start))
     shape = (1 + math.cos(math.pi * progress)) / 2 if schedule in ("cosine", "restarts") else 1 - progress
     return min_lr + (lr - min_lr) * shape

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fivefold.kernels import native
-from fivefold.kernels.hashing import chunk_on, hash32_, indices, keys
+from fivefold.kernels.hashing import chunk_on, hash_, indices, keys
 from fivefold.optim.card import OptimizerCard
 from fivefold.sharding.parts import Part, boxes, local_shape, size_of, stretches
 
@@ -78,7 +78,7 @@ def round_stochastic_(
         return
     for rows, index in indices(shape, box, x.device, chunk_on(x.device)):
         some = x[rows]
-        bits = hash32_(index.int(), key_a, key_b).bitwise_and_(0xFFFF).view(some.shape)
+        bits = hash_(index.int(), key_a, key_b).bitwise_and_(0xFFFF).view(some.shape)
         bits.masked_fill_(some.isnan(), 0)  # else NaN may become -0
         some.copy_(bits.add_(some.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32))
 

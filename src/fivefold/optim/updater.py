@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fivefold.kernels.adamw import AdamW
+from fivefold.kernels.elementwise import AdamW
 from fivefold.optim.card import CODES, COMPENSATION, OptimizerCard, Update
 from fivefold.optim.rounding import Rounder, Rounding, cut_off
 from fivefold.precision import torch_dtype

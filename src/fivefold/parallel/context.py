@@ -26,8 +26,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold.comm import Axis, Started
-from fivefold.kernels.blockwise_attention import qkv_attention
-from fivefold.kernels.documents import Documents, Tile
+from fivefold.kernels.blockwise_attention import Documents, Tile, qkv_attention
 from fivefold.kernels.partial_attention import (
     Queries,
     attend,

@@ -21,7 +21,7 @@ from fivefold.comm import Axis, Beside, Started
 from fivefold.comm.membership import Meeting, Membership
 from fivefold.comm.progress import progress
 from fivefold.errors import CommunicationError
-from fivefold.kernels.quantize import Quantizer
+from fivefold.kernels.rounded import Quantizer
 from fivefold.optim import OuterOptimizer
 from fivefold.optim.updater import Updater
 from fivefold.parallel.replica import Replica

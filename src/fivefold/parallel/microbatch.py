@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.kernels.documents import Documents
+from fivefold.kernels.blockwise_attention import Documents
 from fivefold.parallel.mesh import Mesh
 from fivefold.sharding.parts import token_spans
 

@@ -29,10 +29,11 @@ from torch.nn import functional as F
 
 from fivefold.comm import Axis, Started
 from fivefold.kernels import matmul
-from fivefold.kernels.loss import (
+from fivefold.kernels.matmul import (
     add_chunk,
     add_z_gradient,
     ahead,
+    assert_on_device,
     local_targets,
     mean_scale,
     rows_at_once,
@@ -40,7 +41,6 @@ from fivefold.kernels.loss import (
     vocabulary_loss,
     vocabulary_statistics,
 )
-from fivefold.kernels.private import assert_on_device
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import (
@@ -325,7 +325,7 @@ class VocabularyOutput(Output):
 
 
 class _Loss(Function):
-    """Mean cross-entropy over targets other than -100; see `kernels/loss.py` for one rank's. Forward computes the
+    """Mean cross-entropy over targets other than -100; see `kernels/matmul.py` for one rank's. Forward computes the
     gradients, chunk by chunk. The sum of dx over the ranks runs until backward needs it. Backward frees the gradients,
     so it runs only once."""
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.comm import Axis, Started
-from fivefold.kernels.quantize import Quantizer
+from fivefold.kernels.rounded import Quantizer
 from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.compression.blocks import Blocks

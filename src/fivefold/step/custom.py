@@ -25,7 +25,7 @@ from fivefold.checkpoint.store import odd_numbers
 from fivefold.data import Batch
 from fivefold.errors import UserError
 from fivefold.host.machine import available
-from fivefold.kernels.documents import Documents
+from fivefold.kernels.blockwise_attention import Documents
 from fivefold.models.custom import CustomModel, ModuleCard, buffers_of, problems
 from fivefold.models.layers import Output
 from fivefold.models.recomputation import budget_of

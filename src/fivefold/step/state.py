@@ -16,7 +16,7 @@ from fivefold.comm.compress import CompressedSum
 from fivefold.errors import UserError, several
 from fivefold.host import memory_bytes
 from fivefold.host.machine import has_fast_bf16
-from fivefold.kernels.fastest import Table
+from fivefold.kernels.native import Table
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard, buffers_of

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fivefold.comm import Axis
 from fivefold.comm.progress import progress, span
-from fivefold.kernels.loss import scaled
 from fivefold.observe.faults import SECONDS, SHARED_EVERY
+from fivefold.kernels.matmul import scaled
 from fivefold.optim import learning_rate
 from fivefold.optim.scaling import clip_scale
 from fivefold.parallel.mesh import Mesh

@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from fivefold.errors import UserError
 from fivefold.files import cache_folder, writable, write_atomically
 from fivefold.host.machine import has_cpu_bf16, has_cpu_fp16
 from fivefold.kernels import native
-from fivefold.kernels.fake import CPU
 from fivefold.launch.ranks import threads_of
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
@@ -43,6 +42,7 @@ from fivefold.sharding.layout_text import to_text
 from fivefold.sharding.parts import stage_blocks, stages_of
 from fivefold.sharding.sites import in_site, site_layout
 from fivefold.step.state import compute_mode
+from fivefold.trace.fake import CPU
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace
 
@@ -50,8 +50,6 @@ AS_IT_IS = 128  # blocks times microbatches that are traced without extrapolatio
 DRAWN = 1024  # the same, of a picture over time, which cannot be extrapolated: half a minute
 LEAST_BLOCKS = 2  # of a stage in a small model
 LEAST_SHARDED = 3  # the same under ZeRO, which may hold the weights of three blocks at once
-
-Figures = Mapping[tuple[str, ...], int]
 
 
 @dataclass(frozen=True)
@@ -125,12 +123,13 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
     layout = check_rank(recipe, rank)
     began = time.perf_counter()
     entry = CachedFigures(recipe, rank, device.type) if kept else None
-    if entry and (found := read(entry)):
-        return found
+    if entry and (figures := entry.read()):
+        return figures
     count = microbatches_per_step(recipe)
     site = site_layout(layout, recipe.sites.count)
     layers, counts = _sizes(recipe, site, rank)
-    steps = {(L, m): trace(_with_layers(recipe, L), rank, m, device) for L in layers for m in counts}
+    models = {L: recipe.model_copy(update={"model": _deep(recipe.model, L)}) for L in layers}
+    steps = {(L, m): trace(models[L], rank, m, device) for L in layers for m in counts}
     tokens = count * (recipe.train.microbatch_size or 1) * layout.dp * recipe.model.seq_len
     formula = flops_per_token(recipe.model) * tokens / layout.ranks
     step = extrapolate(steps, recipe.model.layers, count)
@@ -151,8 +150,7 @@ def timelines(recipe: Recipe, rank: int = 0, device: torch.device = CPU) -> list
     layout = check_rank(recipe, rank)
     all_of_them = microbatches_per_step(recipe)
     site = site_layout(layout, recipe.sites.count)
-    position = site.coordinates(in_site(site, rank)[1])["pp"]
-    count = all_of_them
+    position, count = site.coordinates(in_site(site, rank)[1])["pp"], all_of_them
     if sum(map(sum, _stages(recipe.model, site, position))) * count > DRAWN:
         count = max(fewer(count, site))
     told = "" if count == all_of_them else f", the first {count} of {all_of_them} microbatches"
@@ -161,15 +159,6 @@ def timelines(recipe: Recipe, rank: int = 0, device: torch.device = CPU) -> list
         timeline = probe(recipe, rank, count, device, first).timeline(timed=False, rank=rank, step=2 - first)
         found.append((f"{name}, rank {rank}{told}", timeline))
     return found
-
-
-def read(entry: CachedFigures) -> Exact | None:
-    """The figures that were kept; None if there are none, or broken ones."""
-    began, found = time.perf_counter(), entry.read()
-    if found is not None:
-        with suppress(KeyError, TypeError):
-            return Exact.from_json(found, time.perf_counter() - began)
-    return None
 
 
 def check_rank(recipe: Recipe, rank: int) -> Layout:
@@ -252,53 +241,30 @@ def fewer(microbatches: int, layout: Layout) -> tuple[int, ...]:
 
 def extrapolate(steps: Mapping[tuple[int, int], Traced], layers: int, microbatches: int) -> Traced:
     """Extrapolates to a depth and a number of microbatches, from one or two of each."""
-    table = {size: _figures(step) for size, step in steps.items()}
-    depths, counts = (sorted({size[i] for size in table}) for i in (0, 1))
     at_depth = {
-        depth: _follow({count: table[depth, count] for count in counts}, microbatches) for depth in depths
+        depth: _follow({m: step for (own, m), step in steps.items() if own == depth}, microbatches)
+        for depth, _ in steps
     }
-    return _traced(_follow(at_depth, layers))
+    return _follow(at_depth, layers)
 
 
-def _follow(table: Mapping[int, Figures], x: int) -> Figures:
-    """Evaluates the line through two points at x. A single point is returned as it is."""
-    if len(table) == 1:
-        return next(iter(table.values()))
-    (x1, first), (x2, second) = table.items()
-
-    def at(key: tuple[str, ...]) -> int:
-        y1, y2 = first.get(key, 0), second.get(key, 0)
+def _follow(points: Mapping[int, Any], x: int) -> Any:
+    """The figures at x on the line through those of one or two points, number by number. None: a point has none, which
+    counts as 0."""
+    if len(points) == 1:
+        return next(iter(points.values()))
+    like = next(figures for figures in points.values() if figures is not None)
+    if isinstance(like, int):
+        (x1, y1), (x2, y2) = sorted((at, y or 0) for at, y in points.items())
         return y1 + (y2 - y1) * (x - x1) // (x2 - x1)
-
-    return {key: at(key) for key in {**first, **second}}
-
-
-def _figures(step: Traced) -> Figures:
-    memory = step.memory
-    by_category = {"at_peak": memory.at_peak, "highest": memory.highest, "away": memory.away}
-    return {
-        ("flops",): step.flops,
-        ("total",): memory.total,
-        **{(kind, name): size for kind, sizes in by_category.items() for name, size in sizes.items()},
-        **{("sync", *key): times for key, times in step.syncs.items()},
-        **{("calls", *key): calls for key, (calls, _) in step.sent.items()},
-        **{("bytes", *key): size for key, (_, size) in step.sent.items()},
-    }
-
-
-def _traced(figures: Figures) -> Traced:
-    """Inverse of `_figures`."""
-
-    def of(kind: str) -> dict[tuple[str, ...], int]:
-        return {key[1:]: number for key, number in figures.items() if key[0] == kind}
-
-    at_peak, highest, away = (
-        {name: size for (name,), size in of(kind).items()} for kind in ("at_peak", "highest", "away")
+    if isinstance(like, tuple):
+        return tuple(_follow({at: y and y[i] for at, y in points.items()}, x) for i in range(len(like)))
+    if isinstance(like, dict):
+        keys = dict.fromkeys(key for figures in points.values() for key in figures or ())
+        return {key: _follow({at: (y or {}).get(key) for at, y in points.items()}, x) for key in keys}
+    return replace(
+        like, **{name: _follow({at: vars(y)[name] for at, y in points.items()}, x) for name in vars(like)}
     )
-    sizes = of("bytes")
-    sent = {(op, axis): (calls, sizes[op, axis]) for (op, axis), calls in sorted(of("calls").items())}
-    syncs = {(op, place): times for (op, place), times in of("sync").items()}
-    return Traced(Peak(figures["total",], at_peak, highest, away), sent, figures["flops",], syncs)
 
 
 def _stages(model: ModelSection, layout: Layout, position: int) -> list[tuple[int, int]]:
@@ -314,10 +280,6 @@ def _stages(model: ModelSection, layout: Layout, position: int) -> list[tuple[in
 
 def _deep(model: ModelSection, layers: int) -> ModelSection:
     return model.model_copy(update={"layers": layers})
-
-
-def _with_layers(recipe: Recipe, layers: int) -> Recipe:
-    return recipe.model_copy(update={"model": _deep(recipe.model, layers)})
 
 
 SECTIONS = ("model", "optim", "layout", "sync", "precision")
@@ -349,12 +311,13 @@ class CachedFigures:
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
         self.path = cache_folder(recipe.data.cache) / "traces" / f"{name}.json"
 
-    def read(self) -> dict[str, Any] | None:
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
+    def read(self) -> Exact | None:
+        """The figures that were kept; None if there are none, or broken ones."""
+        began = time.perf_counter()
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            figures = json.loads(self.path.read_text(encoding="utf-8"))
+            return Exact.from_json(figures, time.perf_counter() - began)
+        return None
 
     def write(self, figures: dict[str, Any]) -> None:
         with suppress(UserError), writable(self.path.parent):

@@ -1,10 +1,10 @@
 """Traces a GPU's step on a machine with neither GPU nor driver: the code's path for GPUs, on tensors that claim to be
-on one (kernels/fake.py).
+on one (fake.py).
 
 Autograd asks for a device guard for "cuda" from C++. PyTorch's CPU build has none, and that of a build for CUDA wants a
 driver. guard.cpp is one that does nothing. The machine's C++ compiler builds it at first use (two seconds). It must be
 loaded after PyTorch's libraries, whose guard it replaces, and before PyTorch itself. It makes PyTorch believe in a GPU,
-so it gets a process of its own (worker.py) and is never loaded in a user's.
+so it gets a process of its own (`serve`) and is never loaded in a user's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -28,11 +29,19 @@ from fivefold.files import cache_folder
 from fivefold.kernels.native import build
 from fivefold.recipe import Recipe
 from fivefold.schedules.memory_timeline import MemoryTimeline, from_json
-from fivefold.trace.depth import CachedFigures, Exact, check_rank, read
+from fivefold.trace.depth import CachedFigures, Exact, check_rank, exact, timelines
+from fivefold.trace.step import DEVICE, operators
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 TORCH = Path(torch.__file__).parent
 FLAGS = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{TORCH / 'include'}"]
+LOADING = """
+import ctypes, sys
+for library in sys.argv[1:]:
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+from fivefold.trace.gpu import serve
+serve()
+"""
 LINKED = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
 
 
@@ -68,7 +77,7 @@ def _library() -> Path:
 
 
 def libraries() -> list[str]:
-    """The paths of what `worker` loads, in this order: PyTorch's libraries, then the guard."""
+    """The paths of what that process loads, in this order: PyTorch's libraries, then the guard."""
     own = [TORCH / "lib" / f"libtorch_{name}.so" for name in ("cpu", "cuda")]
     return [str(path) for path in (*own, _library()) if path.exists()]
 
@@ -80,8 +89,8 @@ def exact_on_gpu(recipe: Recipe, rank: int) -> Exact:
         UserError: the layout is not valid, or has no such rank.
     """
     entry = CachedFigures(recipe, rank, "cuda")
-    if found := read(entry):
-        return found
+    if kept := entry.read():
+        return kept
     began, figures = time.perf_counter(), _one_on_gpu(recipe, rank)["exact"]
     entry.write(figures)
     return Exact.from_json(figures, time.perf_counter() - began)
@@ -96,17 +105,17 @@ def timelines_on_gpu(recipe: Recipe, rank: int) -> list[tuple[str, MemoryTimelin
     return [(name, from_json(found)) for name, found in _one_on_gpu(recipe, rank, True)["timelines"]]
 
 
-def _one_on_gpu(recipe: Recipe, rank: int, timelines: bool = False) -> dict[str, Any]:
+def _one_on_gpu(recipe: Recipe, rank: int, over_time: bool = False) -> dict[str, Any]:
     check_rank(recipe, rank)
-    [result] = on_gpu([(recipe, rank)], timelines)
+    [result] = on_gpu([(recipe, rank)], over_time)
     if "error" in result:
         raise RuntimeError(f"the trace failed: {result['error']}")
     return result
 
 
-def on_gpu(jobs: Iterable[tuple[Recipe, int]], timelines: bool = False) -> list[dict[str, Any]]:
-    """Traces (resolved recipe, rank) one after the other in one other process. Each result has the fields of
-    `worker.answer`. timelines: memory over time instead of the exact figures.
+def on_gpu(jobs: Iterable[tuple[Recipe, int]], over_time: bool = False) -> list[dict[str, Any]]:
+    """Traces (resolved recipe, rank) one after the other in one other process. Each result is that of `_answer`.
+    over_time: memory over time instead of the exact figures.
 
     Raises:
         UserError: GPUs cannot be traced here.
@@ -114,12 +123,12 @@ def on_gpu(jobs: Iterable[tuple[Recipe, int]], timelines: bool = False) -> list[
     if reason := why_not():
         raise UserError(f"the step cannot be traced as a GPU computes it: {reason}")
     lines = [
-        json.dumps({"recipe": recipe.model_dump_json(), "rank": rank, "timelines": timelines})
+        json.dumps({"recipe": recipe.model_dump_json(), "rank": rank, "timelines": over_time})
         for recipe, rank in jobs
     ]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "fivefold.trace.worker", *libraries()],
+        [sys.executable, "-P", "-c", LOADING, *libraries()],
         input="\n".join(lines), capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
@@ -128,3 +137,25 @@ def on_gpu(jobs: Iterable[tuple[Recipe, int]], timelines: bool = False) -> list[
             f"the process that traces GPUs ended with {done.returncode}: {done.stderr[-2000:]}"
         )
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def serve() -> None:
+    """What that process does: reads one job per line and writes one answer per line, both in JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library or a compiler prints is no answer
+    for line in sys.stdin:
+        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    """Returns {"exact": as `Exact.as_json`, "operators": those that ran on the GPU}, {"timelines": ...} or
+    {"error": ...}."""
+    operators.clear()
+    try:
+        recipe, rank = Recipe.model_validate_json(job["recipe"]), job["rank"]
+        if job["timelines"]:
+            return {"timelines": [(name, t.as_json()) for name, t in timelines(recipe, rank, DEVICE)]}
+        figures = exact(recipe, rank, kept=False, device=DEVICE)
+    except Exception:
+        return {"error": traceback.format_exc()}
+    return {"exact": figures.as_json(), "operators": sorted(operators)}

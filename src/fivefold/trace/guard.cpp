@@ -1,6 +1,6 @@
 /* A GPU that does nothing, for PyTorch without a GPU: what autograd asks of a device before it runs operations on it.
  *
- * A trace's tensors claim to be on cuda:0 but hold no memory, and their operations compute shapes only (kernels/fake.py).
+ * A trace's tensors claim to be on cuda:0 but hold no memory, and their operations compute shapes only (fake.py).
  * Autograd still wants a device guard, streams and events from C++. A CPU build has none, and those of a build for CUDA
  * need a driver. These do nothing, and replace them: the last guard counts, and the preferred hooks.
  * Only for traces, in a process of their own (trace/gpu.py). It must be loaded before PyTorch asks for CUDA's hooks. */

@@ -33,14 +33,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._distributed_c10d import Work
+from torch._subclasses.fake_tensor import (
+    FakeTensor,  # shapes that DTensor asks about would else count as memory
+)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fivefold.kernels.fake import FROM_DATA, DispatchMode, Fake, FakeMode
-from fivefold.kernels.private import done_work
 from fivefold.parallel.offload.activations import Activations
 from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, Change, MemoryTimeline, Phase, of_changes
-from fivefold.trace import private
+from fivefold.trace.fake import FROM_DATA, DispatchMode, Fake, FakeMode, done_work
 
 if TYPE_CHECKING:
     from fivefold.step.state import State
@@ -67,9 +70,8 @@ def states_of(state: State) -> LiveTensors:
         return [tensor for replica in replicas for tensor in replica.kept().get(kind, [])]
 
     return {
-        "disk": lambda: (
-            [file.flat for file in disk.files] if disk is not None else []
-        ),  # first: whatever they are
+        # First: whatever they are.
+        "disk": lambda: [file.flat for file in disk.files] if disk is not None else [],
         "params": lambda: kept("params"),  # before masters: where they compute, they are params
         "gradients": lambda: [
             *(g for replica in replicas for g in replica.gradients.values()),
@@ -125,13 +127,24 @@ class Tracker(DispatchMode):
         self.on_fakes = False
 
     def __enter__(self) -> Tracker:
-        self.on_fakes = _fake_mode_is_on()
+        self.on_fakes = any(isinstance(mode, FakeMode) for mode in modes())
         self.began = time.perf_counter()
         self._find_states()
         self.before = len(self.changes)
         self.began = time.perf_counter()
         self._begin("forward")
-        self._follow_resizing()
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        @wraps(resize)
+        def watched(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            memory = self.there.get(storage._cdata)
+            if memory is not None:
+                self._change(memory, storage.nbytes())
+            return result
+
+        # `resize_` is not a dispatched operation.
+        torch.UntypedStorage.resize_ = watched  # pyright: ignore[reportAttributeAccessIssue]
         super().__enter__()
         return self
 
@@ -205,23 +218,22 @@ class Tracker(DispatchMode):
 
     def _look_at_phase(self) -> None:
         """Forward runs outside of backward, or in it when checkpointing recomputes (its saved-tensor hooks are set
-        then; those of offload are set all the time)."""
-        backward = private.in_backward()
-        hook = private.saving_hook() if backward else None
-        recomputes = hook is not None and not isinstance(getattr(hook, "__self__", None), Activations)
-        forward = not backward or recomputes
-        self._follow_phase("backward" if backward else "forward")
+        then; those of offload are set all the time). What is asked of PyTorch is not documented: activations cannot be
+        told from other memory without it."""
+        backward = torch._C._current_graph_task_id() != -1
+        hooks = _top_saved_tensors_default_hooks(True) if backward else None
+        forward = not backward or (
+            hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), Activations)
+        )
+        kind = "backward" if backward else "forward"
+        if self.phases[-1][0] not in (kind, "update"):  # behind them comes the update, until the end
+            self._begin(kind)
         if self.forward and not forward:
             self._mark_activations()
             self._mark("params")  # copies of weights on a node are gone when the step ends
             self._mark("gradients")
             self._mark("activations")
         self.forward = forward
-
-    def _follow_phase(self, kind: str) -> None:
-        """Notes that forward or backward begins. Behind them comes the update, until the end."""
-        if self.phases[-1][0] not in (kind, "update"):
-            self._begin(kind)
 
     def _begin(self, kind: str) -> None:
         self.phases.append((kind, len(self.changes), self._now()))
@@ -269,7 +281,7 @@ class Tracker(DispatchMode):
             self._count(plain.untyped_storage(), made, plain.device.type)
             for plain in _plain(tensor)
             if plain.device.type in (self.on, self.host)
-            and not isinstance(plain, private.FakeTensor)  # these have shapes only
+            and not isinstance(plain, FakeTensor)  # these have shapes only
         ]
 
     def _count(self, storage: torch.UntypedStorage, made: bool, device: str | None) -> _Memory:
@@ -282,38 +294,21 @@ class Tracker(DispatchMode):
 
     def _add(self, storage: torch.UntypedStorage, made: bool, category: str | None) -> _Memory:
         memory = _Memory(storage._cdata, storage.nbytes(), made, category)
-        memory.reference = weakref.ref(storage, lambda _: self._gone(memory))
+
+        def gone(_: object) -> None:
+            self._note(memory, -memory.size)
+            del self.there[memory.address]
+
+        memory.reference = weakref.ref(storage, gone)
         self.there[memory.address] = memory
         self._note(memory, memory.size)
         if made and self.forward:
             self.of_forward.append(memory)
         return memory
 
-    def _gone(self, memory: _Memory) -> None:
-        self._note(memory, -memory.size)
-        del self.there[memory.address]
-
     def _change(self, memory: _Memory, size: int) -> None:
         self._note(memory, size - memory.size)
         memory.size = size
-
-    def _follow_resizing(self) -> None:
-        """Watches `resize_`, which is not a dispatched operation, while the tracker is entered."""
-        self._resize = resize = torch.UntypedStorage.resize_
-
-        @wraps(resize)
-        def watched(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            memory = self.there.get(storage._cdata)
-            if memory is not None:
-                self._change(memory, storage.nbytes())
-            return result
-
-        torch.UntypedStorage.resize_ = watched  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _fake_mode_is_on() -> bool:
-    return any(isinstance(mode, FakeMode) for mode in private.modes())
 
 
 def _settled(out: Any, tensors: list[Tensor], wait: bool) -> Any:

@@ -3,6 +3,10 @@
 PyTorch's fake process group sends nothing, and fake tensors have shapes but no bytes. Memory, messages and FLOPs
 match those of a rank that trains on CPUs, to the byte (tests/test_trace.py).
 
+Below it stand-ins for what a step asks of `torch.cuda`: streams, events and random states that do nothing. PyTorch
+without a GPU refuses all of it. Nothing is queued in a trace, so nothing is out of order. Attention calls the kernel
+that PyTorch picks on NVIDIA GPUs from Ampere on. Without a GPU it would pick another one.
+
 Some shapes depend on values. The trace assumes that gradients are finite, all targets count, experts share tokens
 evenly, and batches mask their usual number of tokens.
 """
@@ -14,33 +18,36 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
-from fivefold.kernels.fake import CPU, Fake, FakeMode, is_mask
 from fivefold.launch.ranks import Ranks, threads_of
 from fivefold.models import predicted
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.optim.updater import Updater
 from fivefold.parallel.expert import AllToAll
-from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.microbatch import Microbatch, take
+from fivefold.parallel.offload import disk
 from fivefold.parallel.offload.activations import Activations
 from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state
 from fivefold.step.step import forward_backward, take_step
-from fivefold.trace import private, standins
+from fivefold.trace.fake import CPU, Fake, FakeMode, is_mask
 from fivefold.trace.memory import Peak, Tracker, states_of, tensors_in
-from fivefold.trace.standins import fake_files
 from fivefold.trace.traffic import Collectives, flops_of
 
 aten = torch.ops.aten
@@ -57,8 +64,13 @@ MASKED = (
 )  # these count as syncs only where a mask chooses
 operators: set[str] = set()
 """The operators that have run on a GPU in traces of this process."""
+DEVICE = torch.device("cuda", 0)
+CAPABILITY = (9, 0)
+"""Of the GPU that the trace stands for: an H100's. "auto" is bf16 from (8, 0) on."""
+waits: list[Callable[[str], None]] = []
+"""Called with a name whenever the host would wait for the device."""
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
-TRACING = (PACKAGE + "trace" + os.sep, PACKAGE + os.path.join("kernels", "fake.py"))
+TRACING = PACKAGE + "trace" + os.sep
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ class Traced:
 def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU) -> Traced:
     """Traces a step of a resolved recipe on a rank of its layout. It is the second step: the first one creates the
     optimizer's states. Of several sites it is one that ends with an outer step (`Sites.traced`). device: another than
-    the CPU only in the process of worker.py."""
+    the CPU only in a process of gpu.py."""
     return probe(recipe, rank, microbatches, device).found()
 
 
@@ -88,38 +100,45 @@ def probe(
     with ExitStack() as stack:
         ranks = stack.enter_context(_one_of(rank, layout.ranks, device))
         if device != CPU:
-            stack.enter_context(standins.a_gpu())
-            stack.enter_context(standins.Creating(fake))
-        stack.enter_context(fake_files())
+            stack.enter_context(a_gpu())
+            stack.enter_context(Creating(fake))
+        _set(stack, disk, "File", FakeFile)
         state = build_state(recipe, ranks, memory=fake)
         state.go_to(layout.compress_after or 0)
         try:
-            _share_evenly(state)
+            for module in (module for stage in state.parallel.stages for module in stage.modules()):
+                if isinstance(module, AllToAll):  # sends every rank as many rows as it gets from it
+                    module.splits = _even  # pyright: ignore[reportAttributeAccessIssue]
             with fake:
                 if not first:
                     _prime(state)
                     state.step = recipe.sites.traced(recipe.train.steps or 1) - 1
-                _update_always(state, first)
-                batch = _batch(recipe, state.mesh, microbatches)
+                for replica in state.parallel.replicas:
+                    updater = replica.updater
+                    if first or updater.streamed:
+                        updater.step = partial(_always, updater, updater.step)  # pyright: ignore[reportAttributeAccessIssue]
+                shape = recipe.train.microbatch_size or 1, recipe.model.seq_len
+
+                def tokens() -> Tensor:
+                    return take(torch.empty(shape, dtype=torch.int64, device=state.mesh.device), state.mesh)
+
+                batch = [Microbatch(tokens(), tokens()) for _ in range(microbatches)]
                 if isinstance(state.parallel.activations, Activations) and not first:
-                    forward_backward(
-                        state, batch, recipe.train.seed
-                    )  # makes the host's buffers, as a first step does
-                with Probe(state, fake) as found:
-                    done = take_step(state, recipe, batch, inspect=found.begin_update)
+                    forward_backward(state, batch, recipe.train.seed)  # makes the host's buffers
+                with Probe(state, fake) as instrument:
+                    done = take_step(state, recipe, batch, inspect=instrument.begin_update)
                     assert done.loss, "read as a loop does"
         finally:
             state.parallel.close()
-    return found
+    return instrument
 
 
 def _prime(state: State) -> None:
     """Creates the optimizer's states, as a first step does. The loss scale becomes fake like all else."""
     for replica in state.parallel.replicas:
         gradients = {name: torch.zeros_like(master) for name, master in replica.masters.items()}
-        if (
-            none := not replica.gradients
-        ):  # as FSDP2 has them before a backward; a streamed update reads them there
+        # As FSDP2 has them before a backward; a streamed update reads them there.
+        if none := not replica.gradients:
             replica.gradients.update(gradients)
         replica.updater.step(gradients, 0.0)
         if none:
@@ -132,29 +151,13 @@ def _prime(state: State) -> None:
         scaling.values = torch.empty(3, dtype=scaling.values.dtype, device=scaling.values.device)
 
 
-def _update_always(state: State, first: bool) -> None:
+def _always(
+    updater: Updater, step: Callable[..., None], gradients: Any, lr: float, scale: Any, skip: Any
+) -> None:
     """Updates although a trace cannot answer whether the host skips the update: the first one, and each that is
-    streamed."""
-
-    def always(
-        updater: Updater, step: Callable[..., None], gradients: Any, lr: float, scale: Any, skip: Any
-    ) -> None:
-        step(gradients, lr, scale, _No(skip) if updater.streamed else None)
-
-    for replica in state.parallel.replicas:
-        updater = replica.updater
-        if first or updater.streamed:
-            updater.step = partial(always, updater, updater.step)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class _No:
-    """A scalar that the host reads, which waits, and finds to be 0."""
-
-    def __init__(self, scalar: Tensor) -> None:
-        self.scalar = scalar
-
-    def item(self) -> float:
-        return 0.0 * self.scalar.item()
+    streamed, which reads `skip`, waits, and finds it to be 0."""
+    never = SimpleNamespace(item=lambda: 0.0 * skip.item()) if updater.streamed else None
+    step(gradients, lr, scale, never)
 
 
 class Probe(Tracker):
@@ -168,13 +171,13 @@ class Probe(Tracker):
 
     def __enter__(self) -> Probe:
         self.sent.listen()
-        standins.waits.append(self._waited)
+        waits.append(self._waited)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        standins.waits.remove(self._waited)
+        waits.remove(self._waited)
         self.sent.leave()
 
     def execute(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -182,7 +185,8 @@ class Probe(Tracker):
         if func.namespace == "c10d" and any(t.device.type != self.on for t in tensors_in(args)):
             raise RuntimeError(f"{func} does not send from host memory")
         if self._waits(func, args, kwargs):
-            self._waited(_name(func))
+            item = func is aten._local_scalar_dense.default
+            self._waited("item" if item else func.__name__.split(".")[0].lstrip("_"))
         out = self.fake.__torch_dispatch__(func, types, args, kwargs)
         if self.on != "cpu" and func.namespace == "aten" and (type(out) is not Fake or out.on != CPU):
             operators.add(func.name())
@@ -215,10 +219,6 @@ class Probe(Tracker):
         return Traced(self.peak(), sent, self.flops, dict(sorted(self.syncs.items())))
 
 
-def _name(func: Any) -> str:
-    return "item" if func is aten._local_scalar_dense.default else func.__name__.split(".")[0].lstrip("_")
-
-
 def _caller() -> str:
     """File and line of the innermost code of the package that runs an operation, the tracing code left out."""
     frame = sys._getframe(1)
@@ -237,7 +237,9 @@ def _one_of(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
     torch.set_num_threads(threads_of(world))  # some kernels have workspace per thread
     hook = sys.excepthook  # a process group replaces it by one that starts every line with [rankN]
     if world > 1:
-        dist.init_process_group("fake", store=private.FakeStore(), rank=rank, world_size=world)
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # of this rank only, in any world
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield Ranks(rank, world, rank, world, device)
     finally:
@@ -245,23 +247,6 @@ def _one_of(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
         sys.excepthook = hook
         if world > 1:
             dist.destroy_process_group()
-
-
-def _batch(recipe: Recipe, mesh: Mesh, microbatches: int) -> list[Microbatch]:
-    shape = recipe.train.microbatch_size or 1, recipe.model.seq_len
-
-    def tokens() -> Tensor:
-        return take(torch.empty(shape, dtype=torch.int64, device=mesh.device), mesh)
-
-    return [Microbatch(tokens(), tokens()) for _ in range(microbatches)]
-
-
-def _share_evenly(state: State) -> None:
-    """Makes every rank send each other rank as many rows as it gets from it."""
-    for stage in state.parallel.stages:
-        for module in stage.modules():
-            if isinstance(module, AllToAll):
-                module.splits = _even  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
@@ -279,3 +264,148 @@ def _chosen(model: ModelSection, T: int, mask: Tensor) -> int:
     assert model.experts, "nothing else is chosen by its values"
     room = math.ceil(model.capacity_factor * mask.numel() / model.experts)
     return min(mask.numel(), model.experts * room)
+
+
+class Stream:
+    """A queue that is always empty."""
+
+    device = DEVICE
+    stream_id, device_index, device_type = 0, 0, 1  # FSDP2 hands them on since torch 2.15
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        _waited("stream")
+
+
+class Event:
+    """An event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, stream: Stream | None = None) -> None:
+        pass
+
+    def wait(self, stream: Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        _waited("event")
+
+
+def _waited(name: str) -> None:
+    for seen in waits:
+        seen(name)
+
+
+@contextmanager
+def a_gpu() -> Iterator[None]:
+    """Lets code inside use one GPU of PyTorch's, as far as a step does. Blocks are not compiled."""
+    queue = Stream()
+    cuda = {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: queue,
+        "stream": lambda stream: nullcontext(stream),
+        "synchronize": lambda device=None: _waited("device"),
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
+        "set_device": lambda device: None,
+        "device": lambda device: nullcontext(),
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device="cuda": torch.empty(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device="cuda": None,
+        "_initialized": True,
+        "_lazy_init": lambda: None,
+    }
+    with ExitStack() as stack:
+        for name, value in cuda.items():
+            _set(stack, torch.cuda, name, value)
+        # It makes a tensor on the GPU: without this sharded weights cannot be made where there is none.
+        _set(stack, fake_tensor, "init_gpu_context", lambda device: None)
+        _set(stack, torch.compiler, "disable", lambda function: function)
+        _set(stack, nn.Module, "compile", lambda module, *_, **__: None)
+        _set(stack, Tensor, "record_stream", lambda tensor, stream: None)
+        _set(stack, F, "scaled_dot_product_attention", _gpu_attention)
+        yield
+
+
+def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    before = getattr(owner, name)
+    stack.callback(setattr, owner, name, before)
+    setattr(owner, name, value)
+
+
+def _gpu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention in half precision. In fp32 the memory-efficient kernel, or separate operations for groups of
+    heads, which that kernel does not know."""
+    assert attn_mask is None, "a step's attention has no mask"
+    if q.dtype in (torch.bfloat16, torch.float16):
+        d = q.shape[-1]
+        q, k, v = (F.pad(x, (0, -d % 8)) for x in (q, k, v))
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, scale=scale or 1 / math.sqrt(d)
+        )[0][..., :d]
+    if not enable_gqa:
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, dropout_p, is_causal, scale=scale
+        )[0]
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        q, k, v, None, dropout_p, is_causal, scale=scale, enable_gqa=True
+    )[0]
+
+
+class Creating(TorchFunctionMode):
+    """Makes tensors fake that are created on the GPU, or sent there, where `fake` is not entered: modules are built
+    outside of it, on "meta". Also where PyTorch itself would copy from the CPU before anybody sees it."""
+
+    def __init__(self, fake: FakeMode) -> None:
+        super().__init__()
+        self.fake = fake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != "cuda":
+            return func(*args, **kwargs)
+        with nullcontext() if self.fake in modes() else self.fake:
+            if func is torch.tensor:
+                return func(*args, **{**kwargs, "device": "cpu"}).to(device)
+            return func(*args, **kwargs)
+
+
+class FakeFile(disk.File):
+    """A file whose bytes are a fake tensor. It takes no room on the disk."""
+
+    def __init__(self, owner: disk.Disk, size: int, what: str):
+        self.disk, self.size, self.what = owner, size, what
+        self.flat = torch.empty(size, dtype=torch.uint8)
+
+    def drop(self) -> None: ...
+    def read(self, offset: int, into: Tensor) -> None: ...
+    def write(self, offset: int, data: Tensor) -> None: ...
+    def close(self) -> None: ...

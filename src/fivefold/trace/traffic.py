@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fivefold.comm import axis
-from fivefold.kernels.fake import DispatchMode
 from fivefold.parallel.mesh import Mesh
 from fivefold.sharding.layout import first_names
+from fivefold.trace.fake import DispatchMode
 
 OPS = {
     "allreduce_": "all_reduce",
@@ -122,16 +122,12 @@ def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     """q k^T and p v, (B, H, T, d), without counting hidden keys as saved."""
-    return _products(q, k, 2)
+    return 4 * math.prod(q.shape) * k.shape[2]
 
 
 def _attention_backward(dout: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     """Recomputed scores, and the gradients of v, of the probabilities, of q and of k."""
-    return _products(q, k, 5)
-
-
-def _products(q: Any, k: Any, count: int) -> int:
-    return 2 * count * math.prod(q.shape) * k.shape[2]
+    return 10 * math.prod(q.shape) * k.shape[2]
 
 
 def _linear(x: Any, weight: Any, *_: Any, **__: Any) -> int:

@@ -19,7 +19,7 @@ from fivefold.checkpoint.store import Reader
 from fivefold.comm import Axis, all_or_none, told
 from fivefold.errors import BusyError
 from fivefold.host import machine_id
-from fivefold.kernels.fastest import Table
+from fivefold.kernels.native import Table
 from fivefold.parallel.mesh import Mesh
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fivefold.data import NOT_COUNTED
 from fivefold.errors import UserError
 from fivefold.kernels import matmul
-from fivefold.kernels.loss import rows_at_once
+from fivefold.kernels.matmul import rows_at_once
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import Cache, Output
 from fivefold.models.section import ModelSection

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
@@ -22,12 +23,13 @@ from fivefold.observe import memory_picture
 from fivefold.observe.timelines import LONGEST, Operator, trace_name, write_operators
 from fivefold.recipe.entries import steps
 from fivefold.step.state import State
-from fivefold.trace import private
 from fivefold.trace.memory import Tracker, states_of
 from fivefold.train.job import Job
 
 QUIET = "KINETO_LOG_LEVEL", "6"
 """Kineto's logger notes each profile on stderr. On GPUs it may say why kernels are missing."""
+HISTORY = 200_000
+"""Allocations that a memory snapshot of a GPU holds at most."""
 PRIVATE = re.compile(rb'("(?:host_name|traceName)": )"(?:[^"\\]|\\.)*"')
 """What a trace says of the machine. No host names and paths are written into run folders (SECURITY.md)."""
 
@@ -156,7 +158,7 @@ class MemoryWatch:
                 return
             self.tracker = self.tracking.enter_context(Tracker(states_of(state)))
         else:
-            private.start_memory_history()
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY)
 
     def begin_update(self) -> None:
         if self.tracker is not None:
@@ -175,6 +177,8 @@ class MemoryWatch:
             name = f"memory-snapshot-step-{step:08d}-rank-{self.ranks.rank}.pickle"
             folder = self.job.out / "traces"
             make_folder(folder)
-            private.write_memory_snapshot(str(folder / name))
+            # For https://pytorch.org/memory_viz. The file is a pickle; this program never reads one.
+            torch.cuda.memory._dump_snapshot(str(folder / name))
+            torch.cuda.memory._record_memory_history(enabled=None)
             return folder / name
         return None

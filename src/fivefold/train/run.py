@@ -19,7 +19,7 @@ from fivefold.data.tokenizer import load_tokenizer
 from fivefold.errors import UserError, several
 from fivefold.files import guard, make_folder, write_atomically
 from fivefold.host.machine import describe, untried_torch
-from fivefold.kernels import fastest, native
+from fivefold.kernels import native
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.verdict import Interrupt
 from fivefold.models.card import card_of
@@ -53,7 +53,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
     recipe = job.recipe
     guard(job.out, look=False)  # a spawned rank does not know that the launcher did
     with told(job, ranks.rank, ranks.local_world) as rank, ExitStack() as stack:
-        stack.callback(fastest.hold, None)
+        stack.callback(native.hold, None)
         message = "stopping: finishing the steps under way, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
         stack.enter_context(watching(ranks, recipe.observe.hang_s, job.out / "traces"))

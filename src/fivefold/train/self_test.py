@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fivefold.comm import Axis, everyone, told
 from fivefold.files import make_folder, read_json, understood, write_atomically
-from fivefold.kernels import fastest
+from fivefold.kernels import native
 from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.launch.ranks import Ranks
@@ -120,13 +120,13 @@ def _settle_library(state: State, job: Job, ranks: Ranks) -> list[str]:
     """Rank 0's checkpoint decides, or else its machine."""
     if ranks.device.type != "cpu":
         return []
-    mine = (state.products or fastest.table()) if ranks.first else fastest.UNMEASURED
+    mine = (state.products or native.table()) if ranks.first else native.UNMEASURED
     text = told(json.dumps(mine._asdict(), indent=1), 0, everyone(ranks))
-    fastest.hold(now := fastest.Table(**json.loads(text)))
+    native.hold(now := native.Table(**json.loads(text)))
     state.products = now
     if ranks.first:
         write_atomically(job.out / LIBRARY, text + "\n")
-    if now.processor == fastest.place():
+    if now.processor == native.place():
         return []
     began = now.processor.rpartition(", ")[0]
     return [f"this run began on another processor ({began}), so its last bits may differ here"]

@@ -22,7 +22,7 @@ from fivefold.data.packing import cut_of
 from fivefold.data.stream import Commit, Stream
 from fivefold.errors import UserError
 from fivefold.files import BROKEN
-from fivefold.kernels.documents import Documents
+from fivefold.kernels.blockwise_attention import Documents
 from fivefold.kernels.tiling import Sample
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.mesh import Mesh

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fivefold.comm.axis import Axis
 from fivefold.comm.compress import CompressedSum, Messages
-from fivefold.kernels.quantize import Quantizer
+from fivefold.kernels.rounded import Quantizer
 from fivefold.schedules.compression.blocks import LARGEST, Blocks
 
 

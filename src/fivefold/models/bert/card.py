@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.models import card
-from fivefold.models.parameters import attention, block, gelu, layer_norm, linear, under
+from fivefold.models.card import attention, block, gelu, layer_norm, linear, under
 from fivefold.sharding.parts import Shape
 
 TOKEN_TYPES = 2  # sentence A and B of the original; only A (0) is used, but both are kept for weight exchange

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.kernels import elementwise
-from fivefold.kernels.documents import Documents
+from fivefold.kernels.blockwise_attention import Documents
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.models.bert.card import TOKEN_TYPES
 from fivefold.models.layers import GELU, AddLayerNorm, Attention, Embedding, LayerNorm, Linear, Positions

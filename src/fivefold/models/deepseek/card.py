@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fivefold.models import work
-from fivefold.models.card import Contradiction
+from fivefold.models.card import Contradiction, linear, rms_norm, under
 from fivefold.models.moe import card as moe
 from fivefold.models.operations import Matmul, Operation, Program, Saved, Sizes
-from fivefold.models.parameters import linear, rms_norm, under
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import Cut, Shape
 
@@ -151,10 +150,8 @@ class Card(moe.Card):
         """The latent vectors and their norms. Queries without a latent vector enter the region with the block's normed
         input, which the first matmul keeps, too."""
         w, e, n, blocks = widths_of(s.model), s.e, s.n, program.attention == "blocks"
-        normed, rows = (
-            n * (w.query_rank + w.kv_rank) * e,
-            n if s.sp_regather else s.N,
-        )  # rows kept in the region
+        normed = n * (w.query_rank + w.kv_rank) * e
+        rows = n if s.sp_regather else s.N  # kept in the region
         norms = 1 + (w.query_rank > 0)
         forward, backward, kernels = (2, 3, norms) if program.fused else (14, 24, 6 * norms)
         kept = [Saved("normed latents", normed * rows / n, "inner"), Saved("rms", 4 * norms * n, "inner")]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fivefold.models.card import Contradiction
+from fivefold.models.card import Contradiction, swiglu, under
 from fivefold.models.llama import card as llama
-from fivefold.models.parameters import swiglu, under
 from fivefold.sharding.parts import Shape
 from fivefold.sharding.shares import divisors
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.kernels.documents import Documents
+from fivefold.kernels.blockwise_attention import Documents
 from fivefold.models.layers import Attention, LayerCache, RMSNorm, SwiGLU, WideRMSNorm
 from fivefold.models.llama import module as llama
 from fivefold.models.olmo2.card import normed

@@ -8,6 +8,9 @@ operation runs on PyTorch's "meta" device, whose kernels compute shapes only: no
     with FakeMode():
         x = torch.empty(4, 8)
         y = x @ x.T  # Fake((4, 4), torch.float32)
+
+What is used of PyTorch that is not documented has a comment, here and in memory.py and step.py, that says what breaks
+without it; tests/test_trace.py uses each.
 """
 
 from __future__ import annotations
@@ -18,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from fivefold.kernels import private
 
 aten = torch.ops.aten
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -41,11 +42,15 @@ class Fake(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, on: torch.device = CPU) -> Fake:
-        self = private.wrapper(cls, meta, on)
+        # It claims to be on a device, and has no memory. Else traces would use FakeTensorMode, 10 times slower.
+        self: Any = Tensor._make_wrapper_subclass(
+            cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=on
+        )
         self.meta, self.on = meta, on
         return self
 
-    __torch_function__ = private.no_torch_function  # pyright: ignore[reportAssignmentType]
+    # Without PyTorch's own overrides: with them each use of a fake tensor is slower.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,8 +101,9 @@ class FakeMode(DispatchMode):
         self.chosen = chosen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if private.torch_fakes():
-            return func(*args, **(kwargs or {}))  # DTensor asks FakeTensorMode about shapes
+        # DTensor asks FakeTensorMode about shapes.
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **(kwargs or {}))
         for kind in types:
             if kind is not Fake and kind is not Tensor and kind is not nn.Parameter:
                 return NotImplemented  # a DTensor, say, which comes again with what is inside
@@ -123,9 +129,16 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if (
         func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
     ):  # its meta kernel knows bf16 only
-        return args[0].new_empty(_grouped(args[0], args[1], kwargs["offs"] if "offs" in kwargs else args[2]))
-    if func.namespace == "c10d":
-        return _sent(func, args)
+        (*_, M, _), (*_, N) = (
+            args[0].shape,
+            args[1].shape,
+        )  # rows (M, K) by columns (K, N); groups of either or of K
+        both = args[0].dim() == args[1].dim() == 2
+        groups = (len(kwargs["offs"] if "offs" in kwargs else args[2]),) if both else ()
+        return args[0].new_empty((*groups, M, N))
+    if func.namespace == "c10d":  # its outputs, which are its first argument, and a finished handle
+        work = done_work([])
+        return work if len(func._schema.returns) == 1 else (args[0], work)
     owners: dict[int, Fake] = {}
     bare = [_bare(arg, owners) for arg in args]
     named = {name: _bare(arg, owners) for name, arg in kwargs.items()}
@@ -205,17 +218,14 @@ def _dressed(out: Any, owners: dict[int, Fake], on: torch.device) -> Any:
     return out
 
 
-def _sent(func: Any, args: Any) -> Any:
-    """Fakes a collective: returns its outputs, which are its first argument, and a finished handle."""
-    work = private.done_work([])
-    return work if len(func._schema.returns) == 1 else (args[0], work)
+def done_work(tensors: list[Tensor]) -> Any:
+    """The handle of a finished collective, which keeps tensors until it is dropped. Without it collectives cannot be
+    traced."""
+    from torch._C._distributed_c10d import _create_work_from_future  # pyright: ignore[reportAttributeAccessIssue]
 
-
-def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> tuple[int, ...]:
-    """Shape of a grouped matmul: groups are rows of a (M, K), columns of b (K, N), or the summed dim."""
-    if a.dim() == b.dim() == 2:
-        return (len(ends), a.shape[0], b.shape[1])
-    return (a.shape[-2], b.shape[-1])
+    done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    done.set_result(tensors)
+    return _create_work_from_future(done).boxed()
 
 
 def is_mask(indices: Any) -> bool:
