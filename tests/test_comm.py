@@ -18,7 +18,7 @@ from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.regions import Collective
+from fivefold.sharding.units import Collective
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")

@@ -32,8 +32,7 @@ from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load
 from fivefold.recipe.unused_fields import notes
 from fivefold.schedules.compression.blocks import INT4, INT8, LARGEST, Blocks
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import describe, parse, to_text
+from fivefold.sharding.layout import Layout, describe, parse, to_text
 from fivefold.sharding.units import syncs, zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step

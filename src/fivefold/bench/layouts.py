@@ -20,8 +20,7 @@ from fivefold.files import read_json, write
 from fivefold.plan.predict import resolved
 from fivefold.recipe import Recipe, change, to_toml
 from fivefold.recipe.fit import in_layout
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import Layout, to_text
 
 
 def measure(

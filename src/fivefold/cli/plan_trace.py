@@ -58,7 +58,7 @@ def trace(
         lines += ["", *beside(result, traced)]
     else:
         from fivefold.observe.memory_picture import to_svg, to_text
-        from fivefold.sharding.layout_text import to_text as layout_text
+        from fivefold.sharding.layout import to_text as layout_text
 
         drawn = depth.timelines(whole, rank) if on_cpu else gpu.timelines_on_gpu(whole, rank)
         where = "a CPU" if on_cpu else "a GPU without torch.compile"

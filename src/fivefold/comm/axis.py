@@ -38,7 +38,7 @@ from fivefold.comm.progress import Ops, Place, caller, message, progress, verdic
 from fivefold.comm.watch import UNIT, Handle, Work, watched
 from fivefold.errors import PASSING, BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
-from fivefold.sharding.regions import Collective
+from fivefold.sharding.units import Collective
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -167,7 +167,7 @@ class Axis:
         return self._start("all_to_all", out, larger, _all_to_all, out, x, taken, given)
 
     def run(self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False) -> Tensor:
-        """Runs a collective of `sharding/regions.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
+        """Runs a collective of `sharding/units.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
         return self.start(collective, x, *rows, backward=backward).at_once()
 
     def start(

@@ -25,7 +25,7 @@ from fivefold.kernels import native, sizes
 from fivefold.kernels.elementwise import add_gradient
 from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 from fivefold.kernels.private import assert_on_device
-from fivefold.sharding.regions import LOSS_STATISTICS
+from fivefold.sharding.units import LOSS_STATISTICS
 
 
 def linear_cross_entropy(

@@ -21,9 +21,8 @@ from fivefold.recipe import Recipe, count_parameters
 from fivefold.recipe.fit import in_layout
 from fivefold.recipe.rules import contradictions
 from fivefold.schedules.pipeline import to_svg as drawn_pipeline
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import problems
-from fivefold.sharding.layout_text import to_text
 
 WORDS = {
     "data": (

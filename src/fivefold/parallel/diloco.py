@@ -27,7 +27,7 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.replica import Replica
 from fivefold.precision import torch_dtype
 from fivefold.schedules.compression.blocks import INT8
-from fivefold.sharding.sites import OWN_SHARE, Sites, messages
+from fivefold.sharding.sync import OWN_SHARE, Sites, outer_messages
 
 ARRIVING = "arriving"
 """In checkpoints, the name of a mean outer gradient that has not changed the weights yet."""
@@ -57,7 +57,7 @@ class Outer:
         self.replicas, self.axis, self.sites, self.lr = replicas, axis, sites, lr
         self.masters = {name: w for replica in replicas for name, w in replica.masters.items()}
         self.weights = {name: w.detach().to(torch.float32, copy=True) for name, w in self.masters.items()}
-        self.messages = messages(self.masters, sites.fragments)
+        self.messages = outer_messages(self.masters, sites.fragments)
         self.aligned = True  # all sites have the common weights
         self.state_names = (*optimizer.card.state_names, *[ARRIVING] * bool(sites.overlap))
         self.under_way: dict[int, Callable[[], dict[str, Tensor]]] = {}

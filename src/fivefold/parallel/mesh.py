@@ -16,10 +16,9 @@ from fivefold.host.tables import best_all_reduce
 from fivefold.launch.ranks import Ranks
 from fivefold.schedules.collectives.choose import AUTO, LIBRARY, resolved
 from fivefold.schedules.compression import NONE
-from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node
+from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node, to_text
 from fivefold.sharding.layout_rules import on_nodes
-from fivefold.sharding.layout_text import to_text
-from fivefold.sharding.sites import counterparts, in_site, site_layout
+from fivefold.sharding.sync import counterparts, in_site, site_layout
 
 
 class Mesh:

@@ -34,7 +34,7 @@ class Microbatch(NamedTuple):
 
 
 class Share(list[Microbatch]):
-    """The microbatches of a rank, which may have fewer than others (sharding/shares.py).
+    """The microbatches of a rank, which may have fewer than others (sharding/layout.py).
 
     counted: how many of them count. Empty ones follow, without targets, where ranks exchange something in every
     microbatch. total: those that count on all data-parallel ranks of the site. A microbatch's

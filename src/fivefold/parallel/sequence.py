@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold.comm import Axis
-from fivefold.sharding.regions import AGAIN, SUM, WHOLE
+from fivefold.sharding.units import AGAIN, SUM, WHOLE
 
 Wait = Callable[[], Tensor]
 """Waits for a message that was started, and returns its result."""
@@ -88,7 +88,7 @@ SENDS: dict[str | None, Callable[[Tensor, TensorAxis], Wait]] = {
     "all_reduce": lambda x, axis: axis.axis.start_all_reduce(x),
     "reduce_scatter": start_scatter,
 }
-"""How activations are sent, by the names of `sharding.regions`."""
+"""How activations are sent, by the names of `sharding.units`."""
 
 
 def piece(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:

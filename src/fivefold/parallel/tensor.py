@@ -58,7 +58,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
 from fivefold.parallel.sequence import Leave, TensorAxis, enter, join, piece, whole
 from fivefold.sharding.parts import Model, boxes, cuts_in, local_shape, parts, summed_over_tp
-from fivefold.sharding.regions import LOSS_STATISTICS, SQUARES, STATISTICS
+from fivefold.sharding.units import LOSS_STATISTICS, SQUARES, STATISTICS
 
 
 def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:

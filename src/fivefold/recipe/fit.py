@@ -16,9 +16,7 @@ from fivefold.recipe.resolve import best_microbatch_size, microbatch_size
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import to_text
-from fivefold.sharding.shares import divisors
+from fivefold.sharding.layout import Layout, divisors, to_text
 
 MOST_TRIED = 2000  # layouts: each takes about a millisecond
 TRIED = 3  # numbers of data-parallel ranks for one division of the model: some algorithms do not take every number

@@ -13,7 +13,7 @@ from fivefold.recipe.load import Recipe
 from fivefold.recipe.ramp import ramp, run_steps, sequences_before
 from fivefold.recipe.rules import contradictions
 from fivefold.schedules.compression import compressor
-from fivefold.sharding.shares import largest
+from fivefold.sharding.layout import largest
 
 
 def total_steps(recipe: Recipe) -> int:

@@ -12,9 +12,7 @@ from fivefold.schedules.collectives import choose
 from fivefold.schedules.collectives.choose import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import SCHEDULES, stages_per_rank
-from fivefold.sharding.layout import AXES, Layout, groups, summing_groups
-from fivefold.sharding.layout_text import equation, to_text
-from fivefold.sharding.shares import divisors
+from fivefold.sharding.layout import AXES, Layout, divisors, equation, groups, summing_groups, to_text
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS, partitions
 from fivefold.sharding.units import zeropp
 

@@ -31,7 +31,7 @@ from fivefold.host.memory import available
 from fivefold.parallel.diloco import Outer
 from fivefold.schedules.collectives.choose import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import to_text
 from fivefold.sharding.parts import Part, boxes
 from fivefold.sharding.tiers import NOT_OFFLOADED
 from fivefold.step.state import State

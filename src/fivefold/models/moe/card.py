@@ -8,8 +8,8 @@ from typing import Any
 from fivefold.models.card import Contradiction
 from fivefold.models.llama import card as llama
 from fivefold.models.parameters import swiglu, under
+from fivefold.sharding.layout import divisors
 from fivefold.sharding.parts import Shape
-from fivefold.sharding.shares import divisors
 
 EXPERTS = 8  # default
 

@@ -11,7 +11,7 @@ from fivefold.precision import PRECISIONS
 from fivefold.recipe.messages import toml_value
 from fivefold.recipe.ramp import ramp, run_steps
 from fivefold.recipe.schema import Sections
-from fivefold.sharding.shares import largest_divisor
+from fivefold.sharding.layout import largest_divisor
 
 
 def length(recipe: Sections) -> Iterator[Contradiction]:
