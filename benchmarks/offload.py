@@ -218,7 +218,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     from fivefold.host.machine import resident_bytes
     from fivefold.host.memory import keep_freed_memory, return_large_memory
     from fivefold.launch.ranks import Ranks
-    from fivefold.parallel.microbatch import Microbatch
+    from fivefold.parallel.mesh import Microbatch
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
 

@@ -30,9 +30,8 @@ from fivefold.host.machine import describe
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.models.base import LanguageModel, block_dict
-from fivefold.parallel.deferred import Deferred
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.autograd import Deferred
+from fivefold.parallel.mesh import Mesh, Microbatch
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.schedules.pipeline import SCHEDULES, Costs, Timeline, build, simulate, to_svg
 from fivefold.sharding.layout import Layout

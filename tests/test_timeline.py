@@ -15,7 +15,7 @@ from runs import train_rank
 from steps import Numbers, _state, recipe_of
 
 from fivefold.cli.main import main
-from fivefold.comm.watch import watched
+from fivefold.comm.progress import watched
 from fivefold.errors import UserError
 from fivefold.models.section import ModelSection
 from fivefold.observe import step_timeline

@@ -25,7 +25,7 @@ from fivefold.kernels import native
 from fivefold.kernels.quantize import Quantizer
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.unit_messages import Gathers, Scatters
+from fivefold.parallel.zero import Gathers, Scatters
 from fivefold.plan.cluster.clusters import parse as parse_cluster
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import predict
@@ -130,8 +130,7 @@ def messages(rank: int, world: int, per_node: int, text: str) -> dict[str, Any]:
             gathers.start(out[rank], out.view(-1))()
             found[name] = out
         found["copy"] = gathers.copy
-        gathers.forget()
-        assert gathers.copy is None
+        gathers.copy = None
     if plus.gradients:
         out = torch.empty(len(weights))
         found["sum"] = Scatters(plus, mesh, "unit", SHARES).sum(gradients.view(-1), out)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm import Axis
-from fivefold.comm.private import all_gather_single, reduce_scatter_single
+from fivefold.comm.axis import all_gather_single, reduce_scatter_single
 from fivefold.precision import TRAINED, torch_dtype
 
 SIZES = {4 << 10: 20, 64 << 10: 20, 512 << 10: 15, 8 << 20: 5}

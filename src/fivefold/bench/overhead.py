@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from fivefold.launch.ranks import Ranks
-from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state

@@ -1,12 +1,22 @@
-"""The undocumented parts of PyTorch that the kernels use. Each comment says what breaks without it;
-tests/test_kernels.py calls every one."""
+"""The undocumented parts of PyTorch that kernels, comm and parallel use, and public ones that have other names in other
+versions. Where versions differ, the name that is there decides. Each comment says what breaks without it, and a test
+calls every one (test_private, test_kernels, test_comm, test_membership): run them first when you upgrade torch."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+if TYPE_CHECKING:  # importing FSDP2 takes half a second
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor import DTensor
 
 # A tensor class without PyTorch's own overrides. Without it each use of a fake tensor is slower.
 no_torch_function = torch._C._disabled_torch_function_impl
@@ -62,3 +72,121 @@ def flash_attention_backward(
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, no_dropout, no_dropout
     )
+
+
+def gloo_group(
+    store: dist.Store, name: str, index: int, size: int, address: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """A process group of gloo that does not belong to the launch's world: `size` processes that share a store. address:
+    of this host, where gloo listens. Without it: sites cannot be launches of their own."""
+    inside = dist.PrefixStore(name, store)
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    backend = dist.ProcessGroupGloo(inside, index, size, options)
+    backend._set_sequence_number_for_group()
+    group, kind = dist.ProcessGroup(inside, index, size), dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_group_name(name)  # pyright: ignore[reportArgumentType]
+    return group
+
+
+def default_store() -> dist.Store:
+    """The store in which the ranks of this launch have met. Without it: ranks of several hosts that hang would wait for
+    gloo's time-out."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def storage_of(x: Tensor) -> int:
+    """A number of the tensor's storage while it lives, even of one without memory. Without it: `ops:norm` cannot tell a
+    matmul's input from its weight among the tensors that autograd saves."""
+    return x.untyped_storage()._cdata
+
+
+def watched() -> bool:
+    """True while a mode sees every operation of this thread, such as a trace. Without it: a trace would miss what a
+    pipeline's pairs run on their second thread."""
+    return _get_current_dispatch_mode() is not None
+
+
+def give_memory(module: nn.Module, device: torch.device) -> None:
+    """Gives memory to the parameters that FSDP2 has sharded; FSDP2 follows them. Without it: `to_empty`, which also
+    gives memory to all other parameters."""
+    from torch.distributed.tensor import DTensor
+
+    module._apply(lambda t: torch.empty_like(t, device=device) if isinstance(t, DTensor) else t)
+
+
+def groups(unit: FSDPModule) -> list[FSDPParamGroup]:
+    """The parameter groups of a unit; none if all parameters belong to inner units. Without it: nothing else here."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # before torch 2.12: one at most
+
+
+def shares(unit: FSDPModule) -> list[int]:
+    """Elements of each parameter of a unit on a rank, in the order of its messages. Without it: ZeRO++ does not know
+    where a parameter begins."""
+    return [p.padded_sharded_param_size.numel() for group in groups(unit) for p in group.fsdp_params]
+
+
+def gathered(unit: FSDPModule) -> list[Tensor]:
+    """The gathered weights, while they exist. Without it: the tracker counts them as activations."""
+    return [tensor for group in groups(unit) for p in group.fsdp_params for tensor in p.all_gather_outputs]
+
+
+def whole_gradients(unit: FSDPModule) -> list[Tensor]:
+    """Gradients that add up before they are scattered. Without it: the tracker counts them as activations."""
+    found = []
+    for parameter in (p for group in groups(unit) for p in group.fsdp_params):
+        found.append(parameter.unsharded_accumulated_grad)
+        if hasattr(parameter, "_unsharded_param"):
+            found.append(parameter._unsharded_param.grad)
+    found = [gradient for gradient in found if gradient is not None]
+    return list(
+        {id(gradient): gradient for gradient in found}.values()
+    )  # since torch 2.15 both are one tensor
+
+
+def take_deferred_gradients(unit: FSDPModule) -> None:
+    """Adds up gradients that were set outside of the module's backward, and scatters them if they are due. Without it:
+    no ZeRO in pipelines that split backward."""
+    for group in groups(unit):
+        for parameter in group.fsdp_params:  # norms have fp32 gradients since I: FSDP2 wants one dtype
+            if hasattr(parameter, "_unsharded_param") and hasattr(parameter, "to_accumulated_grad_if_needed"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()  # torch 2.15 casts them itself
+        group.post_backward()
+
+
+def end_backward(root: FSDPModule) -> None:
+    """Scatters the gradients that are due and waits for them, as at the end of a backward. Without it: no ZeRO in
+    pipelines."""
+    state = root._get_fsdp_state()
+    context = state._state_ctx
+    if hasattr(context, "manual_backward_finalization_active"):  # torch 2.15 asks who ends a backward
+        context.manual_backward_finalization_active = False  # pyright: ignore[reportAttributeAccessIssue]
+    state._root_post_backward_final_callback()
+
+
+def forget_gradients(unit: FSDPModule) -> None:
+    """Drops the gradients of a unit's rows: the next scatter replaces them. Without it: hybrids with stages 2
+    and 3 sum over replicas in every microbatch."""
+    for group in groups(unit):
+        for parameter in group.fsdp_params:
+            parameter.sharded_param.grad = None
+
+
+def share_memory(units: Iterable[FSDPModule], parameter: DTensor, other: DTensor) -> None:
+    """Makes the rows of a parameter share the memory of another's. Without it: no ZeRO where one rank has both stages
+    of a tied embedding."""
+    owners = {id(p.sharded_param): p for unit in units for group in groups(unit) for p in group.fsdp_params}
+    owners[id(parameter)]._sharded_param_data = owners[id(other)]._sharded_param_data
+    parameter._local_tensor = other._local_tensor
+
+
+def gather_in_background(root: FSDPModule) -> None:
+    """Overlaps weight gathers with computation on devices without streams. Without it: ZeRO on CPUs waits for them."""
+    root._set_unshard_async_op(True)

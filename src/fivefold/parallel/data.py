@@ -118,7 +118,7 @@ class DataParallel(Replica):
         start, end = self.offsets[index], self.offsets[index + 1]
 
         def add(p: Tensor) -> None:
-            if p.grad is None:  # this backward defers it (parallel/deferred.py)
+            if p.grad is None:  # this backward defers it (parallel/autograd.py)
                 return
             if self._seen is not None:
                 self._seen(index, p.grad)

@@ -304,14 +304,7 @@ def sum_int8(x: Tensor, axis: Axis) -> Tensor:
     filled = torch.zeros(n, share, device=x.device)
     filled.view(-1)[: x.numel()] = x
     arrived = torch.empty_like(filled)
-    code.decode(axis.all_to_all(_encoded(code, filled)), arrived)
+    code.decode(axis.all_to_all(code.encoded(filled)), arrived)
     mine = arrived.sum(0, keepdim=True)  # (1, share), in the order of ranks
-    code.decode(axis.all_gather(_encoded(code, mine)).view(n, code.R), arrived)
+    code.decode(axis.all_gather(code.encoded(mine)).view(n, code.R), arrived)
     return arrived.view(-1)[: x.numel()]
-
-
-def _encoded(code: Quantizer, x: Tensor) -> Tensor:
-    """(r, S) -> (r, R)."""
-    sent = torch.empty(len(x), code.R, dtype=torch.uint8, device=x.device)
-    code.encode(x, sent)
-    return sent

@@ -4,7 +4,7 @@ A column-parallel layer (rows of its weight: output features) reads whole activa
 row-parallel layer reads them and gives a partial sum. Between them only a norm over all heads communicates.
 Forward has one sum behind attention and one behind the feed-forward; backward has as many (Shoeybi et al., arXiv
 1909.08053). With `sp`, activations between the regions are cut along the sequence (Korthikanti et al., arXiv
-2205.05198); see sequence.py.
+2205.05198); see autograd.py.
 
 The embedding and the loss are sharded over the vocabulary. The loss never gathers logits: for each token a rank sends
 its largest logit, its sum of exponentials and the target's logit, three numbers instead of V.
@@ -53,10 +53,9 @@ from fivefold.models.layers import (
     WideRMSNorm,
 )
 from fivefold.models.mixture import Mixture
-from fivefold.parallel.deferred import Deferred, LinearFunction
+from fivefold.parallel.autograd import Deferred, Leave, LinearFunction, TensorAxis, enter, join, piece, whole
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
-from fivefold.parallel.sequence import Leave, TensorAxis, enter, join, piece, whole
 from fivefold.sharding.parts import Model, boxes, cuts_in, local_shape, parts, summed_over_tp
 from fivefold.sharding.units import LOSS_STATISTICS, SQUARES, STATISTICS
 

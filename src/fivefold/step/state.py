@@ -26,10 +26,9 @@ from fivefold.optim.rounding import Rounder, Rounding
 from fivefold.optim.scaling import LossScale
 from fivefold.optim.updater import Rounded, Updater
 from fivefold.parallel.diloco import Outer
-from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel, parallelize
-from fivefold.parallel.replica import assert_owned_once
+from fivefold.parallel.replica import Gathered, assert_owned_once
 from fivefold.precision import DTYPES, PRECISIONS, Mode, chosen, sent, torch_dtype
 from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters, targets_per_step
 from fivefold.sharding.layout import Layout

@@ -19,8 +19,7 @@ from fivefold.kernels.loss import scaled
 from fivefold.observe.slow import SECONDS, SHARED_EVERY
 from fivefold.optim import learning_rate
 from fivefold.optim.scaling import clip_scale
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.microbatch import Microbatch, Share
+from fivefold.parallel.mesh import Mesh, Microbatch, Share
 from fivefold.parallel.replica import gradient_square
 from fivefold.recipe import OptimSection, Recipe
 from fivefold.step.judge import destroyed, judge

@@ -31,8 +31,7 @@ from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.optim.updater import Updater
 from fivefold.parallel.expert import AllToAll
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.microbatch import Microbatch, take
+from fivefold.parallel.mesh import Mesh, Microbatch, take
 from fivefold.parallel.offload.activations import Activations
 from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout

@@ -28,7 +28,7 @@ from fivefold.models.card import card_of
 from fivefold.observe.metrics import drop_after
 from fivefold.observe.worker_picture import WORKERS
 from fivefold.parallel.link import Kind, Link, Note, links
-from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.mesh import Microbatch
 from fivefold.parallel.server import Event, Server
 from fivefold.sharding.sync import Shares
 from fivefold.step.servers import assert_possible, server_state

@@ -25,8 +25,7 @@ from fivefold.files import BROKEN
 from fivefold.kernels.documents import Documents
 from fivefold.kernels.tiling import Sample
 from fivefold.models.base import LanguageModel
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.microbatch import Microbatch, Share, take
+from fivefold.parallel.mesh import Mesh, Microbatch, Share, take
 from fivefold.recipe import LeftOut, Recipe, batch_size, place
 from fivefold.sharding import layout
 from fivefold.step.step import ValidationSet
