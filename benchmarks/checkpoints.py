@@ -25,7 +25,7 @@ from fivefold.checkpoint import store
 from fivefold.host import cores
 from fivefold.host.machine import describe
 from fivefold.launch.ranks import Ranks
-from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import count_parameters, load, resolve
 from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step

@@ -204,7 +204,7 @@ def train_worker(file: Path) -> None:
     from fivefold.comm import everyone
     from fivefold.host.machine import describe
     from fivefold.launch.ranks import join
-    from fivefold.parallel.microbatch import Microbatch
+    from fivefold.parallel.mesh import Microbatch
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
 

@@ -217,7 +217,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
 
     from fivefold.host.machine import keep_freed_memory, resident_bytes, return_large_memory
     from fivefold.launch.ranks import Ranks
-    from fivefold.parallel.microbatch import Microbatch
+    from fivefold.parallel.mesh import Microbatch
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
 

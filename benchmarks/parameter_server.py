@@ -215,7 +215,7 @@ def layers_of(traces: list[list[Any]]) -> list[Layer]:
 
 def unit_sizes(recipe: Recipe) -> list[int]:
     from fivefold.models.card import card_of
-    from fivefold.sharding.servers import messages
+    from fivefold.sharding.sync import messages
 
     found: dict[int, int] = {}
     for message in messages(card_of(recipe.model), recipe.servers):

@@ -31,9 +31,8 @@ from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.models.base import LanguageModel, block_dict
 from fivefold.observe.timelines import pipeline_svg
-from fivefold.parallel.deferred import Deferred
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.autograd import Deferred
+from fivefold.parallel.mesh import Mesh, Microbatch
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.schedules.pipeline import SCHEDULES, Costs, Timeline, build, simulate
 from fivefold.sharding.layout import Layout

@@ -181,7 +181,7 @@ def fivefold(data: dict, ours: dict) -> dict:
     """The trainer's own step, on a recipe that a user could write."""
     from fivefold.host.machine import keep_freed_memory
     from fivefold.launch.ranks import Ranks
-    from fivefold.parallel.microbatch import Microbatch
+    from fivefold.parallel.mesh import Microbatch
     from fivefold.recipe import load, resolve
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step

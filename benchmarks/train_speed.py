@@ -126,8 +126,7 @@ def apart(name: str, steps: int, microbatch: int, checkout: Path | None = None) 
 
 def ranks_of(name: str) -> int:
     """Ranks of a variant: "fivefold bf16 tp=2" has its layout behind the dtype."""
-    from fivefold.sharding.layout import Layout
-    from fivefold.sharding.layout_text import parse
+    from fivefold.sharding.layout import Layout, parse
 
     layout = name.split()[2:] if name.startswith("fivefold") else []
     return Layout(**parse(layout[0])).ranks if layout else 1  # type: ignore[arg-type]

@@ -94,7 +94,7 @@ def work(mode: str, zero: int) -> dict[str, Any]:
     import torch
 
     from fivefold.launch import ranks as ranks_
-    from fivefold.parallel.microbatch import Microbatch
+    from fivefold.parallel.mesh import Microbatch
     from fivefold.recipe import count_parameters, load, resolve
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step

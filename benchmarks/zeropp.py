@@ -124,7 +124,7 @@ def steps(recipe: Any, ranks: Any) -> dict[str, Any]:
     import torch
 
     from fivefold.comm import everyone
-    from fivefold.parallel.microbatch import Microbatch
+    from fivefold.parallel.mesh import Microbatch
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
     from fivefold.trace.traffic import Collectives

@@ -30,8 +30,7 @@ from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe, load
 from fivefold.recipe.rules import contradictions
 from fivefold.schedules.pipeline import splits_backward
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import parse
+from fivefold.sharding.layout import Layout, parse
 from fivefold.step.custom import custom_model
 
 DOCS = Path(__file__).parent

@@ -10,7 +10,7 @@ import torch
 from runs import assert_close_tensors, ranks_of
 from torch import Tensor
 
-from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import Recipe
 from fivefold.step.state import State, build_state
 from fivefold.step.step import ValidationSet, take_step, validate

@@ -23,9 +23,8 @@ from ranks import RankFailed
 
 from fivefold.errors import UserError
 from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.sharding.layout import AXES, Layout
+from fivefold.sharding.layout import AXES, Layout, to_text
 from fivefold.sharding.layout_rules import problems
-from fivefold.sharding.layout_text import to_text
 from fivefold.train.verify import Report
 
 RANKS = 8

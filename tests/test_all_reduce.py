@@ -33,7 +33,7 @@ from fivefold.schedules.collectives import ALGORITHMS, shape_of
 from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.collectives.registry import ALL_REDUCES, all_reduce_problem, chosen, fastest, resolved
 from fivefold.sharding.layout import Layout, on_node, summing_groups
-from fivefold.sharding.layout_text import parse as parse_layout
+from fivefold.sharding.layout import parse as parse_layout
 from fivefold.trace.step import trace
 from fivefold.train.verify import compute
 

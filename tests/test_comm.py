@@ -18,7 +18,7 @@ from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.regions import Collective
+from fivefold.sharding.units import Collective
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -253,9 +253,9 @@ def test_an_error_is_told_even_if_the_others_are_gone(monkeypatch: pytest.Monkey
 
 def test_the_documented_error_points_at_its_message() -> None:
     root = Path(__file__).parents[1]
-    (line,) = re.findall(r"unit_messages\.py:(\d+)", (root / "docs/architecture.md").read_text())
-    source = (root / "src/fivefold/parallel/unit_messages.py").read_text().splitlines()
-    assert "axis.all_gather(" in source[int(line) - 1]
+    (line,) = re.findall(r"zero\.py:(\d+)", (root / "docs/architecture.md").read_text())
+    source = (root / "src/fivefold/parallel/zero.py").read_text().splitlines()
+    assert "axis.start_all_gather(" in source[int(line) - 1]
 
 
 RAW = re.compile(
@@ -275,8 +275,8 @@ def test_training_sends_nothing_past_an_axis() -> None:
         if re.search("^import torch.distributed|^from torch.distributed", f.read_text(), re.M)
     ]
     assert sorted(str(file.relative_to(src)) for file in imports) == [
+        "kernels/private.py",  # groups of sites
         "parallel/mesh.py",  # new groups, and DeviceMesh
-        "parallel/unit_messages.py",  # FSDP2's interface
         "parallel/zero.py",  # FSDP2
         "trace/step.py",  # a process group that is not there
         "trace/traffic.py",  # whose group a message went over, that no axis sent

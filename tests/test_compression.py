@@ -41,8 +41,7 @@ from fivefold.schedules.compression import TEXTS, compressor
 from fivefold.schedules.compression.blocks import LARGEST, Blocks
 from fivefold.schedules.compression.lowrank import LowRank
 from fivefold.schedules.compression.sparse import Sparse, TopK
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import describe, to_text
+from fivefold.sharding.layout import Layout, describe, to_text
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace.step import trace

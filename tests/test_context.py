@@ -17,7 +17,7 @@ from fivefold.errors import UserError
 from fivefold.kernels import native, partial_attention
 from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.partial_attention import attend, attend_backward, merge, queries
-from fivefold.parallel import context, microbatch
+from fivefold.parallel import context, mesh
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import token_spans
@@ -260,7 +260,7 @@ def saved_bytes(rank: int, world: int, recipe: Recipe) -> int:
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, V, (1, recipe.model.seq_len), generator=generator)
-    inputs = microbatch.take(tokens, state.mesh)
+    inputs = mesh.take(tokens, state.mesh)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         hidden = module.begin(inputs, torch.arange(inputs.shape[1]))
         tables = module.context(torch.arange(inputs.shape[1]))

@@ -27,7 +27,7 @@ from fivefold.models.mixture import best_groups
 from fivefold.models.section import ModelSection
 from fivefold.plan.messages import volume
 from fivefold.recipe import active_parameters, count_parameters, load, resolve_model
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import to_text
 from fivefold.trace.depth import exact
 
 ODD = {

@@ -17,8 +17,7 @@ from fivefold.plan.time.offload import ways
 from fivefold.recipe import count_parameters, load, resolve
 from fivefold.schedules.offload import busy
 from fivefold.schedules.priority import Layer, Line, Simulation
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import equation
+from fivefold.sharding.layout import Layout, equation
 
 SETS = ["model.layers=8", "model.heads=4", "model.tie_embeddings=false", "train.global_batch_size=16"]
 LAYOUTS = [

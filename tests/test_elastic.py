@@ -35,9 +35,8 @@ from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve
 from fivefold.recipe.resolve import nearest_layout
 from fivefold.recipe.rules.combinations import notes
-from fivefold.sharding import shares
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding import layout
+from fivefold.sharding.layout import Layout, largest, to_text
 from fivefold.train import restart, share
 from fivefold.train.job import Job
 from fivefold.train.restart import Elastic, Restarts, Slots
@@ -56,10 +55,10 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shares_are_whole_and_as_equal_as_can_be() -> None:
     for microbatches in range(1, 30):
         for ranks in range(1, microbatches + 1):
-            each = [shares.share(microbatches, index, ranks) for index in range(ranks)]
+            each = [layout.share(microbatches, index, ranks) for index in range(ranks)]
             assert [number for one in each for number in one] == list(range(microbatches))
             sizes = {len(one) for one in each}
-            assert max(sizes) == shares.largest(microbatches, ranks)
+            assert max(sizes) == largest(microbatches, ranks)
             assert min(sizes) >= max(sizes) - 1
             assert min(sizes) > 0
 

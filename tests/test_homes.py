@@ -18,9 +18,8 @@ from fivefold.recipe import load, resolve
 SRC = Path(fivefold.__file__).parent
 TABLES = (
     "kernels/sizes.py",
-    "sharding/shares.py",
+    "sharding/layout.py",
     "sharding/units.py",
-    "sharding/regions.py",
     "precision/card.py",
     "host/devices.py",
 )
@@ -83,8 +82,9 @@ def stated_again(code: str, tables: list[str]) -> list[str]:
     values: set[float] = set()
     for table in tables:
         for name, value in constants(ast.parse(table)):
-            names.add(name)
-            values |= {n for n in map(value_of, ast.walk(value)) if n is not None and n >= DISTINCT}
+            numbers = {n for n in map(value_of, ast.walk(value)) if n is not None}
+            names |= {name} if numbers else set()  # not a list of words, such as AXES
+            values |= {n for n in numbers if n >= DISTINCT}
     values -= POWERS
     tree = ast.parse(code)
     found = [f"{name} is assigned" for name, _ in constants(tree) if name in names]

@@ -18,9 +18,8 @@ from fivefold.models.hf import from_hf_config
 from fivefold.models.section import LARGEST, MOST_LAYERS
 from fivefold.recipe import load
 from fivefold.recipe.messages import KEYS, plain_type
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, divisors, largest_divisor
 from fivefold.sharding.layout_rules import MOST_RANKS, nearest
-from fivefold.sharding.shares import divisors, largest_divisor
 
 sys.path.insert(0, str(Path(__file__).parent / "chaos"))
 from fuzz_recipes import SLOWEST_S, fuzz

@@ -19,8 +19,7 @@ from fivefold.cli.train import train
 from fivefold.errors import UserError
 from fivefold.launch import launchers, local, ranks, verdict
 from fivefold.recipe import Recipe, load, resolve, to_toml
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.train import start
 
 

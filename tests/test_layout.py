@@ -9,10 +9,20 @@ from hypothesis import strategies as st
 
 from fivefold.errors import UserError
 from fivefold.recipe import LayoutSection
-from fivefold.sharding.layout import AXES, GROUP_NAMES, Layout, first_names, group_of, index_in
+from fivefold.sharding.layout import (
+    AXES,
+    GROUP_NAMES,
+    Layout,
+    describe,
+    first_names,
+    group_of,
+    index_in,
+    largest,
+    parse,
+    share,
+    to_text,
+)
 from fivefold.sharding.layout_rules import nearest, problems, validate
-from fivefold.sharding.layout_text import describe, parse, to_text
-from fivefold.sharding.shares import largest, share
 
 sizes = st.integers(1, 4)
 layouts = st.builds(

@@ -10,8 +10,7 @@ from layouts import compared, tiny
 from marks import slow_but
 
 from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import parse
+from fivefold.sharding.layout import Layout, parse
 
 SINGLE = [
     f"{axis}={size}{more}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
-from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state

@@ -12,9 +12,8 @@ from fivefold.plan.cluster.clusters import parse as parse_cluster
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import allows
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, parse
 from fivefold.sharding.layout_rules import nearest, validate
-from fivefold.sharding.layout_text import parse
 
 RUNNER = CliRunner()
 SETS = ["model.vocab_size=4098", "model.ffn_dim=2304", "train.microbatch_size=none"]

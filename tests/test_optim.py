@@ -25,11 +25,10 @@ from fivefold.optim.eight_bit import decode, encode, table
 from fivefold.optim.muon import orthogonal
 from fivefold.optim.scaling import clip_scale, sum_of_squares
 from fivefold.optim.updater import Updater
-from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.replica import Gathered
 from fivefold.recipe import load, resolve
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import parse
+from fivefold.sharding.layout import Layout, parse
 from fivefold.sharding.matrices import exchanges, sizes_sent
 from fivefold.sharding.parts import boxes, held, local_shape
 from fivefold.step import step as steps_of

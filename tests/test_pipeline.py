@@ -27,7 +27,7 @@ from fivefold.models.init import init_weights
 from fivefold.models.section import Arch
 from fivefold.observe.timelines import write_pipeline_trace
 from fivefold.parallel import pipeline as pipeline_
-from fivefold.parallel.deferred import Deferred, attach
+from fivefold.parallel.autograd import Deferred, attach
 from fivefold.parallel.parallelize import split
 from fivefold.recipe import (
     ModelSection,

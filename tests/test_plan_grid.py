@@ -22,7 +22,7 @@ from fivefold.plan.pages.pictures import pictures
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.software import of
 from fivefold.recipe import Recipe, load
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import to_text
 
 SETS = ["train.global_batch_size=256", "model.kv_heads=8"]
 RECIPE = load("llama-7b", SETS, "pp=2,tp=4,dp=8,zero=1,recompute=selective,sp=true")

@@ -18,7 +18,7 @@ from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search.search import as_rows, frontier, search
 from fivefold.plan.time.stage_costs import stage_costs
 from fivefold.recipe import load
-from fivefold.sharding.layout_text import to_text as layout_text
+from fivefold.sharding.layout import to_text as layout_text
 
 LAYOUTS = (
     "dp=64,zero=1",

@@ -22,8 +22,7 @@ from fivefold.plan.search.space import SEQUENCES, Choice, Space
 from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import SCHEDULES
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.shares import divisors, largest
+from fivefold.sharding.layout import Layout, divisors, largest
 
 LLAMA = load("llama-7b", ["train.global_batch_size=512"])
 SMALL = [

@@ -13,8 +13,7 @@ from sweep import candidates
 from fivefold.models.card import card_of
 from fivefold.plan.messages import volume
 from fivefold.recipe import Recipe
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import local_parameters
 from fivefold.sharding.units import keepings
 

@@ -1,4 +1,4 @@
-"""PyTorch's private names are there, and do what `parallel/private.py` assumes."""
+"""PyTorch's private names are there, and do what `kernels/private.py` assumes."""
 
 import ast
 import re
@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fivefold.kernels import private
 from fivefold.launch.ranks import Ranks
-from fivefold.parallel import private
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.unit_messages import UnitMessages
+from fivefold.parallel.zero import UnitMessages
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.units import FsdpUnit
 from fivefold.trace.fake import FakeMode

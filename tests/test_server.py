@@ -42,7 +42,7 @@ from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.schedules.priority import Order
-from fivefold.sharding.servers import Servers, Shares, messages, pieces, units
+from fivefold.sharding.sync import Servers, Shares, messages, pieces, units
 from fivefold.step import servers as step_servers
 from fivefold.step.servers import worker_state
 from fivefold.train import server_worker

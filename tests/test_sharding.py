@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from fivefold.models.card import card_of
 from fivefold.models.init import build
 from fivefold.recipe import ModelSection, resolve_model
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import (
     Cut,
     boxes,

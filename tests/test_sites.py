@@ -33,7 +33,7 @@ from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.compression.blocks import INT8
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.sites import Sites, messages
+from fivefold.sharding.sync import Sites, outer_messages
 from fivefold.step.step import take_step
 from fivefold.trace.depth import depths, exact
 from fivefold.trace.traffic import Collectives
@@ -127,7 +127,7 @@ def simulated(
             norms.append(norm.item())
         found["loss"].append(sum(losses) / sites)
         found["norm"].append(sum(norms) / sites)
-        parts = [[n for names in some for n in names] for some in messages(common, sync.fragments)]
+        parts = [[n for names in some for n in names] for some in outer_messages(common, sync.fragments)]
         ends = step + 1 == last
         with torch.no_grad():
             for fragment in recipe.sites.due(step + 1, last):
@@ -236,7 +236,7 @@ def test_fragments_divide_the_parameters() -> None:
         "norm.weight",
         "head.weight",
     ]
-    assert messages(names, 2) == [
+    assert outer_messages(names, 2) == [
         [
             ("embed.weight",),
             ("blocks.0.a", "blocks.0.b"),
@@ -246,7 +246,9 @@ def test_fragments_divide_the_parameters() -> None:
         [("blocks.1.a", "blocks.1.b"), ("blocks.3.a", "blocks.3.b"), ("norm.weight", "head.weight")],
     ]
     for fragments in (1, 2, 3, 5):
-        sent = [name for fragment in messages(names, fragments) for message in fragment for name in message]
+        sent = [
+            name for fragment in outer_messages(names, fragments) for message in fragment for name in message
+        ]
         assert sorted(sent) == sorted(names)
 
 
@@ -254,7 +256,7 @@ def test_streaming_leaves_fragments_that_are_not_due(room: Path) -> None:
     """After step 1 of 2 only the first of two fragments is common to both sites."""
     recipe = resolved(room, "dp=2", "sync.method=diloco", "sync.every=2", "sync.fragments=2")
     one, other = (_pieces(answer) for answer in run_ranks(2, trained, recipe, 1))
-    first = {name for message in messages(one, 2)[0] for name in message}
+    first = {name for message in outer_messages(one, 2)[0] for name in message}
     assert {name for name in one if torch.equal(one[name], other[name])} == first
 
 

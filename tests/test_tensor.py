@@ -135,7 +135,7 @@ def loss_of_parts(rank: int, world: int, x, weight, bias, targets, chunks: bool,
     import torch.distributed as dist
 
     from fivefold.kernels import native, sizes
-    from fivefold.parallel.sequence import TensorAxis
+    from fivefold.parallel.autograd import TensorAxis
     from fivefold.parallel.tensor import VocabularyOutput
 
     rows = weight.shape[0] // world

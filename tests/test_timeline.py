@@ -15,7 +15,7 @@ from runs import train_rank
 from steps import Numbers, _state, recipe_of
 
 from fivefold.cli.main import main
-from fivefold.comm.watch import watched
+from fivefold.comm.progress import watched
 from fivefold.errors import UserError
 from fivefold.models.section import ModelSection
 from fivefold.observe import timelines
@@ -42,8 +42,8 @@ from fivefold.schedules.overlap import (
     simulate,
 )
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import parse as fields
-from fivefold.sharding.layout_text import to_text as to_text_of
+from fivefold.sharding.layout import parse as fields
+from fivefold.sharding.layout import to_text as to_text_of
 from fivefold.sharding.tiers import OFFLOADS
 from fivefold.step.recorder import Recorder
 from fivefold.step.step import take_step

@@ -6,10 +6,8 @@ import pytest
 
 from fivefold.models.card import Card, card_of
 from fivefold.recipe import load, resolve
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import parse
+from fivefold.sharding.layout import Layout, buckets, parse
 from fivefold.sharding.parts import held, kept_elements, size_of, stages_of, summed_over_tp
-from fivefold.sharding.shares import buckets
 from fivefold.sharding.units import keepings, scattered_once, syncs
 
 SIZES = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", "model.seq_len=16"]

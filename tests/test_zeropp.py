@@ -25,15 +25,14 @@ from fivefold.kernels import native
 from fivefold.kernels.rounded import Quantizer
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.unit_messages import Gathers, Scatters
+from fivefold.parallel.zero import Gathers, Scatters
 from fivefold.plan.cluster.clusters import parse as parse_cluster
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.compression.blocks import INT4, INT8, LARGEST, Blocks
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import describe, parse, to_text
+from fivefold.sharding.layout import Layout, describe, parse, to_text
 from fivefold.sharding.units import syncs, zeropp
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
@@ -131,8 +130,7 @@ def messages(rank: int, world: int, per_node: int, text: str) -> dict[str, Any]:
             gathers.start(out[rank], out.view(-1))()
             found[name] = out
         found["copy"] = gathers.copy
-        gathers.forget()
-        assert gathers.copy is None
+        gathers.copy = None
     if plus.gradients:
         out = torch.empty(len(weights))
         found["sum"] = Scatters(plus, mesh, "unit", SHARES).sum(gradients.view(-1), out)

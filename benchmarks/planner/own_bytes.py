@@ -26,8 +26,7 @@ from steps import counted, planned  # pyright: ignore[reportMissingImports]
 from sweep import MODEL, candidates, sizes  # pyright: ignore[reportMissingImports]
 
 from fivefold.plan.messages import volume
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import Layout, to_text
 
 
 @dataclass

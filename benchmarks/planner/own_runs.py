@@ -129,8 +129,7 @@ def trained(folder: Path, mode: str, layout: str, microbatch: int, steps: int) -
 
 
 def ranks(layout: str) -> int:
-    from fivefold.sharding.layout import Layout
-    from fivefold.sharding.layout_text import parse
+    from fivefold.sharding.layout import Layout, parse
 
     return Layout(**parse(layout)).ranks  # type: ignore[arg-type]
 

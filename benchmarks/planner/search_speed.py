@@ -16,7 +16,7 @@ from pathlib import Path
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.search.search import search
 from fivefold.recipe import Recipe, change, load
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import to_text
 
 LLAMA_405B = [
     "model.dim=16384", "model.layers=126", "model.heads=128", "model.kv_heads=8", "model.ffn_dim=53248",

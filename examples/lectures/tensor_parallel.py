@@ -15,7 +15,7 @@ from torch.nn.functional import gelu
 from fivefold.comm import everyone
 from fivefold.launch.ranks import join
 from fivefold.models.layers import Linear
-from fivefold.parallel.sequence import TensorAxis
+from fivefold.parallel.autograd import TensorAxis
 from fivefold.parallel.tensor import ColumnLinear, RowLinear
 
 B, S, H, F = 1, 5, 4, 16  # batch, sequence, hidden, the MLP's inner width

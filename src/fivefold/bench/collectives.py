@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm import Axis, everyone
+from fivefold.comm.axis import all_gather_single, reduce_scatter_single
 from fivefold.comm.execute import Executor
-from fivefold.comm.private import all_gather_single, reduce_scatter_single
 from fivefold.files import write
 from fivefold.host import tables
 from fivefold.launch.local import start_ranks

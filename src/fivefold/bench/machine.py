@@ -34,7 +34,7 @@ from fivefold.host import cores, memory_bytes, tables
 from fivefold.host.machine import has_fast_bf16, keep_freed_memory
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
-from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.mesh import Microbatch
 from fivefold.parallel.offload.disk import folder_of
 from fivefold.plan.cluster import devices, measured
 from fivefold.plan.cluster.measured import Measured, Share
@@ -42,8 +42,7 @@ from fivefold.plan.predict import predict, resolved
 from fivefold.precision import MASTER, TRAINED
 from fivefold.recipe import Recipe, change, load, microbatches_per_step, resolve, to_toml
 from fivefold.recipe.resolve import in_layout
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 

@@ -103,8 +103,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     )
     from fivefold.recipe.resolve import warnings
     from fivefold.recipe.rules.combinations import notes
-    from fivefold.sharding.layout import Layout
-    from fivefold.sharding.layout_text import to_text
+    from fivefold.sharding.layout import Layout, to_text
 
     layout = Layout.from_recipe(recipe.layout)
     steps, step_tokens = total_steps(recipe), tokens_per_step(recipe)
@@ -182,8 +181,7 @@ def _recompute(recipe: Recipe) -> dict[str, Any] | None:
 def _summary_text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     """The summary for people."""
     from fivefold.observe.format import short_number
-    from fivefold.sharding.layout import Layout
-    from fivefold.sharding.layout_text import describe
+    from fivefold.sharding.layout import Layout, describe
 
     def short(key: str) -> str:
         return short_number(result[key])

@@ -138,7 +138,7 @@ def _sized(named: str, ranks: int | None) -> Cluster:
 def _run(recipe: Recipe, rows: list[Row], steps: int) -> list[Row]:
     """The rows with what was measured of their layouts."""
     from fivefold.bench.machine import measure_layouts
-    from fivefold.sharding.layout_text import to_text
+    from fivefold.sharding.layout import to_text
 
     wanted = [row.plan.layout for row in rows if row.plan]
     found = {}

@@ -85,7 +85,7 @@ def _answers(
 ) -> dict[str, Any]:
     """The answers for the best plan, and the fewest devices whose best layout meets the deadline."""
     from fivefold.plan.advice.questions import answer, fewest_devices
-    from fivefold.sharding.layout_text import to_text
+    from fivefold.sharding.layout import to_text
 
     answers = answer(found.plans[0], asked)
     if asked.deadline:
@@ -102,7 +102,7 @@ def _answers(
 
 def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
     """The plans, best first, with the reason why each is slower. modes: those asked for, if any."""
-    from fivefold.sharding.layout_text import to_text
+    from fivefold.sharding.layout import to_text
 
     first = found.plans[0]
     where = f"{first.setting.cluster.name}:{first.layout.ranks}"

@@ -20,7 +20,7 @@ from fivefold.cli.options import (
 )
 from fivefold.host.devices import GIB
 from fivefold.schedules.memory_timeline import AWAY, CATEGORIES
-from fivefold.sharding.sites import in_site
+from fivefold.sharding.sync import in_site
 
 if TYPE_CHECKING:
     from fivefold.plan.predict import Plan
@@ -61,7 +61,7 @@ def trace(
         lines += ["", *_beside(result, traced)]
     else:
         from fivefold.observe.memory_picture import to_svg, to_text
-        from fivefold.sharding.layout_text import to_text as layout_text
+        from fivefold.sharding.layout import to_text as layout_text
 
         drawn = depth.timelines(whole, rank) if on_cpu else gpu.timelines_on_gpu(whole, rank)
         where = "a CPU" if on_cpu else "a GPU without torch.compile"

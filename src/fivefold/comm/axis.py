@@ -12,8 +12,8 @@ belongs here:
 - time-outs: a message that fails is a `CommunicationError` that names rank, axis, operation and the caller's line
   (with NCCL, its watchdog ends the process instead);
 - hangs: `progress.py` notes what has begun and what is waited for, and `watchdog.py` reads it;
-- timelines: `watch.py` notes when messages begin and end, in a step that is measured, and `span.py` names them for
-  PyTorch's profiler;
+- timelines: `progress.Watch` notes when messages begin and end, in a step that is measured, and `progress.span` names
+  them for PyTorch's profiler;
 - algorithms: `sum_scatter` is an all-to-all with a local sum on CPUs, and the backend's reduce-scatter on GPUs.
 
 Legend: n ranks on the axis; d0 first dim of a tensor.
@@ -33,13 +33,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.hang import numbers
-from fivefold.comm.private import all_gather_single, reduce_scatter_single
-from fivefold.comm.progress import Ops, Place, caller, message, progress, verdict
-from fivefold.comm.watch import UNIT, Handle, Work, watched
+from fivefold.comm.progress import UNIT, Handle, Ops, Place, Work, caller, message, progress, verdict, watched
 from fivefold.errors import PASSING, BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
-from fivefold.sharding.regions import Collective
+from fivefold.sharding.units import Collective
 
+# Before torch 2.13 these had longer names, which later versions may drop.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 Counter = Callable[["Axis", str, int], None]
@@ -167,7 +168,7 @@ class Axis:
         return self._start("all_to_all", out, larger, _all_to_all, out, x, taken, given)
 
     def run(self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False) -> Tensor:
-        """Runs a collective of `sharding/regions.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
+        """Runs a collective of `sharding/units.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
         return self.start(collective, x, *rows, backward=backward).at_once()
 
     def start(

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.axis import Axis, Started
-from fivefold.comm.watch import Handle, Work, watched
+from fivefold.comm.progress import Handle, Work, watched
 from fivefold.errors import CommunicationError
 from fivefold.schedules.collectives import Collective, prove
 from fivefold.schedules.collectives.messages import Message, messages_of

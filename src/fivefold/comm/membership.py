@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 
 from fivefold.comm.axis import Axis
-from fivefold.comm.private import gloo_group
 from fivefold.comm.progress import progress
 from fivefold.errors import BusyError, CommunicationError, UserError
+from fivefold.kernels.private import gloo_group
 from fivefold.launch import launchers
 
 POLL_S = 0.02

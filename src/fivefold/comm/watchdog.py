@@ -40,11 +40,11 @@ from typing import Any
 import torch.distributed as dist
 
 from fivefold.comm.hang import STEPS, Judge, Post, Seen, Verdict, Wait
-from fivefold.comm.private import default_store
 from fivefold.comm.progress import in_group, progress
 from fivefold.errors import printable
 from fivefold.files import make_folder, remove, write_atomically
 from fivefold.host import machine_id
+from fivefold.kernels.private import default_store
 from fivefold.launch import verdict
 from fivefold.launch.ranks import STORE_FILE, Ranks
 from fivefold.launch.verdict import unsaved

@@ -17,7 +17,7 @@ column in the whole vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ from fivefold.kernels import native, sizes
 from fivefold.kernels.elementwise import add_gradient
 from fivefold.kernels.native import INPUT_GRADIENT, OUTPUT, PRODUCTS, WEIGHT_GRADIENT, onednn_linear
 from fivefold.kernels.rounded import RoundedMatmuls
-from fivefold.sharding.regions import LOSS_STATISTICS
+from fivefold.sharding.units import LOSS_STATISTICS
 
 
 def linear(
@@ -213,32 +213,15 @@ class _LinearCrossEntropy(Function):
         z_loss: float,
     ) -> Tensor:
         assert targets.shape == x.shape[:1], "one target a row"
-        N, V = x.shape[0], weight.shape[0]
-        rows = rows_at_once(x, V)
-        assert_on_device((targets < V).all(), "a target beyond the vocabulary")
-        scale, ctx.ahead = mean_scale(targets), ahead()
-        made = scale if ctx.ahead is None else scale * ctx.ahead
-        losses = torch.empty(N, dtype=torch.float32, device=x.device)
-        needs_x, needs_weight, _, needs_bias, *_ = (needed and gradients for needed in ctx.needs_input_grad)
-        dx = torch.empty_like(x) if needs_x else None
-        dweight = dbias = None
-        for start in range(0, N, max(1, rows)):
-            part = slice(start, start + rows)
-            logits = linear(x[part], weight, bias)
-            dlogits = loss_and_gradient(logits, targets[part], losses[part], made, z_loss)
-            if dx is not None:
-                dx[part] = input_gradient(dlogits, weight)
-            if needs_weight:
-                dweight = add_chunk(dweight, weight_gradient(dlogits, x[part]), rows >= N)
-            if needs_bias:
-                dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
-            del logits, dlogits  # before the next chunk's
-        if N == 0:  # no target counts here, but other ranks expect a gradient to sum
-            dweight = torch.zeros_like(weight) if needs_weight else None
-            dbias = torch.zeros_like(bias) if needs_bias and bias is not None else None
+        assert_on_device((targets < len(weight)).all(), "a target beyond the vocabulary")
+
+        def chunk(part: slice, losses: Tensor, scale: Tensor) -> Tensor:
+            return loss_and_gradient(linear(x[part], weight, bias), targets[part], losses, scale, z_loss)
+
+        loss, dx, dweight, dbias = mean_by_chunks(ctx, x, weight, targets, bias, gradients, chunk)
         ctx.save_for_backward(dx, dweight, dbias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return losses.sum() * scale
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -250,6 +233,45 @@ class _LinearCrossEntropy(Function):
                 gradient.mul_(factor)
         dweight = None if dweight is None else dweight.to(ctx.dtypes[0])
         return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None, None
+
+
+def mean_by_chunks(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    gradients: bool,
+    chunk: Callable[[slice, Tensor, Tensor], Tensor],
+    complete: Callable[[Tensor], None] = lambda dx: None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The mean loss of the rows of x (N, D), and the gradients of x, weight and bias: those that autograd asks `ctx`
+    for, larger by the factor `ctx.ahead` of `scaled`.
+
+    chunk: (rows, their losses to fill, factor of the mean) -> the gradient of these rows' logits. complete: gets dx
+    before the last gradient of the weight is computed.
+    """
+    N, rows, scale, ctx.ahead = len(x), rows_at_once(x, len(weight)), mean_scale(targets), _ahead
+    made = scale if _ahead is None else scale * _ahead
+    losses = torch.empty(N, dtype=torch.float32, device=x.device)
+    needs_x, needs_weight, _, needs_bias = (needed and gradients for needed in ctx.needs_input_grad[:4])
+    dx = torch.empty_like(x) if needs_x else None
+    # where no target counts other ranks still expect a gradient to sum
+    dweight = torch.zeros_like(weight) if needs_weight and N == 0 else None
+    dbias = torch.zeros_like(bias) if needs_bias and bias is not None and N == 0 else None
+    for start in range(0, N, max(1, rows)):
+        part = slice(start, start + rows)
+        dlogits = chunk(part, losses[part], made)
+        if dx is not None:
+            dx[part] = input_gradient(dlogits, weight)
+            if part.stop >= N:
+                complete(dx)
+        if needs_weight:
+            dweight = _add_chunk(dweight, weight_gradient(dlogits, x[part]), rows >= N)
+        if needs_bias:
+            dbias = _add_chunk(dbias, dlogits.sum(0), rows >= N)
+        del dlogits  # before the next chunk's
+    return losses.sum() * scale, dx, dweight, dbias
 
 
 _ahead: Tensor | None = None
@@ -265,11 +287,6 @@ def scaled(factor: Tensor | None) -> Iterator[None]:
         yield
     finally:
         _ahead = before
-
-
-def ahead() -> Tensor | None:
-    """The factor of `scaled`."""
-    return _ahead
 
 
 def assert_on_device(holds: Tensor, otherwise: str) -> None:
@@ -322,7 +339,7 @@ def add_z_gradient(
     return gradient.scatter_add_(1, index, (scale * more * here)[:, None].to(gradient.dtype))
 
 
-def add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:
+def _add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:
     """Adds up chunks in fp32. A single chunk needs no sum."""
     if only:
         return part

@@ -150,6 +150,12 @@ class Quantizer:
             blocks[:, self._places()] = x.float()
         encode_blocks(blocks.unflatten(1, (self.C, self.B)), self.bits, *self._parts(out))
 
+    def encoded(self, x: Tensor) -> Tensor:
+        """(r, S) -> (r, R)."""
+        out = torch.empty(len(x), self.R, dtype=torch.uint8, device=x.device)
+        self.encode(x, out)
+        return out
+
     def decode(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
         """(r, R) -> (r, S), in the dtype of `out`, or added to it."""
         if out.device.type == "cpu" and native.usable(out):

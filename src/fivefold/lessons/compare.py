@@ -21,11 +21,9 @@ from fivefold.plan.predict import Plan, predict
 from fivefold.recipe import Recipe
 from fivefold.recipe.resolve import in_layout
 from fivefold.recipe.rules import contradictions, synchronous
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, divisors, parse, to_text
 from fivefold.sharding.layout_rules import problems
-from fivefold.sharding.layout_text import parse, to_text
 from fivefold.sharding.parts import block_of, cuts_in
-from fivefold.sharding.shares import divisors
 
 MICROBATCH = 1
 """Sequences of a microbatch, if the recipe leaves that open: the same for all layouts, so that they compare."""

@@ -20,9 +20,8 @@ from fivefold.plan.time import timeline
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.recipe.resolve import in_layout
 from fivefold.recipe.rules import contradictions
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import problems
-from fivefold.sharding.layout_text import to_text
 
 WORDS = {
     "data": (

@@ -17,8 +17,7 @@ from fivefold.errors import UserError
 from fivefold.models import MASKED_SHARE, Objective, file_of, predicted, work
 from fivefold.models.operations import Operation, Program, Sizes, Work
 from fivefold.models.section import ModelSection
-from fivefold.sharding.names import matching
-from fivefold.sharding.parts import TIED, Cut, Shape
+from fivefold.sharding.parts import TIED, Cut, Shape, matching
 
 if TYPE_CHECKING:
     cached = property  # the Protocol `Model` has properties

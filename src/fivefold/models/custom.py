@@ -19,8 +19,16 @@ from fivefold.models.card import cached
 from fivefold.models.layers import AttentionCore, Linear, Sublayer
 from fivefold.models.recomputation import of_blocks
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.names import matching
-from fivefold.sharding.parts import TIED, Cut, Shape, block_of, stage_blocks, stage_parameters, stages_of
+from fivefold.sharding.parts import (
+    TIED,
+    Cut,
+    Shape,
+    block_of,
+    matching,
+    stage_blocks,
+    stage_parameters,
+    stages_of,
+)
 
 
 def _whole(name: str, shape: Shape) -> Cut | None:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from fivefold.kernels import sizes
 from fivefold.models.section import ModelSection
-from fivefold.sharding.regions import AGAIN, SUM, WHOLE, Collective, What
+from fivefold.sharding.units import AGAIN, SUM, WHOLE, Collective, What
 
 Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate"]
 Part = Literal["", "norm", "core", "inner", "out", "gate", "down", "never"]
@@ -184,7 +184,7 @@ class Sizes:
         return self.sum(), self.whole()
 
     def whole(self, width: int | None = None) -> tuple[Message, ...]:
-        """The message that makes an activation of `width` features (None: D) whole (`sharding/regions.py`)."""
+        """The message that makes an activation of `width` features (None: D) whole (`sharding/units.py`)."""
         return self._message(WHOLE[self.sp], width)
 
     def sum(self, width: int | None = None) -> tuple[Message, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fivefold.models import ARCHITECTURES, file_of
 from fivefold.models.card import Card, Contradiction, card_of
 from fivefold.models.section import FACTS, ModelSection
-from fivefold.sharding.shares import divisors
+from fivefold.sharding.layout import divisors
 
 PLAIN = ModelSection()
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from fivefold.kernels import sizes
 from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes
-from fivefold.sharding.regions import (
+from fivefold.sharding.units import (
     COUNTS,
     HEADS,
     LOSS_STATISTICS,

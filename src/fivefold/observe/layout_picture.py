@@ -10,8 +10,7 @@ from fivefold.draw.canvas import NAMES, Canvas
 from fivefold.models.card import card_of
 from fivefold.observe.format import aligned, short_number
 from fivefold.recipe import Recipe
-from fivefold.sharding.layout import Layout, index_in
-from fivefold.sharding.layout_text import describe, equation
+from fivefold.sharding.layout import Layout, describe, equation, index_in, share
 from fivefold.sharding.parts import (
     Span,
     held,
@@ -22,8 +21,7 @@ from fivefold.sharding.parts import (
     stages_of,
     token_spans,
 )
-from fivefold.sharding.shares import share
-from fivefold.sharding.sites import in_site, site_layout
+from fivefold.sharding.sync import in_site, site_layout
 
 MOST = 64  # ranks drawn; the first ones of larger layouts
 COLUMNS = 6  # ranks side by side, if groups can be broken

@@ -6,13 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fivefold.errors import UserError
 from fivefold.precision import DTYPES, MASTER, Mode
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.matrices import Needs, Outline, Route, outlines, routes
-from fivefold.sharding.parts import Model, Part, Ranges, Shape, held, size_of, whole
+from fivefold.sharding.parts import Model, Part, Ranges, Shape, held, patterns, size_of, whole
 
 if TYPE_CHECKING:
     import torch
@@ -260,3 +263,46 @@ def state_bytes(card: OptimizerCard, model: Model, layout: Layout, rank: int) ->
         return card.bytes * sum(size_of(part.keeps) for part in table.values() if not part.frozen)
     found = {name: way.whole for name, way in planned_ways(card, model, layout, rank).items()}
     return sum(state.bytes * size_of(part.keeps) for state, _, part in places(card, table, found))
+
+
+class Group(NamedTuple):
+    """Parameters with factors of their own. pattern: of their names. lr: on the learning rate. decay: on the weight
+    decay."""
+
+    pattern: str
+    lr: float = 1.0
+    decay: float = 1.0
+
+
+@lru_cache
+def groups(text: str) -> tuple[Group, ...]:
+    """The groups of `*.attention.*: lr=0.5 decay=0, head*: lr=2`.
+
+    Raises:
+        UserError: the text is none.
+    """
+    found = []
+    for part in patterns(text):
+        pattern, colon, rest = (word.strip() for word in part.partition(":"))
+        values: dict[str, float] = {}
+        for word in rest.split():
+            name, _, value = word.partition("=")
+            try:
+                number = float(value)
+            except ValueError:
+                number = -1.0
+            if name not in ("lr", "decay") or name in values or not 0 <= number < float("inf"):
+                raise UserError(
+                    f"{part!r}: {word!r} must be lr=FACTOR or decay=FACTOR, a number of 0 or more"
+                )
+            values[name] = number
+        if not (pattern and colon and values):
+            raise UserError(f"{part!r}: must be a pattern with factors, such as 'head*: lr=0.5 decay=0'")
+        found.append(Group(pattern, **values))
+    return tuple(found)
+
+
+def factors(text: str, name: str) -> tuple[float, float]:
+    """The factors on a parameter's learning rate and weight decay: of the last group whose pattern matches its name."""
+    matching = [group for group in groups(text) if fnmatchcase(name, group.pattern)]
+    return matching[-1][1:] if matching else (1.0, 1.0)

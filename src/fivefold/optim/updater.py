@@ -25,7 +25,7 @@ from fivefold.sharding.units import updated_together
 
 
 class Gathering(Protocol):
-    """Brings pieces of matrices together on their owners, and back (parallel/matrices.py).
+    """Brings pieces of matrices together on their owners, and back (parallel/replica.py).
 
     shapes: of the gathered tensors that this rank owns, by parameter. members: all parameters that are gathered.
     """

@@ -38,12 +38,12 @@ from fivefold.kernels.partial_attention import (
 )
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Output
+from fivefold.parallel.autograd import sent
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.sequence import sent
 from fivefold.schedules.ring_attention import Turn, turns
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import ring_columns, token_spans
-from fivefold.sharding.regions import HEADS, TARGETS
+from fivefold.sharding.units import HEADS, TARGETS
 
 
 def positions(T: int, mesh: Mesh) -> Tensor:

@@ -6,7 +6,7 @@ dtype (refreshed once per step, so forward casts nothing). Gradients are summed 
 fp32 in most modes (`precision`): a hook adds each parameter's gradient to the flat buffer as soon as backward has it,
 and frees it.
 
-The order of the buffers is roughly the order in which backward finishes. A bucket (sharding/shares.py) is a slice of
+The order of the buffers is roughly the order in which backward finishes. A bucket (sharding/layout.py) is a slice of
 the gradient buffer. In the last backward of a step each bucket is summed over the ranks once its gradients are there,
 so communication overlaps with the rest of backward (Li et al., arXiv 2006.15704). Earlier microbatches communicate
 nothing. `layout.compress` sums buckets with fewer bytes (comm/compress).
@@ -26,8 +26,8 @@ from fivefold.comm.compress import CompressedSum, Messages, compressed_sum
 from fivefold.kernels.elementwise import add_gradient
 from fivefold.parallel.replica import Replica
 from fivefold.schedules.compression import Compressor
+from fivefold.sharding.layout import buckets
 from fivefold.sharding.parts import Part
-from fivefold.sharding.shares import buckets
 from fivefold.sharding.units import buffer_order
 
 
@@ -118,7 +118,7 @@ class DataParallel(Replica):
         start, end = self.offsets[index], self.offsets[index + 1]
 
         def add(p: Tensor) -> None:
-            if p.grad is None:  # this backward defers it (parallel/deferred.py)
+            if p.grad is None:  # this backward defers it (parallel/autograd.py)
                 return
             if self._seen is not None:
                 self._seen(index, p.grad)

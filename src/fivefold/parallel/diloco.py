@@ -27,7 +27,7 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.replica import Replica
 from fivefold.precision import torch_dtype
 from fivefold.schedules.compression.blocks import INT8
-from fivefold.sharding.sites import OWN_SHARE, Sites, messages
+from fivefold.sharding.sync import OWN_SHARE, Sites, outer_messages
 
 ARRIVING = "arriving"
 """In checkpoints, the name of a mean outer gradient that has not changed the weights yet."""
@@ -57,7 +57,7 @@ class Outer:
         self.replicas, self.axis, self.sites, self.lr = replicas, axis, sites, lr
         self.masters = {name: w for replica in replicas for name, w in replica.masters.items()}
         self.weights = {name: w.detach().to(torch.float32, copy=True) for name, w in self.masters.items()}
-        self.messages = messages(self.masters, sites.fragments)
+        self.messages = outer_messages(self.masters, sites.fragments)
         self.aligned = True  # all sites have the common weights
         self.state_names = (*optimizer.card.state_names, *[ARRIVING] * bool(sites.overlap))
         self.under_way: dict[int, Callable[[], dict[str, Tensor]]] = {}
@@ -304,14 +304,7 @@ def sum_int8(x: Tensor, axis: Axis) -> Tensor:
     filled = torch.zeros(n, share, device=x.device)
     filled.view(-1)[: x.numel()] = x
     arrived = torch.empty_like(filled)
-    code.decode(axis.all_to_all(_encoded(code, filled)), arrived)
+    code.decode(axis.all_to_all(code.encoded(filled)), arrived)
     mine = arrived.sum(0, keepdim=True)  # (1, share), in the order of ranks
-    code.decode(axis.all_gather(_encoded(code, mine)).view(n, code.R), arrived)
+    code.decode(axis.all_gather(code.encoded(mine)).view(n, code.R), arrived)
     return arrived.view(-1)[: x.numel()]
-
-
-def _encoded(code: Quantizer, x: Tensor) -> Tensor:
-    """(r, S) -> (r, R)."""
-    sent = torch.empty(len(x), code.R, dtype=torch.uint8, device=x.device)
-    code.encode(x, sent)
-    return sent

@@ -27,10 +27,10 @@ from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.mixture import Exchange, Mixture, Total
 from fivefold.models.section import ModelSection
+from fivefold.parallel.autograd import sent
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.sequence import sent
 from fivefold.sharding.parts import Part, local_shape
-from fivefold.sharding.regions import COUNTS, ROWS, Collective, loads
+from fivefold.sharding.units import COUNTS, ROWS, Collective, loads
 
 
 def mixtures(stage: LanguageModel) -> Iterator[tuple[int, Mixture]]:

@@ -1,11 +1,14 @@
-"""The ranks of a layout and the axes between them."""
+"""The ranks of a layout, the axes between them, and the microbatches that a rank computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.comm import Axis, Summation
@@ -13,13 +16,14 @@ from fivefold.comm.execute import agreed
 from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.host.tables import best_all_reduce
+from fivefold.kernels.blockwise_attention import Documents
 from fivefold.launch.ranks import Ranks
 from fivefold.schedules.collectives.registry import AUTO, LIBRARY, resolved
 from fivefold.schedules.compression import NONE
-from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node
+from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node, to_text
 from fivefold.sharding.layout_rules import on_nodes
-from fivefold.sharding.layout_text import to_text
-from fivefold.sharding.sites import counterparts, in_site, site_layout
+from fivefold.sharding.parts import token_spans
+from fivefold.sharding.sync import counterparts, in_site, site_layout
 
 
 class Mesh:
@@ -156,3 +160,52 @@ def _new_group(
     with progress.joining(range(ranks.world) if everywhere else members):
         group = dist.new_group(list(members), timeout, use_local_synchronization=not everywhere)
     return group if isinstance(group, dist.ProcessGroup) else None
+
+
+class Microbatch(NamedTuple):
+    """Sequences that a rank computes at once.
+
+    inputs, targets: (B, T) int64, this rank's columns. The loss is the mean over targets that are not negative.
+    documents: the documents in these sequences, in all of their columns; None: a sequence is one document. weight: the
+    factor of the mean loss: this microbatch's targets, relative to the average microbatch of the global batch. So a
+    step's loss is the mean over all of its targets, wherever they lie.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    documents: Documents | None = None
+    weight: float = 1.0
+
+    def options(self, positions_T: Tensor | None) -> dict[str, Any]:
+        """The model's arguments besides tokens. positions_T: of this rank's columns; None: 0, 1, 2, ..."""
+        given = {"positions_T": positions_T, "documents": self.documents}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Share(list[Microbatch]):
+    """The microbatches of a rank, which may have fewer than others (sharding/layout.py).
+
+    counted: how many of them count. Empty ones follow, without targets, where ranks exchange something in every
+    microbatch. total: those that count on all data-parallel ranks of the site. A microbatch's
+    `weight` is relative to their average.
+    """
+
+    def __init__(self, microbatches: Iterable[tuple[Any, ...]], counted: int, total: int):
+        super().__init__(Microbatch(*microbatch) for microbatch in microbatches)
+        self.counted, self.total = counted, total
+
+    @classmethod
+    def of(cls, microbatches: Sequence[tuple[Any, ...]], mesh: Mesh) -> Share:
+        """The share itself. A plain list stands for one of equal shares."""
+        if isinstance(microbatches, Share):
+            return microbatches
+        count = len(microbatches)
+        return cls(microbatches, count, count * mesh.size("dp"))
+
+
+def take(tokens_BT: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's columns of inputs or targets: (B, t)."""
+    if mesh.size("cp") == 1:
+        return tokens_BT
+    mine = token_spans(mesh.layout, tokens_BT.shape[1], mesh.index("cp"))
+    return torch.cat([tokens_BT[:, start:stop] for start, stop in mine], dim=1)

@@ -41,10 +41,10 @@ from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import TIED, Part, held, stage_blocks, stage_parameters, stages_of, tensor_sums
 from fivefold.sharding.tiers import OFFLOADS, Tiers, partitions, tiers
-from fivefold.sharding.units import FlatBuffer, Keeping, keepings, syncs
+from fivefold.sharding.units import FlatBuffer, Keeping, keepings
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
-    from fivefold.parallel.unit_messages import UnitMessages
+    from fivefold.parallel.zero import UnitMessages
 
 
 Layer = Linear | tensor.CutLinear | Experts
@@ -345,11 +345,9 @@ class _ReplicaBuilder:
         """The replica whose units FSDP2 shards."""
         from fivefold.parallel import zero
 
-        layout = self.mesh.layout
-        if not self.filled:
-            zero.materialize(stages, self.mesh.device, self._initial)
-        replica = zero.Sharded(stages, self.table, self.compute_dtype, messages, syncs(layout), layout.pp > 1)
-        offload = self._offload(replica.masters, tiers(layout.offload, sharded=True))
+        initial = None if self.filled else self._initial
+        replica = zero.Sharded(stages, self.table, self.compute_dtype, messages, initial)
+        offload = self._offload(replica.masters, tiers(self.mesh.layout.offload, sharded=True))
         if offload is not None:
             self.into.offloads[id(replica)] = offload
         return replica

@@ -2,7 +2,7 @@
 made and checked, and also simulates.
 
 F computes a stage and keeps its input and output. B runs autograd from the output and leaves the gradient of the input.
-I does the same, but queues the weight gradients of linear layers (`deferred.py`), which W computes. Transfers are
+I does the same, but queues the weight gradients of linear layers (`autograd.py`), which W computes. Transfers are
 asynchronous. With gloo a receive is posted one computation ahead of its place in the list, since gloo moves data only
 once it is posted. NCCL runs messages in the order of their calls, so the order of the list stays (`executed`). A send
 is waited for only when many are in flight.
@@ -23,12 +23,11 @@ from torch import Tensor
 
 from fivefold.comm import Started
 from fivefold.comm.progress import span
+from fivefold.kernels.private import watched
 from fivefold.models.base import LanguageModel
-from fivefold.parallel.deferred import Deferred, WeightGradient, attach
+from fivefold.parallel.autograd import Deferred, WeightGradient, attach
 from fivefold.parallel.expert import AllToAll, Turns
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.microbatch import Microbatch
-from fivefold.parallel.private import watched
+from fivefold.parallel.mesh import Mesh, Microbatch
 from fivefold.parallel.replica import Replica
 from fivefold.schedules.pipeline import (
     SENDS_PER_RANK,

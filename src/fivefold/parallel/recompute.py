@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from fivefold.kernels import private
 from fivefold.models.layers import AddNorm, AttentionCore, Sublayer
 from fivefold.models.recomputation import chosen
-from fivefold.parallel import private
 
 
 def apply(

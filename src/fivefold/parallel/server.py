@@ -31,7 +31,7 @@ from fivefold.optim.updater import Updater, largest
 from fivefold.parallel.link import TEXT_TAG, Kind, Link, Note, as_note, as_tensor, tag_of
 from fivefold.parallel.replica import Replica
 from fivefold.sharding.parts import Part, local_shape
-from fivefold.sharding.servers import Message, Row, Servers
+from fivefold.sharding.sync import Message, Row, Servers
 
 CLOSING_S = 0.5  # between looks at who has still to say goodbye
 

@@ -4,7 +4,7 @@ A column-parallel layer (rows of its weight: output features) reads whole activa
 row-parallel layer reads them and gives a partial sum. Between them only a norm over all heads communicates.
 Forward has one sum behind attention and one behind the feed-forward; backward has as many (Shoeybi et al., arXiv
 1909.08053). With `sp`, activations between the regions are cut along the sequence (Korthikanti et al., arXiv
-2205.05198); see sequence.py.
+2205.05198); see autograd.py.
 
 The embedding and the loss are sharded over the vocabulary. The loss never gathers logits: for each token a rank sends
 its largest logit, its sum of exponentials and the target's logit, three numbers instead of V.
@@ -30,13 +30,10 @@ from torch.nn import functional as F
 from fivefold.comm import Axis, Started
 from fivefold.kernels import matmul
 from fivefold.kernels.matmul import (
-    add_chunk,
     add_z_gradient,
-    ahead,
     assert_on_device,
     local_targets,
-    mean_scale,
-    rows_at_once,
+    mean_by_chunks,
     vocabulary_gradient,
     vocabulary_loss,
     vocabulary_statistics,
@@ -53,12 +50,11 @@ from fivefold.models.layers import (
     WideRMSNorm,
 )
 from fivefold.models.mixture import Mixture
-from fivefold.parallel.deferred import Deferred, LinearFunction
+from fivefold.parallel.autograd import Deferred, Leave, LinearFunction, TensorAxis, enter, join, piece, whole
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
-from fivefold.parallel.sequence import Leave, TensorAxis, enter, join, piece, whole
 from fivefold.sharding.parts import Model, boxes, cuts_in, local_shape, parts, summed_over_tp
-from fivefold.sharding.regions import LOSS_STATISTICS, SQUARES, STATISTICS
+from fivefold.sharding.units import LOSS_STATISTICS, SQUARES, STATISTICS
 
 
 def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
@@ -342,35 +338,30 @@ class _Loss(Function):
     ) -> Tensor:
         whole = axis.start_whole(x)().contiguous()  # (B, T, D) or (tp B, t, D)
         x_ND, targets_N = whole.flatten(0, 1), targets.flatten()
-        N, v = x_ND.shape[0], weight.shape[0]
+        v, first = len(weight), axis.index * len(weight)
         assert_on_device((targets_N < v * axis.size).all(), "a target beyond the vocabulary")
-        rows, counted, scale = rows_at_once(x_ND, v), targets_N >= 0, mean_scale(targets_N)
-        ctx.ahead = ahead()
-        made = scale if ctx.ahead is None else scale * ctx.ahead
-        needs_x, needs_weight, _, needs_bias = (needed and grad for needed in ctx.needs_input_grad[:4])
-        ctx.dx, ctx.gone = None, False
-        losses = torch.empty(N, dtype=torch.float32, device=x.device)
-        dx_ND = torch.empty_like(x_ND) if needs_x else None
-        dweight = dbias = None
-        for start in range(0, N, max(1, rows)):
-            part = slice(start, start + rows)
-            dlogits = _chunk(x_ND[part], weight, targets_N[part], bias, axis, losses[part], made, z_loss)
-            if dx_ND is not None:
-                dx_ND[part] = matmul.input_gradient(dlogits, weight)
-            if dx_ND is not None and start + rows >= N:  # the sum overlaps with the last weight gradient
-                ctx.dx = axis.start_sum(dx_ND.view_as(whole))
-            if needs_weight:
-                dweight = add_chunk(dweight, matmul.weight_gradient(dlogits, x_ND[part]), rows >= N)
-            if needs_bias:
-                dbias = add_chunk(dbias, dlogits.sum(0), rows >= N)
-            del dlogits  # before the next chunk's
-        if N == 0:  # no target counts here, but other ranks expect a gradient to sum
-            ctx.dx = (lambda: torch.zeros_like(x)) if needs_x else None
-            dweight = torch.zeros_like(weight) if needs_weight else None
-            dbias = torch.zeros_like(bias) if needs_bias and bias is not None else None
+        ctx.dx, ctx.gone = (lambda: torch.zeros_like(x)) if ctx.needs_input_grad[0] and grad else None, False
+
+        def chunk(part: slice, losses: Tensor, scale: Tensor) -> Tensor:
+            logits, targets = matmul.linear(x_ND[part], weight, bias), targets_N[part].contiguous()
+            statistics = axis.axis.run(STATISTICS, vocabulary_statistics(logits, targets, first))  # (tp 3, n)
+            lse, loss = vocabulary_loss(statistics.view(axis.size, LOSS_STATISTICS, -1))
+            gradient, counted = vocabulary_gradient(logits, targets, lse, first, scale), targets >= 0
+            losses.copy_(loss * counted)
+            if not z_loss:
+                return gradient
+            lse = lse * counted
+            losses.add_(z_loss * lse.square())
+            here, index = local_targets(targets, first, v)
+            return add_z_gradient(gradient, index[:, None], here, lse, scale, z_loss)
+
+        def start_sum(dx: Tensor) -> None:  # it overlaps with the last weight gradient
+            ctx.dx = axis.start_sum(dx.view_as(whole))
+
+        loss, _, dweight, dbias = mean_by_chunks(ctx, x_ND, weight, targets_N, bias, grad, chunk, start_sum)
         ctx.save_for_backward(dweight, dbias)
         ctx.dtype = weight.dtype
-        return (losses * counted).sum() * scale
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -386,29 +377,3 @@ class _Loss(Function):
         ctx.gone = True
         dx, dweight, dbias = (None if g is None else (g * factor).to(ctx.dtype) for g in found)
         return dx, dweight, None, dbias, None, None, None
-
-
-def _chunk(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    axis: TensorAxis,
-    losses: Tensor,
-    scale: Tensor,
-    z_loss: float,
-) -> Tensor:
-    """Fills losses (n) for a chunk of tokens, x (n, D); returns the gradient of its logits on this rank, (n, v)."""
-    first, targets = axis.index * weight.shape[0], targets.contiguous()
-    logits = matmul.linear(x, weight, bias)
-    mine = vocabulary_statistics(logits, targets, first)
-    everyone = axis.axis.run(STATISTICS, mine)  # (tp 3, n)
-    lse, loss = vocabulary_loss(everyone.view(axis.size, LOSS_STATISTICS, -1))
-    losses.copy_(loss)
-    gradient = vocabulary_gradient(logits, targets, lse, first, scale)
-    if not z_loss:
-        return gradient
-    lse = lse * (targets >= 0)
-    losses.add_(z_loss * lse.square())
-    here, index = local_targets(targets, first, logits.shape[1])
-    return add_z_gradient(gradient, index[:, None], here, lse, scale, z_loss)

@@ -26,7 +26,7 @@ from fivefold.models.base import LanguageModel
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.link import ORDERS, TEXT_TAG, Kind, Link, Note, as_bytes, tag_of
 from fivefold.schedules.priority import CREDITS, Ready
-from fivefold.sharding.servers import Message, Servers, pieces
+from fivefold.sharding.sync import Message, Servers, pieces
 
 Part = tuple[int, int]
 """(number of a message, number of its part)."""

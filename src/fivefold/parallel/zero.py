@@ -14,25 +14,41 @@ scattered to the owners of the rows. The stages are one engine with two switches
 Psi is the number of parameters; a gather or a scatter of all of them counts Psi, as in the paper. In a hybrid, the
 replicas sum their shards once per step, in fp32. In a pipeline, every stage of ZeRO scatters gradients once per step,
 as stage 1 does, because microbatches overlap and may defer weight gradients.
+
+FSDP2's units send their messages over our axes. ZeRO++ (arXiv 2306.10209) sends fewer bytes of ZeRO 3 between nodes. A
+unit's weights are gathered in two messages: across the nodes, between ranks with the same place on each; then inside
+each node. Gradients go the opposite way. `layout.zeropp` says what else:
+
+- weights (qwZ): a rank's weights travel as int8, encoded once. All ranks, their owner too, compute with what is
+  decoded.
+- hier (hpZ): what the message across has brought is a share of all weights, and a node's ranks together have them once.
+  Each rank keeps its share until the weights change, so all later gathers stay inside the node.
+- gradients (qgZ): ranks exchange encoded gradients inside the node and sum them in fp32, then do the same across. So
+  each gradient is encoded twice, whatever the number of ranks. What a rank keeps for itself is never encoded.
+
+Legend: p ranks on each of k nodes share a unit; S elements of a rank's share; R the same as sent, in bytes or elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fivefold.parallel import private
+from fivefold.comm import Axis, Started
+from fivefold.kernels import private
+from fivefold.kernels.rounded import Quantizer
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
-from fivefold.parallel.unit_messages import UnitMessages
+from fivefold.schedules.compression.blocks import Blocks
 from fivefold.sharding.parts import Part, local_shape, shard_dim
-from fivefold.sharding.units import FsdpUnit, Sync
+from fivefold.sharding.units import FsdpUnit, ZeroPP, syncs, zeropp
 
 
 def shard(
@@ -45,8 +61,7 @@ def shard(
     """Shards the parameters of a stage on "meta": those of its units become DTensors, and each rank has its rows of
     them. Parameters that are in no unit stay unchanged. Returns the messages of each unit."""
     divided = {name for unit in units for name in unit.names}
-    whole = {p for name, p in stage.named_parameters() if name not in divided}
-    sent = []
+    whole, sent = {p for name, p in stage.named_parameters() if name not in divided}, []
     for unit in units:
         module = stage.get_submodule(unit.module)
         here = {p for p in module.parameters() if not isinstance(p, DTensor)} - whole
@@ -54,14 +69,15 @@ def shard(
             f"{unit.module or 'the stage'} has others"
         )
         (masters,) = {p.dtype for p in here} or {torch.float32}  # a stage may have nothing but its blocks
-        sent.append(UnitMessages(mesh, unit, reduce, masters))
+        sent.append(UnitMessages(mesh, unit, reduce))
         # The inputs are not cast: the rotary table stays fp32. Gradients are summed in the dtype of the masters.
+        ranks = mesh.size(unit.group)
         policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=masters, cast_forward_inputs=False)
         fully_shard(
             module,
             mesh=mesh.device_mesh(unit.group),
             reshard_after_forward=True,
-            shard_placement_fn=partial(_placement, mesh.size(unit.group)),
+            shard_placement_fn=lambda p, ranks=ranks: Shard(shard_dim(tuple(p.shape), ranks)),
             mp_policy=policy,
             ignored_params=whole,
         )
@@ -72,25 +88,13 @@ def shard(
     return sent
 
 
-def _placement(ranks: int, parameter: nn.Parameter) -> Shard:
-    return Shard(shard_dim(tuple(parameter.shape), ranks))
-
-
-def materialize(stages: Sequence[nn.Module], device: torch.device, initial: Callable[[str], Tensor]) -> None:
-    """Gives memory and initial weights to the parameters that `shard` has divided. initial: this rank's rows of one."""
-    for stage in stages:
-        private.give_memory(stage, device)
-        for name, parameter in stage.named_parameters():
-            if isinstance(parameter, DTensor):
-                rows(parameter).copy_(initial(name))
-
-
 class Sharded(Replica):
-    """ZeRO stage 1, 2 or 3 for modules that `shard` has divided and `materialize` has filled.
+    """ZeRO stage 1, 2 or 3 for modules that `shard` has divided.
 
     The masters are FSDP2's rows, as plain tensors that share their memory. messages: what `shard` returned for these
-    stages. sent: what they send in a step (`units.syncs`). defer: gradients add up whole on each rank, and are
-    scattered once per step. again: weights are freed after forward, and gathered again for backward.
+    stages. defer: gradients add up whole on each rank, and are scattered once per step. again: weights are freed after
+    forward, and gathered again for backward. initial: this rank's rows of a parameter, which gets memory and these
+    values; None: it has them.
     """
 
     def __init__(
@@ -99,23 +103,25 @@ class Sharded(Replica):
         parts: dict[str, Part],
         compute_dtype: torch.dtype,
         messages: Sequence[UnitMessages],
-        sent: Sequence[Sync],
-        pipeline: bool,
+        initial: Callable[[str], Tensor] | None,
     ):
-        self.again = any(one.what == "gather" and one.each == 2 for one in sent)
-        self.defer, self.pipeline = all(one.each == 0 for one in sent if one.what == "scatter"), pipeline
-        self.roots = [_unit(stage) for stage in stages]
-        self.units = [unit for root in self.roots for unit in _units(root)]
+        mesh = messages[0].mesh
+        sent, self.pipeline = syncs(mesh.layout), mesh.layout.pp > 1
+        self.again = any(sync.what == "gather" and sync.each == 2 for sync in sent)
+        self.defer = all(sync.each == 0 for sync in sent if sync.what == "scatter")
+        self.roots = [_units(stage)[0] for stage in stages]
+        self.units = [unit for stage in stages for unit in _units(stage)]
         self.compute_dtype, self.messages = compute_dtype, messages
+        for stage in stages if initial is not None else ():
+            private.give_memory(stage, mesh.device)
         self._params: dict[str, list[DTensor]] = {}  # two where stages share a parameter
         for name, parameter in (pair for stage in stages for pair in stage.named_parameters()):
             if isinstance(parameter, DTensor):  # others are not divided
                 self._params.setdefault(name, []).append(parameter)
-        for (
-            first,
-            *others,
-        ) in self._params.values():  # a tied embedding, if a rank has the first and the last stage
-            for parameter in others:
+                if initial is not None:
+                    rows(parameter).copy_(initial(name))
+        for first, *others in self._params.values():
+            for parameter in others:  # a tied embedding, if a rank has the first and the last stage
                 private.share_memory(self.units, parameter, first)
         self.parts = {name: parts[name] for name in self._params}
         self.masters = {name: rows(same[0]) for name, same in self._params.items()}
@@ -144,14 +150,12 @@ class Sharded(Replica):
             messages.last, messages.arrived = False, None
 
     def enable_sync(self) -> None:
-        """Marks the next backward as the last of the step."""
         for root in self.roots:
             root.set_requires_gradient_sync(True)
         for messages in self.messages:
             messages.last = True
 
     def collect(self) -> None:
-        """Takes gradients that were set outside of the module's backward: a pipeline's deferred weight gradients."""
         for unit in self.units:
             private.take_deferred_gradients(unit)
 
@@ -184,7 +188,7 @@ class Sharded(Replica):
             unit.reshard()
         for messages in self.messages:
             if messages.gathers is not None:
-                messages.gathers.forget()
+                messages.gathers.copy = None
 
     def kept(self) -> dict[str, list[Tensor]]:
         """Tensors by category; see `Replica.kept`. Gathered weights stay for the step, except under stage 3, which
@@ -215,26 +219,197 @@ def rows(tensor: DTensor) -> Tensor:
         return tensor.to_local().detach()
 
 
-def _unit(module: object) -> FSDPModule:
-    assert isinstance(module, FSDPModule)
-    return module
-
-
-def _units(unit: FSDPModule) -> list[FSDPModule]:
-    """The FSDP2 units inside a unit, itself first."""
-    assert isinstance(unit, nn.Module)
-    return [module for module in unit.modules() if isinstance(module, FSDPModule)]
+def _units(module: Any) -> list[FSDPModule]:
+    """The FSDP2 units of a module, itself first if it is one."""
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 
 def _prefetch(stage: nn.Module) -> None:
     """Gathers the weights of the next block while a block computes."""
-    root = _unit(stage)
-    inner = [n for n, module in stage.named_modules() if n and isinstance(module, FSDPModule)]
-    outer = [n for n in inner if not any(n.startswith(f"{other}.") for other in inner)]
-    blocks = [_unit(stage.get_submodule(name)) for name in outer]
+    (_, root), *inner = [(n, unit) for n, unit in stage.named_modules() if isinstance(unit, FSDPModule)]
+    blocks = [unit for n, unit in inner if not any(n.startswith(f"{other}.") for other, _ in inner)]
     for before, after in pairwise([root, *blocks]):
         before.set_modules_to_forward_prefetch(_units(after))
     for before, after in pairwise([*blocks, root]):
         after.set_modules_to_backward_prefetch(_units(before))
     if next(stage.parameters()).device.type == "cpu":  # on GPUs, streams do it
         private.gather_in_background(root)
+
+
+class UnitMessages:
+    """The messages of one unit. sent: dtype of gradient messages. masters: dtype of weights and gradients. gathers,
+    scatters: those of ZeRO++, which take the place of the axis' own.
+
+    In a hybrid the replicas sum their gradients once per step: in the `last` microbatch, together with the gradients
+    that earlier microbatches have scattered (stages 2 and 3). FSDP2 adds these up in the buffer that `arrived` first;
+    the gradients of the rows are views of it.
+    """
+
+    gathers: Gathers | None = None
+    scatters: Scatters | None = None
+
+    def __init__(self, mesh: Mesh, unit: FsdpUnit, sent: torch.dtype):
+        self.name = name = unit.module or "outside of blocks"
+        self.axis, self.replicas = mesh.axis(unit.group).of_unit(name), mesh.axis("replicate").of_unit(name)
+        self.mesh, self.table, self.sent, self.last = mesh, unit, sent, True
+        self.sums = mesh.sums("replicate")
+        self.seen: Callable[[Tensor], None] | None = None
+        self.arrived: Tensor | None = None
+        self._summing: Started | None = None
+
+    def attach(self, module: FSDPModule) -> None:
+        """Makes FSDP2 send the messages of a unit through this object."""
+        self.module = module
+        shares, plus = private.shares(module), zeropp(self.mesh.layout.zeropp)
+        assert sorted(shares) == sorted(self.table.shares), f"{self.name}: FSDP2 sends {shares}"
+        if plus.two_gathers:
+            self.gathers = Gathers(plus, self.mesh, self.name, shares)
+        if plus.gradients:
+            self.scatters = Scatters(plus, self.mesh, self.name, shares)
+        module.set_custom_all_gather(_Collective(self.gather))  # pyright: ignore[reportArgumentType]
+        module.set_custom_reduce_scatter(_Collective(self.scatter))  # pyright: ignore[reportArgumentType]
+        if self.replicas.size > 1:
+            module.set_all_reduce_hook(self.sum_replicas)
+
+    def gather(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
+    ) -> _Waits | None:
+        """FSDP2's all-gather of a unit's weights."""
+        if self.gathers is not None:
+            finish = self.gathers.start(input_tensor, output_tensor)
+        else:
+            finish = self.axis.start_all_gather(input_tensor, output_tensor)
+        if async_op:
+            return _Waits(finish)
+        finish()
+        return None
+
+    def scatter(self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object) -> None:
+        """FSDP2's reduce-scatter of a unit's gradients."""
+        assert op == dist.ReduceOp.SUM, op
+        if self.seen is not None:
+            self.seen(input_tensor)
+        if self.scatters is not None:
+            self.scatters.sum(input_tensor, output_tensor)
+        else:
+            self.axis.sum_scatter(input_tensor, output_tensor, self.sent)
+
+    def sum_replicas(self, rows: Tensor) -> None:
+        """Sums a microbatch's gradients over replicas. rows: flat; FSDP2 is about to add them to the gradients of
+        earlier microbatches. On GPUs it has allocated them on its scatter stream and calls this on another one, so the
+        allocator is told who else reads them."""
+        for gradients in (rows, self.arrived):
+            if gradients is not None and gradients.is_cuda:
+                gradients.record_stream(torch.cuda.current_stream())
+        if not self.last:
+            self.arrived = rows if self.arrived is None else self.arrived
+            return
+        if self.arrived is not None:
+            rows += self.arrived
+            self.arrived = None
+            private.forget_gradients(self.module)
+        self.finish()
+        self._summing = self.sums.start(rows, self.replicas.purpose)
+        if rows.is_cuda:  # FSDP2 called this on a stream, which waits instead of the host
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the sum over replicas. On CPUs it overlaps with the rest of backward: gradients are views of the
+        rows, and nobody reads them before."""
+        if self._summing is not None:
+            self._summing()
+            self._summing = None
+
+
+class _Collective:
+    """What FSDP2 calls in place of a collective of its own, and asks for buffers."""
+
+    def __init__(self, send: Callable[..., object]):
+        self.send = send
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, **given: Any) -> Any:
+        return self.send(**given)
+
+
+class _Waits(dist.Work):
+    """Wraps a started message as a `Work` that FSDP2 can wait for."""
+
+    def __init__(self, started: Callable[[], object]):
+        super().__init__()
+        self.started = started
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.started()
+        return True
+
+
+class Gathers:
+    """ZeRO++'s weight gathers of one unit. shares: elements of each of its parameters on a rank. copy: of `hier`, until
+    the weights change."""
+
+    def __init__(self, plus: ZeroPP, mesh: Mesh, unit: str, shares: Sequence[int]):
+        self.inside, self.across = (mesh.axis(name).of_unit(unit) for name in ("inside", "across"))
+        self.hier, self.code = plus.hier and self.across.size > 1, _quantizer(plus.weights, shares, mesh)
+        self.copy: Tensor | None = None
+
+    def start(self, mine: Tensor, out: Tensor) -> Callable[[], object]:
+        """Starts to gather every rank's `mine` (S) into `out` (k p S); returns what finishes it. The first message is
+        under way meanwhile."""
+        if self.copy is not None:
+            everyone = self.inside.start_all_gather(self.copy)
+            return lambda: self._place(everyone(), out)
+        first = self.across.start_all_gather(self.code.encoded(mine[None])[0] if self.code else mine)
+
+        def finish() -> None:
+            share = first()  # (k R)
+            if self.hier:
+                self.copy = share
+            self._place(self.inside.all_gather(share), out)
+
+        return finish
+
+    def _place(self, gathered: Tensor, out: Tensor) -> None:
+        """Puts what the node's ranks have of all nodes (p k R) in the order of ranks (k p S)."""
+        k, p = self.across.size, self.inside.size
+        gathered, out = gathered.view(p, k, -1), out.view(k, p, -1)
+        if self.code is None:
+            out.copy_(gathered.transpose(0, 1))
+            return
+        for place in range(p):
+            self.code.decode(gathered[place], out[:, place])
+
+
+class Scatters:
+    """ZeRO++'s gradient sums of one unit."""
+
+    def __init__(self, plus: ZeroPP, mesh: Mesh, unit: str, shares: Sequence[int]):
+        self.inside, self.across = (mesh.axis(name).of_unit(unit) for name in ("inside", "across"))
+        self.code = _quantizer(plus.gradients, shares, mesh)
+
+    def sum(self, x: Tensor, out: Tensor) -> Tensor:
+        """Sums every rank's x (k p S) and writes this rank's share into `out` (S). Both: fp32."""
+        k, p = self.across.size, self.inside.size
+        of_place = x.view(k, p, -1).transpose(0, 1)  # (p, k, S)
+        mine = self._exchanged(of_place, self.inside)  # (k, S)
+        return out.copy_(self._exchanged(mine[:, None], self.across)[0])
+
+    def _exchanged(self, x: Tensor, axis: Axis) -> Tensor:
+        """Sends x[i] (r, S) to rank i of the axis, and sums what all ranks have sent to this one, itself first."""
+        total, others = x[axis.index].clone(), [rank for rank in range(axis.size) if rank != axis.index]
+        if not others:
+            return total
+        assert self.code is not None
+        sent = torch.empty(*x.shape[:2], self.code.R, dtype=torch.uint8, device=x.device)
+        for rank in others:
+            self.code.encode(x[rank], sent[rank])
+        received = axis.all_to_all(sent)
+        for rank in others:
+            self.code.decode(received[rank], total, add=True)
+        return total
+
+
+def _quantizer(blocks: Blocks | None, shares: Sequence[int], mesh: Mesh) -> Quantizer | None:
+    return blocks and Quantizer(blocks.bits, blocks.block, shares, mesh.device)

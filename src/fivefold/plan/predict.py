@@ -30,10 +30,9 @@ from fivefold.plan.time.whole_run import SlowLinks, Stalls, slow_links, stalls
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, sent
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
-from fivefold.sharding.layout_text import to_text
-from fivefold.sharding.sites import Sites, site_layout
+from fivefold.sharding.sync import Sites, site_layout
 
 STAND_IN = "h100"
 FRAGMENTS = 0.04

@@ -20,7 +20,7 @@ from fivefold.schedules.pipeline import DEFAULT, Schedule, build, stages_per_ran
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import on_nodes
 from fivefold.sharding.parts import Shape, stage_blocks, stages_of
-from fivefold.sharding.sites import ONE_SITE, Sites
+from fivefold.sharding.sync import ONE_SITE, Sites
 from fivefold.sharding.units import Keeping, compressed_buckets, keepings
 
 

@@ -19,9 +19,8 @@ from fivefold.recipe import messages
 from fivefold.recipe.messages import KEYS, SECTIONS, none_unsets, plain_type, to_toml
 from fivefold.recipe.rules import contradictions
 from fivefold.recipe.schema import Sections
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import describe
-from fivefold.sharding.layout_text import parse as parse_layout
+from fivefold.sharding.layout import Layout, describe
+from fivefold.sharding.layout import parse as parse_layout
 
 MOST_BYTES = 256 << 10
 """Size of a recipe's file. A long one has 5 KiB."""

@@ -19,9 +19,7 @@ from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.recipe.rules.texts import ramp, run_steps, sequences_before
 from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE, compressor
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import to_text
-from fivefold.sharding.shares import divisors, largest
+from fivefold.sharding.layout import Layout, divisors, largest, to_text
 
 
 def total_steps(recipe: Recipe) -> int:

@@ -19,11 +19,9 @@ from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry, as
 from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDER, ORDERS, PRIORITY, Order
-from fivefold.sharding.layout import Counts
+from fivefold.sharding.layout import BUCKET_BYTES, Counts
 from fivefold.sharding.layout_rules import MOST_RANKS
-from fivefold.sharding.servers import SERVER, UNBOUNDED, Servers
-from fivefold.sharding.shares import BUCKET_BYTES
-from fivefold.sharding.sites import ONE_SITE, Sites
+from fivefold.sharding.sync import ONE_SITE, SERVER, UNBOUNDED, Servers, Sites
 from fivefold.sharding.tiers import NOT_OFFLOADED
 
 if TYPE_CHECKING:  # a type checker reads no tables

@@ -11,9 +11,7 @@ from fivefold.errors import UserError, did_you_mean
 from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO, all_reduce_problem
 from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import SCHEDULES, stages_per_rank
-from fivefold.sharding.layout import AXES, Layout, groups, summing_groups
-from fivefold.sharding.layout_text import equation, to_text
-from fivefold.sharding.shares import divisors
+from fivefold.sharding.layout import AXES, Layout, divisors, equation, groups, summing_groups, to_text
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS, partitions
 from fivefold.sharding.units import zeropp
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import pairwise, product
 from typing import Protocol
@@ -101,6 +102,17 @@ def block_of(model: Model, name: str) -> str:
     """The number of the block that a parameter belongs to, as text; "" outside of blocks."""
     prefix = f"{model.stack}."
     return name[len(prefix) :].partition(".")[0] if model.stack and name.startswith(prefix) else ""
+
+
+def patterns(text: str) -> tuple[str, ...]:
+    """The patterns of names that a recipe writes as `embed*, blocks.[0-3].*`."""
+    return tuple(part for word in text.split(",") if (part := word.strip()))
+
+
+def matching(text: str, names: Iterable[str]) -> frozenset[str]:
+    """The names that any of the patterns matches (`*`, `?`, `[0-3]`)."""
+    wanted = patterns(text)
+    return frozenset(n for n in names if any(fnmatchcase(n, pattern) for pattern in wanted))
 
 
 @dataclass(frozen=True)

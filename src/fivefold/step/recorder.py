@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.comm.watch import Watch, watched
+from fivefold.comm.progress import Watch, watched
 from fivefold.models.base import LanguageModel
 from fivefold.models.mixture import Experts
 from fivefold.parallel.tensor import CutLinear
@@ -44,7 +44,7 @@ class Recorder(_Hooks):
     ranks begin together: call it at the same time.
 
     Hooks on the blocks note when a computation begins; it lasts until the next one begins. A block's backward begins
-    when the gradient of its output is there. `comm/watch.py` notes messages and waits. CPUs only: on a GPU the host
+    when the gradient of its output is there. `comm/progress.py` notes messages and waits. CPUs only: on a GPU the host
     runs ahead of what it measures.
     """
 

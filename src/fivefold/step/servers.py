@@ -24,7 +24,7 @@ from fivefold.precision import torch_dtype
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import parts
-from fivefold.sharding.servers import messages, units
+from fivefold.sharding.sync import messages, units
 from fivefold.step.state import State, compute_mode, updater_arguments
 
 

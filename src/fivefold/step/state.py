@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,19 +21,17 @@ from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
 from fivefold.models.layers import Output
 from fivefold.optim import OPTIMIZERS, OUTER, kept_in
-from fivefold.optim.card import gathered, places, state_bytes, ways
+from fivefold.optim.card import factors, gathered, places, state_bytes, ways
 from fivefold.optim.rounding import Rounder, Rounding
 from fivefold.optim.scaling import LossScale
 from fivefold.optim.updater import Rounded, Updater
 from fivefold.parallel.diloco import Outer
-from fivefold.parallel.matrices import Gathered
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel, parallelize
-from fivefold.parallel.replica import assert_owned_once
+from fivefold.parallel.replica import Gathered, assert_owned_once
 from fivefold.precision import DTYPES, PRECISIONS, Mode, chosen, sent, torch_dtype
 from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters, targets_per_step
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.names import factors, groups
 from fivefold.sharding.parts import Part, held, size_of
 from fivefold.sharding.tiers import tiers
 from fivefold.step.custom import NOTHING, UserFunctions, custom_model, make_equal, use_loss
@@ -265,7 +262,7 @@ def updater_arguments(
         "card": card or OPTIMIZERS[optim.name],
         "lr": optim.lr,
         # Only matrices decay
-        "weight_decay": {n: optim.weight_decay * factors(_groups(optim.groups), n)[1] for n in shapes},
+        "weight_decay": {n: optim.weight_decay * factors(optim.groups, n)[1] for n in shapes},
         "fields": fields,
         "rates": {name: rate_of(optim, name, shape, embeddings) for name, shape in shapes.items()},
         "tokens": targets_per_step(recipe) // recipe.sites.count,
@@ -277,15 +274,12 @@ def rate_of(
 ) -> float:
     """The learning rate of a parameter, relative to `optim.lr`. embeddings: names of embeddings and output layer; None:
     our models have nothing else outside of blocks."""
-    factor, _ = factors(_groups(optim.groups), name)
+    factor, _ = factors(optim.groups, name)
     if len(shape) < 2:
         return factor * (optim.lr_vectors or optim.lr) / optim.lr
     if not name.startswith("blocks.") if embeddings is None else name in embeddings:
         return factor * (optim.lr_embeddings or optim.lr) / optim.lr
     return factor
-
-
-_groups = lru_cache(groups)
 
 
 def embeddings_of(module: nn.Module, vocab_size: int | None) -> frozenset[str]:

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from fivefold.comm import Axis
 from fivefold.comm.progress import progress, span
-from fivefold.observe.faults import SECONDS, SHARED_EVERY
 from fivefold.kernels.matmul import scaled
+from fivefold.observe.faults import SECONDS, SHARED_EVERY
 from fivefold.optim import learning_rate
 from fivefold.optim.scaling import clip_scale
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.microbatch import Microbatch, Share
+from fivefold.parallel.mesh import Mesh, Microbatch, Share
 from fivefold.parallel.replica import gradient_square
 from fivefold.recipe import OptimSection, Recipe
 from fivefold.step.judge import destroyed, judge

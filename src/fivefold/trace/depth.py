@@ -36,11 +36,10 @@ from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
 from fivefold.schedules.memory_timeline import MemoryTimeline
 from fivefold.schedules.pipeline import FILLING, few
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
-from fivefold.sharding.layout_text import to_text
 from fivefold.sharding.parts import stage_blocks, stages_of
-from fivefold.sharding.sites import in_site, site_layout
+from fivefold.sharding.sync import in_site, site_layout
 from fivefold.step.state import compute_mode
 from fivefold.trace.fake import CPU
 from fivefold.trace.memory import Peak

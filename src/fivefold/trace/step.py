@@ -39,7 +39,7 @@ from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.optim.updater import Updater
 from fivefold.parallel.expert import AllToAll
-from fivefold.parallel.microbatch import Microbatch, take
+from fivefold.parallel.mesh import Microbatch, take
 from fivefold.parallel.offload import disk
 from fivefold.parallel.offload.activations import Activations
 from fivefold.recipe import Recipe

@@ -29,7 +29,7 @@ from fivefold.observe.faults import KINDS, USUAL, SlowRanks
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.summary import summarize
 from fivefold.observe.timelines import summary, write_pipeline_trace
-from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import LeftOut, Recipe, count_parameters, tokens_before
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.step.custom import measuring

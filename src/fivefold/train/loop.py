@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fivefold.comm.progress import progress, span
 from fivefold.errors import UserError
-from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import FaultsSection, Recipe, batch_size
 from fivefold.recipe.entries import steps
 from fivefold.step.state import State

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.parallel.microbatch import Microbatch, Share
+from fivefold.parallel.mesh import Microbatch, Share
 from fivefold.plan.advice.budget import noise_parts
 from fivefold.recipe import Recipe, microbatches_per_step, tokens_per_step
 from fivefold.sharding.parts import size_of

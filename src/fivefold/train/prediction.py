@@ -33,7 +33,7 @@ from fivefold.plan.time.timeline import timeline
 from fivefold.recipe.rules.texts import ramp
 from fivefold.schedules.overlap import StepTimeline
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.sites import site_layout
+from fivefold.sharding.sync import site_layout
 from fivefold.step.state import State
 from fivefold.trace.depth import blocks_traced, exact
 from fivefold.trace.traffic import Collectives

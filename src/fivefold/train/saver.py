@@ -30,7 +30,7 @@ from fivefold.host.machine import available
 from fivefold.parallel.diloco import Outer
 from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import to_text
 from fivefold.sharding.parts import Part, boxes
 from fivefold.sharding.tiers import NOT_OFFLOADED
 from fivefold.step.state import State

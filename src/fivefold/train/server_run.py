@@ -28,9 +28,9 @@ from fivefold.models.card import card_of
 from fivefold.observe.metrics import drop_after
 from fivefold.observe.timelines import WORKERS
 from fivefold.parallel.link import Kind, Link, Note, links
-from fivefold.parallel.microbatch import Microbatch
+from fivefold.parallel.mesh import Microbatch
 from fivefold.parallel.server import Event, Server
-from fivefold.sharding.servers import Shares
+from fivefold.sharding.sync import Shares
 from fivefold.step.servers import assert_possible, server_state
 from fivefold.step.state import State
 from fivefold.step.step import SAVE, STOP, Done, last_update, rate

@@ -25,10 +25,9 @@ from fivefold.files import BROKEN
 from fivefold.kernels.blockwise_attention import Documents
 from fivefold.kernels.tiling import Sample
 from fivefold.models.base import LanguageModel
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.microbatch import Microbatch, Share, take
+from fivefold.parallel.mesh import Mesh, Microbatch, Share, take
 from fivefold.recipe import LeftOut, Recipe, batch_size, place
-from fivefold.sharding import shares
+from fivefold.sharding import layout
 from fivefold.step.step import ValidationSet
 from fivefold.train.job import BatchSource, Job
 
@@ -208,9 +207,9 @@ def share_of(
     assert size % microbatch == 0, f"{size} sequences in microbatches of {microbatch}"
     index, ranks = share or _place(mesh)
     whole = size // microbatch
-    mine = shares.share(whole, index, ranks)
+    mine = layout.share(whole, index, ranks)
     parts = [range(number * microbatch, (number + 1) * microbatch) for number in mine]
-    empty = shares.largest(whole, ranks) - len(parts) if mesh.layout.in_step else 0
+    empty = layout.largest(whole, ranks) - len(parts) if mesh.layout.in_step else 0
     found = [_rows(batches, i, rows, mesh) for rows in parts]
     if getattr(batches, "uneven", False):
         average = max(1, batches.counted(i, size)) / whole  # type: ignore[attr-defined]
@@ -235,10 +234,10 @@ def rows_of(
     compute a model together, one that has nothing to do still has to take part. share: as in `share_of`.
     """
     index, ranks = share or _place(mesh)
-    mine = shares.share(size, index, ranks)
+    mine = layout.share(size, index, ranks)
     parts = [range(row, min(row + microbatch, mine.stop)) for row in mine[::microbatch]]
     if equal:
-        parts += [range(0)] * (-(-shares.largest(size, ranks) // microbatch) - len(parts))
+        parts += [range(0)] * (-(-layout.largest(size, ranks) // microbatch) - len(parts))
     found = []
     for rows in parts:
         one, _ = _rows(batches, 0, rows or range(1), mesh)

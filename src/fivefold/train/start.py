@@ -42,10 +42,9 @@ from fivefold.recipe import Recipe, change, entries, resolve
 from fivefold.recipe.resolve import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
 from fivefold.recipe.rules.texts import wrong_patterns
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
-from fivefold.sharding.layout_text import to_text
-from fivefold.sharding.sites import site_layout
+from fivefold.sharding.sync import site_layout
 from fivefold.sharding.tiers import OFFLOADS
 from fivefold.step.custom import custom_model, try_out
 from fivefold.step.state import compute_mode

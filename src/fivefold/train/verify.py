@@ -56,9 +56,8 @@ from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.rules.combinations import PLAIN
 from fivefold.recipe.schema import LayoutSection
 from fivefold.schedules.compression import NONE
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
-from fivefold.sharding.layout_text import to_text
 from fivefold.sharding.parts import Part, held
 from fivefold.sharding.units import zeropp
 from fivefold.step.state import State, build_state, compute_mode, with_optimizer

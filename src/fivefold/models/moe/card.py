@@ -7,8 +7,8 @@ from typing import Any
 
 from fivefold.models.card import Contradiction, swiglu, under
 from fivefold.models.llama import card as llama
+from fivefold.sharding.layout import divisors
 from fivefold.sharding.parts import Shape
-from fivefold.sharding.shares import divisors
 
 EXPERTS = 8  # default
 

@@ -8,7 +8,7 @@ from fivefold.models.llama import card as llama
 from fivefold.models.operations import Operation, Program, Sizes
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import Cut, Shape
-from fivefold.sharding.regions import SQUARES
+from fivefold.sharding.units import SQUARES
 
 
 class Card(llama.Card):

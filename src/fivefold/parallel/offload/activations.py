@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.comm import Axis
-from fivefold.parallel import private
+from fivefold.kernels import private
 from fivefold.parallel.offload.disk import Disk
 from fivefold.sharding.tiers import READ_AHEAD, SMALLEST
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, expanded, make_folder
 from fivefold.host.machine import compute_alone
-from fivefold.parallel import private
+from fivefold.kernels import private
 
 PAGE = 4096
 THREADS = 4

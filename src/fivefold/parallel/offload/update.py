@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UserError
+from fivefold.kernels import private
 from fivefold.optim.card import COMPENSATION, OptimizerCard
 from fivefold.optim.rounding import Rounder, cut_off
 from fivefold.optim.updater import Updater
-from fivefold.parallel import private
 from fivefold.parallel.offload.disk import Disk, File, aligned, alone, at_once, wait_for
 from fivefold.sharding.tiers import CHUNK, SLOTS, Arena, Chunk, Piece, share_of_second
 

@@ -13,7 +13,7 @@ from fivefold.plan.predict import Plan
 from fivefold.plan.time.cost import operation
 from fivefold.plan.time.offload import EXPOSED
 from fivefold.schedules.memory_timeline import CATEGORIES
-from fivefold.sharding.layout_text import describe
+from fivefold.sharding.layout import describe
 
 AWAY = {"host": "in host memory", "disk": "on disk"}
 

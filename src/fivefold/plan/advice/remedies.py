@@ -24,10 +24,8 @@ from fivefold.plan.setting import Setting
 from fivefold.plan.software import Software
 from fivefold.plan.time import stage_costs
 from fivefold.recipe import Recipe, change, count_parameters
-from fivefold.sharding.layout import Layout
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import Layout, divisors, to_text
 from fivefold.sharding.parts import stages_of
-from fivefold.sharding.shares import divisors
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 
 LESS = 0.98

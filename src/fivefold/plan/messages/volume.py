@@ -32,7 +32,6 @@ from fivefold.schedules import ring_attention
 from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.collectives.registry import LIBRARY, chosen
 from fivefold.schedules.compression import Compressor, compressor
-from fivefold.sharding import sites
 from fivefold.sharding.layout import Layout, first_names, groups, index_in, summing_groups
 from fivefold.sharding.matrices import sizes_sent
 from fivefold.sharding.parts import (
@@ -48,6 +47,7 @@ from fivefold.sharding.parts import (
     summed_over_tp,
     tensor_sums,
 )
+from fivefold.sharding.sync import outer_messages, outer_sent
 from fivefold.sharding.tiers import partitions
 from fivefold.sharding.units import Sync, syncs
 
@@ -90,14 +90,14 @@ def outer_elements(s: Setting, rank: int, fragment: int) -> list[int]:
     """Elements of the outer gradients in each message by which sites synchronise a fragment, from a rank of a site."""
     position, by_stage = index_in(s.layout, "pp", rank), stage_parameters(s.card, s.stages)
     mine = dict.fromkeys(name for stage in stages_of(s.layout, position) for name in by_stage[stage])
-    found = sites.messages(mine, s.sites.fragments)[fragment]
+    found = outer_messages(mine, s.sites.fragments)[fragment]
     return [kept_elements(s.card, s.layout, rank, names) for names in found]
 
 
 def outer(s: Setting, rank: int, fragment: int) -> list[list[tuple[str, float]]]:
     """The collectives of these messages: (operation, bytes)."""
     sizes = outer_elements(s, rank, fragment)
-    return [sites.sent(size, s.sites.count, s.sites.dtype) for size in sizes]
+    return [outer_sent(size, s.sites.count, s.sites.dtype) for size in sizes]
 
 
 def outer_counted(s: Setting, rank: int, fragments: Iterable[int]) -> Counted:

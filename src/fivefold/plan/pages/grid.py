@@ -35,9 +35,8 @@ from fivefold.plan.time.stage_costs import Parts
 from fivefold.recipe import Recipe
 from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.schedules.pipeline import DEFAULT, Timeline, shown
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
-from fivefold.sharding.layout_text import to_text
 
 BUDGET = 6500
 """Limit of a grid's work, in cells without a pipeline: less than 20 seconds and 3 MB (tests/test_plan_page.py)."""

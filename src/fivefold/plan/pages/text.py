@@ -13,7 +13,7 @@ from rich.text import Text
 from fivefold.host.devices import GIB
 from fivefold.observe.format import duration, memory_text
 from fivefold.observe.timelines import pipeline_text
-from fivefold.sharding.layout_text import to_text as layout_text
+from fivefold.sharding.layout import to_text as layout_text
 
 if TYPE_CHECKING:
     from fivefold.plan.memory.memory import Memory

@@ -28,8 +28,7 @@ from fivefold.plan.time.time import step
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import with_layout
 from fivefold.recipe.rules.combinations import PLAIN
-from fivefold.sharding.layout import Layout, changed
-from fivefold.sharding.layout_text import to_text
+from fivefold.sharding.layout import Layout, changed, to_text
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 
 GLIMPSE = 32

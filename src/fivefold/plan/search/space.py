@@ -20,9 +20,8 @@ from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
-from fivefold.sharding.layout import Layout, changed
+from fivefold.sharding.layout import Layout, changed, divisors, largest
 from fivefold.sharding.layout_rules import problems
-from fivefold.sharding.shares import divisors, largest
 
 SEQUENCES = ((False, False), (True, False), (True, True))
 """(sp, sp_regather) on a tensor axis."""

@@ -14,7 +14,7 @@ from fivefold.plan.messages.communication import exposed, held
 from fivefold.plan.setting import Setting
 from fivefold.plan.time import rates
 from fivefold.schedules.ring_attention import messages
-from fivefold.sharding.regions import ROWS
+from fivefold.sharding.units import ROWS
 
 
 class Cost(NamedTuple):  # not a dataclass, because a search makes millions

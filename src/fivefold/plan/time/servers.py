@@ -15,7 +15,7 @@ from fivefold.plan.time import rates, stage_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.priority import Layer, Line, Simulation
-from fivefold.sharding.servers import Servers, messages, units
+from fivefold.sharding.sync import Servers, messages, units
 
 
 @dataclass(frozen=True)

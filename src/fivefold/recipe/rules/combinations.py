@@ -17,9 +17,8 @@ from fivefold.precision import FIELDS, MASTER, PRECISIONS, Mode
 from fivefold.recipe.messages import short, toml_value
 from fivefold.recipe.schema import Sections
 from fivefold.schedules.compression import NONE
-from fivefold.sharding.layout import Layout, summing_groups
-from fivefold.sharding.servers import SERVER
-from fivefold.sharding.shares import largest
+from fivefold.sharding.layout import Layout, largest, summing_groups
+from fivefold.sharding.sync import SERVER
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 
 

@@ -16,10 +16,9 @@ from fivefold.precision import PRECISIONS
 from fivefold.recipe.messages import toml_value
 from fivefold.recipe.rules.texts import expected_vocab_size, ramp, run_steps
 from fivefold.recipe.schema import Sections
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, divisors, largest_divisor
 from fivefold.sharding.layout_rules import problems
-from fivefold.sharding.servers import SERVER
-from fivefold.sharding.shares import divisors, largest_divisor
+from fivefold.sharding.sync import SERVER
 
 
 def experts(recipe: Sections) -> Iterator[Contradiction]:

@@ -8,14 +8,15 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from fivefold.errors import UserError, did_you_mean
+from fivefold.errors import UserError, did_you_mean, shortened
 from fivefold.models.card import Contradiction, round_up
 from fivefold.models.section import Section
+from fivefold.optim.card import groups
 from fivefold.precision import MOST_IDS
 from fivefold.recipe.entries import HELD_OUT, NONE, TRACKERS, steps, unknown
 from fivefold.recipe.messages import short, toml_value
 from fivefold.recipe.schema import DataSection, Sections, TrainSection
-from fivefold.sharding.names import groups, matching, patterns, unmatched
+from fivefold.sharding.parts import matching, patterns
 
 _INVALID = re.compile("[\0\ud800-\udfff]")
 _BPE = re.compile(r"bpe:(\d{1,7})", re.ASCII)
@@ -125,12 +126,18 @@ def weights(recipe: Sections) -> Iterator[Contradiction]:
 
 def wrong_patterns(recipe: Sections, names: Collection[str]) -> str:
     """What is wrong with the patterns of a recipe, given the names of all parameters; "" if nothing is."""
-    freeze, by_group = recipe.model.freeze, recipe.optim.groups
-    if wrong := unmatched("model.freeze", freeze, patterns(freeze), names):
-        return wrong
-    if freeze and len(matching(freeze, names)) == len(names):
+    freeze, by_group, known = recipe.model.freeze, recipe.optim.groups, list(names)
+    wanted = {"model.freeze": patterns(freeze), "optim.groups": [group.pattern for group in groups(by_group)]}
+    for key, text in (("model.freeze", freeze), ("optim.groups", by_group)):
+        for pattern in wanted[key]:
+            if not matching(pattern, known):
+                near = did_you_mean(pattern.strip("*"), known) or f"; the first are {', '.join(known[:3])}"
+                return (
+                    f'{key} = "{shortened(text, 200)}": no parameter of the model is called {pattern!r}{near}'
+                )
+    if freeze and len(matching(freeze, known)) == len(known):
         return f'model.freeze = "{freeze}": every parameter is frozen, so there is nothing to train'
-    return unmatched("optim.groups", by_group, [group.pattern for group in groups(by_group)], names)
+    return ""
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,60}", re.ASCII)

@@ -1,16 +1,15 @@
-"""The private parts of PyTorch that parallel/ uses: most are attributes of FSDP2's units. Where versions differ, the
-name that is there decides.
-
-Each function says what breaks without it. tests/test_private.py checks that each name exists and does what is assumed
-here: run it first when you upgrade torch.
-"""
+"""The undocumented parts of PyTorch that comm and parallel use, and public ones that have other names in other versions.
+Where versions differ, the name that is there decides. Each comment says what breaks without it, and a test calls every
+one (test_private, test_comm, test_membership): run them first when you upgrade torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -18,6 +17,30 @@ if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor import DTensor
+
+
+def gloo_group(
+    store: dist.Store, name: str, index: int, size: int, address: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """A process group of gloo that does not belong to the launch's world: `size` processes that share a store. address:
+    of this host, where gloo listens. Without it: sites cannot be launches of their own."""
+    inside = dist.PrefixStore(name, store)
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    backend = dist.ProcessGroupGloo(inside, index, size, options)
+    backend._set_sequence_number_for_group()
+    group, kind = dist.ProcessGroup(inside, index, size), dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_group_name(name)  # pyright: ignore[reportArgumentType]
+    return group
+
+
+def default_store() -> dist.Store:
+    """The store in which the ranks of this launch have met. Without it: ranks of several hosts that hang would wait for
+    gloo's time-out."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def storage_of(x: Tensor) -> int:
