@@ -24,8 +24,7 @@ from fivefold.plan.messages import volume
 from fivefold.plan.predict import held as at_peak
 from fivefold.plan.predict import predict
 from fivefold.plan.search.search import apply, search
-from fivefold.plan.setting import setting
-from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states
+from fivefold.plan.setting import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states, setting
 from fivefold.recipe import Recipe, count_parameters, load, resolve_model
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import held, size_of

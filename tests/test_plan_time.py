@@ -17,8 +17,7 @@ from fivefold.optim.updater import Updater
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages import communication, volume
 from fivefold.plan.messages.communication import collective, group
-from fivefold.plan.setting import setting
-from fivefold.plan.software import FIVEFOLD, Software
+from fivefold.plan.setting import FIVEFOLD, Software, setting
 from fivefold.plan.time import pipeline, rates, stage_costs, time
 from fivefold.plan.time.cost import message, operation
 from fivefold.recipe import count_parameters, load, resolve_model

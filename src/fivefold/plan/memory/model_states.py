@@ -11,8 +11,7 @@ from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.card import state_bytes as all_state_bytes
-from fivefold.plan.setting import Setting, stages
-from fivefold.plan.software import Partition, States
+from fivefold.plan.setting import Partition, Setting, States, stages
 from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.parts import TIED, held, local_parameters, sharing_group, size_of, stages_of
 from fivefold.sharding.units import scattered_once

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fivefold.models.operations import Operation, Role, Work
 from fivefold.models.recomputation import region
-from fivefold.plan.software import Software
+from fivefold.plan.setting import Software
 
 ByRole = dict[Role, float]
 """Bytes of saved tensors by their role."""

@@ -25,8 +25,7 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.optim.card import planned_ways
 from fivefold.plan.memory.model_states import divided
 from fivefold.plan.messages.communication import best_all_reduces, summed_by
-from fivefold.plan.setting import Setting, stages
-from fivefold.plan.software import Partition
+from fivefold.plan.setting import Partition, Setting, stages
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules import ring_attention
 from fivefold.schedules.collectives.choose import LIBRARY, chosen

@@ -12,8 +12,7 @@ from fivefold.plan.memory import buffers, memory, model_states
 from fivefold.plan.memory.buffers import Buffers
 from fivefold.plan.search.shared_costs import Costs, Position, Share, SharedCosts, within_block
 from fivefold.plan.search.space import Choice, Space
-from fivefold.plan.setting import Setting
-from fivefold.plan.software import Software
+from fivefold.plan.setting import Setting, Software
 from fivefold.plan.time import sync_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.schedules.overlap import exposed_in_pieces

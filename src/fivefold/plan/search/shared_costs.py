@@ -16,8 +16,7 @@ from fivefold.plan.memory.memory import MicrobatchBytes
 from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.memory.operations import Sums
 from fivefold.plan.search.space import Choice
-from fivefold.plan.setting import Setting, setting, stages
-from fivefold.plan.software import Software
+from fivefold.plan.setting import Setting, Software, setting, stages
 from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
 from fivefold.plan.time.cost import Cost
 from fivefold.plan.time.stage_costs import Parts

@@ -13,8 +13,7 @@ from fivefold.optim import OPTIMIZERS, rounding_traffic
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory.memory import Memory, microbatch, sums
 from fivefold.plan.memory.model_states import Elements, elements, outside_blocks, rank_elements
-from fivefold.plan.setting import Setting
-from fivefold.plan.software import States
+from fivefold.plan.setting import Setting, States
 from fivefold.plan.time.cost import Cost
 from fivefold.plan.time.stage_costs import stage_costs
 from fivefold.plan.time.sync_costs import outer_buffers
