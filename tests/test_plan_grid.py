@@ -19,7 +19,7 @@ from fivefold.plan.pages import grid
 from fivefold.plan.pages.grid import HEAD, MEMORY, as_data
 from fivefold.plan.pages.pictures import pictures
 from fivefold.plan.predict import Plan, predict
-from fivefold.plan.setting import documents_of
+from fivefold.plan.setting import documents_of, software_of
 from fivefold.recipe import Recipe, load
 from fivefold.sharding.layout_text import to_text
 

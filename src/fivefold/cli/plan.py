@@ -147,7 +147,7 @@ def read(
     from fivefold.plan.advice.budget import shape
     from fivefold.plan.cluster.clusters import parse
     from fivefold.plan.predict import resolved, with_load
-    from fivefold.plan.setting import documents_of
+    from fivefold.plan.setting import documents_of, software_of
     from fivefold.recipe import load
 
     ensure_measured(typed.cluster)

@@ -29,7 +29,7 @@ from fivefold.plan.cluster.clusters import canonical, parse
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.pages.pictures import pictures
 from fivefold.plan.predict import Plan, predict, resolved, with_load
-from fivefold.plan.setting import Documents, Software, documents_of
+from fivefold.plan.setting import Documents, Software, documents_of, software_of
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.recipe import Recipe
 from fivefold.schedules.memory_timeline import CATEGORIES

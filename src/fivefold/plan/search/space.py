@@ -15,6 +15,7 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
 from fivefold.models.recomputation import MODES, PREFIX, region
 from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.setting import software_of
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
