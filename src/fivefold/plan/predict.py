@@ -33,8 +33,7 @@ from fivefold.plan.setting import (
 )
 from fivefold.plan.time import offload, servers
 from fivefold.plan.time.stage_costs import Parts, parts, recomputed
-from fivefold.plan.time.time import Step, step
-from fivefold.plan.time.whole_run import SlowLinks, Stalls, slow_links, stalls
+from fivefold.plan.time.time import SlowLinks, Stalls, Step, slow_links, stalls, step
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, sent
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
@@ -193,7 +192,12 @@ def predict(
     """
     layout = Layout.from_recipe(recipe.layout)
     if recipe.servers.count:
-        servers.assert_fits(layout.ranks, recipe.servers.count, cluster.devices)
+        both = layout.ranks + recipe.servers.count
+        if cluster.devices and both != cluster.devices:
+            raise UserError(
+                f"{layout.ranks} workers and sync.servers = {recipe.servers.count} are {both} ranks, but there are "
+                f"{cluster.devices}. Nearest valid: dp={max(1, cluster.devices - recipe.servers.count)}"
+            )
     elif cluster.devices:
         validate(layout, cluster.devices, partial(allows, recipe))
     full, together = _together(recipe, cluster, software)

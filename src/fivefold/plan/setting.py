@@ -130,10 +130,10 @@ def documents_of(recipe: Recipe, tokens: float | None = None) -> Documents | Non
 
 @dataclass(frozen=True)
 class States:
-    """Bytes per parameter of each state. `memory.state_bytes` shards them by ZeRO stage.
+    """Bytes per parameter of each state. `model_states.state_bytes` shards them by ZeRO stage.
 
     working: the weights that compute. master: the weights that the optimizer updates; 0 if they are the working ones.
-    moments: the optimizer's states, by its card; what some parameters have more is in `memory.more_states`. gradient:
+    moments: the optimizer's states, by its card; what some parameters have more is in `uneven_states`. gradient:
     the sum over microbatches. reduce: bytes per element of a gradient message. cast: under ZeRO, working weights exist
     only gathered, cast from the masters (FSDP2), and whole gradients only while microbatches add up. copied:
     fp32 copies of what an update rounds (optim/updater.py), of a few parameters at a time.

@@ -36,11 +36,8 @@ from fivefold.sharding.layout import Layout, first_names, groups, index_in, summ
 from fivefold.sharding.matrices import sizes_sent
 from fivefold.sharding.parts import (
     TIED,
-    Shape,
-    held,
     kept_elements,
     local_parameters,
-    local_shape,
     sharing_group,
     stage_parameters,
     stages_of,
@@ -377,20 +374,6 @@ def matrices(s: Setting, rank: int) -> list[Sent]:
         return []
     found = planned_ways(card, s.card, s.layout, rank)
     return [("all_to_all", group, size * fp32) for group, size in sizes_sent(found)] * 2
-
-
-def matrix_flops(s: Setting, position: int) -> list[tuple[Shape, float]]:
-    """(shape, FLOPs) of the matrices that the first rank of a pipeline position updates whole."""
-    card, spec, rank = OPTIMIZERS[s.software.optimizer], s.card, s.layout.rank({"pp": position})
-    if card.needs != "matrices":
-        return []
-    found = {name: way.whole for name, way in planned_ways(card, spec, s.layout, rank).items()}
-    shapes = [
-        local_shape(ranges)
-        for name, part in held(spec, s.layout, rank).items()
-        if card.of(name, part.shape) is card and (ranges := found.get(name, part.keeps)) is not None
-    ]
-    return [(shape, flops) for shape in shapes if len(shape) > 1 and (flops := card.flops(shape))]
 
 
 def control(s: Setting) -> list[Sent]:

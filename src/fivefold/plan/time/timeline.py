@@ -15,7 +15,7 @@ from fivefold.models.operations import Operation
 from fivefold.plan.memory import model_states
 from fivefold.plan.messages import communication
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import cost, offload, rates, stage_costs, sync_costs, time
+from fivefold.plan.time import cost, offload, stage_costs, sync_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.overlap import Message, StepTimeline, Work, simulate
@@ -84,7 +84,7 @@ class _Step:
         gathers = [one for one in once if one[0].what == "gather"]
         self.compute("other", "copies", sum(copied for _, _, copied in gathers))
         unplaced = self._unplaced()
-        self.slower = rates.slowest(self.s.layout.ranks, self.s.cluster.device.spread)
+        self.slower = cost.slowest(self.s.layout.ranks, self.s.cluster.device.spread)
         self.slower *= self.s.cluster.oversubscription
         self._load("update", self.loads.alone, self.done)
         first = self.done
@@ -158,7 +158,7 @@ class _Step:
     def _unplaced(self) -> Cost:
         """Python between the parts, and sums of gradients outside of blocks: what a stage costs besides its parts."""
         s, whole, found = self.s, self.whole, sum((part.cost for part in self.parts), Cost())
-        slow = rates.slowest(s.layout.ranks, s.cluster.device.spread)
+        slow = cost.slowest(s.layout.ranks, s.cluster.device.spread)
         each = [self.outside, *(part.each for part in self.parts)]
         into, out = sum(one.into for one in each), sum(one.out for one in each)
         forward = (whole.forward - whole.sent_forward) / slow - found.forward + found.sent_forward - into
