@@ -112,11 +112,7 @@ def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None =
     equal = all(  # otherwise a rank may send more than another
         summed_by(by, s.group(name), s.cluster) == LIBRARY for name in summing_groups(s.layout)
     )
-    replicas = (
-        [(0, 0)]
-        if equal
-        else [(i, j) for i in range(s.layout.dp_replicate) for j in range(s.layout.dp_shard)]
-    )
+    replicas = [(0, 0)] if equal else [*product(range(s.layout.dp_replicate), range(s.layout.dp_shard))]
     for position in range(s.layout.pp):
         # of a ring, the first has most rows, the second sends most keys
         for index, (i, j) in product(range(min(2, s.layout.cp) if equal else s.layout.cp), replicas):
@@ -172,7 +168,12 @@ def moments(s: Setting, rank: int = 0) -> Iterator[Moment]:
         yield from of_operations(s, rank, s.work.begin, "none", "the embedding", s.microbatches)
     if last:
         yield from of_operations(s, rank, s.work.end, "none", "the output layer and loss", s.microbatches)
-    yield from _transfers(s, position)
+    # activations and their gradients between neighbouring stages on different ranks
+    for ends in itertools.pairwise(s.schedule(1).rank_of[: len(s.stages)]) if s.layout.pp > 1 else ():
+        if ends[0] != ends[1] and position in ends:  # one way in forward, the other in backward
+            there, back = ("forward", "backward") if position == ends[0] else ("backward", "forward")
+            yield Moment(f"behind the {there} of a stage", "send", "pp", s.activation, 1, s.microbatches)
+            yield Moment(f"ahead of the {back} of a stage", "receive", "pp", s.activation, 1, s.microbatches)
     yield from _gradients(s, rank, position)
     for when, sent in (
         (GRADIENTS, shared(s, position, index_in(s.layout, "shard", rank))),
@@ -224,17 +225,6 @@ def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator
     keys = message.size / len(moved)
     yield "send", message.axis, keys * sum(sent for sent, _ in moved), len(moved)
     yield "receive", message.axis, keys * sum(received for _, received in moved), len(moved)
-
-
-def _transfers(s: Setting, position: int) -> Iterator[Moment]:
-    """Activations and their gradients, sent between neighbouring stages on different ranks."""
-    if s.layout.pp == 1:
-        return
-    for ends in itertools.pairwise(s.schedule(1).rank_of[: len(s.stages)]):
-        if ends[0] != ends[1] and position in ends:  # one way in forward, the other in backward
-            there, back = ("forward", "backward") if position == ends[0] else ("backward", "forward")
-            yield Moment(f"behind the {there} of a stage", "send", "pp", s.activation, 1, s.microbatches)
-            yield Moment(f"ahead of the {back} of a stage", "receive", "pp", s.activation, 1, s.microbatches)
 
 
 def _gradients(s: Setting, rank: int, position: int) -> Iterator[Moment]:

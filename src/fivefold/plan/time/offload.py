@@ -71,21 +71,19 @@ def _masters_apart(s: Setting) -> float:
 def held(s: Setting, ranks: list[Memory]) -> list[Memory]:
     """The memory of each pipeline position: without what is offloaded, with the outer loop of sites that train
     apart."""
-    elements = rank_elements(s)
-    if not of(s).stays:
-        ranks = [
-            _moved(s, position, *rank) for position, rank in enumerate(zip(ranks, elements, strict=True))
-        ]
-    if s.sites.count == 1:
+    stays, apart, moved = of(s).stays, s.sites.count > 1, list[Memory]()
+    if stays and not apart:
         return ranks
-    with_outer = []
-    for position, (one, own) in enumerate(zip(ranks, elements, strict=True)):
-        sent = outer_buffers(s, position)
-        if not s.sites.overlap:  # messages go out when no activation is left
-            sent = max(0.0, sent - one.activations - one.buffers)
-        states = one.optimizer + s.sites.kept * own.keeps
-        with_outer.append(replace(one, optimizer=states, buffers=one.buffers + sent))
-    return with_outer
+    for position, (one, own) in enumerate(zip(ranks, rank_elements(s), strict=True)):
+        one = one if stays else _moved(s, position, one, own)
+        if apart:
+            sent = outer_buffers(s, position)
+            if not s.sites.overlap:  # messages go out when no activation is left
+                sent = max(0.0, sent - one.activations - one.buffers)
+            states = one.optimizer + s.sites.kept * own.keeps
+            one = replace(one, optimizer=states, buffers=one.buffers + sent)
+        moved.append(one)
+    return moved
 
 
 def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
