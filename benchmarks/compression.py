@@ -34,8 +34,7 @@ from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages import volume
-from fivefold.plan.setting import setting
-from fivefold.plan.software import FIVEFOLD_CPU
+from fivefold.plan.setting import FIVEFOLD_CPU, setting
 from fivefold.recipe import Recipe, expected_vocab_size, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.train.job import Job

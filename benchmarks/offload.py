@@ -123,8 +123,7 @@ def planned(args: argparse.Namespace, parts: list[float], disk: dict[str, float]
     )
     s = replace(s, cluster=cluster)
     forward, backward, update = parts
-    computing = prices.Computing(forward / m, backward / m, update)
-    return prices.seconds(s, computing, rank_elements(s)[0])
+    return prices.seconds(s, forward / m, backward / m, update, rank_elements(s)[0])
 
 
 @contextmanager

@@ -164,7 +164,7 @@ def planned_messages(
     from fivefold.plan.messages import volume
     from fivefold.plan.messages.communication import group
     from fivefold.plan.predict import predict
-    from fivefold.plan.software import FIVEFOLD_CPU
+    from fivefold.plan.setting import FIVEFOLD_CPU
     from fivefold.recipe import count_parameters
 
     cluster = replace(parse("h100"), per_node=ranks.local_world)

@@ -12,8 +12,7 @@ from fivefold.launch.ranks import Ranks
 from fivefold.models import predicted
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import apart, for_recipe
-from fivefold.plan.setting import Setting, setting
-from fivefold.plan.software import FIVEFOLD_CPU
+from fivefold.plan.setting import FIVEFOLD_CPU, Setting, setting
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state

@@ -29,10 +29,9 @@ from fivefold.kernels.tiling import Columns, Sample, shared_spans
 from fivefold.models.init import build
 from fivefold.plan.advice.explain import summary
 from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.documents import Documents as PlannedDocuments
-from fivefold.plan.documents import documents_of
 from fivefold.plan.predict import predict
-from fivefold.plan.software import FIVEFOLD
+from fivefold.plan.setting import FIVEFOLD, documents_of
+from fivefold.plan.setting import Documents as PlannedDocuments
 from fivefold.recipe import Recipe, change, flops_per_token, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import ring_columns

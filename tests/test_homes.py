@@ -12,7 +12,7 @@ import pytest
 import fivefold
 from fivefold.kernels import sizes
 from fivefold.models.operations import Sizes
-from fivefold.plan import software
+from fivefold.plan import setting
 from fivefold.recipe import load, resolve
 
 SRC = Path(fivefold.__file__).parent
@@ -130,15 +130,15 @@ def test_a_size_that_is_stated_again_is_found(code: str) -> None:
 def test_the_planner_cuts_the_loss_as_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
     model = resolve(load("quickstart"), vocab_size=4096).model
     s = Sizes(model, B=8, e=4)
-    assert software.FIVEFOLD_CPU.chunk_bytes == sizes.logits_bytes("cpu")
-    assert software.FIVEFOLD.chunk_bytes == sizes.logits_bytes("cuda")
+    assert setting.FIVEFOLD_CPU.chunk_bytes == sizes.logits_bytes("cpu")
+    assert setting.FIVEFOLD.chunk_bytes == sizes.logits_bytes("cuda")
     rows = 8 * model.seq_len
-    assert s.loss_chunks(software.FIVEFOLD_CPU, rows) == -(
+    assert s.loss_chunks(setting.FIVEFOLD_CPU, rows) == -(
         -rows // sizes.rows_at_once(rows, model.vocab_size or 0, model.dim, 4, sizes.logits_bytes("cpu"))
     )
-    before = s.loss_chunks(software.FIVEFOLD_CPU, rows)
+    before = s.loss_chunks(setting.FIVEFOLD_CPU, rows)
     monkeypatch.setattr(sizes, "MIN_ROWS", 2 * rows)
-    assert s.loss_chunks(software.FIVEFOLD_CPU, rows) == 1 < before
+    assert s.loss_chunks(setting.FIVEFOLD_CPU, rows) == 1 < before
 
 
 # Calls that change files. A method of one argument named `replace` is a path's: text has two.

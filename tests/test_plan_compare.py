@@ -29,8 +29,7 @@ from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
-from fivefold.plan.setting import Setting, setting
-from fivefold.plan.software import FIVEFOLD
+from fivefold.plan.setting import FIVEFOLD, Setting, setting
 from fivefold.plan.time import cost, stage_costs, sync_costs, time
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, load, resolve_model

@@ -15,12 +15,11 @@ import pytest
 
 from fivefold.errors import UserError
 from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.documents import documents_of
 from fivefold.plan.pages import grid
 from fivefold.plan.pages.grid import HEAD, MEMORY, as_data
 from fivefold.plan.pages.pictures import pictures
 from fivefold.plan.predict import Plan, predict
-from fivefold.plan.software import of
+from fivefold.plan.setting import documents_of, software_of
 from fivefold.recipe import Recipe, load
 from fivefold.sharding.layout import to_text
 
@@ -40,7 +39,9 @@ def as_told(command: str) -> Plan:
 
 def planned(recipe: Recipe, cluster: str, document_tokens: float | None = None) -> Plan:
     machine = parse(cluster)
-    return predict(recipe, machine, replace(of(machine), documents=documents_of(recipe, document_tokens)))
+    return predict(
+        recipe, machine, replace(software_of(machine), documents=documents_of(recipe, document_tokens))
+    )
 
 
 def line(center: grid.Base, sets: list[str], values: dict[str, int]) -> str:

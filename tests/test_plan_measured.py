@@ -22,7 +22,7 @@ from fivefold.plan.messages import communication
 from fivefold.plan.messages.communication import Group, collective
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search.search import search
-from fivefold.plan.time import rates
+from fivefold.plan.time import cost
 from fivefold.recipe import Recipe, load
 from fivefold.schedules.pipeline import Costs, build, simulate, simulate_oversubscribed
 
@@ -106,7 +106,7 @@ def test_ranks_share_the_machine() -> None:
         device = cluster.for_ranks(ranks).device
         assert device.memory == 16e9 / ranks
         assert device.peak["fp32"] == pytest.approx(4 * ASSUMED_FLOPS["fp32"] / ranks)
-        seconds = rates.products(product, device, "fp32", 4)[0]
+        seconds = cost.products(product, device, "fp32", 4)[0]
         assert seconds == pytest.approx(2 * 512**3 / (ASSUMED_FLOPS["fp32"] * cores))
     assert assumed_table(4).oversubscription(3) == 1
     assert assumed_table(4).oversubscription(8) == 2

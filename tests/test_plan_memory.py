@@ -19,13 +19,12 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import of_table
 from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.memory import memory, model_states, operations
+from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import held as at_peak
 from fivefold.plan.predict import predict
 from fivefold.plan.search.search import apply, search
-from fivefold.plan.setting import setting
-from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states
+from fivefold.plan.setting import FIVEFOLD, FIVEFOLD_CPU, PAPER, Software, own_states, setting
 from fivefold.recipe import Recipe, count_parameters, load, resolve_model
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import held, size_of
@@ -81,7 +80,7 @@ def test_activations_of_a_layer_are_those_of_the_formulas(t: int, b: int) -> Non
         ops = card_of(model).block_operations(
             Sizes(model, b, tp=t, sp=sp and t > 1, sp_regather=sp), MEGATRON
         )
-        return operations.kept(ops, recompute, MEGATRON)
+        return memory.kept(ops, recompute, MEGATRON)
 
     assert layer("none", False) == s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
     assert layer("none", True) == s * b * h * (34 / t + 5 * a * s / (h * t))
@@ -97,7 +96,7 @@ def test_what_comes_besides_the_layers(p: int, t: int) -> None:
     s, h, L, v = model.seq_len, model.dim, model.layers, model.vocab_size or 0
     sizes = Sizes(model, b, tp=t, sp=True)
     extra = sum(
-        operations.kept(ops, "none", MEGATRON)
+        memory.kept(ops, "none", MEGATRON)
         for ops in (
             card_of(model).begin_operations(sizes, MEGATRON),
             card_of(model).end_operations(sizes, MEGATRON),
@@ -109,7 +108,7 @@ def test_what_comes_besides_the_layers(p: int, t: int) -> None:
 def test_live_microbatches_of_the_first_stage() -> None:
     """1F1B keeps p microbatches of L/p layers: L layers; interleaved 1 + (p-1)/(pm) times as much."""
     model, p = gpt(layers=16), 4
-    per_layer = operations.kept(card_of(model).block_operations(Sizes(model, 1), MEGATRON), "none", MEGATRON)
+    per_layer = memory.kept(card_of(model).block_operations(Sizes(model, 1), MEGATRON), "none", MEGATRON)
     plain, _ = memory.live_schedule(Layout(pp=p), 32)
     looped, _ = memory.live_schedule(Layout(pp=p, schedule="interleaved", virtual_stages=2), 32)
     assert plain is not None

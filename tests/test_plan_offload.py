@@ -105,8 +105,8 @@ def test_a_phase_takes_as_long_as_its_computing_or_its_io():
     s = replace(plan.setting, cluster=cluster)
     own = plan_of("none").memory[0].params / 2
     elements = offload.Elements(own, own)
-    assert offload.seconds(s, offload.Computing(1, 2, 0.5), elements) == pytest.approx(38 * own / 1e9)
-    assert offload.seconds(s, offload.Computing(1e6, 2e6, 0), elements) == pytest.approx(3e6)
+    assert offload.seconds(s, 1, 2, 0.5, elements) == pytest.approx(38 * own / 1e9)
+    assert offload.seconds(s, 1e6, 2e6, 0, elements) == pytest.approx(3e6)
 
 
 def test_a_search_offloads_where_nothing_fits():
@@ -130,7 +130,7 @@ def test_a_second_update_fills_what_backward_leaves_idle(monkeypatch):
     s, elements = replace(plan.setting, cluster=cluster), offload.Elements(own, own)
 
     def seconds(backward: float) -> float:
-        return offload.seconds(s, offload.Computing(1, backward, 0), elements)
+        return offload.seconds(s, 1, backward, 0, elements)
 
     assert seconds(6 + 28) == pytest.approx(20 + 34), "all of it is hidden"
     assert seconds(6 + 14) == pytest.approx(20 + 6 + 20), (

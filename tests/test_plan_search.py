@@ -11,7 +11,7 @@ import pytest
 from marks import only
 
 from fivefold.errors import UserError
-from fivefold.plan import software
+from fivefold.plan import setting
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import Cluster, of_table
 from fivefold.plan.cluster.measured import assumed_table
@@ -117,7 +117,7 @@ def priced(case: str) -> tuple[Space, Bounds, list[tuple[Choice, Plan]]]:
             else parse(cluster)
         )
         space = space_of(small(overrides), machine)
-        bounds = Bounds(space.recipe.model, space.cluster, software.of(space.cluster))
+        bounds = Bounds(space.recipe.model, space.cluster, setting.software_of(space.cluster))
         _priced[case] = space, bounds, [(c, price(bounds.setting(c))) for c in choices(space)]
     return _priced[case]
 
@@ -160,7 +160,7 @@ def test_the_bound_of_a_first_rank_that_ends_early_but_has_most_to_sum() -> None
     ]
     sets += ["model.tie_embeddings=false", "train.global_batch_size=64", "precision.mode=bf16"]
     space = space_of(load("quickstart", sets, "dp=1"), parse("h100:32"))
-    bounds, seen = Bounds(space.recipe.model, space.cluster, software.FIVEFOLD), 0
+    bounds, seen = Bounds(space.recipe.model, space.cluster, setting.FIVEFOLD), 0
     for shape in (one for one in space.shapes if one.tp * one.cp == 1 and one.pp == 8):
         for schedule in ("zb_h1", "zbv", "1f1b"):
             virtual = 2 if schedule == "zbv" else 1
@@ -179,7 +179,7 @@ def test_the_bound_of_one_microbatch_is_its_way_through_all_stages() -> None:
     """No rank computes while another does, so with several stages per rank its own work is a fraction of the step."""
     sets = ["train.global_batch_size=16", "train.microbatch_size=1"]
     space = space_of(load("llama-7b", sets, "dp=1"), parse("h100:32"))
-    bounds, layout = Bounds(space.recipe.model, space.cluster, software.FIVEFOLD), Layout(pp=2)
+    bounds, layout = Bounds(space.recipe.model, space.cluster, setting.FIVEFOLD), Layout(pp=2)
     for schedule in ("interleaved", "looped_bfs"):
         one = replace(layout, dp_replicate=16, schedule=schedule, virtual_stages=2)
         c = Choice(one, 1, 1, "bf16")
@@ -201,8 +201,8 @@ def test_no_bound_exceeds_what_it_is_a_bound_of(case: str) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("program", [software.FIVEFOLD, software.FIVEFOLD_CPU], ids=["gpu", "cpu"])
-def test_no_bound_of_bytes_exceeds_the_formula(case: str, program: software.Software) -> None:
+@pytest.mark.parametrize("program", [setting.FIVEFOLD, setting.FIVEFOLD_CPU], ids=["gpu", "cpu"])
+def test_no_bound_of_bytes_exceeds_the_formula(case: str, program: setting.Software) -> None:
     """Of the program on GPUs and on CPUs, whatever the cluster."""
     space, _, all_of_them = priced(case)
     bounds, some = (

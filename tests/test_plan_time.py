@@ -17,9 +17,8 @@ from fivefold.optim.updater import Updater
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages import communication, volume
 from fivefold.plan.messages.communication import collective, group
-from fivefold.plan.setting import setting
-from fivefold.plan.software import FIVEFOLD, Software
-from fivefold.plan.time import pipeline, rates, stage_costs, time
+from fivefold.plan.setting import FIVEFOLD, Software, setting
+from fivefold.plan.time import cost, stage_costs, time
 from fivefold.plan.time.cost import message, operation
 from fivefold.recipe import count_parameters, load, resolve_model
 from fivefold.sharding.layout import Layout
@@ -56,24 +55,24 @@ def test_the_committed_figures_are_those_of_the_committed_tables() -> None:
 def test_products_come_in_waves() -> None:
     """A product of one tile more than the device has processors takes twice as long as one that fills them."""
     device = parse("a100").device
-    full = rates.matmul(Matmul(256 * 108, 128, 8192), device, "bf16", 2)
-    more = rates.matmul(Matmul(256 * 109, 128, 8192), device, "bf16", 2)
+    full = cost.matmul(Matmul(256 * 108, 128, 8192), device, "bf16", 2)
+    more = cost.matmul(Matmul(256 * 109, 128, 8192), device, "bf16", 2)
     assert more / full > 1.3
     large = Matmul(8192, 8192, 8192)
-    rate = 2 * 8192**3 / rates.matmul(large, device, "bf16", 2)
+    rate = 2 * 8192**3 / cost.matmul(large, device, "bf16", 2)
     assert 0.9 * 271e12 < rate <= 271.3e12
 
 
 def test_thin_products_move_bytes() -> None:
     device = parse("h100").device
     thin = Matmul(16, 8192, 8192)
-    seconds = rates.matmul(thin, device, "bf16", 2)
-    assert seconds == pytest.approx(rates.stream((16 * 8192 * 2 + 8192**2) * 2, device), rel=0.01)
+    seconds = cost.matmul(thin, device, "bf16", 2)
+    assert seconds == pytest.approx(cost.stream((16 * 8192 * 2 + 8192**2) * 2, device), rel=0.01)
 
 
 def test_the_slowest_of_many() -> None:
-    assert rates.slowest(1, 0.015) == 1
-    assert 1 < rates.slowest(8, 0.015) < rates.slowest(128, 0.015) < rates.slowest(16384, 0.015) < 1.07
+    assert cost.slowest(1, 0.015) == 1
+    assert 1 < cost.slowest(8, 0.015) < cost.slowest(128, 0.015) < cost.slowest(16384, 0.015) < 1.07
 
 
 def llama(layout: Layout, microbatches: int = 16, software: Software = FIVEFOLD) -> time.Step:
@@ -91,8 +90,8 @@ def test_many_microbatches_as_if_all_were_simulated() -> None:
         s = setting(resolve_model(section, vocab_size=32000), layout, parse("h100"), 1, 24)
         costs = stage_costs.stage_costs(s)
         parts = tuple((c.forward, c.input, c.weight) for c in costs)
-        exact, _ = pipeline._simulated(name, 4, 24, v, parts, tuple(pipeline.transfers(s).items()))
-        assert pipeline.pipeline(s, costs)[0] == pytest.approx(exact, rel=2e-3)
+        exact, _ = stage_costs._simulated(name, 4, 24, v, parts, tuple(stage_costs.transfers(s).items()))
+        assert stage_costs.pipeline(s, costs)[0] == pytest.approx(exact, rel=2e-3)
         assert few < many
 
 
@@ -117,7 +116,7 @@ def test_the_check_of_an_update_reads_the_weights() -> None:
                 for software in (checked, replace(checked, checked=False))
             ]
             assert seconds[0] - seconds[1] == pytest.approx(
-                rates.stream(4 * weights / share, device), rel=1e-3
+                cost.stream(4 * weights / share, device), rel=1e-3
             )
 
 
@@ -199,10 +198,15 @@ def test_pairs_hide_rows() -> None:
         assert (pairs < plain) == faster
     many = s("dualpipev_paired", 16, 40)
     costs = stage_costs.stage_costs(many)
-    exact, _ = pipeline._simulated(
-        "dualpipev_paired", 4, 40, 1, tuple(c.timed for c in costs), tuple(pipeline.transfers(many).items())
+    exact, _ = stage_costs._simulated(
+        "dualpipev_paired",
+        4,
+        40,
+        1,
+        tuple(c.timed for c in costs),
+        tuple(stage_costs.transfers(many).items()),
     )
-    assert pipeline.pipeline(many, costs)[0] == pytest.approx(exact, rel=2e-3)
+    assert stage_costs.pipeline(many, costs)[0] == pytest.approx(exact, rel=2e-3)
 
 
 def test_full_recomputation_repeats_a_third() -> None:

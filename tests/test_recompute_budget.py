@@ -26,7 +26,7 @@ from fivefold.plan.cluster.devices import of_table
 from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.predict import budget, predict, priced_here, within
 from fivefold.plan.search.search import search
-from fivefold.plan.software import FIVEFOLD_CPU
+from fivefold.plan.setting import FIVEFOLD_CPU
 from fivefold.recipe import Recipe, change, load, microbatches_per_step
 from fivefold.sharding.layout import Layout
 from fivefold.trace.step import trace

@@ -24,8 +24,7 @@ from fivefold.parallel import context
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import of_table
 from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.setting import setting
-from fivefold.plan.software import of
+from fivefold.plan.setting import setting, software_of
 from fivefold.plan.time import time
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, change, load, resolve_model
@@ -293,7 +292,7 @@ def test_the_planned_timeline_is_the_planned_step(device: str, microbatches: int
         )
     model = resolve_model(sizes, vocab_size=2048)
     for text in LAYOUTS + TOGETHER * (device == "gpu"):
-        s = setting(model, layout_of(text), cluster, 2, microbatches, software=of(cluster))
+        s = setting(model, layout_of(text), cluster, 2, microbatches, software=software_of(cluster))
         step, drawn = time.step(s), timeline(s)
         assert drawn is not None
         assert drawn.seconds == pytest.approx(step.seconds, rel=1e-9), text
@@ -318,7 +317,12 @@ def test_the_planned_timeline_has_what_offload_waits_for(device: str, microbatch
             if away == "all:disk" and "zero" in axes:
                 continue  # refused
             s = setting(
-                model, layout_of(f"{axes},offload={away}"), cluster, 2, microbatches, software=of(cluster)
+                model,
+                layout_of(f"{axes},offload={away}"),
+                cluster,
+                2,
+                microbatches,
+                software=software_of(cluster),
             )
             step, drawn = time.step(s), timeline(s)
             assert drawn is not None

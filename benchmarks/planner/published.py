@@ -25,8 +25,7 @@ from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.predict import price
-from fivefold.plan.setting import Setting, setting
-from fivefold.plan.software import PAPER, Software, States
+from fivefold.plan.setting import PAPER, Setting, Software, States, setting
 from fivefold.plan.time import time
 from fivefold.plan.time.cost import part
 from fivefold.recipe import resolve_model

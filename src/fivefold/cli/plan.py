@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fivefold.plan.advice.questions import Questions
     from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.predict import Plan
-    from fivefold.plan.software import Software
+    from fivefold.plan.setting import Software
     from fivefold.recipe import Recipe
 
 EXAMPLES = [
@@ -146,9 +146,8 @@ def read(
     """The recipe, the cluster and the software that a plan is for. search: of layouts and microbatches."""
     from fivefold.plan.advice.budget import shape
     from fivefold.plan.cluster.clusters import parse
-    from fivefold.plan.documents import documents_of
     from fivefold.plan.predict import resolved, with_load
-    from fivefold.plan.software import of
+    from fivefold.plan.setting import documents_of, software_of
     from fivefold.recipe import load
 
     ensure_measured(typed.cluster)
@@ -156,7 +155,7 @@ def read(
     recipe, machine = load(typed.name, free + typed.sets, layout), parse(typed.cluster)
     if params is not None:
         recipe = recipe.model_copy(update={"model": shape(params, resolved(recipe).model)})
-    software = with_load(of(machine), recipe.model, typed.expert_load)
+    software = with_load(software_of(machine), recipe.model, typed.expert_load)
     return recipe, machine, replace(software, documents=documents_of(recipe, typed.document_tokens))
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fivefold.plan.advice.questions import Questions
     from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.search.search import Found
-    from fivefold.plan.software import Software
+    from fivefold.plan.setting import Software
     from fivefold.recipe import Recipe
 
 EXAMPLES = [

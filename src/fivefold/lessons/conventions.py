@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from fivefold.plan.software import FIVEFOLD, PAPER, Software, States
+from fivefold.plan.setting import FIVEFOLD, PAPER, Software, States
 from fivefold.precision import DTYPES, MASTER
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from fivefold.models.operations import Operation
 from fivefold.models.recomputation import region
-from fivefold.plan.memory import model_states, operations
+from fivefold.plan.memory import model_states
 from fivefold.plan.messages import volume
 from fivefold.plan.messages.volume import Moment
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import pipeline, stage_costs, sync_costs, time
-from fivefold.plan.time.cost import Cost, operation
+from fivefold.plan.time import stage_costs, sync_costs, time
+from fivefold.plan.time.cost import Cost, forward_flops, operation
 from fivefold.plan.time.time import Step
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import sharing_group
@@ -112,7 +112,7 @@ def _work_by_name(ops: Sequence[Operation]) -> dict[str, float]:
     """FLOPs of the operations of each name in forward; without any, the bytes that they move in both directions."""
     found: dict[str, float] = defaultdict(float)
     for op in ops:
-        found[op.name] += operations.flops(op) or op.forward + op.backward
+        found[op.name] += forward_flops(op) or op.forward + op.backward
     return found
 
 
@@ -147,7 +147,7 @@ def idle(s: Setting, step: Step) -> float:
     compute less than the busiest one wait longer."""
     if s.layout.pp == 1:
         return 0.0
-    _, _, busy = pipeline.pipeline(s, stage_costs.stage_costs(s))
+    _, _, busy = stage_costs.pipeline(s, stage_costs.stage_costs(s))
     return (step.bubble + max(busy) - sum(busy) / len(busy)) / step.seconds
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from fivefold.models.operations import Message, Operation
 from fivefold.plan.memory import model_states
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import cost, pipeline, stage_costs, sync_costs, time
+from fivefold.plan.time import cost, stage_costs, sync_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.sharding.parts import stages_of
 from fivefold.sharding.units import scattered_once
@@ -274,7 +274,7 @@ def _more_microbatches(s: Setting, factor: float) -> Setting | None:
 
 def _transfer(s: Setting) -> float:
     """A stage sends an activation while it computes its next forward."""
-    sent = max(seconds for (a, b), seconds in pipeline.transfers(s).items() if b == a + 1)
+    sent = max(seconds for (a, b), seconds in stage_costs.transfers(s).items() if b == a + 1)
     return sent / _per_stage(s) / _block_cost(s).alone[0]
 
 

@@ -23,8 +23,7 @@ from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
 from fivefold.plan.messages.volume import SENT
 from fivefold.plan.predict import Plan, price
-from fivefold.plan.setting import Setting
-from fivefold.plan.software import Software, States
+from fivefold.plan.setting import Setting, Software, States
 from fivefold.plan.time import stage_costs
 from fivefold.recipe import active_parameters
 from fivefold.schedules.pipeline import few, simulate

@@ -21,12 +21,19 @@ from fivefold.plan.memory.memory import Memory
 from fivefold.plan.messages import volume
 from fivefold.plan.search.recompute_budget import Budget, recomputing
 from fivefold.plan.search.recompute_budget import resolve as resolve_budget
-from fivefold.plan.setting import Setting, mode_of, setting
-from fivefold.plan.software import FIVEFOLD, FIVEFOLD_CPU, Software, States, of
+from fivefold.plan.setting import (
+    FIVEFOLD,
+    FIVEFOLD_CPU,
+    Setting,
+    Software,
+    States,
+    mode_of,
+    setting,
+    software_of,
+)
 from fivefold.plan.time import offload, servers
 from fivefold.plan.time.stage_costs import Parts, parts, recomputed
-from fivefold.plan.time.time import Step, step
-from fivefold.plan.time.whole_run import SlowLinks, Stalls, slow_links, stalls
+from fivefold.plan.time.time import SlowLinks, Stalls, Step, slow_links, stalls, step
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, sent
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
@@ -184,7 +191,12 @@ def predict(
     """
     layout = Layout.from_recipe(recipe.layout)
     if recipe.servers.count:
-        servers.assert_fits(layout.ranks, recipe.servers.count, cluster.devices)
+        both = layout.ranks + recipe.servers.count
+        if cluster.devices and both != cluster.devices:
+            raise UserError(
+                f"{layout.ranks} workers and sync.servers = {recipe.servers.count} are {both} ranks, but there are "
+                f"{cluster.devices}. Nearest valid: dp={max(1, cluster.devices - recipe.servers.count)}"
+            )
     elif cluster.devices:
         validate(layout, cluster.devices, partial(allows, recipe))
     full, together = _together(recipe, cluster, software)
@@ -211,7 +223,7 @@ def _together(recipe: Recipe, cluster: Cluster, software: Software | None) -> tu
     B, batch = full.train.microbatch_size, full.train.global_batch_size
     assert B is not None
     count, mode = microbatches_per_step(full), mode_of(recipe.precision.mode, cluster)
-    software = for_recipe(software or of(cluster), recipe)
+    software = for_recipe(software or software_of(cluster), recipe)
     sequences = batch if batch < count * B * layout.dp else None
     return full, setting(full.model, layout, cluster, B, count, mode, software, sequences)
 
@@ -254,7 +266,7 @@ def priced_here(gpu: str = "", measured: bool = True) -> tuple[Cluster, Software
     with suppress(UserError):
         if table is not None or gpu:
             cluster = of_table(table) if table is not None else of_gpu(gpu)
-            return cluster, of(cluster)
+            return cluster, software_of(cluster)
     return parse(STAND_IN), FIVEFOLD if gpu else FIVEFOLD_CPU
 
 

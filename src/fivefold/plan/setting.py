@@ -1,27 +1,237 @@
-"""A layout of a model on a cluster by a program: all that a prediction depends on, and the model cut into stages."""
+"""All that a prediction depends on: a layout of a model on a cluster, by a training program, with the documents that
+attention does not cross. And the model cut into stages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from fivefold.errors import UserError
+from fivefold.kernels.sizes import any_length, logits_bytes
 from fivefold.models.card import Card, card_of
-from fivefold.models.operations import WHOLE_SEQUENCES, Sizes, Work
+from fivefold.models.operations import WHOLE_SEQUENCES, Program, Seen, Sizes, Work
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
+from fivefold.optim import DEFAULT as OPTIMIZER
+from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.devices import Cluster, Device
 from fivefold.plan.messages.communication import Group, group
-from fivefold.plan.software import FIVEFOLD, Partition, Software, States
-from fivefold.precision import DTYPES, PRECISIONS, chosen
+from fivefold.precision import DTYPES, MASTER, PRECISIONS, chosen
+from fivefold.recipe import Recipe
 from fivefold.schedules.pipeline import DEFAULT, Schedule, build, stages_per_rank
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import on_nodes
-from fivefold.sharding.parts import Shape, stage_blocks, stages_of
+from fivefold.sharding.parts import Shape, ring_columns, stage_blocks, stages_of
 from fivefold.sharding.sync import ONE_SITE, Sites
 from fivefold.sharding.units import Keeping, compressed_buckets, keepings
+
+if TYPE_CHECKING:
+    from fivefold.kernels.tiling import Sample
+
+SOURCES = {
+    "data": "counted in the data",
+    "assumed": "assumed",
+    "unknown": "where documents end is not known (--document-tokens N)",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of a run. sample: some of its sequences, of the model's length; None: not known."""
+
+    source: Literal["data", "assumed", "unknown"]
+    sample: Sample | None = None
+
+    def pairs(self, model: ModelSection) -> float:
+        """The share of the pairs of tokens that see each other."""
+        return 1.0 if self.sample is None else self.sample.pairs(card_of(model).causal)
+
+    def seen(
+        self, model: ModelSection, layout: Layout, B: int, element_size: float, program: Program
+    ) -> Seen:
+        """What the kernels compute that run there: on CPUs tiles, on GPUs in 16 bits document by document. Other
+        kernels compute whole sequences."""
+        sample = self.sample
+        if sample is None:
+            return WHOLE_SEQUENCES
+        causal, ring = card_of(model).causal, _ring(layout)
+        if program.attention == "blocks":
+            ranks = [ring_columns(layout, model.seq_len, i, causal) for i in range(layout.cp)] if ring else ()
+            return Seen(sample.computed(B, causal, int(element_size), ranks))
+        if program.attention == "flash" and not ring and any_length(element_size, model.head_width):
+            return Seen(sample.pairs(causal), sample.seen)
+        return WHOLE_SEQUENCES
+
+    def line(self, model: ModelSection, layout: Layout, seen: Seen) -> str:
+        """What attention is priced by, in a sentence; nothing if each sequence is one document."""
+        sample, pairs = self.sample, self.pairs(model)
+        if sample is None:
+            return f"whole sequences, an upper bound: {SOURCES[self.source]}"
+        if pairs == 1:
+            return ""
+        work = f"{100 * seen.share:.3g}% of the work of whole sequences"
+        if seen == WHOLE_SEQUENCES:
+            why = "its kernel for documents has no price" if _ring(layout) else "its kernel skips nothing"
+            work = f"priced as whole sequences ({why})"
+        return (
+            f"documents of {sample.tokens:.0f} tokens on average in a sequence ({SOURCES[self.source]}): "
+            f"{100 * pairs:.3g}% of the pairs, {work}"
+        )
+
+    def as_json(self, model: ModelSection, seen: Seen) -> dict[str, Any]:
+        """`attention` of `fivefold plan --json`."""
+        tokens = None if self.sample is None else self.sample.tokens
+        return {
+            "documents": self.source,
+            "document_tokens": tokens,
+            "pairs": self.pairs(model),
+            "work": seen.share,
+        }
+
+
+def _ring(layout: Layout) -> bool:
+    return layout.cp > 1 and layout.cp_method == "ring"
+
+
+def documents_of(recipe: Recipe, tokens: float | None = None) -> Documents | None:
+    """The documents of a recipe: of `tokens` on average, else those of data that are tokenized already. None: they see
+    each other.
+
+    Raises:
+        UserError: `tokens` is out of range or has no effect.
+    """
+    T, masks = recipe.model.seq_len, recipe.data.document_masks
+    if tokens is None:
+        if not masks:
+            return None
+        from fivefold.data.facts import known, sample
+
+        with suppress(UserError):  # tokens on this disk may be damaged, which is no fault of a plan
+            if (data := known(recipe)) is not None and (counted := sample(recipe, data)) is not None:
+                return Documents("data", counted)
+        return Documents("unknown")
+    if not masks:
+        raise UserError(
+            "--document-tokens has no effect with data.document_masks = false; leave one of them out"
+        )
+    if not 1 <= tokens <= T:
+        raise UserError(
+            f"--document-tokens {tokens:g}: must be from 1 to model.seq_len = {T}. Nearest valid: "
+            f"{T if tokens > T else 1}"
+        )
+    from fivefold.kernels.tiling import assumed
+
+    return Documents("assumed", assumed(T, tokens))
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes per parameter of each state. `model_states.state_bytes` shards them by ZeRO stage.
+
+    working: the weights that compute. master: the weights that the optimizer updates; 0 if they are the working ones.
+    moments: the optimizer's states, by its card; what some parameters have more is in `uneven_states`. gradient:
+    the sum over microbatches. reduce: bytes per element of a gradient message. cast: under ZeRO, working weights exist
+    only gathered, cast from the masters (FSDP2), and whole gradients only while microbatches add up. copied:
+    fp32 copies of what an update rounds (optim/updater.py), of a few parameters at a time.
+    """
+
+    working: float = DTYPES["bf16"].bytes
+    master: float = DTYPES[MASTER].bytes
+    gradient: float = DTYPES[MASTER].bytes
+    moments: float = OPTIMIZERS[OPTIMIZER].bytes
+    reduce: float = DTYPES[MASTER].bytes
+    cast: bool = False
+    copied: float = 0.0
+
+    @property
+    def optimizer(self) -> float:
+        """Bytes that ZeRO 1 shards: masters and optimizer states."""
+        return self.master + self.moments
+
+
+def own_states(name: str) -> States:
+    """The states of this program in a mode (parallel/data.py). `predict.for_recipe` sets the optimizer's."""
+    mode = PRECISIONS[name]
+    return States(
+        working=DTYPES[mode.working].bytes,
+        master=DTYPES[mode.master].bytes if mode.copies else 0,
+        gradient=DTYPES[mode.gradient].bytes,
+        cast=True,
+    )
+
+
+PAPER = States(gradient=2, reduce=2)
+"""The mixed precision of the ZeRO paper (arXiv 1910.02054): 2 + 2 + 12 bytes."""
+
+
+Partition = Literal["balanced", "even", "greedy"]
+"""The rule for dividing blocks between pipeline stages. balanced (ours): the most expensive stage is as cheap as
+possible. even (Megatron): the same number each. greedy (nanotron): stages are filled in order, each up to its share of
+the weights, with the output layer counted."""
+
+
+@dataclass(frozen=True)
+class Software(Program):
+    """A training program: its way of computing, communicating and storing.
+
+    overlap_data: gradient sums and weight gathers overlap with computation. overlap_scatter: so do ZeRO's scatters of
+    gradients. overlap_pipeline: so do transfers between
+    stages. scatters_transfers: each tensor-parallel rank sends its slice of the replicated activation, and the
+    receivers gather it. partition: how blocks are divided between stages. expert_load: load of the busiest expert rank
+    relative to an even split; it is not known before the run. scatter: the collective that adds up shards of gradients.
+    kernel: seconds between two kernels of the device. host: seconds the host takes to issue a block's forward
+    (`host_tensor` more for each of its collectives), and as long again for its backward. step: fixed seconds per step.
+    optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
+    checked: each update is checked by the largest weight (step/judge.py).
+    documents: those that attention does not cross; None: sequences are whole.
+    """
+
+    name: str = "fivefold"
+    overlap_data: bool = True
+    overlap_scatter: bool = True
+    overlap_pipeline: bool = True
+    scatters_transfers: bool = False
+    partition: Partition = "balanced"
+    expert_load: float = 1.0
+    scatter: Literal["reduce_scatter", "all_to_all"] = "reduce_scatter"
+    kernel: float = 1.5e-6
+    host: float = 0.3e-3
+    host_tensor: float = 0.0
+    step: float = 5e-3
+    optimizer_passes: float = 1.0
+    optimizer: str = OPTIMIZER
+    checked: bool = True
+    documents: Documents | None = None
+    states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
+
+    def check_traffic(self, on_cpu: bool) -> float:
+        """Bytes per parameter that are read to check an update. on_cpu: it runs there."""
+        return OPTIMIZERS[self.optimizer].check_traffic(on_cpu) if self.checked else 0.0
+
+
+FIVEFOLD = Software()
+"""This program on GPUs."""
+FIVEFOLD_CPU = replace(
+    FIVEFOLD,
+    name="fivefold on CPUs",
+    attention="blocks",
+    masks="numbers",
+    scatter="all_to_all",
+    overlap_scatter=False,
+    chunk_bytes=logits_bytes("cpu"),
+    fp32_parts=False,
+)
+"""This program on CPUs. gloo has no reduce-scatter, so each rank sends every other one its part (parallel/zero.py).
+FSDP2 reads the result at once where there are no streams."""
+
+
+def software_of(cluster: Cluster) -> Software:
+    """This program as it runs on a cluster's devices."""
+    return FIVEFOLD_CPU if cluster.machine and cluster.machine.on_cpu else FIVEFOLD
 
 
 @dataclass(frozen=True)
@@ -171,7 +381,7 @@ schedule = lru_cache(maxsize=256)(build)
 
 
 def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> tuple[range, ...]:
-    """The blocks of each stage, cut as the trainer does or as other programs do (see `software.Partition`)."""
+    """The blocks of each stage, cut as the trainer does or as other programs do (see `Partition`)."""
     name = layout.schedule if layout.pp > 1 else DEFAULT
     return _stages(model, layout.pp, name, layout.virtual_stages, how)
 
@@ -186,11 +396,7 @@ def _stages(
     if how == "even":
         each = model.layers / count
         return tuple(range(round(i * each), round((i + 1) * each)) for i in range(count))
-    return _greedy(model, count)
-
-
-def _greedy(model: ModelSection, count: int) -> tuple[range, ...]:
-    """Fills stages in order, each until it exceeds its share of the matmul weights, output layer included."""
+    # greedy: fills stages in order, each until it exceeds its share of the matmul weights, output layer included
     layer = sum(
         math.prod(s) for n, s in card_of(model).parameters.items() if n.startswith("blocks.0.") and len(s) > 1
     )

@@ -25,10 +25,9 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.plan.cluster.clusters import of_gpu
 from fivefold.plan.cluster.devices import Cluster, of_table
 from fivefold.plan.cluster.measured import FACTORS, Measured, assumed_table, load
-from fivefold.plan.documents import Documents
 from fivefold.plan.messages.volume import AXES, leaving, sent
 from fivefold.plan.predict import Plan, predict
-from fivefold.plan.software import of
+from fivefold.plan.setting import Documents, software_of
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe.rules.texts import ramp
 from fivefold.schedules.overlap import StepTimeline
@@ -117,7 +116,7 @@ class Prediction:
             raise UserError(f"the planner does not know {self.job.own.unplanned}")
         recipe = self.job.recipe
         cluster = self._cluster()
-        found = self.plan = predict(recipe, cluster, replace(of(cluster), documents=self._documents))
+        found = self.plan = predict(recipe, cluster, replace(software_of(cluster), documents=self._documents))
         counted = max(self.start, self.whole) + 1
         first = recipe.sites.due(counted, recipe.train.steps or 0)  # what the counted step synchronises
         return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True, fragments=first)}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fivefold.errors import several
 from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation
-from fivefold.plan.memory import model_states, operations
+from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan
 from fivefold.plan.time.cost import operation
@@ -82,7 +82,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             f"{saved.name} {saved.size / 2**20:.1f}"
             for op in _block(plan)
             for saved in op.saved
-            if operations.kept([Operation(op.name, saved=(saved,))], mode, plan.setting.software)
+            if memory.kept([Operation(op.name, saved=(saved,))], mode, plan.setting.software)
         )
 
 

@@ -12,7 +12,7 @@ from fivefold.plan.advice import budget
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.predict import Plan
 from fivefold.plan.search.search import search
-from fivefold.plan.software import Software
+from fivefold.plan.setting import Software
 from fivefold.recipe import Recipe, active_parameters, count_parameters, flops_per_token
 
 UNITS = {"m": 60.0, "h": 3600.0, "d": budget.DAY, "w": 7 * budget.DAY}

@@ -20,8 +20,7 @@ from fivefold.plan.memory import model_states
 from fivefold.plan.predict import Plan, held, limit, predict, price
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Space
-from fivefold.plan.setting import Setting
-from fivefold.plan.software import Software
+from fivefold.plan.setting import Setting, Software
 from fivefold.plan.time import stage_costs
 from fivefold.recipe import Recipe, change, count_parameters
 from fivefold.sharding.layout import Layout, divisors, to_text

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from fivefold.plan.cluster.devices import of_table
 from fivefold.plan.cluster.measured import FACTORS, Measured
-from fivefold.plan.documents import Documents, documents_of
 from fivefold.plan.predict import predict
-from fivefold.plan.software import of
+from fivefold.plan.setting import Documents, documents_of, software_of
 from fivefold.recipe import Recipe
 
 Array = NDArray[np.float64]
@@ -44,7 +43,7 @@ class FinishedRun:
     def predicted(self, table: Measured) -> float:
         """Seconds of a step on a machine with this table."""
         cluster = of_table(table)
-        software = replace(of(cluster), documents=self.documents)
+        software = replace(software_of(cluster), documents=self.documents)
         return predict(self.recipe, cluster, software).step.seconds
 
 

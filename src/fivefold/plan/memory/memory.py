@@ -3,23 +3,25 @@ schedule, and buffers at the moment with the largest sum. Search, `plan` and pla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fivefold.plan.memory import operations
-from fivefold.plan.memory.buffers import (
+from fivefold.models.operations import Operation, Role
+from fivefold.models.recomputation import region
+from fivefold.plan.memory.model_states import (
     Buffers,
+    alike,
     buffers,
     compression,
     node_copies,
+    rank_elements,
+    rank_states,
     rounding_scratch,
     sum_scratch,
-    update_scratch,
+    uneven_states,
 )
-from fivefold.plan.memory.model_states import Elements, alike, more_states, rank_elements, rank_states
-from fivefold.plan.memory.operations import Sums
-from fivefold.plan.setting import Setting, schedule
+from fivefold.plan.setting import Setting, Software, schedule
 from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
 from fivefold.sharding.layout import Layout
@@ -58,6 +60,73 @@ class Memory:
         return {name: round(getattr(self, name)) for name in (*CATEGORIES, "total", *away)}
 
 
+ByRole = dict[Role, float]
+"""Bytes of saved tensors by their role."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over a microbatch's operations. The memory of every recomputation mode follows from them.
+
+    block: saved bytes by role, of a block without experts (False) and with (True). begin, end: the same before and
+    behind the blocks. owed: bytes kept for deferred weight gradients: the input of each matmul with weights, and the
+    gradient of its output. parts: the last block's backward, cut at the matmuls of its sublayers: saved bytes, those of
+    them that exist at once if attention's core is recomputed, largest workspace. loss: workspace of the loss.
+    """
+
+    block: dict[bool, ByRole]
+    begin: ByRole
+    end: ByRole
+    owed: dict[bool, float]
+    parts: list[tuple[ByRole, ByRole, float]]
+    loss: float
+
+
+def sums(s: Setting) -> Sums:
+    """Sums over the operations of one rank."""
+    work, e, narrow = s.work, s.sizes.e, s.sizes.narrow
+    parts: list[list[Operation]] = [[]]
+    for op in work.block[any(s.card.mixed)]:
+        if any(tensor.role in ("product", "copied") for tensor in op.saved):
+            parts.append([])
+        parts[-1].append(op)
+
+    def workspace(op: Operation) -> float:  # the rounded factors of one matmul exist at once
+        return op.workspace + narrow * max(op.matmul.rounded) if op.matmul and narrow else op.workspace
+
+    owed = dict.fromkeys(work.block, 0.0)
+    for kind, block in work.block.items():
+        products = (op.matmul for op in block if op.matmul and op.matmul.weight)
+        owed[kind] = sum(m.count * m.m * (m.k + m.n) * e for m in products)
+    return Sums(
+        {kind: saved(block) for kind, block in work.block.items()},
+        saved(work.begin),
+        saved(work.end),
+        owed,
+        [(saved(part), saved(part, True), max(map(workspace, part))) for part in parts if part],
+        max(op.workspace for op in work.end),
+    )
+
+
+def saved(operations: Iterable[Operation], once: bool = False) -> ByRole:
+    """Bytes of the saved tensors of each role. once: those that exist at once if they are recomputed."""
+    sizes: ByRole = {}
+    for op in operations:
+        for tensor in op.saved:
+            size = tensor.size if tensor.once is None or not once else tensor.once
+            sizes[tensor.role] = sizes.get(tensor.role, 0.0) + size
+    return sizes
+
+
+def kept(operations: Iterable[Operation], recompute: str, software: Software) -> float:
+    """Bytes that operations keep from forward to backward."""
+    return _of(saved(operations), region(recompute, software).keeps)
+
+
+def _of(sizes: ByRole, roles: frozenset[Role]) -> float:
+    return sum(size for role, size in sizes.items() if role in roles)
+
+
 class MicrobatchBytes(NamedTuple):
     """Bytes of one microbatch on a rank.
 
@@ -80,27 +149,27 @@ class MicrobatchBytes(NamedTuple):
     tokens: float
 
 
-def sums(s: Setting) -> Sums:
-    """Sums over the operations of one rank."""
-    return operations.sums(s.work, s.sizes.e, any(s.card.mixed), s.sizes.narrow)
-
-
-def microbatch(s: Setting, found: Sums, recompute: str) -> MicrobatchBytes:
+def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
     """Bytes of one microbatch on a rank under a recomputation mode. A block that runs again has its input whole."""
-    software, parts, stream = s.software, parts_of(s.layout), s.activation
-    kept = {kind: operations.kept(block, recompute, software) for kind, block in found.block.items()}
-    again, inside = operations.largest_backward(found, recompute, software)
+    parts, stream = parts_of(s.layout), s.activation
+    used, outside = region(recompute, s.software), region("none", s.software).keeps
     others = stream * (1 - 1 / parts)
+    plain, mixed = (max(0.0, _of(sums.block.get(kind, {}), used.keeps) - others) for kind in (False, True))
+    # full recomputation repeats the whole block, the other modes one part at a time
+    again, inside = 0.0, max(workspace for *_, workspace in sums.parts)
+    if repeated := region("none").keeps - used.keeps:
+        made = [(_of(once if used.core else sizes, repeated), most) for sizes, once, most in sums.parts]
+        again, inside = (sum(size for size, _ in made), inside) if recompute == "full" else max(made, key=sum)
     return MicrobatchBytes(
-        max(0.0, kept.get(False, 0.0) - others),
-        max(0.0, kept.get(True, 0.0) - others),
-        operations.kept(found.begin, "none", software),  # not in a block
-        operations.kept(found.end, "none", software),
-        found.owed.get(False, 0.0),
-        found.owed.get(True, 0.0),
+        plain,
+        mixed,
+        _of(sums.begin, outside),
+        _of(sums.end, outside),
+        sums.owed.get(False, 0.0),
+        sums.owed.get(True, 0.0),
         again,
         inside + stream * (2 if parts > 1 else 1),  # with the gradient of the residual stream
-        found.loss,
+        sums.loss,
         stream,
         2 * 8 * s.sizes.N,
     )
@@ -147,12 +216,8 @@ def at_peak(
     """
     loss = one.end if last else 0.0
     tails = tails or (Tail(0.0, max(one.plain, one.mixed), one.again, one.inside),)
-    left = own - loss - tails[0].kept
-    moments = [
-        (left, one.stream + besides.scatter),
-        (0.0, besides.rest),
-        (0.0, after),
-    ]
+    others = own - loss - tails[0].kept
+    moments = [(others, one.stream + besides.scatter), (0.0, besides.rest), (0.0, after)]
     for behind, _, again, inside in tails:
         moments.append((live - loss - behind + again, inside + besides.block))
         moments.append((own - loss - max(behind, tails[0].kept) + again, inside + besides.next))
@@ -178,8 +243,16 @@ class Predictor:
         self.always = transfers(self.microbatch("none"), s.layout, s.microbatches)
         ranks, same = rank_elements(s), alike(s)
         besides = {ends: buffers(s, *ends) for ends in {s.ends(number) for number in same}}
-        held = {n: self._held(n, ranks[n], besides[s.ends(n)]) for n in dict.fromkeys(same)}
+        held = dict[int, tuple[Memory, Buffers, float, float]]()
+        for number in dict.fromkeys(same):
+            params, gradients, optimizer = rank_states(s, ranks[number])
+            unsent, summing = compression(s, number)
+            more, matrices = uneven_states(s.software.optimizer, s.model, s.layout, number, s.states.moments)
+            after = max(summing, rounding_scratch(s, number), matrices)
+            states = Memory(params + node_copies(s, number), gradients + unsent, optimizer + more, 0.0, 0.0)
+            held[number] = states, besides[s.ends(number)], after, sum_scratch(s, number)
         self.held = [held[number] for number in same]
+        """(states, buffers, bytes behind backward, scratch of sums) of each position, whatever it recomputes."""
 
     def microbatch(self, mode: str) -> MicrobatchBytes:
         """Bytes of a microbatch whose blocks all have this mode."""
@@ -204,35 +277,18 @@ class Predictor:
         kept[0] += one.begin
         kept[-1] += one.end
         live = [self.times * size for size in peak_live(self.schedule, kept, owed)] if self.schedule else kept
-        found = []
+        ranks, several = [], len(set(modes)) > 1
         for position, (states, besides, after, scratch) in enumerate(self.held):
             own = sum(kept[i] for i in stages_of(self.layout, position))
             last = self.setting.ends(position)[1]
-            tails = self._tails(modes, position) if len(set(modes)) > 1 else ()
+            behind, tails = 0.0, list[Tail]()
+            for number in reversed(self.setting.blocks(position)) if several else ():
+                block, size = self.microbatch(modes[number]), self.kept(modes[number], number)
+                tails.append(Tail(behind, size, block.again, block.inside))
+                behind += size
             activations, more = at_peak(one, besides, live[position], own, last, after, tails)
-            found.append(replace(states, activations=activations, buffers=more + scratch + self.always))
-        return found
-
-    def _tails(self, modes: Sequence[str], position: int) -> list[Tail]:
-        """The blocks of a rank's stages, the last one first."""
-        behind, found = 0.0, []
-        for number in reversed(self.setting.blocks(position)):
-            one, kept = self.microbatch(modes[number]), self.kept(modes[number], number)
-            found.append(Tail(behind, kept, one.again, one.inside))
-            behind += kept
-        return found
-
-    def _held(self, position: int, own: Elements, besides: Buffers) -> tuple[Memory, Buffers, float, float]:
-        """(states, buffers, bytes behind backward, scratch of sums) of a rank, whatever it recomputes."""
-        s, optimizer_name = self.setting, self.setting.software.optimizer
-        unsent, summing = compression(s, position)
-        summing = max(summing, rounding_scratch(s, position))
-        after = max(summing, update_scratch(optimizer_name, s.model, s.layout, position))
-        params, gradients, optimizer = rank_states(s, own)
-        optimizer += more_states(optimizer_name, s.model, s.layout, position, s.states.moments)
-        params += node_copies(s, position)
-        states = Memory(params, gradients + unsent, optimizer, 0.0, 0.0)
-        return states, besides, after, sum_scratch(s, position)
+            ranks.append(replace(states, activations=activations, buffers=more + scratch + self.always))
+        return ranks
 
 
 def live_microbatches(layout: Layout, microbatches: int) -> float:
@@ -247,9 +303,7 @@ def live_schedule(layout: Layout, microbatches: int) -> tuple[Schedule | None, i
     pipeline. More microbatches than can be live at once change no peak. If all are live at once, one stands for all."""
     if layout.pp == 1:
         return None, 1
-    times = 1
-    if holds_all(layout.schedule, layout.pp, layout.stages_per_rank):
-        microbatches, times = 1, microbatches
-    else:
-        microbatches = few(microbatches, layout.pp)
-    return schedule(layout.schedule, layout.pp, microbatches, layout.virtual_stages), times
+    every = holds_all(layout.schedule, layout.pp, layout.stages_per_rank)
+    shown = 1 if every else few(microbatches, layout.pp)
+    short = schedule(layout.schedule, layout.pp, shown, layout.virtual_stages)
+    return short, microbatches if every else 1

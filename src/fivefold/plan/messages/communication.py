@@ -57,29 +57,32 @@ def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int, node: int |
     return Group(groups(layout)[name][0], on_node(layout, name, per_node))
 
 
-def collective(what: str, size: float, group: Group, cluster: Cluster, dtype: str = "fp32") -> float:
-    """Seconds of a collective whose larger of input and output has `size` bytes. dtype: of sums."""
-    sums = what in ("all_reduce", "reduce_scatter")
-    name = f"{what} {dtype}" if sums else what
-    return _price(cast("Primitive", what), name, size, group, cluster)
+def collective(
+    what: str, size: float, group: Group, cluster: Cluster, dtype: str = "fp32", measured: str = ""
+) -> float:
+    """Seconds of a collective whose larger of input and output has `size` bytes. dtype: of sums. measured: its name in
+    a machine's table, if it is another one's there."""
+    machine = cluster.machine
+    if group.ranks == 1:
+        return 0.0
+    if machine and group.nodes == 1:
+        sums = what in ("all_reduce", "reduce_scatter")
+        name = measured or (f"{what} {dtype}" if sums else what)
+        return machine.message(name, size, group.ranks, cluster.on_machine)
+    key = what, group.ranks, group.local
+    lines = cluster.lines.get(key)
+    if lines is None:
+        price = _gloo if machine else _lines
+        lines = cluster.lines[key] = price(cast("Primitive", what), group, cluster)
+    seconds = min([alpha + beta * size for alpha, beta in lines])
+    return seconds if machine else LAUNCH + seconds
 
 
 def scatter_gradients(size: float, group: Group, cluster: Cluster) -> float:
     """Seconds of ZeRO's reduce-scatter (parallel/zero.py). On a CPU it avoids gloo's, which is an all-reduce."""
     if cluster.machine:
-        return _price("all_to_all", "scatter_gradients", size, group, cluster)
+        return collective("all_to_all", size, group, cluster, measured="scatter_gradients")
     return collective("reduce_scatter", size, group, cluster)
-
-
-def _price(primitive: Primitive, what: str, size: float, group: Group, cluster: Cluster) -> float:
-    """what: the collective's name in a machine's table."""
-    if group.ranks == 1:
-        return 0.0
-    if not cluster.machine:
-        return LAUNCH + _cheapest(primitive, size, group, cluster)
-    if group.nodes == 1:
-        return _measured(what, size, group, cluster)
-    return _across_hosts(primitive, size, group, cluster)
 
 
 def best_all_reduces(group: Group, cluster: Cluster) -> dict[int, str]:
@@ -125,7 +128,7 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
 def send(size: float, crosses: bool, cluster: Cluster) -> float:
     """Seconds to send `size` bytes to another rank. `crosses`: that rank is on another node."""
     if cluster.machine and not crosses:
-        return _measured("send", size, Group(2, 2), cluster)
+        return cluster.machine.message("send", size, 2, cluster.on_machine)
     if cluster.machine:
         return cluster.inter.latency + size / cluster.rail
     if crosses:
@@ -136,9 +139,7 @@ def send(size: float, crosses: bool, cluster: Cluster) -> float:
 def send_line(size: float, crosses: bool, cluster: Cluster) -> Line:
     """What messages to another rank take, as a line: exact for `size` bytes behind those up to which all messages take
     equally long (the smallest that was measured)."""
-    machine, level = cluster.machine, 0.0
-    if machine is not None and not crosses:
-        level = machine.smallest("send", 2)
+    level = cluster.machine.smallest("send", 2) if cluster.machine and not crosses else 0.0
     latency = send(0.0, crosses, cluster)
     return Line(latency, (send(level + size, crosses, cluster) - latency) / size)
 
@@ -166,20 +167,14 @@ GLOO: dict[Primitive, tuple[Primitive, str]] = {
 }
 
 
-def _across_hosts(primitive: Primitive, size: float, group: Group, cluster: Cluster) -> float:
-    """Seconds of a message of gloo between hosts, by its algorithm."""
+def _gloo(primitive: Primitive, group: Group, cluster: Cluster) -> tuple[Line]:
+    """The line of gloo's algorithm between hosts."""
     primitive, name = GLOO[primitive]
-    key = f"gloo {primitive}", group.ranks, group.local
-    if key not in cluster.lines:
-        links = on_hosts(group, cluster)
-        shape, far = shape_of(group.ranks), links.far
-        formula = ALGORITHMS[primitive][name].line
-        found = None
-        if group.ranks > SIMULATED and formula and far:  # as if every hop left its host
-            found = formula(shape, Levels(far, far, far.bandwidth))
-        cluster.lines[key] = (found or line(build(primitive, name, shape), links),)
-    ((alpha, beta),) = cluster.lines[key]
-    return alpha + beta * size
+    links, shape, formula = on_hosts(group, cluster), shape_of(group.ranks), ALGORITHMS[primitive][name].line
+    far, found = links.far, None
+    if group.ranks > SIMULATED and formula and far:  # as if every hop left its host
+        found = formula(shape, Levels(far, far, far.bandwidth))
+    return (found or line(build(primitive, name, shape), links),)
 
 
 def on_hosts(group: Group, cluster: Cluster) -> Topology:
@@ -193,20 +188,6 @@ def on_hosts(group: Group, cluster: Cluster) -> Topology:
     whole = max(1, math.floor(cards))
     far = Wire(cluster.inter.latency, cluster.rail * group.local / whole)
     return Topology(cluster.name, group.ranks, group.local, near, far, cards=whole)
-
-
-def _measured(what: str, size: float, group: Group, cluster: Cluster) -> float:
-    assert cluster.machine is not None
-    return cluster.machine.message(what, size, group.ranks, cluster.on_machine)
-
-
-def _cheapest(primitive: Primitive, size: float, group: Group, cluster: Cluster) -> float:
-    """Seconds of a message by the best algorithm for its size."""
-    key = primitive, group.ranks, group.local
-    lines = cluster.lines.get(key)
-    if lines is None:
-        lines = cluster.lines[key] = _lines(primitive, group, cluster)
-    return min([alpha + beta * size for alpha, beta in lines])
 
 
 def _lines(primitive: Primitive, group: Group, cluster: Cluster) -> tuple[Line, ...]:

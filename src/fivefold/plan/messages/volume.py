@@ -25,8 +25,7 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.optim.card import planned_ways
 from fivefold.plan.memory.model_states import divided
 from fivefold.plan.messages.communication import best_all_reduces, summed_by
-from fivefold.plan.setting import Setting, stages
-from fivefold.plan.software import Partition
+from fivefold.plan.setting import Partition, Setting, stages
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules import ring_attention
 from fivefold.schedules.collectives.messages import messages_of
@@ -36,11 +35,8 @@ from fivefold.sharding.layout import Layout, first_names, groups, index_in, summ
 from fivefold.sharding.matrices import sizes_sent
 from fivefold.sharding.parts import (
     TIED,
-    Shape,
-    held,
     kept_elements,
     local_parameters,
-    local_shape,
     sharing_group,
     stage_parameters,
     stages_of,
@@ -116,11 +112,7 @@ def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None =
     equal = all(  # otherwise a rank may send more than another
         summed_by(by, s.group(name), s.cluster) == LIBRARY for name in summing_groups(s.layout)
     )
-    replicas = (
-        [(0, 0)]
-        if equal
-        else [(i, j) for i in range(s.layout.dp_replicate) for j in range(s.layout.dp_shard)]
-    )
+    replicas = [(0, 0)] if equal else [*product(range(s.layout.dp_replicate), range(s.layout.dp_shard))]
     for position in range(s.layout.pp):
         # of a ring, the first has most rows, the second sends most keys
         for index, (i, j) in product(range(min(2, s.layout.cp) if equal else s.layout.cp), replicas):
@@ -176,7 +168,12 @@ def moments(s: Setting, rank: int = 0) -> Iterator[Moment]:
         yield from of_operations(s, rank, s.work.begin, "none", "the embedding", s.microbatches)
     if last:
         yield from of_operations(s, rank, s.work.end, "none", "the output layer and loss", s.microbatches)
-    yield from _transfers(s, position)
+    # activations and their gradients between neighbouring stages on different ranks
+    for ends in itertools.pairwise(s.schedule(1).rank_of[: len(s.stages)]) if s.layout.pp > 1 else ():
+        if ends[0] != ends[1] and position in ends:  # one way in forward, the other in backward
+            there, back = ("forward", "backward") if position == ends[0] else ("backward", "forward")
+            yield Moment(f"behind the {there} of a stage", "send", "pp", s.activation, 1, s.microbatches)
+            yield Moment(f"ahead of the {back} of a stage", "receive", "pp", s.activation, 1, s.microbatches)
     yield from _gradients(s, rank, position)
     for when, sent in (
         (GRADIENTS, shared(s, position, index_in(s.layout, "shard", rank))),
@@ -228,17 +225,6 @@ def _pieces(message: Message, s: Setting, rank: int, backward: bool) -> Iterator
     keys = message.size / len(moved)
     yield "send", message.axis, keys * sum(sent for sent, _ in moved), len(moved)
     yield "receive", message.axis, keys * sum(received for _, received in moved), len(moved)
-
-
-def _transfers(s: Setting, position: int) -> Iterator[Moment]:
-    """Activations and their gradients, sent between neighbouring stages on different ranks."""
-    if s.layout.pp == 1:
-        return
-    for ends in itertools.pairwise(s.schedule(1).rank_of[: len(s.stages)]):
-        if ends[0] != ends[1] and position in ends:  # one way in forward, the other in backward
-            there, back = ("forward", "backward") if position == ends[0] else ("backward", "forward")
-            yield Moment(f"behind the {there} of a stage", "send", "pp", s.activation, 1, s.microbatches)
-            yield Moment(f"ahead of the {back} of a stage", "receive", "pp", s.activation, 1, s.microbatches)
 
 
 def _gradients(s: Setting, rank: int, position: int) -> Iterator[Moment]:
@@ -378,20 +364,6 @@ def matrices(s: Setting, rank: int) -> list[Sent]:
         return []
     found = planned_ways(card, s.card, s.layout, rank)
     return [("all_to_all", group, size * fp32) for group, size in sizes_sent(found)] * 2
-
-
-def matrix_flops(s: Setting, position: int) -> list[tuple[Shape, float]]:
-    """(shape, FLOPs) of the matrices that the first rank of a pipeline position updates whole."""
-    card, spec, rank = OPTIMIZERS[s.software.optimizer], s.card, s.layout.rank({"pp": position})
-    if card.needs != "matrices":
-        return []
-    found = {name: way.whole for name, way in planned_ways(card, spec, s.layout, rank).items()}
-    shapes = [
-        local_shape(ranges)
-        for name, part in held(spec, s.layout, rank).items()
-        if card.of(name, part.shape) is card and (ranges := found.get(name, part.keeps)) is not None
-    ]
-    return [(shape, flops) for shape in shapes if len(shape) > 1 and (flops := card.flops(shape))]
 
 
 def control(s: Setting) -> list[Sent]:

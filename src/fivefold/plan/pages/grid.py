@@ -27,10 +27,9 @@ from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.plan.cluster.clusters import canonical, parse
 from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.documents import Documents, documents_of
 from fivefold.plan.pages.pictures import pictures
 from fivefold.plan.predict import Plan, predict, resolved, with_load
-from fivefold.plan.software import Software, of
+from fivefold.plan.setting import Documents, Software, documents_of, software_of
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.recipe import Recipe
 from fivefold.schedules.memory_timeline import CATEGORIES
@@ -109,7 +108,7 @@ def base(
     full, machine = resolved(recipe), parse(cluster)
     layout = Layout.from_recipe(full.layout)
     validate(layout, machine.devices or layout.ranks)
-    software = with_load(of(machine), full.model, expert_load)
+    software = with_load(software_of(machine), full.model, expert_load)
     sized = replace(machine, devices=layout.ranks)
     return Base(recipe, full, layout, sized, canonical(cluster), software, document_tokens)
 

@@ -15,11 +15,11 @@ from fivefold.models.operations import Operation
 from fivefold.models.recomputation import region
 from fivefold.observe.format import memory_text
 from fivefold.observe.memory_picture import COLORS
-from fivefold.plan.memory import model_states, operations
+from fivefold.plan.memory import model_states
 from fivefold.plan.predict import Plan
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
-from fivefold.plan.time.cost import operation
+from fivefold.plan.time import stage_costs, sync_costs
+from fivefold.plan.time.cost import forward_flops, operation, stream
 from fivefold.schedules.pipeline import Timeline, shown, simulate
 from fivefold.sharding.parts import stages_of
 
@@ -127,7 +127,7 @@ def timeline(plan: Plan) -> Timeline | None:
     s = plan.setting
     if s.layout.pp == 1:
         return None
-    price = pipeline.pipeline_costs([cost.timed for cost in plan.step.costs], pipeline.transfers(s))
+    price = stage_costs.pipeline_costs([cost.timed for cost in plan.step.costs], stage_costs.transfers(s))
     return simulate(s.schedule(shown(s.microbatches, s.layout.pp)), price)
 
 
@@ -151,7 +151,7 @@ def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
     """The point of an operation that occurs `count` times."""
     again = 1 + region(recompute, s.software).repeated(op, stage_costs.saves_late(s.layout))
     forward, backward = operation(op, s).alone
-    flops, (read, written) = operations.flops(op), _moved(op, s)
+    flops, (read, written) = forward_flops(op), _moved(op, s)
     flops *= again + (2.5 if op.attention else 2.0)
     return Point(
         op.name, count * flops, count * (read * again + written), count * (forward * again + backward)
@@ -165,9 +165,7 @@ def _sums(s: Setting, position: int) -> Iterator[Point]:
     if s.ends(position)[1]:
         own += end.computes + tied.computes
     if seconds := s.microbatches * sync_costs.accumulate(own, s).weight:
-        yield Point(
-            "gradient sums", 0.0, seconds / rates.stream(1.0, s.cluster.device, "copy", s.dtype), seconds
-        )
+        yield Point("gradient sums", 0.0, seconds / stream(1.0, s.cluster.device, "copy", s.dtype), seconds)
 
 
 def _moved(op: Operation, s: Setting) -> tuple[float, float]:

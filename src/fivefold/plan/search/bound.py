@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.memory import buffers, memory, model_states
-from fivefold.plan.memory.buffers import Buffers
+from fivefold.plan.memory import memory, model_states
+from fivefold.plan.memory.model_states import Buffers
 from fivefold.plan.search.shared_costs import Costs, Position, Share, SharedCosts, within_block
 from fivefold.plan.search.space import Choice, Space
-from fivefold.plan.setting import Setting
-from fivefold.plan.software import Software
+from fivefold.plan.setting import Setting, Software
 from fivefold.plan.time import sync_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.schedules.overlap import exposed_in_pieces
@@ -242,7 +241,7 @@ class LeastBytes:
         if key not in self._states:
             s = self.shared.setting(c)
             held = sum(model_states.rank_states(s, self.shared.elements(x, part)))
-            self._states[key] = held, buffers.buffers(s, bool(part.first), bool(part.last))
+            self._states[key] = held, model_states.buffers(s, bool(part.first), bool(part.last))
         return self._states[key]
 
     def shape(self, c: Choice, space: Space) -> float:

@@ -22,8 +22,7 @@ from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved
 from fivefold.plan.predict import within as within_budget
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
-from fivefold.plan.setting import mode_of
-from fivefold.plan.software import Software, of
+from fivefold.plan.setting import Software, mode_of, software_of
 from fivefold.plan.time.time import step
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import with_layout
@@ -172,7 +171,7 @@ def search(
         UserError: the cluster has no number of devices, no layout is valid, or the device lacks the dtype.
     """
     space = space_of(recipe, cluster, modes)
-    bounds = Bounds(space.recipe.model, cluster, for_recipe(software or of(cluster), recipe))
+    bounds = Bounds(space.recipe.model, cluster, for_recipe(software or software_of(cluster), recipe))
     run = Search(space, bounds, limit(cluster))
     plans = _with_budgets(run, top)
     slower = space.size - len(plans) - run.lost

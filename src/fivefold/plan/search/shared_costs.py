@@ -12,14 +12,12 @@ from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import memory, model_states
-from fivefold.plan.memory.memory import MicrobatchBytes
+from fivefold.plan.memory.memory import MicrobatchBytes, Sums
 from fivefold.plan.memory.model_states import Elements
-from fivefold.plan.memory.operations import Sums
 from fivefold.plan.search.space import Choice
-from fivefold.plan.setting import Setting, setting, stages
-from fivefold.plan.software import Software
-from fivefold.plan.time import pipeline, rates, stage_costs, sync_costs
-from fivefold.plan.time.cost import Cost
+from fivefold.plan.setting import Setting, Software, setting, stages
+from fivefold.plan.time import stage_costs, sync_costs
+from fivefold.plan.time.cost import Cost, slowest
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
@@ -117,7 +115,7 @@ class SharedCosts:
         flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0) if x.zero else x
         s = self.setting(replace(c, layout=flat) if x.zero else c)
         slower, elements = (
-            rates.slowest(x.ranks, s.cluster.device.spread),
+            slowest(x.ranks, s.cluster.device.spread),
             model_states.elements(self.model, flat),
         )
         costs = {False: Cost(), True: Cost()}
@@ -186,7 +184,7 @@ class SharedCosts:
         x = c.layout
         key = (x.pp, x.tp, x.cp, x.sp, c.B, c.mode)
         if key not in self._hops:
-            taken = pipeline.transfers(self.setting(c)) if x.pp > 1 else {}
+            taken = stage_costs.transfers(self.setting(c)) if x.pp > 1 else {}
             there = accumulate((taken[a, a + 1] for a in range(x.pp - 1)), initial=0.0)
             back = accumulate((taken[a + 1, a] for a in range(x.pp - 1)), initial=0.0)
             self._hops[key] = list(there), list(back)

@@ -15,7 +15,7 @@ from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
 from fivefold.models.recomputation import MODES, PREFIX, region
 from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.software import of
+from fivefold.plan.setting import software_of
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
@@ -71,7 +71,7 @@ class Space:
     def modes(self) -> list[str]:
         """Modes of recomputation: those of the table that free something, and the recipe's own choice of operations."""
         model, own = self.recipe.model, self.recipe.layout.recompute
-        ops = card_of(model).block_operations(Sizes(model, 1), of(self.cluster))
+        ops = card_of(model).block_operations(Sizes(model, 1), software_of(self.cluster))
         roles = {saved.role for op in ops for saved in op.saved}
         found = [mode for mode in MODES if mode == "none" or roles - region(mode).keeps - {"copied"}]
         return found + [own] * own.startswith(PREFIX)

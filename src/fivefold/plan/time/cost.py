@@ -1,20 +1,102 @@
-"""Prices operations and parts of a model: computation on the device, messages on the network."""
+"""Prices single operations: computation on the device by tiles and waves, or by bytes and bandwidth; messages on the
+network."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from operator import add
+from statistics import NormalDist
 from typing import NamedTuple
 
-from fivefold.models.operations import Message, Operation
+from fivefold.models.operations import Matmul, Message, Operation
 from fivefold.models.recomputation import region
+from fivefold.plan.cluster.devices import Device
 from fivefold.plan.messages import communication
 from fivefold.plan.messages.communication import exposed, held
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import rates
+from fivefold.precision import MASTER
 from fivefold.schedules.ring_attention import messages
 from fivefold.sharding.units import ROWS
+
+# Tiles of a matmul's result that one processor computes at once, and the share of the best rate that each reaches.
+# Smaller tiles read their factors more often.
+TILES = (((256, 128), 1.0), ((128, 256), 1.0), ((128, 128), 0.92), ((64, 128), 0.75), ((64, 64), 0.6))
+FILL = 128  # of the inner dim: what starting a tile and writing its result take
+SHORT = 500  # tokens: attention reaches half its rate on sequences this long (arXiv 2307.08691, figure 5)
+
+
+def products(p: Matmul, device: Device, dtype: str, e: float) -> tuple[float, float, float]:
+    """Seconds of a matmul (m, k) (k, n) in forward, of its input gradient, and of its weight gradient."""
+    if device.measured:
+        flops = 2 * p.m * p.n * p.k * p.count
+        forward, first, second = (
+            flops / device.measured.product(p.m, p.n, p.k, dtype, role)
+            for role in ("forward", "input", "weight")
+        )
+        return forward, first, second
+    return (
+        matmul(p, device, dtype, e),
+        matmul(Matmul(p.m, p.k, p.n, p.count, p.weight), device, dtype, e),
+        matmul(Matmul(p.k, p.n, p.m, p.count, p.weight), device, dtype, e),
+    )
+
+
+@lru_cache(maxsize=100_000)
+def matmul(product: Matmul, device: Device, dtype: str, e: float) -> float:
+    """Seconds of `product.count` matmuls: whole waves of tiles over the processors, or the bytes moved."""
+    m, n, k = product.m, product.n, product.k
+    rate = device.peak[dtype] * device.matmul / device.units
+    waves = math.inf
+    for (rows, columns), share in TILES:
+        tiles = math.ceil(m / rows) * math.ceil(n / columns) * product.count
+        split = 1
+        if tiles < device.units / 2:  # the inner dim is divided between processors
+            split = min(math.floor(device.units / tiles), max(1, math.floor(k / 512)))
+        wave = 2 * rows * columns * (k / split + FILL) / (rate * share)
+        waves = min(waves, math.ceil(tiles * split / device.units) * wave)
+    moved = product.count * (m * k + k * n + m * n) * e / (device.bandwidth * device.streaming)
+    return max(waves, moved)
+
+
+def attention(
+    flops: float, tokens: float, head: float, device: Device, dtype: str, backward: bool, parts: int = 1
+) -> float:
+    """Seconds of fused attention with `flops` in forward (2.5 times as many in backward) over sequences of `tokens`.
+
+    parts: number of partial attentions that a ring merges. Heads narrower than 128 are slower, because they do as many
+    exponentials for fewer FLOPs."""
+    if device.measured:
+        rate = device.measured.attended(tokens / parts, head, dtype, backward, parts > 1)
+        return flops * (2.5 if backward else 1.0) / rate
+    share = device.attention[backward] * tokens / (tokens + SHORT) * min(1.0, 0.55 + 0.45 * head / 128)
+    return flops * (2.5 if backward else 1.0) / (device.peak[dtype] * share)
+
+
+def stream(size: float, device: Device, like: str = "copy", dtype: str = "", backward: bool = False) -> float:
+    """Seconds to read and write `size` bytes of memory in an operation like this measured one."""
+    if device.measured:
+        return size / device.measured.stream(like, dtype, backward) if size else 0.0
+    return size / (device.bandwidth * device.streaming)
+
+
+@lru_cache
+def slowest(devices: int, spread: float) -> float:
+    """How much longer the slowest of so many equal devices takes than one on average: all wait for it. The expected
+    largest of as many normal numbers (Blom's formula) times their standard deviation."""
+    if devices == 1:
+        return 1.0
+    return 1.0 + spread * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+
+def random(numbers: float, device: Device, dtype: str = "fp32") -> float:
+    """Seconds to draw numbers with Philox-4x32-10: about 20 integer operations each, at half the rate of fp32 FLOPs.
+    A TPU's data sheet has no such rate: there they cost nothing."""
+    if device.measured:
+        return numbers / device.measured.stream("random", dtype, False) if numbers else 0.0
+    return 20 * numbers / (device.peak.get(MASTER, math.inf) / 2)
 
 
 class Cost(NamedTuple):  # not a dataclass, because a search makes millions
@@ -36,13 +118,6 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
     def __add__(self, other: Cost) -> Cost:  # pyright: ignore[reportIncompatibleMethodOverride]
         return Cost._make(map(add, self, other))
 
-    @property
-    def bound(self) -> Cost:
-        """The cost if issuing operations takes longer than computing them."""
-        scale = max(1.0, self.host / (self.input + self.weight)) if self.input + self.weight else 1.0
-        forward = max(self.forward, self.host)
-        return self._replace(forward=forward, input=self.input * scale, weight=self.weight * scale)
-
     def slowed(self, factor: float) -> Cost:
         """The cost on a slower device. Messages take as long as before."""
         return self._replace(
@@ -57,7 +132,7 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
 
     @property
     def timed(self) -> tuple[float, float, float, float, float]:
-        """What the simulation of a pipeline takes (`time.pipeline_costs`)."""
+        """What the simulation of a pipeline takes (`stage_costs.pipeline_costs`)."""
         return self.forward, self.input, self.weight, self.rows_forward, self.rows_backward
 
     @property
@@ -82,22 +157,31 @@ def message(sent: Message, s: Setting, backward: bool) -> float:
     return communication.collective(sent.what, sent.size, among, s.cluster, s.dtype)
 
 
+def forward_flops(op: Operation) -> float:
+    """FLOPs of an operation in forward."""
+    m = op.matmul
+    return op.attention + (2 * m.count * m.m * m.n * m.k if m else 0.0)
+
+
 def operation(op: Operation, s: Setting) -> Cost:
     """Cost of an operation."""
     device, e, dtype = s.cluster.device, s.sizes.e, s.dtype
     gap = 0.0 if device.measured else op.kernels * s.software.kernel  # or measured, of a whole block
     ring = s.layout.cp if s.layout.cp_method == "ring" else 1
     within = bool(device.measured and op.attention and ring == 1)  # what attention moves was measured with it
-    forward = gap + (0.0 if within else rates.stream(op.forward, device, op.rate, dtype))
-    forward += rates.random(op.random, device, dtype)
-    inputs = gap + (0.0 if within else rates.stream(op.backward, device, op.rate, dtype, True))
+    forward = gap + (0.0 if within else stream(op.forward, device, op.rate, dtype))
+    forward += random(op.random, device, dtype)
+    inputs = gap + (0.0 if within else stream(op.backward, device, op.rate, dtype, True))
     weight = 0.0
     if op.matmul:
         narrow = s.sizes.narrow and any(op.matmul.rounded)
         rate = dtype if s.sizes.narrow and (op.matmul.grouped or not narrow) else s.rate
-        ahead, first, second = rates.products(op.matmul, device, rate, e)
+        ahead, first, second = products(op.matmul, device, rate, e)
         if narrow:
-            one, two, three = (rates.rounding(size, device, dtype, s.sizes) for size in op.matmul.rounded)
+            each = (
+                2 * e + s.sizes.narrow
+            )  # factors are read twice to round them: for the scale, and for the numbers
+            one, two, three = (stream(each * size, device, "copy", dtype) for size in op.matmul.rounded)
             ahead, first, second = ahead + one, first + two, second + three
         forward, inputs = forward + ahead, inputs + first
         if op.matmul.weight:
@@ -106,8 +190,8 @@ def operation(op: Operation, s: Setting) -> Cost:
             inputs += second + gap
     if op.attention:
         length, head = s.sizes.seen.tokens or s.model.seq_len, s.model.head_width
-        forward += rates.attention(op.attention, length, head, device, dtype, False, ring)
-        inputs += rates.attention(op.attention, length, head, device, dtype, True, ring)
+        forward += attention(op.attention, length, head, device, dtype, False, ring)
+        inputs += attention(op.attention, length, head, device, dtype, True, ring)
     ahead, back = forward, inputs  # seconds that hide messages
     if op.beside:
         beside = [operation(one, s) for one in op.beside]
@@ -158,18 +242,13 @@ def together(
         if again.repeats_messages(op):
             resent += cost.sent_forward
             total = total._replace(rows_backward=total.rows_backward + cost.rows_forward)
-        elif again.collectives == "gathers":
-            resent += _unhidden(op, cost, s)
+        elif again.collectives == "gathers" and s.layout.tp > 1 and any(m.hidden for m in op.sent_backward):
+            alone = sum(
+                message(m, s, True) for m in op.sent_backward if m.axis == "tp"
+            )  # nothing runs beside
+            resent += max(0.0, alone - cost.sent_backward)
     return total._replace(
         input=total.input + repeated + resent,
         sent_backward=total.sent_backward + resent,
         host=total.host + host / 2,
     )
-
-
-def _unhidden(op: Operation, cost: Cost, s: Setting) -> float:
-    """Seconds that an operation's hidden messages of backward take if nothing runs beside them."""
-    if s.layout.tp == 1:
-        return 0.0
-    alone = sum(message(one, s, True) for one in op.sent_backward if one.axis == "tp")
-    return max(0.0, alone - cost.sent_backward) if any(one.hidden for one in op.sent_backward) else 0.0

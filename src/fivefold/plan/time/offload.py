@@ -10,12 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.optim import OPTIMIZERS, rounding_traffic
-from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory.memory import Memory, microbatch, sums
 from fivefold.plan.memory.model_states import Elements, elements, outside_blocks, rank_elements
 from fivefold.plan.setting import Setting
-from fivefold.plan.software import States
-from fivefold.plan.time.cost import Cost
 from fivefold.plan.time.stage_costs import stage_costs
 from fivefold.plan.time.sync_costs import outer_buffers
 from fivefold.schedules.offload import WAYS, Unit, simulate
@@ -37,19 +34,8 @@ from fivefold.sharding.tiers import (
 EXPOSED = "offload"
 """The key of exposed I/O in `time.Step.exposed`."""
 UNITS = 8  # of the model, in pictures
-
-
 LINK, DISK, HOST = LANES = ("link", "disk", "host")
 """What runs beside computing: the link between device and host memory, the disk, updates on the host."""
-
-
-@dataclass(frozen=True)
-class Computing:
-    """Seconds of one microbatch's forward and backward, and of the update by the device (`updates_here`)."""
-
-    forward: float
-    backward: float
-    update: float
 
 
 @dataclass(frozen=True)
@@ -82,34 +68,29 @@ def _masters_apart(s: Setting) -> float:
     return s.states.master or (s.states.working if of(s).gradients != "device" else 0.0)
 
 
-def held(s: Setting, found: list[Memory]) -> list[Memory]:
+def held(s: Setting, ranks: list[Memory]) -> list[Memory]:
     """The memory of each pipeline position: without what is offloaded, with the outer loop of sites that train
     apart."""
-    found = _by_tier(s, found)
-    if s.sites.count == 1:
-        return found
-    with_outer = []
-    for position, (one, own) in enumerate(zip(found, rank_elements(s), strict=True)):
-        sent = outer_buffers(s, position)
-        if not s.sites.overlap:  # messages go out when no activation is left
-            sent = max(0.0, sent - one.activations - one.buffers)
-        states = one.optimizer + s.sites.kept * own.keeps
-        with_outer.append(replace(one, optimizer=states, buffers=one.buffers + sent))
-    return with_outer
+    stays, apart, moved = of(s).stays, s.sites.count > 1, list[Memory]()
+    if stays and not apart:
+        return ranks
+    for position, (one, own) in enumerate(zip(ranks, rank_elements(s), strict=True)):
+        one = one if stays else _moved(s, position, one, own)
+        if apart:
+            sent = outer_buffers(s, position)
+            if not s.sites.overlap:  # messages go out when no activation is left
+                sent = max(0.0, sent - one.activations - one.buffers)
+            states = one.optimizer + s.sites.kept * own.keeps
+            one = replace(one, optimizer=states, buffers=one.buffers + sent)
+        moved.append(one)
+    return moved
 
 
-def _by_tier(s: Setting, found: list[Memory]) -> list[Memory]:
-    if of(s).stays:
-        return found
-    largest = max(block.computes for block in elements(s.model, s.layout).blocks)
-    return [
-        _moved(s, memory, own, outside_blocks(s, position).computes, largest)
-        for position, (memory, own) in enumerate(zip(found, rank_elements(s), strict=True))
-    ]
-
-
-def _moved(s: Setting, one: Memory, own: Elements, outside: float, block: float) -> Memory:
+def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
+    """The memory of a rank without what is offloaded."""
     t, b, keeps = of(s), s.states, own.keeps if s.layout.zero else own.computes
+    outside = outside_blocks(s, position).computes
+    block = max(block.computes for block in elements(s.model, s.layout).blocks)
     away = {"device": 0.0, "host": 0.0, "disk": 0.0}
     params, gradients, optimizer, activations = one.params, one.gradients, one.optimizer, one.activations
     buffers = one.buffers
@@ -126,8 +107,10 @@ def _moved(s: Setting, one: Memory, own: Elements, outside: float, block: float)
     if t.streams:
         away[t.states] += b.moments * keeps
         optimizer -= b.moments * keeps
-        if t.disk and s.cluster.on_cpu:  # elsewhere the chunks are in host memory
-            buffers += SLOTS * CHUNK * slot_bytes(t, b)
+        if t.disk and s.cluster.on_cpu:  # everything that moves has slots; elsewhere these are in host memory
+            tiers = ((t.gradients, b.gradient), (t.masters, b.master or b.working), (t.working, b.working))
+            slot = b.moments + sum(size for tier, size in tiers if tier == "disk")
+            buffers += SLOTS * CHUNK * slot
         if s.cluster.on_cpu:
             buffers += min(CHUNK, max(outside, block) * keeps / own.computes) * b.copied  # of one chunk
     if t.activations != "device":
@@ -142,59 +125,35 @@ def _moved(s: Setting, one: Memory, own: Elements, outside: float, block: float)
     )  # fmt: skip
 
 
-def slot_bytes(t: Tiers, b: States) -> float:
-    """Bytes per element of a slot: of everything that moves."""
-    sizes = ((t.gradients, b.gradient), (t.masters, b.master or b.working), (t.working, b.working))
-    return b.moments + sum(size for tier, size in sizes if tier == "disk")
-
-
 def fits(s: Setting, memory: Sequence[Memory]) -> bool:
     """True if the ranks of a node find room in its host memory."""
     most = max(one.host for one in memory)
     return most * min(s.layout.ranks, s.cluster.per_node) <= s.cluster.host_memory
 
 
-def updates_here(s: Setting) -> bool:
-    """True if the device updates: always on CPUs, whose cores are the host's, too."""
-    return s.cluster.on_cpu or not of(s).streams
-
-
-def exposed(s: Setting, computing: Computing, own: Elements) -> float:
-    """Seconds that a rank's step takes longer because of its I/O, beyond computing."""
-    if of(s).stays:
-        return 0.0
-    whole = s.microbatches * (computing.forward + computing.backward) + computing.update
-    return seconds(s, computing, own) - whole
-
-
 def ways(s: Setting) -> dict[str, StepTimeline]:
     """A step of one microbatch by each of `schedules.offload.WAYS`, with the model in equal units. Empty unless one
     device has gradients, masters and states in host memory."""
-    t = of(s)
+    t, b, link = of(s), s.states, s.cluster.host_link
     if s.cluster.on_cpu or s.layout.ranks > 1 or {t.gradients, t.masters, t.states} != {"host"}:
         return {}
-    units = units_of(s, stage_costs(s)[0], min(UNITS, s.model.layers))
-    return {name: simulate(units, way) for name, way in WAYS.items()}
+    cost, count = stage_costs(s)[0], min(UNITS, s.model.layers)
+    part = rank_elements(s)[0].computes / count
+    out, back = link.seconds(0.0, part * b.gradient), link.seconds(part * b.working, 0.0)
+    backward = (cost.input + cost.weight) / count
+    unit = Unit(cost.forward / count, backward, out, _update_on_host(s, part), back)
+    return {name: simulate([unit] * count, way) for name, way in WAYS.items()}
 
 
-def units_of(s: Setting, cost: Cost, count: int) -> list[Unit]:
-    """A model on one device with one microbatch, in so many equal units, for `schedules.offload`. cost: of the
-    whole."""
-    part, b = rank_elements(s)[0].computes / count, s.states
-    out = s.cluster.host_link.seconds(0.0, part * b.gradient)
-    back = s.cluster.host_link.seconds(part * b.working, 0.0)
-    update = _update_on_host(s, part)
-    return [Unit(cost.forward / count, (cost.input + cost.weight) / count, out, update, back)] * count
-
-
-def seconds(s: Setting, computing: Computing, own: Elements) -> float:
-    """Seconds of a rank's microbatches and update. A phase takes as long as its computing or its slowest lane."""
-    found, others = loads(s, computing.backward, own), s.microbatches - 1
-    alone, beside = (0.0, computing.update) if found.hidden else (computing.update, 0.0)
-    total = _longest(alone, found.alone) + _longest(computing.forward + beside, found.forward[0])
-    total += others * _longest(computing.forward, found.forward[1])
-    total += _longest(computing.backward, found.backward[0])
-    return total + others * _longest(computing.backward, found.backward[1])
+def seconds(s: Setting, forward: float, backward: float, update: float, own: Elements) -> float:
+    """Seconds of a rank's microbatches and update, from those of one microbatch's forward and backward, and of the
+    update by the device. A phase takes as long as its computing or its slowest lane."""
+    beside, others = loads(s, backward, own), s.microbatches - 1
+    alone, first = (0.0, update) if beside.hidden else (update, 0.0)
+    total = _longest(alone, beside.alone) + _longest(forward + first, beside.forward[0])
+    total += others * _longest(forward, beside.forward[1])
+    total += _longest(backward, beside.backward[0])
+    return total + others * _longest(backward, beside.backward[1])
 
 
 def _longest(computing: float, load: Mapping[str, float]) -> float:
@@ -209,14 +168,33 @@ def loads(s: Setting, backward: float, own: Elements) -> Loads:
     """
     t, cluster = of(s), s.cluster
     if not t.streams:
-        size = _saved(s) if t.activations != "device" else 0.0
+        size = 0.0
+        if t.activations != "device":  # what a rank saves for the backward of one microbatch
+            operations, modes = sums(s), s.recompute
+            saved = {mode: microbatch(s, operations, mode) for mode in modes}
+            block = sum(max(saved[mode].plain, saved[mode].mixed) for mode in modes) / s.model.layers
+            size = (
+                math.ceil(s.model.layers / s.layout.pp) * block + saved[modes[0]].begin + saved[modes[-1]].end
+            )
         out, back = ({LINK: cluster.host_link.seconds(*way)} for way in ((0.0, size), (size, 0.0)))
         return Loads({}, (out, out), (back, back), hidden=False)
     keeps = own.keeps if s.layout.zero else own.computes
-    ranks = min(s.layout.ranks, cluster.per_node)
+    ranks = min(s.layout.ranks, cluster.per_node)  # of a node, which share its disk
+    links = [(DISK, "disk", cluster.storage.shared(ranks))]
+    if not cluster.on_cpu:  # where no link is between device and host memory
+        links.append((LINK, "host", cluster.host_link))
 
     def io(*phases: Phase, share: float = 0.0) -> dict[str, float]:
-        return _io([flow for flow in streams(s, share) if flow.phase in phases], keeps, cluster, ranks)
+        """Seconds of I/O in these phases by lane."""
+        found = [flow for flow in streams(s, share) if flow.phase in phases]
+        seconds = dict[str, float]()
+        for lane, name, link in links:
+            flows = [flow for flow in found if flow.link == name]
+            into, out = (
+                keeps * sum(flow.bytes for flow in flows if flow.out == way) for way in (False, True)
+            )
+            seconds[lane] = link.seconds(into, out)
+        return seconds
 
     share, other = 0.0, io("backward")
     if runs_twice(t, cluster.on_cpu):
@@ -237,24 +215,3 @@ def _update_on_host(s: Setting, count: float) -> float:
     size = b.gradient + 2 * (b.master or b.working) + 2 * b.moments + rounding_traffic(b.copied)
     size *= OPTIMIZERS[s.software.optimizer].reads
     return count * (size + s.software.check_traffic(on_cpu=True)) / s.cluster.host_bandwidth
-
-
-def _io(found: Sequence[Flow], elements: float, cluster: Cluster, ranks: int) -> dict[str, float]:
-    """Seconds of I/O by link. The ranks of a node share its disk. On CPUs there is no link between device and host
-    memory."""
-    links, seconds = [(DISK, "disk", cluster.storage.shared(ranks))], dict[str, float]()
-    if not cluster.on_cpu:
-        links.append((LINK, "host", cluster.host_link))
-    for lane, name, link in links:
-        flows = [flow for flow in found if flow.link == name]
-        into, out = (elements * sum(flow.bytes for flow in flows if flow.out == way) for way in (False, True))
-        seconds[lane] = link.seconds(into, out)
-    return seconds
-
-
-def _saved(s: Setting) -> float:
-    """Bytes that a rank saves for the backward of one microbatch."""
-    found, modes = sums(s), s.recompute
-    ones = {mode: microbatch(s, found, mode) for mode in modes}
-    blocks = sum(max(ones[mode].plain, ones[mode].mixed) for mode in modes) / s.model.layers
-    return math.ceil(s.model.layers / s.layout.pp) * blocks + ones[modes[0]].begin + ones[modes[-1]].end

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from fivefold.errors import UserError
 from fivefold.optim import update_traffic
 from fivefold.plan.memory import memory
 from fivefold.plan.memory.memory import Memory
 from fivefold.plan.messages import communication
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import rates, stage_costs, time
-from fivefold.plan.time.cost import Cost
+from fivefold.plan.time import stage_costs, time
+from fivefold.plan.time.cost import Cost, slowest, stream
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.priority import Layer, Line, Simulation
 from fivefold.sharding.sync import Servers, messages, units
@@ -33,11 +32,6 @@ class Service:
     @property
     def ranks(self) -> int:
         return self.workers + self.servers.count
-
-    @property
-    def crosses(self) -> bool:
-        """True if workers and servers do not fit into one node."""
-        return self.ranks > self.worker.cluster.per_node
 
     @property
     def elements(self) -> list[int]:
@@ -67,24 +61,11 @@ class Service:
 
 
 def service(whole: Setting, servers: Servers, grad_clip: float, reduce: str) -> Service:
-    """whole: the setting of all workers.
-
-    Raises:
-        UserError: the cluster has another number of devices than workers and servers together.
-    """
+    """whole: the setting of all workers."""
     workers = whole.layout.ranks
     alone = replace(whole.layout, dp_replicate=1)
     worker = replace(whole, layout=alone, cluster=whole.cluster.for_ranks(workers + servers.count))
     return Service(servers, worker, workers, grad_clip > 0, DTYPES[reduce].bytes)
-
-
-def assert_fits(workers: int, servers: int, devices: int) -> None:
-    """Raises UserError if a cluster has another number of devices."""
-    if devices and workers + servers != devices:
-        raise UserError(
-            f"{workers} workers and sync.servers = {servers} are {workers + servers} ranks, but there are {devices}. "
-            f"Nearest valid: dp={max(1, devices - servers)}"
-        )
 
 
 def line(s: Service) -> Line:
@@ -93,13 +74,14 @@ def line(s: Service) -> Line:
     cluster = s.worker.cluster
     elements = min(s.servers.order.partition / DTYPES[MASTER].bytes, max(s.elements))
     size = elements * s.pushed
-    latency, per_byte = communication.send_line(size, s.crosses, cluster)
+    crosses = s.ranks > cluster.per_node  # workers and servers do not fit into one node
+    latency, per_byte = communication.send_line(size, crosses, cluster)
     per_byte *= max(1.0, s.workers / s.servers.count)  # workers share the link of a server
     states = s.worker.states
     moved = update_traffic(states.gradient, DTYPES[MASTER].bytes, states.moments, s.pulled)
     moved += s.worker.software.check_traffic(cluster.on_cpu)
     moved += s.workers * s.pushed if s.servers.synchronous else s.pushed
-    update = rates.stream(elements * moved, cluster.device, "optimizer", s.worker.dtype) / size
+    update = stream(elements * moved, cluster.device, "optimizer", s.worker.dtype) / size
     if s.clips:
         update /= s.servers.count
     return Line(
@@ -109,53 +91,49 @@ def line(s: Service) -> Line:
     )  # fmt: skip
 
 
-def layers(s: Service) -> list[Layer]:
-    """Seconds and bytes of each unit. Pulls end before the first microbatch's forward, pushes begin in the last one's
-    backward; the microbatches between them count as the last layer's."""
-    w, shared = s.worker, stage_costs.parts(s.worker)
-    slower = rates.slowest(s.ranks, w.cluster.device.spread)
-    found: list[Layer] = []
-    costs = _by_unit(s, shared.begin, stage_costs.block_cost(w, 0, shared), shared.end)
+def simulation(s: Service) -> Simulation:
+    """What a worker computes and exchanges in several steps, but for the fixed time of each (`time.fixed`): seconds and
+    bytes of each unit. Pulls end before the first microbatch's forward, pushes begin in the last one's backward; the
+    microbatches between them count as the last layer's."""
+    w, shared, slower = (
+        s.worker,
+        stage_costs.parts(s.worker),
+        slowest(s.ranks, s.worker.cluster.device.spread),
+    )
+    block, begins, costs, layers = (
+        stage_costs.block_cost(w, 0, shared),
+        shared.begin,
+        list[Cost](),
+        list[Layer](),
+    )
+    for names in units(w.card):
+        if names[0].startswith("blocks."):
+            costs.append(block)
+        elif names[0].startswith("embed"):  # of several parts of an embedding, the first one counts
+            costs.append(begins)
+            begins = Cost()
+        else:
+            costs.append(Cost())
+    costs[-1] += shared.end
     whole = sum((cost.seconds for cost in costs), 0.0) * slower
     for number, (cost, size) in enumerate(zip(costs, s.elements, strict=True)):
         slow = cost.slowed(slower)
         between = (w.microbatches - 1) * whole if number == len(costs) - 1 else 0.0
         forward, backward = slow.forward + between, slow.input + slow.weight
-        found.append(Layer(forward, backward, size * s.pushed, size * s.pulled))
-    return found
-
-
-def _by_unit(s: Service, begin: Cost, block: Cost, end: Cost) -> list[Cost]:
-    """The costs of the model's parts by the units whose weights they need."""
-    found, begun = [], False
-    for some in units(s.worker.card):
-        if some[0].startswith("blocks."):
-            found.append(block)
-        elif some[0].startswith("embed") and not begun:
-            found.append(begin)
-            begun = True
-        else:
-            found.append(Cost())
-    found[-1] += end
-    return found
-
-
-def simulation(s: Service) -> Simulation:
-    """What a worker computes and exchanges in several steps, but for the fixed time of each (`time.fixed`)."""
-    return Simulation(layers(s), line(s), iterations=8)
+        layers.append(Layer(forward, backward, size * s.pushed, size * s.pulled))
+    return Simulation(layers, line(s), iterations=8)
 
 
 def step(s: Service) -> time.Step:
     """The time of a step: of as many shares as there are workers."""
     run = simulation(s)
-    some = run.layers
-    compute = sum(one.forward + one.backward for one in some) + time.fixed(s.worker)
+    compute = sum(layer.forward + layer.backward for layer in run.layers) + time.fixed(s.worker)
     seconds = run.seconds + time.fixed(s.worker)
-    bytes_up, bytes_down = (sum(getattr(one, name) for one in some) for name in ("pushed", "pulled"))
+    pushed, pulled = (sum(getattr(layer, name) for layer in run.layers) for name in ("pushed", "pulled"))
     terms = [
         ("a worker's forward and backward", compute),
-        ("gradients on their way, if nothing ran beside them", bytes_up / line(s).up),
-        ("weights on their way, if nothing ran beside them", bytes_down / line(s).down),
+        ("gradients on their way, if nothing ran beside them", pushed / run.line.up),
+        ("weights on their way, if nothing ran beside them", pulled / run.line.down),
         ("a step, by the simulator", seconds),
     ]
     return time.Step(seconds, compute, {"servers": max(0.0, seconds - compute)}, 0.0, terms)
@@ -163,13 +141,11 @@ def step(s: Service) -> time.Step:
 
 def held(s: Service) -> list[Memory]:
     """Memory of a worker and of a server."""
-    w, total = s.worker, sum(s.elements)
-    (one,) = memory.predict(w)
+    w, total, rows, fp32 = s.worker, sum(s.elements), s.rows, DTYPES[MASTER].bytes
+    (states,) = memory.predict(w)
     several = s.servers.count > 1
-    packed = total * ((s.pushed if several or s.pushed != DTYPES[MASTER].bytes else 0) + several * s.pulled)
-    worker = replace(one, optimizer=0.0, buffers=one.buffers + packed)
-    rows = s.rows
-    fp32, moments = DTYPES[MASTER].bytes, w.states.moments
+    packed = total * ((s.pushed if several or s.pushed != fp32 else 0) + several * s.pulled)
+    worker = replace(states, optimizer=0.0, buffers=states.buffers + packed)
     copies = (s.pulled != fp32) if s.servers.synchronous else s.workers
     buffers = rows * (s.workers * s.pushed + copies * s.pulled)
-    return [worker, Memory(0.0, rows * fp32, rows * (fp32 + moments), 0.0, buffers)]
+    return [worker, Memory(0.0, rows * fp32, rows * (fp32 + w.states.moments), 0.0, buffers)]

@@ -9,8 +9,7 @@ from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.messages import communication, volume
 from fivefold.plan.messages.communication import collective, exposed, held
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import rates
-from fivefold.plan.time.cost import Cost
+from fivefold.plan.time.cost import Cost, stream
 from fivefold.precision import DTYPES, MASTER, PRECISIONS
 from fivefold.schedules.collectives.registry import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
@@ -27,7 +26,7 @@ def accumulate(elements: float, s: Setting) -> Cost:
     if measured and s.layout.zero and not scattered_once(s.layout.zero, s.layout.pp):
         return Cost()  # only the rank's own rows are summed
     size = elements * (s.sizes.e + 2 * s.states.gradient)
-    return Cost(weight=rates.stream(size, s.cluster.device, "accumulate", s.dtype))
+    return Cost(weight=stream(size, s.cluster.device, "accumulate", s.dtype))
 
 
 def per_microbatch(own: Elements, cost: Cost, s: Setting) -> Cost:
@@ -57,12 +56,12 @@ def per_microbatch(own: Elements, cost: Cost, s: Setting) -> Cost:
 
 def synced(own: Elements, s: Setting) -> Iterator[tuple[Sync, float, float]]:
     """(message, its seconds, seconds of FSDP2's copies for it) of data parallelism for a rank's elements."""
-    for (_, keeps, expert), (_, still) in zip(own.groups(), own.frozen_groups(), strict=True):
+    if s.layout.compress != NONE:
+        return  # see compressed_sums
+    for _, keeps, expert, _, still in own.groups():
         ranks = sharing_group(s.layout, expert)[1]
         whole = keeps * ranks
         for sync, size in volume.synced(s, whole, expert, trained=whole - still * ranks):
-            if s.layout.compress != NONE:
-                continue  # see compressed_sums
             yield sync, _seconds(sync, size, whole, s), _copied(sync, keeps, whole, s)
 
 
@@ -103,7 +102,7 @@ def _copied(sync: Sync, keeps: float, whole: float, s: Setting) -> float:
     if sync.blocks or sync.group == "inside":
         number, of = sync.blocks.per_element if sync.blocks else e, sync.part * whole
         moved += (keeps if gather else of) * (e if gather else 4) + of * (2 * number + (e if gather else 4))
-    return rates.stream(moved, device, "copy", s.dtype)
+    return stream(moved, device, "copy", s.dtype)
 
 
 def per_step(s: Setting, own: Elements, backward: float, forward: float) -> tuple[float, float]:
@@ -141,7 +140,7 @@ def summed_pieces(s: Setting, own: Elements) -> int:
     blocks = max(1, s.model.layers // s.layout.pp)
     if s.layout.zero:
         return blocks
-    return max(1, min(blocks, sum(bucket_number(s, computes) for computes, _, _ in own.groups() if computes)))
+    return max(1, min(blocks, sum(bucket_number(s, computes) for computes, *_ in own.groups() if computes)))
 
 
 def compressed_sums(s: Setting, own: Elements) -> tuple[float, float, float]:
@@ -149,12 +148,18 @@ def compressed_sums(s: Setting, own: Elements) -> tuple[float, float, float]:
     follow; of encoding and decoding."""
     first = later = encoding = 0.0
     compress = compressor(s.layout.compress)
-    for computes, _, expert in own.groups():
+    for computes, _, expert, *_ in own.groups():
         messages = volume.compressed(s, expert) if computes else []
         seconds = [message_seconds([(what, axis, size * computes)], s) for what, axis, size in messages]
         first, later = first + sum(seconds[:1]), later + sum(seconds[1:])
         if compress is not None and messages:
-            encoding += s.cluster.oversubscription * rates.encoding(computes, compress, s.cluster.device)
+            device = s.cluster.device
+            each = device.measured.encoding(compress.text) if device.measured else None
+            passes = (
+                compress.passes * DTYPES[MASTER].bytes * computes
+            )  # memory traffic, where it is not measured
+            took = computes * each if each is not None else stream(passes, device, "copy", MASTER)
+            encoding += s.cluster.oversubscription * took
     return first, later, encoding
 
 
@@ -187,21 +192,18 @@ def _outer_elements(s: Setting, position: int) -> tuple[int, ...]:
 def outer_seconds(s: Setting, inner: float = 0.0) -> float:
     """Seconds of all outer steps of `sites.every` inner steps. Each fragment's messages go out together, and overlap
     with `sites.overlap` inner steps of `inner` seconds. The slowest pipeline position decides."""
-    if s.sites.count == 1:
-        return 0.0
-    return max(_outer_at(s, position, inner * s.sites.overlap) for position in range(s.layout.pp))
-
-
-def _outer_at(s: Setting, position: int, hidden: float) -> float:
-    rank, group, total = s.layout.rank({"pp": position}), s.group("sites"), 0.0
-    for number in range(s.sites.fragments):
-        messages = (one for message in volume.outer(s, rank, number) for one in message)
-        sent = sum(collective(what, size, group, s.cluster) for what, size in messages)
-        total += max(0.0, sent - hidden)
-    # common weights and momentum are read and written; masters are read for the difference, and written
-    moved = sum(_outer_elements(s, position)) * (2 * s.sites.kept + 4 * DTYPES[MASTER].bytes)
-    update = rates.stream(moved, s.cluster.device, "optimizer", s.dtype)
-    return total + s.cluster.oversubscription * update
+    slowest, hidden, group = 0.0, inner * s.sites.overlap, s.group("sites")
+    for position in range(s.layout.pp if s.sites.count > 1 else 0):
+        rank, total = s.layout.rank({"pp": position}), 0.0
+        for number in range(s.sites.fragments):
+            messages = (one for message in volume.outer(s, rank, number) for one in message)
+            sent = sum(collective(what, size, group, s.cluster) for what, size in messages)
+            total += max(0.0, sent - hidden)
+        # common weights and momentum are read and written; masters are read for the difference, and written
+        moved = sum(_outer_elements(s, position)) * (2 * s.sites.kept + 4 * DTYPES[MASTER].bytes)
+        update = stream(moved, s.cluster.device, "optimizer", s.dtype)
+        slowest = max(slowest, total + s.cluster.oversubscription * update)
+    return slowest
 
 
 def outer_buffers(s: Setting, position: int) -> float:

@@ -1,23 +1,47 @@
-"""Predicts the step time: the model's parts, data parallelism, and the pipeline, whose schedule the simulator runs."""
+"""Predicts the step time: the model's parts, data parallelism, and the pipeline, whose schedule the simulator runs. And
+what a run costs besides its steps: stalls (writing checkpoints, reading data, the slowest device). For sites that train
+apart, the link speed from which on that is faster than summing gradients in every step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
+from fivefold.host.devices import GB
+from fivefold.models.card import card_of
 from fivefold.models.operations import Matmul
-from fivefold.optim import OPTIMIZERS, rounding_traffic, update_traffic
+from fivefold.models.section import ModelSection
+from fivefold.optim import OPTIMIZERS, kept_in, rounding_traffic, update_traffic
+from fivefold.optim.card import planned_ways
+from fivefold.plan.cluster.devices import Link
 from fivefold.plan.memory import model_states
 from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.messages import volume
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import offload, rates, sync_costs
-from fivefold.plan.time.cost import Cost
-from fivefold.plan.time.pipeline import PipelineTimer, hidden_by_pairs, pipeline
-from fivefold.plan.time.stage_costs import Parts, outside_blocks, stage_costs
-from fivefold.plan.time.sync_costs import compressed_sums, message_seconds, per_step, shared_sums
+from fivefold.plan.time import offload
+from fivefold.plan.time.cost import Cost, products, slowest, stream
+from fivefold.plan.time.stage_costs import (
+    Parts,
+    PipelineTimer,
+    hidden_by_pairs,
+    outside_blocks,
+    pipeline,
+    stage_costs,
+)
+from fivefold.plan.time.sync_costs import (
+    compressed_sums,
+    message_seconds,
+    outer_seconds,
+    per_step,
+    shared_sums,
+)
+from fivefold.precision import PRECISIONS, token_bytes
+from fivefold.recipe import Recipe, count_parameters
 from fivefold.schedules.compression import NONE
-from fivefold.sharding.parts import stages_of
+from fivefold.sharding.parts import held, local_shape, stages_of
 
 
 @dataclass
@@ -39,17 +63,15 @@ class Step:
 
 def optimizer(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update, refreshing the weights and checking them, and of what all ranks agree on."""
-    return update(s, own) + agreement(s)
-
-
-def agreement(s: Setting) -> float:
-    """Seconds of what all ranks agree on."""
-    return message_seconds(volume.control(s), s)
+    return update(s, own) + message_seconds(volume.control(s), s)
 
 
 def on_device(s: Setting, own: Elements, position: int) -> float:
-    """Seconds of the update on the device of a pipeline rank. If the host updates, only what all ranks agree on."""
-    return optimizer(s, own) + whole_matrices(s, position) if offload.updates_here(s) else agreement(s)
+    """Seconds of the update on the device of a pipeline rank. If the host updates, only what all ranks agree on; on a
+    CPU both are the same cores."""
+    if offload.of(s).streams and not s.cluster.on_cpu:
+        return message_seconds(volume.control(s), s)
+    return optimizer(s, own) + whole_matrices(s, position)
 
 
 def update(s: Setting, own: Elements) -> float:
@@ -61,17 +83,23 @@ def update(s: Setting, own: Elements) -> float:
     size = kept * (moved + rounding_traffic(b.copied))
     size *= s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
     size += kept * s.software.check_traffic(s.cluster.on_cpu)
-    return s.cluster.oversubscription * rates.stream(size, s.cluster.device, "optimizer", s.dtype)
+    return s.cluster.oversubscription * stream(size, s.cluster.device, "optimizer", s.dtype)
 
 
 def whole_matrices(s: Setting, position: int) -> float:
     """Seconds of an update's matmuls on whole matrices, and of bringing their pieces together and back."""
-    messages, products = volume.matrices(s, s.layout.rank({"pp": position})), 0.0
-    for (*_, r, c), flops in volume.matrix_flops(s, position):
-        one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
-        seconds, *_ = rates.products(one, s.cluster.device, s.rate, s.sizes.e)
-        products += flops / (2 * one.m * one.n * one.k) * seconds
-    return s.cluster.oversubscription * products + message_seconds(messages, s)
+    card, rank, seconds = OPTIMIZERS[s.software.optimizer], s.layout.rank({"pp": position}), 0.0
+    table = held(s.card, s.layout, rank) if card.needs == "matrices" else {}
+    pieces = planned_ways(card, s.card, s.layout, rank)
+    for name, part in table.items():
+        ranges = pieces[name].whole if name in pieces else part.keeps
+        shape = local_shape(ranges) if ranges is not None and card.of(name, part.shape) is card else ()
+        if len(shape) > 1 and (flops := card.flops(shape)):
+            *_, r, c = shape
+            one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
+            takes, *_ = products(one, s.cluster.device, s.rate, s.sizes.e)
+            seconds += flops / (2 * one.m * one.n * one.k) * takes
+    return s.cluster.oversubscription * seconds + message_seconds(volume.matrices(s, rank), s)
 
 
 def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None) -> Step:
@@ -80,7 +108,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     makespan, ends, busy = run(s, costs)
     p, m = s.layout.pp, s.microbatches
     extra, waits = 0.0, [0.0] * p
-    slowest = rates.slowest(s.layout.ranks, s.cluster.device.spread)
+    slower = slowest(s.layout.ranks, s.cluster.device.spread)
     ranks, same, known = model_states.rank_elements(s), model_states.alike(s), {}
     reduced = gathered = updated = moved = 0.0
     for position in range(p):
@@ -99,7 +127,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     encoding = max(compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
     besides = fixed(s)
     inner = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides
-    apart = sync_costs.outer_seconds(s, inner) / s.sites.every
+    apart = outer_seconds(s, inner) / s.sites.every
     seconds = inner + apart
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
     exposed = {"model": waits[worst] + tensor_sums, "data": data} | ({"sites": apart} if apart else {})
@@ -110,7 +138,7 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
     terms += [(f"stage {i} backward", c.input + c.weight) for i, c in enumerate(costs)]
     terms += [
-        ("slowest device, part of the next", makespan * (1 - 1 / slowest)),
+        ("slowest device, part of the next", makespan * (1 - 1 / slower)),
         ("pipeline, first start to last end", makespan),
         ("exposed gradient sums", reduced),
         ("exposed weight gathers", gathered),
@@ -133,8 +161,10 @@ def _behind(
     backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
     forward -= outside_blocks(s, position).sent_forward
     r, g = per_step(s, own, backward, forward)
-    u = on_device(s, own, position)
-    return r, g, u, offload.exposed(s, offload.Computing(forward, backward, u), own)
+    u, away = on_device(s, own, position), 0.0
+    if not offload.of(s).stays:
+        away = offload.seconds(s, forward, backward, u, own) - (s.microbatches * (forward + backward) + u)
+    return r, g, u, away
 
 
 def fixed(s: Setting) -> float:
@@ -146,3 +176,141 @@ def fixed(s: Setting) -> float:
     if layout.shards > 1:
         per_block += machine.overhead(f"zero{layout.zero} step")
     return s.cluster.oversubscription * (machine.overhead("step") + per_block * s.model.layers / layout.pp)
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """Stalls of a run.
+
+    checkpoint: bytes of one checkpoint, which all nodes write at once. saving: seconds that the run waits for it.
+    every: steps between checkpoints, also if they are due by time; 0: one at the end. reading: seconds to read a step's
+    tokens, overlapped with the step before. waiting: the exposed part of it. slowest: time of the slowest device over
+    the mean.
+    """
+
+    checkpoint: int
+    saving: float
+    every: int
+    reading: float
+    waiting: float
+    slowest: float
+
+    @property
+    def per_step(self) -> float:
+        """Average seconds that stalls add per step."""
+        return self.waiting + (self.saving / self.every if self.every else 0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "checkpoint_bytes": self.checkpoint,
+            "checkpoint_s": self.saving,
+            "checkpoint_every": self.every,
+            "data_wait_s": self.waiting,
+            "a_step_s": self.per_step,
+        }
+
+    def lines(self) -> list[str]:
+        """The lines of `--explain`."""
+        often = f"every {self.every:,} steps" if self.every else "at the end"
+        return [
+            "stalls",
+            f"  {'checkpoint, GB':38}{self.checkpoint / GB:10.4f}  {often}",
+            f"  {'waiting for a checkpoint, s':38}{self.saving:10.4f}",
+            f"  {'reading the tokens of a step, s':38}{self.reading:10.4f}  exposed: {self.waiting:.4f}",
+            f"  {'average per step, s':38}{self.per_step:10.4f}",
+            f"  {'slowest device over the mean':38}{self.slowest:10.4f}",
+        ]
+
+
+def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
+    """The stalls of a resolved recipe whose steps take `step` seconds."""
+    nodes, section, steps = max(1, s.cluster.nodes), recipe.checkpoint, recipe.train.steps
+    by_time = math.ceil(60 * section.minutes / step) if section.minutes and step else 0
+    states = _state_bytes(recipe.optim.name, s.mode, recipe.precision.rounding, recipe.model)
+    size = round((s.states.master or s.states.working) * count_parameters(recipe.model) + states)
+    tokens = recipe.train.global_batch_size * recipe.model.seq_len
+    reading = tokens * token_bytes(recipe.model.vocab_size or 0) / nodes / s.cluster.storage.read
+    return Stalls(
+        checkpoint=size,
+        saving=size / nodes / s.cluster.storage.write,
+        every=min((n for n in (section.every, by_time) if 0 < n < (steps or n + 1)), default=0),
+        reading=reading,
+        waiting=max(0.0, reading - step),
+        slowest=slowest(s.layout.ranks, s.cluster.device.spread),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _state_bytes(optimizer: str, mode: str, rounding: str, model: ModelSection) -> float:
+    """Bytes of the optimizer's states of a whole model."""
+    kept = kept_in(OPTIMIZERS[optimizer], PRECISIONS[mode], rounding)
+    return sum(kept.state_bytes(name, shape) for name, shape in card_of(model).parameters.items())
+
+
+EVEN = 1.05
+"""A step of this ratio counts as equally fast."""
+SLOWEST, FASTEST = 1e5, 1e13  # bytes/s of the links that are tried
+
+
+@dataclass(frozen=True)
+class SlowLinks:
+    """Training apart beside summing gradients in every step.
+
+    outer: seconds of an outer step of every fragment. apart, together: seconds per inner step. even: bytes/s of the
+    link between sites at which both are equally fast (`EVEN`); above, training apart saves no time. None: it is not
+    faster at any speed, or always. link: bytes/s of the cluster's.
+    """
+
+    outer: float
+    apart: float
+    together: float
+    even: float | None
+    link: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "outer_step_s": self.outer,
+            "step_s": self.apart,
+            "step_s_if_all": self.together,
+            "even_link_bytes_per_s": self.even,
+            "link_bytes_per_s": self.link,
+        }
+
+    def line(self, sites: int, every: int) -> str:
+        ratio = self.together / self.apart
+        text = f"{sites}, an outer step of {self.outer:.3g} s every {every}; summing in every step takes {ratio:.3g}x"
+        if self.even is None:
+            return text
+        speed = 8e-9 * self.even
+        return (
+            f"{text}. Sites win (over {EVEN:g}x) where links between them are slower than {speed:.3g} Gbit/s"
+        )
+
+
+def slow_links(apart: Setting, together: Setting) -> SlowLinks:
+    """together: the same run without sites."""
+
+    across = apart.group("sites").nodes > 1
+    which = "inter" if across else "intra"
+    link: Link = getattr(apart.cluster, which)
+
+    def seconds(s: Setting, speed: float) -> float:
+        wire = replace(getattr(s.cluster, which), bandwidth=speed, reduce=None)
+        return step(replace(s, cluster=replace(s.cluster, **{which: wire}))).seconds
+
+    outer, both = outer_seconds(apart), (step(apart).seconds, step(together).seconds)
+    if apart.cluster.machine and not across:  # its table prices messages, whatever the link
+        return SlowLinks(outer, *both, None, None)
+    even = crossing(lambda speed: seconds(together, speed) / seconds(apart, speed))
+    return SlowLinks(outer, *both, even, link.bandwidth)
+
+
+def crossing(ratio: Callable[[float], float], tries: int = 24) -> float | None:
+    """The speed at which a falling ratio reaches EVEN, by bisection; None if it does not."""
+    low, high = math.log(SLOWEST), math.log(FASTEST)
+    if not ratio(FASTEST) < EVEN < ratio(SLOWEST):
+        return None
+    for _ in range(tries):
+        middle = (low + high) / 2
+        low, high = (middle, high) if ratio(math.exp(middle)) > EVEN else (low, middle)
+    return math.exp(high)

@@ -8,27 +8,22 @@ that is slower, the simulation hides a little more: it also computes longer besi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from fivefold.models.operations import Operation
 from fivefold.plan.memory import model_states
 from fivefold.plan.messages import communication
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import cost, offload, rates, stage_costs, sync_costs, time
+from fivefold.plan.time import cost, offload, stage_costs, sync_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.overlap import Message, StepTimeline, Work, simulate
 from fivefold.schedules.ring_attention import messages
 from fivefold.sharding.units import Sync
 
-ONCE = "once"
-"""The queue of gathers and sums that run once per step: their order is that of `time.step`, whatever their axis."""
-
-EACH = "each"
-"""The queue of ZeRO's messages of every microbatch."""
-BEGUN = 1e-9
-"""The share of a phase's work after which it has begun."""
+ONCE = "once"  # the queue of gathers and sums that run once per step: their order is that of `time.step`
+EACH = "each"  # the queue of ZeRO's messages of every microbatch
+BEGUN = 1e-9  # the share of a phase's work after which it has begun
 SCATTER = "reduce_scatter, {} of {}"
 
 
@@ -47,11 +42,7 @@ class _Each(NamedTuple):
     out: float = 0.0
 
 
-NOTHING = _Each()
-
-
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A block, or what is before or behind the blocks. cost: with ZeRO's messages left out. repeated: seconds of
     messages that recomputation repeats."""
 
@@ -59,7 +50,7 @@ class _Part:
     operations: list[tuple[Operation, Cost]]
     cost: Cost
     repeated: float = 0.0
-    each: _Each = NOTHING
+    each: _Each = _Each()
 
 
 class _Step:
@@ -72,10 +63,12 @@ class _Step:
         self.shared = stage_costs.parts(s)
         self.slower = 1.0  # than an average device
         self.outside = self._each(model_states.outside_blocks(s, 0))
-        begin = _Part("embedding", _priced(s.work.begin, s), self.shared.begin)
-        end = _Part("head", _priced(s.work.end, s), self.shared.end)
+        begin, end = ([(op, cost.operation(op, s)) for op in ops] for ops in (s.work.begin, s.work.end))
         blocks = [self._block(number) for number in range(s.model.layers)]
-        self.parts = [begin, *blocks, end]
+        ends = _Part("embedding", begin, self.shared.begin), _Part("head", end, self.shared.end)
+        self.parts = [ends[0], *blocks, ends[1]]
+        # of messages within the model
+        self.axis = "tp" if s.layout.tp > 1 else "cp" if s.layout.cp > 1 else "ep"
         self.whole = stage_costs.stage_costs(s, self.shared)[0]
         self.loads = offload.loads(s, self.whole.input + self.whole.weight, self.own)
 
@@ -84,14 +77,14 @@ class _Step:
         gathers = [one for one in once if one[0].what == "gather"]
         self.compute("other", "copies", sum(copied for _, _, copied in gathers))
         unplaced = self._unplaced()
-        self.slower = rates.slowest(self.s.layout.ranks, self.s.cluster.device.spread)
+        self.slower = cost.slowest(self.s.layout.ranks, self.s.cluster.device.spread)
         self.slower *= self.s.cluster.oversubscription
         self._load("update", self.loads.alone, self.done)
         first = self.done
         for number in range(self.shown):
             first = self.done
             if number == 0 and self.loads.hidden:
-                self._update()
+                self.compute("update", "update", time.on_device(self.s, self.own, 0))
             self.compute("forward", "host", unplaced.forward)
             queue = EACH if number else ONCE
             self._zero("all_gather, outside of blocks", self.outside.gathers, queue=queue)
@@ -111,17 +104,13 @@ class _Step:
             self.compute("backward", "host", unplaced.input + unplaced.weight)
             self._load("backward", self.loads.backward[number > 0], first)
         self.slower = 1.0
-        self._sums([one for one in once if one[0].what != "gather"], first)
-        self._rest()
+        self._ending([one for one in once if one[0].what != "gather"], first)
         return simulate(self.work, self.sent)
 
     def compute(self, kind: str, name: str, seconds: float) -> None:
         if seconds > 0:
             self.work.append(Work(kind, name, seconds * self.slower))
             self.done += seconds * self.slower
-
-    def _update(self) -> None:
-        self.compute("update", "update", time.on_device(self.s, self.own, 0))
 
     def _load(self, phase: str, load: Mapping[str, float], first: float) -> None:
         """Adds what runs on the lanes of offload beside the work since `first`. It begins with that work, not while the
@@ -130,13 +119,11 @@ class _Step:
         for lane, seconds in load.items():
             self.sent.append(Message(lane, f"{lane} of {phase}", seconds, begins, self.done))
 
-    def send(self, lane: str, name: str, seconds: float) -> None:
-        """Adds a message with which nothing overlaps."""
-        self._add(lane, name, seconds, self.done, self.done)
-
     def _add(
-        self, lane: str, name: str, seconds: float, ready: float, needed: float, queue: str = ""
+        self, lane: str, name: str, seconds: float, at: tuple[float, float] | None = None, queue: str = ""
     ) -> None:
+        """Adds a message. at: when it is ready, and needed; None: nothing overlaps with it."""
+        ready, needed = at or (self.done, self.done)
         held = communication.held(1.0, self.s.group(lane), self.s.cluster)
         self.sent.append(Message(lane, name, seconds, ready, needed, queue, held))
 
@@ -150,20 +137,20 @@ class _Step:
         return _Part(f"blocks.{number}", operations, whole, again, self._each(own))
 
     def _each(self, own: model_states.Elements) -> _Each:
-        found = [one for one in sync_costs.synced(own, self.s) if one[0].each]
-        ways = [[one for one in found if (one[0].what == "gather") is way] for way in (True, False)]
+        synced = [message for message in sync_costs.synced(own, self.s) if message[0].each]
+        ways = [[sent for sent in synced if (sent[0].what == "gather") is way] for way in (True, False)]
         gathers, scatters = (tuple((sync.group, seconds) for sync, seconds, _ in way) for way in ways)
         return _Each(gathers, scatters, *(sum(copied for *_, copied in way) for way in ways))
 
     def _unplaced(self) -> Cost:
         """Python between the parts, and sums of gradients outside of blocks: what a stage costs besides its parts."""
-        s, whole, found = self.s, self.whole, sum((part.cost for part in self.parts), Cost())
-        slow = rates.slowest(s.layout.ranks, s.cluster.device.spread)
+        s, whole, placed = self.s, self.whole, sum((part.cost for part in self.parts), Cost())
+        slow = cost.slowest(s.layout.ranks, s.cluster.device.spread)
         each = [self.outside, *(part.each for part in self.parts)]
         into, out = sum(one.into for one in each), sum(one.out for one in each)
-        forward = (whole.forward - whole.sent_forward) / slow - found.forward + found.sent_forward - into
+        forward = (whole.forward - whole.sent_forward) / slow - placed.forward + placed.sent_forward - into
         backward = (whole.input - whole.sent_backward + whole.weight) / slow
-        backward -= found.input + found.weight - found.sent_backward + into + out
+        backward -= placed.input + placed.weight - placed.sent_backward + into + out
         return Cost(max(0.0, forward), max(0.0, backward))
 
     def _phase(self, index: int, backward: bool) -> None:
@@ -180,7 +167,7 @@ class _Step:
             again = max(0.0, left - sum(seconds for _, seconds, _ in ways))
             self.compute(kind, part.name, again)
             left -= again
-            self.send(self._axis, f"messages of forward again, {during}", part.repeated * scale)
+            self._add(self.axis, f"messages of forward again, {during}", part.repeated * scale)
         pairs = list(zip(part.operations, ways, strict=True))
         for (op, _), (_, seconds, weight) in reversed(pairs) if backward else pairs:
             began, now = self.done, min(left, seconds - weight)
@@ -192,7 +179,7 @@ class _Step:
         if not backward:
             self.compute(kind, part.name, left)
         if not before:
-            self.send(self._axis, f"waits, {during}", sent)
+            self._add(self.axis, f"waits, {during}", sent)
         self._zero(f"all_gather, {self._near(index + (-1 if backward else 1))}", each.gathers, first)
         if backward and self.s.software.overlap_scatter:
             self._zero(f"reduce_scatter, {self._near(index + 1)}", each.scatters, first)
@@ -202,11 +189,6 @@ class _Step:
     def _near(self, index: int) -> str:
         """The block at this index among the parts, or the one nearest to it."""
         return self.parts[min(max(index, 1), len(self.parts) - 2)].name
-
-    @property
-    def _axis(self) -> str:
-        """The axis of messages within the model."""
-        return "tp" if self.s.layout.tp > 1 else "cp" if self.s.layout.cp > 1 else "ep"
 
     def _model(self, op: Operation, began: float, scale: float, during: str, backward: bool) -> None:
         """Adds the messages of an operation that is just computed: hidden ones beside it, others behind it. Those that
@@ -225,7 +207,7 @@ class _Step:
                 ready = first + (last - first) * turn / turns if one.hidden else self.done
                 needed = first + (last - first) * (turn + 1) / turns if one.hidden else self.done
                 name = f"turn {turn + 1}" if one.what == "ring" else name
-                self._add(one.axis, f"{name}, {during}", seconds / turns, ready, needed)
+                self._add(one.axis, f"{name}, {during}", seconds / turns, (ready, needed))
 
     def _zero(
         self, name: str, sent: tuple[tuple[str, float], ...], first: float | None = None, queue: str = EACH
@@ -233,7 +215,7 @@ class _Step:
         """Adds messages of ZeRO beside the part that began at `first`. None: nothing overlaps with them."""
         for axis, seconds in sent:
             ready = first if self.s.software.overlap_data and first is not None else self.done
-            self._add(axis, name, seconds, ready, self.done, queue)
+            self._add(axis, name, seconds, (ready, self.done), queue)
 
     def _spread(
         self, sent: list[tuple[str, str, float]], first: float, before: bool, pieces: int = 0
@@ -250,33 +232,28 @@ class _Step:
             for name, axis, seconds in sent:
                 alone = name == SCATTER and not self.s.software.overlap_scatter
                 until, queue = (ready, "") if alone else (needed, ONCE)
-                self._add(axis, name.format(number + 1, pieces), seconds / pieces, ready, until, queue)
+                self._add(axis, name.format(number + 1, pieces), seconds / pieces, (ready, until), queue)
 
-    def _sums(self, once: list[tuple[Sync, float, float]], first: float) -> None:
-        """Adds the sums of gradients that the last backward, since `first`, makes ready."""
-        s = self.s
+    def _ending(self, once: list[tuple[Sync, float, float]], first: float) -> None:
+        """Adds the sums of gradients that the last backward, since `first`, makes ready, and what follows them."""
+        s, pieces = self.s, sync_costs.summed_pieces(self.s, self.own)
         if s.layout.compress != NONE:
             summed, later, encoding = sync_costs.compressed_sums(s, self.own)
-            pieces = sync_costs.summed_pieces(s, self.own)
             self._spread([("bucket {} of {}", "batch", summed)], first, False, pieces)
-            self._add("batch", "later messages", later, self.done, self.done, ONCE)
+            self._add("batch", "later messages", later, queue=ONCE)
             self.compute("other", "encoding", encoding)
-            return
-        names = {"sum": "bucket {} of {}" if not s.layout.zero else "all_reduce, {} of {}"}
-        sent = [(names.get(sync.what, SCATTER), sync.group, t) for sync, t, _ in once]
-        self._spread(sent, first, False, sync_costs.summed_pieces(s, self.own))
-        self.compute("other", "copies", sum(copied for _, _, copied in once))
-
-    def _rest(self) -> None:
-        """Adds what follows the gradients."""
-        s = self.s
+        else:
+            names = {"sum": "bucket {} of {}" if not s.layout.zero else "all_reduce, {} of {}"}
+            sent = [(names.get(sync.what, SCATTER), sync.group, seconds) for sync, seconds, _ in once]
+            self._spread(sent, first, False, pieces)
+            self.compute("other", "copies", sum(copied for *_, copied in once))
         tensor, tied = sync_costs.shared_sums(s, 0)
-        self.send("tp", "sums of shared gradients", tensor)
-        self.send("pp", "sum of the tied embedding", tied)
+        self._add("tp", "sums of shared gradients", tensor)
+        self._add("pp", "sum of the tied embedding", tied)
         if not self.loads.hidden:
-            self._update()
+            self.compute("update", "update", time.on_device(s, self.own, 0))
         self.compute("other", "fixed", time.fixed(s))
-        self.send("sites", "outer step, on average", sync_costs.outer_seconds(s) / s.sites.every)
+        self._add("sites", "outer step, on average", sync_costs.outer_seconds(s) / s.sites.every)
 
 
 def _way(price: Cost, backward: bool) -> tuple[float, float, float]:
@@ -284,7 +261,3 @@ def _way(price: Cost, backward: bool) -> tuple[float, float, float]:
     if backward:
         return price.sent_backward, price.alone[1], price.weight
     return price.sent_forward, price.alone[0], 0.0
-
-
-def _priced(operations: list[Operation], s: Setting) -> list[tuple[Operation, Cost]]:
-    return [(op, cost.operation(op, s)) for op in operations]
