@@ -1,4 +1,4 @@
-"""The undocumented parts of PyTorch that comm and parallel use, and public ones that have other names in other versions.
+"""The undocumented parts of PyTorch that comm and parallel use, and public ones with other names in other versions.
 Where versions differ, the name that is there decides. Each comment says what breaks without it, and a test calls every
 one (test_private, test_comm, test_membership): run them first when you upgrade torch."""
 
