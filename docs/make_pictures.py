@@ -35,7 +35,7 @@ from fivefold.observe import (
 from fivefold.observe.report import write_report
 from fivefold.observe.timelines import pipeline_svg, step_svg
 from fivefold.optim import OPTIMIZERS
-from fivefold.plan.advice.sweep_results import results as results_of
+from fivefold.plan.advice.scaling import results as results_of
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.pages.pictures import frontier_svg, memory_svg, pictures, roofline_svg
 from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_picture

@@ -20,7 +20,7 @@ from fivefold.errors import UserError
 from fivefold.host import machine
 from fivefold.kernels.elementwise import AdamW
 from fivefold.models.llama.module import Model
-from fivefold.plan.advice.remedies import remedies
+from fivefold.plan.advice.explain import remedies
 from fivefold.plan.predict import priced_here
 from fivefold.recipe import change, load, resolve
 from fivefold.train.hooks import out_of_memory

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from fivefold.cli.compare import criteria_table
 from fivefold.cli.main import app, main
 from fivefold.errors import UserError
-from fivefold.lessons import criteria, overlap, pictures
-from fivefold.lessons.compare import TECHNIQUES, Row, compare, named
+from fivefold.lessons import overlap, pictures
+from fivefold.lessons.compare import TECHNIQUES, Row, compare, data_units, moments, named, redundant
+from fivefold.lessons.compare import words as message_words
 from fivefold.models.section import ModelSection
 from fivefold.observe import format as words_of
 from fivefold.plan.cluster import measured
@@ -149,15 +150,15 @@ def test_ranks_do_together_what_one_process_does(llama: dict[str, Row]) -> None:
 def test_replicas_repeat_the_update() -> None:
     s = of("dp=4")
     (own,) = model_states.rank_elements(s)
-    assert criteria.redundant(s).update == pytest.approx(3 / 4 * time.update(s, own))
-    assert criteria.redundant(of("dp=4,zero=1")).update == 0
+    assert redundant(s).update == pytest.approx(3 / 4 * time.update(s, own))
+    assert redundant(of("dp=4,zero=1")).update == 0
 
 
 def test_full_recomputation_repeats_forward() -> None:
     none, full = (replace(of(f"dp=1,recompute={mode}"), software=QUIET) for mode in ("none", "full"))
     _, costs = stage_costs.parts(full).operations[False]
     forward = full.microbatches * full.model.layers * sum(c.forward for c in costs)
-    found = criteria.redundant(full)
+    found = redundant(full)
     assert found.recompute == pytest.approx(forward)
     assert found.recompute == pytest.approx(time.step(full).seconds - time.step(none).seconds)
 
@@ -166,8 +167,7 @@ def test_what_sequence_parallelism_saves() -> None:
     """Two norms and two residual sums of each block and the last norm, of activations that all ranks have: 5 and 6
     passes over N D e bytes each, and their kernels' starts."""
     one, cut = (
-        criteria.redundant(replace(of(f"tp=4{sp}"), software=replace(FIVEFOLD, kernel=0.0)))
-        for sp in ("", ",sp=true")
+        redundant(replace(of(f"tp=4{sp}"), software=replace(FIVEFOLD, kernel=0.0))) for sp in ("", ",sp=true")
     )
     s = of("tp=4")
     device = s.cluster.device
@@ -181,15 +181,13 @@ def test_context_ranks_add_up_whole_gradients() -> None:
     s = of("cp=4")
     blocks, _, end, _ = model_states.elements(s.model, s.layout)
     size = sum(block.computes for block in blocks) + end.computes
-    assert criteria.redundant(s).sums == pytest.approx(
-        3 / 4 * s.microbatches * sync_costs.accumulate(size, s).weight
-    )
+    assert redundant(s).sums == pytest.approx(3 / 4 * s.microbatches * sync_costs.accumulate(size, s).weight)
 
 
 @pytest.mark.parametrize(("m", "passes"), [(1, (2, 2, 2, 3)), (4, (2, 2, 5, 12))])
 def test_passes_of_the_model(m: int, passes: tuple[float, ...]) -> None:
     """The lectures' 2 Psi of DDP and ZeRO-1/2, 3 Psi of ZeRO-3; (1 + m) and 3 m with m microbatches."""
-    units = [criteria.data_units(of(f"dp=8,zero={zero}", m).layout) for zero in range(4)]
+    units = [data_units(of(f"dp=8,zero={zero}", m).layout) for zero in range(4)]
     assert tuple(once + m * each for once, each in units) == passes
     for zero in range(4):  # bytes of the planner, by the width of each message
         s = of(f"dp=8,zero={zero}", m)
@@ -216,10 +214,10 @@ def test_live_microbatches(layout: str, live: float) -> None:
 
 def test_messages_of_tensor_parallelism() -> None:
     """Two all-reduces in the forward of a block, two in its backward; with sequence parallelism as many bytes."""
-    found = {(one.when, one.what): one for one in criteria.moments(of("tp=4"))}
+    found = {(one.when, one.what): one for one in moments(of("tp=4"))}
     forward = found["forward of a block", "all_reduce"]
     assert forward.calls == found["backward of a block", "all_reduce"].calls == 2
-    assert criteria.words(forward) == "2 all_reduce over tp"
+    assert message_words(forward) == "2 all_reduce over tp"
     assert forward.times == 8 * 4  # blocks and microbatches
     s, cut = of("tp=4"), of("tp=4,sp=true")
     assert volume.sent(cut)["tp"] == pytest.approx(volume.sent(s)["tp"], rel=0.02)
@@ -227,11 +225,11 @@ def test_messages_of_tensor_parallelism() -> None:
 
 def test_messages_of_data_parallelism() -> None:
     """ZeRO 3 gathers a block before forward and before backward of each microbatch, and scatters its gradients."""
-    found = {(one.when, one.what): one for one in criteria.moments(of("dp=4,zero=3"))}
+    found = {(one.when, one.what): one for one in moments(of("dp=4,zero=3"))}
     for moment in (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter")):
         one = found[f"{moment[0]} of a block", moment[1]]
         assert (one.calls, one.times) == (1, 8 * 4)  # blocks and microbatches
-    (summed,) = criteria.moments(of("dp=4"))
+    (summed,) = moments(of("dp=4"))
     assert (summed.when, summed.what, summed.times) == ("last backward", "all_reduce", 1)
 
 

@@ -11,8 +11,7 @@ from commands import REPO
 
 from fivefold.errors import UserError
 from fivefold.plan.advice.budget import BESIROGLU, FLOPS, HOFFMANN, Law
-from fivefold.plan.advice.scaling_fit import Run, fit
-from fivefold.plan.advice.sweep_results import iso_flops, results
+from fivefold.plan.advice.scaling import Run, fit, iso_flops, results
 from fivefold.recipe.sweep import FINISHED, Row, Sweep
 
 SIZES, LENGTHS = (1e7, 4e7, 1.6e8, 6.4e8), (1e9, 4e9, 1.6e10, 6.4e10)
@@ -112,7 +111,7 @@ def test_too_few_runs_are_said(runs: list[Run], why: str) -> None:
     with pytest.raises(UserError, match=f"too few runs for a fit: {why}"):
         fit(runs)
     found = results(sweep_of(runs), "largest")
-    assert found.law is None
+    assert found.fit is None
     assert found.as_json()["law"] is None
     assert not found.held_out
     if runs:

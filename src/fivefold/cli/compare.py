@@ -69,7 +69,7 @@ def compare(
     model, its row says why and shows the most ranks that do. Time and MFU are predicted, too.
     """
     from fivefold.lessons import compare as compared
-    from fivefold.lessons import nutshell, pictures
+    from fivefold.lessons import pictures
     from fivefold.recipe import load
 
     for name, path in (("--picture", picture), ("--page", page)):
@@ -89,7 +89,7 @@ def compare(
         drawn = pictures.overlap if overlap else pictures.criteria
         save_as("--picture", picture, drawn(rows, title))
     if page is not None:
-        save_as("--page", page, nutshell.page(loaded, rows, title))
+        save_as("--page", page, pictures.page(loaded, rows, title))
     if json:
         print_json({"recipe": recipe, "cluster": machine.name, "ranks": machine.devices,
                     "rows": [row.as_json(overlap) for row in rows]})  # fmt: skip

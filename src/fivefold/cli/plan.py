@@ -25,7 +25,7 @@ from fivefold.cli.options import (
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.plan.advice.questions import Questions
+    from fivefold.plan.advice.budget import Questions
     from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.predict import Plan
     from fivefold.plan.setting import Software
@@ -105,7 +105,7 @@ def plan(
     See also `plan search` for the fastest layouts, `plan terms` for the terms of papers and courses, `plan trace` for
     exact figures, and `plan calibrate`.
     """
-    from fivefold.plan.advice.questions import answer
+    from fivefold.plan.advice.budget import answer
     from fivefold.plan.predict import predict
 
     for name, path in (("--save", save), ("--html", html)):
@@ -165,7 +165,7 @@ def questions(
     """The budget questions asked on the command line, or None."""
     if all(value is None for value in (tokens, deadline, price, noise_scale)):
         return None
-    from fivefold.plan.advice.questions import ask
+    from fivefold.plan.advice.budget import ask
 
     return ask(tokens, deadline, price, noise_scale, run_tokens(recipe))
 
@@ -179,7 +179,7 @@ def run_tokens(recipe: Recipe) -> float:
 
 def budget_lines(answers: dict[str, Any]) -> list[str]:
     """The answers to budget questions as lines of text. answers: {"budget": ...}, or {} without questions."""
-    from fivefold.plan.advice.questions import lines
+    from fivefold.plan.advice.budget import lines
 
     return [f"  {line}" for line in lines(answers["budget"])] if answers else []
 

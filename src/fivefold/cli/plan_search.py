@@ -10,7 +10,7 @@ from fivefold.errors import UserError
 from fivefold.precision import PRECISIONS
 
 if TYPE_CHECKING:
-    from fivefold.plan.advice.questions import Questions
+    from fivefold.plan.advice.budget import Questions
     from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.search.search import Found
     from fivefold.plan.setting import Software
@@ -84,7 +84,8 @@ def _answers(
     asked: Questions, found: Found, recipe: Recipe, machine: Cluster, software: Software
 ) -> dict[str, Any]:
     """The answers for the best plan, and the fewest devices whose best layout meets the deadline."""
-    from fivefold.plan.advice.questions import answer, fewest_devices
+    from fivefold.plan.advice.budget import answer
+    from fivefold.plan.search.search import fewest_devices
     from fivefold.sharding.layout import to_text
 
     answers = answer(found.plans[0], asked)

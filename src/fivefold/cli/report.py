@@ -98,7 +98,7 @@ def _compare(runs: list[Path], path: Path, json: bool) -> None:
 
 def _sweep(folder: Path, hold_out: str | None, json: bool) -> None:
     from fivefold.files import guard
-    from fivefold.plan.advice.sweep_results import results, rows_text
+    from fivefold.plan.advice.scaling import results, rows_text
     from fivefold.plan.pages import sweep as page
     from fivefold.recipe import sweep as table
 

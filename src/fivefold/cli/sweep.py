@@ -64,7 +64,7 @@ def sweep(
     folder, made, base = _open(recipe, over or [], set_ or [], layout, out)
     for row in made.rows:  # all values, before torch is imported
         made.load(base, row)
-    from fivefold.plan.advice.sweep_results import check_hold_out, results
+    from fivefold.plan.advice.scaling import check_hold_out, results
     from fivefold.plan.pages import sweep as page
     from fivefold.train.sweep import plan, run
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from fivefold.draw.canvas import NAMES, Axes, Canvas, Scale, text_width
@@ -148,8 +149,8 @@ def _panel(surface: Surface, colors: Mapping[str, str], drawn: Mapping[str, tupl
     """The contours of a surface, and the paths of optimizers with colours."""
     panel, axes = Canvas(), _axes(surface, WIDTH, HEIGHT)
     panel.rect("frame", 0, 0, WIDTH, HEIGHT)
-    ends = (map(axes.at, piece) for piece in contours(surface))
-    panel.path("grid", "".join("M{:.1f} {:.1f}L{:.1f} {:.1f}".format(*a, *b) for a, b in ends))
+    pieces = (map(axes.at, piece) for piece in contours(surface))
+    panel.path("grid", "".join("M{:.1f} {:.1f}L{:.1f} {:.1f}".format(*a, *b) for a, b in pieces))
     for number, (name, color) in enumerate(colors.items()):
         if name in drawn:
             lr, path = drawn[name]
@@ -167,27 +168,19 @@ def _axes(surface: Surface, right: float, bottom: float) -> Axes:
     return Axes(0, 0, right, bottom, across, up)
 
 
-def contours(surface: Surface) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+def contours(surface: Surface) -> Iterator[tuple[Point, Point]]:
     """Pieces of the contours, by marching squares. Heights are spaced by squares, so that the bottom shows."""
     xs, ys, heights = surface.grid(COLUMNS + 1, ROWS + 1)
     low, high = min(map(min, heights)), max(map(max, heights))
-    for level in (low + (high - low) * (i / LEVELS) ** 2 for i in range(1, LEVELS)):
-        for row in range(ROWS):
-            for column in range(COLUMNS):
-                around = ((column, row), (column + 1, row), (column + 1, row + 1), (column, row + 1))
-                corners = [(xs[i], ys[j], heights[j][i] - level) for i, j in around]
-                yield from _crossings(corners)
-
-
-def _crossings(
-    corners: Sequence[tuple[float, float, float]],
-) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
-    found = []
-    for (xa, ya, a), (xb, yb, b) in zip(corners, [*corners[1:], corners[0]], strict=True):
-        if (a < 0) != (b < 0):
-            share = a / (a - b)
-            found.append((xa + share * (xb - xa), ya + share * (yb - ya)))
-    yield from zip(found[::2], found[1::2], strict=False)
+    levels = [low + (high - low) * (i / LEVELS) ** 2 for i in range(1, LEVELS)]
+    for level, row, column in product(levels, range(ROWS), range(COLUMNS)):
+        around = ((column, row), (column + 1, row), (column + 1, row + 1), (column, row + 1))
+        corners, crossings = [(xs[i], ys[j], heights[j][i] - level) for i, j in around], []
+        for (xa, ya, a), (xb, yb, b) in pairwise([*corners, corners[0]]):
+            if (a < 0) != (b < 0):
+                share = a / (a - b)
+                crossings.append((xa + share * (xb - xa), ya + share * (yb - ya)))
+        yield from zip(crossings[::2], crossings[1::2], strict=False)
 
 
 def to_text(
@@ -208,8 +201,8 @@ def to_text(
                 if 0 <= i < columns and 0 <= j < rows:
                     grid[j][i] = letter
         first = next((n for n, at in enumerate(path) if at[2] <= low + 0.01 * (high - low)), None)
-        near = (
-            "never near the lowest point" if first is None else f"near the lowest point after {first} steps"
-        )
+        near = "never near the lowest point"
+        if first is not None:
+            near = f"near the lowest point after {first} steps"
         lines.append(f"  {letter} {name:10} lr {lr:<8g} ends at {path[-1][2]:.3g}; {near}")
     return "\n".join([f"{surface.title}: {surface.shows}", *map("".join, grid), *lines])

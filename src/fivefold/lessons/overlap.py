@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from fivefold.models.operations import Message, Operation
+from fivefold.models.operations import Operation
 from fivefold.plan.memory import model_states
 from fivefold.plan.setting import Setting
 from fivefold.plan.time import cost, stage_costs, sync_costs, time
@@ -184,22 +184,29 @@ def _block_cost(s: Setting) -> Cost:
     return stage_costs.computed(s, s.card.mixed[-1], stage_costs.parts(s), s.recompute[-1])
 
 
-def _sent(messages: Iterable[Message], s: Setting, backward: bool = False) -> float:
-    """Seconds of messages beside which nothing runs."""
-    return sum(cost.message(one, s, backward) for one in messages)
+def _sent(ops: Iterable[Operation], axis: str, s: Setting) -> float:
+    """Seconds of the messages of an axis in forward, beside which nothing runs."""
+    return sum(cost.message(sent, s) for op in ops for sent in op.sent_forward if sent.axis == axis)
+
+
+def _resized(s: Setting, **fields: float) -> Setting | None:
+    """The setting with other sizes of the model; None if they are no whole numbers."""
+    if any(size != int(size) for size in fields.values()):
+        return None
+    model = s.model.model_copy(update={name: int(size) for name, size in fields.items()})
+    return replace(s, model=model, sizes=replace(s.sizes, model=model))
 
 
 def _data(s: Setting) -> float:
     """Gradients are summed or scattered beside backward, weights gathered beside forward; the larger ratio counts.
     Messages in every microbatch are compared by block, others of the whole first rank."""
     if s.layout.shards > 1 and not scattered_once(s.layout.zero, s.layout.pp):
-        own, costs = model_states.elements(s.model, s.layout).blocks[-1], [_block_cost(s)]
+        elements, costs = model_states.elements(s.model, s.layout).blocks[-1], [_block_cost(s)]
     else:
-        own = model_states.rank_elements(s)[0]
-        every = stage_costs.stage_costs(s)
-        costs = [every[stage] for stage in stages_of(s.layout, 0)]
+        elements, stages = model_states.rank_elements(s)[0], stage_costs.stage_costs(s)
+        costs = [stages[stage] for stage in stages_of(s.layout, 0)]
     beside_forward = beside_backward = 0.0
-    for sync, seconds, _ in sync_costs.synced(own, s):
+    for sync, seconds, _ in sync_costs.synced(elements, s):
         gathers = sync.what == "gather"
         beside_forward += seconds * gathers
         beside_backward += seconds * (not gathers or sync.each > 1)
@@ -216,50 +223,42 @@ def _more_tokens(s: Setting, factor: float) -> Setting | None:
 
 
 def _tensor(s: Setting) -> float:
-    ops = _block(s)
-    sent = _sent((m for op, _ in ops for m in op.sent_forward if m.axis == "tp"), s)
-    return sent / sum(price.alone[0] for _, price in ops)
-
-
-def _resized(s: Setting, **fields: int) -> Setting:
-    model = s.model.model_copy(update=fields)
-    return replace(s, model=model, sizes=replace(s.sizes, model=model))
+    ops, costs = zip(*_block(s), strict=True)
+    return _sent(ops, "tp", s) / sum(price.alone[0] for price in costs)
 
 
 def _wider(s: Setting, factor: float) -> Setting | None:
     names = ("dim", *s.card.widths)
     sizes = {name: value * factor for name in names if (value := getattr(s.model, name))}
-    whole = all(size == int(size) for size in sizes.values())
     heads = sizes.get("kv_heads") or sizes["heads"]
-    if not whole or heads % s.layout.tp or sizes["heads"] % s.layout.tp:
-        return None
-    return _resized(s, **{name: int(size) for name, size in sizes.items()})
+    return None if heads % s.layout.tp or sizes["heads"] % s.layout.tp else _resized(s, **sizes)
 
 
 def _context(s: Setting) -> float:
     """A ring sends keys and values beside the attention of a turn. Ulysses exchanges queries, keys and values, and then
     results. Backward has its own messages and rate; the larger ratio counts."""
     (op,) = (op for op, _ in _block(s) if op.attention)
-    sent = _sent(op.sent_forward, s), _sent(op.sent_backward, s, True)
+    forward = sum(cost.message(sent, s) for sent in op.sent_forward)
+    backward = sum(cost.message(sent, s, True) for sent in op.sent_backward)
     alone = cost.operation(replace(op, sent_forward=(), sent_backward=()), s).alone
-    return max(messages / computing for messages, computing in zip(sent, alone, strict=True))
+    return max(forward / alone[0], backward / alone[1])
 
 
 def _longer(s: Setting, factor: float) -> Setting | None:
     length = s.model.seq_len * factor
-    return _resized(s, seq_len=int(length)) if length % (2 * s.layout.cp) == 0 else None
+    return _resized(s, seq_len=length) if length % (2 * s.layout.cp) == 0 else None
 
 
 def _experts(s: Setting) -> float:
     """Each of a token's rows goes to its expert and comes back."""
     ops = _block(s)
-    sent = _sent((m for op, _ in ops for m in op.sent_forward if m.axis == "ep"), s)
-    return sent / sum(price.forward for op, price in ops if op.name.startswith("experts "))
+    matmuls = sum(price.forward for op, price in ops if op.name.startswith("experts "))
+    return _sent((op for op, _ in ops), "ep", s) / matmuls
 
 
 def _wider_experts(s: Setting, factor: float) -> Setting | None:
     name, width = s.card.expert_features()
-    return _resized(s, **{name: int(width * factor)}) if width * factor == int(width * factor) else None
+    return _resized(s, **{name: width * factor})
 
 
 def _bubble(s: Setting) -> float:
@@ -283,8 +282,7 @@ def _per_stage(s: Setting) -> float:
 
 
 def _deeper(s: Setting, factor: float) -> Setting | None:
+    """No fewer blocks than stages; not where modes of recomputation are listed by block."""
     layers = s.model.layers * factor
-    pieces = s.layout.pp * s.layout.stages_per_rank
-    if layers != int(layers) or layers < pieces or s.layout.recompute.find("*") >= 0:
-        return None
-    return _resized(s, layers=int(layers))
+    possible = layers >= s.layout.pp * s.layout.stages_per_rank and "*" not in s.layout.recompute
+    return _resized(s, layers=layers) if possible else None

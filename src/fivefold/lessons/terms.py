@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 from fivefold.lessons import conventions
+from fivefold.lessons.compare import data_units
 from fivefold.lessons.conventions import ADAM, BUBBLES, CONVENTIONS, WIDTH, Convention, evaluate, matching
-from fivefold.lessons.criteria import data_units
 from fivefold.models.card import Card, card_of
 from fivefold.models.operations import Operation, Sizes
 from fivefold.models.recomputation import region

@@ -15,7 +15,7 @@ import torch
 from fivefold.errors import UserError
 from fivefold.host import machine
 from fivefold.observe.format import size
-from fivefold.plan.advice.remedies import remedies
+from fivefold.plan.advice.explain import remedies
 from fivefold.plan.predict import priced_here
 from fivefold.plan.search.recompute_budget import MARGIN
 from fivefold.schedules.memory_timeline import CATEGORIES

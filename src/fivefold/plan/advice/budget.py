@@ -1,18 +1,23 @@
-"""Rules of thumb for the size of a run: FLOPs, devices, tokens, cost. Scaling laws: the loss by parameters N and tokens
-D, and the best N and D for C = 6 N D FLOPs. No numpy."""
+"""Rules of thumb for the size of a run: FLOPs, devices, tokens, cost; and the budget questions about a plan that they
+answer. Scaling laws: the loss by parameters N and tokens D, and the best N and D for C = 6 N D FLOPs. No numpy."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
-from fivefold.recipe import count_parameters, resolve_model
+from fivefold.recipe import active_parameters, count_parameters, flops_per_token, resolve_model
+
+if TYPE_CHECKING:
+    from fivefold.plan.predict import Plan
 
 DAY = 86400.0
+UNITS = {"m": 60.0, "h": 3600.0, "d": DAY, "w": 7 * DAY}
 FLOPS = 6.0
 """Of training, per parameter and token: two in forward, four in backward (Kaplan et al., arXiv 2001.08361)."""
 
@@ -108,25 +113,10 @@ def batch_cost(batch: float, critical: float) -> tuple[float, float]:
     return 1.0 + critical / batch, 1.0 + batch / critical
 
 
-def noise_scale(small: float, large: float, small_square: float, large_square: float) -> float:
-    """The simple gradient noise scale in the unit of the batch sizes, from mean squared norms of the gradient at two
-    batch sizes (arXiv 1812.06162, appendix A.1): trace of the covariance over the squared true gradient.
-
-    Returns infinity where the noise hides the gradient.
-    """
-    gradient, trace = noise_parts(small, large, small_square, large_square)
-    return trace / gradient if gradient > 0 else math.inf
-
-
 def noise_parts(small: float, large: float, small_square: float, large_square: float) -> tuple[float, float]:
     """Unbiased estimates of the squared true gradient and the covariance's trace (arXiv 1812.06162, appendix A.1)."""
     gradient = (large * large_square - small * small_square) / (large - small)
     return gradient, (small_square - large_square) / (1.0 / small - 1.0 / large)
-
-
-def cost(devices: float, seconds: float, price_an_hour: float) -> float:
-    """Cost of `devices` for `seconds` at a price per device-hour."""
-    return devices * seconds / 3600.0 * price_an_hour
 
 
 WIDTH = 128.0  # of dim over layers: GPT-3 175B's 12288 / 96, Llama 7B's 4096 / 32
@@ -142,13 +132,14 @@ def shape(parameters: float, like: ModelSection) -> ModelSection:
     """
     if not 1e5 <= parameters <= 1e14:
         raise UserError(f"--params {parameters:g}: must be between 1e5 and 1e14")
-    found = [
-        candidate
-        for head in (128, 64)
-        for heads in range(1, 1 + round((parameters / 12 * WIDTH) ** (1 / 3) * 2 / head))
-        if (candidate := _deep(parameters, like, heads, head)) is not None
-    ]
-    if not found:
+    models = []  # of each width the depth that comes nearest
+    for head in (128, 64):
+        for heads in range(1, 1 + round((parameters / 12 * WIDTH) ** (1 / 3) * 2 / head)):
+            one, two = (count_parameters(_sized(like, layers, heads, head)) for layers in (1, 2))
+            layers = 1 + round((parameters - one) / (two - one))
+            if layers >= 1:
+                models.append(_sized(like, layers, heads, head))
+    if not models:
         smallest = count_parameters(_sized(like, 1, 1, 64))
         raise UserError(
             f"--params {parameters:g}: with a vocabulary of {like.vocab_size} the smallest {like.arch} has {smallest:,}"
@@ -159,14 +150,7 @@ def shape(parameters: float, like: ModelSection) -> ModelSection:
         wide = abs(math.log(model.dim / model.layers / WIDTH))
         return wide + 10 * abs(math.log(count_parameters(model) / parameters))
 
-    return min(found, key=oddness)
-
-
-def _deep(parameters: float, like: ModelSection, heads: int, head: int) -> ModelSection | None:
-    """The model of this width whose depth comes nearest to the wanted size, or None."""
-    one, two = (count_parameters(_sized(like, layers, heads, head)) for layers in (1, 2))
-    layers = 1 + round((parameters - one) / (two - one))
-    return _sized(like, layers, heads, head) if layers >= 1 else None
+    return min(models, key=oddness)
 
 
 def _sized(like: ModelSection, layers: int, heads: int, head: int) -> ModelSection:
@@ -175,3 +159,95 @@ def _sized(like: ModelSection, layers: int, heads: int, head: int) -> ModelSecti
     change["kv_heads"] = heads // ratio if like.kv_heads and heads % ratio == 0 else None
     change |= card_of(like).resized(layers)
     return resolve_model(like.model_copy(update=change), vocab_size=2)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Budget questions. tokens: of the run. deadline: seconds. price: per device-hour. noise_scale: in tokens."""
+
+    tokens: float
+    deadline: float | None = None
+    price: float | None = None
+    noise_scale: float | None = None
+
+
+def ask(
+    tokens: float | None, deadline: str | None, price: float | None, noise_scale: float | None, default: float
+) -> Questions:
+    """Questions from the command line. deadline: `30d`, `12h`, `90m`, `2w`. default: tokens of the recipe.
+
+    Raises:
+        UserError: a number is not positive and finite, or the deadline is no such time.
+    """
+    for name, value in (("tokens", tokens), ("price", price), ("noise-scale", noise_scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name} {value:g}: must be above 0 and finite")
+    seconds = None
+    if deadline:
+        read = re.fullmatch(r"(\d+(?:\.\d*)?)([mhdw])", deadline.strip())
+        seconds = float(read[1]) * UNITS[read[2]] if read else 0.0
+        if not 0 < seconds < math.inf:
+            raise UserError(f"--deadline {deadline}: must be a number above 0 with m, h, d or w, such as 30d")
+    return Questions(tokens or default, seconds, price, noise_scale)
+
+
+def answer(plan: Plan, q: Questions) -> dict[str, Any]:
+    """Answers by the plan's model and speed. Times count training alone, without stalls, restarts and validation. The
+    critical batch size is the measured noise scale, or an estimate from the loss that such a model reaches."""
+    model, active = plan.setting.model, active_parameters(plan.setting.model)
+    took, flops = q.tokens / plan.tokens_per_s, training_flops(active, q.tokens)
+    work, hours = flops_per_token(model) * q.tokens, plan.layout.ranks * took / 3600
+    answers: dict[str, Any] = {
+        "tokens": q.tokens,
+        "parameters": count_parameters(model),
+        "active_parameters": active,
+        "flops_6nd": flops,
+        "flops_with_attention": work,
+        "days": took / DAY,
+        "device_hours": hours,
+    }
+    if q.price is not None:
+        answers["cost"] = hours * q.price
+    if q.deadline is not None:
+        answers["deadline_days"] = q.deadline / DAY
+        answers["devices_for_deadline"] = devices_for(work, q.deadline, plan.model_flops_per_gpu)
+    loss = HOFFMANN.loss(active, q.tokens)
+    critical = q.noise_scale or critical_batch_tokens(loss)
+    steps, tokens = batch_cost(plan.tokens, critical)
+    return answers | {
+        "optimal_tokens": 20.0 * active,
+        "chinchilla": asdict(chinchilla(flops)),
+        "kaplan": asdict(kaplan(flops)),
+        "expected_loss": loss,
+        "critical_batch_tokens": critical,
+        "critical_batch_from": "noise scale" if q.noise_scale else "expected loss",
+        "batch_tokens": plan.tokens,
+        "steps_over_fewest": steps,
+        "tokens_over_fewest": tokens,
+    }
+
+
+def lines(answers: dict[str, Any]) -> list[str]:
+    """The answers as lines of text."""
+    text = [
+        f"budget        {answers['tokens']:.4g} tokens, {answers['active_parameters']:.4g} active parameters: "
+        f"{answers['flops_6nd']:.3g} FLOPs (6 N D), {answers['flops_with_attention']:.3g} with attention",
+        f"time          {answers['days']:.4g} days, {answers['device_hours']:,.0f} device-hours"
+        + (f", {answers['cost']:,.0f} at this price" if "cost" in answers else ""),
+    ]
+    if "devices_for_deadline" in answers:
+        days, devices = answers["deadline_days"], answers["devices_for_deadline"]
+        text.append(f"deadline      {days:.4g} days need {devices:,} devices at this speed per device")
+    if "searched" in answers:
+        text.append(f"              {answers['searched']}")
+    best, other = answers["chinchilla"], answers["kaplan"]
+    source = answers["critical_batch_from"]
+    return [
+        *text,
+        f"compute       best for this model: {answers['optimal_tokens']:.3g} tokens (20 per parameter); best for these "
+        f"FLOPs: {best['parameters']:.3g} parameters on {best['tokens']:.3g} tokens (Chinchilla), "
+        f"{other['parameters']:.3g} on {other['tokens']:.3g} (Kaplan)",
+        f"batch         critical size {answers['critical_batch_tokens']:.3g} tokens (from the {source}); this batch of "
+        f"{answers['batch_tokens']:,} takes {answers['steps_over_fewest']:.3g} times the fewest steps and "
+        f"{answers['tokens_over_fewest']:.3g} times the fewest tokens",
+    ]

@@ -1,21 +1,35 @@
-"""Prints a prediction: a summary, and every term for `--explain`."""
+"""What a plan says for people: a summary, every term for `--explain`, why other plans are slower than a search's best,
+which bottlenecks the best one has, and changes of a recipe that need less memory.
+
+Bottlenecks and changes are found by pricing a plan again with one thing changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from fivefold.errors import several
+from fivefold.errors import UserError, several
 from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation
+from fivefold.plan.cluster.devices import Cluster, Link
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
-from fivefold.plan.predict import Plan
+from fivefold.plan.predict import Plan, predict, price
+from fivefold.plan.setting import Setting, Software
+from fivefold.plan.time import stage_costs
 from fivefold.plan.time.cost import operation
 from fivefold.plan.time.offload import EXPOSED
+from fivefold.recipe import Recipe, change
 from fivefold.schedules.memory_timeline import CATEGORIES
-from fivefold.sharding.layout import describe
+from fivefold.sharding.layout import Layout, describe, divisors, to_text
+from fivefold.sharding.parts import stages_of
+from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 
 AWAY = {"host": "in host memory", "disk": "on disk"}
+LESS = 0.98  # a change counts if it needs less than this share of the memory
+WORTH = 0.001  # a smaller share is not mentioned
 
 
 def summary(plan: Plan) -> list[str]:
@@ -55,9 +69,18 @@ def summary(plan: Plan) -> list[str]:
 
 def explain(plan: Plan) -> list[str]:
     """Every term: memory of each stage, operations of a block, messages by kind, parts of the step."""
-    stalls = ["", *plan.stalls.lines()] if plan.stalls else []
-    sent = [] if plan.service else [*_messages(plan), ""]
-    return [*_memory(plan), "", *_operations(plan), "", *sent, *_step(plan), *stalls]
+    s, step = plan.setting, plan.step
+    lines = [*_memory(plan), "", *_operations(plan), ""]
+    if not plan.service:
+        lines.append("messages of rank 0 per step (bytes of the larger of input and output)")
+        for (what, axis), (calls, size) in sorted(volume.counted(s).items()):
+            lines.append(f"  {what:16}{axis:10}{calls:9,} calls {size / 2**20:14,.1f} MiB")
+        lines.append("")
+    lines.append(f"step, s ({s.microbatches} microbatches, schedule {s.layout.schedule})")
+    exposed = ((f"exposed communication: {name}", seconds) for name, seconds in step.exposed.items())
+    for name, seconds in (*step.terms, *exposed, ("bubble", step.bubble), ("step", step.seconds)):
+        lines.append(f"  {name:38}{seconds:10.4f}")
+    return [*lines, "", *plan.stalls.lines()] if plan.stalls else lines
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -80,21 +103,20 @@ def _memory(plan: Plan) -> Iterator[str]:
     for mode in sorted(set(plan.setting.recompute)):
         yield f"  activations of a block, MiB, recompute {mode}: " + ", ".join(
             f"{saved.name} {saved.size / 2**20:.1f}"
-            for op in _block(plan)
+            for op in plan.setting.work.block[any(plan.setting.card.mixed)]
             for saved in op.saved
             if memory.kept([Operation(op.name, saved=(saved,))], mode, plan.setting.software)
         )
 
 
-def _block(plan: Plan) -> list[Operation]:
-    """The operations of a block; with experts, if the model has any."""
-    return plan.setting.work.block[any(plan.setting.card.mixed)]
-
-
 def _operations(plan: Plan) -> Iterator[str]:
     s, ms = plan.setting, 1e3
     yield "operations, ms            forward   d input  d weight  messages  what"
-    for where, ops in {"begin": s.work.begin, "block": _block(plan), "end": s.work.end}.items():
+    for where, ops in {
+        "begin": s.work.begin,
+        "block": s.work.block[any(s.card.mixed)],
+        "end": s.work.end,
+    }.items():
         for op in ops:
             c, p = operation(op, s), op.matmul
             what = f"{p.count:g} x ({p.m:g}, {p.k:g}) ({p.k:g}, {p.n:g})" if p else ""
@@ -113,18 +135,155 @@ def _operations(plan: Plan) -> Iterator[str]:
         yield f"  load of the busiest expert rank relative to an even split: {load:g}{assumed}"
 
 
-def _messages(plan: Plan) -> Iterator[str]:
-    yield "messages of rank 0 per step (bytes of the larger of input and output)"
-    for (what, axis), (calls, size) in sorted(volume.counted(plan.setting).items()):
-        yield f"  {what:16}{axis:10}{calls:9,} calls {size / 2**20:14,.1f} MiB"
+def reasons(plans: Sequence[Plan]) -> list[str]:
+    """For each plan, the largest reason why it is slower than the best, as a share of the best's step ('' for it)."""
+    if not plans:
+        return []
+    texts, best, parts = [""], plans[0], _parts(plans[0])
+    for plan in plans[1:]:
+        more = {name: seconds - parts[name] for name, seconds in _parts(plan).items()}
+        name = max(more, key=lambda key: more[key])
+        share = more[name] / best.step.seconds
+        slower = f"{name} +{100 * share:.1f}%"
+        texts.append(
+            slower if share >= WORTH else f"as fast, {(plan.peak_bytes - best.peak_bytes) / GIB:+.1f} GiB"
+        )
+    return texts
 
 
-def _step(plan: Plan) -> Iterator[str]:
+def _parts(plan: Plan) -> dict[str, float]:
+    """Seconds of the step by cause. They add up to the step."""
+    s, step = plan.setting, plan.step
+    worst, even = _computing(s)
+    once, _ = _computing(replace(s, layout=replace(s.layout, recompute="none")))
+    again, uneven = worst - once, worst - even
+    return {
+        "bubble": step.bubble,
+        "communication within the model": step.exposed["model"],
+        "gradient sums": step.exposed["data"],
+        "recomputation": again,
+        "uneven stages": uneven,
+        "matmuls, memory and optimizer": step.compute - again - uneven,
+    }
+
+
+def _computing(s: Setting) -> tuple[float, float]:
+    """Seconds per step that the busiest pipeline rank computes, and the average over all."""
+    costs = stage_costs.stage_costs(s)
+    sums = [
+        s.microbatches
+        * sum(costs[stage].seconds - costs[stage].sent for stage in stages_of(s.layout, position))
+        for position in range(s.layout.pp)
+    ]
+    return max(sums), sum(sums) / len(sums)
+
+
+def limits(plans: Sequence[Plan], roomier: Plan | None, indivisible: Plan | None) -> list[str]:
+    """The bottlenecks of the best plan, worst first, with the gain in tokens/s from more of each.
+
+    roomier: a fast plan for unlimited memory. indivisible: a plan whose tensor ranks need not divide the model. For
+    links, devices and batch the given plans are priced again, so another layout may gain more.
+    """
+    best, more = plans[0], list[tuple[Plan, str]]()
+    if roomier is not None:
+        room = f"{roomier.peak_bytes / GIB:.1f} of {best.limit / GIB:.1f} GiB"
+        more.append((roomier, f"memory: {_how(roomier)} would be {{}} faster, but takes {room}"))
+    if indivisible is not None:
+        why = f"but tp={indivisible.layout.tp} does not divide the model"
+        more.append((indivisible, f"divisibility: {_how(indivisible)} would be {{}} faster, {why}"))
+    batch = price(replace(best.setting, microbatches=2 * best.setting.microbatches))
+    more.append((batch, "batch size: twice train.global_batch_size would give {} more tokens/s"))
+    cluster, device = best.setting.cluster, best.setting.cluster.device
+    computes = replace(device, peak={dtype: 2 * rate for dtype, rate in device.peak.items()})
+    moves = replace(device, bandwidth=2 * device.bandwidth)
+    doubled = {
+        "links within a node: twice the speed": replace(cluster, intra=_twice(cluster.intra)),
+        "network between nodes: twice the speed": replace(cluster, inter=_twice(cluster.inter)),
+        "compute: devices with twice the FLOP/s": replace(cluster, device=computes),
+        "memory bandwidth: twice as much": replace(cluster, device=moves),
+    }
+    for what, cluster in doubled.items():
+        again = [price(replace(plan.setting, cluster=cluster)) for plan in plans]
+        faster = min(again, key=lambda plan: plan.step.seconds)
+        more.append((faster, f"{what} would give {{}} more tokens/s"))
+    gains = [(plan.tokens_per_s / best.tokens_per_s - 1, text) for plan, text in more]
+    gains.sort(key=lambda pair: -pair[0])
+    return [text.format(f"{100 * gain:.1f}%") for gain, text in gains if gain >= WORTH]
+
+
+def _how(plan: Plan) -> str:
     s = plan.setting
-    yield f"step, s ({s.microbatches} microbatches, schedule {s.layout.schedule})"
-    for name, seconds in plan.step.terms:
-        yield f"  {name:38}{seconds:10.4f}"
-    for name, seconds in plan.step.exposed.items():
-        yield f"  {'exposed communication: ' + name:38}{seconds:10.4f}"
-    yield f"  {'bubble':38}{plan.step.bubble:10.4f}"
-    yield f"  {'step':38}{plan.step.seconds:10.4f}"
+    return f"{to_text(plan.layout)} with microbatches of {s.sizes.B}"
+
+
+def _twice(link: Link) -> Link:
+    reduce = 2 * link.reduce if link.reduce else None
+    return replace(link, bandwidth=2 * link.bandwidth, latency=link.latency / 2, reduce=reduce)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change. sets: the options that make it. peak: predicted bytes of tensors on the rank with most. slower: the
+    predicted step beside the recipe's own, 1 if it is as fast."""
+
+    sets: tuple[str, ...]
+    peak: int
+    slower: float
+
+    @property
+    def options(self) -> str:
+        return " ".join(f"--set {one}" for one in self.sets)
+
+
+def remedies(
+    recipe: Recipe, cluster: Cluster, software: Software, room: float, gpu: bool, count: int = 3
+) -> tuple[Plan, list[Remedy]]:
+    """(the plan of a resolved recipe, the `count` changes that are nearest to it). Those come first that fit into
+    `room` bytes, fastest first; then those that need least. One of each kind, and all together if none fits alone.
+
+    gpu: the memory that ran out is a GPU's.
+
+    Raises:
+        UserError: the planner cannot predict the recipe.
+    """
+    cluster = replace(cluster, devices=None)
+    now = predict(recipe, cluster, software)
+
+    def of(sets: Sequence[str]) -> Remedy | None:
+        with suppress(UserError):
+            plan = predict(change(recipe, list(sets)), cluster, software)
+            if plan.peak_bytes < LESS * now.peak_bytes:
+                return Remedy(tuple(sets), plan.peak_bytes, plan.step.seconds / now.step.seconds)
+        return None
+
+    def rank(one: Remedy) -> tuple[bool, float]:
+        return (one.peak > room, one.slower if one.peak <= room else one.peak)
+
+    kinds = [sorted(filter(None, map(of, kind)), key=rank) for kind in _kinds(recipe, room, gpu)]
+    best = [found[0] for found in kinds if found]
+    if all(one.peak > room for one in best) and (all_of_them := of([one for r in best for one in r.sets])):
+        best.append(all_of_them)
+    best.sort(key=rank)
+    others = sorted((one for found in kinds for one in found[1:]), key=rank)
+    return now, [*best, *others][:count]
+
+
+def _kinds(recipe: Recipe, room: float, gpu: bool) -> Iterator[list[list[str]]]:
+    """Changes by kind: microbatches, recomputation, ZeRO, offload."""
+    train, layout = recipe.train, Layout.from_recipe(recipe.layout)
+    B = train.microbatch_size or 1
+    yield [[f"train.microbatch_size={size}"] for size in divisors(B) if size < B]
+    modes = ["full", "ops:attention+gate+norm"]
+    if room > 0 and not recipe.servers.count:
+        modes.append(f"budget:{int(room / 2**20)}MiB")
+    yield [[f"layout.recompute={mode}"] for mode in modes if mode != layout.recompute]
+    if layout.dp > 1 and not recipe.servers.count:
+        all_of_them = ["layout.dp_replicate=1", f"layout.dp_shard={layout.dp}"]
+        yield [[*all_of_them, f"layout.zero={zero}"] for zero in range(1, 4) if zero > layout.zero]
+    if layout.offload == NOT_OFFLOADED:
+        # On CPUs host memory is the memory that ran out.
+        yield [
+            [f"layout.offload={how}"]
+            for how, away in OFFLOADS.items()
+            if away.disk or (how != NOT_OFFLOADED and (gpu or away.stays))
+        ]

@@ -1,23 +1,29 @@
 """Lower bounds of a layout's time and memory, found in microseconds. With them a search leaves out layouts that cannot
-win without pricing them. No bound may exceed the prediction of `predict.price`."""
+win without pricing them. No bound may exceed the prediction of `predict.price`. Parts that many layouts share are
+computed once: costs and bytes of their operations, positions of their pipelines, elements on a rank."""
 
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
+from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import memory, model_states
-from fivefold.plan.memory.model_states import Buffers
-from fivefold.plan.search.shared_costs import Costs, Position, Share, SharedCosts, within_block
+from fivefold.plan.memory.memory import MicrobatchBytes, Sums
+from fivefold.plan.memory.model_states import Buffers, Elements
 from fivefold.plan.search.space import Choice, Space
-from fivefold.plan.setting import Setting, Software
-from fivefold.plan.time import sync_costs, time
-from fivefold.plan.time.cost import Cost
+from fivefold.plan.setting import Setting, Software, setting, stages
+from fivefold.plan.time import stage_costs, sync_costs, time
+from fivefold.plan.time.cost import Cost, slowest
+from fivefold.plan.time.stage_costs import Parts
 from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.schedules.pipeline import ends_upwards, most_live, splits_backward
-from fivefold.sharding.layout import changed
+from fivefold.sharding.layout import Layout, changed
+from fivefold.sharding.parts import stages_of
 
 ROUNDING = 1 - 1e-9
 NONE = Buffers()
@@ -26,6 +32,164 @@ RankSeconds = tuple[float, float, float]
 """Seconds of a rank: gradient sums, weight gathers (both without overlap), and the optimizer."""
 Live = tuple[tuple[int, ...], tuple[int, ...]]
 """Microbatches in each stage of a position when it holds most: those that wait for backward; for weight gradients."""
+
+
+class Share(NamedTuple):
+    """A part of the model: blocks without and with experts, what comes before the blocks and what comes behind."""
+
+    plain: float
+    mixed: float
+    first: float
+    last: float
+
+
+class Costs(NamedTuple):
+    """Costs of what a `Share` counts."""
+
+    plain: Cost
+    mixed: Cost
+    begin: Cost
+    end: Cost
+
+    def of(self, part: Share) -> tuple[float, float]:
+        """Seconds of a part's forward and backward."""
+        (plain, mixed, begin, end), (blocks, with_experts, first, last) = self, part
+        forward = blocks * plain.forward + with_experts * mixed.forward
+        forward = forward + first * begin.forward + last * end.forward
+        backward = blocks * (plain.input + plain.weight) + with_experts * (mixed.input + mixed.weight)
+        backward += first * (begin.input + begin.weight) + last * (end.input + end.weight)
+        return forward, backward
+
+
+@dataclass(frozen=True)
+class Position:
+    """The ranks of a pipeline position. part: of the model. before: that of the stages before its own. stages: blocks
+    (without, with experts) of each of its own."""
+
+    part: Share
+    before: Share
+    stages: tuple[tuple[int, int], ...]
+    number: int = 0
+
+
+class MicrobatchCost(NamedTuple):
+    """Costs of one microbatch on the slowest device, and its bytes. alone: of a block without and with experts on an
+    average device. slower: the slowest device beside the average."""
+
+    costs: Costs
+    alone: tuple[Cost, Cost]
+    slower: float
+    bytes: MicrobatchBytes
+
+
+def within_block(x: Layout) -> Key:
+    """The fields of a layout on which the operations of a block depend."""
+    return x.tp, x.cp, x.cp_method, x.ep, x.expert_chunks, x.sp, x.sp_regather
+
+
+class SharedCosts:
+    """The shared parts of all layouts of a model on a cluster."""
+
+    def __init__(self, model: ModelSection, cluster: Cluster, software: Software):
+        self.model, self.cluster, self.software = model, cluster, software
+        self.mixed = card_of(model).mixed
+        self._parts: dict[Key, tuple[Parts, Sums]] = {}
+        self._microbatches: dict[Key, MicrobatchCost] = {}
+        self._elements: dict[Key, Elements] = {}
+        self._positions: dict[Key, tuple[Position, ...]] = {}
+        self._groups: dict[Key, tuple[Position, ...]] = {}
+        self._hops: dict[Key, tuple[list[float], list[float]]] = {}
+
+    def setting(self, c: Choice) -> Setting:
+        return setting(self.model, c.layout, self.cluster, c.B, c.count, c.mode, self.software, c.sequences)
+
+    def parts(self, c: Choice) -> tuple[Parts, Sums]:
+        """Seconds and bytes of a layout's operations."""
+        x = c.layout
+        key = (*within_block(x), c.B, c.mode)
+        if key not in self._parts:
+            s = self.setting(c)
+            self._parts[key] = stage_costs.parts(s), memory.sums(s)
+        return self._parts[key]
+
+    def microbatch(self, c: Choice) -> MicrobatchCost:
+        """Costs as in `stage_costs.stage_costs`, without the communication of ZeRO."""
+        x = c.layout
+        late = stage_costs.saves_late(x)
+        key = (*within_block(x), x.recompute, late, c.B, c.mode, c.count == 1)
+        if key not in self._microbatches:
+            parts, sums = self.parts(c)
+            flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0) if x.zero else x
+            s = self.setting(replace(c, layout=flat) if x.zero else c)
+            elements = model_states.elements(self.model, flat)
+            costs = {False: Cost(), True: Cost()}
+            for kind in sums.block:
+                costs[kind] = stage_costs.computed(s, kind, parts, x.recompute)
+                costs[kind] += self._summed(s, elements.blocks[self.mixed.index(kind)].computes)
+            last = parts.end + self._summed(s, elements.behind.computes + elements.tied.computes)
+            alone, slower = (costs[False], costs[True]), slowest(x.ranks, s.cluster.device.spread)
+            slowed = Costs(*(cost.slowed(slower) for cost in (*alone, parts.begin, last)))
+            size = memory.microbatch(s, sums, x.recompute)
+            self._microbatches[key] = MicrobatchCost(slowed, alone, slower, size)
+        return self._microbatches[key]
+
+    def _summed(self, s: Setting, elements: float) -> Cost:
+        """The cost of adding up gradients; none on this machine, where it depends on who shares them."""
+        return Cost() if s.cluster.machine else sync_costs.accumulate(elements, s)
+
+    def elements(self, layout: Layout, part: Share) -> Elements:
+        """Elements of a part of the model."""
+        key = (layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0, part)
+        if key not in self._elements:
+            blocks, before, behind, tied = model_states.elements(self.model, layout)
+            parts = [(part.first, before), (part.last, behind), (part.last * (not part.first), tied)]
+            for kind, number in ((False, part.plain), (True, part.mixed)):
+                if number:  # with as much frozen as any block of the kind has, so that a bound stays one
+                    alike = [block for mixed, block in zip(self.mixed, blocks, strict=True) if mixed == kind]
+                    a, b, c, d = map(max, zip(*(block.frozen for block in alike), strict=True))
+                    parts.append((number, alike[0]._replace(frozen=(a, b, c, d))))
+            counted = (elements.times(number) for number, elements in parts if number)
+            self._elements[key] = sum(counted, Elements())
+        return self._elements[key]
+
+    def positions(self, layout: Layout) -> tuple[Position, ...]:
+        """The positions of a pipeline."""
+        key = (layout.pp, layout.schedule, layout.virtual_stages)
+        if key not in self._positions:
+            by_stage, positions = stages(self.model, layout, self.software.partition), []
+            kinds = [(len(numbers), sum(self.mixed[number] for number in numbers)) for numbers in by_stage]
+            blocks = [(count - mixed, mixed) for count, mixed in kinds]  # without and with experts
+            for index in range(layout.pp):
+                held = stages_of(layout, index)
+                own = tuple(blocks[stage] for stage in held)
+                (plain, mixed), (others, with_experts) = (
+                    map(sum, zip((0, 0), *some, strict=True)) for some in (own, blocks[: held[0]])
+                )
+                part = Share(plain, mixed, 0 in held, len(blocks) - 1 in held)
+                positions.append(
+                    Position(part, Share(others, with_experts, 0 not in held, False), own, index)
+                )
+            self._positions[key] = tuple(positions)
+        return self._positions[key]
+
+    def groups(self, layout: Layout) -> tuple[Position, ...]:
+        """One pipeline rank of each kind; the last of them, which starts latest."""
+        key = (layout.pp, layout.schedule, layout.virtual_stages)
+        if key not in self._groups:
+            last = {at.part: at for at in self.positions(layout)}
+            self._groups[key] = tuple(last.values())
+        return self._groups[key]
+
+    def hops(self, c: Choice) -> tuple[list[float], list[float]]:
+        """Seconds that an activation takes to each position, and a gradient on the way back."""
+        x = c.layout
+        key = (x.pp, x.tp, x.cp, x.sp, c.B, c.mode)
+        if key not in self._hops:
+            taken = stage_costs.transfers(self.setting(c)) if x.pp > 1 else {}
+            there = accumulate((taken[a, a + 1] for a in range(x.pp - 1)), initial=0.0)
+            back = accumulate((taken[a + 1, a] for a in range(x.pp - 1)), initial=0.0)
+            self._hops[key] = list(there), list(back)
+        return self._hops[key]
 
 
 class Bounds:
@@ -71,18 +235,9 @@ class Bounds:
 
     def average(self, c: Choice, space: Space) -> float:
         """`shape` plus the exposed gradient and weight traffic of an average pipeline rank. Traffic is linear in a
-        rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen)."""
+        rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen). It needs a block on each
+        pipeline rank under every schedule, and one with experts if the model has any."""
         p = c.layout.pp
-        if self.cluster.machine or not self._blocks_everywhere(p, space):
-            return self.shape(c)
-        mixed = self.shared.mixed.count(True) / p
-        part = Share(self.model.layers / p - mixed, mixed, 1 / p, 1 / p)
-        sent = self._least_sent(c, space, part, *self.shared.microbatch(c).costs.of(part))
-        seconds = self._even(c) + sum(self.shared.hops(c)[0]) / p + sent + self._fixed(c)
-        return max(seconds * ROUNDING, self.shape(c))
-
-    def _blocks_everywhere(self, p: int, space: Space) -> bool:
-        """True if each pipeline rank has a block under every schedule, and one with experts if the model has any."""
         if p not in self._everywhere:
             shape, experts = replace(space.shapes[0], pp=p), any(self.shared.mixed)
             self._everywhere[p] = all(
@@ -90,46 +245,52 @@ class Bounds:
                 for name, virtual in space.schedules(p)
                 for at in self.shared.groups(replace(shape, schedule=name, virtual_stages=virtual))
             )
-        return self._everywhere[p]
+        if self.cluster.machine or not self._everywhere[p]:
+            return self.shape(c)
+        mixed = self.shared.mixed.count(True) / p
+        part = Share(self.model.layers / p - mixed, mixed, 1 / p, 1 / p)
+        sent = self._least_sent(c, space, part, *self.shared.microbatch(c).costs.of(part))
+        seconds = self._even(c) + sum(self.shared.hops(c)[0]) / p + sent + self._fixed(c)
+        return max(seconds * ROUNDING, self.shape(c))
 
     def schedule(self, c: Choice, space: Space) -> float:
         """Seconds of a schedule under any sharing of states: the forward of the stages before a rank, its own work,
         and then their backward, or its traffic of weights and gradients."""
         ends, turned = self._ends(c, self.shared.microbatch(c).costs)
-        end, at, forward, backward = max(ends, key=lambda one: one[0])
+        end, at, forward, backward = max(ends, key=lambda end: end[0])
         sent = self._least_sent(c, space, at.part, forward, backward)
         return (max(end + sent, turned) + self._fixed(c)) * ROUNDING
 
     def sharing(self, c: Choice) -> float:
         """Seconds of a layout. Each rank's earliest end takes the place of the simulated pipeline."""
-        ends, turned = self._ends(c, self._with_zero(c))
+        micro = self.shared.microbatch(c)
+        costs = micro.costs
+        if c.layout.zero >= 2:  # with the communication of ZeRO in every microbatch
+            s, blocks = self.setting(c), [Cost(), Cost()]
+            elements = model_states.elements(self.model, c.layout).blocks
+            for kind in set(self.shared.mixed):
+                block, cost = elements[self.shared.mixed.index(kind)], micro.alone[kind]
+                blocks[kind] = (cost + sync_costs.per_microbatch(block, cost, s)).slowed(micro.slower)
+            costs = costs._replace(plain=blocks[False], mixed=blocks[True])
+        ends, turned = self._ends(c, costs)
         longest = turned
         for end, at, forward, backward in ends:
-            sums = self._sent(c, at.part)
             end = max(end, turned) if at.part.first else end
-            longest = max(longest, end + self._unhidden(c, sums, forward, backward))
+            longest = max(longest, end + self._unhidden(c, self._sent(c, at.part), forward, backward))
         return (longest + self._fixed(c)) * ROUNDING
-
-    def _with_zero(self, c: Choice) -> Costs:
-        """Costs of a microbatch, including the communication of ZeRO in every microbatch."""
-        micro = self.shared.microbatch(c)
-        if c.layout.zero < 2:
-            return micro.costs
-        s, blocks = self.setting(c), [Cost(), Cost()]
-        elements = model_states.elements(self.model, c.layout).blocks
-        for kind in set(self.shared.mixed):
-            own, cost = elements[self.shared.mixed.index(kind)], micro.alone[kind]
-            blocks[kind] = (cost + sync_costs.per_microbatch(own, cost, s)).slowed(micro.slower)
-        return micro.costs._replace(plain=blocks[False], mixed=blocks[True])
 
     def _ends(self, c: Choice, costs: Costs) -> tuple[list[tuple[float, Position, float, float]], float]:
         """When positions have computed all their microbatches, at the earliest; with the position, and its forward and
         backward of one microbatch. And the earliest end of the step that is no position's: a microbatch passes all
         stages, there and back, and where the first position ends last, it ends behind the backward of all others."""
         x, ends, (there, back) = c.layout, [], self.shared.hops(c)
-        turned = sum(self._passage(c, costs))
+        experts, passing = self.shared.mixed.count(True), costs
+        if x.pp > 1 and splits_backward(x.schedule, x.pp, x.stages_per_rank):
+            # a microbatch does not wait for gradients of weights that the schedule computes later
+            passing = Costs(*(cost._replace(weight=0.0) for cost in costs))
+        turned = sum(passing.of(Share(self.model.layers - experts, experts, 1, 1)))
         upwards = x.pp == 1 or ends_upwards(x.schedule, x.pp, c.count, x.stages_per_rank)
-        for at in self.shared.groups(c.layout):
+        for at in self.shared.groups(x):
             forward, backward = costs.of(at.part)
             ahead, behind = costs.of(at.before)
             end = ahead + there[at.number] + c.count * (forward + backward)
@@ -137,14 +298,6 @@ class Bounds:
             if upwards:
                 turned = max(turned, end + behind + back[at.number])
         return ends, turned
-
-    def _passage(self, c: Choice, costs: Costs) -> tuple[float, float]:
-        """Seconds of a microbatch's forward and backward through the whole model. Gradients of weights do not delay it
-        where the schedule computes them later."""
-        x, experts = c.layout, self.shared.mixed.count(True)
-        if x.pp > 1 and splits_backward(x.schedule, x.pp, x.stages_per_rank):
-            costs = Costs(*(cost._replace(weight=0.0) for cost in costs))
-        return costs.of(Share(self.model.layers - experts, experts, 1, 1))
 
     def _least_sent(self, c: Choice, space: Space, part: Share, forward: float, backward: float) -> float:
         """Seconds that sums, gathers and the optimizer add under any sharing of states. The waits of ZeRO 2 and 3
@@ -213,26 +366,25 @@ class LeastBytes:
         x = c.layout
         key = (*within_block(x), x.recompute, c.B, c.mode, c.count, x.pp, x.schedule, x.virtual_stages)
         if key not in self._kept:
-            positions = self.shared.positions(x)
+            positions, size = self.shared.positions(x), self.shared.microbatch(c).bytes
             live = [_live(c, number) for number in range(x.pp)]
             chosen = {
                 0,
                 max(range(x.pp), key=lambda n: _live_blocks(live[n], positions[n])),
                 max(range(x.pp), key=lambda n: positions[n].part.plain + positions[n].part.mixed),
             }
-            self._kept[key] = [(positions[n], *self._keeps(c, positions[n], live[n])) for n in chosen]
+            self._kept[key] = []
+            for at in (positions[n] for n in chosen):
+                kept, each = 0.0, 0.0
+                for number, (plain, mixed) in enumerate(at.stages):
+                    stage = plain * size.plain + mixed * size.mixed
+                    stage += at.part.first * (number == 0) * size.begin
+                    stage += at.part.last * (number == len(at.stages) - 1) * size.end
+                    owed = plain * size.owed_plain + mixed * size.owed_mixed
+                    waiting, unfinished = (counts[number] for counts in live[at.number])
+                    kept, each = kept + waiting * stage + unfinished * owed, each + stage
+                self._kept[key].append((at, kept, each))
         return self._kept[key]
-
-    def _keeps(self, c: Choice, at: Position, live: Live) -> tuple[float, float]:
-        """Bytes that the live microbatches of a position keep, and those that one of them does."""
-        one, kept, own = self.shared.microbatch(c).bytes, 0.0, 0.0
-        for number, (plain, mixed) in enumerate(at.stages):
-            size = plain * one.plain + mixed * one.mixed
-            size += at.part.first * (number == 0) * one.begin
-            size += at.part.last * (number == len(at.stages) - 1) * one.end
-            owed = plain * one.owed_plain + mixed * one.owed_mixed
-            kept, own = kept + live[0][number] * size + live[1][number] * owed, own + size
-        return kept, own
 
     def _held(self, c: Choice, part: Share) -> tuple[float, Buffers]:
         """Bytes of the states of a rank with this part of the model, and its buffers."""
@@ -246,31 +398,26 @@ class LeastBytes:
 
     def shape(self, c: Choice, space: Space) -> float:
         """Bytes of the first ranks under any schedule, with states shared as widely as possible."""
-        one, (part, blocks) = self.shared.microbatch(c).bytes, self._first_ranks(c, space)
-        x = c.layout
-        key = (x.tp, x.ep, x.sp, x.pp, x.dp * x.cp, c.mode, c.count == 1, part)
-        if key not in self._states:
-            lean = self.shared.setting(replace(c, layout=space.leanest(x)))
-            self._states[key] = (
-                sum(model_states.rank_states(lean, self.shared.elements(lean.layout, part))),
-                NONE,
-            )
-        kept = [size for size, number in ((one.plain, part.plain), (one.mixed, part.mixed)) if number]
-        live = blocks * min(kept, default=0.0) + one.again + one.inside
-        return (self._states[key][0] + live + memory.transfers(one, x, c.count)) * ROUNDING
-
-    def _first_ranks(self, c: Choice, space: Space) -> tuple[Share, int]:
-        """The smallest part of the model that the first ranks have under any schedule, and the fewest blocks times live
-        microbatches."""
-        key = (c.layout.pp, c.count)
-        if key not in self._fewest:
-            ways = space.schedules(c.layout.pp)
-            choices = [replace(c, layout=replace(c.layout, schedule=n, virtual_stages=v)) for n, v in ways]
+        x, size = c.layout, self.shared.microbatch(c).bytes
+        if (
+            x.pp,
+            c.count,
+        ) not in self._fewest:  # the smallest part of the model, the fewest blocks times microbatches
+            ways = space.schedules(x.pp)
+            choices = [replace(c, layout=replace(x, schedule=n, virtual_stages=v)) for n, v in ways]
             first = [self.shared.positions(choice.layout)[0] for choice in choices]
             part = Share(min(at.part.plain for at in first), min(at.part.mixed for at in first), True, False)
             live = (_live_blocks(_live(choice, 0), at) for choice, at in zip(choices, first, strict=True))
-            self._fewest[key] = part, min(live)
-        return self._fewest[key]
+            self._fewest[x.pp, c.count] = part, min(live)
+        part, blocks = self._fewest[x.pp, c.count]
+        key = (x.tp, x.ep, x.sp, x.pp, x.dp * x.cp, c.mode, c.count == 1, part)
+        if key not in self._states:
+            lean = self.shared.setting(replace(c, layout=space.leanest(x)))
+            states = model_states.rank_states(lean, self.shared.elements(lean.layout, part))
+            self._states[key] = sum(states), NONE
+        kept = [each for each, number in ((size.plain, part.plain), (size.mixed, part.mixed)) if number]
+        live = blocks * min(kept, default=0.0) + size.again + size.inside
+        return (self._states[key][0] + live + memory.transfers(size, x, c.count)) * ROUNDING
 
 
 def _live_blocks(live: Live, at: Position) -> int:

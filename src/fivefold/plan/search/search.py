@@ -16,15 +16,18 @@ from itertools import product
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.plan.advice.remedies import limits, nothing_fits, nothing_valid, reasons
+from fivefold.host.devices import GIB
+from fivefold.plan.advice.budget import Questions
+from fivefold.plan.advice.explain import limits, reasons
 from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.memory import model_states
 from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved
 from fivefold.plan.predict import within as within_budget
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.setting import Software, mode_of, software_of
 from fivefold.plan.time.time import step
-from fivefold.recipe import Recipe
+from fivefold.recipe import Recipe, count_parameters
 from fivefold.recipe.rules import with_layout
 from fivefold.recipe.rules.combinations import PLAIN
 from fivefold.sharding.layout import Layout, changed, to_text
@@ -36,7 +39,10 @@ PRICED = 4  # the level of a full prediction, after four levels of bounds
 Order = tuple[int, ...]
 """A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
 FEW = 4  # layouts per size of a microbatch that are tried with offload
+MOST_SEARCHES = 8  # for the fewest devices
 SMALLEST = 20  # if nothing fits, the layouts with the least bytes that are counted exactly
+TRIED = 24  # numbers of devices between a bound and the first doubling that does
+MOST_DEVICES = 2**17
 
 
 @dataclass(frozen=True)
@@ -173,11 +179,22 @@ def search(
     space = space_of(recipe, cluster, modes)
     bounds = Bounds(space.recipe.model, cluster, for_recipe(software or software_of(cluster), recipe))
     run = Search(space, bounds, limit(cluster))
-    plans = _with_budgets(run, top)
+    fitting = list[Plan]()
+    for plan in run.plans():
+        fitting.append(plan)
+        late = plan.step.seconds > SLOWER * fitting[0].step.seconds
+        if len(fitting) >= top and (late or len(fitting) >= LOOKED):
+            break
+    # recompute in as few blocks as it takes, not in all; no plan that is much slower becomes the first by that
+    thinned = dict[tuple[Layout, int, str], Plan]()
+    for plan in fitting:
+        plan = within_budget(plan, int(run.most))
+        thinned.setdefault((plan.layout, plan.setting.sizes.B, plan.setting.mode), plan)
+    plans = sorted(thinned.values(), key=lambda plan: plan.step.seconds)[:top]
     slower = space.size - len(plans) - run.lost
     rejected = {reason: n for reason, n in (("do not fit", run.lost), ("slower", slower)) if n}
     if not plans:
-        away, why = offloaded(space, bounds, top), nothing_fits(space, bounds, run.smallest())
+        away, why = offloaded(space, bounds, top), _nothing_fits(space, bounds, run.smallest())
         return Found(away, space.size, rejected, reasons(away) if away else [], nothing=why)
 
     def within(most: float) -> Plan | None:
@@ -210,20 +227,23 @@ def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
     return heapq.nsmallest(top, fitting, key=lambda plan: plan.step.seconds)
 
 
-def _with_budgets(run: Search, top: int) -> list[Plan]:
-    """The `top` fastest plans. Those that recompute in all blocks become ones that recompute in as few as it takes.
-    Plans that are so slow that this cannot make them the first are not looked at."""
-    found = list[Plan]()
-    for plan in run.plans():
-        found.append(plan)
-        late = plan.step.seconds > SLOWER * found[0].step.seconds
-        if len(found) >= top and (late or len(found) >= LOOKED):
-            break
-    kept = dict[tuple[Layout, int, str], Plan]()
-    for plan in found:
-        one = within_budget(plan, int(run.most))
-        kept.setdefault((one.layout, one.setting.sizes.B, one.setting.mode), one)
-    return sorted(kept.values(), key=lambda plan: plan.step.seconds)[:top]
+def fewest_devices(
+    recipe: Recipe, cluster: Cluster, asked: Questions, first: int, software: Software | None = None
+) -> Plan | None:
+    """The best plan on the fewest devices that meet the deadline, or None if no tried number does.
+
+    It tries one node, two, four and so on, from about `first` devices."""
+    assert asked.deadline is not None
+    devices = cluster.per_node * 2 ** max(0, math.ceil(math.log2(first / cluster.per_node)) - 1)
+    for _ in range(MOST_SEARCHES):
+        try:
+            found = search(recipe, replace(cluster, devices=devices), 1, software)
+        except UserError:  # no layout divides the batch, and none with twice the devices will
+            return None
+        if found.plans and asked.tokens / found.plans[0].tokens_per_s <= asked.deadline:
+            return found.plans[0]
+        devices *= 2
+    return None
 
 
 def space_of(recipe: Recipe, cluster: Cluster, modes: tuple[str, ...] = ()) -> Space:
@@ -245,7 +265,12 @@ def space_of(recipe: Recipe, cluster: Cluster, modes: tuple[str, ...] = ()) -> S
     asked = tuple(dict.fromkeys(mode_of(mode, cluster) for mode in modes))
     space = Space(resolved(recipe), cluster, asked=asked)
     if not space.size:
-        raise UserError(nothing_valid(space))
+        devices, batch = cluster.devices, space.batch
+        least = min(devices // way.tp // way.cp // pp for way in space.ways() for pp in space.stages(way))
+        raise UserError(
+            f"no layout of {devices} devices has a sequence of train.global_batch_size = {batch} for each "
+            f"data-parallel rank. Nearest valid: train.global_batch_size = {least}, or {cluster.name}:{batch}"
+        )
     return space
 
 
@@ -255,6 +280,54 @@ def apply(recipe: Recipe, plan: Plan) -> Recipe:
     changed = with_layout(recipe, plan.layout, microbatch_size=s.sizes.B)
     precision = changed.precision.model_copy(update={"mode": s.mode})
     return changed.model_copy(update={"precision": precision})
+
+
+def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
+    """The message for layouts that do not fit: memory of the smallest, and a number of devices that is enough."""
+    most, s = limit(space.cluster), near.setting
+    if most <= 0:
+        return (
+            f"no layout fits: a device of {space.cluster.name} has {space.cluster.device.memory / GIB:.2f} GiB, and "
+            f"the runtime takes {space.cluster.device.reserve / GIB:.1f} GiB"
+        )
+    return (
+        f"no layout fits: the smallest of {space.size}, {to_text(near.layout)} with microbatches of {s.sizes.B} in "
+        f"{s.mode}, needs {near.peak_bytes / GIB:.1f} GiB of {most / GIB:.1f} GiB per device. "
+        + _enough_devices(space, bounds)
+    )
+
+
+def _enough_devices(space: Space, bounds: Bounds) -> str:
+    """A number of devices with a layout that fits, with full recomputation and one sequence at a time."""
+    name, most = space.cluster.name, limit(space.cluster)
+    states = min(
+        sum(model_states.state_bytes(bounds.software.states[mode], 3, 1.0, 1.0)) for mode in space.precisions
+    )
+    least = math.ceil(states * count_parameters(space.recipe.model) / most)
+    for devices in _numbers(max(least, space.cluster.devices + 1), space.cluster.per_node):
+        larger = replace(space, cluster=replace(space.cluster, devices=devices))
+        choices = [
+            larger.choice(replace(layout, recompute="full"), 1, mode)
+            for shape in larger.shapes
+            for layout in larger.sharings(shape)
+            for mode in larger.precisions
+        ]
+        for c in heapq.nsmallest(SMALLEST, choices, key=bounds.bytes.of):
+            if max(m.total for m in held(bounds.setting(c))) <= most:
+                return f"{name}:{devices} would be enough ({to_text(c.layout)})"
+    return f"No tried number of devices up to {MOST_DEVICES} is enough: the batch or the blocks are too large"
+
+
+def _numbers(first: int, per_node: int) -> Iterator[int]:
+    """Numbers of devices to try: every number within a node, then whole nodes, then doublings."""
+    devices = first
+    for _ in range(TRIED):
+        yield devices
+        devices = devices + 1 if devices < per_node else (devices // per_node + 1) * per_node
+    devices = 2 ** math.ceil(math.log2(devices))
+    while devices <= MOST_DEVICES:
+        yield devices
+        devices *= 2
 
 
 FRONTIER_STEPS = 32
