@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fivefold.checkpoint import store, write
 from fivefold.checkpoint.source import read_config, read_weights, tokenizer_of, weights_of
-from fivefold.data.chat import ChatTemplate
-from fivefold.data.conversations import TEMPLATE_FILE, beside
+from fivefold.data.chat import TEMPLATE_FILE, ChatTemplate, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
 from fivefold.data.tokenizer_check import MOST_BYTES as MOST_TOKENIZER
 from fivefold.errors import UserError

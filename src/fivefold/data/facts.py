@@ -12,7 +12,7 @@ import numpy as np
 from fivefold.data import mixture, preparation, token_source
 from fivefold.data.batches import Batches, items_in, objective_of, steps_of
 from fivefold.data.build import is_named, require_good
-from fivefold.data.conversations import special_of
+from fivefold.data.chat import special_of
 from fivefold.data.kinds import TOKEN_KINDS, hub, kind_of
 from fivefold.data.kinds.kind import TOKENS, Bad, Fields
 from fivefold.data.mixture import Amount, amounts, order_of

@@ -14,8 +14,8 @@ from typing import Any
 
 from fivefold.data import token_source
 from fivefold.data.batches import objective_of
-from fivefold.data.build import JOURNAL, build, is_named, require_few_bad
-from fivefold.data.conversations import beside, read_template, special_of
+from fivefold.data.build import build, is_named, require_few_bad
+from fivefold.data.chat import beside, read_template, special_of
 from fivefold.data.kinds import hub
 from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.packing import DataSet
@@ -24,11 +24,12 @@ from fivefold.data.stream import open_stream
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import (
     FORMAT,
+    JOURNAL,
+    MANIFEST,
     NAMES,
     Tell,
     open_tokens,
     read_manifest,
-    write_manifest,
 )
 from fivefold.errors import UserError
 from fivefold.files import (
@@ -41,6 +42,7 @@ from fivefold.files import (
     remove,
     rename,
     writable,
+    write_atomically,
 )
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
@@ -86,7 +88,16 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
     data, mask = recipe.data, objective_of(recipe) == "mlm"
     root, began = cache_folder(data.cache) / "data", time.perf_counter()
     if data.stream:
-        return _prepare_stream(source, recipe, mask, root, tell)
+        if any(f.url.startswith("memory:") for f in source.files):
+            raise UserError(f"data.stream: another process tokenizes, and cannot read {data.source}")
+        if source.left_out:
+            tell(f"note: {source.left_out}", 0, None)
+        with writable(root):
+            key = cache_key(source, data, mask, root, tell)
+            stream, val, info = open_stream(recipe, mask, root, key, tell)
+        tokenizer = load_tokenizer(stream.folder / "tokenizer.json", mask)
+        info |= {"files": len(source.counted)}
+        return DataSet.of_one(stream, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
     with writable(root):
         key = cache_key(source, data, mask, root, tell)
         folder = root / key
@@ -107,19 +118,6 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
     info["seconds"] = round(time.perf_counter() - began, 3)
     held_out = val if data.val_fraction > 0 else None
     return DataSet.of_one(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
-
-
-def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell: Tell) -> DataSet:
-    if any(f.url.startswith("memory:") for f in source.files):
-        raise UserError(f"data.stream: another process tokenizes, and cannot read {recipe.data.source}")
-    if source.left_out:
-        tell(f"note: {source.left_out}", 0, None)
-    with writable(root):
-        key = cache_key(source, recipe.data, mask, root, tell)
-        train, val, info = open_stream(recipe, mask, root, key, tell)
-    tokenizer = load_tokenizer(train.folder / "tokenizer.json", mask)
-    info |= {"files": len(source.counted)}
-    return DataSet.of_one(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
 
 
 def _make(
@@ -150,7 +148,7 @@ def _make(
             remove(temporary)
             raise UserError(f"data.source: {data.source}: a file changed while it was tokenized; run again")
         remove(temporary / JOURNAL)
-        write_manifest(temporary, manifest)
+        write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
         flush_all(temporary)
         try:
             rename(temporary, folder)
