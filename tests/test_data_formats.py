@@ -21,12 +21,12 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import check, one_source, prepare
+from fivefold.data.dataset import Packed, cut_of, pieces
 from fivefold.data.kinds import KINDS, megatron, parquet, remote
 from fivefold.data.kinds import csv as kinds_csv
 from fivefold.data.kinds.hub import Hub, parse
 from fivefold.data.kinds.json import _Characters
 from fivefold.data.kinds.kind import Bad, Document, Fields, File
-from fivefold.data.packing import Packed, cut_of, pieces
 from fivefold.data.preparation import write_megatron
 from fivefold.data.sources import FileSplit, find
 from fivefold.data.tokenizer import train_bpe

@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fivefold.data import NOT_COUNTED, Batches, prepare
 from fivefold.data.batches import Concatenated
+from fivefold.data.dataset import Packed, best_fit, cut_of, pieces
 from fivefold.data.kinds import megatron
-from fivefold.data.packing import Packed, best_fit, cut_of, pieces
 from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native

@@ -342,9 +342,9 @@ def require_good(files: list[File], bad: Sequence[Bad], max_bad_fraction: float)
         )
 
 
-def is_named(tokenizer: str) -> bool:
-    """True if data.tokenizer is one of Fivefold's own, not a path."""
-    return tokenizer in ("bytes", "chars") or tokenizer.startswith("bpe:")
+def is_learned(tokenizer: str) -> bool:
+    """True if data.tokenizer is learned from the text."""
+    return tokenizer == "chars" or tokenizer.startswith("bpe:")
 
 
 def save_tokenizer(data: DataSection, mask: bool, work: Work, folder: Path, workers: int, tell: Tell) -> None:
@@ -366,7 +366,7 @@ def learn(
         # Collect characters from all text, as nanoGPT does: those that only validation has need an id, too.
         total = Summary()
         for work, _ in texts:
-            for group in run(dataclasses.replace(work, encoder=None), [], workers):
+            for group in run(dataclasses.replace(work, tokenizer=None), [], workers):
                 total.add(group.summary)
                 tell("collecting characters", sum(total.bytes), work.size if len(texts) == 1 else None)
         return chars_tokenizer(total.characters, mask)

@@ -289,19 +289,21 @@ _starting = threading.Lock()
 
 
 def open_stream(
-    recipe: Recipe, mask: bool, root: Path, key: str, tell: Tell
+    recipe: Recipe, mask: bool, whole: Path, tell: Tell
 ) -> tuple[Stream, Tokens | None, dict[str, Any]]:
     """A stream and its validation tokens, as soon as these are there and training has a beginning; and what is known of
-    it. key: a hash of what determines the tokens."""
+    it. whole: where they were if they were tokenized before."""
     data, seq_len, overlap = recipe.data, recipe.model.seq_len, int(not mask)
     wanted = recipe.train.val_sequences * seq_len + overlap if data.val_fraction else 0
     most_val = max(LEAST_VAL, 1 << (wanted - 1).bit_length()) if wanted else 0
     shard = max(LEAST_SHARD, min(MOST_SHARD, data.stream_window))
-    name, host = _hash(key, shard, most_val), socket.gethostname()
-    folder, lock = root / f"{name}.stream", None
+    name, host = _hash(whole.name, shard, most_val), socket.gethostname()
+    folder = whole.with_name(f"{name}.stream")
     make_folder(folder)
     if (lock := held(folder / BUILDER)) is None and (folder / BUILDER).read_text("utf-8") not in ("", host):
-        folder = root / f"{name}.stream-{host}"  # another machine with the same disk tokenizes already
+        folder = whole.with_name(
+            f"{name}.stream-{host}"
+        )  # another machine with the same disk tokenizes already
         make_folder(folder)
         lock = held(folder / BUILDER)
     if lock is not None:  # else another run's process may have just written it
@@ -331,7 +333,7 @@ def open_stream(
     val = growing_shards(folder, "val", now, min(wanted, now.val), SHARD_TOKENS)
     info = {
         "source": data.source,
-        "fingerprint": _hash(key, data.stream_window),
+        "fingerprint": _hash(whole.name, data.stream_window),
         "folder": str(folder),
         "cached": cached,
         "tokens": {"train": now.count - now.first, "val": now.val},

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from fivefold.comm.progress import progress
 from fivefold.data import NOT_COUNTED, Batch, Batches, DataSet, Prefetch, Tokens
 from fivefold.data.batches import objective_of
+from fivefold.data.dataset import amounts, cut_of, order_of
 from fivefold.data.facts import sample
-from fivefold.data.mixture import amounts, order_of
-from fivefold.data.packing import cut_of
 from fivefold.data.stream import Stream
 from fivefold.data.tokens import Commit
 from fivefold.errors import UserError
