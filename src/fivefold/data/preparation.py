@@ -27,8 +27,8 @@ from fivefold.data.dataset import (
     require_sequence,
     weights_of,
 )
-from fivefold.data.kinds import megatron
 from fivefold.data.kinds.kind import TOKENS
+from fivefold.data.kinds.token_files import write_indexed
 from fivefold.data.one_source import check_tokenizer, lookup, prepare_source, require_one_split, root_of
 from fivefold.data.sources import find
 from fivefold.data.stream import Stream
@@ -289,5 +289,5 @@ def write_megatron(data: DataSet, recipe: Recipe, name: Path) -> list[Path]:
             if isinstance(tokens, Tokens):
                 words = filter(None, (name.name, source.name, split))
                 paths.append(name.with_name(f"{'_'.join(words)}.bin"))
-                megatron.write(paths[-1], tokens, data.vocab_size, end_of(recipe, data))
+                write_indexed(paths[-1], tokens, data.vocab_size, end_of(recipe, data))
     return paths

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from fivefold.data.kinds.kind import Shard
-from fivefold.data.kinds.megatron import DocIndex
+from fivefold.data.kinds.token_files import DocIndex
 from fivefold.errors import UserError
 from fivefold.files import BROKEN, flush, parse_json, remove, stream, stream_on, write_atomically
 
