@@ -208,7 +208,7 @@ def kernel(T: int, batch: int, microbatch: int, kind: str, calls: int = 12) -> d
 
 def packing(recipes: dict[str, Any]) -> dict[str, Any]:
     """What plain cutting and packing make of the documents."""
-    from fivefold.data.packing import Packed, cut_of, end_of, pieces
+    from fivefold.data.dataset import Packed, cut_of, end_of, pieces
 
     (recipe, data), T = recipes["packed"], recipes["packed"][0].model.seq_len
     end, n = end_of(recipe, data), len(data.train)

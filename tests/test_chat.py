@@ -22,9 +22,8 @@ from fivefold.checkpoint import write as write_checkpoint
 from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.cli.main import main
 from fivefold.data import NOT_COUNTED, Batches, prepare
-from fivefold.data.chat import ChatTemplate, open_template
-from fivefold.data.conversations import TEMPLATES, NotAConversation, messages_of
-from fivefold.data.packing import cut_of
+from fivefold.data.chat import TEMPLATES, ChatTemplate, NotAConversation, messages_of, open_template
+from fivefold.data.dataset import cut_of
 from fivefold.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
 from fivefold.errors import UserError
 from fivefold.files import write_atomically

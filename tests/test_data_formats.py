@@ -21,12 +21,12 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import check, one_source, prepare
-from fivefold.data.kinds import KINDS, megatron, parquet, remote
+from fivefold.data.dataset import Packed, cut_of, pieces
+from fivefold.data.kinds import KINDS, parquet, remote, token_files
 from fivefold.data.kinds import csv as kinds_csv
 from fivefold.data.kinds.hub import Hub, parse
 from fivefold.data.kinds.json import _Characters
 from fivefold.data.kinds.kind import Bad, Document, Fields, File
-from fivefold.data.packing import Packed, cut_of, pieces
 from fivefold.data.preparation import write_megatron
 from fivefold.data.sources import FileSplit, find
 from fivefold.data.tokenizer import train_bpe
@@ -536,7 +536,7 @@ def test_megatron_files_made_by_hand(tmp_path: Path, code: int, dtype: str):
 def test_damaged_indexes_of_megatron(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bytes, message: str
 ):
-    monkeypatch.setattr(megatron, "CHUNK", 2)
+    monkeypatch.setattr(token_files, "CHUNK", 2)
     write(tmp_path / "x.bin", np.arange(40).astype("<u2").tobytes())
     write(tmp_path / "x.idx", made)
     with pytest.raises(UserError, match=message):
@@ -599,7 +599,7 @@ def test_an_index_says_where_documents_end(tmp_path: Path, end: int | None):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
 def test_out_to_megatron_and_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str):
-    monkeypatch.setattr(megatron, "CHUNK", 1000)
+    monkeypatch.setattr(token_files, "CHUNK", 1000)
     write(tmp_path / "in" / "a.jsonl", lines()[:200_000].rpartition(b"\n")[0])
     recipe = recipe_of(tmp_path / "in", tmp_path / "cache", val_fraction=0.2, tokenizer=tokenizer)
     data = prepare(recipe)
@@ -611,7 +611,7 @@ def test_out_to_megatron_and_in_again(tmp_path: Path, monkeypatch: pytest.Monkey
     raw = train.with_suffix(".idx").read_bytes()
     count = len(ends)
     assert raw == index(8, np.diff(ends, prepend=0).tolist(), list(range(count + 1)), 2)
-    written = megatron.DocIndex(val.with_suffix(".idx"))
+    written = token_files.DocIndex(val.with_suffix(".idx"))
     assert (written.dtype, written.count()) == ("<u2", len(data.val))  # type: ignore[arg-type]
     end = data.tokenizer.end_id  # type: ignore[union-attr]
     same = recipe_of(f"tokens:{tmp_path / 'out'}", tmp_path / "cache", end_token=end)

@@ -17,7 +17,7 @@ from runs import assert_same_tensors, lines, train_rank
 from fivefold.checkpoint import store
 from fivefold.data import Batches, Tokens, check, prepare
 from fivefold.data.batches import Order, Stage, permute, whole_weights
-from fivefold.data.mixture import amounts, order_of, seen
+from fivefold.data.dataset import amounts, order_of, seen
 from fivefold.errors import UserError
 from fivefold.observe.report import write_report
 from fivefold.recipe import Recipe, change, leave_out, load, resolve, to_toml

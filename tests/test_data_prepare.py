@@ -18,9 +18,9 @@ import pytest
 from data_recipes import recipe_of, write
 
 from fivefold.data import Batches, build, check, prepare
+from fivefold.data.dataset import DataSet
 from fivefold.data.kinds.kind import Fields
 from fivefold.data.one_source import prepare_source
-from fivefold.data.packing import DataSet
 from fivefold.data.sources import FileSplit, find
 from fivefold.data.tokenizer import Tokenizer, train_bpe
 from fivefold.data.tokens import BLOCK, SHARD_TOKENS, ShardWriter

@@ -21,7 +21,8 @@ from runs import lines, ranks_of
 from fivefold.data import Batches, DataSet, prepare
 from fivefold.data.batches import shuffled_window
 from fivefold.data.preparation import finished
-from fivefold.data.stream import BUILDER, Stream, _started, commits, read_progress
+from fivefold.data.stream import BUILDER, Stream, _started, commits
+from fivefold.data.tokens import read_journal
 from fivefold.errors import UserError
 from fivefold.files import Post
 from fivefold.observe.report import data_seen
@@ -127,13 +128,13 @@ def test_a_killed_tokenizing_process_is_replaced(source: Path, tmp_path: Path, s
         if step == 1000:
             _started[stream.folder].send_signal(signal.SIGKILL)
             _started[stream.folder].wait()
-            assert (before := read_progress(stream.folder)) is not None
+            assert (before := read_journal(stream.folder)) is not None
             assert before.first > 0
         uses = np.arange(8 * step, 8 * step + 8)
         numbers = stream.numbers(uses, partial(shuffled_window, 3))
         np.testing.assert_array_equal(batches.batch(step)[0], whole.train.rows(numbers * T, T))
         if step == 1000:
-            assert (now := read_progress(stream.folder)) is not None
+            assert (now := read_journal(stream.folder)) is not None
             assert now.first >= before.first
     assert (stream.folder / BUILDER).read_bytes() != b""
 
@@ -148,7 +149,7 @@ def test_an_empty_cache_begins_where_the_checkpoint_says(tmp_path: Path, streami
     state = stream_of(data).state(8 * step)
     assert state.train > 0
     other = prepare(streamed(source, tmp_path / "b", stream_gib=bound))
-    stream_of(other).hint = state
+    stream_of(other).begin_at(state)
     got = batches_of(other)
     for i in range(3):
         np.testing.assert_array_equal(got.batch(step + i)[0], wanted[i])
@@ -228,15 +229,15 @@ from pathlib import Path
 from fivefold.data import build, prepare
 from fivefold.recipe import load
 build.JOURNAL_S = 0.0
-write, written = build._write_journal, []
-def journal(*arguments):
-    write(*arguments)
+write, written = build.Journal.write, []
+def journal(self, folder):
+    write(self, folder)
     written.append(1)
     if len(written) == 3:
-        with open(arguments[0] / "train-00000.bin", "ab") as file:
+        with open(folder / "train-00000.bin", "ab") as file:
             file.write(b"x" * 1000)  # what was under way
         os.kill(os.getpid(), signal.SIGKILL)
-build._write_journal = journal
+build.Journal.write = journal
 prepare(load("quickstart", sys.argv[1:]))
 """
 
@@ -272,7 +273,7 @@ def test_tokenizing_that_was_killed_continues(tmp_path: Path, kind: str):
 def test_the_beginning_of_a_window_counts_the_token_that_sequences_share(tmp_path: Path):
     """1,600 tokens are 199 sequences of 8 and the token behind each: use 199 is the first of the second epoch."""
     facts = {"dtype": "<u2", "shard": 64, "count": 1600, "total": 1600, "at": [1600, 0, []]}
-    write(tmp_path / "progress.json", json.dumps(facts))
+    write(tmp_path / "journal.json", json.dumps(facts))
     stream = Stream(tmp_path, 64, 8, 1, {})
     assert [stream._low(use) for use in (0, 8, 198, 199, 207)] == [0, 64, 1536, 0, 64]
     assert Stream(tmp_path, 64, 8, 0, {})._low(199) == 1536

@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fivefold.data import NOT_COUNTED, Batches, prepare
 from fivefold.data.batches import Concatenated
-from fivefold.data.kinds import megatron
-from fivefold.data.packing import Packed, best_fit, cut_of, pieces
+from fivefold.data.dataset import Packed, best_fit, cut_of, pieces
+from fivefold.data.kinds.token_files import write_indexed
 from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native
@@ -454,7 +454,7 @@ def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path, monkeypatch
     own = change(files, ["data.end_token=256"])
     assert found_in(own).pairs(recipe.model) == pytest.approx(told["pairs"], rel=0.2)
     assert isinstance(data.train, Tokens)
-    megatron.write(tmp_path / "indexed.bin", data.train, 320, 256)
+    write_indexed(tmp_path / "indexed.bin", data.train, 320, 256)
     indexed = change(files, [f"data.source=tokens:{tmp_path / 'indexed.bin'}"])
     assert found_in(indexed).pairs(recipe.model) == pytest.approx(told["pairs"], rel=0.2)
     pyarrow.parquet.write_table(pyarrow.table({"input_ids": [[7] * 99] * 999}), tmp_path / "ids.parquet")

@@ -364,8 +364,8 @@ def test_an_item_that_stands_twice_in_its_file_is_no_example_of_itself() -> None
     ("line", "words"),
     [
         ("{", "line 3: not JSON: Expecting property name"),
-        ("[1]", "line 3: a JSON list instead of an object"),
-        ("\ud800", "line 3: not JSON: 'utf-8' codec can't decode"),
+        ("[1]", "line 3: a JSON list; expected an object"),
+        ("\ud800", "line 3: not UTF-8: byte 0xed at 0 in the line"),
         ('{"context": "a", "choices": ["b"], "answer": 0}', "line 3: choices must be 2 or more"),
         ('{"context": "a", "choices": ["b", ""], "answer": 0}', "line 3: choice 1 is empty"),
         ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 3: answer = 2: must be|answer = 2 must be"),

@@ -106,7 +106,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         UserError: the file cannot be read, or a line has neither.
     """
-    from fivefold.data.conversations import NotAConversation, messages_of
+    from fivefold.data.chat import NotAConversation, messages_of
     from fivefold.data.eval_docs import documents, json_lines
 
     if path.suffix.lower() != ".jsonl":
@@ -135,7 +135,7 @@ def _encoded(row: dict[str, Any], template: ChatTemplate | None, where: str) -> 
             f"{where}: 'messages' need a model that was trained on conversations (data.chat_template); this is a base "
             "model. Use 'prompt'"
         )
-    from fivefold.data.conversations import NotAConversation
+    from fivefold.data.chat import NotAConversation
 
     try:
         return template.prompt(row["messages"]), template.end_ids

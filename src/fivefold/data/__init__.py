@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fivefold.data.batches import NOT_COUNTED, Batch, Batches, Prefetch, objective_of
+    from fivefold.data.dataset import DataSet
     from fivefold.data.facts import check
     from fivefold.data.one_source import progress_bar
-    from fivefold.data.packing import DataSet
     from fivefold.data.preparation import prepare
     from fivefold.data.tokenizer import Tokenizer, load_tokenizer
     from fivefold.data.tokens import Tokens
@@ -25,7 +25,7 @@ _HOMES = {
     "NOT_COUNTED": "batches",
     "Batch": "batches",
     "Batches": "batches",
-    "DataSet": "packing",
+    "DataSet": "dataset",
     "Prefetch": "batches",
     "Tokenizer": "tokenizer",
     "Tokens": "tokens",

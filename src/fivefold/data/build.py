@@ -11,22 +11,27 @@ there, and starts with the next document.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.data.conversations import NotAConversation, read_template, special_of
+from fivefold.data.chat import (
+    ChatTemplate,
+    Encoded,
+    NotAConversation,
+    open_template,
+    read_template,
+    special_of,
+)
 from fivefold.data.kinds import describe_bad
 from fivefold.data.kinds.kind import BY_RULE, SPAN, TRAIN, VAL, Bad, Document, Fields, File
 from fivefold.data.sources import FileSplit, Place, Source, document_hash, split_files
@@ -38,18 +43,27 @@ from fivefold.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from fivefold.data.tokens import COUNTED, ENDS, FLAGS, FORMAT, NAMES, ShardWriter, Tell
+from fivefold.data.tokens import (
+    COUNTED,
+    ENDS,
+    FLAGS,
+    FORMAT,
+    JOURNAL,
+    NAMES,
+    Commit,
+    Journal,
+    ShardWriter,
+    Tell,
+    continued,
+)
 from fivefold.errors import UserError
-from fivefold.files import BROKEN, expanded, read_json, remove, write_atomically
+from fivefold.files import expanded, remove
 from fivefold.precision import token_bytes
 from fivefold.recipe.schema import DataSection
 
-if TYPE_CHECKING:
-    from fivefold.data.chat import ChatTemplate, Encoded
-
 BPE_SAMPLE = 16 << 20  # characters of training text that BPE learns from; more hardly changes the merges
 BPE_PIECES = 16  # of a document, each of 128 Ki characters, so that a huge one is not the whole sample
-JOURNAL = "journal.json"
+THREADS = "TOKENIZERS_PARALLELISM"  # a variable of the environment
 JOURNAL_S = 5.0  # seconds of work that an interruption may cost
 REPORTED_BAD = 20  # bad documents that are described; further ones are only counted
 
@@ -86,16 +100,9 @@ class Summary:
             self.characters = "".join(sorted(set(self.characters) | set(other.characters)))
 
     @classmethod
-    def of(cls, value: dict[str, Any]) -> Summary:
-        """From JSON."""
-        return cls(**{**value, "bad": [Bad(*bad) for bad in value["bad"]]})
-
-
-class Encoder(NamedTuple):
-    """What turns documents into ids. template: for conversations."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate | None = None
+    def of(cls, value: dict[str, Any] | None) -> Summary:
+        """From JSON; None: of no documents."""
+        return cls(**{**value, "bad": [Bad(*bad) for bad in value["bad"]]}) if value else cls()
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class Work:
 
     Documents marked BY_RULE go to validation if their hash is below `threshold`. If the source is one such document,
     the share `cut` at its end goes to validation. template: the Jinja text for conversations; "": all rows are texts.
-    encoder: None: only characters are collected.
+    tokenizer: None: only characters are collected. chat: renders and encodes conversations.
     """
 
     split: FileSplit
@@ -113,7 +120,8 @@ class Work:
     threshold: int
     cut: float = 0.0
     template: str = ""
-    encoder: Encoder | None = None
+    tokenizer: Tokenizer | None = None
+    chat: ChatTemplate | None = None
 
     @classmethod
     def of(cls, source: Source, data: DataSection) -> Work:
@@ -124,18 +132,15 @@ class Work:
 
     def with_tokenizer(self, folder: Path) -> Work:
         """Encodes by the tokenizer of a folder."""
-        tokenizer, template = load_tokenizer(folder / "tokenizer.json"), None
-        if self.template:
-            from fivefold.data.chat import ChatTemplate  # Jinja takes a moment to import
-
-            template = ChatTemplate(self.template, tokenizer)
-        return dataclasses.replace(self, encoder=Encoder(tokenizer, template))
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+        chat = ChatTemplate(self.template, tokenizer) if self.template else None
+        return dataclasses.replace(self, tokenizer=tokenizer, chat=chat)
 
     @property
     def dtype(self) -> str:
         """Of the ids."""
-        assert self.encoder is not None
-        return f"<u{token_bytes(self.encoder.tokenizer.vocab_size)}"
+        assert self.tokenizer is not None
+        return f"<u{token_bytes(self.tokenizer.vocab_size)}"
 
 
 class Chunk(NamedTuple):
@@ -158,7 +163,10 @@ def run(work: Work, start: Place, workers: int) -> Iterator[Group]:
     """The documents from a place on, encoded in groups."""
     ahead: deque[Future[Group]] = deque()
     stopped = threading.Event()
-    with _in_its_thread(), ThreadPoolExecutor(workers, "fivefold-tokenize") as pool:
+    # The library encodes a text in the thread that asks: threads of its own would only wait for one another.
+    library_threads = os.environ.get(THREADS)
+    os.environ.setdefault(THREADS, "false")
+    with ThreadPoolExecutor(workers, "fivefold-tokenize") as pool:
         try:
             for documents, place in _groups(work, start):
                 ahead.append(pool.submit(_encoded, documents, place, work, stopped))
@@ -170,20 +178,8 @@ def run(work: Work, start: Place, workers: int) -> Iterator[Group]:
             stopped.set()
             for group in ahead:
                 group.cancel()
-
-
-@contextmanager
-def _in_its_thread() -> Iterator[None]:
-    """The library encodes a text in the thread that asks: threads of its own would only wait for one another."""
-    name = "TOKENIZERS_PARALLELISM"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
+            if library_threads is None:
+                os.environ.pop(THREADS, None)
 
 
 def _groups(work: Work, start: Place) -> Iterator[tuple[list[Document | Bad], Place]]:
@@ -207,29 +203,31 @@ def _encoded(
     documents: Sequence[Document | Bad], place: Place, work: Work, stopped: threading.Event
 ) -> Group:
     """stopped: nobody waits for the group any more."""
-    summary, encoder = Summary(), work.encoder
+    summary = Summary()
     ids: tuple[list[np.ndarray], ...] = ([], [])
     flags: tuple[list[np.ndarray], ...] = ([], [])
     for document in documents:
         if stopped.is_set():
             break
         summary.pieces += 1
-        talk: Encoded | None = None
-        if isinstance(document, Document) and document.messages is not None and encoder is not None:
-            assert encoder.template is not None
+        messages = None if isinstance(document, Bad) else document.messages
+        conversation: Encoded | None = None
+        if messages is not None and work.chat is not None:
             try:
-                talk = encoder.template.encode(document.messages)
+                conversation = work.chat.encode(messages)
             except (NotAConversation, UserError) as error:
                 document = Bad(document.file, document.place, str(error))
         if isinstance(document, Bad):
             summary.bad_count += 1
             summary.bad = [*summary.bad, document][:REPORTED_BAD]
             continue
-        if encoder is None:
-            summary.characters = "".join(set(summary.characters).union(*_characters(document, work)))
+        if work.tokenizer is None:  # collect characters, also those of the rendered form
+            roles = [str(message["role"]) for message in messages or ()]
+            texts = [document.text, *([work.template, *roles, *map(str.title, roles)] if roles else [])]
+            summary.characters = "".join(set(summary.characters).union(*texts))
         for split, text, end in _parts(document, work, summary):
-            if encoder is not None:
-                tokens, counted = _tokens(text, talk, end, encoder)
+            if work.tokenizer is not None:
+                tokens, counted = _tokens(text, conversation, end, work.tokenizer)
                 ids[split].append(tokens.astype(work.dtype))
                 flags[split].append(counted)
     chunks = []
@@ -240,24 +238,20 @@ def _encoded(
     return Group(chunks, summary, place)
 
 
-def _tokens(text: str, talk: Encoded | None, end: bool, encoder: Encoder) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(
+    text: str, conversation: Encoded | None, end: bool, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
     """Ids and flags of a text, or of a conversation, whose end token does not count."""
-    if talk is not None:
-        ids, counted = [talk.ids], talk.counted * np.uint8(COUNTED)
+    if conversation is not None:
+        ids, counted = [conversation.ids], conversation.counted * np.uint8(COUNTED)
     else:  # rows of .jsonl and .parquet can be longer than a span
         starts = range(0, len(text), SPAN)
-        ids = [encoder.tokenizer.encode_array(text[start : start + SPAN]) for start in starts]
+        ids = [tokenizer.encode_array(text[start : start + SPAN]) for start in starts]
         counted = np.full(sum(map(len, ids)), COUNTED, np.uint8)
     if end:
-        ids.append(np.array([encoder.tokenizer.end_id]))
-        counted = np.append(counted, np.uint8(ENDS if talk is not None else ENDS | COUNTED))
+        ids.append(np.array([tokenizer.end_id]))
+        counted = np.append(counted, np.uint8(ENDS if conversation is not None else ENDS | COUNTED))
     return np.concatenate([np.empty(0, np.uint8), *ids]), counted.astype(np.uint8)
-
-
-def _characters(document: Document, work: Work) -> list[str]:
-    """Texts that hold all characters of a document, also of its rendered form."""
-    roles = [str(message["role"]) for message in document.messages or ()]
-    return [document.text, *([work.template, *roles, *map(str.title, roles)] if roles else [])]
 
 
 def _parts(document: Document, work: Work, summary: Summary) -> Iterator[tuple[int, str, bool]]:
@@ -288,37 +282,40 @@ def build(
 
     Raises UserError for the first bad document if max_bad_fraction is 0, and for a source without text.
     """
-    work, journal = Work.of(source, data), _read_journal(folder)
-    if journal:
-        threshold, cut = journal["rule"]
+    work, files = Work.of(source, data), source.files
+    prefixes = ("", FLAGS) if work.template else ("",)
+    journal = continued(folder, prefixes)
+    if journal is not None:
+        threshold, cut = journal.rule
         work = dataclasses.replace(work, threshold=threshold, cut=cut)
     while True:  # a second time if validation got no document or all of them
         if journal is None:
             save_tokenizer(data, mask, work, folder, workers, tell)
         work = work.with_tokenizer(folder)
-        summary, shards = _write_shards(work, folder, journal, data.max_bad_fraction, workers, tell)
+        summary, writers = _write_shards(work, folder, journal, data.max_bad_fraction, workers, tell)
         other = _other_rule(work, summary, data.val_fraction)
         if other is None:
             break
-        work, journal = other, None
-    files = source.files
+        remove(folder / JOURNAL)
+        work, journal = other, continued(folder)
     if sum(summary.documents) == 0 and not summary.bad_count:
         raise UserError(f"data.source: {data.source} holds no text; empty files: {max(1, len(files))}")
+    shards = {prefix: {split: writers[prefix + split].entries() for split in NAMES} for prefix in prefixes}
     return {
         "format": FORMAT,
         "source": data.source,
         "files": len(source.counted),
         "documents": dict(zip(NAMES, summary.documents, strict=True)),
         "bytes": dict(zip(NAMES, summary.bytes, strict=True)),
-        "tokens": {split: sum(e["tokens"] for e in shards[split]) for split in NAMES},
+        "tokens": {split: writers[split].count for split in NAMES},
         "skipped": skipped(summary, files)
         | {
             "empty": summary.empty + sum(f.size == 0 for f in source.counted),
             "ignored": sum(source.unknown.values()),
         },
         "dtype": work.dtype,
-        "shards": {name: shards[name] for name in NAMES},
-        **({"flags": {name: shards[FLAGS + name] for name in NAMES}} if work.template else {}),
+        "shards": shards[""],
+        **({"flags": shards[FLAGS]} if work.template else {}),
     }
 
 
@@ -345,17 +342,15 @@ def require_good(files: list[File], bad: Sequence[Bad], max_bad_fraction: float)
         )
 
 
-def is_named(tokenizer: str) -> bool:
-    """True if data.tokenizer is one of Fivefold's own, not a path."""
-    return tokenizer in ("bytes", "chars") or tokenizer.startswith("bpe:")
+def is_learned(tokenizer: str) -> bool:
+    """True if data.tokenizer is learned from the text."""
+    return tokenizer == "chars" or tokenizer.startswith("bpe:")
 
 
 def save_tokenizer(data: DataSection, mask: bool, work: Work, folder: Path, workers: int, tell: Tell) -> None:
     """Writes the tokenizer of a source."""
     tokenizer = learn(data, mask, [(work, 1.0)], workers, tell)
     if data.chat_template:
-        from fivefold.data.chat import open_template  # Jinja takes a moment to import
-
         tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
         tokenizer.chat_template = work.template
     tokenizer.save(folder / "tokenizer.json")
@@ -371,7 +366,7 @@ def learn(
         # Collect characters from all text, as nanoGPT does: those that only validation has need an id, too.
         total = Summary()
         for work, _ in texts:
-            for group in run(dataclasses.replace(work, encoder=None), [], workers):
+            for group in run(dataclasses.replace(work, tokenizer=None), [], workers):
                 total.add(group.summary)
                 tell("collecting characters", sum(total.bytes), work.size if len(texts) == 1 else None)
         return chars_tokenizer(total.characters, mask)
@@ -395,72 +390,67 @@ def _sample(work: Work, share: float, tell: Tell) -> Iterator[str]:
             return
 
 
-def _read_journal(folder: Path) -> dict[str, Any] | None:
-    """How far an interrupted folder is; None: it begins."""
-    try:
-        journal = read_json(folder / JOURNAL)
-        Summary.of(journal["summary"])
-        shards = [folder / f"{name}-00000.bin" for name, n in journal["tokens"].items() if n]
-        whole = "done" in journal and all(path.exists() for path in shards)
-        return journal if journal["format"] == FORMAT and whole else None
-    except (OSError, UserError, *BROKEN):
-        return None
+def tokenized(
+    work: Work, begun: Journal, write: Callable[[Chunk, int], None], max_bad_fraction: float, workers: int
+) -> Iterator[Journal]:
+    """Hands the ids behind the last border of a folder to `write`, with the number of those before. Yields the border
+    behind each group, and the counts of documents before it.
+
+    Raises:
+        UserError: a document is bad, and none may be.
+    """
+    total, counts = Summary.of(begun.summary), [begun.at.train, begun.at.val]
+    for chunks, summary, place in run(work, begun.at.place, workers):
+        for chunk in chunks:
+            write(chunk, counts[chunk.split])
+            counts[chunk.split] += len(chunk.ids)
+        total.add(summary)
+        require_good(work.split.files, summary.bad, max_bad_fraction)
+        yield begun._replace(
+            at=Commit(counts[TRAIN], counts[VAL], tuple(place)), summary=dataclasses.asdict(total)
+        )
 
 
 def _write_shards(
     work: Work,
     folder: Path,
-    journal: dict[str, Any] | None,
+    begun: Journal | None,
     max_bad_fraction: float,
     workers: int,
     tell: Tell,
-) -> tuple[Summary, dict[str, list[dict[str, Any]]]]:
+) -> tuple[Summary, dict[str, ShardWriter]]:
     """Writes the shards, from where the journal ends."""
-    if journal is None:
-        for left in [folder / JOURNAL, *folder.glob("*-*.bin"), *folder.glob("*-*.digests")]:
-            remove(left)
-    begun = journal or {"done": [], "tokens": {}, "summary": dataclasses.asdict(Summary())}
-    total, saved = Summary.of(begun["summary"]), time.monotonic()
-    dtypes = dict.fromkeys(NAMES, work.dtype)
-    if work.template:
-        dtypes |= dict.fromkeys((FLAGS + name for name in NAMES), "|u1")
+    start = journal = begun or Journal(work.dtype, rule=(work.threshold, work.cut))
     writers = {
-        name: ShardWriter(folder, name, dtype, count=begun["tokens"].get(name, 0))
-        for name, dtype in dtypes.items()
+        name: ShardWriter(folder, name, work.dtype, count=count)
+        for name, count in zip(NAMES, (journal.count, journal.val), strict=True)
     }
-    if journal:
-        tell(f"note: continuing after {sum(total.bytes) / 1e6:,.1f} MB that are tokenized", 0, None)
+    if work.template:
+        writers |= {
+            FLAGS + name: ShardWriter(folder, FLAGS + name, "|u1", count=writer.count)
+            for name, writer in writers.items()
+        }
+    if begun:
+        tell(f"note: continuing after {begun.read / 1e6:,.1f} MB that are tokenized", 0, None)
+
+    def write(chunk: Chunk, before: int) -> None:
+        writers[NAMES[chunk.split]].write(chunk.ids)
+        if chunk.flags is not None:
+            writers[FLAGS + NAMES[chunk.split]].write(chunk.flags)
+
+    saved = time.monotonic()
     try:
-        for group in run(work, begun["done"], workers):
-            for split, ids, flags in group.chunks:
-                writers[NAMES[split]].write(ids)
-                if flags is not None:
-                    writers[FLAGS + NAMES[split]].write(flags)
-            total.add(group.summary)
-            tell("tokenizing", sum(total.bytes), work.size)
-            require_good(work.split.files, group.summary.bad, max_bad_fraction)
+        for journal in tokenized(work, start, write, max_bad_fraction, workers):
+            tell("tokenizing", journal.read, work.size)
             if time.monotonic() - saved >= JOURNAL_S:
-                _write_journal(folder, work, writers, total, group.place)
+                for writer in writers.values():
+                    writer.flush()
+                journal._replace(count=journal.at.train, val=journal.at.val).write(folder)
                 saved = time.monotonic()
     finally:
         for writer in writers.values():
             writer.close()
-    return total, {name: writer.entries() for name, writer in writers.items()}
-
-
-def _write_journal(
-    folder: Path, work: Work, writers: dict[str, ShardWriter], total: Summary, done: Place
-) -> None:
-    for writer in writers.values():
-        writer.flush()
-    journal = {
-        "format": FORMAT,
-        "rule": [work.threshold, work.cut],
-        "done": done,
-        "tokens": {name: writer.count for name, writer in writers.items()},
-        "summary": dataclasses.asdict(total),
-    }
-    write_atomically(folder / JOURNAL, json.dumps(journal))
+    return Summary.of(journal.summary), writers
 
 
 def _other_rule(work: Work, summary: Summary, val_fraction: float) -> Work | None:

@@ -15,14 +15,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from json import JSONDecodeError
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fivefold.data.kinds.json import objects
 from fivefold.data.sources import nearest
 from fivefold.errors import UserError, did_you_mean, shortened
-from fivefold.files import BROKEN, open_file, parse_json
+from fivefold.files import open_file
 
 MOST_ITEMS = 1_000_000
 MOST_CHOICES = 100
@@ -59,10 +59,6 @@ class Schema:
     keys: tuple[str, ...] = ()
 
 
-class _Wrong(Exception):
-    """What is wrong with a row."""
-
-
 def read_items(path: Path) -> tuple[str, list[Item]]:
     """The name of a task file's schema, and its items. The first row decides the schema.
 
@@ -73,9 +69,12 @@ def read_items(path: Path) -> tuple[str, list[Item]]:
     items: list[Item] = []
     for number, row in json_lines(path):
         try:
-            schema = schema or _schema_of(row)
+            schema = schema or next((schema for schema in SCHEMAS if schema.mark in row), None)
+            if schema is None:
+                known = ", ".join(f"'{schema.mark}' ({schema.name})" for schema in SCHEMAS)
+                raise UserError(f"an item of no known schema: it has none of the fields {known}")
             items.append(_item(schema, row, number))
-        except _Wrong as error:
+        except UserError as error:
             raise UserError(f"{path}, line {number}: {error}") from None
         if len(items) > MOST_ITEMS:
             raise UserError(f"{path} has more than {MOST_ITEMS:,} items")
@@ -114,43 +113,31 @@ def require_enough(shots: int, path: Path, pool: Sequence[Item], *, same: bool) 
         )
 
 
-def _schema_of(row: Mapping[str, Any]) -> Schema:
-    for schema in SCHEMAS:
-        if schema.mark in row:
-            return schema
-    known = ", ".join(f"'{schema.mark}' ({schema.name})" for schema in SCHEMAS)
-    raise _Wrong(f"an item of no known schema: it has none of the fields {known}")
-
-
 def _item(schema: Schema, row: Mapping[str, Any], line: int) -> Item:
     for key in row if schema.keys else ():
         if key not in schema.keys:
             near = did_you_mean(key, schema.keys)
-            raise _Wrong(f"unknown field '{shortened(key, 100)}'; known: {', '.join(schema.keys)}{near}")
+            raise UserError(f"unknown field '{shortened(key, 100)}'; known: {', '.join(schema.keys)}{near}")
     item = schema.item(row)
     if not 1 <= len(item.choices) <= MOST_CHOICES:
-        raise _Wrong(f"{len(item.choices)} choices; must be 1 to {MOST_CHOICES}")
+        raise UserError(f"{len(item.choices)} choices; must be 1 to {MOST_CHOICES}")
     if not all(item.choices):
-        raise _Wrong(f"choice {item.choices.index('')} is empty")
-    return Item(item.context, item.choices, item.answer, item.join, line)
+        raise UserError(f"choice {item.choices.index('')} is empty")
+    return replace(item, line=line)
 
 
 def _own_choices(row: Mapping[str, Any]) -> Item:
     choices = _texts(row, "choices")
     if len(choices) < 2:
-        raise _Wrong("choices must be 2 or more; a single text to complete with is called 'target'")
+        raise UserError("choices must be 2 or more; a single text to complete with is called 'target'")
     answer = _index(_field(row, "answer"), "answer", len(choices))
     return Item(_text(row, "context"), choices, answer, _text(row, "join", " "))
-
-
-def _own_completion(row: Mapping[str, Any]) -> Item:
-    return Item(_text(row, "context"), (_text(row, "target"),), 0, _text(row, "join", " "))
 
 
 def _hellaswag(row: Mapping[str, Any]) -> Item:
     """{"activity_label", "ctx_a", "ctx_b", "endings": [4 texts], "label": 0 to 3, ...}"""
     if "label" not in row:
-        raise _Wrong(
+        raise UserError(
             "no 'label': HellaSwag's test split is published without answers. Use hellaswag_val.jsonl"
         )
     endings = _texts(row, "endings")
@@ -171,16 +158,16 @@ def _arc(row: Mapping[str, Any]) -> Item:
     if isinstance(question, dict):
         stem, given = _text(question, "stem"), _field(question, "choices")
         if not isinstance(given, list) or not all(isinstance(choice, dict) for choice in given):
-            raise _Wrong("question.choices must be a list of objects with 'text' and 'label'")
+            raise UserError("question.choices must be a list of objects with 'text' and 'label'")
         texts = tuple(_text(choice, "text") for choice in given)
         labels = tuple(_text(choice, "label") for choice in given)
     else:
         stem, given = _text(row, "question"), _field(row, "choices")
         if not isinstance(given, dict):
-            raise _Wrong("choices must be an object with the lists 'text' and 'label'")
+            raise UserError("choices must be an object with the lists 'text' and 'label'")
         texts, labels = _texts(given, "text"), _texts(given, "label")
     if len(texts) != len(labels) or key not in labels:
-        raise _Wrong(
+        raise UserError(
             f"answerKey = '{shortened(key, 20)}' must be one of the labels {', '.join(labels)[:200]}"
         )
     return Item(f"Question: {stem}\nAnswer:", texts, labels.index(key))
@@ -190,7 +177,7 @@ def _lambada(row: Mapping[str, Any]) -> Item:
     """{"text"}: its last word is the target."""
     context, blank, word = _text(row, "text").rpartition(" ")
     if not blank or not word:
-        raise _Wrong("text must have a last word behind a blank")
+        raise UserError("text must have a last word behind a blank")
     return Item(context, (word,), 0)
 
 
@@ -198,42 +185,44 @@ SCHEMAS = (
     Schema("hellaswag", "endings", _hellaswag),
     Schema("arc", "answerKey", _arc),
     Schema("choices", "choices", _own_choices, ("context", "choices", "answer", "join")),
-    Schema("completion", "target", _own_completion, ("context", "target", "join")),
+    Schema(
+        "completion",
+        "target",
+        lambda row: Item(_text(row, "context"), (_text(row, "target"),), 0, _text(row, "join", " ")),
+        ("context", "target", "join"),
+    ),
     Schema("lambada", "text", _lambada),
 )
 
 
 def _field(row: Mapping[str, Any], key: str) -> Any:
     if key not in row:
-        raise _Wrong(f"no field '{key}'{did_you_mean(key, row)}")
+        raise UserError(f"no field '{key}'{did_you_mean(key, row)}")
     return row[key]
 
 
 def _text(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
     value = _field(row, key) if default is None else row.get(key, default)
     if not isinstance(value, str):
-        raise _Wrong(f"{key} = {shortened(repr(value), 60)} must be text")
+        raise UserError(f"{key} = {shortened(repr(value), 60)} must be text")
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise _Wrong(f"{key} holds a lone surrogate: not valid Unicode")
+        raise UserError(f"{key} holds a lone surrogate: not valid Unicode")
     return value
 
 
 def _texts(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
     values = _field(row, key)
     if not isinstance(values, list):
-        raise _Wrong(f"{key} must be a list of texts")
+        raise UserError(f"{key} must be a list of texts")
     return tuple(_text({key: value}, key) for value in values)
 
 
 def _index(value: Any, key: str, count: int) -> int:
     """A whole number below `count`; as text, too, which is how the Hugging Face hub has HellaSwag's labels."""
-    number = (
-        int(value)
-        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 9
-        else value
-    )
+    is_text = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 9
+    number = int(value) if is_text else value
     if type(number) is not int or not 0 <= number < count:
-        raise _Wrong(f"{key} = {shortened(repr(value), 60)} must be a whole number from 0 to {count - 1}")
+        raise UserError(f"{key} = {shortened(repr(value), 60)} must be a whole number from 0 to {count - 1}")
     return number
 
 
@@ -280,21 +269,11 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         UserError: the file cannot be read, or a line is not a JSON object.
     """
     with _opened(path) as file:
-        number = 0
-        while line := file.readline(MOST_LINE + 1):
-            number += 1
-            if len(line) > MOST_LINE:
-                raise UserError(f"{path}, line {number}: more than {MOST_LINE:,} bytes")
-            if not line.strip():
-                continue
-            try:
-                row = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except BROKEN as error:
-                why = f"{error.msg} (character {error.pos})" if isinstance(error, JSONDecodeError) else error
-                raise UserError(f"{path}, line {number}: not JSON: {shortened(str(why), 200)}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}, line {number}: a JSON {type(row).__name__} instead of an object")
-            yield number, row
+        for number, (row, _) in enumerate(objects(file, most=MOST_LINE), 1):
+            if isinstance(row, str):
+                raise UserError(f"{path}, line {number}: {row}")
+            if row is not None:
+                yield number, row
 
 
 @contextmanager

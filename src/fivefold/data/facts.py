@@ -9,21 +9,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.data import mixture, preparation, token_source
+from fivefold.data import dataset, preparation
 from fivefold.data.batches import Batches, items_in, objective_of, steps_of
-from fivefold.data.build import is_named, require_good
-from fivefold.data.conversations import special_of
+from fivefold.data.build import require_good
+from fivefold.data.chat import open_template, special_of
+from fivefold.data.dataset import Amount, DataSet, amounts, cut_of, order_of
 from fivefold.data.kinds import TOKEN_KINDS, hub, kind_of
 from fivefold.data.kinds.kind import TOKENS, Bad, Fields
-from fivefold.data.mixture import Amount, amounts, order_of
-from fivefold.data.one_source import cache_key, check_tokenizer, require_vocabulary
-from fivefold.data.packing import DataSet, cut_of
+from fivefold.data.one_source import check_tokenizer, headers, lookup, require_vocabulary, root_of, split
 from fivefold.data.sources import FileSplit, Source, find
 from fivefold.data.stream import Stream
 from fivefold.data.tokenizer import load_tokenizer
-from fivefold.data.tokens import open_tokens, read_manifest
+from fivefold.data.tokens import open_tokens
 from fivefold.errors import UserError, several
-from fivefold.files import cache_folder, expanded
+from fivefold.files import expanded
 from fivefold.kernels.tiling import Sample
 from fivefold.recipe import Recipe, place
 from fivefold.recipe.resolve import warning_of_passes
@@ -36,7 +35,6 @@ ROWS = 64  # rows read of a file whose bytes cannot be counted, and sequences of
 ENOUGH = 100  # bytes of text per token with which BPE finds as many tokens as it may
 MOST_HASHED = 64 << 20  # bytes of a source that are hashed again, to see whether it has changed: 0.04 s
 MOST_PACKED = 1 << 24  # tokens whose best-fit packing is computed to know it
-BYTES_PER_TOKEN = {"bytes": 1.0, "chars": 1.0}
 
 
 class Found(NamedTuple):
@@ -46,10 +44,6 @@ class Found(NamedTuple):
     fact: str
     amount: Amount | None = None
     bound: Amount | None = None
-
-    @property
-    def exact(self) -> bool:
-        return self.amount is not None and self.amount is self.bound
 
 
 def check(recipe: Recipe) -> list[str]:
@@ -61,28 +55,27 @@ def check(recipe: Recipe) -> list[str]:
     the first 16 MiB), a missing library, a set that is certainly too small.
     """
     tokenizer = preparation.shared_tokenizer(recipe, HASHED_AT_ONCE)
-    found: dict[str, Found] = {}
-    for key, one in preparation.sources_of(recipe).items():
+    sources: dict[str, Found] = {}
+    for key, alone in preparation.sources_of(recipe).items():
         with preparation.named(key):
-            found[key.partition(", ")[2]] = _found(one, tokenizer)
-    facts = [line for name, one in found.items() for line in _lines(name, one)]
-    for key, one in preparation.validation_of(recipe).items():
+            sources[key.partition(", ")[2]] = _found(alone, tokenizer)
+    facts = [line for name, source in sources.items() for line in _lines(name, source)]
+    for key, alone in preparation.validation_of(recipe).items():
         name = key.partition(", ")[2]
         with preparation.named(key):
-            own = _found(one, tokenizer)
-        if own.bound is not None:
-            mixture.require_sequence(recipe, name, own.bound.tokens, own.bound.items)
-        facts.append(f"validation {_lines(name, own)[0]}")
-    amounts = {name: one.amount for name, one in found.items() if one.amount is not None}
-    if len(amounts) < len(found):
+            held_out = _found(alone, tokenizer)
+        if held_out.bound is not None:
+            dataset.require_sequence(recipe, name, held_out.bound.tokens, held_out.bound.items)
+        facts.append(f"validation {_lines(name, held_out)[0]}")
+    amounts = {name: source.amount for name, source in sources.items() if source.amount is not None}
+    if len(amounts) < len(sources):
         return facts
     if recipe.data.weigh_by == "documents" and not all(amount.documents for amount in amounts.values()):
         return [*facts, "passes over each source: known when their documents are counted"]
-    exact = all(one.exact for one in found.values())
-    bounds = {name: one.bound for name, one in found.items() if one.bound is not None}
-    if len(bounds) == len(found):  # passes that are only estimated are held to no limit here
-        lenient = recipe.model_copy(update={"data": mixture.without_limits(recipe.data)})
-        mixture.require_enough(recipe if exact else lenient, bounds)
+    bounds = {name: source.bound for name, source in sources.items() if source.bound is not None}
+    exact = all(source.amount is source.bound for source in sources.values())
+    if len(bounds) == len(sources):  # passes that are only estimated are held to no limit here
+        dataset.require_enough(recipe, bounds, limited=exact)
     return [*facts, *_passes(recipe, amounts, exact)]
 
 
@@ -102,8 +95,8 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         check_tokenizer(recipe.data, mask)
     source = find(recipe.data.source)
     if source.ids:
-        shards = token_source.headers(source, recipe)
-        train, val = token_source.split(shards, recipe.data.val_fraction)
+        shards = headers(source, recipe)
+        train, val = split(shards, recipe.data.val_fraction)
         amount = _amount(recipe, len(train), None if val is None else len(val))
         about = "about " * any(TOKEN_KINDS[file.kind].copied for file in source.files)
         fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
@@ -119,10 +112,9 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         fact += f"\nnote: {source.left_out}"
     if recipe.data.stream:
         return Found(f"{fact}\ntokenized while training, in windows of {recipe.data.stream_window:,} tokens")
-    root = cache_folder(recipe.data.cache) / "data"
-    if source.size <= HASHED_AT_ONCE and root.is_dir():
+    if source.size <= HASHED_AT_ONCE and root_of(recipe.data).is_dir():
         data = recipe.data.model_copy(update={"tokenizer": tokenizer})
-        manifest = read_manifest(root / cache_key(source, data, mask, root, lambda *_: None))
+        _, manifest = lookup(source, data, mask, lambda *_: None)
         if manifest is not None:
             tokens = manifest["tokens"]
             held_out = tokens["val"] if recipe.data.val_fraction else None
@@ -133,7 +125,11 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
             return Found(fact, amount, amount)
     require_readable(recipe, source)
     most = source.size + len(source.files)  # at most one token per byte, and one end token per file
-    likely = int(most * (1 - recipe.data.val_fraction) / bytes_per_token(recipe.data.tokenizer))
+    spec = recipe.data.tokenizer
+    small = (size := re.fullmatch(r"bpe:(\d+)", spec)) and int(size[1]) < 16384
+    # bytes per token: for BPE a guess; bpe:4096 measured 3.7 on Python source
+    each = 1.0 if spec in ("bytes", "chars") else 3.5 if small else 4.2
+    likely = int(most * (1 - recipe.data.val_fraction) / each)
     fact += f"\ntokens: about {likely:,} for training (not tokenized yet)"
     # what is compressed, by itself or inside, may hold more than its bytes
     bounded = not any(f.packed or f.url or not kind_of(f).packs for f in source.files)
@@ -141,23 +137,15 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
     return Found(fact, _amount(recipe, likely, None), bound)
 
 
-def bytes_per_token(tokenizer: str) -> float:
-    """Roughly the bytes of text per token. For BPE it is a guess: bpe:4096 measured 3.7 on Python source."""
-    if tokenizer in BYTES_PER_TOKEN:
-        return BYTES_PER_TOKEN[tokenizer]
-    size = re.fullmatch(r"bpe:(\d+)", tokenizer)
-    return 3.5 if size and int(size[1]) < 16384 else 4.2
-
-
 def _passes(recipe: Recipe, amounts: Mapping[str, Amount], exact: bool) -> list[str]:
     if steps_of(recipe) is None:
         return []
     about = "" if exact else "about "
-    seen = mixture.seen(recipe, amounts, steps_of(recipe) or 0)
+    seen = dataset.seen(recipe, amounts, steps_of(recipe) or 0)
     warnings = [
-        f"{WARNING}{name and f'{name}: '}{said}"
+        f"{WARNING}{name and f'{name}: '}{warning}"
         for name, row in seen.items()
-        for said in warning_of_passes(row.epochs)
+        for warning in warning_of_passes(row.epochs)
     ]
     if not recipe.data.sources:
         return [f"passes over the training set: {about}{seen[''].epochs:.2f}", *warnings]
@@ -197,11 +185,9 @@ def require_ids(recipe: Recipe, source: Source, mask: bool) -> None:
         size = int(data.tokenizer.removeprefix("bpe:"))
         if source.size > ENOUGH * size:
             require_vocabulary(recipe, size)
-    elif not is_named(data.tokenizer):
+    elif data.tokenizer != "chars":
         tokenizer = load_tokenizer(expanded("data.tokenizer", data.tokenizer), mask)
         if data.chat_template:
-            from fivefold.data.chat import open_template  # Jinja takes a moment to import
-
             tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
         require_vocabulary(recipe, tokenizer.vocab_size)
 
@@ -210,10 +196,10 @@ def sample(recipe: Recipe, data: DataSet) -> Sample | None:
     """Sequences from all parts of a run, evenly spaced; None: they are tokenized while it goes on, or a source has not
     even one."""
     tokens = list(data.sources.values())
-    if any(isinstance(one, Stream) for one in tokens):
+    if any(isinstance(source, Stream) for source in tokens):
         return None
-    cuts = [cut_of(recipe, data, one) for one in tokens]
-    if min(one.count for one in cuts) < 1:
+    cuts = [cut_of(recipe, data, source) for source in tokens]
+    if min(cut.count for cut in cuts) < 1:
         return None
     train, steps = recipe.train, steps_of(recipe)
     batches = Batches(
@@ -231,39 +217,25 @@ class _Work(Exception):
 def known(recipe: Recipe) -> DataSet | None:
     """The training data of `data.source`, if they are tokenized. None also if much would have to be read to know it,
     and for several sources, streams and sources elsewhere."""
-    data = recipe.data
+    data, mask = recipe.data, objective_of(recipe) == "mlm"
     if data.sources or data.stream or "://" in data.source or data.source.startswith(hub.PREFIX):
         return None
     with suppress(_Work, UserError, OSError):
         source = find(data.source)
-        return _known_files(recipe, source) if source.ids else _known_text(recipe, source)
+        if source.ids:
+            # A packing is kept by the hash of all tokens, and ids that are copied would have to be read.
+            if data.packing == "best_fit" or any(TOKEN_KINDS[file.kind].copied for file in source.files):
+                return None
+            train, _ = split(headers(source, recipe), data.val_fraction)
+            mask_id = (recipe.model.vocab_size or 1) - 1
+            return DataSet.of_one(train, None, None, mask_id + 1, mask_id, {})
+        folder, manifest = lookup(source, data, mask, _refuse)
+        if manifest is not None:
+            tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
+            train = open_tokens(folder, manifest, "train")
+            if data.packing != "best_fit" or len(train) <= MOST_PACKED:
+                return DataSet.of_one(train, None, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
     return None
-
-
-def _known_files(recipe: Recipe, source: Source) -> DataSet:
-    data = recipe.data
-    if data.packing == "best_fit":
-        raise _Work("a packing is kept by the hash of all tokens")
-    if any(TOKEN_KINDS[file.kind].copied for file in source.files):
-        raise _Work("its ids are copied")
-    shards = token_source.headers(source, recipe)
-    mask_id = (recipe.model.vocab_size or 1) - 1
-    return DataSet.of_one(
-        token_source.split(shards, data.val_fraction)[0], None, None, mask_id + 1, mask_id, {}
-    )
-
-
-def _known_text(recipe: Recipe, source: Source) -> DataSet | None:
-    data, mask = recipe.data, objective_of(recipe) == "mlm"
-    root = cache_folder(data.cache) / "data"
-    folder = root / cache_key(source, data, mask, root, _refuse)
-    if (manifest := read_manifest(folder)) is None:
-        return None
-    tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
-    tokens = open_tokens(folder, manifest, "train")
-    if data.packing == "best_fit" and len(tokens) > MOST_PACKED:
-        raise _Work("packing")
-    return DataSet.of_one(tokens, None, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
 
 
 def _refuse(stage: str, done: int, total: int | None) -> None:

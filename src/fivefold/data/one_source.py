@@ -1,4 +1,5 @@
-"""Prepares a recipe's data: finds the source, tokenizes it once into the cache, and memory-maps it."""
+"""Prepares one source: text is tokenized once into the cache, files of ids (`tokens:PATH`) are scanned once and read in
+place. Both are memory-mapped."""
 
 from __future__ import annotations
 
@@ -6,44 +7,59 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fivefold.data import token_source
+import numpy as np
+
 from fivefold.data.batches import objective_of
-from fivefold.data.build import JOURNAL, build, is_named, require_few_bad
-from fivefold.data.conversations import beside, read_template, special_of
-from fivefold.data.kinds import hub
-from fivefold.data.kinds.kind import TOKENS
-from fivefold.data.packing import DataSet
-from fivefold.data.sources import Source, find, remembered, sampled_sha256, sha256_file
+from fivefold.data.build import build, is_learned, require_few_bad
+from fivefold.data.chat import beside, read_template, special_of
+from fivefold.data.dataset import DataSet
+from fivefold.data.kinds import TOKEN_KINDS, hub
+from fivefold.data.kinds.kind import TOKENS, Shard
+from fivefold.data.kinds.token_files import LARGEST_VOCABULARY
+from fivefold.data.sources import Source, find, remembered, sampled_sha256, sha256_file, stat_of
 from fivefold.data.stream import open_stream
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import (
     FORMAT,
+    JOURNAL,
+    MANIFEST,
     NAMES,
+    BlockHasher,
     Tell,
+    Tokens,
     open_tokens,
+    read_digests,
     read_manifest,
-    write_manifest,
 )
 from fivefold.errors import UserError
 from fivefold.files import (
     cache_folder,
     expanded,
+    flush,
     flush_all,
     locked,
     make_folder,
+    open_file,
     own_word,
     remove,
     rename,
+    stream,
     writable,
+    write_atomically,
 )
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
+
+CHUNK = 1 << 24  # ids scanned at once
+CHANGED = "The file was changed after it was scanned, or the disk is failing. Restore it, and run again"
+VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # val.bin, fineweb_val_000000.bin
 
 
 def prepare_source(recipe: Recipe, progress: Tell | None = None, workers: int | None = None) -> DataSet:
@@ -57,10 +73,11 @@ def prepare_source(recipe: Recipe, progress: Tell | None = None, workers: int | 
     if not recipe.data.source.startswith(TOKENS):
         check_tokenizer(recipe.data, objective_of(recipe) == "mlm")
     source = find(recipe.data.source)
-    if source.ids:
-        data = token_source.open_files(source, recipe, tell)
-    else:
-        data = _prepare_text(source, recipe, tell, workers or cores())
+    data = (
+        _open_files(source, recipe, tell)
+        if source.ids
+        else _prepare_text(source, recipe, tell, workers or cores())
+    )
     require_vocabulary(recipe, data.vocab_size)
     return data
 
@@ -83,74 +100,65 @@ def require_vocabulary(recipe: Recipe, size: int) -> None:
 
 
 def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> DataSet:
-    data, mask = recipe.data, objective_of(recipe) == "mlm"
-    root, began = cache_folder(data.cache) / "data", time.perf_counter()
+    data, mask, began = recipe.data, objective_of(recipe) == "mlm", time.perf_counter()
     if data.stream:
-        return _prepare_stream(source, recipe, mask, root, tell)
-    with writable(root):
-        key = cache_key(source, data, mask, root, tell)
-        folder = root / key
-        manifest = read_manifest(folder)
-        cached = True
+        if any(f.url.startswith("memory:") for f in source.files):
+            raise UserError(f"data.stream: another process tokenizes, and cannot read {data.source}")
+        if source.left_out:
+            tell(f"note: {source.left_out}", 0, None)
+        with writable(root_of(data)):
+            train, val, info = open_stream(recipe, mask, lookup(source, data, mask, tell)[0], tell)
+        tokenizer = load_tokenizer(train.folder / "tokenizer.json", mask)
+        info |= {"files": len(source.counted)}
+        return DataSet.of_one(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
+    with writable(root_of(data)):
+        folder, manifest = lookup(source, data, mask, tell)
+        cached = manifest is not None
         if manifest is None:
-            with locked(root / f"{key}.lock", lambda: tell("waiting for another process", 0, None)) as alone:
+            lock = folder.with_suffix(".lock")
+            with locked(lock, lambda: tell("waiting for another process", 0, None)) as alone:
                 manifest = read_manifest(folder)  # another process may just have made it
-                if manifest is None:
-                    manifest = _make(source, data, mask, root, key, alone, workers, tell)
-                    cached = False
+                cached = manifest is not None
+                manifest = manifest or _make(source, data, mask, folder, alone, workers, tell)
     require_few_bad(manifest["skipped"], data.max_bad_fraction)
     tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
     tokenizer.chat_template = beside(folder) or ""
     train, val = (open_tokens(folder, manifest, split) for split in NAMES)
     facts = {k: manifest[k] for k in ("files", "documents", "bytes", "tokens", "skipped")}
-    info = {"source": data.source, "fingerprint": key, "folder": str(folder), "cached": cached, **facts}
+    info = {
+        "source": data.source,
+        "fingerprint": folder.name,
+        "folder": str(folder),
+        "cached": cached,
+        **facts,
+    }
     info["seconds"] = round(time.perf_counter() - began, 3)
     held_out = val if data.val_fraction > 0 else None
     return DataSet.of_one(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
 
 
-def _prepare_stream(source: Source, recipe: Recipe, mask: bool, root: Path, tell: Tell) -> DataSet:
-    if any(f.url.startswith("memory:") for f in source.files):
-        raise UserError(f"data.stream: another process tokenizes, and cannot read {recipe.data.source}")
-    if source.left_out:
-        tell(f"note: {source.left_out}", 0, None)
-    with writable(root):
-        key = cache_key(source, recipe.data, mask, root, tell)
-        train, val, info = open_stream(recipe, mask, root, key, tell)
-    tokenizer = load_tokenizer(train.folder / "tokenizer.json", mask)
-    info |= {"files": len(source.counted)}
-    return DataSet.of_one(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
-
-
 def _make(
-    source: Source,
-    data: DataSection,
-    mask: bool,
-    root: Path,
-    key: str,
-    alone: bool,
-    workers: int,
-    tell: Tell,
+    source: Source, data: DataSection, mask: bool, folder: Path, alone: bool, workers: int, tell: Tell
 ) -> dict[str, Any]:
     """Builds in a temporary folder and renames it, so that a folder with the key's name is always complete.
 
     alone: nobody else does. Then the temporary folder stays if this is interrupted, and the next call continues it.
     """
-    folder, temporary = root / key, root / (f"{key}.part" if alone else f"{key}.tmp-{own_word()}")
+    temporary = folder.with_suffix(".part" if alone else f".tmp-{own_word()}")
     if alone:  # anything here was left by a killed run or has been damaged
-        for left in [folder, *root.glob(f"{key}.tmp-*")]:
-            remove(left)
+        for old in [folder, *folder.parent.glob(f"{folder.name}.tmp-*")]:
+            remove(old)
     make_folder(temporary, new=not alone)
     if source.left_out:
         tell(f"note: {source.left_out}", 0, None)
     try:
         manifest = build(source, data, mask, temporary, workers, tell)
         now = find(data.source) if any(file.url for file in source.files) else source
-        if not source.hub and cache_key(now, data, mask, root, tell) != key:
+        if not source.hub and lookup(now, data, mask, tell)[0] != folder:
             remove(temporary)
             raise UserError(f"data.source: {data.source}: a file changed while it was tokenized; run again")
         remove(temporary / JOURNAL)
-        write_manifest(temporary, manifest)
+        write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
         flush_all(temporary)
         try:
             rename(temporary, folder)
@@ -163,8 +171,14 @@ def _make(
             remove(temporary)
 
 
-def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: Tell) -> str:
-    """Hash of everything that determines the shards: format, content of the source, tokenizer, settings."""
+def root_of(data: DataSection) -> Path:
+    """The folder of the cache that holds data."""
+    return cache_folder(data.cache) / "data"
+
+
+def lookup(source: Source, data: DataSection, mask: bool, tell: Tell) -> tuple[Path, dict[str, Any] | None]:
+    """The folder of a source's tokens in the cache, and its manifest if they are there. Its name is a hash of all that
+    determines them: format, content of the source, tokenizer, settings."""
     if source.hub:
         content: Any = hub.fingerprint(source.spec)
     else:
@@ -176,7 +190,7 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: T
             tell("reading", done, source.size)
 
         where = hashlib.sha256(os.path.abspath(data.source).encode("utf-8", "surrogateescape")).hexdigest()
-        memo = root / f"files-{where[:16]}{'-sampled' * data.stream}.json"
+        memo = root_of(data) / f"files-{where[:16]}{'-sampled' * data.stream}.json"
         hashes = remembered(
             [f.path for f in local],
             memo,
@@ -186,7 +200,7 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: T
         known = dict(zip(local, hashes, strict=True))
         content = [[f.name, f.kind, known.get(f) or [f.url, f.size, f.version]] for f in source.files]
     tokenizer = data.tokenizer
-    if not is_named(tokenizer):
+    if tokenizer != "bytes" and not is_learned(tokenizer):
         tokenizer = hashlib.sha256(
             load_tokenizer(expanded("data.tokenizer", tokenizer), mask).to_json().encode()
         ).hexdigest()
@@ -195,7 +209,8 @@ def cache_key(source: Source, data: DataSection, mask: bool, root: Path, tell: T
     ] * data.stream
     if data.chat_template:
         settings.append(read_template(data.chat_template, data.tokenizer))
-    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+    folder = root_of(data) / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+    return folder, read_manifest(folder)
 
 
 def check_tokenizer(data: DataSection, mask: bool) -> None:
@@ -248,3 +263,179 @@ def progress_bar() -> Iterator[Tell]:
             bars.update(tasks[stage], completed=done, total=total)
 
         yield show
+
+
+def _open_files(source: Source, recipe: Recipe, tell: Tell) -> DataSet:
+    """The token files of a recipe, memory-mapped in place.
+
+    Files named val (val.bin, x_val_000.bin) are the validation set. Without one, the last val_fraction of the
+    tokens is. Every id is scanned once, and the result is remembered. The vocabulary is model.vocab_size, or one
+    more than the highest id. Training on masked tokens adds a last id for the mask, which the files must not hold.
+    Raises UserError for truncated files and for ids beyond the vocabulary.
+    """
+    began, root, data = time.perf_counter(), root_of(recipe.data), recipe.data
+    with writable(root):
+        shards = [
+            _copied(shard, file.kind, data.end_token, root, tell) if TOKEN_KINDS[file.kind].copied else shard
+            for shard, file in zip(headers(source, recipe), source.files, strict=True)
+        ]
+        highest, hashes, shards = _scan(shards, data.token_dtype, root, tell)
+        if data.document_masks or data.packing == "best_fit":
+            paths = [shard.index[0] for shard in shards if shard.index]
+            memo = root / f"indexes-{_short(str(shards[0].path.parent))}.json"
+            indexes = dict(zip(paths, remembered(paths, memo, sha256_file, _unreadable), strict=True))
+            shards = [s._replace(index=s.index and (s.index[0], indexes[s.index[0]])) for s in shards]
+            hashes += [indexes[path] for path in paths]
+    reserved = 1 if objective_of(recipe) == "mlm" else 0
+    needed = min(max([1, *highest]) + 1 + reserved, LARGEST_VOCABULARY)
+    vocab_size = recipe.model.vocab_size or needed
+    for shard, top in zip(shards, highest, strict=True):
+        if top >= vocab_size - reserved:
+            _refuse(shard, vocab_size, reserved)
+    train, val = split(shards, data.val_fraction)
+    info = {
+        "source": source.spec,
+        "fingerprint": hashlib.sha256("".join(hashes).encode()).hexdigest()[:32],
+        "folder": str(shards[0].path.parent),
+        "cached": True,
+        "files": len(shards),
+        "tokens": {"train": len(train), "val": len(val) if val else 0},
+        "skipped": {"bad": 0, "empty": sum(s.tokens == 0 for s in shards)},
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+    return DataSet.of_one(train, val, None, vocab_size, vocab_size - 1 if reserved else None, info)
+
+
+def headers(source: Source, recipe: Recipe) -> list[Shard]:
+    """Where the ids of a source lie, by its files' beginnings."""
+    shards = []
+    for file in source.files:
+        try:
+            with open_file(file.path):  # a pipe would block
+                shards.append(TOKEN_KINDS[file.kind].shard(file.path, recipe.data.token_dtype))
+        except OSError as error:
+            raise UserError(f"data.source: {file.path}: cannot be read: {error.strerror}") from None
+    return shards
+
+
+def _copied(shard: Shard, kind: str, end: int | None, root: Path, tell: Tell) -> Shard:
+    """The copy of a file's ids in the cache."""
+    path = shard.path
+    copy = root / f"{path.stem}-{_short(f'{path} {stat_of(path)} {end}')}.bin"
+    if not copy.is_file():
+        temporary, done = copy.with_suffix(f".{own_word()}"), 0
+        try:
+            with stream(temporary) as target:
+                for ids in TOKEN_KINDS[kind].pieces(path, end):
+                    target.write(ids.data)
+                    done += ids.nbytes
+                    tell(f"copying {kind}", done, 4 * shard.tokens)
+            flush(temporary)
+            rename(temporary, copy)
+        finally:
+            remove(temporary)
+    return shard._replace(path=copy, tokens=copy.stat().st_size // 4)
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _unreadable(error: OSError) -> Any:
+    raise UserError(f"data.source: {error.filename}: cannot be read: {error.strerror}")
+
+
+def _scan(
+    shards: list[Shard], dtype: str, root: Path, tell: Tell
+) -> tuple[list[int], list[str], list[Shard]]:
+    """Highest id and content hash of each file, remembered, and the shards with the digests of their blocks. Ids count
+    as unsigned, so a negative one is huge."""
+    total, done = sum(s.path.stat().st_size for s in shards), 0
+    by_path = {s.path: s for s in shards}
+
+    def scan(path: Path) -> list[Any]:
+        nonlocal done
+        top, digest, hasher = 0, hashlib.sha256(), BlockHasher()
+        for chunk in _chunks(by_path[path]):
+            top = max(top, int(_unsigned(chunk).max()))
+            content = np.ascontiguousarray(chunk).view(np.uint8).data
+            digest.update(content)
+            hasher.update(content)
+            done += chunk.nbytes
+            tell("scanning tokens", done, total)
+        blocks = hasher.digests()
+        write_atomically(digests_of(path), blocks)
+        return [top, digest.hexdigest(), hashlib.sha256(blocks).hexdigest()]
+
+    def digests_of(path: Path) -> Path:
+        return root / f"tokens-{_short(str(path))}.digests"
+
+    def blocks_of(path: Path, value: list[Any]) -> bytes | None:
+        """None: somebody has removed them."""
+        shard = by_path[path]
+        return read_digests(digests_of(path), shard.tokens * np.dtype(shard.dtype).itemsize, value[2])
+
+    memo = root / f"tokens-{_short(f'{dtype} {shards[0].path.parent}')}.json"
+    values = remembered(list(by_path), memo, scan, _unreadable, lambda p, v: blocks_of(p, v) is not None)
+    scanned = [
+        shard._replace(digests=blocks_of(path, value), advice=CHANGED)
+        for (path, shard), value in zip(by_path.items(), values, strict=True)
+    ]
+    return [value[0] for value in values], [value[1] for value in values], scanned
+
+
+def _chunks(shard: Shard) -> Iterator[np.ndarray]:
+    if shard.tokens:
+        ids = np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.tokens,)).view(np.ndarray)
+        for start in range(0, shard.tokens, CHUNK):
+            yield ids[start : start + CHUNK]
+
+
+def _unsigned(ids: np.ndarray) -> np.ndarray:
+    return ids.view(ids.dtype.str.replace("i", "u"))
+
+
+def _refuse(shard: Shard, vocab_size: int, reserved: int) -> None:
+    """Raises an error that locates the first id beyond the vocabulary."""
+    start = 0
+    for chunk in _chunks(shard):
+        beyond = np.flatnonzero(_unsigned(chunk) >= vocab_size - reserved)
+        if len(beyond):
+            at, item = start + int(beyond[0]), np.dtype(shard.dtype).itemsize
+            ids = Tokens([shard])[:CHUNK]
+            hint = ""
+            if shard.dtype == "<u2" and len(ids) > 2 and (ids[1::2] < 16).mean() > 0.99:
+                hint = "; every other id is nearly 0, so the file may hold uint32: set data.token_dtype"
+            last = " (the last id is reserved for the mask token)" if reserved else ""
+            raise UserError(
+                f"data.source: {shard.path}: token {at:,} (byte {shard.offset + at * item:,}) has id "
+                f"{int(chunk[beyond[0]]):,}, beyond the vocabulary of {vocab_size:,}{last}; "
+                f"set model.vocab_size to at least the number of ids{hint}"
+            )
+        start += len(chunk)
+    raise AssertionError("the scan found an id that the file does not hold")
+
+
+def require_one_split(source: Source) -> None:
+    """Raises UserError if the files of a validation set are some for validation and others for training: nobody can say
+    which are meant."""
+    paths = [file.path for file in source.files if source.ids]
+    held_out = [path for path in paths if VALIDATION.search(path.stem)]
+    if held_out and len(held_out) < len(paths):
+        other = next(path for path in paths if path not in held_out)
+        raise UserError(
+            f"data.source = {source.spec!r}: all of a validation set is validated on, and {other.name} does not "
+            f"look like it, beside {held_out[0].name}. Nearest valid: {f'tokens:{held_out[0]}'!r}"
+        )
+
+
+def split(shards: list[Shard], val_fraction: float) -> tuple[Tokens, Tokens | None]:
+    held_out = [s for s in shards if VALIDATION.search(s.path.stem)]
+    training = [s for s in shards if s not in held_out]
+    if held_out and training:
+        return Tokens(training), Tokens(held_out) if val_fraction > 0 else None
+    total = sum(s.tokens for s in shards)
+    if val_fraction == 0:
+        return Tokens(shards), None
+    cut = int(total * (1 - val_fraction))
+    return Tokens(shards, 0, cut), Tokens(shards, cut)

@@ -10,26 +10,31 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fivefold.data.batches import objective_of
-from fivefold.data.build import Work, learn
-from fivefold.data.kinds import megatron
+from fivefold.data.build import Work, is_learned, learn
+from fivefold.data.dataset import (
+    DataSet,
+    amounts,
+    cut_of,
+    end_of,
+    require_enough,
+    require_sequence,
+    weights_of,
+)
 from fivefold.data.kinds.kind import TOKENS
-from fivefold.data.mixture import amounts, require_enough, require_sequence, weights_of
-from fivefold.data.one_source import cache_key, check_tokenizer, prepare_source
-from fivefold.data.packing import DataSet, cut_of, end_of
+from fivefold.data.kinds.token_files import write_indexed
+from fivefold.data.one_source import check_tokenizer, lookup, prepare_source, require_one_split, root_of
 from fivefold.data.sources import find
 from fivefold.data.stream import Stream
-from fivefold.data.token_source import require_one_split
-from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.tokens import Tell, Tokens
 from fivefold.errors import UserError
-from fivefold.files import cache_folder, locked, make_folder, writable
+from fivefold.files import locked, make_folder, writable
 from fivefold.host import cores
 from fivefold.recipe import Recipe
 from fivefold.recipe.entries import SourceEntry, ValidationEntry
@@ -67,20 +72,19 @@ def _prepare_all(recipe: Recipe, progress: Tell | None, workers: int | None) -> 
     learned = is_learned(section.tokenizer)
     if learned and (section.sources or section.tokenizer == "chars"):
         shared = _with(recipe, tokenizer=_learned(recipe, progress, workers))
-    found = {key: _alone(key, one, progress, workers) for key, one in sources_of(shared).items()}
-    first = next(iter(found.values()))
-    tokenizer = first.tokenizer
-    if learned and not section.sources and tokenizer is not None:
-        shared = _with(shared, tokenizer=_keep(recipe, tokenizer.to_json(), lambda: tokenizer))
-    validated = {key: _alone(key, one, progress, workers) for key, one in validation_of(shared).items()}
-    everything = found | validated
-    text = next((one for one in everything.values() if one.tokenizer is not None), None)
-    vocab_size = _common_vocabulary(recipe, everything)
-    masked = any(one.mask_id is not None for one in everything.values())
-    mask_id = text.mask_id if text is not None else vocab_size - 1 if masked else None
+    sources = {key: _alone(key, alone, progress, workers) for key, alone in sources_of(shared).items()}
+    first = next(iter(sources.values()))
+    if learned and not section.sources and first.tokenizer is not None:
+        shared = _with(shared, tokenizer=str(Path(first.info["folder"]) / "tokenizer.json"))
+    validated = {key: _alone(key, alone, progress, workers) for key, alone in validation_of(shared).items()}
+    sets = sources | validated
+    tokenizer = next((data.tokenizer for data in sets.values() if data.tokenizer is not None), None)
+    vocab_size = _common_vocabulary(recipe, sets)
+    masked = any(data.mask_id is not None for data in sets.values())
+    mask_id = tokenizer.mask_id if tokenizer is not None else vocab_size - 1 if masked else None
     parts, validation = (
-        tuple(one.parts[0]._replace(name=key.partition(", ")[2]) for key, one in sets.items())
-        for sets in (found, validated)
+        tuple(data.parts[0]._replace(name=key.partition(", ")[2]) for key, data in some.items())
+        for some in (sources, validated)
     )
     info = first.info
     if section.sources:
@@ -93,7 +97,7 @@ def _prepare_all(recipe: Recipe, progress: Tell | None, workers: int | None) -> 
     if validation:
         info = info | {"validation": {part.name: part.info for part in validation}}
     info = info | {"seconds": round(time.perf_counter() - began, 3)}
-    return DataSet(parts, text.tokenizer if text else None, vocab_size, mask_id, info, validation)
+    return DataSet(parts, tokenizer, vocab_size, mask_id, info, validation)
 
 
 def _with(recipe: Recipe, **data: Any) -> Recipe:
@@ -119,14 +123,14 @@ def validation_of(recipe: Recipe) -> dict[str, Recipe]:
     Raises:
         UserError: only a part of one is for validation by its name.
     """
-    found = {}
+    recipes = {}
     for entry in recipe.data.validation:
         key = f"data.validation, {entry.name}"
-        found[key] = _of_entry(recipe, entry, val_fraction=0.0, stream=False)
+        recipes[key] = _of_entry(recipe, entry, val_fraction=0.0, stream=False)
         if entry.source.startswith(TOKENS):
             with named(key):
                 require_one_split(find(entry.source))
-    return found
+    return recipes
 
 
 def _of_entry(recipe: Recipe, entry: SourceEntry | ValidationEntry, **data: Any) -> Recipe:
@@ -143,41 +147,40 @@ def named(key: str) -> Iterator[None]:
         raise (error if key == ONE else UserError(f"{key}: {error}")) from None
 
 
-def _common_vocabulary(recipe: Recipe, found: Mapping[str, DataSet]) -> int:
+def _common_vocabulary(recipe: Recipe, sets: Mapping[str, DataSet]) -> int:
     """The number of ids of all sources.
 
     Raises:
         UserError: a source was made with another tokenizer, or model.vocab_size is too small.
     """
-    spec, limit = recipe.data.tokenizer, recipe.model.vocab_size
-    size = max(one.vocab_size for one in found.values())
-    texts = [one.vocab_size for one in found.values() if one.tokenizer is not None]
-    for said, one in found.items() if texts else ():
-        if one.tokenizer is not None:
+    spec, limit, end = recipe.data.tokenizer, recipe.model.vocab_size, recipe.data.end_token
+    size = max(data.vocab_size for data in sets.values())
+    texts = [data for data in sets.values() if data.tokenizer is not None]
+    for key, data in sets.items() if texts else ():
+        if data.tokenizer is not None:
             continue
         if is_learned(spec):
             raise UserError(
-                f"{said}: {one.info['source']} holds tokens, and data.tokenizer = {spec!r} is learned from the text of "
+                f"{key}: {data.info['source']} holds tokens, and data.tokenizer = {spec!r} is learned from the text of "
                 "the others. Set data.tokenizer to the tokenizer.json that made these tokens"
             )
-        end, own = recipe.data.end_token, next(o.tokenizer for o in found.values() if o.tokenizer is not None)
-        if end not in (None, own.end_id):
+        if end not in (None, end_of(recipe, texts[0])):
             raise UserError(
-                f"data.end_token = {end}: documents of text end with {own.end_id}, and a mixture has one such token. "
-                "Leave it unset"
+                f"data.end_token = {end}: documents of text end with {end_of(recipe, texts[0])}, and a mixture has one "
+                "such token. Leave it unset"
             )
-        if one.vocab_size > max(texts):
+        if data.vocab_size > texts[0].vocab_size:
             raise UserError(
-                f"{said}: {one.info['source']} has the id {one.vocab_size - 1:,}, and data.tokenizer = {spec!r} has "
-                f"{max(texts):,} ids. These tokens were made with another tokenizer: set data.tokenizer to its "
-                "tokenizer.json"
+                f"{key}: {data.info['source']} has the id {data.vocab_size - 1:,}, and data.tokenizer = {spec!r} has "
+                f"{texts[0].vocab_size:,} ids. These tokens were made with another tokenizer: set data.tokenizer to "
+                "its tokenizer.json"
             )
     if limit is not None and size > limit:
         raise UserError(
             f"model.vocab_size = {limit} is smaller than the vocabulary of the data: {size:,} ids. Leave it unset, or "
             "set at least that"
         )
-    return limit or size if not texts else size
+    return size if texts else limit or size
 
 
 def shared_tokenizer(recipe: Recipe, most: int) -> str:
@@ -187,75 +190,57 @@ def shared_tokenizer(recipe: Recipe, most: int) -> str:
     shared = is_learned(section.tokenizer) and (
         section.sources or (section.validation and section.tokenizer == "chars")
     )
-    if not shared or not (cache_folder(section.cache) / "data").is_dir():
+    if not shared or not root_of(section).is_dir():
         return section.tokenizer
     every = [*sources_of(recipe).values(), *validation_of(recipe).values()]
-    texts = [source for one in every if not (source := find(one.data.source)).ids]
+    texts = [source for alone in every if not (source := find(alone.data.source)).ids]
     if any(source.hub for source in texts) or sum(source.size for source in texts) > most:
         return section.tokenizer
     return _learned(recipe, None, None, make=False)
 
 
-def is_learned(spec: str) -> bool:
-    """True if a tokenizer is learned from the text."""
-    return spec == "chars" or spec.startswith("bpe:")
-
-
 def _learned(recipe: Recipe, progress: Tell | None, workers: int | None, make: bool = True) -> str:
-    """The path of the tokenizer.json that is learned from all sources, each by its share."""
+    """The path of the tokenizer.json in the cache that is learned from all sources, each by its share."""
     tell = progress or (lambda stage, done, total: None)
-    section, mask = recipe.data, objective_of(recipe) == "mlm"
+    section, mask, root = recipe.data, objective_of(recipe) == "mlm", root_of(recipe.data)
     check_tokenizer(section, mask)
     recipes = sources_of(recipe)
     if section.tokenizer == "chars":  # characters that only validation has need an id, too
         recipes |= validation_of(recipe)
     texts = [
-        (name, one.data, source) for name, one in recipes.items() if not (source := find(one.data.source)).ids
+        (name, alone.data, source)
+        for name, alone in recipes.items()
+        if not (source := find(alone.data.source)).ids
     ]
     if not texts:  # no tokenizer is needed
         return section.tokenizer
     shares = _shares_of_sample(recipe, {name: source.size for name, _, source in texts})
-    root = cache_folder(section.cache) / "data"
     with writable(root):
-        keys = [cache_key(source, one, mask, root, tell) for _, one, source in texts]
-    told = json.dumps([TOKENIZERS, section.tokenizer, mask, keys, list(shares.values())])
-    if not make and not _kept(recipe, told).is_file():
-        return section.tokenizer
-
-    def learned() -> Tokenizer:
-        parts = [(Work.of(source, one), shares[name]) for name, one, source in texts]
-        return learn(section, mask, parts, workers or cores(), tell)
-
-    return _keep(recipe, told, learned)
-
-
-def _kept(recipe: Recipe, told: str) -> Path:
-    root = cache_folder(recipe.data.cache) / "data"
-    return root / f"tokenizer-{hashlib.sha256(told.encode()).hexdigest()[:32]}" / "tokenizer.json"
-
-
-def _keep(recipe: Recipe, told: str, make: Callable[[], Tokenizer]) -> str:
-    """The path of a tokenizer.json in the cache, which is made if it is not there. told: what determines it."""
-    path = _kept(recipe, told)
-    folder = path.parent
-    if not path.is_file():
-        with writable(folder.parent), locked(folder.with_suffix(".lock")):
-            if not path.is_file():
-                make_folder(folder)
-                make().save(path)
+        keys = [lookup(source, data, mask, tell)[0].name for _, data, source in texts]
+        told = json.dumps([TOKENIZERS, section.tokenizer, mask, keys, list(shares.values())])
+        folder = root / f"tokenizer-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            if not make:
+                return section.tokenizer
+            with locked(folder.with_suffix(".lock")):
+                if not path.is_file():  # another process may just have made it
+                    parts = [(Work.of(source, data), shares[name]) for name, data, source in texts]
+                    make_folder(folder)
+                    learn(section, mask, parts, workers or cores(), tell).save(path)
     return str(path)
 
 
 def _shares_of_sample(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, float]:
     """Each source's share of the text that a tokenizer is learned from: its weight over the run, else its bytes."""
-    found = {name: float(size) for name, size in sizes.items()}
+    shares = {name: float(size) for name, size in sizes.items()}
     if any(entry.weight is not None for entry in recipe.data.sources):
         stages = list(weights_of(recipe, [1.0] * len(recipe.data.sources)))
         for number, entry in enumerate(recipe.data.sources):
-            if (name := f"data.sources, {entry.name}") in found:
-                found[name] = math.fsum(share * weights[number] for share, weights in stages)
-    total = math.fsum(found.values())
-    return {name: value / total if total else 1 / len(found) for name, value in found.items()}
+            if (name := f"data.sources, {entry.name}") in shares:
+                shares[name] = math.fsum(share * weights[number] for share, weights in stages)
+    total = math.fsum(shares.values())
+    return {name: value / total if total else 1 / len(shares) for name, value in shares.items()}
 
 
 def finished(data: DataSet, recipe: Recipe, tell: Tell) -> DataSet:
@@ -304,5 +289,5 @@ def write_megatron(data: DataSet, recipe: Recipe, name: Path) -> list[Path]:
             if isinstance(tokens, Tokens):
                 words = filter(None, (name.name, source.name, split))
                 paths.append(name.with_name(f"{'_'.join(words)}.bin"))
-                megatron.write(paths[-1], tokens, data.vocab_size, end_of(recipe, data))
+                write_indexed(paths[-1], tokens, data.vocab_size, end_of(recipe, data))
     return paths

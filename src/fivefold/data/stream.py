@@ -1,9 +1,11 @@
 """Tokens that a process beside the training is still writing (`data.stream`), and how they are read.
 
-One process per machine tokenizes (`stream_writer.py`). It appends to shards in a folder of the cache, and says in
-`progress.json` which tokens are there. A reader posts which ones it needs, waits until they are there, and starts that
-process if there is none. Tokens depend on the source and the settings alone, so all ranks read the same ones, whenever
-they ask, on whatever machine.
+One process per machine tokenizes (`StreamWriter`). It appends to shards in a folder of the cache, and says in its
+journal which tokens are there. A reader posts which ones it needs (`files.Post`), waits until they are there, and
+starts that process if there is none. With a bound, the process removes shards that every reader has behind it, and
+waits when there are none. For a reader that needs tokens which are gone, it starts again at the last noted border
+before them. Tokens depend on the source and the settings alone, so all ranks read the same ones, whenever they ask, on
+whatever machine.
 
 Item u of a stream stands in window u // W, and the items of a window come in the order of a keyed permutation. So an
 item is known once its window is there. The last window may be shorter. Then the next epoch begins.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,84 +25,57 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from fivefold.data.kinds.kind import Shard
-from fivefold.data.tokens import Tell, Tokens
+from fivefold.data.build import Chunk, Summary, Work, require_few_bad, save_tokenizer, skipped, tokenized
+from fivefold.data.kinds.kind import TRAIN, VAL
+from fivefold.data.sources import find
+from fivefold.data.tokens import (
+    SHARD_TOKENS,
+    Commit,
+    Journal,
+    ShardWriter,
+    Tell,
+    Tokens,
+    continued,
+    growing_shards,
+    read_journal,
+)
 from fivefold.errors import UserError
-from fivefold.files import BROKEN, Post, held, make_folder, own_word, parse_json, remove
-from fivefold.recipe import Recipe
+from fivefold.files import (
+    BROKEN,
+    Lines,
+    Post,
+    held,
+    make_folder,
+    own_word,
+    parse_json,
+    posts,
+    remove,
+    write_atomically,
+)
+from fivefold.host import cores
+from fivefold.recipe import DataSection, Recipe
 
-PROGRESS, ERROR, BUILDER, COMMITS = "progress.json", "error.txt", "builder.lock", "commits.jsonl"
+ERROR, BUILDER, COMMITS = "error.txt", "builder.lock", "commits.jsonl"
 ENDLESS = 1 << 62
 """Length of a stream whose end is not known yet."""
-COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.stream_writer import main; main()"]
+COMMAND = [sys.executable, "-P", "-c", "from fivefold.data.stream import main; main()"]
 LEAST_VAL = 1 << 16  # tokens kept for validation; no fewer, so that few settings make another stream
 LEAST_SHARD, MOST_SHARD = 1 << 10, 1 << 22  # tokens
 POLL_S = 0.02
 TOLD_S, AGAIN_S = 1.0, 60.0  # a wait that is longer is said, but not more often
 LOOK_S = 1.0  # between looks whether the tokenizing process lives
+NICE = 10  # training goes first
+PUBLISH_S = 0.25
+LOCK_S = 3.0  # a reader that looks holds the lock for a moment
+UNREAD_S = 600.0  # a process that nobody reads from ends
+QUIET = 0.1  # seconds between looks at the posts
 
 Shuffled = Callable[[np.ndarray, int, int, int], np.ndarray]
 """The items at some positions of a window, of which it has so many; (positions, items, epoch, window)."""
-
-
-class Commit(NamedTuple):
-    """A border between groups of documents. train, val: tokens before it. place: where the next group begins."""
-
-    train: int = 0
-    val: int = 0
-    place: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, found: Any) -> Commit:
-        """Raises one of `files.BROKEN` if it is none."""
-        train, val, place = found
-        if not all(type(n) is int and n >= 0 for n in (train, val, *place)):
-            raise ValueError("not whole numbers")
-        return cls(train, val, tuple(place))
-
-
-class Progress(NamedTuple):
-    """What the folder of a stream holds: training tokens first .. count, and the first `val` tokens of validation.
-
-    total: number of training tokens, once the end was seen. full: validation gets no more. at: the border behind the
-    last whole group; tokens between it and `count` are there, too.
-    """
-
-    dtype: str
-    shard: int
-    first: int = 0
-    count: int = 0
-    val: int = 0
-    full: bool = False
-    total: int | None = None
-    at: Commit = Commit()
-    summary: dict[str, Any] | None = None
-
-    @property
-    def item(self) -> int:
-        return np.dtype(self.dtype).itemsize
-
-    @property
-    def read(self) -> int:
-        """Bytes of text that are tokenized."""
-        return sum(self.summary["bytes"]) if self.summary else 0
-
-    def has(self, low: int, need: int) -> bool:
-        """Are tokens low .. need there, as far as there are so many?"""
-        return self.first <= low and self.count >= (need if self.total is None else min(need, self.total))
-
-
-def read_progress(folder: Path) -> Progress | None:
-    """None: there is nothing yet."""
-    try:
-        progress = Progress(**parse_json((folder / PROGRESS).read_bytes()))
-        return progress._replace(at=Commit.of(progress.at))
-    except (OSError, *BROKEN):
-        return None
 
 
 def commits(folder: Path) -> list[Commit]:
@@ -108,29 +84,24 @@ def commits(folder: Path) -> list[Commit]:
     with suppress(OSError):  # there are none yet
         lines = (folder / COMMITS).read_bytes().splitlines()
     for line in lines:
-        try:
+        with suppress(*BROKEN):  # cut off
             borders.append(Commit.of(parse_json(line)))
-        except BROKEN:  # cut off
-            continue
     return borders
+
+
+def last_border(folder: Path, token: int, shard: int) -> Commit:
+    """The last noted border before the shard of a token."""
+    return max((c for c in commits(folder) if c.train <= token // shard * shard), default=Commit())
 
 
 class Stream:
     """The training tokens of a stream, which are read in sequences of `seq_len` tokens and `overlap` of the next one.
 
-    window: tokens. setup: a line for `stream_writer.main`. hint: where a checkpoint wants to have them from.
+    window: tokens. setup: a line for `main`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        window: int,
-        seq_len: int,
-        overlap: int,
-        setup: dict[str, Any],
-        hint: Commit | None = None,
-    ):
-        self.folder, self.setup, self.hint = folder, setup, hint
+    def __init__(self, folder: Path, window: int, seq_len: int, overlap: int, setup: dict[str, Any]):
+        self.folder, self.setup = folder, setup
         self.window, self.seq_len, self.overlap = window, seq_len, overlap
         self.flags = None  # of conversations: see `Tokens`
         self.waiting: Callable[[str], object] | None = None
@@ -141,11 +112,11 @@ class Stream:
         self._span = self._items * seq_len  # its tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stream, (self.folder, self.window, self.seq_len, self.overlap, self.setup, self.hint)
+        return Stream, (self.folder, self.window, self.seq_len, self.overlap, self.setup)
 
     def __len__(self) -> int:
         """The number of tokens; ENDLESS while it is not known."""
-        total = self._progress().total
+        total = self._journal().total
         return ENDLESS if total is None else total
 
     def numbers(self, uses_R: np.ndarray, shuffled: Shuffled) -> np.ndarray:
@@ -154,7 +125,16 @@ class Stream:
             numbers_R, done = np.empty_like(uses_R), np.zeros(len(uses_R), bool)
             while not done.all():  # window by window
                 use = int(uses_R[~done].min())
-                count = self._count(use)
+                total = self._journal().total
+                if total is None:
+                    low = use // self._items * self._span
+                    total = self._await(low, low + self._span + self.overlap).total
+                count = ENDLESS if total is None else self._items_in(total)
+                if not count:
+                    raise UserError(
+                        f"data.source: {self.setup['source']} has {total:,} training tokens, fewer than one sequence "
+                        f"of model.seq_len = {self.seq_len}"
+                    )
                 epoch, position = divmod(use, count)
                 window = position // self._items
                 first = window * self._items
@@ -176,20 +156,21 @@ class Stream:
                 out_RT[here] = self._rows(starts[here], length, low, need)
         return out_RT
 
+    def begin_at(self, border: Commit) -> None:
+        """Notes where a checkpoint wants to have tokens from."""
+        if border not in commits(self.folder):
+            with Lines(self.folder / COMMITS) as lines:
+                lines.write(json.dumps(border))
+
     def state(self, use: int) -> Commit:
         """Where tokenizing has to begin for this and all later uses, if nothing is cached."""
-        now = self._progress()
-        border = self._low(use) // now.shard * now.shard
-        return max((c for c in commits(self.folder) if c.train <= border), default=Commit())
+        return last_border(self.folder, self._low(use), self._journal().shard)
 
     def whole(self, tell: Tell) -> tuple[Tokens, dict[str, int]]:
         """Waits until everything is tokenized. Returns all tokens, and how many each split has."""
-        now = _wait(self.folder, self.setup, lambda now: now.total is not None, "tokenizing", tell)
+        now = self.wait(lambda now: now.total is not None, "tokenizing", tell)
         assert now.total is not None
-        shards = [
-            Shard(self.folder / f"train-{i:05d}.bin", now.dtype, 0, min(now.shard, now.total - start))
-            for i, start in enumerate(range(0, now.total, now.shard))
-        ]
+        shards = growing_shards(self.folder, "train", now, now.total, now.shard)
         return Tokens(shards), {"train": now.total, "val": now.val}
 
     def stop(self) -> None:
@@ -199,29 +180,24 @@ class Stream:
             builder.terminate()
             builder.wait()
 
+    def wait(self, ready: Callable[[Journal], bool], stage: str, tell: Tell) -> Journal:
+        """Waits, while a process tokenizes, until what there is is enough."""
+        while True:
+            self._keep_alive()
+            now = read_journal(self.folder)
+            if now is not None and ready(now):
+                return now
+            tell(stage, 0 if now is None else now.read, None)
+            time.sleep(2 * POLL_S)
+
     def _items_in(self, tokens: int) -> int:
         return max(0, tokens - self.overlap) // self.seq_len
 
     def _low(self, use: int) -> int:
         """The first token of a use's window."""
-        total = self._progress().total
+        total = self._journal().total
         position = use if total is None else use % max(1, self._items_in(total))
         return position // self._items * self._span
-
-    def _count(self, use: int) -> int:
-        """The number of items of an epoch; ENDLESS: its end is not known, and the window of this use is there."""
-        total = self._progress().total
-        if total is None:
-            low = use // self._items * self._span
-            total = self._await(low, low + self._span + self.overlap).total
-        if total is None:
-            return ENDLESS
-        if not (count := self._items_in(total)):
-            raise UserError(
-                f"data.source: {self.setup['source']} has {total:,} training tokens, fewer than one sequence of "
-                f"model.seq_len = {self.seq_len}"
-            )
-        return count
 
     def _rows(self, starts: np.ndarray, length: int, low: int, need: int) -> np.ndarray:
         """Tokens at each of `starts`, (R, length), which lie in low .. need."""
@@ -230,27 +206,24 @@ class Stream:
             now = self._await(low, need)
             try:
                 for row, start in zip(out_RT, starts.tolist(), strict=True):
-                    self._read(row, start, now)
+                    at = 0
+                    while at < len(row):
+                        index, within = divmod(start + at, now.shard)
+                        count = min(len(row) - at, now.shard - within)
+                        path = self.folder / f"train-{index:05d}.bin"
+                        ids = np.fromfile(path, now.dtype, count, offset=within * now.item)
+                        if len(ids) < count:
+                            raise FileNotFoundError
+                        row[at : at + count] = ids
+                        at += count
                 self._post(low, need, active=False)
                 return out_RT
             except FileNotFoundError:  # it has made room for another reader
                 time.sleep(POLL_S)
 
-    def _read(self, row: np.ndarray, start: int, now: Progress) -> None:
-        at = 0
-        while at < len(row):
-            index, within = divmod(start + at, now.shard)
-            count = min(len(row) - at, now.shard - within)
-            path = self.folder / f"train-{index:05d}.bin"
-            ids = np.fromfile(path, now.dtype, count, offset=within * now.item)
-            if len(ids) < count:
-                raise FileNotFoundError
-            row[at : at + count] = ids
-            at += count
-
-    def _progress(self) -> Progress:
+    def _journal(self) -> Journal:
         """What is there now. The end does not change once it is known."""
-        now = read_progress(self.folder)
+        now = read_journal(self.folder)
         if now is None:
             raise UserError(f"{self.folder} has been removed while it was read")
         return now
@@ -260,19 +233,19 @@ class Stream:
         if self._owner != os.getpid():  # a process of its own, perhaps forked
             self._owner = os.getpid()
             self._posted = Post(self.folder / f"reading-{own_word()}")
-        self._posted.write({"low": low, "need": need, "active": active, "hint": self.hint})
+        self._posted.write({"low": low, "need": need, "active": active})
 
-    def _await(self, low: int, need: int) -> Progress:
+    def _await(self, low: int, need: int) -> Journal:
         """Waits until tokens low .. need are there, as far as there are so many."""
         began = looked = time.monotonic()
         self._post(low, need, active=True)
-        while not (now := self._progress()).has(low, need):
+        while not (now := self._journal()).has(low, need):
             if self.given_up:
                 raise UserError("data.stream: the run ends while it waits for tokenized text")
             at = time.monotonic()
             if at - looked >= LOOK_S:
                 looked = at
-                _keep_alive(self.folder, self.setup)
+                self._keep_alive()
             if at - began >= TOLD_S and at >= self._told + AGAIN_S and self.waiting is not None:
                 self._told = at
                 self.waiting(
@@ -281,78 +254,33 @@ class Stream:
             time.sleep(POLL_S)
         return now
 
+    def _keep_alive(self) -> None:
+        """Starts the process that tokenizes into the folder, unless there is one. It ends with this process.
 
-def open_stream(
-    recipe: Recipe, mask: bool, root: Path, key: str, tell: Tell
-) -> tuple[Stream, Tokens | None, dict[str, Any]]:
-    """A stream and its validation tokens, as soon as these are there and training has a beginning; and what is known of
-    it. key: a hash of what determines the tokens."""
-    data, seq_len, overlap = recipe.data, recipe.model.seq_len, int(not mask)
-    wanted = recipe.train.val_sequences * seq_len + overlap if data.val_fraction else 0
-    most_val = max(LEAST_VAL, 1 << (wanted - 1).bit_length()) if wanted else 0
-    shard = max(LEAST_SHARD, min(MOST_SHARD, data.stream_window))
-    folder = _folder_here(root, _hash(key, shard, most_val))
-    make_folder(folder)
-    if (lock := held(folder / BUILDER)) is not None:  # else another run's process may have just written it
-        with lock:
-            remove(folder / ERROR)  # of an earlier run
-    facts = {"source": data.source, "mask": mask, "val": most_val, "shard": shard}
-    setup = facts | {"data": data.model_dump_json(), "folder": str(folder)}
-    cached = read_progress(folder) is not None
+        Raises:
+            UserError: that with which it has ended.
+        """
+        folder = self.folder
+        with suppress(OSError):  # another rank may have removed it
+            raise UserError((folder / ERROR).read_text("utf-8"))
+        with _starting:
+            lock = held(folder / BUILDER)
+            if lock is None:
+                return
+            lock.close()
+            if (last := _started.get(folder)) is not None and last.poll() is None:
+                return  # it has not locked yet
+            root = str(Path(__file__).parents[2])  # it must find the same package, installed or not
+            paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+            environment = os.environ | {"PYTHONPATH": paths}
+            process = subprocess.Popen(
+                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+            )
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(self.setup).encode() + b"\n")
+            process.stdin.flush()  # it stays open: its end tells the process to end
+            _started[folder] = process
 
-    def enough(now: Progress) -> bool:
-        _require_room(recipe, now, most_val)
-        return (now.full or now.val >= wanted) and now.has(now.first, now.first + seq_len + 1)
-
-    now = _wait(folder, setup, enough, "tokenizing until training can start", tell)
-    if wanted and now.val <= overlap:
-        raise UserError(
-            f"data.source: no document of {data.source} was held out by data.val_fraction = {data.val_fraction}, which "
-            "data.stream chooses by their hashes. Increase it, or set it to 0"
-        )
-    val = Tokens([Shard(folder / "val-00000.bin", now.dtype, 0, min(wanted, now.val))]) if wanted else None
-    info = {
-        "source": data.source,
-        "fingerprint": _hash(key, data.stream_window),
-        "folder": str(folder),
-        "cached": cached,
-        "tokens": {"train": now.count - now.first, "val": now.val},
-    }
-    return Stream(folder, data.stream_window, seq_len, overlap, setup), val, info
-
-
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-def _folder_here(root: Path, key: str) -> Path:
-    """The folder of a stream on this machine: another one where a machine with the same disk tokenizes already."""
-    folder, host = root / f"{key}.stream", socket.gethostname()
-    try:
-        owner = (folder / BUILDER).read_text("utf-8")
-    except OSError:
-        return folder
-    if owner not in ("", host):
-        lock = held(folder / BUILDER)
-        if lock is None:
-            return root / f"{key}.stream-{host}"
-        lock.close()
-    return folder
-
-
-def _require_room(recipe: Recipe, now: Progress, most_val: int) -> None:
-    data = recipe.data
-    window = max(data.stream_window, recipe.model.seq_len) + 1
-    # Two windows: while one rank waits for the next, others still read this one.
-    least = (2 * window + 2 * now.shard + most_val) * now.item / 2**30
-    if 0 < data.stream_gib < least:
-        raise UserError(
-            f"data.stream_gib = {data.stream_gib} is too small for data.stream_window = {data.stream_window}. Nearest "
-            f"valid: stream_gib = {least * 1.001:.4g}"
-        )
-
-
-# The process that tokenizes
 
 _reading = threading.Lock()
 """A run reads ahead in a thread, and validates in another."""
@@ -360,39 +288,230 @@ _started: dict[Path, subprocess.Popen[bytes]] = {}
 _starting = threading.Lock()
 
 
-def _wait(
-    folder: Path, setup: dict[str, Any], ready: Callable[[Progress], bool], stage: str, tell: Tell
-) -> Progress:
-    """Waits, while a process tokenizes into a folder, until what it holds is enough."""
-    while True:
-        _keep_alive(folder, setup)
-        now = read_progress(folder)
-        if now is not None and ready(now):
-            return now
-        tell(stage, 0 if now is None else now.read, None)
-        time.sleep(2 * POLL_S)
-
-
-def _keep_alive(folder: Path, setup: dict[str, Any]) -> None:
-    """Starts the process that tokenizes into a folder, unless there is one. It ends with this process.
-
-    Raises:
-        UserError: that with which it has ended.
-    """
-    with suppress(OSError):  # another rank may have removed it
-        raise UserError((folder / ERROR).read_text("utf-8"))
-    with _starting:
+def open_stream(
+    recipe: Recipe, mask: bool, whole: Path, tell: Tell
+) -> tuple[Stream, Tokens | None, dict[str, Any]]:
+    """A stream and its validation tokens, as soon as these are there and training has a beginning; and what is known of
+    it. whole: where they were if they were tokenized before."""
+    data, seq_len, overlap = recipe.data, recipe.model.seq_len, int(not mask)
+    wanted = recipe.train.val_sequences * seq_len + overlap if data.val_fraction else 0
+    most_val = max(LEAST_VAL, 1 << (wanted - 1).bit_length()) if wanted else 0
+    shard = max(LEAST_SHARD, min(MOST_SHARD, data.stream_window))
+    name, host = _hash(whole.name, shard, most_val), socket.gethostname()
+    folder = whole.with_name(f"{name}.stream")
+    make_folder(folder)
+    if (lock := held(folder / BUILDER)) is None and (folder / BUILDER).read_text("utf-8") not in ("", host):
+        folder = whole.with_name(
+            f"{name}.stream-{host}"
+        )  # another machine with the same disk tokenizes already
+        make_folder(folder)
         lock = held(folder / BUILDER)
-        if lock is None:
+    if lock is not None:  # else another run's process may have just written it
+        with lock:
+            remove(folder / ERROR)  # of an earlier run
+    setup = {"source": data.source, "mask": mask, "val": most_val, "shard": shard, "folder": str(folder)}
+    stream = Stream(folder, data.stream_window, seq_len, overlap, setup | {"data": data.model_dump_json()})
+    cached = read_journal(folder) is not None
+
+    def enough(now: Journal) -> bool:
+        window = max(data.stream_window, seq_len) + 1
+        # Two windows: while one rank waits for the next, others still read this one.
+        least = (2 * window + 2 * now.shard + most_val) * now.item / 2**30
+        if 0 < data.stream_gib < least:
+            raise UserError(
+                f"data.stream_gib = {data.stream_gib} is too small for data.stream_window = {data.stream_window}. "
+                f"Nearest valid: stream_gib = {least * 1.001:.4g}"
+            )
+        return (now.full or now.val >= wanted) and now.has(now.first, now.first + seq_len + 1)
+
+    now = stream.wait(enough, "tokenizing until training can start", tell)
+    if wanted and now.val <= overlap:
+        raise UserError(
+            f"data.source: no document of {data.source} was held out by data.val_fraction = {data.val_fraction}, which "
+            "data.stream chooses by their hashes. Increase it, or set it to 0"
+        )
+    val = growing_shards(folder, "val", now, min(wanted, now.val), SHARD_TOKENS)
+    info = {
+        "source": data.source,
+        "fingerprint": _hash(whole.name, data.stream_window),
+        "folder": str(folder),
+        "cached": cached,
+        "tokens": {"train": now.count - now.first, "val": now.val},
+    }
+    return stream, Tokens(val) if wanted else None, info
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def main() -> None:
+    """Entry point of the process that tokenizes: a line of JSON on stdin. It ends with stdin, which is its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which then ends this
+    line = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_leave_with_stdin, daemon=True).start()
+    folder, until = Path(line["folder"]), time.monotonic() + LOCK_S
+    while (lock := held(folder / BUILDER)) is None:
+        if time.monotonic() > until:
             return
-        lock.close()
-        if (last := _started.get(folder)) is not None and last.poll() is None:
-            return  # it has not locked yet
-        root = str(Path(__file__).parents[2])  # it must find the same package, installed or not
-        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": paths}
-        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(setup).encode() + b"\n")
-        process.stdin.flush()  # it stays open: its end tells the process to end
-        _started[folder] = process
+        time.sleep(POLL_S)
+    lock.write(socket.gethostname().encode())
+    with suppress(OSError):
+        os.nice(NICE)
+    try:
+        data = DataSection.model_validate_json(line["data"])
+        StreamWriter(folder, data, line["mask"], line["val"], line["shard"]).run()
+    except UserError as error:
+        write_atomically(folder / ERROR, str(error))
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        write_atomically(folder / ERROR, f"the process that tokenizes into {folder} failed: {what}")
+        raise
+
+
+def _leave_with_stdin() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(0)
+
+
+class _StartAgain(Exception):
+    """Tokens from `low` on are needed, and the next ones would be others."""
+
+    def __init__(self, low: int):
+        self.low = low
+
+
+class StreamWriter:
+    """The folder of a stream while it grows. most_val: tokens that validation keeps. shard: tokens of a shard."""
+
+    def __init__(self, folder: Path, data: DataSection, mask: bool, most_val: int, shard: int):
+        self.folder, self.data, self.most_val, self.shard = folder, data, most_val, shard
+        self.most_bytes = int(data.stream_gib * 2**30)
+        work = Work.of(find(data.source), data)
+        if not (folder / "tokenizer.json").exists():
+            save_tokenizer(data, mask, work, folder, cores(), lambda *_: None)
+        self.work = work.with_tokenizer(folder)
+        self.now = continued(folder) or Journal(self.work.dtype, shard, full=not most_val)
+        self._looked = self._published = 0.0
+        self._posts: list[dict[str, Any]] = []
+        self._read = time.monotonic()  # when somebody last was there to read
+
+    def run(self) -> None:
+        """Tokenizes from where the folder ends, again where a reader waits for what is gone, and stays while somebody
+        reads."""
+        while True:
+            now = self.now
+            self.writers = [
+                ShardWriter(self.folder, "train", now.dtype, self.shard, now.count),
+                ShardWriter(self.folder, "val", now.dtype, count=now.val),
+            ]
+            try:
+                if now.total is None or now.count < now.total:
+                    self._tokenize()
+                while self.now.first and not self._unread():
+                    time.sleep(QUIET)
+                    self._look()
+                return
+            except _StartAgain as again:
+                low = again.low
+            finally:
+                for writer in self.writers:
+                    writer.close()
+            first = low // self.shard * self.shard
+            self._publish(first=first, count=first, at=last_border(self.folder, low, self.shard))
+            for path in [*self.folder.glob("train-*.bin"), *self.folder.glob("train-*.digests")]:
+                remove(path)
+
+    def _tokenize(self) -> None:
+        """To the end of the source. The first border in each shard is noted."""
+        most_bad = self.data.max_bad_fraction
+        with Lines(self.folder / COMMITS) as lines:
+            noted = set(commits(self.folder))
+            for read in tokenized(self.work, self.now, self._append, most_bad, cores()):
+                if read.at.train // self.shard > self.now.at.train // self.shard and read.at not in noted:
+                    lines.write(json.dumps(read.at))
+                full = self.now.full or self.writers[VAL].count >= self.most_val
+                self.now = self.now._replace(at=read.at, full=full, summary=read.summary)
+                self._look()
+                if time.monotonic() - self._published >= PUBLISH_S:
+                    self._publish()
+        self._publish(total=self.now.at.train, full=True)
+        require_few_bad(skipped(Summary.of(self.now.summary), self.work.split.files), most_bad)
+
+    def _append(self, chunk: Chunk, before: int) -> None:
+        """Writes what is not there yet. before: tokens of the split before the chunk."""
+        writer = self.writers[chunk.split]
+        ids = chunk.ids[max(0, writer.count - before) :]
+        if chunk.split == VAL:
+            writer.write(ids[: 0 if self.now.full else max(0, self.most_val - writer.count)])
+            return
+        for start in range(0, len(ids), self.shard):
+            part = ids[start : start + self.shard]
+            self._make_room(len(part) * self.now.item)
+            writer.write(part)
+
+    def _publish(self, **news: Any) -> None:
+        """Tells readers what there is, with these news."""
+        for writer in self.writers:
+            writer.flush()
+        train, val = (writer.count for writer in self.writers)
+        self.now = self.now._replace(**{"count": train, "val": val, **news})
+        self.now.write(self.folder)
+        self._published = time.monotonic()
+
+    def _look(self) -> None:
+        """Reads what readers need, now and then.
+
+        Raises:
+            _StartAgain: a reader waits for tokens that are not to come.
+        """
+        if time.monotonic() - self._looked < QUIET:
+            return
+        self._looked, self._posts = time.monotonic(), posts(self.folder, "reading-*")
+        if self._posts:
+            self._read = time.monotonic()
+        lows = [post["low"] for post in self._waiting()]
+        if not lows or len(lows) < sum(post["active"] for post in self._posts):  # who reads now comes first
+            return
+        gone = max(lows) < self.now.first
+        # Further ahead it goes on only if a border there is known and validation is complete.
+        jumps = min(lows) >= self.now.first and (self.now.full or not self.data.val_fraction)
+        there = max(self.writers[TRAIN].count, self.now.at.train)
+        if gone or (jumps and last_border(self.folder, min(lows), self.shard).train > there):
+            raise _StartAgain(min(lows))
+
+    def _waiting(self) -> list[dict[str, Any]]:
+        """The readers whose tokens are not there."""
+        return [
+            post for post in self._posts if post["active"] and not self.now.has(post["low"], post["need"])
+        ]
+
+    def _unread(self) -> bool:
+        return time.monotonic() - self._read > UNREAD_S
+
+    def _make_room(self, size: int) -> None:
+        """Waits until there is room for so many bytes, and removes shards that all readers have behind them."""
+        while self.most_bytes:
+            train, val = (writer.count for writer in self.writers)
+            lacking = (train - self.now.first + val) * self.now.item + size - self.most_bytes
+            if lacking <= 0:
+                return
+            self._looked = 0.0
+            self._look()
+            # What has to stay: what those wait for and read now who are active, or else what all readers have to read.
+            readers = [post for post in self._posts if post["active"]] if self._waiting() else self._posts
+            floor = min((post["low"] for post in readers), default=0)
+            if not self.now.full:  # training cannot begin before validation is there; then this starts again
+                floor = train
+            first = self.now.first // self.shard
+            behind = min(floor, train) // self.shard
+            shards = range(first, min(behind, first - (-lacking // (self.shard * self.now.item))))
+            self._publish(first=max(first, shards.stop) * self.shard)  # readers learn it before
+            for index in shards:
+                for path in self.folder.glob(f"train-{index:05d}.*"):
+                    remove(path)
+            if not shards:
+                if self._unread():
+                    raise SystemExit
+                time.sleep(POLL_S)

@@ -14,14 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from fivefold.data.kinds.kind import Shard
-from fivefold.data.kinds.megatron import DocIndex
+from fivefold.data.kinds.token_files import DocIndex
 from fivefold.errors import UserError
-from fivefold.files import flush, stream, stream_on, write_atomically
+from fivefold.files import BROKEN, flush, parse_json, remove, stream, stream_on, write_atomically
 
 BLOCK = 1 << 16
 DIGEST = 8  # bytes of a block's SHA-256 that are kept
@@ -163,7 +163,7 @@ SHARD_TOKENS = 1 << 27
 NAMES = ("train", "val")
 FLAGS = "flags-"
 """Beginning of the names of files that hold flags: flags-train-00000.bin, beside train-00000.bin."""
-MANIFEST = "manifest.json"
+MANIFEST, JOURNAL = "manifest.json", "journal.json"
 DAMAGED = "damaged"
 """A file beside shards in which a process has found another content than was written."""
 ADVICE = "The disk may be failing. Run again: the text is tokenized anew"
@@ -272,8 +272,89 @@ def _digests_of(shard: Path) -> Path:
     return shard.with_suffix(".digests")
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
+class Commit(NamedTuple):
+    """A border between groups of documents. train, val: tokens before it. place: where the next group begins."""
+
+    train: int = 0
+    val: int = 0
+    place: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, value: Any) -> Commit:
+        """Raises one of `files.BROKEN` if it is none."""
+        train, val, place = value
+        if not all(type(n) is int and n >= 0 for n in (train, val, *place)):
+            raise ValueError("not whole numbers")
+        return cls(train, val, tuple(place))
+
+
+class Journal(NamedTuple):
+    """What a folder of shards holds while it grows: training tokens first .. count, and the first `val` tokens of
+    validation.
+
+    shard: tokens of a training shard. total: number of training tokens, once the end was seen. full: validation gets no
+    more. at: the border behind the last whole group; tokens between it and `count` are there, too. summary: counts of
+    the documents before it. rule: threshold and cut of the split.
+    """
+
+    dtype: str
+    shard: int = SHARD_TOKENS
+    first: int = 0
+    count: int = 0
+    val: int = 0
+    full: bool = False
+    total: int | None = None
+    at: Commit = Commit()
+    summary: dict[str, Any] | None = None
+    rule: tuple[int, float] = (0, 0.0)
+
+    @property
+    def item(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def read(self) -> int:
+        """Bytes of text that are tokenized."""
+        return sum(self.summary["bytes"]) if self.summary else 0
+
+    def has(self, low: int, need: int) -> bool:
+        """Are tokens low .. need there, as far as there are so many?"""
+        return self.first <= low and self.count >= (need if self.total is None else min(need, self.total))
+
+    def write(self, folder: Path) -> None:
+        write_atomically(folder / JOURNAL, json.dumps(self._asdict()))
+
+
+def read_journal(folder: Path) -> Journal | None:
+    """None: there is nothing yet."""
+    try:
+        journal = Journal(**parse_json((folder / JOURNAL).read_bytes()))
+        return journal._replace(at=Commit.of(journal.at))
+    except (OSError, *BROKEN):
+        return None
+
+
+def continued(folder: Path, prefixes: Sequence[str] = ("",)) -> Journal | None:
+    """The journal of an interrupted folder, from which shards that it does not name are removed. None: nothing is
+    there, or not all it names. prefixes: of the shards' names."""
+    journal, names = read_journal(folder), set[str]()
+    if journal is not None:
+        numbers = range(journal.first // journal.shard, -(-journal.count // journal.shard))
+        names = {f"train-{i:05d}" for i in numbers}
+        names |= {f"val-{i:05d}" for i in range(-(-journal.val // SHARD_TOKENS))}
+        names = {prefix + name for prefix in prefixes for name in names}
+    for path in folder.glob("*-*.*"):
+        if path.suffix in (".bin", ".digests") and path.stem not in names:
+            remove(path)
+    return journal if all((folder / f"{name}.bin").exists() for name in names) else None
+
+
+def growing_shards(folder: Path, split: str, journal: Journal, count: int, size: int) -> list[Shard]:
+    """The shards of the first `count` tokens of a growing folder, whose digests are not known. size: of a shard."""
+    return [
+        Shard(folder / f"{split}-{i:05d}.bin", journal.dtype, 0, min(size, count - start))
+        for i, start in enumerate(range(0, count, size))
+    ]
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

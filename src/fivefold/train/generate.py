@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.source import tokenizer_of, weights_of
-from fivefold.data.chat import ChatTemplate
-from fivefold.data.conversations import ANSWER, Message, NotAConversation, beside
+from fivefold.data.chat import ANSWER, ChatTemplate, Message, NotAConversation, beside
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.files import guard

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from fivefold.bench.peak import busy_share, device_peak, listed_peak
 from fivefold.checkpoint import store
 from fivefold.comm.progress import progress
-from fivefold.data import mixture
 from fivefold.data.chat import ChatTemplate
-from fivefold.data.mixture import amounts, order_of
+from fivefold.data.dataset import amounts, order_of, seen
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.host import machine
@@ -67,14 +66,14 @@ class Speed:
         self.order = order_of(job.recipe, self.amounts) if self.amounts else None
 
     def figures(self, step: int, seconds: float, left_out: LeftOut = ()) -> dict[str, Any]:
-        seen = tokens_before(self.recipe, step)
-        own = seen - tokens_before(self.recipe, step - 1)
-        found: dict[str, Any] = {"tokens": seen, "tokens_per_s": own / seconds}
+        tokens = tokens_before(self.recipe, step)
+        here = tokens - tokens_before(self.recipe, step - 1)
+        found: dict[str, Any] = {"tokens": tokens, "tokens_per_s": here / seconds}
         if self.flops and self.peak:
             found["mfu"] = found["tokens_per_s"] * self.flops / self.peak
             found |= {"peak_share": self.busy} if self.busy else {}
         if self.amounts:
-            sources = mixture.seen(self.recipe, self.amounts, step, left_out, self.order)
+            sources = seen(self.recipe, self.amounts, step, left_out, self.order)
             found["source_tokens"] = {name: one.tokens for name, one in sources.items()}
         return found
 

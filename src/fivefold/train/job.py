@@ -12,7 +12,7 @@ from torch import nn
 from fivefold.checkpoint.source import TOKENIZER
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet
-from fivefold.data.mixture import amounts, order_of
+from fivefold.data.dataset import amounts, order_of
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.files import expanded
 from fivefold.models.custom import ModuleCard

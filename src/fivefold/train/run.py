@@ -14,7 +14,7 @@ from fivefold.checkpoint import store
 from fivefold.comm.membership import Membership
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
-from fivefold.data.mixture import amounts, facts, stages_in_words
+from fivefold.data.dataset import amounts, facts, stages_in_words
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.errors import UserError, several
 from fivefold.files import guard, make_folder, write_atomically

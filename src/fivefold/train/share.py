@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fivefold.comm.progress import progress
 from fivefold.data import NOT_COUNTED, Batch, Batches, DataSet, Prefetch, Tokens
 from fivefold.data.batches import objective_of
+from fivefold.data.dataset import amounts, cut_of, order_of
 from fivefold.data.facts import sample
-from fivefold.data.mixture import amounts, order_of
-from fivefold.data.packing import cut_of
-from fivefold.data.stream import Commit, Stream
+from fivefold.data.stream import Stream
+from fivefold.data.tokens import Commit
 from fivefold.errors import UserError
 from fivefold.files import BROKEN
 from fivefold.kernels.blockwise_attention import Documents
@@ -89,7 +89,7 @@ def begin_streams(job: Job, meta: Mapping[str, Any]) -> None:
     """Tells streams whose tokens are not in the cache where a checkpoint wants to have them from."""
     with suppress(*BROKEN):  # then they begin at the beginning
         for stream, state in zip(streams(job), meta.get(STREAMS, ()), strict=False):
-            stream.hint = Commit.of(state)
+            stream.begin_at(Commit.of(state))
 
 
 def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[[int, Mesh], Share]:

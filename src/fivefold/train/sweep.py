@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fivefold.data import DataSet
-from fivefold.data.mixture import amounts, passes, require_enough
+from fivefold.data.dataset import amounts, require_enough, seen
 from fivefold.errors import BusyError, CheckFailed, CommunicationError, RankFailed, UserError, printable
 from fivefold.files import guard, make_folder, open_file, owned, stream
 from fivefold.host import cores
@@ -68,14 +68,14 @@ def plan(sweep: Sweep, base: str | Path) -> None:
             flops = float(row.settings[table.FLOPS])
             row.figures["tokens"] = math.ceil(flops / training_flops(parameters, 1))
             recipe = sweep.load(base, row)
-        found = amounts(recipe, data)
-        require_enough(recipe, found)
-        tokens = tokens_before(recipe, total_steps(recipe))
+        sources, steps = amounts(recipe, data), total_steps(recipe)
+        require_enough(recipe, sources)
+        tokens = tokens_before(recipe, steps)
         row.figures |= {
             "parameters": parameters,
             "tokens": tokens,
             "flops": training_flops(parameters, tokens),
-            "epochs": round(max(passes(recipe, found).values()), 4),
+            "epochs": round(max(row.epochs for row in seen(recipe, sources, steps).values()), 4),
             "lr": recipe.optim.lr,
         }
 

@@ -7,13 +7,11 @@ from pathlib import Path
 
 from fivefold.data.kinds.csv import Csv
 from fivefold.data.kinds.hub import HubRows
-from fivefold.data.kinds.json import Json
-from fivefold.data.kinds.jsonl import JsonLines
+from fivefold.data.kinds.json import Json, JsonLines
 from fivefold.data.kinds.kind import PACKED, Bad, File, Kind, TokenKind
-from fivefold.data.kinds.megatron import Megatron
 from fivefold.data.kinds.parquet import Parquet
 from fivefold.data.kinds.text import Text
-from fivefold.data.kinds.token_files import Bin, InputIds, Npy
+from fivefold.data.kinds.token_files import Bin, InputIds, Megatron, Npy
 
 KINDS: dict[str, Kind] = {
     kind.name: kind

@@ -1,4 +1,4 @@
-"""JSON: the objects of an array, or those that stand one behind the other."""
+"""JSON: an object per line (.jsonl); the objects of an array, or those that stand one behind the other (.json)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,93 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from fivefold.data.kinds.kind import LONGEST_LINE, SPAN, Fields, File, Rows, unreadable
+from fivefold.data.kinds.kind import (
+    ENDED,
+    LONGEST_LINE,
+    SPAN,
+    Bad,
+    Document,
+    Fields,
+    File,
+    Kind,
+    Rows,
+    document_of,
+    unreadable,
+)
 from fivefold.errors import UserError
 
 _DECODER = json.JSONDecoder()
+
+
+class JsonLines(Kind):
+    name = "jsonl"
+    suffixes = (".jsonl",)
+
+    def read(
+        self, number: int, file: File, start: int, fields: Fields, cut: int | None = None
+    ) -> Iterator[tuple[Document | Bad, int]]:
+        at = start
+        try:
+            with file.open(start) as f:
+                for row, behind in objects(f, start):
+                    if isinstance(row, str):
+                        yield Bad(number, at, row), behind
+                    elif row is not None:
+                        yield document_of(number, at, row, fields), behind
+                    at = behind
+        except OSError as error:
+            yield Bad(number, at, unreadable(error)), ENDED
+
+    def behind(self, file: File, byte: int) -> int | None:
+        with file.open(byte - 1) as f:  # a line that begins at this byte is found, too
+            return byte - 1 + _skip_line(f)
+
+    def place(self, file: File, bad: Bad) -> str:
+        if file.url or bad.reason.startswith("cannot be"):
+            return super().place(file, bad)
+        with file.open() as f:  # count lines only for the document that is shown
+            line, left = 1, bad.place
+            while left and (chunk := f.read(min(1 << 20, left))):
+                line, left = line + chunk.count(b"\n"), left - len(chunk)
+        return f"line {line} ({super().place(file, bad)})"
+
+
+def _skip_line(f: BinaryIO) -> int:
+    """Goes behind the end of the line. Returns the bytes that were left of it."""
+    skipped = 0
+    while chunk := f.readline(SPAN):
+        skipped += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return skipped
+
+
+def objects(
+    f: BinaryIO, at: int = 0, most: int | None = None
+) -> Iterator[tuple[dict[str, Any] | str | None, int]]:
+    """The object of each line from byte `at` on, None of a blank line, or why a line has none; and the place behind it.
+    most: bytes of a line."""
+    most = most or LONGEST_LINE
+    while line := f.readline(most):
+        begin, at = at, at + len(line)
+        if len(line) == most and not line.endswith(b"\n"):
+            at += _skip_line(f)
+            yield f"a line of more than {most >> 20} MiB", at
+            continue
+        row: Any = None
+        try:
+            if line.strip():
+                row = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig" if begin == 0 else "utf-8"))
+                row = row if isinstance(row, dict) else f"a JSON {type(row).__name__}; expected an object"
+        except UnicodeDecodeError as error:
+            row = f"not UTF-8: byte 0x{line[error.start]:02x} at {error.start} in the line"
+        except json.JSONDecodeError as error:
+            row = f"not JSON: {error.msg} (character {error.pos})"
+        except RecursionError:
+            row = "not JSON: nested too deeply"
+        except ValueError:  # Python reads no numbers of more than 4300 digits
+            row = "not JSON: a number is too long"
+        yield row, at
 
 
 class Json(Rows):
@@ -41,14 +124,10 @@ class Json(Rows):
             raise
         except OSError as error:
             yield number, unreadable(error)
-        except (ValueError, RecursionError) as error:
-            yield number, f"not JSON: {_reason(error)}"
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        except RecursionError:
+            yield number, "not JSON: nested too deeply"
+        except ValueError as error:
+            yield number, f"not JSON: {error.msg if isinstance(error, json.JSONDecodeError) else error}"
 
 
 class _Characters:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from fivefold.data.conversations import ANSWER, MESSAGES, Message, NotAConversation, messages_of
+from fivefold.data.chat import ANSWER, MESSAGES, Message, NotAConversation, messages_of
 from fivefold.data.kinds.remote import open_remote
 from fivefold.errors import UserError
 from fivefold.files import open_file

@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fivefold.data.conversations import MESSAGES
+from fivefold.data.chat import MESSAGES
 from fivefold.data.kinds.kind import Fields, File, Rows, unreadable
 from fivefold.errors import UserError
 

@@ -1,16 +1,28 @@
-"""Files of ids: .bin of nanoGPT and llm.c, .npy, and .parquet with a column `input_ids`."""
+"""Files of ids: .bin of nanoGPT and llm.c, .npy, .parquet with a column `input_ids`, and indexed data sets of
+Megatron-LM (megatron/core/datasets/indexed_dataset.py): ids in NAME.bin, an index in NAME.idx.
+
+The index is little-endian: a magic word, the version, a code of the ids' dtype, the number of sequences n and of
+borders m; n lengths (int32), the first byte of each sequence (n int64), and the borders of documents as numbers of
+sequences (m int64; the first is 0, the last n). Files with images have n modes behind (int8). Ids are written with the
+dtype that Megatron-LM chooses.
+"""
 
 from __future__ import annotations
 
+import struct
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fivefold.data.kinds.kind import Shard, TokenKind
 from fivefold.errors import UserError
-from fivefold.files import BROKEN
+from fivefold.files import BROKEN, flush, stream
+
+if TYPE_CHECKING:
+    from fivefold.data.tokens import Tokens
 
 # llm.c: 256 int32 (magic, version, number of tokens, ...), then the ids.
 LLMC_HEADER = 256 * 4
@@ -18,6 +30,13 @@ LLMC_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 NPY_DTYPES = ("uint16", "uint32", "int32", "int64")
 LARGEST_VOCABULARY = 1 << 31  # a larger id is a negative int32, or the file holds no tokens
 COLUMN = "input_ids"
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLOATS = {6: "float64", 7: "float32"}
+SMALL_VOCABULARY = 65500  # below it Megatron-LM writes uint16, else int32
+LONGEST = 1 << 30  # tokens of a sequence that we write; a longer document is several
+CHUNK = 1 << 22
 
 
 class Bin(TokenKind):
@@ -125,3 +144,132 @@ def _opened(path: Path) -> Any:
             f"data.source: {path}: the column {COLUMN!r} has {kind}; expected lists of whole numbers"
         )
     return parquet
+
+
+class DocIndex:
+    """Where documents end. It is searched where it lies, so a border costs no memory. dtype: of the ids.
+
+    Raises:
+        UserError: it is damaged, or not that of a text.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, index: Path):
+        self.index, size = index, index.stat().st_size
+        with open(index, "rb") as file:
+            head = file.read(HEADER.size)
+        if len(head) < HEADER.size or not head.startswith(MAGIC):
+            raise self._wrong("not an index of Megatron-LM, which begins with MMIDIDX")
+        _, version, code, n, m = HEADER.unpack(head)
+        if version != VERSION:
+            raise self._wrong(f"unknown version {version}; known: {VERSION}")
+        if code not in DTYPES:
+            raise self._wrong(f"its ids have dtype {FLOATS.get(code, code)}, which is none of ids")
+        expected = HEADER.size + 12 * n + 8 * m
+        if size != expected:
+            images = "; files with images are not supported" if size == expected + n else ""
+            raise self._wrong(
+                f"{size:,} bytes, but {n:,} sequences and {m:,} borders are {expected:,}{images}"
+            )
+        self.dtype = DTYPES[code]
+        self._item = np.dtype(self.dtype).itemsize
+        # Sequences have a length and a first byte. Documents are numbers of sequences.
+        parts = (("<i4", n), ("<i8", n), ("<i8", m))
+        offset, maps = HEADER.size, []
+        for dtype, count in parts:
+            maps.append(np.memmap(index, dtype, "r", offset, (count,)) if count else np.empty(0, dtype))
+            offset += count * np.dtype(dtype).itemsize
+        self._lengths, self._begins, self._documents = maps
+
+    def _wrong(self, what: str) -> UserError:
+        return UserError(f"data.source: {self.index}: {what}")
+
+    def ends(self, a: int, b: int) -> np.ndarray:
+        """The tokens of a .. b that are the last of a document: int64, sorted."""
+        borders = range(1, len(self._documents))  # the first one is the beginning
+        low, high = (bisect_right(borders, at, key=self._behind) + 1 for at in (a, b))
+        last = np.asarray(self._documents[low:high]) - 1  # the last sequence of each document
+        return np.unique(self._begins[last] // self._item + self._lengths[last]) - 1
+
+    def _behind(self, border: int) -> int:
+        """The token behind a document."""
+        last = int(self._documents[border]) - 1
+        return int(self._begins[last]) // self._item + int(self._lengths[last]) if last >= 0 else 0
+
+    def count(self) -> int:
+        """The number of ids, which lie one behind the other.
+
+        Raises:
+            UserError: they do not, or the borders of documents are damaged.
+        """
+        total, last = 0, 0
+        for start in range(0, len(self._lengths), CHUNK):
+            lengths, begins = (part[start : start + CHUNK] for part in (self._lengths, self._begins))
+            ends = total + np.cumsum(lengths, dtype=np.int64)
+            if (lengths < 0).any() or not np.array_equal(begins, (ends - lengths) * self._item):
+                raise self._wrong("its sequences do not lie one behind the other in the .bin")
+            total = int(ends[-1])
+        in_order = len(self._documents) == 0 or self._documents[0] == 0
+        for start in range(0, len(self._documents), CHUNK):
+            borders = self._documents[start : start + CHUNK]
+            in_order = bool(in_order and borders[0] >= last and (borders[:-1] <= borders[1:]).all())
+            last = int(borders[-1])
+        if len(self._documents) and not (in_order and last == len(self._lengths)):
+            raise self._wrong("its borders of documents do not go from 0 to the number of sequences")
+        return total
+
+
+class Megatron(TokenKind):
+    name, suffix = "megatron", ".bin"
+
+    def has(self, path: Path) -> bool:
+        return super().has(path) and path.with_suffix(".idx").is_file()
+
+    def shard(self, path: Path, dtype: str) -> Shard:
+        index = DocIndex(path.with_suffix(".idx"))
+        count, there = index.count(), path.stat().st_size // np.dtype(index.dtype).itemsize
+        if there < count:
+            raise UserError(
+                f"data.source: {path}: truncated: its index says {count:,} ids, but the file ends after {there:,}"
+            )
+        return Shard(path, index.dtype, 0, count, index=(index.index, ""))
+
+
+def write_indexed(path: Path, tokens: Tokens, vocab_size: int, end_id: int | None) -> None:
+    """Writes NAME.bin and then NAME.idx. A document ends with an end token, or where the index of `tokens` says it.
+    Neither: all is one document."""
+    dtype = "<u2" if vocab_size < SMALL_VOCABULARY else "<i4"
+    lengths: list[Any] = []
+    borders: list[Any] = [np.zeros(1, np.int64)]
+    open_, sequences = 0, 0  # ids since the last border, and sequences before it
+    with stream(path) as file:
+        for start in range(0, len(tokens), CHUNK):
+            ids = tokens[start : start + CHUNK]
+            file.write(np.ascontiguousarray(ids, dtype).view(np.uint8).data)
+            ends = tokens.ends(start, start + len(ids), end_id) - start + 1
+            here = np.diff(ends, prepend=-open_)
+            if len(ends):
+                lengths.append(here)
+                borders.append(sequences + np.arange(1, len(ends) + 1))
+                sequences += len(ends)
+            open_ = len(ids) - int(ends[-1]) if len(ends) else open_ + len(ids)
+            if open_ >= LONGEST:
+                lengths.append(np.array([open_]))
+                sequences, open_ = sequences + 1, 0
+    if open_:
+        lengths.append(np.array([open_]))
+        sequences += 1
+    if int(borders[-1][-1]) != sequences:
+        borders.append(np.array([sequences]))
+    all_lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
+    all_borders = np.concatenate(borders)
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    flush(path)
+    with stream(path.with_suffix(".idx")) as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code, sequences, len(all_borders)))
+        file.write(all_lengths.astype("<i4").tobytes())
+        file.write(
+            ((np.cumsum(all_lengths) - all_lengths) * np.dtype(dtype).itemsize).astype("<i8").tobytes()
+        )
+        file.write(all_borders.astype("<i8").tobytes())
+    flush(path.with_suffix(".idx"))
