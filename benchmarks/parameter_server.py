@@ -228,12 +228,12 @@ def part(folder: Path, rounds: int, steps: int) -> None:
     from fivefold.comm import everyone
     from fivefold.launch import ranks as ranks_
     from fivefold.observe.metrics import read_metrics
-    from fivefold.train import server_worker
+    from fivefold.train import server_run
     from fivefold.train.job import Job
     from fivefold.train.run import run_rank
 
     found: dict[str, Any] = {"steps": [], "traces": []}
-    keep, traces = server_worker.worker_state, []
+    keep, traces = server_run.worker_state, []
 
     def traced(*arguments: Any) -> Any:
         state, pushes = keep(*arguments)
@@ -243,7 +243,7 @@ def part(folder: Path, rounds: int, steps: int) -> None:
         traces.append(pushes.exchange.trace)
         return state, pushes
 
-    server_worker.worker_state = traced
+    server_run.worker_state = traced
     with ranks_.join(timeout_s=120) as ranks:
         found["link"] = link(everyone(ranks))
         for number in range(rounds):

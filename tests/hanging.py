@@ -102,7 +102,7 @@ def serve(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str
     from fivefold.comm.progress import progress
     from fivefold.data import prepare
     from fivefold.parallel.server import Shard
-    from fivefold.train import server_worker
+    from fivefold.train import server_run
     from fivefold.train.job import Job
     from fivefold.train.run import run_rank
 
@@ -117,7 +117,7 @@ def serve(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str
 
         return inner
 
-    server_worker.forward_backward = hooked(server_worker.forward_backward)
+    server_run.forward_backward = hooked(server_run.forward_backward)
     Shard.update = hooked(Shard.update)
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)

@@ -23,8 +23,8 @@ from fivefold.observe import faults as observed
 from fivefold.observe.report import page
 from fivefold.recipe import FaultsSection, Recipe, change, leave_out, load, place
 from fivefold.sharding.layout import Layout
-from fivefold.step.judge import destroyed, judge
 from fivefold.step.state import State
+from fivefold.step.step import destroyed, judge
 from fivefold.train.start import run_command
 
 TINY = [

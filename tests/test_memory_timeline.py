@@ -18,8 +18,8 @@ from fivefold.schedules.memory_timeline import BINS, Change, Phase, from_json, o
 from fivefold.trace import gpu
 from fivefold.trace.depth import timelines
 from fivefold.trace.step import trace
+from fivefold.train.instruments import HISTORY, MemoryWatch
 from fivefold.train.job import Job
-from fivefold.train.profile import HISTORY, MemoryWatch
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,8 @@ def test_snapshots_of_gpus_are_written_and_recording_ends(
     job = Job(recipe, tmp_path, None, module=torch.nn.Linear(1, 1))
     watch = MemoryWatch(job, Ranks(0, 1, 0, 1, torch.device("cuda")), 0)
     state: Any = SimpleNamespace(step=1)
-    watch.begin_step(state)
-    path = tmp_path / "traces" / "memory-snapshot-step-00000002-rank-0.pickle"
-    assert watch.end_step(2) == path
-    assert said == [{"max_entries": HISTORY}, str(path), {"enabled": None}]
+    watch.begin_step(state, [])
+    state.step = 2
+    written = tmp_path / "traces" / "memory-snapshot-step-00000002-rank-0.pickle"
+    assert watch.end_step(state) == f"memory over step 2: {written}"
+    assert said == [{"max_entries": HISTORY}, str(written), {"enabled": None}]

@@ -18,7 +18,7 @@ from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state
 from fivefold.step.step import agree, forward_backward
-from fivefold.train.noise import NoiseScale
+from fivefold.train.instruments import SQUARES, UNEVEN, NoiseScale
 from fivefold.train.start import run_command
 
 V, T, B = 64, 8, 8
@@ -64,14 +64,15 @@ def test_the_scale_of_a_known_problem(microbatch: int) -> None:
     for _ in range(1500):
         rows = torch.randint(0, V, (B, T), generator=generator)
         batch = [Microbatch(part, part) for part in rows.split(microbatch)]
-        noise.begin(batch)
+        noise.begin_step(state, batch)
         forward_backward(state, batch, 0)
-        figures = noise.figures(norm_of(state), *noise.take().tolist())
+        figures = noise.figures(line_of(state, noise))
     assert figures["noise_scale"] / T == pytest.approx(known, rel=0.1)
 
 
-def norm_of(state: State) -> float:
-    return agree(state, torch.zeros(()), 0.0)[1].item()
+def line_of(state: State, noise: NoiseScale) -> dict[str, float]:
+    norm = agree(state, torch.zeros(()), 0.0)[1]
+    return {name: x.item() for name, x in {"grad_norm": norm, **noise.begin_update(state)}.items()}
 
 
 def tokens() -> Tensor:
@@ -88,9 +89,9 @@ def measured(rank: int, world: int, recipe: Recipe, sizes: list[int]) -> tuple[f
         Microbatch(rows[:, :-1], rows[:, 1:], weight=len(rows) / average)
         for rows in own.split([size * len(own) // sum(sizes) for size in sizes])
     ]
-    noise.begin(batch)
+    noise.begin_step(state, batch)
     forward_backward(state, batch, 0)
-    noise.figures(norm_of(state), *noise.take().tolist())
+    noise.figures(line_of(state, noise))
     for replica in state.parallel.replicas:
         replica.close()
     return state.noise
@@ -146,7 +147,8 @@ def test_parts_count_by_their_targets(layout: str) -> None:
     ranks = Layout.from_recipe(recipe.layout).ranks
     found = run_ranks(ranks, measured, recipe, sizes) if ranks > 1 else [measured(0, 1, recipe, sizes)]
     assert found[0] == pytest.approx(expected(sizes), rel=1e-4)
-    assert NoiseScale.figures(SimpleNamespace(), 1.0, 1.0, 1.0) == {}, "one part says nothing"  # type: ignore[arg-type]
+    whole = {"grad_norm": 1.0, SQUARES: 1.0, UNEVEN: 1.0}
+    assert NoiseScale.figures(SimpleNamespace(), whole) == {}, "one part says nothing"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ from fivefold.sharding.layout import Layout, parse
 from fivefold.sharding.matrices import exchanges, sizes_sent
 from fivefold.sharding.parts import boxes, held, local_shape
 from fivefold.step import step as steps_of
-from fivefold.step.judge import NORM, judge, outlier
 from fivefold.step.state import build_state
+from fivefold.step.step import NORM, judge, outlier
 
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]
 

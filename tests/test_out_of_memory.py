@@ -25,7 +25,7 @@ from fivefold.plan.predict import priced_here
 from fivefold.recipe import change, load, resolve
 from fivefold.train.hooks import out_of_memory
 from fivefold.train.job import Job
-from fivefold.train.out_of_memory import advice
+from fivefold.train.prediction import advice
 from fivefold.train.start import run_command
 
 CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "

@@ -19,8 +19,8 @@ from fivefold.errors import UserError
 from fivefold.observe import timelines as profile
 from fivefold.recipe import Recipe, load
 from fivefold.recipe.resolve import warnings
+from fivefold.train.instruments import ProfileWatch, operators
 from fivefold.train.job import Job
-from fivefold.train.profile import ProfileWatch, operators
 
 TINY = [
     "model.layers=2", "model.dim=32", "model.heads=2", "model.ffn_dim=64", "model.seq_len=16",
@@ -89,34 +89,41 @@ def test_every_rank_writes_a_trace_with_named_parts(tmp_path: Path, layout: str,
     ]
 
 
+def state_at(step: int, begins: bool = False) -> Any:
+    return SimpleNamespace(step=step - begins)
+
+
 def test_a_recording_that_breaks_off_leaves_no_profiler(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "dp=1", "train.steps=9", "observe.profile_steps=3-4")
     watch = ProfileWatch(Job(recipe, tmp_path, None), ranks_of(0, 1))
-    for broken in (watch.close, lambda: watch.begin_step(1)):  # an error; the run goes back
-        watch.begin_step(3)
+    for broken in (
+        watch.close,
+        lambda: watch.begin_step(state_at(1, begins=True), []),
+    ):  # an error; the run goes back
+        watch.begin_step(state_at(3, begins=True), [])
         assert profiling.now
-        assert not watch.end_step(3)
-        watch.begin_step(4)
+        assert not watch.end_step(state_at(3))
+        watch.begin_step(state_at(4, begins=True), [])
         broken()
         assert not profiling.now
         assert not (tmp_path / "traces").exists()
-    watch.begin_step(4)  # resumed in the middle
+    watch.begin_step(state_at(4, begins=True), [])  # resumed in the middle
     with span("own"):
         torch.ones(2).sum()
-    assert "profile of steps 4 to 4" in watch.end_step(4)
+    assert "profile of steps 4 to 4" in watch.end_step(state_at(4))
     assert {"own", "step 4"} <= names(events(tmp_path / "traces" / profile.trace_name(4, 4, 0)))
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, "dp=1", "train.steps=9", "observe.profile_steps=1")
     watch = ProfileWatch(Job(recipe, tmp_path / "run", None), ranks_of(0, 1))
-    watch.begin_step(1)
+    watch.begin_step(state_at(1, begins=True), [])
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fivefold.train.profile._compress", full)
-    assert "not written: No space left" in watch.end_step(1)
+    monkeypatch.setattr("fivefold.train.instruments._compress", full)
+    assert "not written: No space left" in watch.end_step(state_at(1))
     assert not list((tmp_path / "run" / "traces").iterdir())
 
 

@@ -43,12 +43,10 @@ from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.schedules.priority import Order
 from fivefold.sharding.sync import Servers, Shares, messages, pieces, units
-from fivefold.step import servers as step_servers
-from fivefold.step.servers import worker_state
-from fivefold.train import server_worker
+from fivefold.train import server_run
 from fivefold.train.job import Job
 from fivefold.train.run import run_rank
-from fivefold.train.server_run import ServerHooks
+from fivefold.train.server_run import ServerHooks, worker_state
 from fivefold.train.share import batches_of
 
 SERVER = ["sync.method=server", "observe.tracker=none"]
@@ -99,7 +97,7 @@ def rank_of_run(
         slow = ""
     if slow == "poison":
         if rank == world - 1:
-            setattr(server_worker, "share_of", _poisoned(server_worker.share_of))  # noqa: B010, in a process that ends
+            setattr(server_run, "share_of", _poisoned(server_run.share_of))  # noqa: B010, in a process that ends
         slow = ""
     if slow in ("server", "weight", "state"):
         if rank == 1 and slow == "server":
@@ -139,14 +137,14 @@ def test_workers_wait_for_a_last_save_however_long_it_takes(pools, room, tmp_pat
 
 def validating_rank(rank: int, world: int, recipe: Recipe, out: Path) -> Any:
     """The first validation takes longer than a message may."""
-    validate, seconds = server_worker.validate, [15]
+    validate, seconds = server_run.validate, [15]
 
     def long(*arguments: Any) -> Any:
         time.sleep(seconds.pop() if seconds else 0)
         return validate(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_worker, "validate", long)
+        patch.setattr(server_run, "validate", long)
         return run_rank(Job(recipe, out, prepare(recipe)), replace(ranks_of(rank, world), timeout_s=8))
 
 
@@ -577,12 +575,12 @@ def test_an_error_of_a_worker_says_its_step(room: Path, tmp_path: Path, monkeypa
         raise OSError("the data are away for a moment")
 
     state, exchange = SimpleNamespace(step=7), SimpleNamespace(order=lambda: Note(Kind.TRAIN))
-    monkeypatch.setattr(server_worker, "connect", lambda *_: [])
-    monkeypatch.setattr(server_worker, "settle", lambda *_: [])
-    monkeypatch.setattr(server_worker, "worker_state", lambda *_: (state, SimpleNamespace(exchange=exchange)))
-    monkeypatch.setattr(server_worker, "_train", fails)
+    monkeypatch.setattr(server_run, "connect", lambda *_: [])
+    monkeypatch.setattr(server_run, "settle", lambda *_: [])
+    monkeypatch.setattr(server_run, "worker_state", lambda *_: (state, SimpleNamespace(exchange=exchange)))
+    monkeypatch.setattr(server_run, "_train", fails)
     with pytest.raises(OSError, match="away") as found:
-        server_worker.work(Job(served(room, 2), tmp_path, None), ranks_of(1, 2), None)
+        server_run.work(Job(served(room, 2), tmp_path, None), ranks_of(1, 2), None)
     assert found.value.__notes__ == ["after step 7"]
 
 
@@ -603,8 +601,8 @@ def in_fp8(rank: int, world: int, recipe: Recipe, out: Path, resume: bool) -> tu
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(step_servers, "init_part", with_an_outlier)
-        patch.setattr(server_worker, "worker_state", kept_state)
+        patch.setattr(server_run, "init_part", with_an_outlier)
+        patch.setattr(server_run, "worker_state", kept_state)
         rank_of_run(rank, world, recipe, out, resume)
     layers = {name for state, _ in kept for name, _ in rounded_layers(state.module)}
     return layers, " ".join(said.getvalue().split())

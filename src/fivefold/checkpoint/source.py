@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fivefold.checkpoint import store, write
 from fivefold.checkpoint.manifest import MANIFEST, Box, Damaged
-from fivefold.data.conversations import TEMPLATE_FILE, beside
+from fivefold.data.chat import TEMPLATE_FILE, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
 from fivefold.data.tokenizer_check import MOST_BYTES as MOST_TOKENIZER
 from fivefold.errors import UserError

@@ -32,9 +32,9 @@ class Mesh:
 
     layout: of the whole run. sites: their number; one site is the whole run. Three more axes leave the site: "sites",
     this rank's counterparts in all of them, "outer", the same for outer gradients, and "run", all ranks. Attribute
-    `layout` is the site's, and `rank` the number in it. site: this launch's, if each site is a launch of its own: its
-    mesh then has no other site (`apart`). overlap: the axis "outer" has a process group of its own: its sums are under
-    way on a thread while a step's figures are summed over "sites".
+    `layout` is the site's, as `divided` and `in_step` are, and `rank` the number in it. site: this launch's, if each
+    site is a launch of its own: its mesh then has no other site (`apart`). overlap: the axis "outer" has a group of
+    its own: its sums are under way on a thread while a step's figures are summed over "sites".
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Mesh:
         here = layout if site is None else own
         assert here.ranks == ranks.world, f"{here.ranks} ranks in the layout, {ranks.world} in the launch"
         self.layout, self.device = on_nodes(own, ranks.local_world), ranks.device
+        self.divided, self.in_step = own.divided, own.in_step
         self._ranks = ranks
         self._check_nodes()
         index, self.rank = in_site(self.layout, ranks.rank)

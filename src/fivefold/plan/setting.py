@@ -186,7 +186,7 @@ class Software(Program):
     kernel: seconds between two kernels of the device. host: seconds the host takes to issue a block's forward
     (`host_tensor` more for each of its collectives), and as long again for its backward. step: fixed seconds per step.
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
-    checked: each update is checked by the largest weight (step/judge.py).
+    checked: each update is checked by the largest weight (step/step.py).
     documents: those that attention does not cross; None: sequences are whole.
     """
 

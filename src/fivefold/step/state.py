@@ -43,8 +43,8 @@ class State:
 
     counts: (2) fp64, on the device, because the host learns of a step's result while a later one runs: the steps that
     changed the weights, and the steps skipped in a row since then (with loss scaling only those at its lowest factor).
-    usual: statistics of loss and norm up to now (step/judge.py). limit: of the largest weight of this rank
-    (`judge.destroyed`); None: not known. outer: the outer loop, if there are several sites.
+    usual: statistics of loss and norm up to now (step/step.py). limit: of the largest weight of this rank
+    (`step.destroyed`); None: not known. outer: the outer loop, if there are several sites.
     loss_scale: if the mode needs one. left_out: data that the run has left out: (step, sequences) says how many come
     between the batches of this step and the next. rollbacks: (step of a fault, step that the run went back to).
     """

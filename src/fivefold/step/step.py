@@ -1,7 +1,11 @@
 """One optimizer step: forward and backward of each microbatch, clipping, update. Gradients add up in fp32, and are
 summed over the ranks while the last backward runs. Also computes the loss without a step, for validation.
 
-What a step finds out (loss, norm, whether its update is skipped) stays on the device until `Done` is read."""
+A step is judged by its loss and its gradient's norm (is it finite, is it a spike, may it change the weights?), and the
+update before it by the largest weight: has it destroyed the weights? Loss and norm are sums over all ranks, so all of
+them judge alike. The verdict masks the update, and stays on the device with loss and norm until `Done` is read. Then
+the host acts (train/faults.py).
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint.store import LARGEST
 from fivefold.comm import Axis
 from fivefold.comm.progress import progress, span
 from fivefold.kernels.matmul import scaled
-from fivefold.observe.faults import SECONDS, SHARED_EVERY
+from fivefold.observe.faults import GROWTH, SECONDS, SHARED_EVERY, USUAL
 from fivefold.optim import learning_rate
 from fivefold.optim.scaling import clip_scale
 from fivefold.parallel.mesh import Mesh, Microbatch, Share
 from fivefold.parallel.replica import gradient_square
-from fivefold.recipe import OptimSection, Recipe
-from fivefold.step.judge import destroyed, judge
+from fivefold.recipe import FaultsSection, OptimSection, Recipe
 from fivefold.step.state import State
 
 OWN = ("loss", "norm", "asked", "skipped")
 STOP, SAVE = 1.0, 2.0**-20
 """What a rank asks the others for. A sum tells both apart: only the first rank asks for a save, each stop saves."""
+
+LOSS, NORM = range(2)  # rows of the statistics
+STEPS = 50  # that their averages cover
+FIRST = 20  # steps before anything is an outlier
+LEAST = math.log(1.2)  # above the mean: a curve without noise has a tiny deviation
 
 
 class Done:
@@ -122,7 +131,10 @@ def take_step(
     if scaling is not None:
         own_norm = own_norm / scaling.factor
         more["loss_scale"] = scaling.factor
-    loss, norm, asked, ruined = mean_over_sites(state, loss, own_norm, asked, ruined)
+    norm, sites = own_norm, state.mesh.axis("sites")
+    if sites.size > 1:  # one that is not finite makes the mean not finite, so all sites skip the same updates
+        means = sites.all_reduce(torch.stack([loss, norm, asked, ruined])) / sites.size
+        loss, norm, asked, ruined = means.unbind()
     verdict = judge(state.usual, loss, norm, recipe.faults, ruined)
     state.usual = verdict.usual
     with span("update"):
@@ -147,10 +159,14 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
     # Gradients and losses of all microbatches are summed; this makes the sum a mean.
     scale = 1 / (share.total * mesh.size("cp"))
 
+    # Ranks of a tensor axis drop the same elements of activations that each has whole. With sp each has its own piece
+    rank = mesh.axis("run").rank if mesh.layout.sp else mesh.axis("tp").ranks[0]
+    rank += mesh.size("all") * mesh.site * mesh.apart
+
     def seeds(microbatch: int, stage: int = 0) -> None:
         """Sets the random state from the position in the run, so a resumed run draws the same numbers. stage: which of
         this rank's."""
-        number = dropout_rank(mesh) + stage * mesh.sites * mesh.layout.ranks
+        number = rank + stage * mesh.sites * mesh.size("all")
         mixed = (seed * 1_000_003 + state.step) * 1_000_003 + microbatch * 65_537 + number
         torch.manual_seed(mixed % 2**63)
 
@@ -209,13 +225,6 @@ def accumulate(
 def counted_once(mesh: Mesh) -> float:
     """1 on the rank that counts a loss which several ranks compute, else 0."""
     return float(mesh.index("tp") == 0)
-
-
-def dropout_rank(mesh: Mesh) -> int:
-    """The seed number of this rank. Ranks of a tensor axis drop the same elements of activations that each has whole.
-    With sp each has its own piece, and draws its own numbers."""
-    rank = mesh.axis("run").rank if mesh.layout.sp else mesh.axis("tp").ranks[0]
-    return rank + mesh.layout.ranks * mesh.site * mesh.apart
 
 
 def update(
@@ -295,18 +304,66 @@ def agree(
     if seconds is not None:
         seconds.copy_(sums[:-4].view_as(seconds))
     loss, asked, square, ruined = sums[-4:].unbind()
-    if not mesh.layout.divided:
+    if not mesh.divided:
         square = square / mesh.size("all")
     return loss.float().double(), square.sqrt(), asked, ruined
 
 
-def mean_over_sites(state: State, *figures: Tensor) -> Sequence[Tensor]:
-    """The means of a site's figures over all sites. One that is not finite makes the mean not finite, so all sites skip
-    the same updates."""
-    sites = state.mesh.axis("sites")
-    if sites.size == 1:
-        return figures
-    return (sites.all_reduce(torch.stack(figures)) / sites.size).unbind()
+class Verdict(NamedTuple):
+    """bad: 1 if loss or gradient are not finite. skip: 1 if the step may not change the weights. Both are fp32 scalars
+    on the device. usual: the statistics with this step. figures: by their names in observe/faults.py."""
+
+    bad: Tensor
+    skip: Tensor
+    usual: Tensor
+    figures: dict[str, Tensor]
+
+
+def destroyed(largest: Tensor, limit: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(1 if an update has destroyed weights of this rank, else 0; the limit for the next): fp32 scalars. largest: the
+    largest |weight| after it, NaN if any is. limit: as returned after the update before; None: that is not known.
+
+    Weights that are not finite or beyond LARGEST are destroyed, and so is what has grown to GROWTH times the largest
+    one in a single step. Those below 1 count as 1: they may start at zero.
+    """
+    wrong = (~(largest <= (LARGEST if limit is None else limit))).float()
+    return wrong, (GROWTH * largest).clamp(GROWTH, LARGEST)
+
+
+def judge(usual: Tensor, loss: Tensor, norm: Tensor, faults: FaultsSection, ruined: Tensor) -> Verdict:
+    """usual: (2, 3) fp64, the statistics of loss and norm (`State.usual`). loss, norm, ruined (> 0 if the last
+    update has destroyed weights): fp64 scalars, equal on all ranks."""
+    ruined = (ruined > 0).float()
+    bad = 1 - (loss.isfinite() & norm.isfinite()).float()
+    skip = torch.maximum(bad, ruined)
+    if not faults.spike_limit:
+        return Verdict(bad, skip, usual, {"destroyed": ruined})
+    found, after = outlier(usual, torch.stack([loss, norm]), faults.spike_limit)
+    if faults.on_spike != "tell":
+        skip = torch.maximum(skip, found.amax().float())
+    means = after[:, 1].exp()
+    figures = {"destroyed": ruined, "spike": found[LOSS], "outlier": found[NORM]}
+    return Verdict(bad, skip, after, {**figures, **dict(zip(USUAL, means.unbind(), strict=True))})
+
+
+def outlier(stats: Tensor, value: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """(1 where a value is an outlier, else 0: fp64, the statistics with it). stats: (..., 3) fp64: how many values they
+    have seen, mean and variance of their logarithms. value: (...). limit: in standard deviations.
+
+    An outlier counts as one at the limit, so that a value which stays high becomes the usual one. A value that is not
+    finite or 0 counts as nothing.
+    """
+    count, mean, variance = stats.unbind(-1)
+    value = value.double().log()
+    most = mean + (limit * variance.sqrt()).clamp(min=LEAST)
+    found = (value > most) & (count >= FIRST) & value.isfinite()
+    value = torch.where(found, most, value)
+    share = (1 / (count + 1)).clamp(min=1 / STEPS)
+    apart = value - mean
+    after = torch.stack(
+        [count + 1, mean + share * apart, (1 - share) * (variance + share * apart.square())], -1
+    )
+    return found.double(), torch.where(value.isfinite().unsqueeze(-1), after, stats)
 
 
 class ValidationSet(NamedTuple):
@@ -322,15 +379,15 @@ class ValidationSet(NamedTuple):
 def validate(state: State, sets: Sequence[ValidationSet]) -> dict[str, Any]:
     """Validates on every rank's microbatches. Returns val_loss (nats per target over the sets that are headlines) and
     val_bits_per_byte, if it is known; and if there are several sets val_losses and val_bits of each by its name."""
-    sums = {one.name: _sums(state, one.microbatches, one.token_bytes) for one in sets}
-    together = [sums[one.name] for one in sets if one.headline]
-    found: dict[str, Any] = _losses(*map(sum, zip(*together, strict=True)))
+    sums = {each.name: _sums(state, each.microbatches, each.token_bytes) for each in sets}
+    headlines = [sums[each.name] for each in sets if each.headline]
+    figures: dict[str, Any] = _losses(*map(sum, zip(*headlines, strict=True)))
     if len(sets) > 1:
-        each = {name: _losses(*parts) for name, parts in sums.items()}
-        found["val_losses"] = {name: one["val_loss"] for name, one in each.items()}
-        key = "val_bits_per_byte"
-        found["val_bits"] = {name: one[key] for name, one in each.items() if key in one}
-    return found
+        by_name = {name: _losses(*parts) for name, parts in sums.items()}
+        figures["val_losses"] = {name: losses["val_loss"] for name, losses in by_name.items()}
+        bits = "val_bits_per_byte"
+        figures["val_bits"] = {name: losses[bits] for name, losses in by_name.items() if bits in losses}
+    return figures
 
 
 def _losses(nats: float, targets: float, size: float) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """What a run does when a number is not finite, or a loss or norm is a spike: the policies of `[faults]`.
 
-All ranks know the same figures, so they act alike. Such a step has not changed the weights (step/judge.py), unless the
-recipe only wants to be told of it. `train/rollback.py` goes back to a checkpoint.
+All ranks know the same figures, so they act alike. Such a step has not changed the weights (step/step.py), unless the
+recipe only wants to be told of it. `train/run.py` goes back to a checkpoint. RUN/rollbacks.json says what was left out
+then, and checkpoints repeat it. So every resume takes the same data, from whichever checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from fivefold.checkpoint.store import LARGEST
 from fivefold.comm import told
 from fivefold.errors import UserError
+from fivefold.files import read_json
 from fivefold.kernels.hashing import digest, keys
 from fivefold.observe.faults import GROWTH, described, found_in
 from fivefold.recipe import FaultsSection
@@ -26,6 +28,7 @@ from fivefold.step.step import last_update
 from fivefold.train.restart import newest
 
 MAX_SKIPPED = 5  # steps in a row with a non-finite loss or gradient before the run stops
+ROLLBACKS = "rollbacks.json"
 ADVICE = "a smaller optim.lr or optim.grad_clip"
 
 
@@ -62,6 +65,31 @@ def policy(faults: FaultsSection, kind: str) -> str:
     if kind == "destroyed":  # to skip this step would not bring the weights back
         return "rollback" if faults.on_nonfinite == "rollback" else "abort"
     return faults.on_nonfinite if kind == "nonfinite" else faults.on_spike
+
+
+def goes_back(faults: FaultsSection) -> bool:
+    """True if any policy goes back to a checkpoint."""
+    return "rollback" in (faults.on_nonfinite, faults.on_spike, faults.on_corruption)
+
+
+def read_rollbacks(out: Path) -> dict[str, Any]:
+    """RUN/rollbacks.json: "rollbacks", pairs of the step of a fault and the one that the run went back to, and
+    "left_out", as in `State`.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = out / ROLLBACKS
+    try:
+        past = read_json(path)
+        pairs = [*past["rollbacks"], *past["left_out"]]
+        if all(isinstance(n, int) and n >= 0 for first, second in pairs for n in (first, second)):
+            return past
+    except FileNotFoundError:
+        return {"rollbacks": [], "left_out": []}
+    except (OSError, UserError, ValueError, LookupError, TypeError):
+        pass
+    raise UserError(f"{path} is damaged: it says which data the run leaves out, so it cannot resume exactly")
 
 
 def note(faults: FaultsSection, figures: Mapping[str, Any]) -> str:
@@ -103,7 +131,7 @@ def destroyed_after(step: int, faults: FaultsSection) -> Fault:
 @torch.no_grad()
 def weights_fault(state: State, faults: FaultsSection) -> Fault | None:
     """A fault if a weight or a state of the optimizer is not finite or beyond LARGEST, or a buffer holds NaN, or the
-    last update has destroyed weights (step/judge.py), on any rank. All ranks call it."""
+    last update has destroyed weights (step/step.py), on any rank. All ranks call it."""
     common = state.outer.weights if state.outer is not None else {}
     worst = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
     for tensors in (state.masters(), state.moments(), common):

@@ -11,71 +11,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.bench.peak import busy_share, device_peak, listed_peak
 from fivefold.checkpoint import store
 from fivefold.comm.progress import progress
 from fivefold.data.chat import ChatTemplate
-from fivefold.data.dataset import amounts, order_of, seen
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.host import machine
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
-from fivefold.models.card import card_of, flops_per_token
-from fivefold.observe import number_formats, timelines
+from fivefold.models.card import card_of
 from fivefold.observe.console import Console
 from fivefold.observe.faults import KINDS, USUAL, SlowRanks
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.summary import summarize
-from fivefold.observe.timelines import summary, write_pipeline_trace
 from fivefold.parallel.mesh import Microbatch
-from fivefold.recipe import LeftOut, Recipe, count_parameters, tokens_before
-from fivefold.schedules.overlap import StepTimeline
+from fivefold.recipe import count_parameters, tokens_before
 from fivefold.step.custom import measuring
-from fivefold.step.recorder import Counter, Recorder
-from fivefold.step.state import State, compute_mode
+from fivefold.step.state import State
 from fivefold.step.step import validate
 from fivefold.train.checked import anywhere
 from fivefold.train.faults import Fault, corrupted, note
 from fivefold.train.generate import Chat, Sampling, generate_text, open_run
+from fivefold.train.instruments import (
+    HistogramWatch,
+    Instrument,
+    MemoryWatch,
+    NoiseScale,
+    ProfileWatch,
+    Speed,
+    TimelineWatch,
+)
 from fivefold.train.job import Job, identity
 from fivefold.train.loop import due
-from fivefold.train.noise import NoiseScale
 from fivefold.train.prediction import Prediction
-from fivefold.train.profile import MemoryWatch, ProfileWatch
 from fivefold.train.saver import BUSY, FAILED, Saver
-from fivefold.train.share import documents_of, stream_states, validation_sets
+from fivefold.train.share import stream_states, validation_sets
 from fivefold.train.user_hooks import WITHOUT, Callbacks
 
 GREETING = "Hello"  # what a model that has learned from conversations is told for a sample, if nothing else
-SQUARES, UNEVEN = "partial_squares", "partial_weights"  # the figures of a step that `NoiseScale.take` returns
 MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts together for a sample (4 GB)
-
-
-class Speed:
-    """Figures of a step that follow from its seconds."""
-
-    def __init__(self, job: Job, ranks: Ranks):
-        self.recipe = job.recipe
-        documents, causal = documents_of(job), card_of(job.recipe.model).causal
-        pairs = documents.pairs(causal) if documents else 1.0
-        self.flops = flops_per_token(job.recipe.model, pairs) if job.module is None else None
-        self.peak = _peak_flops(job.recipe, ranks) if self.flops else None
-        self.busy = busy_share(ranks.device.type, compute_mode(job.recipe, ranks.device).measured)
-        self.amounts = amounts(job.recipe, job.data) if job.data is not None and job.data.mixed else {}
-        self.order = order_of(job.recipe, self.amounts) if self.amounts else None
-
-    def figures(self, step: int, seconds: float, left_out: LeftOut = ()) -> dict[str, Any]:
-        tokens = tokens_before(self.recipe, step)
-        here = tokens - tokens_before(self.recipe, step - 1)
-        found: dict[str, Any] = {"tokens": tokens, "tokens_per_s": here / seconds}
-        if self.flops and self.peak:
-            found["mfu"] = found["tokens_per_s"] * self.flops / self.peak
-            found |= {"peak_share": self.busy} if self.busy else {}
-        if self.amounts:
-            sources = seen(self.recipe, self.amounts, step, left_out, self.order)
-            found["source_tokens"] = {name: one.tokens for name, one in sources.items()}
-        return found
 
 
 @dataclass
@@ -95,14 +69,19 @@ class RunHooks:
     def __post_init__(self) -> None:
         self.next_batch: Callable[[], tuple[list[Microbatch], float]]  # set where training begins
         recipe = self.job.recipe
-        self.speed = Speed(self.job, self.ranks)
-        self.noise = NoiseScale(self.state, recipe) if recipe.observe.noise_scale else None
-        self.recorder: Recorder | None = None
-        self.counter: Counter | None = None
         self.inspected = -1
         self.right = self.state.step  # the last one in which ranks were found to be alike
         self.memory = MemoryWatch(self.job, self.ranks, self.state.step)
-        self.profile = ProfileWatch(self.job, self.ranks)
+        self.instruments: list[Instrument] = [
+            Speed(self.job, self.ranks, self.state),
+            self.predicted,
+            self.memory,
+            TimelineWatch(self.job, self.ranks, self.predicted.timeline),
+            HistogramWatch(self.job, self.ranks),
+            ProfileWatch(self.job, self.ranks),
+        ]
+        if recipe.observe.noise_scale:
+            self.instruments.append(NoiseScale(self.state, recipe))
         self.validated = False
         self.slow = SlowRanks(self.state.mesh.layout)
         own = self.job.own if self.ranks.first else WITHOUT
@@ -120,16 +99,8 @@ class RunHooks:
 
     def begin_step(self, microbatches: list[Microbatch]) -> None:
         self.saver.poll()
-        if self.noise:
-            self.noise.begin(microbatches)
-        self.predicted.begin_step(self.state)
-        self.memory.begin_step(self.state)
-        traced = self.state.step + 1 == self.job.recipe.observe.trace_step
-        if traced and self.state.mesh.device.type == "cpu":
-            self.recorder = Recorder(self.state)
-        if self.state.step + 1 == self.job.recipe.observe.histogram_step:
-            self.counter = Counter(self.state)
-        self.profile.begin_step(self.state.step + 1)
+        for instrument in self.instruments:
+            instrument.begin_step(self.state, microbatches)
 
     @property
     def updating(self) -> bool:
@@ -139,27 +110,15 @@ class RunHooks:
     def inspect(self) -> dict[str, Tensor]:
         self.inspected = self.state.step
         self.saver.before_update()
-        if self.counter is not None:
-            found, self.counter = self.counter.take(), None
-            if self.ranks.first:
-                path = number_formats.write(self.job.out, self.state.step + 1, found)
-                shows = f"`fivefold formats --run {self.job.out}` shows them"
-                self.console.note(f"numbers by exponent: {path}; {shows}")
-        self.memory.begin_update()
-        if self.recorder is not None:
-            self.recorder.mark("update", "update")
-        noise = zip((SQUARES, UNEVEN), self.noise.take(), strict=True) if self.noise else ()
-        return self.saver.figures() | dict(noise)
+        figures = self.saver.figures()
+        for instrument in self.instruments:
+            figures |= instrument.begin_update(self.state)
+        return figures
 
     def end_step(self) -> dict[str, Any]:
-        self.predicted.end_step()
-        if (said := self.profile.end_step(self.state.step)) and self.ranks.first:
-            self.console.note(said)
-        if (path := self.memory.end_step(self.state.step)) and self.ranks.first:
-            self.console.note(f"memory over step {self.state.step}: {path}")
-        if self.recorder is not None:
-            self._write_timeline(self.recorder.stop(self.state.step))
-            self.recorder = None
+        for instrument in self.instruments:
+            for text in instrument.end_step(self.state).splitlines():
+                self.console.note(text)
         return {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}
 
     def compare(self, step: int) -> Fault | None:
@@ -177,9 +136,8 @@ class RunHooks:
         for name in (*KINDS, *USUAL):
             if not said or not line.get(name):
                 line.pop(name, None)
-        line |= self.speed.figures(line["step"], line["step_s"], self.state.left_out)
-        if self.noise:
-            line |= self.noise.figures(line["grad_norm"], line.pop(SQUARES), line.pop(UNEVEN))
+        for instrument in self.instruments:
+            line |= instrument.figures(line)
         if slow := self.slow.add(line.pop("rank_seconds", [])):
             line["slow_rank"] = slow.figures
         line |= self.callbacks.tell("on_step", line["step"], figures=line, model=self._model)
@@ -190,21 +148,8 @@ class RunHooks:
         self._tell_of_saves()
         if slow:
             self.console.warn(f"step {line['step']}: {slow}")
-        pipeline = self.state.parallel.pipeline
-        traced = line["step"] == self.job.recipe.observe.trace_step
-        if self.ranks.first and traced and pipeline is not None and pipeline.recorded is not None:
-            path = write_pipeline_trace(self.job.out / "traces", line["step"], *pipeline.recorded)
-            self.console.note(f"timeline of the pipeline in step {line['step']}: {path}")
         if said:
             self.console.warn(said)
-
-    def _write_timeline(self, timeline: StepTimeline) -> None:
-        path = timelines.write(self.job.out, timeline)
-        if self.ranks.first:
-            if planned := self.predicted.timeline(timeline.step):
-                timelines.write(self.job.out, planned, planned=True)
-            said = f"computing and messages of step {timeline.step}: {summary(timeline)}"
-            self.console.note(f"{said}. {path}; `fivefold draw {self.job.out}` draws them")
 
     def validate(self, step: int) -> None:
         job = self.job
@@ -229,7 +174,7 @@ class RunHooks:
     def sample(self, step: int) -> None:
         job = self.job
         tokenizer = job.data.tokenizer if job.data is not None else None
-        if self.state.mesh.layout.divided:
+        if self.state.mesh.divided:
             self.settle()  # the sample is written by the checkpoint of this step
         own = job.module is not None
         if not self.ranks.first or tokenizer is None or own or not card_of(job.recipe.model).causal:
@@ -254,6 +199,12 @@ class RunHooks:
             self.saver.save(identity(self.job) | tokens | known, ends, waits)
         if self.callbacks:
             self.unsaid.append(step)
+
+    def close(self) -> None:
+        """The run ends, perhaps by an error."""
+        for instrument in self.instruments:
+            instrument.close()
+        self.saver.close()
 
     def settle(self) -> None:
         """Waits for the save under way, on all ranks."""
@@ -280,7 +231,7 @@ class RunHooks:
     @property
     def _model(self) -> nn.Module | None:
         """The model for callbacks, if this rank has the whole of it."""
-        whole = self.callbacks and not self.state.mesh.layout.divided
+        whole = self.callbacks and not self.state.mesh.divided
         return self.state.module if whole else None
 
     def alarm(self, step: int, text: str) -> None:
@@ -332,15 +283,6 @@ def out_of_memory(error: BaseException) -> bool:
         return machine.address_space() is not None
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or any(words in str(error) for words in NO_MEMORY)
-
-
-def _peak_flops(recipe: Recipe, ranks: Ranks) -> float:
-    """Peak FLOP/s of all devices of the run. Ranks on one machine's CPU share its cores."""
-    mode = compute_mode(recipe, ranks.device)
-    if ranks.device.type == "cpu":
-        return device_peak("cpu", mode.measured) * ranks.world / ranks.local_world
-    listed = listed_peak(torch.cuda.get_device_name(ranks.device), mode.rate)
-    return (listed or device_peak(str(ranks.device), mode.measured)) * ranks.world
 
 
 def _whole_model(state: State, job: Job, step: int) -> nn.Module:

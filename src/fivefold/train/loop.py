@@ -92,8 +92,6 @@ def train_loop(
         while state.step < train.steps:
             late.start()
             traced = state.step + 1 == recipe.observe.trace_step
-            if state.parallel.pipeline is not None:
-                state.parallel.pipeline.recording = traced
             slower = first or is_slower(recipe, state.step)
             with progress.phase("a slower step") if slower else nullcontext():
                 with span("wait for data"):

@@ -1,16 +1,23 @@
-"""Runs one rank from the first line on the console to the last: builds the state, resumes, trains, reports."""
+"""Runs one rank from the first line on the console to the last: builds the state, resumes, trains, goes back after a
+fault, reports."""
 
 from __future__ import annotations
 
+import gc
 import json
+import re
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from fivefold.checkpoint import store
+from fivefold.checkpoint import keep, store
+from fivefold.comm import all_or_none, told
 from fivefold.comm.membership import Membership
 from fivefold.comm.progress import progress
 from fivefold.comm.watchdog import watching
@@ -18,6 +25,7 @@ from fivefold.data.dataset import amounts, facts, stages_in_words
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.errors import UserError, several
 from fivefold.files import guard, make_folder, write_atomically
+from fivefold.host import machine
 from fivefold.host.machine import describe, untried_torch
 from fivefold.kernels import native
 from fivefold.launch.ranks import Ranks
@@ -25,34 +33,37 @@ from fivefold.launch.verdict import Interrupt
 from fivefold.models.card import card_of
 from fivefold.observe import prediction
 from fivefold.observe.console import Console
-from fivefold.observe.faults import restart_figures
+from fivefold.observe.faults import ROLLBACK, restart_figures
+from fivefold.observe.format import size
 from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.report import write_report
 from fivefold.observe.summary import summarize
 from fivefold.parallel.server import Server
-from fivefold.recipe import count_parameters, to_toml, tokens_per_step
+from fivefold.recipe import count_parameters, leave_out, to_toml, tokens_per_step
 from fivefold.recipe.resolve import warnings
 from fivefold.recipe.rules.combinations import notes
 from fivefold.step.state import State, build_state, compute_mode
-from fivefold.train.checked import anywhere
-from fivefold.train.hooks import RunHooks
+from fivefold.train.checked import anywhere, assert_same
+from fivefold.train.faults import ROLLBACKS, Fault, goes_back, read_rollbacks
+from fivefold.train.hooks import RunHooks, out_of_memory
 from fivefold.train.initial import load_initial
 from fivefold.train.initial import write as write_initial
 from fivefold.train.job import Job, shared, tokenizer_to_keep
-from fivefold.train.out_of_memory import Told, foreseen, told
-from fivefold.train.prediction import Prediction
-from fivefold.train.resume import Resumed, resume
-from fivefold.train.rollback import train
+from fivefold.train.loop import train_loop
+from fivefold.train.prediction import Prediction, advice, foreseen
+from fivefold.train.resume import Resumed, load_newest, resume
 from fivefold.train.self_test import settle
-from fivefold.train.server_run import ServerHooks, build_server
-from fivefold.train.server_worker import work
+from fivefold.train.server_run import ServerHooks, build_server, work
+from fivefold.train.share import reader
 
 
 def run_rank(job: Job, ranks: Ranks) -> int | None:
     """Trains on one rank. Returns the signal that stopped the run early, or None if it is complete."""
     recipe = job.recipe
     guard(job.out, look=False)  # a spawned rank does not know that the launcher did
-    with told(job, ranks.rank, ranks.local_world) as rank, ExitStack() as stack:
+    limit = machine.limit()
+    base = limit.held if limit else 0  # bytes that count before this rank has tensors
+    with _explains_memory(job, ranks, base) as running, ExitStack() as stack:
         stack.callback(native.hold, None)
         message = "stopping: finishing the steps under way, then saving" if ranks.first else ""
         interrupt = stack.enter_context(Interrupt(message))
@@ -63,22 +74,24 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             state, server, resumed = _first_state(job, ranks, stack)
             membership = join(state, job) if job.seat else None
             predicted = Prediction(job, ranks, state.step)
-            stack.enter_context(predicted.watching)
             console, metrics = _opened(job, ranks, state.step, stack)
-            introduce(console, state, job, ranks)
-            for note in (*_foretold(predicted, rank), *_beginning(state, job, resumed)):
+            for note in _introduction(state, job, ranks, resumed):
                 console.note(note)
+            if ranks.first:
+                console.note(predicted.write())
+                peak = predicted.plan.peak_bytes if predicted.plan else 0
+                for note in foreseen(job, peak, ranks.local_world, base):
+                    console.note(note)
             for note in settle(state, job, ranks, resumed is not None):
                 console.note(note)
             # Before the first step: there is nothing new to save
             leaving = anywhere(interrupt.wanted(), state.mesh.axis("run"))
             given = state, job, ranks, console, metrics, interrupt.wanted, predicted
-            hooks = rank.hooks = RunHooks(*given) if server is None else ServerHooks(*given, server)
-            stack.callback(hooks.saver.close)
+            hooks = RunHooks(*given) if server is None else ServerHooks(*given, server)
+            running.append(hooks)
+            stack.callback(hooks.close)
             for text in resumed.alarms if resumed else ():
                 hooks.alarm(state.step, text)
-            stack.enter_context(hooks.memory.tracking)
-            stack.callback(hooks.profile.close)
             # It may have joined in the last outer step
             if membership is not None and state.step == recipe.train.steps:
                 hooks.save(state.step, ends=True)
@@ -86,8 +99,8 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         if isinstance(hooks, ServerHooks):
             complete = hooks.run(leaving)
         elif not leaving:
-            complete = train(state, job, hooks)
-        enough = _end(hooks, complete)
+            complete = train(hooks)
+        enough = _conclude(hooks, complete)
         if server is not None:
             server.close()
         # The ranks leave together: a launcher stops the others when one is gone
@@ -95,6 +108,83 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
         if membership is not None:
             membership.leave(complete)
         return None if complete or enough else interrupt.signal or 15
+
+
+def train(hooks: RunHooks) -> bool:
+    """Trains to the recipe's last step, and goes back where the recipe says so. Returns False if it was stopped before.
+
+    Raises:
+        UserError: a fault that ends the run.
+    """
+    state, job, run = hooks.state, hooks.job, hooks.state.mesh.axis("run")
+    past: dict[str, Any] = {}
+    with all_or_none(run):
+        past = read_rollbacks(job.out) if run.index == 0 else {}
+    past = json.loads(told(json.dumps(past), 0, run))
+    state.rollbacks = [(int(step), int(to)) for step, to in past["rollbacks"]]
+    state.left_out = [(int(step), int(size)) for step, size in past["left_out"]] or state.left_out
+    if goes_back(job.recipe.faults) and state.step == 0:
+        hooks.save(0, ends=True)  # a save that fails is an error here: there would be nothing to go back to
+    while True:
+        with reader(job, state.mesh, state.step, state.left_out) as hooks.next_batch:
+            try:
+                return train_loop(state, job.recipe, hooks)
+            except Fault as error:
+                hooks.settle()  # a save that is on its way may hold the newest good state
+                if error.act != "rollback":
+                    raise error.ended(job.out) from None
+                fault = error
+        with progress.phase("going back"):
+            _go_back(hooks, fault)
+
+
+def _go_back(hooks: RunHooks, fault: Fault) -> None:
+    """Goes back after a fault: loads the newest valid checkpoint that the fault leaves in place, sets those after it
+    aside, and leaves out the data in between. If the run went back to that one the last time, it takes the one before:
+    the cause may lie before it.
+
+    Raises:
+        UserError: there is none, or the run has gone back too often.
+    """
+    state, job, run = hooks.state, hooks.job, hooks.state.mesh.axis("run")
+    most, rollbacks, left_out = job.recipe.faults.rollbacks, state.rollbacks, state.left_out
+    if len(rollbacks) >= most:
+        raise UserError(
+            f"{fault.said}. The run has gone back {len(rollbacks)} times, and faults.rollbacks = {most} allows no more"
+        )
+    folders = list[Path]()
+    with all_or_none(run):
+        folders = [folder for folder in store.checkpoints(job.out) if store.step_in(folder) <= fault.back_to]
+    assert_same(folders[::-1], state.mesh)
+    if len(folders) > 1 and rollbacks and store.step_in(folders[-1]) == rollbacks[-1][1]:
+        folders.pop()
+    if state.outer is not None:
+        state.outer.forget()
+    checkpoint, damages = load_newest(state, job, folders[::-1])
+    if checkpoint is None:
+        raise UserError(
+            f"{fault.said}. There is no valid checkpoint up to step {fault.back_to} to go back to"
+            + "".join(f". {line}" for line in damages.values())
+        )
+    step = hooks.right = state.step
+    state.rollbacks, state.left_out = [*rollbacks, (fault.step, step)], left_out
+    how = "takes the same data again"
+    if fault.leaves_out:
+        state.left_out = leave_out(job.recipe.train, left_out, step, fault.step)
+        how = f"leaves out the data of steps {step + 1} to {fault.step}"
+    with all_or_none(run):
+        if run.index == 0:
+            # First: whoever is killed here goes back again. The run does not come to these checkpoints any more
+            for folder in store.checkpoints(job.out):
+                if store.step_in(folder) > step:
+                    keep.set_aside(folder, keep.LATER)
+            text = {"rollbacks": state.rollbacks, "left_out": list(state.left_out)}
+            write_atomically(job.out / ROLLBACKS, json.dumps(text))
+            if hooks.metrics is not None:
+                hooks.metrics.rewind(step)
+                hooks.metrics.write({"step": step, ROLLBACK: {"from": fault.step, "why": fault.said}})
+    for line in (*damages.values(), f"{fault.said}. The run goes back to step {step}, and {how}"):
+        hooks.console.warn(line)
 
 
 def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Server | None, Resumed | None]:
@@ -123,10 +213,10 @@ def join(state: State, job: Job) -> Membership:
         BusyError: the others cannot be reached.
         UserError: they train something else.
     """
-    seat, recipe, mesh = job.seat, job.recipe, state.mesh
+    seat, recipe, inside = job.seat, job.recipe, state.mesh.axis("all")
     assert seat is not None
     assert state.outer is not None
-    inside, count = mesh.axis("all"), recipe.sites.count
+    count = recipe.sites.count
     if inside.index == 0:
         print(f"site {seat.site} of {count}: meets the others at {seat}", file=sys.stderr, flush=True)
     membership = Membership(seat, count, inside, recipe.sync.patience, shared(job))
@@ -136,28 +226,51 @@ def join(state: State, job: Job) -> Membership:
 
 def _opened(job: Job, ranks: Ranks, step: int, stack: ExitStack) -> tuple[Console, MetricsWriter | None]:
     """The console, and the metrics in a run folder with its first files; these on rank 0 only."""
-    steps, every = job.recipe.train.steps or 0, job.recipe.observe.log_every
+    recipe, out = job.recipe, job.out
+    steps, every = recipe.train.steps or 0, recipe.observe.log_every
     console = stack.enter_context(Console(steps, rank=ranks.rank, start_step=step, log_every=every))
     if not ranks.first:
         return console, None
-    write_run_files(job)
-    writer = MetricsWriter(job.out, job.recipe.observe.tracker, step=step, about=job.recipe.model_dump())
+    make_folder(out)
+    write_atomically(out / "recipe.toml", to_toml(job.asked or recipe))
+    write_atomically(out / "machine.json", json.dumps(describe(), indent=2) + "\n")
+    if job.data is not None:
+        write_atomically(out / "data.json", json.dumps(facts(recipe, job.data), indent=2) + "\n")
+    if job.initial is not None:
+        write_initial(out, job.initial)
+    if (tokenizer := tokenizer_to_keep(job)) is not None:
+        there = ""
+        with suppress(UserError):  # a file that is missing, or was cut
+            there = load_tokenizer(out / "tokenizer.json").fingerprint
+        if there != tokenizer.fingerprint:
+            tokenizer.save(out / "tokenizer.json")
+    writer = MetricsWriter(out, recipe.observe.tracker, step=step, about=recipe.model_dump())
     metrics = stack.enter_context(writer)
     if metrics.damaged:
         console.note(f"metrics.jsonl: {several(metrics.damaged, 'damaged line')} left out")
     return console, metrics
 
 
-def _foretold(predicted: Prediction, rank: Told) -> Iterator[str]:
-    """What is predicted of the run, written and said on rank 0."""
-    if rank.rank == 0:
-        yield predicted.write()
-        if predicted.plan is not None:
-            yield from foreseen(rank.job, predicted.plan.peak_bytes, rank.local_ranks, rank.base)
-
-
-def _beginning(state: State, job: Job, resumed: Resumed | None) -> Iterator[str]:
-    """From which step and with which weights the run begins."""
+def _introduction(state: State, job: Job, ranks: Ranks, resumed: Resumed | None) -> Iterator[str]:
+    """What is trained, where, from which step and with which weights; and what to know of it."""
+    recipe, module = job.recipe, job.module
+    owned = sum(w.numel() for w in state.masters().values())
+    parameters = count_parameters(recipe.model) if module is None else owned
+    where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+    name = recipe.model.arch if module is None else type(module).__name__
+    mode = compute_mode(recipe, ranks.device, module is not None)
+    yield (
+        f"{name}, {parameters:,} parameters, {mode.name}; {several(ranks.world, 'rank')} on {where}; "
+        f"{tokens_per_step(recipe):,} tokens per step; run folder {job.out}"
+    )
+    if job.data is not None and job.data.mixed:
+        yield from (f"data, {line}" for line in stages_in_words(recipe, amounts(recipe, job.data)))
+    yield from (*notes(recipe), *state.mesh.notes(), *state.parallel.notes())
+    yield from (f"WARNING: {warning}" for warning in warnings(recipe))
+    if untried := untried_torch(torch.__version__):
+        yield f"WARNING: {untried}"
+    if ranks.device.type == "cpu" and native.why_not():
+        yield f"fused CPU kernels are off, so training is slower: {native.why_not()}"
     if resumed is not None:
         yield f"resuming after step {state.step}"
     elif job.resume:
@@ -168,69 +281,24 @@ def _beginning(state: State, job: Job, resumed: Resumed | None) -> Iterator[str]
         yield state.forgotten
 
 
-def _end(hooks: RunHooks, complete: bool) -> bool:
+def _conclude(hooks: RunHooks, complete: bool) -> bool:
     """Writes figures and the report. Returns True if a callback wanted the run to end here."""
+    job, out, console = hooks.job, hooks.job.out, hooks.console
     with progress.phase("writing the report"):
         hooks.predicted.conclude(hooks.state.mesh, hooks.memory.peak)
         if hooks.ranks.first:
-            conclude(hooks.console, hooks.job, complete)
+            figures = summarize(read_metrics(out / "metrics.jsonl")) | restart_figures(out)
+            report = write_report(out)
+            paths = {"checkpoint": store.latest(out)} if store.checkpoints(out) else {}
+            if not complete:
+                console.note("stopped before the end; everything up to this step is saved")
+            predicted = [(row.name, str(row)) for row in prediction.rows(prediction.read(out))]
+            commands = _next_commands(job) if complete else [job.resume_command]
+            console.summary(figures, paths | {"report": report}, commands, predicted)
         enough = hooks.end(complete)
         if hooks.metrics is not None:
             hooks.metrics.close()  # trackers send what is left
     return enough
-
-
-def write_run_files(job: Job) -> None:
-    make_folder(job.out)
-    write_atomically(job.out / "recipe.toml", to_toml(job.asked or job.recipe))
-    write_atomically(job.out / "machine.json", json.dumps(describe(), indent=2) + "\n")
-    if job.data is not None:
-        write_atomically(job.out / "data.json", json.dumps(facts(job.recipe, job.data), indent=2) + "\n")
-    if job.initial is not None:
-        write_initial(job.out, job.initial)
-    tokenizer, path = tokenizer_to_keep(job), job.out / "tokenizer.json"
-    if tokenizer is not None:
-        kept = ""
-        with suppress(UserError):  # a file that is missing, or was cut
-            kept = load_tokenizer(path).fingerprint
-        if kept != tokenizer.fingerprint:
-            tokenizer.save(path)
-
-
-def introduce(console: Console, state: State, job: Job, ranks: Ranks) -> None:
-    recipe = job.recipe
-    own = sum(w.numel() for w in state.masters().values())
-    parameters = count_parameters(recipe.model) if job.module is None else own
-    where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
-    name = recipe.model.arch if job.module is None else type(job.module).__name__
-    mode = compute_mode(recipe, ranks.device, job.module is not None)
-    console.note(
-        f"{name}, {parameters:,} parameters, {mode.name}; {several(ranks.world, 'rank')} on {where}; "
-        f"{tokens_per_step(recipe):,} tokens per step; run folder {job.out}"
-    )
-    if job.data is not None and job.data.mixed:
-        for line in stages_in_words(recipe, amounts(recipe, job.data)):
-            console.note(f"data, {line}")
-    found = [f"WARNING: {warning}" for warning in warnings(recipe)]
-    for note in (*notes(recipe), *state.mesh.notes(), *state.parallel.notes(), *found):
-        console.note(note)
-    if untried := untried_torch(torch.__version__):
-        console.note(f"WARNING: {untried}")
-    if ranks.device.type == "cpu" and native.why_not():
-        console.note(f"fused CPU kernels are off, so training is slower: {native.why_not()}")
-
-
-def conclude(console: Console, job: Job, complete: bool) -> None:
-    out = job.out
-    figures = summarize(read_metrics(out / "metrics.jsonl")) | restart_figures(out)
-    report = write_report(out)
-    paths = {"checkpoint": store.latest(out)} if store.checkpoints(out) else {}
-    paths["report"] = report
-    if not complete:
-        console.note("stopped before the end; everything up to this step is saved")
-    predicted = [(row.name, str(row)) for row in prediction.rows(prediction.read(out))]
-    commands = _next_commands(job) if complete else [job.resume_command]
-    console.summary(figures, paths, commands, predicted)
 
 
 def _next_commands(job: Job) -> list[str]:
@@ -245,3 +313,46 @@ def _next_commands(job: Job) -> list[str]:
         prompt = shlex.quote(job.recipe.train.sample_prompt or "The ")
         commands.insert(0, f"fivefold generate {job.out} --prompt {prompt}")
     return commands
+
+
+_ASKED = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ [KMG]iB)")
+
+
+@contextmanager
+def _explains_memory(job: Job, ranks: Ranks, base: int) -> Iterator[list[RunHooks]]:
+    """Turns an allocator's error into one message that says what to do. Saves what is trained, if this rank has all of
+    it and no update was under way. Yields a list for the hooks of the rank's loop. base: bytes that count before it has
+    tensors.
+
+    Raises:
+        UserError: memory ran out.
+    """
+    running = list[RunHooks]()
+    try:
+        yield running
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not out_of_memory(error):
+            raise
+        message = f"rank {ranks.rank} ran out of memory "
+        message += f"in step {running[0].state.step + 1}" if running else "before the first step"
+        if asked := _ASKED.search(str(error)):
+            message += f", asking for {size(int(asked[1])) if asked[1] else asked[2]} more"
+        traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+        error.__traceback__ = None
+    else:
+        return
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    lines = [message, *advice(job, ranks.local_world, base)]
+    for hooks in running:
+        step, saved = hooks.state.step, "Nothing that was saved is lost"
+        if ranks.local_world == 1 and hooks.state.mesh.axis("run").size == 1 and not hooks.updating:
+            saved = f"Step {step} could not be saved"
+            with suppress(Exception):
+                hooks.save(step, ends=True, waits=False)
+                saved = f"Step {step} is saved"
+        there = (job.out / "checkpoints").exists()
+        resumes = f"Resume with the change: {job.resume_command}" if there else "There is no checkpoint yet."
+        lines.append(f"{saved}. {resumes}")
+    raise UserError("\n".join(lines)) from None

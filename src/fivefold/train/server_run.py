@@ -1,9 +1,9 @@
-"""The servers of a run with parameter servers (`sync.method = "server"`). They train by the trainer's loop: a step ends
-when they have applied as many shares of the batch as there are workers.
+"""A run with parameter servers (`sync.method = "server"`). The first ranks are the servers, and all others workers.
 
-The first ranks are the servers. The first of them also leads: it hands out the shares, writes metrics, and has a worker
-validate or write a sample. So a lost worker loses nothing but the share that it was computing. Where the loop saves,
-validates or samples after a step, no share of a later one is handed out before.
+Servers train by the trainer's loop: a step ends when they have applied as many shares of the batch as there are
+workers. The first server also leads: it hands out the shares, writes metrics, and has a worker validate or write a
+sample. So a lost worker loses nothing but the share that it was computing. Where the loop saves, validates or samples
+after a step, no share of a later one is handed out before.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,23 +23,36 @@ from fivefold.comm import all_or_none, everyone, told
 from fivefold.comm.progress import progress
 from fivefold.errors import CommunicationError, UserError
 from fivefold.files import Lines
+from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
+from fivefold.launch.verdict import Interrupt
+from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
+from fivefold.models.init import init_part
 from fivefold.observe.metrics import drop_after
 from fivefold.observe.timelines import WORKERS
+from fivefold.optim.updater import Updater
+from fivefold.parallel.data import DataParallel
 from fivefold.parallel.link import Kind, Link, Note, links
-from fivefold.parallel.mesh import Microbatch
-from fivefold.parallel.server import Event, Server
-from fivefold.sharding.sync import Shares
-from fivefold.step.servers import assert_possible, server_state
-from fivefold.step.state import State
-from fivefold.step.step import SAVE, STOP, Done, last_update, rate
-from fivefold.train.faults import Fault, destroyed_after, weights_fault
-from fivefold.train.hooks import RunHooks
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.parallelize import Parallel, parallelize, rounding
+from fivefold.parallel.replica import assert_owned_once, gradient_square
+from fivefold.parallel.server import Event, Server, Shard
+from fivefold.parallel.worker import Exchange, Pushes, wait_for_weights
+from fivefold.precision import torch_dtype
+from fivefold.recipe import Recipe, count_parameters
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import parts
+from fivefold.sharding.sync import Shares, messages, units
+from fivefold.step.state import State, compute_mode, updater_arguments
+from fivefold.step.step import SAVE, STOP, Done, forward_backward, last_update, rate, validate
+from fivefold.train.faults import ROLLBACKS, Fault, destroyed_after, read_rollbacks, weights_fault
+from fivefold.train.hooks import RunHooks, sampled
 from fivefold.train.job import Job, shared
-from fivefold.train.loop import due, train_loop
-from fivefold.train.rollback import FILE, read
+from fivefold.train.loop import due, names_step, train_loop
 from fivefold.train.saver import Saver
+from fivefold.train.self_test import settle
+from fivefold.train.share import share_of, source_of, validation_sets
 
 STEP, LOST, ALIVE, END = range(4)  # what the first server has the others do
 NUMBERS = 7  # of a command
@@ -52,11 +65,15 @@ def connect(job: Job, ranks: Ranks) -> list[Link]:
     Raises:
         UserError: parameter servers cannot do it, or a rank has another recipe or other data than the first server.
     """
-    assert_possible(ranks)
-    if read(job.out)["left_out"]:
+    if ranks.device.type != "cpu":
         raise UserError(
-            f"{job.out / FILE}: this run left out data after a fault, and parameter servers cannot do that. Nearest "
-            'valid: sync.method = "all"'
+            'sync.method = "server" runs on CPUs only in this version: no messages between GPUs and servers have been '
+            'tried. Put CUDA_VISIBLE_DEVICES= (with no value) before the command, or set sync.method = "all"'
+        )
+    if read_rollbacks(job.out)["left_out"]:
+        raise UserError(
+            f"{job.out / ROLLBACKS}: this run left out data after a fault, and parameter servers cannot do that. "
+            'Nearest valid: sync.method = "all"'
         )
     servers = job.recipe.servers.count
     progress.role = f"worker {ranks.rank - servers}" if ranks.rank >= servers else f"server {ranks.rank}"
@@ -75,13 +92,32 @@ def connect(job: Job, ranks: Ranks) -> list[Link]:
 
 
 def build_server(job: Job, ranks: Ranks) -> tuple[State, Server]:
-    """A server at step 0, which does not serve yet."""
+    """A server at step 0, with its rows of each unit, which does not serve yet. The servers save and resume as ranks of
+    ZeRO 1 do."""
     recipe, worker_links = job.recipe, connect(job, ranks)
-    state, shards = server_state(recipe, ranks)
-    norms = state.mesh.new_axis("norms", list(range(recipe.servers.count)), apart=True)
+    servers, card = recipe.servers, card_of(recipe.model)
+    mesh = Mesh(servers.layout, replace(ranks, world=servers.count))
+    table = parts(card, servers.layout, ranks.rank)
+    arguments = updater_arguments(recipe, {name: part.shape for name, part in table.items()})
+    shards = [
+        Shard(
+            message,
+            table,
+            lambda name: init_part(recipe.train.seed, name, recipe.model, table[name]),
+            ranks.world - servers.count,
+            torch_dtype(recipe.precision.reduce),
+            torch_dtype(compute_mode(recipe, ranks.device).working),
+            servers.synchronous,
+            lambda masters: Updater(masters=masters, **arguments),
+        )
+        for message in messages(card, servers)
+        if message.server == ranks.rank
+    ]
+    assert_owned_once(shards, mesh, count_parameters(recipe.model))
+    state = State(Parallel([], [*shards]), mesh, torch.zeros(2, dtype=torch.float64))
+    norms = mesh.new_axis("norms", list(range(servers.count)), apart=True)
     learning_rate = partial(rate, recipe.optim, steps=recipe.train.steps or 0)
-    clip = recipe.optim.grad_clip
-    return state, Server(shards, worker_links, recipe.servers, norms, clip, learning_rate)
+    return state, Server(shards, worker_links, servers, norms, recipe.optim.grad_clip, learning_rate)
 
 
 @dataclass
@@ -99,7 +135,8 @@ class ServerHooks(RunHooks):
     def __post_init__(self) -> None:
         super().__post_init__()
         recipe, stopped = self.job.recipe, partial(self.server.keep_alive, self.stop_wanted)
-        self.next_batch = _no_batch
+        self.next_batch = lambda: ([], 0.0)  # workers read the batches
+        self.instruments = []
         self.saver = Saver(self.state, self.job, self.alarm, self.flush, stopped, beside=False)
         self.workers = self.ranks.world - recipe.servers.count
         self.shares = Shares(self.workers, self.state.step, self.state.step, recipe.servers.staleness)
@@ -172,8 +209,13 @@ class ServerHooks(RunHooks):
         """Has workers compute a step. Returns what `take` tells all servers of it."""
         step, steps = self.state.step, self.job.recipe.train.steps or 0
         if step == self.shares.limit:  # the next one after which all wait
-            later = range(step + 1, steps + 1)
-            self.shares.limit, self.asks = next(s for s in later if s == steps or self._pauses(s)), 0.0
+            self.shares.limit, self.asks, train = step + 1, 0.0, self.job.recipe.train
+            while self.shares.limit < steps and not (
+                self.save_due(self.shares.limit)
+                or due(train.val_every, self.shares.limit)
+                or due(train.sample_every, self.shares.limit)
+            ):
+                self.shares.limit += 1
         while True:
             self.stopping = self.stopping or self.stop_wanted()
             if self.stopping or self.save_wanted():
@@ -181,7 +223,10 @@ class ServerHooks(RunHooks):
                 self.shares.limit = min(self.shares.limit, max(step, self.shares.highest) + 1)
             if len(self.applied) >= self.workers:
                 break
-            self._hand_out()
+            for worker in sorted(self.idle):
+                if share := self.shares.take(worker):
+                    self.server.order(worker, Kind.TRAIN, *share)
+                    self.idle.discard(worker)
             self._wait()
         notes, self.applied = self.applied[: self.workers], self.applied[self.workers :]
         losses, squares, *_, waited, memory = zip(*(note.figures for note in notes), strict=True)
@@ -192,16 +237,6 @@ class ServerHooks(RunHooks):
         asks = self.asks if step + 1 == self.shares.limit else 0.0
         norm = fmean(square**0.5 for square in squares)
         return fmean(losses), norm, bad, asks, len(notes) - bad, self.shares.limit
-
-    def _pauses(self, step: int) -> bool:
-        train = self.job.recipe.train
-        return self.save_due(step) or due(train.val_every, step) or due(train.sample_every, step)
-
-    def _hand_out(self) -> None:
-        for worker in sorted(self.idle):
-            if share := self.shares.take(worker):
-                self.server.order(worker, Kind.TRAIN, *share)
-                self.idle.discard(worker)
 
     def _wait(self) -> None:
         """Takes the next event, if there is one soon."""
@@ -216,23 +251,21 @@ class ServerHooks(RunHooks):
         if event.worker < 0:
             assert event.lost
             raise event.lost
-        if event.worker not in self.shares.alive:
+        worker, note = event.worker, event.note
+        if worker not in self.shares.alive:
             return
         if event.lost is not None:
             self._lose(event)
-        elif event.note is not None and event.note.kind == Kind.TEXT:
-            self.answer = event.note, event.text
-        elif event.note is not None:
-            self._take_note(event.worker, event.note)
-
-    def _take_note(self, worker: int, note: Note) -> None:
-        if note.kind == Kind.COMPUTED:
-            self._computed(worker, note)
-        else:
-            self.shares.finish(worker, note.first, note.second)
-            self.applied.append(self.computed.pop((worker, note.first)))
-        if (note.kind == Kind.COMPUTED) == self.job.recipe.servers.synchronous:
-            self.idle.add(worker)
+        elif note is not None and note.kind == Kind.TEXT:
+            self.answer = note, event.text
+        elif note is not None:
+            if note.kind == Kind.COMPUTED:
+                self._computed(worker, note)
+            else:
+                self.shares.finish(worker, note.first, note.second)
+                self.applied.append(self.computed.pop((worker, note.first)))
+            if (note.kind == Kind.COMPUTED) == self.job.recipe.servers.synchronous:
+                self.idle.add(worker)
 
     def _computed(self, worker: int, note: Note) -> None:
         """Notes a share. The note's last number becomes its lag."""
@@ -261,11 +294,11 @@ class ServerHooks(RunHooks):
 
     def _ask(self, kind: Kind, step: int) -> tuple[Note, str]:
         """Has a worker do something beside its shares, while all of them wait. Returns its answer."""
-        self.answer, asked, said = None, -1, time.monotonic()
+        self.answer, asked, commanded = None, -1, time.monotonic()
         while self.answer is None:
-            if time.monotonic() - said > ALIVE_S:
+            if time.monotonic() - commanded > ALIVE_S:
                 self._command(ALIVE)
-                said = time.monotonic()
+                commanded = time.monotonic()
             if asked not in self.shares.alive:
                 asked = min(self.idle)
                 self.idle.discard(asked)
@@ -273,9 +306,6 @@ class ServerHooks(RunHooks):
             self._wait()
         self.idle.add(asked)
         return self.answer
-
-    def begin_step(self, microbatches: object) -> None:
-        """Nothing is measured."""
 
     def end_step(self) -> dict[str, Any]:
         return self.known
@@ -318,6 +348,83 @@ class ServerHooks(RunHooks):
         super().save(step, ends, waits)
 
 
-def _no_batch() -> tuple[list[Microbatch], float]:
-    """Workers read the batches."""
-    return [], 0.0
+def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State, Pushes]:
+    """A worker's state, whose weights come from the servers, and what takes its gradients there."""
+    servers, worker = recipe.servers, ranks.rank - recipe.servers.count
+    mesh = Mesh(
+        replace(Layout.from_recipe(recipe.layout), dp_replicate=1), replace(ranks, rank=worker, world=1)
+    )
+    model_of_one_rank = recipe.model_copy(
+        update={"layout": recipe.layout.model_copy(update={"dp_replicate": 1})}
+    )
+    working = torch_dtype(compute_mode(recipe, ranks.device).working)
+    parallel = parallelize(model_of_one_rank, mesh, working, torch.float32)
+    replica, module, card = parallel.replicas[0], parallel.stages[0], card_of(recipe.model)
+    assert isinstance(replica, DataParallel)
+    replica.only_working()
+    pushed = torch_dtype(recipe.precision.reduce)
+    exchange = Exchange(messages(card, servers), replica, links, servers, pushed)
+    replica.sum = pushes = Pushes(replica, units(card), exchange)
+    wait_for_weights(cast("LanguageModel", module), units(card), exchange)
+    module.train()
+    return State(parallel, mesh, torch.zeros(2, dtype=torch.float64)), pushes
+
+
+def work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
+    """A worker's part: does what the first server orders. Returns True if the run is complete."""
+    with progress.phase("starting"):
+        state, pushes = worker_state(job.recipe, ranks, connect(job, ranks))
+        exchange, trained, validated = pushes.exchange, False, False
+        if rounding(job.recipe) is not None:
+            exchange.need_all(pull=True)
+        settle(state, job, ranks, False)  # the first server knows whether the run is resumed
+    while (note := exchange.order()).kind != Kind.END:
+        if note.kind == Kind.TRAIN:
+            slower = nullcontext() if trained else progress.phase("a slower step")  # it may compile
+            with slower, names_step(state):
+                _train(job, ranks, state, pushes, note, interrupt)
+            trained = True
+        elif note.kind == Kind.VALIDATE:
+            with nullcontext() if validated else progress.phase("the first validation"):
+                figures = validate(state, validation_sets(job, state.mesh))
+            validated = True
+            exchange.report(note.first, json.dumps(figures))
+        else:
+            exchange.need_all()
+            assert job.data
+            assert job.data.tokenizer
+            try:
+                with progress.phase("sampling"):
+                    text = sampled(state, job, note.first, job.data.tokenizer)
+                exchange.report(note.first, text)
+            except UserError as error:  # a diverged model cannot write; the run continues
+                exchange.report(note.first, str(error), (1.0,))
+    exchange.close()
+    state.parallel.close()
+    return bool(note.first)
+
+
+def _train(job: Job, ranks: Ranks, state: State, pushes: Pushes, order: Note, interrupt: Interrupt) -> None:
+    """Computes the gradient of a share."""
+    recipe, train = job.recipe, job.recipe.train
+    begin, clock = time.time(), time.perf_counter()  # the hosts' clock may jump, the other one does not
+    step, share, before = order.first, order.second, pushes.exchange.waited
+    size, rows, workers = (
+        train.global_batch_size,
+        train.microbatch_size or 1,
+        ranks.world - recipe.servers.count,
+    )
+    microbatches = share_of(source_of(job), step, size, rows, state.mesh, share=(share, workers))
+    read = time.perf_counter() - clock
+    state.step = pushes.step = step
+    loss = forward_backward(state, microbatches, train.seed).item()
+    square = 0.0
+    if not recipe.servers.synchronous:
+        square = gradient_square(state.parallel.replicas, state.mesh).item()
+        if loss - loss != 0:  # not finite: then no server takes the gradient
+            square = float("nan")
+    waited, memory = pushes.exchange.waited - before, float(peak_memory_bytes("cpu"))
+    end = begin + time.perf_counter() - clock
+    figures = loss, square, float(interrupt.wanted()), begin, end, waited, read, memory
+    pushes.exchange.computed(step, share, figures)
+    progress.end_step(step + 1, time.perf_counter() - clock, read)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fivefold.comm.progress import progress
 from fivefold.data import NOT_COUNTED, Batch, Batches, DataSet, Prefetch, Tokens
@@ -31,7 +31,6 @@ from fivefold.sharding import layout
 from fivefold.step.step import ValidationSet
 from fivefold.train.job import BatchSource, Job
 
-T = TypeVar("T")
 STREAMS = "streams"  # a key of a checkpoint's meta
 
 
@@ -46,17 +45,17 @@ def reader(
         stream.waiting = partial(print, file=sys.stderr, flush=True) if first else None
         stream.given_up = False
     with Prefetch(lambda i: batches(i, mesh), start, job.recipe.train.steps) as prefetch:
+
+        def next_batch() -> tuple[list[Microbatch], float]:
+            # Other ranks may wait for one that waits for tokens, but not for ever
+            with progress.phase("waiting for tokenized text") if streams(job) else nullcontext():
+                return prefetch.next()
+
         try:
-            yield partial(_patiently, prefetch.next) if streams(job) else prefetch.next
+            yield next_batch
         finally:
             for stream in streams(job):  # else the end of the thread would wait for tokens, too
                 stream.given_up = True
-
-
-def _patiently(read: Callable[[], T]) -> T:
-    """Other ranks may wait for one that waits for tokens, but not for ever."""
-    with progress.phase("waiting for tokenized text"):
-        return read()
 
 
 def streams(job: Job) -> list[Stream]:
@@ -94,47 +93,47 @@ def begin_streams(job: Job, meta: Mapping[str, Any]) -> None:
 
 def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[[int, Mesh], Share]:
     """A function of a step (0, 1, ...) and the mesh: this rank's share of the global batch, in microbatches."""
-    recipe, train, own = job.recipe, job.recipe.train, job.batches
-    if own is not None and train.batch_ramp:
+    train, batches = job.recipe.train, source_of(job, left_out)
+    if job.batches is not None and train.batch_ramp:
         raise UserError("train.batch_ramp needs the data of a recipe: your own batches have their size")
-    batches = own
-    if batches is None:
-        assert job.data is not None
-        batches = batches_of(recipe, job.data, left_out, job.module)
 
     def share(i: int, mesh: Mesh) -> Share:
-        size, rows = batch_size(train, i), train.microbatch_size or 1
-        number = i if own is None else place(train, i, left_out) // size
-        return share_of(batches, number, size, rows, mesh)
+        size = batch_size(train, i) if train.batch_ramp else train.global_batch_size
+        number = place(train, i, left_out) // size if left_out and job.batches is not None else i
+        return share_of(batches, number, size, train.microbatch_size or 1, mesh)
 
     return share
+
+
+def source_of(job: Job, left_out: LeftOut = ()) -> BatchSource:
+    """The training batches: the user's own, or the recipe's."""
+    if job.batches is not None:
+        return job.batches
+    assert job.data is not None
+    return batches_of(job.recipe, job.data, left_out, job.module)
 
 
 def validation_sets(job: Job, mesh: Mesh) -> list[ValidationSet]:
     """This rank's share of each validation set."""
     recipe, size, data = job.recipe, job.recipe.train.val_sequences, job.data
+    dp, rows = mesh.axis("dp"), recipe.train.microbatch_size or 1
+    # A launch that is one site of several validates by itself
+    alone = (dp.index, dp.size) if mesh.apart else None
     if job.val_batches is not None:
-        return [ValidationSet("", True, _held_out(job, mesh, job.val_batches, size), None)]
+        microbatches = rows_of(job.val_batches, size, rows, mesh, mesh.divided, alone)
+        return [ValidationSet("", True, microbatches, None)]
     if data is None or not data.validation_sets:
         return []
     token_bytes = None
     if data.tokenizer is not None and objective_of(recipe) == "causal":
         token_bytes = torch.as_tensor(data.tokenizer.token_bytes, device=mesh.device)
-    headline = data.held_out or data.validation_sets
-    found = []
+    headlines, sets = data.held_out or data.validation_sets, list[ValidationSet]()
     for name, tokens in data.validation_sets.items():
         batches = in_order(recipe, data, tokens, size, job.module)
-        rows = _held_out(job, mesh, batches, min(size, batches.sequences))
-        own = "" if len(data.validation_sets) == 1 else name
-        found.append(ValidationSet(own, name in headline, rows, token_bytes))
-    return found
-
-
-def _held_out(job: Job, mesh: Mesh, batches: BatchSource, size: int) -> list[Microbatch]:
-    rows, equal = job.recipe.train.microbatch_size or 1, mesh.layout.divided
-    dp = mesh.axis("dp")  # a launch that is one site of several validates by itself
-    alone = (dp.index, dp.size) if mesh.apart else None
-    return rows_of(batches, size, rows, mesh, equal, alone)
+        microbatches = rows_of(batches, min(size, batches.sequences), rows, mesh, mesh.divided, alone)
+        shown = "" if len(data.validation_sets) == 1 else name
+        sets.append(ValidationSet(shown, name in headlines, microbatches, token_bytes))
+    return sets
 
 
 def in_order(
@@ -168,7 +167,7 @@ def batches_of(
         objective_of(recipe),
         data.mask_id,
         data.vocab_size,
-        begins=partial(place, train, left_out=left_out),
+        begins=partial(place, train, left_out=left_out) if train.batch_ramp or left_out else None,
         order=order_of(recipe, amounts(recipe, data)),
     )
 
@@ -209,12 +208,12 @@ def share_of(
     whole = size // microbatch
     mine = layout.share(whole, index, ranks)
     parts = [range(number * microbatch, (number + 1) * microbatch) for number in mine]
-    empty = layout.largest(whole, ranks) - len(parts) if mesh.layout.in_step else 0
-    found = [_rows(batches, i, rows, mesh) for rows in parts]
+    empty = layout.largest(whole, ranks) - len(parts) if mesh.in_step else 0
+    pairs = [_rows(batches, i, rows, mesh) for rows in parts]
+    microbatches = [columns for columns, _ in pairs]
     if getattr(batches, "uneven", False):
         average = max(1, batches.counted(i, size)) / whole  # type: ignore[attr-defined]
-        found = [(one._replace(weight=count / average), count) for one, count in found]
-    microbatches = [one for one, _ in found]
+        microbatches = [columns._replace(weight=count / average) for columns, count in pairs]
     microbatches += [_fill(_rows(batches, i, range(1), mesh)[0], 0, microbatch) for _ in range(empty)]
     return Share(microbatches, len(parts), whole * dp.size // ranks)
 
@@ -238,11 +237,11 @@ def rows_of(
     parts = [range(row, min(row + microbatch, mine.stop)) for row in mine[::microbatch]]
     if equal:
         parts += [range(0)] * (-(-layout.largest(size, ranks) // microbatch) - len(parts))
-    found = []
+    microbatches = []
     for rows in parts:
-        one, _ = _rows(batches, 0, rows or range(1), mesh)
-        found.append(_fill(one, len(rows), microbatch) if equal else one)
-    return found
+        columns, _ = _rows(batches, 0, rows or range(1), mesh)
+        microbatches.append(_fill(columns, len(rows), microbatch) if equal else columns)
+    return microbatches
 
 
 def _place(mesh: Mesh) -> tuple[int, int]:
@@ -254,10 +253,13 @@ def _place(mesh: Mesh) -> tuple[int, int]:
 def _rows(batches: BatchSource, i: int, rows: range, mesh: Mesh) -> tuple[Microbatch, int]:
     """This rank's columns of these rows of batch i, on its device, and the number of targets that count in all
     columns."""
-    found = Batch(*batches.batch(i, rows))
-    tokens, targets = (_tensor(x, mesh.device) for x in (found.inputs, found.targets))
-    documents = None if found.first is None else Documents(np.asarray(found.first), mesh.device)
-    return Microbatch(take(tokens, mesh), take(targets, mesh), documents), int((found.targets >= 0).sum())
+    batch = Batch(*batches.batch(i, rows))
+    tokens, targets = (
+        torch.as_tensor(x).to(mesh.device, torch.int64, non_blocking=True)
+        for x in (batch.inputs, batch.targets)
+    )
+    documents = None if batch.first is None else Documents(np.asarray(batch.first), mesh.device)
+    return Microbatch(take(tokens, mesh), take(targets, mesh), documents), int((batch.targets >= 0).sum())
 
 
 def _fill(given: Microbatch, real: int, rows: int) -> Microbatch:
@@ -266,7 +268,3 @@ def _fill(given: Microbatch, real: int, rows: int) -> Microbatch:
     targets[real:] = NOT_COUNTED
     documents = given.documents
     return Microbatch(inputs, targets, documents and documents.filled(rows))
-
-
-def _tensor(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    return torch.as_tensor(array).to(device, torch.int64, non_blocking=True)

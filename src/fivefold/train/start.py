@@ -48,12 +48,11 @@ from fivefold.sharding.sync import site_layout
 from fivefold.sharding.tiers import OFFLOADS
 from fivefold.step.custom import custom_model, try_out
 from fivefold.step.state import compute_mode
+from fivefold.train.faults import goes_back
 from fivefold.train.initial import Initial, initial
 from fivefold.train.job import BatchSource, Job
-from fivefold.train.out_of_memory import advice
-from fivefold.train.prediction import add_exact
+from fivefold.train.prediction import add_exact, advice
 from fivefold.train.restart import Elastic, Restarts, go_back_once, grace_s, newest, note_restart
-from fivefold.train.rollback import goes_back
 from fivefold.train.run import run_rank
 from fivefold.train.share import batches_of, streaming
 from fivefold.train.user_hooks import WITHOUT, UserHooks
