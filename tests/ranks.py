@@ -28,6 +28,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 PATIENCE = float(os.environ.get("FIVEFOLD_TEST_PATIENCE", "1"))
 START_S = 300  # for the ranks of a pool to start
@@ -159,9 +160,13 @@ def _reuse_groups() -> None:
         key = tuple(members), apart, everywhere
         if (
             key not in made
-        ):  # torch counts groups to name them; earlier tests have made other numbers on each rank
+        ):  # torch names a group by how many there are, which earlier tests made differ by rank
             torchs.group_count = zlib.crc32(repr(key).encode())
-            made[key] = make(members, ranks, apart, everywhere)
+            named = mock.patch.object(
+                distributed_c10d, "_hash_ranks_to_str", lambda _: f"tests {torchs.group_count}"
+            )
+            with named:
+                made[key] = make(members, ranks, apart, everywhere)
         return made[key]
 
     mesh._new_group = shared
