@@ -158,15 +158,13 @@ def _reuse_groups() -> None:
 
     def shared(members, ranks, apart=False, everywhere=False):
         key = tuple(members), apart, everywhere
-        if (
-            key not in made
-        ):  # torch names a group by how many there are, which earlier tests made differ by rank
-            torchs.group_count = zlib.crc32(repr(key).encode())
-            named = mock.patch.object(
-                distributed_c10d, "_hash_ranks_to_str", lambda _: f"tests {torchs.group_count}"
-            )
-            with named:
-                made[key] = make(members, ranks, apart, everywhere)
+        if key in made:
+            return made[key]
+        # torch names a group by how many there are: earlier tests have made other numbers on each rank
+        torchs.group_count = zlib.crc32(repr(key).encode())
+        name = f"tests {torchs.group_count}"
+        with mock.patch.object(distributed_c10d, "_hash_ranks_to_str", return_value=name):
+            made[key] = make(members, ranks, apart, everywhere)
         return made[key]
 
     mesh._new_group = shared
