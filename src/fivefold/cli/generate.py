@@ -19,10 +19,10 @@ from fivefold.cli.options import (
     TopPOption,
     option,
     print_json,
+    print_problems,
     require_run,
     shown,
 )
-from fivefold.cli.problems import print_problems
 from fivefold.errors import UserError, shortened
 
 if TYPE_CHECKING:
