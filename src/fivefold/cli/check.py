@@ -122,7 +122,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         "layout": to_text(layout),
         "ranks": layout.ranks,
         "notes": notes(recipe),
-        "warnings": warnings(recipe),
+        "warnings": list(warnings(recipe)),
         "recompute": None,
     }
     if result["vocab_size"] is None:

@@ -72,9 +72,9 @@ def optional(field: FieldInfo) -> bool:
     return type(None) in get_args(field.annotation)
 
 
-def none_unsets(field: FieldInfo) -> bool:
+def none_unsets(key: str) -> bool:
     """True if the text "none" unsets a field; it may also be one of its values."""
-    return optional(field) and "none" not in get_args(plain_type(field))
+    return key in KEYS and optional(KEYS[key]) and "none" not in get_args(plain_type(KEYS[key]))
 
 
 def plain_type(field: FieldInfo) -> Any:
@@ -199,11 +199,6 @@ def unknown_section(name: str, value: Any) -> str:
         )
     said = f"{shortened(name, LONGEST_WORD)} = {short(value)}: this key is in no section"
     return said + (_home(name) or _SECTION_NAMES)
-
-
-def not_a_section(name: str, value: Any) -> str:
-    """A section's name with a value that is not a table."""
-    return f"{name} = {short(value)}: must be a section; write a line [{name}], then its keys"
 
 
 def list_problems(name: str, problems: Sequence[str]) -> str:

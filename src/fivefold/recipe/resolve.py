@@ -129,14 +129,12 @@ def best_microbatch_size(recipe: Recipe, most: int) -> int:
     slowest = [largest(size, dp) for size in sizes]
     share = math.gcd(*slowest)
     most = min(share, most) if recipe.layout.pp == 1 else max(1, min(most, share // (2 * recipe.layout.pp)))
-
-    def delays_none(B: int) -> bool:
-        return all(
-            size % B == 0 and largest(size // B, dp) * B == least
-            for size, least in zip(sizes, slowest, strict=True)
-        )
-
-    return max(B for B in range(1, most + 1) if delays_none(B))
+    both = list(zip(sizes, slowest, strict=True))
+    return next(
+        B
+        for B in range(most, 0, -1)
+        if all(size % B == 0 and largest(size // B, dp) * B == least for size, least in both)
+    )
 
 
 MOST_TRIED = 2000  # layouts: each takes about a millisecond
@@ -192,15 +190,14 @@ def in_layout(recipe: R, layout: Layout) -> R:
         return changed
     if card_of(recipe.model).has_experts:  # the balance loss of a microbatch is part of what is trained
         sizes = [recipe.train.global_batch_size, *(size for size, _ in ramp(recipe.train))]
-        size = next(B for B in range(most, 0, -1) if B == 1 or _deals(sizes, B, layout.dp))
+        ranks = layout.dp  # whole microbatches, at least one for each
+        wanted = (
+            B for B in range(most, 1, -1) if all(size % B == 0 and size // B >= ranks for size in sizes)
+        )
+        size = next(wanted, 1)
     else:
         size = best_microbatch_size(changed, most)
     return with_layout(changed, Layout.from_recipe(changed.layout), microbatch_size=size)
-
-
-def _deals(sizes: list[int], B: int, ranks: int) -> bool:
-    """True if batches of these sizes have whole microbatches of B sequences, at least one for each rank."""
-    return all(size % B == 0 and size // B >= ranks for size in sizes)
 
 
 def _nearest(asked: Layout, ranks: int, batch: int) -> Iterator[Layout]:
@@ -259,11 +256,6 @@ MOST_CONTINUED = 6e-4
 """The highest peak learning rate of GPT-3's table: that of 125M parameters with Adam (arXiv 2005.14165)."""
 
 
-def warnings(recipe: Recipe) -> list[str]:
-    """One sentence per value that is most likely not meant, and what to do."""
-    return [*_rates(recipe), *_intervals(recipe), *_waits(recipe)]
-
-
 def warning_of_passes(passes: float) -> list[str]:
     """A warning if a run reads the same text too often."""
     if round(passes, 1) <= MOST_EPOCHS:
@@ -274,40 +266,30 @@ def warning_of_passes(passes: float) -> list[str]:
     ]
 
 
-def _rates(recipe: Recipe) -> Iterator[str]:
-    name = recipe.optim.name
-    least, most = OPTIMIZERS[name].usual_lr
+def warnings(recipe: Recipe) -> Iterator[str]:
+    """One sentence per value that is most likely not meant, and what to do."""
+    optim, train, checkpoint, steps = recipe.optim, recipe.train, recipe.checkpoint, total_steps(recipe)
+    least, most = OPTIMIZERS[optim.name].usual_lr
     for key in ("lr", "lr_embeddings", "lr_vectors"):
-        lr = getattr(recipe.optim, key)
+        lr = getattr(optim, key)
         if lr is not None and not least <= lr <= most:
             effect = "training will most likely diverge" if lr > most else "the weights will hardly change"
-            yield f"optim.{key} = {lr:g}: {effect}; {name} is used with {least:g} to {most:g}"
-    if recipe.train.init_from and name == DEFAULT and recipe.optim.lr > MOST_CONTINUED:
+            yield f"optim.{key} = {lr:g}: {effect}; {optim.name} is used with {least:g} to {most:g}"
+    if train.init_from and optim.name == DEFAULT and optim.lr > MOST_CONTINUED:
         why = "a rate for random weights, which may undo what those of train.init_from know"
-        yield f"optim.lr = {recipe.optim.lr:g} is {why}; the recipe `continue` has a lower one"
-
-
-def _intervals(recipe: Recipe) -> Iterator[str]:
-    train, steps = recipe.train, total_steps(recipe)
-    warmup, timed = recipe.optim.warmup_steps, recipe.checkpoint.minutes > 0
+        yield f"optim.lr = {optim.lr:g} is {why}; the recipe `continue` has a lower one"
+    saved = "only the end is saved" + ", beside what is due by checkpoint.minutes" * (checkpoint.minutes > 0)
     for key, every, what in (
         ("train.val_every", train.val_every, "it is validated at the end only"),
         ("train.sample_every", train.sample_every, "a sample is written at the end only"),
-        (
-            "checkpoint.every",
-            recipe.checkpoint.every,
-            "only the end is saved" + ", beside what is due by checkpoint.minutes" * timed,
-        ),
+        ("checkpoint.every", checkpoint.every, saved),
     ):
         if every > steps:
             yield f"{key} = {every:,} is more than the run's {steps:,} steps: {what}"
     if (profiled := profiled_steps(recipe.observe.profile_steps)) and profiled[-1] > steps:
         yield f"observe.profile_steps = {recipe.observe.profile_steps}: the run has {steps:,} steps"
-    if warmup and warmup > MOST_WARMUP * steps:
+    if (warmup := optim.warmup_steps or 0) > MOST_WARMUP * steps:
         yield f"optim.warmup_steps = {warmup:,} of {steps:,} steps: the learning rate is below its peak most of the run"
-
-
-def _waits(recipe: Recipe) -> Iterator[str]:
     timeout, hang_s = recipe.launch.timeout, recipe.observe.hang_s
     if timeout <= hang_s:
         what = f"launch.timeout = {timeout:g} is not longer than observe.hang_s = {hang_s:g}"

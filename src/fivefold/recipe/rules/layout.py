@@ -69,13 +69,13 @@ def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
     for names, message in problems(Layout.from_recipe(recipe.layout)):
         yield {f"layout.{name}" for name in names}, f"layout: {message}"
     yield from _tensor(recipe)
-    yield from _features(recipe)
     yield from _context(recipe)
     yield from _pipeline(recipe)
 
 
 def _tensor(recipe: Sections) -> Iterator[Contradiction]:
-    """The sizes that tensor and sequence parallelism divide must be divisible."""
+    """The sizes that tensor and sequence parallelism divide must be divisible. Without sequence parallelism, ranks have
+    equally many features of every expert, in rows of whole 16 bytes (models/moe/card.py); with it, whole experts."""
     layout, tp = recipe.layout, recipe.layout.tp
     model = resolve_model(recipe.model, vocab_size=1)  # unset fields get their defaults
     heads = "kv_heads" if recipe.model.kv_heads else "heads"
@@ -96,20 +96,13 @@ def _tensor(recipe: Sections) -> Iterator[Contradiction]:
                 {f"model.{name}", "layout.tp"} | ({"layout.sp", "layout.cp"} if name == "seq_len" else set()),
                 f"layout.tp = {tp} must divide model.{name} = {given}{over}: {why}. Nearest valid: {nearest}",
             )
-
-
-def _features(recipe: Sections) -> Iterator[Contradiction]:
-    """Tensor-parallel ranks have equally many features of every expert, in rows of whole 16 bytes (models/moe/card.py).
-    Under sequence parallelism they have whole experts."""
-    F, tp = card_of(resolve_model(recipe.model, vocab_size=1)).expert_features()[1], recipe.layout.tp
-    if not recipe.layout.sp and F % (8 * tp) and F % 8 == 0:
-        name, _ = card_of(recipe.model).expert_features()
-        fitting = largest_divisor(F // 8, tp)
+    name, F = card_of(recipe.model).expert_features()[0], card_of(model).expert_features()[1]
+    if not layout.sp and F % (8 * tp) and F % 8 == 0:
         yield (
             {f"model.{name}", "layout.tp", "layout.sp"},
             f"8 x layout.tp = {8 * tp} must divide model.{name} = {F}: each rank has some features of every expert, in "
-            f"rows of whole 16 bytes. Nearest valid: layout.tp = {fitting}, layout.sp = true, or model.{name} = "
-            f"{-(-F // (8 * tp)) * 8 * tp}",
+            f"rows of whole 16 bytes. Nearest valid: layout.tp = {largest_divisor(F // 8, tp)}, layout.sp = true, or "
+            f"model.{name} = {-(-F // (8 * tp)) * 8 * tp}",
         )
 
 

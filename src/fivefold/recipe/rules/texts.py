@@ -12,7 +12,7 @@ from fivefold.errors import UserError, did_you_mean
 from fivefold.models.card import Contradiction, round_up
 from fivefold.models.section import Section
 from fivefold.precision import MOST_IDS
-from fivefold.recipe.entries import HELD_OUT, NONE, TRACKERS, steps, unknown
+from fivefold.recipe.entries import HELD_OUT, NONE, TRACKERS, chosen, steps
 from fivefold.recipe.messages import short, toml_value
 from fivefold.recipe.schema import DataSection, Sections, TrainSection
 from fivefold.sharding.names import groups, matching, patterns, unmatched
@@ -57,7 +57,7 @@ def vocabulary(recipe: Sections) -> Iterator[Contradiction]:
 def documents(recipe: Sections) -> Iterator[Contradiction]:
     """Best-fit packing needs to know where documents end."""
     data = recipe.data
-    tokens = [spec for spec in data.specs.values() if spec.startswith("tokens:")]
+    tokens = data.token_files
     if data.packing == "best_fit" and tokens and data.end_token is None:
         yield (
             {"data.packing", "data.end_token"},
@@ -67,7 +67,7 @@ def documents(recipe: Sections) -> Iterator[Contradiction]:
 
 
 def observed(recipe: Sections) -> Iterator[Contradiction]:
-    for name in unknown(recipe.observe.tracker)[:1]:
+    for name in [name for name in chosen(recipe.observe.tracker) if name not in TRACKERS][:1]:
         yield (
             {"observe.tracker"},
             f"observe.tracker = {short(recipe.observe.tracker)}: there is no tracker {short(name)}"
@@ -101,7 +101,7 @@ def expected_vocab_size(recipe: Sections) -> int | None:
     tokenizer files."""
     if recipe.model.vocab_size:
         return recipe.model.vocab_size
-    if any(spec.startswith("tokens:") for spec in recipe.data.specs.values()):
+    if recipe.data.token_files:
         return None
     if recipe.data.tokenizer == "bytes":
         return round_up(257, 64)  # 256 bytes and the end token
