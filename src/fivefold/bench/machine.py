@@ -182,9 +182,7 @@ def _spread(share: dict[str, Any], ranks: Ranks) -> float:
     """Standard deviation of the ranks' mean rates, as a share of their mean."""
     if ranks.world == 1:
         return 0.0
-    logs = [
-        math.log(r) for roles in share["products"].values() for grid in roles.values() for r in grid.values()
-    ]
+    logs = [math.log(r) for roles in share["products"].values() for g in roles.values() for r in g.values()]
     speeds = [torch.zeros(1, device=ranks.device) for _ in range(ranks.world)]
     dist.all_gather(speeds, torch.tensor([fmean(logs)], device=ranks.device))
     return pstdev([speed.item() for speed in speeds])
@@ -203,7 +201,9 @@ def plain(ranks: Ranks, layout: str = "dp=1", steps: int = STEPS) -> dict[str, f
     L "block")."""
     (l1, l2), (m1, m2) = BLOCKS, MICROBATCHES
     took = {
-        (layers, m): _step_seconds(ranks, layout, layers, m, steps) for layers in BLOCKS for m in MICROBATCHES
+        (layers, m): _seconds(_recipe(layout, layers, m), ranks, steps)
+        for layers in BLOCKS
+        for m in MICROBATCHES
     }
     block = (took[l2, m2] - took[l2, m1] - took[l1, m2] + took[l1, m1]) / (l2 - l1) / (m2 - m1)
     microbatch = (took[l1, m2] - took[l1, m1]) / (m2 - m1) - l1 * block
@@ -225,7 +225,7 @@ def added(ranks: Ranks, links: dict[str, list[list[float]]], steps: int = STEPS)
         mine = plain(ranks, f"dp=2,zero={zero}", steps)
         found[f"zero{zero}"] = max(0.0, mine["block"] - base["block"] - per_microbatch)
         found[f"zero{zero} step"] = max(0.0, mine["block step"] - base["block step"] - per_step)
-    few, many = (_step_seconds(ranks, "pp=2", 2, m, steps) for m in (4, 12))
+    few, many = (_seconds(_recipe("pp=2", 2, m), ranks, steps) for m in (4, 12))
     found["stage"] = max(0.0, (many - few) / 8 - base["block"] - base["microbatch"] / 2 - 2 * send)
     return found
 
@@ -245,11 +245,9 @@ def blocks(ranks: Ranks, dtype: str, steps: int = STEPS // 2) -> dict[str, list[
 
 def recipes(name: str, world: int, model: tuple[int, int], dtype: str) -> tuple[Recipe, Recipe]:
     """Recipes of an axis, with few and with many blocks."""
-    few, many = BLOCKS
     layout = f"{AXES[name]},dp={world // 2}"
-    return _recipe(layout, few, MICROBATCHES[1], model, dtype), _recipe(
-        layout, many, MICROBATCHES[1], model, dtype
-    )
+    few, many = (_recipe(layout, layers, MICROBATCHES[1], model, dtype) for layers in BLOCKS)
+    return few, many
 
 
 def per_block(few: float, many: float) -> float:
@@ -257,11 +255,9 @@ def per_block(few: float, many: float) -> float:
     return (many - few) / (BLOCKS[1] - BLOCKS[0]) / MICROBATCHES[1]
 
 
-def _step_seconds(ranks: Ranks, layout: str, layers: int, microbatches: int, steps: int) -> float:
-    return _seconds(_recipe(layout, layers, microbatches, MODELS[0], "fp32"), ranks, steps)
-
-
-def _recipe(layout: str, layers: int, microbatches: int, model: tuple[int, int], dtype: str) -> Recipe:
+def _recipe(
+    layout: str, layers: int, microbatches: int, model: tuple[int, int] = MODELS[0], dtype: str = MASTER
+) -> Recipe:
     tokens, dim = model
     sets = [f"model.layers={layers}", f"model.dim={dim}", f"model.heads={dim // 32}", f"model.ffn_dim={dim}"]
     sets += [

@@ -144,8 +144,7 @@ class Reader:
 
     def _check(self, file: str) -> None:
         _verify(self.folder / file, self.manifest.files[file])
-        wrong = self._wrong(file)
-        if wrong:
+        if wrong := self._wrong(file):
             raise Damaged(f"{self.folder / file} is damaged: {wrong}")
 
     def _wrong(self, file: str) -> str:

@@ -246,20 +246,16 @@ def _put(file: IO[bytes], digest: Any, content: bytes | memoryview) -> None:
 
 def _shards(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
     """The pieces of each file: those with the largest elements first, so that all begin at a multiple of their size."""
-    shard: list[Piece] = []
+    shards: list[list[Piece]] = []
     size = 0
     for piece in pieces:
-        if shard and size + piece.tensor.nbytes > max_bytes:
-            yield sorted(shard, key=_element_size, reverse=True)
-            shard, size = [], 0
-        shard.append(piece)
+        if not shards or size + piece.tensor.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(piece)
         size += piece.tensor.nbytes
-    if shard:
-        yield sorted(shard, key=_element_size, reverse=True)
-
-
-def _element_size(piece: Piece) -> int:
-    return piece.tensor.element_size()
+    for shard in shards:
+        yield sorted(shard, key=lambda piece: piece.tensor.element_size(), reverse=True)
 
 
 def _code(tensor: Tensor) -> str:
@@ -307,23 +303,19 @@ class Background:
         try:
             replace(writing, pieces=self._copy.run()).write_part()
             self.written.set()
-            if writing.first and self._all_written():
-                writing.finish()
+            if writing.first:
+                # Each part is looked for until it is there, and then no more: on a disk in a network that is a message
+                for rank in range(writing.axis.size):
+                    while not (writing.wrote(rank) or self.cancelled.is_set()):
+                        self.cancelled.wait(POLL_S)
+                if not self.cancelled.is_set():
+                    writing.finish()
         except BaseException as error:  # whatever it is, all ranks have to learn of it
             self.error = error
         finally:
             self._copy.done.set()
             self.written.set()
             self.ended.set()
-
-    def _all_written(self) -> bool:
-        """Waits for the other ranks' parts; False if it is cancelled meanwhile. Each part is looked for until it is
-        there, and then no more: on a disk in a network that is a message."""
-        for rank in range(self.writing.axis.size):
-            while not self.writing.wrote(rank):
-                if self.cancelled.wait(POLL_S):
-                    return False
-        return not self.cancelled.is_set()
 
 
 class Copy:
