@@ -225,35 +225,27 @@ def report(
     if live and (sweeps or len(runs) > 1 or json):
         raise UserError("--live serves the page of one run, without --json. Name one run folder")
     if sweeps:
-        _sweep(sweeps[0], hold_out, json)
-        return
+        return _sweep(sweeps[0], hold_out, json)
     for run in runs:
         require_run(run, look=False)
     if len(runs) > 1:
-        _compare(runs, out or COMPARISON, json)
-        return
+        from fivefold.observe import compare
+
+        path = out or COMPARISON
+        require_writable(out=path)
+        found = compare.read_runs(runs)
+        save_as("--out", path, compare.page(found))
+        if json:
+            return print_json({"report": str(path), **compare.as_json(found)})
+        return print(compare.text(found), path, sep="\n")
     if live:
         from fivefold.observe.live import PORT, serve
 
-        serve(runs[0], PORT if port is None else port)
-        return
+        return serve(runs[0], PORT if port is None else port)
     from fivefold.observe.report import write_report
 
     path = write_report(runs[0])
     print_json({"report": str(path)}) if json else print(path)
-
-
-def _compare(runs: list[Path], path: Path, json: bool) -> None:
-    from fivefold.observe import compare
-
-    require_writable(out=path)
-    found = compare.read_runs(runs)
-    save_as("--out", path, compare.page(found))
-    if json:
-        print_json({"report": str(path), **compare.as_json(found)})
-    else:
-        print(compare.text(found))
-        print(path)
 
 
 def _sweep(folder: Path, hold_out: str | None, json: bool) -> None:
@@ -268,9 +260,7 @@ def _sweep(folder: Path, hold_out: str | None, json: bool) -> None:
     if json:
         print_json({"report": str(path), **found.as_json()})
     else:
-        print(rows_text(found.sweep))
-        print(found.text())
-        print(path)
+        print(rows_text(found.sweep), found.text(), path, sep="\n")
 
 
 def eval_(
