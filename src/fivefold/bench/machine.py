@@ -148,10 +148,25 @@ def _axes(
 
 def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) -> None:
     """Measures one rank's part; the first rank writes its results."""
-    found: dict[str, Any] = {}
+    device, found = ranks.device, dict[str, Any]()
     if has_cores:
-        found["share"] = _share(dtypes, ranks.device)
-        found["spread"] = _spread(found["share"], ranks)
+        matmuls = {d: hardware.products(d, device, measured.SIZES, measured.LARGEST) for d in dtypes}
+        found["share"] = {
+            "threads": torch.get_num_threads() if device.type == "cpu" else 1,
+            "products": matmuls,
+            "attention": {d: hardware.attention(d, device) for d in dtypes},
+            "ring": {d: hardware.ring(d, device) for d in dtypes},
+            "streams": {
+                d: hardware.streams(d, device) | {"optimizer": hardware.optimizer(d, device)} for d in dtypes
+            },
+            "encodings": encodings(device),
+        }
+        # Standard deviation of the ranks' mean rates, as a share of their mean
+        rates = [r for roles in matmuls.values() for grid in roles.values() for r in grid.values()]
+        speeds = [torch.zeros(1, device=device) for _ in range(ranks.world)]
+        if ranks.world > 1:
+            dist.all_gather(speeds, torch.tensor([fmean(map(math.log, rates))], device=device))
+        found["spread"] = pstdev([speed.item() for speed in speeds])
     if ranks.world == 1:
         found["plain"] = plain(ranks)
     else:
@@ -163,29 +178,6 @@ def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) 
         found["added"] = added(ranks, at_once)
     if ranks.first:
         write(file, json.dumps(found))
-
-
-def _share(dtypes: list[str], device: torch.device) -> dict[str, Any]:
-    return {
-        "threads": torch.get_num_threads() if device.type == "cpu" else 1,
-        "products": {d: hardware.products(d, device, measured.SIZES, measured.LARGEST) for d in dtypes},
-        "attention": {d: hardware.attention(d, device) for d in dtypes},
-        "ring": {d: hardware.ring(d, device) for d in dtypes},
-        "streams": {
-            d: hardware.streams(d, device) | {"optimizer": hardware.optimizer(d, device)} for d in dtypes
-        },
-        "encodings": encodings(device),
-    }
-
-
-def _spread(share: dict[str, Any], ranks: Ranks) -> float:
-    """Standard deviation of the ranks' mean rates, as a share of their mean."""
-    if ranks.world == 1:
-        return 0.0
-    logs = [math.log(r) for roles in share["products"].values() for g in roles.values() for r in g.values()]
-    speeds = [torch.zeros(1, device=ranks.device) for _ in range(ranks.world)]
-    dist.all_gather(speeds, torch.tensor([fmean(logs)], device=ranks.device))
-    return pstdev([speed.item() for speed in speeds])
 
 
 VOCABULARY = 64

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -74,39 +74,29 @@ def collectives(
     wanted = sorted({bytes_of("--sizes", size) for size in sizes.split(",")})
     from fivefold.bench.collectives import measure
     from fivefold.host import tables
+    from fivefold.observe.format import size as size_text
 
     table = measure(ranks, wanted, lambda text: print(f"measuring {text}", file=sys.stderr))
     if json:
         print_json(table | {"path": str(tables.path())})
         return
-    print("\n".join(_collectives(table, ranks)))
-    print(f"\nsaved to {tables.path()}; used by `fivefold collectives --topology local`")
-
-
-def _collectives(table: dict[str, Any], ranks: int) -> list[str]:
-    """The fit, and for each size the algorithms by measured time, with the prediction beside it."""
-    from fivefold.observe.format import size as size_text
-
     key = str(ranks)
     fit = table["fit"][key]
-    lines = [
+    print(
         f"{ranks} local ranks: alpha {1e6 * fit['alpha']:.1f} µs, 1/beta {1e-9 / fit['beta']:.2f} GB/s per rank; "
         f"shared by all: {1e6 * fit['bus_alpha']:.1f} µs per message, {1e-9 / fit['bus_beta']:.2f} GB/s; "
         f"adding {1e-9 / fit['gamma']:.1f} GB/s"
-    ]
+    )
     for size, times in table["seconds"][key].items():
-        lines += [
-            "",
-            f"all_reduce of {size_text(int(size)):22}{'measured ms':>12}{'predicted ms':>14}{'error':>9}",
-        ]
+        print(f"\nall_reduce of {size_text(int(size)):22}{'measured ms':>12}{'predicted ms':>14}{'error':>9}")
         for name, seconds in sorted(times.items(), key=lambda item: item[1]):
             line = f"  {name:34}{1e3 * seconds:12.3f}"
-            if name in table["predicted"][key][size]:
-                predicted = table["predicted"][key][size][name]
+            if (predicted := table["predicted"][key][size].get(name)) is not None:
                 line += f"{1e3 * predicted:14.3f}{100 * (predicted / seconds - 1):+8.0f}%"
-            lines.append(line)
+            print(line)
     best = ", ".join(f"{size_text(int(size))} {name}" for size, name in table["best"][key].items())
-    return [*lines, "", f'all_reduce = "auto" takes: {best}']
+    print(f'\nall_reduce = "auto" takes: {best}')
+    print(f"\nsaved to {tables.path()}; used by `fivefold collectives --topology local`")
 
 
 def _text(table: Measured) -> Iterator[str]:

@@ -158,32 +158,29 @@ def criteria_table(rows: list[Row], title: str) -> list[str]:
         words += "".join({f" of {s.model.seq_len:,} tokens in {s.mode}" for s in settings})
         again = {s.layout.recompute for s in settings}
         lines.append(f"  {words}" + (f", recompute {again.pop()}" if len(again) == 1 else ""))
-    return [*lines, "", *_table([head, *(_cells(row, measured) for row in rows)], 2), "", *_notes(rows)]
+    table = [head]
+    for row in rows:
+        if row.plan is None:
+            table.append([row.technique, row.short, "not possible"])
+            continue
+        words, (reason, most) = row.words(), max(row.redundant.parts.items(), key=lambda part: part[1])
+        redundant = words["redundant"] + f" {REASONS[reason]}" * (most >= 0.0005)
+        cells = [row.technique, row.short, redundant, words["memory"], _sent(row.sent(measured))]
+        cells += [words[name] for name in ("exposed", "idle", "step", "mfu", "fits")]
+        if measured:
+            figures = row.measured if isinstance(row.measured, dict) else {}
+            held, seconds = figures.get("memory_bytes"), figures.get("step_s")
+            cells += [memory_text(held) if held else "-"]
+            cells += [_sent(figures.get("sent_bytes") or {}) if figures else "-"]
+            cells += [f"{seconds:.4g}" if seconds else "-"]
+        table.append(cells)
+    return [*lines, "", *_table(table, 2), "", *_notes(rows)]
 
 
 def _table(rows: list[list[str]], words: int) -> list[str]:
     """Lines of a table. words: columns at the left that are text; the others are numbers. Rows may be short."""
     filled = [row + [""] * (len(rows[0]) - len(row)) for row in rows]
     return [f"  {line}".rstrip() for line in aligned(filled, range(words))]
-
-
-def _cells(row: Row, measured: bool) -> list[str]:
-    if row.plan is None:
-        return [row.technique, row.short, "not possible"]
-    words = row.words()
-    reason, most = max(row.redundant.parts.items(), key=lambda part: part[1])
-    redundant = words["redundant"] + f" {REASONS[reason]}" * (most >= 0.0005)
-    cells = [row.technique, row.short, redundant, words["memory"], _sent(row.sent(measured))]
-    cells += [words[name] for name in ("exposed", "idle", "step", "mfu", "fits")]
-    if measured:
-        figures = row.measured if isinstance(row.measured, dict) else {}
-        held, seconds = figures.get("memory_bytes"), figures.get("step_s")
-        cells += [
-            memory_text(held) if held else "-",
-            _sent(figures.get("sent_bytes") or {}) if figures else "-",
-        ]
-        cells.append(f"{seconds:.4g}" if seconds else "-")
-    return cells
 
 
 def _sent(by_axis: Mapping[str, int]) -> str:

@@ -237,6 +237,8 @@ def draw_plan(
 ) -> None:
     """Prints and writes the pictures of a plan. wanted: all of them; a terminal shows a short form without, too.
     frontier: of a search, whose best plan it is."""
+    from fivefold.recipe import load
+
     if plan.service is not None:
         if wanted or html is not None:
             raise UserError('no pictures are drawn of a plan with sync.method = "server"')
@@ -255,21 +257,15 @@ def draw_plan(
         for line in lines:
             console.print(line, soft_wrap=True)
     if html is not None:
-        write_page(html, recipe, _told(recipe, typed), frontier)
-
-
-def _told(recipe: Recipe, typed: Typed) -> Typed:
-    """`typed` with `--set` values added for the model and precision fields that other options changed."""
-    from fivefold.recipe import load
-
-    kept = [text for text in typed.sets if not text.strip().startswith("layout.")]
-    before = load(typed.name, kept, "dp=1")
-    for section in ("model", "precision"):
-        old, new = getattr(before, section), getattr(recipe, section)
-        for key in type(new).model_fields:
-            if (value := getattr(new, key)) != getattr(old, key):
-                kept.append(f"{section}.{key}={str(value).lower()}")
-    return replace(typed, sets=kept)
+        # What other options changed of the model and the precision, as values of --set
+        sets = [text for text in typed.sets if not text.strip().startswith("layout.")]
+        before = load(typed.name, sets, "dp=1")
+        for section in ("model", "precision"):
+            old, new = getattr(before, section), getattr(recipe, section)
+            for key in type(new).model_fields:
+                if (value := getattr(new, key)) != getattr(old, key):
+                    sets.append(f"{section}.{key}={str(value).lower()}")
+        write_page(html, recipe, replace(typed, sets=sets), frontier)
 
 
 def write_page(

@@ -73,6 +73,7 @@ def checkpoints(
     """
     require_run(run)
     from fivefold.checkpoint import keep, store
+    from fivefold.observe.format import size
 
     found: dict[str, Any] = {"run": str(run)}
     if step is not None and copy is None:
@@ -85,7 +86,24 @@ def checkpoints(
     rows = [(folder, _row(folder, verify)) for folder in (*store.checkpoints(run), *keep.aside(run))]
     # a run that trains has removed others meanwhile
     found["checkpoints"] = [row for folder, row in rows if folder.exists()]
-    print_json(found) if json else _print(found)
+    if json:
+        print_json(found)
+    else:
+        if "copied" in found:
+            print(f"copied to {found['copied']}")
+        for folder in found.get("removed", ()):
+            print(f"removed {folder}")
+        if not found["checkpoints"]:
+            print(f"{found['run']} has no checkpoint yet")
+        for row in found["checkpoints"]:
+            parts = [f"{row['name']:<24}"]
+            if "bytes" in row:
+                parts += [f"{size(row['bytes']):>10}", f"format {row['format']}", row["saved"]]
+            if row["damage"]:
+                parts.append(row["damage"])
+            elif row.get("verified"):
+                parts.append("verified")
+            print("  ".join(parts))
     damaged = [row for row in found["checkpoints"] if row["damage"] and not row["aside"]]
     if damaged:
         raise CheckFailed(f"{len(damaged)} checkpoints are damaged: {', '.join(r['name'] for r in damaged)}")
@@ -129,26 +147,6 @@ def _row(folder: Path, verify: bool) -> dict[str, Any]:
         "saved": when.isoformat(timespec="seconds"),
     }
     return row | {"damage": keep.verify(folder), "verified": True} if verify else row
-
-
-def _print(found: dict[str, Any]) -> None:
-    from fivefold.observe.format import size
-
-    if "copied" in found:
-        print(f"copied to {found['copied']}")
-    for folder in found.get("removed", ()):
-        print(f"removed {folder}")
-    if not found["checkpoints"]:
-        print(f"{found['run']} has no checkpoint yet")
-    for row in found["checkpoints"]:
-        parts = [f"{row['name']:<24}"]
-        if "bytes" in row:
-            parts += [f"{size(row['bytes']):>10}", f"format {row['format']}", row["saved"]]
-        if row["damage"]:
-            parts.append(row["damage"])
-        elif row.get("verified"):
-            parts.append("verified")
-        print("  ".join(parts))
 
 
 def export(

@@ -264,24 +264,20 @@ def reachable(host: str, backend: str) -> str:
     if not own or only_here(host, backend) or not is_loopback(own_address(host)):
         return host
     found = addresses()
-    if is_named(backend):
-        found = {name: address for name, address in found.items() if _names(backend, name)}
+    if setting := os.environ.get(
+        _variable(backend)
+    ):  # NCCL: names are beginnings unless `=` is before; `^` is "not"
+        words, exact = setting.lstrip("^=").split(","), backend == "gloo" or "=" in setting[:2]
+        named = {
+            n for n in found for word in words if word and (n == word or (not exact and n.startswith(word)))
+        }
+        found = {n: address for n, address in found.items() if (n in named) != setting.startswith("^")}
     if len(found) != 1:
         count = "several other interfaces have addresses" if found else "no other interface has an address"
         raise UserError(
             f"{host} stands for the loopback interface on its own host, and {count} there.{interfaces(backend)}"
         )
     return next(iter(found.values()))
-
-
-def _names(backend: str, interface: str) -> bool:
-    """True if the user has named this interface. NCCL takes `^` as "not", and names as beginnings of names unless `=`
-    is before them."""
-    setting = os.environ[_variable(backend)]
-    words = setting.lstrip("^=").split(",")
-    exact = backend == "gloo" or "=" in setting[:2]
-    named = any(interface == word or (not exact and interface.startswith(word)) for word in words if word)
-    return named != setting.startswith("^")
 
 
 def _variable(backend: str) -> str:

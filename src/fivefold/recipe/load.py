@@ -280,7 +280,12 @@ class _Draft:
         given: set[str] = set()
         for text in overrides:
             key, equals, raw = (part.strip() for part in text.partition("="))
-            value = _override_value(key, raw)
+            value: Any = raw  # parsed as TOML; the text itself if it is none, or the field holds text
+            with suppress(ValueError, RecursionError):  # not TOML, or beyond what Python reads
+                parsed = tomllib.loads(f"v = {raw}")
+                wants_text = key in KEYS and plain_type(KEYS[key]) is str
+                if parsed.keys() == {"v"} and (not wants_text or isinstance(parsed["v"], str)):
+                    value = parsed["v"]
             section, dot, name = key.partition(".")
             if not (equals and section and dot and name):
                 said = shortened(text, LONGEST_WORD)
@@ -354,18 +359,6 @@ class _Draft:
                 key, value, (messages.bad_value if key in KEYS else messages.unknown_key)(key, value)
             )
         return cls.model_validate({name: v for name, v in values.items() if name not in names})
-
-
-def _override_value(key: str, raw: str) -> Any:
-    """The value of an override: parsed as TOML, or the text itself if it is not TOML or the field holds text."""
-    try:
-        parsed = tomllib.loads(f"v = {raw}")
-    except (ValueError, RecursionError):  # not TOML, or beyond what Python reads
-        return raw
-    wants_text = key in KEYS and plain_type(KEYS[key]) is str
-    if parsed.keys() != {"v"} or (wants_text and not isinstance(parsed["v"], str)):
-        return raw
-    return parsed["v"]
 
 
 class Recipe(Sections):

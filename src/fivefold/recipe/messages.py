@@ -217,11 +217,6 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _key(name: str) -> str:
-    """A key as TOML writes it."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
-
-
 def home(name: str) -> str:
     """The key that a name without its section, or of another trainer, stands for; "" if there is none."""
     return next((k for k in KEYS if name == k.partition(".")[2] or name in ELSEWHERE.get(k, "").split()), "")
@@ -263,8 +258,9 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
+        keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key) for key in value}
         return (
-            "{" + ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items() if v is not None) + "}"
+            "{" + ", ".join(f"{keys[k]} = {toml_value(v)}" for k, v in value.items() if v is not None) + "}"
         )
     try:
         return repr(value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any, TypeVar
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, several
 from fivefold.models import predicted
 from fivefold.models.card import card_of, resolve_model
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
@@ -172,9 +172,19 @@ def nearest_layout(recipe: Recipe, ranks: int) -> Fit:
         )
     pinned = with_layout(recipe, replace(asked, microbatches=None), microbatch_size=microbatch_size(recipe))
     for layout in islice(_nearest(asked, ranks, recipe.train.global_batch_size), MOST_TRIED):
-        found = in_layout(pinned, layout)
-        if not any(contradictions(found)):
-            return Fit(found, layout.ranks, _line(pinned, found, ranks))
+        fitting = in_layout(pinned, layout)
+        if any(contradictions(fitting)):
+            continue
+        names = [to_text(Layout.from_recipe(changed.layout)) for changed in (fitting, pinned)]
+        line = f"{several(ranks, 'rank')} instead of {asked.ranks}: layout {' for '.join(names)}"
+        if spare := ranks - layout.ranks:
+            line += f"; {several(spare, 'rank')} left over"
+        old, new = pinned.train.microbatch_size, fitting.train.microbatch_size
+        if old != new:
+            line += f"; microbatches of {new} for {old}"
+            if card_of(fitting.model).has_experts:
+                line += ", which changes the balance loss of experts"
+        return Fit(fitting, layout.ranks, line)
     raise UserError(
         f"layout '{to_text(asked)}': none of the {MOST_TRIED:,} nearest layouts of {ranks} or fewer ranks is valid for "
         "this recipe"
@@ -201,19 +211,8 @@ def in_layout(recipe: R, layout: Layout) -> R:
 
 
 def _nearest(asked: Layout, ranks: int, batch: int) -> Iterator[Layout]:
-    """Layouts of at most `ranks` ranks, the nearest first."""
-    for layout in _divisions(asked, ranks):
-        most = min(ranks // (layout.pp * layout.cp * layout.tp), batch)
-        whole = (dp for dp in range(most, 0, -1) if dp * layout.cp % layout.ep == 0)
-        for dp in islice(whole, TRIED):
-            for sharing in _sharings(layout, dp):
-                yield sharing
-                yield replace(sharing, all_reduce=AUTO, zeropp=NONE)
-
-
-def _divisions(asked: Layout, ranks: int) -> Iterator[Layout]:
-    """The divisions of the model that need no more ranks: those with the fewest halvings first, and of these those that
-    leave fewest ranks over."""
+    """Layouts of at most `ranks` ranks, the nearest first: those that divide the model with the fewest halvings, and of
+    these those that leave fewest ranks over."""
     before = (asked.pp, asked.cp, asked.tp, asked.ep)
     sizes = product(*(range(1, size + 1) for size in before[:3]), divisors(asked.ep))
 
@@ -223,7 +222,12 @@ def _divisions(asked: Layout, ranks: int) -> Iterator[Layout]:
 
     for pp, cp, tp, ep in sorted((s for s in sizes if math.prod(s[:3]) <= ranks), key=distance):
         cut = asked.sp and tp > 1
-        yield replace(asked, pp=pp, cp=cp, tp=tp, ep=ep, sp=cut, sp_regather=cut and asked.sp_regather)
+        layout = replace(asked, pp=pp, cp=cp, tp=tp, ep=ep, sp=cut, sp_regather=cut and asked.sp_regather)
+        most = min(ranks // (pp * cp * tp), batch)
+        for dp in islice((dp for dp in range(most, 0, -1) if dp * cp % ep == 0), TRIED):
+            for sharing in _sharings(layout, dp):
+                yield sharing
+                yield replace(sharing, all_reduce=AUTO, zeropp=NONE)
 
 
 def _sharings(layout: Layout, dp: int) -> Iterator[Layout]:
@@ -233,19 +237,6 @@ def _sharings(layout: Layout, dp: int) -> Iterator[Layout]:
             if dp % shards == 0 and shards * layout.cp > 1:
                 yield replace(layout, dp_replicate=dp // shards, dp_shard=shards)
     yield replace(layout, dp_replicate=dp, dp_shard=1, zero=0)
-
-
-def _line(asked: Recipe, found: Recipe, ranks: int) -> str:
-    before, after = Layout.from_recipe(asked.layout), Layout.from_recipe(found.layout)
-    text = f"{ranks} rank{'s' * (ranks != 1)} instead of {before.ranks}: layout {to_text(after)} for {to_text(before)}"
-    if spare := ranks - after.ranks:
-        text += f"; {spare} rank{'s' * (spare > 1)} left over"
-    old, new = asked.train.microbatch_size, found.train.microbatch_size
-    if old != new:
-        text += f"; microbatches of {new} for {old}"
-        if card_of(found.model).has_experts:
-            text += ", which changes the balance loss of experts"
-    return text
 
 
 MOST_EPOCHS = 4

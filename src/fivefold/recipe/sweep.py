@@ -180,26 +180,21 @@ def read(folder: Path) -> Sweep:
     with understood(path):
         if found["format"] != FORMAT:
             raise UserError(f"{path}: format {found['format']!r}; this version reads {FORMAT}")
-        rows = [_row(content) for content in found["runs"]]
+        rows = []
+        for row in found["runs"]:
+            settings = {str(key): str(value) for key, value in row["settings"].items()}
+            figures = {str(key): value for key, value in row["figures"].items() if value is not None}
+            if bad := [key for key, value in figures.items() if type(value) not in (int, float)]:
+                raise TypeError(f"figures.{bad[0]} is no number")
+            sizes = [figures[key] for key in ("parameters", "tokens", "flops") if row["status"] == FINISHED]
+            if not all(size > 0 for size in sizes):
+                raise ValueError("a size is not above 0")
+            rows.append(Row(str(row["name"]), settings, str(row["status"]), str(row["why"]), figures))
         if bad := [row.name for row in rows if not re.fullmatch(r"[\w+-][\w.+-]*", row.name, re.ASCII)]:
             raise UserError(f"{path}: {bad[0]!r} is no name of a run")
         texts = [str(text) for text in found["set"]], [str(text) for text in found["over"]]
         base = read_bytes(folder / BASE, MOST_BYTES).decode("utf-8")
         return Sweep(str(found["recipe"]), texts[0], found["layout"], texts[1], rows, base)
-
-
-def _row(content: dict[str, Any]) -> Row:
-    """A row of the file. Its figures are numbers; those of a finished run begin with sizes above 0."""
-    settings = {str(key): str(value) for key, value in content["settings"].items()}
-    figures = {str(key): value for key, value in content["figures"].items() if value is not None}
-    if bad := [key for key, value in figures.items() if type(value) not in (int, float)]:
-        raise TypeError(f"figures.{bad[0]} is no number")
-    if (
-        content["status"] == FINISHED
-        and not min(figures[key] for key in ("parameters", "tokens", "flops")) > 0
-    ):
-        raise ValueError("a size is not above 0")
-    return Row(str(content["name"]), settings, str(content["status"]), str(content["why"]), figures)
 
 
 def write(folder: Path, sweep: Sweep) -> None:

@@ -66,11 +66,23 @@ def servers(recipe: Sections) -> Iterator[Contradiction]:
 
 def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
     """Yields every rule between layout and model that a recipe breaks."""
-    for names, message in problems(Layout.from_recipe(recipe.layout)):
+    model, layout = recipe.model, Layout.from_recipe(recipe.layout)
+    wrong = list(problems(layout))
+    for names, message in wrong:
         yield {f"layout.{name}" for name in names}, f"layout: {message}"
     yield from _tensor(recipe)
     yield from _context(recipe)
-    yield from _pipeline(recipe)
+    if any({"schedule", "virtual_stages"} & names for names, _ in wrong):
+        return  # already reported
+    per_rank = layout.stages_per_rank
+    if layout.pp * per_rank > model.layers:
+        name = "layout.virtual_stages" if layout.virtual_stages == per_rank else f"{layout.schedule}'s"
+        fitting = max(1, model.layers // per_rank)
+        yield (
+            {"model.layers", "layout.pp", "layout.virtual_stages", "layout.schedule"},
+            f"layout.pp = {layout.pp} x {name} {per_rank} = {layout.pp * per_rank} stages, more than model.layers = "
+            f"{model.layers}: each stage has at least one block. Nearest valid: layout.pp = {fitting}",
+        )
 
 
 def _tensor(recipe: Sections) -> Iterator[Contradiction]:
@@ -157,21 +169,6 @@ def _nearest(name: str, model: ModelSection, ranks: int) -> int | None:
     else:
         found = [n for n in (above - ranks, above) if n]
     return min((n for n in found if n % ranks == 0), key=lambda n: abs(n - size), default=None)
-
-
-def _pipeline(recipe: Sections) -> Iterator[Contradiction]:
-    model, layout = recipe.model, Layout.from_recipe(recipe.layout)
-    if any({"schedule", "virtual_stages"} & names for names, _ in problems(layout)):
-        return  # already reported
-    per_rank = layout.stages_per_rank
-    if layout.pp * per_rank > model.layers:
-        name = "layout.virtual_stages" if layout.virtual_stages == per_rank else f"{layout.schedule}'s"
-        fitting = max(1, model.layers // per_rank)
-        yield (
-            {"model.layers", "layout.pp", "layout.virtual_stages", "layout.schedule"},
-            f"layout.pp = {layout.pp} x {name} {per_rank} = {layout.pp * per_rank} stages, more than model.layers = "
-            f"{model.layers}: each stage has at least one block. Nearest valid: layout.pp = {fitting}",
-        )
 
 
 def length(recipe: Sections) -> Iterator[Contradiction]:

@@ -14,7 +14,7 @@ from fivefold.models.section import Section
 from fivefold.precision import MOST_IDS
 from fivefold.recipe.entries import HELD_OUT, NONE, TRACKERS, chosen, steps
 from fivefold.recipe.messages import short, toml_value
-from fivefold.recipe.schema import DataSection, Sections, TrainSection
+from fivefold.recipe.schema import Sections, TrainSection
 from fivefold.sharding.names import groups, matching, patterns, unmatched
 
 _INVALID = re.compile("[\0\ud800-\udfff]")
@@ -139,7 +139,16 @@ _CLOSE = 1e-6
 
 def mixture(recipe: Sections) -> Iterator[Contradiction]:
     data, default = recipe.data, type(recipe.data).model_fields["source"].default
-    yield from _names(data)
+    # Names are keys of metrics. Validation sets and held-out parts of sources have one list of names
+    taken = {HELD_OUT} if data.validation and data.val_fraction and not data.sources else set[str]()
+    for key, entries in (("data.sources", data.sources), ("data.validation", data.validation)):
+        for entry in entries:
+            if not _NAME.fullmatch(entry.name):
+                name = toml_value(entry.name[:80])
+                yield {key}, f"{key}: name = {name}: must be 1 to 60 letters, digits, _ and -"
+            elif entry.name in taken:
+                yield {key}, f"{key}: the name {entry.name} comes twice; each needs its own"
+            taken.add(entry.name)
     if data.sources and data.source != default:
         yield (
             {"data.source", "data.sources"},
@@ -157,21 +166,6 @@ def mixture(recipe: Sections) -> Iterator[Contradiction]:
         yield {"data.sources"}, "data.sources: every weight is 0; at least one must be > 0"
     if data.stages:
         yield from _stages(recipe)
-
-
-def _names(data: DataSection) -> Iterator[Contradiction]:
-    """Names are keys of metrics. Validation sets and held-out parts of sources have one list of names."""
-    taken = {HELD_OUT} if data.validation and data.val_fraction and not data.sources else set[str]()
-    for key, entries in (("data.sources", data.sources), ("data.validation", data.validation)):
-        for entry in entries:
-            if not _NAME.fullmatch(entry.name):
-                yield (
-                    {key},
-                    f"{key}: name = {toml_value(entry.name[:80])}: must be 1 to 60 letters, digits, _ and -",
-                )
-            elif entry.name in taken:
-                yield {key}, f"{key}: the name {entry.name} comes twice; each needs its own"
-            taken.add(entry.name)
 
 
 def _stages(recipe: Sections) -> Iterator[Contradiction]:
