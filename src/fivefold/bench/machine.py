@@ -75,7 +75,24 @@ def measure(say: Callable[[str], None] = lambda text: None, busy: bool = False) 
             file = Path(folder, f"{world}.json")
             start_ranks(partial(_measure_rank, file, dtypes, world <= units), world, fork=not gpus)
             found[world] = json.loads(file.read_text())
-    table = _table(found, units, bool(gpus), dtypes, disk)
+    device, two = "cuda" if gpus else "cpu", found.get(2, {"free": 0.0, "added": {}, "spread": 0.0})
+    memory = torch.cuda.get_device_properties(0).total_memory * units if gpus else float(memory_bytes())
+    table = Measured(
+        machine=tables.key(),
+        device=device,
+        cores=units,
+        memory=memory,
+        disk=disk["write"],
+        peak={dtype: device_peak(device, dtype) * (gpus or 1) for dtype in dtypes},
+        shares={n: Share(n, **part["share"]) for n, part in found.items() if "share" in part},
+        links={n: part["links"] for n, part in found.items() if "links" in part},
+        free=1.0 if gpus else two["free"],
+        host=found[1]["plain"] | two["added"],
+        axes={},
+        spread=two["spread"],
+        disk_read=disk["read"],
+        disk_both=disk["both"],
+    )
     table = replace(table, axes=_axes(table, found, dtypes[-1]))
     if not busy:
         _require_cores(dtypes[-1])
@@ -96,30 +113,6 @@ def _require_cores(dtype: str) -> None:
             f"saved; at most {1 - UNDISTURBED:.0%} is allowed. Stop them and repeat `fivefold bench hardware`, or add "
             "--busy to save the table all the same"
         )
-
-
-def _table(
-    found: dict[int, dict[str, Any]], units: int, gpu: bool, dtypes: list[str], disk: dict[str, float]
-) -> Measured:
-    shares = {n: Share(n, **part["share"]) for n, part in found.items() if "share" in part}
-    device = "cuda" if gpu else "cpu"
-    two = found.get(2, {"free": 0.0, "added": {}, "spread": 0.0})
-    return Measured(
-        machine=tables.key(),
-        device=device,
-        cores=units,
-        memory=torch.cuda.get_device_properties(0).total_memory * units if gpu else float(memory_bytes()),
-        disk=disk["write"],
-        peak={dtype: device_peak(device, dtype) * (units if gpu else 1) for dtype in dtypes},
-        shares=shares,
-        links={n: part["links"] for n, part in found.items() if "links" in part},
-        free=1.0 if gpu else two["free"],
-        host=found[1]["plain"] | two["added"],
-        axes={},
-        spread=two["spread"],
-        disk_read=disk["read"],
-        disk_both=disk["both"],
-    )
 
 
 def _disk(say: Callable[[str], None]) -> dict[str, float]:

@@ -308,7 +308,7 @@ def import_folder(source: Path, out: Path) -> Path:
         text = to_toml(recipe, f"Weights imported from a Hugging Face {config['model_type']}.")
         write_file(folder / "recipe.toml", text)
         _copy_text_files(source, folder)
-        write.save_whole(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
+        write.save(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
     return out
 
 

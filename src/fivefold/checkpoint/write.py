@@ -210,8 +210,8 @@ class Writing:
 
 def save(
     folder: Path,
-    model: Iterable[Piece],
-    optimizer: Iterable[Piece],
+    model: Iterable[Piece] | Mapping[str, Tensor],
+    optimizer: Iterable[Piece] | Mapping[str, Tensor] | None,
     meta: Mapping[str, Any],
     *,
     axis: Axis = ALONE,
@@ -219,21 +219,10 @@ def save(
     finite: bool = True,
 ) -> Path:
     """Writes a checkpoint and returns its folder: see `Writing`. Every rank of the axis calls it with its own pieces,
-    which make up each tensor exactly once."""
-    pieces = {"model": list(model), "optimizer": list(optimizer)}
+    which make up each tensor exactly once; or one process with whole tensors, by their names."""
+    kinds = {"model": model, "optimizer": optimizer or ()}
+    pieces = {k: whole_pieces(v) if isinstance(v, Mapping) else list(v) for k, v in kinds.items()}
     return Writing(folder, pieces, meta, axis, max_shard_bytes, finite).save()
-
-
-def save_whole(
-    folder: Path,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor] | None,
-    meta: Mapping[str, Any],
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Path:
-    """`save` from one process that has every tensor whole."""
-    pieces = whole_pieces(model), whole_pieces(optimizer or {})
-    return save(folder, *pieces, meta, max_shard_bytes=max_shard_bytes)
 
 
 def _put(file: IO[bytes], digest: Any, content: bytes | memoryview) -> None:

@@ -99,38 +99,34 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     from fivefold.sharding.layout import Layout
     from fivefold.sharding.layout_text import to_text
 
-    layout = Layout.from_recipe(recipe.layout)
-    steps, step_tokens = total_steps(recipe), tokens_per_step(recipe)
-    result: dict[str, Any] = {
-        "arch": recipe.model.arch,
-        "vocab_size": expected_vocab_size(recipe),
-        "parameters": None,
-        "active_parameters": None,
-        "steps": steps,
-        "tokens_per_step": step_tokens,
-        "total_tokens": tokens_before(recipe, steps),
-        "tokens_per_parameter": None,
-        "flops_per_token": None,
-        "total_flops": None,
-        "layout": to_text(layout),
-        "ranks": layout.ranks,
-        "notes": notes(recipe),
-        "warnings": list(warnings(recipe)),
-        "recompute": None,
-    }
-    if result["vocab_size"] is None:
-        result["notes"].append(
+    layout, steps, size = Layout.from_recipe(recipe.layout), total_steps(recipe), expected_vocab_size(recipe)
+    total, lines = tokens_before(recipe, steps), notes(recipe)
+    parameters = active = flops = recompute = None
+    if size is None:
+        lines.append(
             "the model's size depends on the vocabulary, which is not known yet; set model.vocab_size"
         )
     else:
-        model = recipe.model.model_copy(update={"vocab_size": result["vocab_size"]})
-        result["parameters"] = count_parameters(model)
-        result["active_parameters"] = active_parameters(model)
-        result["tokens_per_parameter"] = result["total_tokens"] / result["parameters"]
-        result["flops_per_token"] = flops_per_token(model)
-        result["total_flops"] = result["flops_per_token"] * result["total_tokens"]
-        result["recompute"] = _recompute(recipe.model_copy(update={"model": model}))
-    return result
+        model = recipe.model.model_copy(update={"vocab_size": size})
+        parameters, active, flops = count_parameters(model), active_parameters(model), flops_per_token(model)
+        recompute = _recompute(recipe.model_copy(update={"model": model}))
+    return {
+        "arch": recipe.model.arch,
+        "vocab_size": size,
+        "parameters": parameters,
+        "active_parameters": active,
+        "steps": steps,
+        "tokens_per_step": tokens_per_step(recipe),
+        "total_tokens": total,
+        "tokens_per_parameter": total / parameters if parameters else None,
+        "flops_per_token": flops,
+        "total_flops": flops * total if flops else None,
+        "layout": to_text(layout),
+        "ranks": layout.ranks,
+        "notes": lines,
+        "warnings": list(warnings(recipe)),
+        "recompute": recompute,
+    }
 
 
 def _memory(recipe: Recipe) -> dict[str, Any] | None:

@@ -240,8 +240,8 @@ _COERCED = ("C.UTF-8", "C.utf8", "UTF-8")
 def prepare(words: Sequence[str]) -> None:
     """Sets standard output and error for the command `words`. In a C locale pictures are drawn in ASCII; text from
     elsewhere stays UTF-8 there, as Python has it."""
-    codecs.register_error(_ESCAPE, _escaped)
-    codecs.register_error(_KEEP, _kept)
+    codecs.register_error(_ESCAPE, partial(_replaced, False))
+    codecs.register_error(_KEEP, partial(_replaced, True))
     # Without any setting Python assumes UTF-8, as terminals do
     locales = [os.environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG")]
     in_c_locale = next((x for x in locales if x and x not in _COERCED), "") in ("C", "POSIX")
@@ -256,16 +256,13 @@ def prepare(words: Sequence[str]) -> None:
             stream.reconfigure(errors=_ESCAPE)
 
 
-def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
+def _replaced(keep: bool, error: UnicodeError) -> tuple[str | bytes, int]:
+    """What stands for characters that a stream cannot write. keep: text from elsewhere stays UTF-8."""
     assert isinstance(error, UnicodeEncodeError)
     missing = error.object[error.start : error.end]
+    if keep:
+        return "".join(ASCII.get(c, c) for c in missing).encode("utf-8", "backslashreplace"), error.end
     return "".join(ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in missing), error.end
-
-
-def _kept(error: UnicodeError) -> tuple[str | bytes, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    missing = "".join(ASCII.get(c, c) for c in error.object[error.start : error.end])
-    return missing.encode("utf-8", "backslashreplace"), error.end
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import math
 import os
 import re
 import shutil
-import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.errors import Problem, UserError, did_you_mean, printable, problem, system_error
+from fivefold.errors import Problem, UserError, did_you_mean, problem, system_error
 from fivefold.files import guard, write, write_atomically
 
 
@@ -66,11 +65,6 @@ LayoutOption = Annotated[
 JsonOption = Annotated[bool, flag("Print one JSON object instead of text.", "--json")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=run_folders)]
 StepOption = Annotated[int | None, option("N", "Step of the checkpoint. [default: the newest]", min=0)]
-TemperatureOption = Annotated[float, option("X", "Sampling temperature; 0 is greedy.")]
-TopKOption = Annotated[int, option("K", "Sample from the K likeliest tokens; 0: from all.")]
-TopPOption = Annotated[float, option("P", "Sample from the likeliest tokens with total probability P.")]
-SeedOption = Annotated[int, option("N", "Random seed; the same seed gives the same text.")]
-StopOption = Annotated[list[str] | None, option("TEXT", "Stop before this text. Repeatable.")]
 
 
 def require_run(folder: Path, look: bool = True) -> Path:
@@ -173,8 +167,3 @@ def _plain(one: Problem) -> dict[str, Any]:
 def columns(least: int, most: int, words: int = 0) -> int:
     """Columns of the terminal, `least` to `most`, beside so many for words."""
     return max(least, min(most, shutil.get_terminal_size().columns) - words)
-
-
-def shown() -> Callable[[str], str]:
-    """How a model's text is printed: a terminal would obey escape codes in it."""
-    return printable if sys.stdout.isatty() else str

@@ -67,19 +67,18 @@ def keep_freed_memory() -> bool:
     By default glibc returns every large freed block to the system and gets it again, page by page, a moment later. A
     training step allocates the same activations each time, so this only costs page faults.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_M_MMAP_THRESHOLD, _KEEP)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEEP))
+    return _mallopt(_M_MMAP_THRESHOLD, _KEEP) and _mallopt(_M_TRIM_THRESHOLD, _KEEP)
 
 
 def return_large_memory() -> bool:
     """Gives freed blocks of 4 MiB and more back to the system at once: for runs whose weights are in memory only while
     they compute. Kept, they leave holes in the heap, and a process takes twice what it uses (benchmarks/offload.py).
     Returns False if the C library is not glibc."""
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 << 20))
+    return _mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+
+
+def _mallopt(setting: int, value: int) -> bool:
+    return platform.libc_ver()[0] == "glibc" and bool(ctypes.CDLL(None).mallopt(setting, value))
 
 
 @dataclass(frozen=True)

@@ -300,34 +300,30 @@ def _run(
             return verdict.leave("done") if stopped is None else verdict.leave("stopped", str(stopped))
     except KeyboardInterrupt:
         return unsaved(signal.SIGINT)
-    except UserError as error:
-        code = verdict.leave("busy" if isinstance(error, BusyError) else "error", str(error))
-    except OSError as error:
-        if error.errno in PASSING | _HOPELESS:
-            kind = "busy" if error.errno in PASSING else "error"
-            code = verdict.leave(kind, f"{error.filename or 'the run'}: {error.strerror}")
-        else:
-            code = _fail(error)
-    except CommunicationError as error:
-        code = verdict.leave("lost", str(error))
     except Exception as error:
-        code = _fail(error)
+        code = verdict.leave(*_kind_and_words(error))
     return code if interrupt.signal is None else unsaved(interrupt.signal)
 
 
-def _fail(error: Exception) -> int:
+def _kind_and_words(error: Exception) -> tuple[str, str]:
+    """The verdict of a rank that met this error."""
+    if isinstance(error, UserError):
+        return "busy" if isinstance(error, BusyError) else "error", str(error)
+    if isinstance(error, CommunicationError):
+        return "lost", str(error)
+    if isinstance(error, OSError) and error.errno in PASSING | _HOPELESS:
+        words = f"{error.filename or 'the run'}: {error.strerror}"
+        return "busy" if error.errno in PASSING else "error", words
     if verdict.lost(error):
-        said = verdict.backend_words(error)
-        return verdict.leave("lost", f"rank {os.environ['RANK']} lost another rank: {said}")
-    said = traceback.format_exception_only(error)[0].partition("\n")[0]
-    verdict.leave("failed", f"{said}\n{''.join(traceback.format_exception(error))}")
-    return FAILED
+        return "lost", f"rank {os.environ['RANK']} lost another rank: {verdict.backend_words(error)}"
+    named = traceback.format_exception_only(error)[0].partition("\n")[0]
+    return "failed", f"{named}\n{''.join(traceback.format_exception(error))}"
 
 
 def _follow_launcher(place: Place, met: threading.Event) -> None:
     """Has this rank stop, and save, when the launcher is killed; and end in any case once it has done nothing for
     the grace time. Before the ranks have met there is nothing to save, and some may never come."""
-    ours, theirs = place.lifeline
+    (ours, theirs), grace_s = place.lifeline, place.grace_s
     theirs.close()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -340,9 +336,7 @@ def _follow_launcher(place: Place, met: threading.Event) -> None:
         if sys.platform != "linux":
             os.kill(os.getpid(), signal.SIGTERM)
         began = time.monotonic()
-        while (
-            met.is_set() and (left_s := max(began, verdict.moved_at()) + place.grace_s - time.monotonic()) > 0
-        ):
+        while met.is_set() and (left_s := max(began, verdict.moved_at()) + grace_s - time.monotonic()) > 0:
             time.sleep(left_s)
         os.kill(os.getpid(), signal.SIGKILL)
 

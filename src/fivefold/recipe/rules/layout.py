@@ -132,18 +132,16 @@ def _context(recipe: Sections) -> Iterator[Contradiction]:
         )
 
     nearest = max((ranks for ranks in divisors(T) if ranks <= cp and fits(ranks)), default=1)
-    if not ulysses and T % (2 * cp):
-        more = -(-T // (2 * cp)) * 2 * cp
+    unit = cp if ulysses else 2 * cp
+    if T % unit:
+        name = "layout.cp" if ulysses else "2 x layout.cp"
+        why = "each rank has the same number of tokens"
+        if not ulysses:
+            why = "a ring rank has a chunk from the front and one from the back"
         yield (
             keys,
-            f"2 x layout.cp = {2 * cp} must divide model.seq_len = {T}: a ring rank has a chunk from the front "
-            f"and one from the back. Nearest valid: layout.cp = {nearest}, or model.seq_len = {more}",
-        )
-    if ulysses and T % cp:
-        yield (
-            keys,
-            f"layout.cp = {cp} must divide model.seq_len = {T}: each rank has the same number of tokens. "
-            f"Nearest valid: layout.cp = {nearest}, or model.seq_len = {-(-T // cp) * cp}",
+            f"{name} = {unit} must divide model.seq_len = {T}: {why}. Nearest valid: layout.cp = {nearest}, or "
+            f"model.seq_len = {-(-T // unit) * unit}",
         )
     if ulysses and kv_heads % (cp * layout.tp):
         name = "kv_heads" if recipe.model.kv_heads else "heads"
