@@ -211,12 +211,13 @@ def test_which_algorithm_sums_a_bucket(tmp_path, monkeypatch) -> None:
     assert tables.best_all_reduce(2, "cpu") == {}, "not measured"
     assert chosen("auto", 2, 2, 1 << 20) is None, "the library's"
     seconds = {"1024": {"ring": 2e-4, "library": 1e-4}, "1048576": {"ring": 1e-3, "library": 2e-3}}
-    tables.save_collectives(
+    tables.write(
+        tables.collectives_key(),
         {
             "device": {"2": "cpu"},
             "best": {"2": {"1024": "library", "1048576": "ring"}},
             "seconds": {"2": seconds},
-        }
+        },
     )
     best = tables.best_all_reduce(2, "cpu")
     assert tables.best_all_reduce(2, "cuda") == {}, "measured on another device"

@@ -286,7 +286,7 @@ def make_run(out: Path, source: str = "", seq_len: int = 64) -> Path:
     write_atomically(out / "recipe.toml", to_toml(recipe))
     tokenizer.save(out / "tokenizer.json")
     weights = build(recipe.model, device="cpu", seed=3).state_dict()
-    write_checkpoint.save_whole(store.folder_of(out, 0), weights, None, {"step": 0, "tokens": 0})
+    write_checkpoint.save(store.folder_of(out, 0), weights, None, {"step": 0, "tokens": 0})
     return out
 
 

@@ -49,7 +49,7 @@ def make_run(folder: Path, arch: str = "llama", **fields) -> Path:
     tokenizer.save(folder / "tokenizer.json")
     for step in (1, 2):
         state = build(recipe.model, device="cpu", seed=step).state_dict()
-        write.save_whole(store.folder_of(folder, step), state, None, {"step": step, "tokens": 64})
+        write.save(store.folder_of(folder, step), state, None, {"step": step, "tokens": 64})
     return folder
 
 

@@ -336,7 +336,7 @@ def test_only_rank_0_is_asked_before_something_hangs(watchdog: Watchdog) -> None
 def test_a_slow_save_or_load_gets_on(tmp_path: Path) -> None:
     with progress.phase("saving"):
         began = progress.moved
-        folder = write.save_whole(tmp_path / "checkpoint", {"weight": torch.zeros(4)}, None, {})
+        folder = write.save(tmp_path / "checkpoint", {"weight": torch.zeros(4)}, None, {})
         saved = progress.moved
         store.load(folder)
     assert began < saved < progress.moved - 1, "the end of the phase counts, too"

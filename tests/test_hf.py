@@ -36,7 +36,7 @@ def make_run(folder, arch="llama", dtype=torch.float32, tokenizer=True, **fields
     if tokenizer:
         train_bpe(["the cat sat on the mat. " * 50], 300, mask=arch == "bert").save(folder / "tokenizer.json")
     state = build(recipe.model, device="cpu", seed=2).to(dtype).state_dict()
-    write.save_whole(folder / "checkpoints" / "step-00000001", state, None, {"step": 1, "tokens": 64})
+    write.save(folder / "checkpoints" / "step-00000001", state, None, {"step": 1, "tokens": 64})
     return folder, recipe.model
 
 
@@ -392,9 +392,7 @@ def test_weights_of_a_module_of_the_users_own_are_named(tmp_path):
     """`fivefold.train(model=...)` writes a recipe whose [model] does not describe the weights."""
     recipe = load("quickstart", ["model.layers=1", "model.vocab_size=64", "train.steps=1"])
     (tmp_path / "recipe.toml").write_text(to_toml(resolve(recipe, vocab_size=64)))
-    write.save_whole(
-        store.folder_of(tmp_path, 1), {"mine.weight": torch.zeros(2)}, None, {"step": 1, "tokens": 1}
-    )
+    write.save(store.folder_of(tmp_path, 1), {"mine.weight": torch.zeros(2)}, None, {"step": 1, "tokens": 1})
     with pytest.raises(UserError, match="custom module"):
         export_run(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

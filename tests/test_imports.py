@@ -56,7 +56,7 @@ LIGHT_FILES = (
     "kernels/__init__.py",
     "bench/peak.py",
     "kernels/sizes.py",
-    *(f"launch/{name}.py" for name in ("interrupt", "launchers", "verdict")),
+    *(f"launch/{name}.py" for name in ("launchers", "verdict")),
     "models/__init__.py",
     "models/*/__init__.py",
     "models/*/card.py",

@@ -19,6 +19,7 @@ from runs import assert_close_tensors, assert_same_tensors, lines
 from test_sites import resolved, simulated
 
 from fivefold.checkpoint import store
+from fivefold.cli.train import seat_of
 from fivefold.comm import ALONE, Axis
 from fivefold.comm.membership import SECRET, Meeting, Membership, Seat, Waits
 from fivefold.data import prepare
@@ -28,7 +29,6 @@ from fivefold.recipe import Recipe, change
 from fivefold.train import run as running
 from fivefold.train.initial import Initial, write
 from fivefold.train.job import Job
-from fivefold.train.start import seat_of
 
 FITS = {"model.dim": 8}
 

@@ -184,4 +184,4 @@ def test_shipped_recipes_have_no_warnings(capsys: pytest.CaptureFixture[str]):
     from fivefold.recipe.load import shipped
     from fivefold.recipe.resolve import warnings
 
-    assert {name: found for name in shipped() if (found := warnings(load(name)))} == {}
+    assert {name: found for name in shipped() if (found := list(warnings(load(name))))} == {}

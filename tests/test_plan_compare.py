@@ -16,7 +16,7 @@ import pytest
 from observe_page import check_contrast, check_drawn, check_structure
 from typer.testing import CliRunner
 
-from fivefold.cli.compare import criteria_table
+from fivefold.cli.lessons import criteria_table
 from fivefold.cli.main import app, main
 from fivefold.errors import UserError
 from fivefold.lessons import overlap, pictures

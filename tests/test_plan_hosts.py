@@ -85,7 +85,7 @@ def test_layouts_that_stay_inside_a_host_are_faster(folder: Path) -> None:
 def test_commands_read_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts(folder)
     fit = {"alpha": 1e-5, "beta": 1e-9, "bus_alpha": 1e-6, "bus_beta": 1e-10, "gamma": 1e-10}
-    tables.save_collectives({"fit": {"2": fit}})
+    tables.write(tables.collectives_key(), {"fit": {"2": fit}})
     found = {}
     for words in (
         ["plan", "quickstart", "--cluster", f"{folder / 'my.toml'}:2x2", "--layout", "dp=4", "--json"],

@@ -375,7 +375,7 @@ def test_what_one_rank_cannot_read_stops_every_rank(base: Recipe, tmp_path: Path
     assert said == [f"{folder / MANIFEST} cannot be read: Permission denied"] * 2
     saved = store.load(folder)
     saved.model["norm.weight"] = torch.ones(33)
-    write.save_whole(folder, saved.model, saved.optimizer, saved.meta)
+    write.save(folder, saved.model, saved.optimizer, saved.meta)
     said = run_ranks(2, error_of, recipe, tmp_path)
     why = "these weights do not fit the model: norm.weight"
     assert said == [f"{folder} does not fit the recipe: {why}"] * 2

@@ -22,7 +22,7 @@ def saved(tmp_path):
     model = {"b": torch.randn(3, 5), "a": torch.randn(4).bfloat16(), "empty": torch.empty(0, 2)}
     moments = {"exp_avg.b": torch.randn(3, 5)}
     folder = store.folder_of(tmp_path, 7)
-    write.save_whole(folder, model, moments, {"step": 7, "tokens": 99}, max_shard_bytes=16)
+    write.save(folder, model, moments, {"step": 7, "tokens": 99}, max_shard_bytes=16)
     return folder, model, moments
 
 
@@ -54,7 +54,7 @@ def test_round_trip(saved):
 
 def test_saving_again_replaces(saved):
     folder, model, _ = saved
-    write.save_whole(folder, {"b": model["b"] + 1}, None, {"step": 7})
+    write.save(folder, {"b": model["b"] + 1}, None, {"step": 7})
     assert torch.equal(store.load(folder).model["b"], model["b"] + 1)
     assert not list(folder.glob("optimizer-*"))
 
@@ -105,7 +105,7 @@ def test_latest_and_prune(tmp_path):
     with pytest.raises(UserError, match="no checkpoint yet"):
         store.latest(tmp_path)
     for step in (5, 20, 100):
-        write.save_whole(store.folder_of(tmp_path, step), {"w": torch.ones(1)}, None, {"step": step})
+        write.save(store.folder_of(tmp_path, step), {"w": torch.ones(1)}, None, {"step": step})
     home = tmp_path / "checkpoints"
     for other in ("step-00000200.bak", "step-200", ".step-00000200.writing", "damaged-step-00000200"):
         (home / other).mkdir()
@@ -126,14 +126,14 @@ def test_latest_and_prune(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(UserError, match="cannot write the checkpoint"):
-        write.save_whole(store.folder_of(tmp_path, 1), {"w": torch.ones(1)}, None, {})
+        write.save(store.folder_of(tmp_path, 1), {"w": torch.ones(1)}, None, {})
 
 
 def test_no_room_on_the_disk(saved, monkeypatch):
     folder, model, _ = saved
     monkeypatch.setattr(write.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
     with pytest.raises(UserError, match=r"it needs 16 MiB, and the disk has 1 MiB free\. Make room"):
-        write.save_whole(folder, model, None, {"step": 7})
+        write.save(folder, model, None, {"step": 7})
     assert store.load(folder).optimizer, "the one before is as it was"
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
@@ -276,7 +276,7 @@ def test_numbers_that_no_state_has_are_refused(saved, kind, value, says):
         store.load(folder)
     (model["b"] if kind == "model" else moments["exp_avg.b"])[0, 0] = value
     with pytest.raises(UserError, match=rf"cannot write the checkpoint .* '.*b' .*{says}"):
-        write.save_whole(folder, model, moments, {"step": 7})
+        write.save(folder, model, moments, {"step": 7})
     assert not list(folder.parent.glob(".*")), "nothing incomplete is left"
 
 

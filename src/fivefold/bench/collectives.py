@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fivefold.comm import Axis, everyone
 from fivefold.comm.axis import all_gather_single, reduce_scatter_single
@@ -72,7 +71,7 @@ def measure(
         name: old.get(name, {}) | {str(ranks): value}
         for name, value in (row | {"seconds": found["seconds"]}).items()
     }
-    tables.save_collectives(table)
+    tables.write(tables.collectives_key(), table)
     return table
 
 
@@ -300,7 +299,10 @@ def links(
 def _collectives(size: int, device: torch.device) -> dict[str, Callable[[], object]]:
     n, rank = dist.get_world_size(), dist.get_rank()
     dtypes = {name: torch_dtype(name) for name in TRAINED}
-    whole = {name: _zeros(size, n, dtype, device) for name, dtype in dtypes.items()}
+    whole = {
+        name: torch.zeros(size // dtype.itemsize // n * n, dtype=dtype, device=device)
+        for name, dtype in dtypes.items()
+    }
     part = {name: x[: len(x) // n] for name, x in whole.items()}
     out = torch.empty_like(whole["bf16"])
     rows, every = (
@@ -321,18 +323,14 @@ def _collectives(size: int, device: torch.device) -> dict[str, Callable[[], obje
         f"all_reduce {name}": lambda x=x: dist.all_reduce(x) for name, x in whole.items()
     }
     for name, x in whole.items():
-        mine = torch.empty_like(part[name])
-        found[f"reduce_scatter {name}"] = lambda x=x, mine=mine: reduce_scatter_single(mine, x)
+        sums = torch.empty_like(part[name])
+        found[f"reduce_scatter {name}"] = lambda x=x, sums=sums: reduce_scatter_single(sums, x)
     return found | {
         "all_gather": lambda: all_gather_single(whole["bf16"], part["bf16"]),
         "all_to_all": lambda: every.all_to_all(whole["bf16"]),
         "scatter_gradients": lambda: every.sum_scatter(whole["fp32"], rows, torch.float32),
         "send": around,
     }
-
-
-def _zeros(size: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(size // dtype.itemsize // n * n, dtype=dtype, device=device)
 
 
 def _timed_after(

@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import product as combinations
 from pathlib import Path
 from statistics import median
@@ -91,44 +92,48 @@ def products(
 
 def attention(dtype: str, device: torch.device) -> dict[str, list[float]]:
     """FLOP/s of causal attention, forward and backward (2.5 times the FLOPs), by "tokens x head"."""
-    found = {}
-    for T, d in combinations(TOKENS, HEADS):
-        H, B = 4, max(1, 1024 // T)
+
+    def work(B: int, H: int, T: int, d: int) -> tuple[Call, Call]:
         qkv = _random((B, T, 3 * H * d), dtype, device).requires_grad_()
         angles = torch.rand(T, d // 2, device=device)
         cos, sin = angles.cos(), angles.sin()
-        flops = 2.0 * B * H * T * T * d
-
-        def forward(qkv=qkv, cos=cos, sin=sin, H=H) -> Tensor:
-            return qkv_attention(qkv, H, H, cos, sin, True)
-
-        out = forward()
+        out = qkv_attention(qkv, H, H, cos, sin, True)
         dout = torch.ones_like(out)
+        return (
+            lambda: qkv_attention(qkv, H, H, cos, sin, True),
+            lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True),
+        )
 
-        def backward(out=out, dout=dout, qkv=qkv) -> object:
-            return torch.autograd.grad(out, qkv, dout, retain_graph=True)
-
-        found[f"{T}x{d}"] = [flops / timed([forward], device), 2.5 * flops / timed([backward], device)]
-    return found
+    return _rates(work, 2.0, device)
 
 
 def ring(dtype: str, device: torch.device) -> dict[str, list[float]]:
     """Rates of attention to another rank's keys, merged with earlier results."""
-    found = {}
-    for T, d in combinations(TOKENS, HEADS):
-        H, B = 4, max(1, 1024 // T)
+
+    def work(B: int, H: int, T: int, d: int) -> tuple[Call, Call]:
         q, k, v, dout = (_random((B, H, T, d), dtype, device) for _ in range(4))
-        flops = 4.0 * B * H * T * T * d
         out, lse = attend(q, k, v, causal=False)
         total, rows = out.float(), queries(q, dout, out, lse)
 
-        def forward(q=q, k=k, v=v, total=total, lse=lse) -> None:
-            merge(total, lse.clone(), *attend(q, k, v, causal=False))
-
-        def backward(rows=rows, k=k, v=v) -> None:
+        def backward() -> None:
             dq, dk, dv = attend_backward(rows, k, v, causal=False)
             torch.stack((dk, dv)).float().add_(dq.float()[None])
 
+        return lambda: merge(total, lse.clone(), *attend(q, k, v, causal=False)), backward
+
+    return _rates(work, 4.0, device)
+
+
+def _rates(
+    work: Callable[[int, int, int, int], tuple[Call, Call]], factor: float, device: torch.device
+) -> dict[str, list[float]]:
+    """FLOP/s of forward and backward. work: both for (B, heads, T, size of a head); factor: FLOPs of forward by their
+    product, with T twice."""
+    found = {}
+    for T, d in combinations(TOKENS, HEADS):
+        H, B = 4, max(1, 1024 // T)
+        forward, backward = work(B, H, T, d)
+        flops = factor * B * H * T * T * d
         found[f"{T}x{d}"] = [flops / timed([forward], device), 2.5 * flops / timed([backward], device)]
     return found
 
@@ -302,30 +307,24 @@ def bandwidth(folder: Path, size: int = SIZE) -> dict[str, float]:
     Raises:
         UserError: the folder cannot be written, has not enough space, or is on a file system without unnamed files.
     """
-    disk = Disk(folder)
-    try:
-        return _measured(disk, range(0, size // (2 * SPAN) * 2 * SPAN, SPAN))
-    finally:
-        disk.close()
+    spans = range(0, size // (2 * SPAN) * 2 * SPAN, SPAN)
+    with closing(Disk(folder)) as disk:
+        file, data = disk.file(len(spans) * SPAN, "a test file"), aligned(SPAN)
+        # A disk may compress zeros. Not by torch: its threads would be lost in ranks that are forked later, which wait
+        data.numpy()[:] = np.frombuffer(os.urandom(SPAN), np.uint8)
 
+        def read(at: int) -> None:
+            file.read(at, disk.staging())
 
-def _measured(disk: Disk, spans: range) -> dict[str, float]:
-    file, data = disk.file(len(spans) * SPAN, "a test file"), aligned(SPAN)
-    # A disk may compress zeros. Not by torch: its threads would be lost in ranks that are forked later, which then wait
-    data.numpy()[:] = np.frombuffer(os.urandom(SPAN), np.uint8)
+        def write(at: int) -> None:
+            file.write(at, data)
 
-    def read(at: int) -> None:
-        file.read(at, disk.staging())
+        def rate(*work: tuple[Callable[[int], None], int]) -> float:
+            began = time.perf_counter()
+            wait_for([disk.submit(call, at) for call, at in work])
+            file.sync()
+            return len(work) * SPAN / (time.perf_counter() - began)
 
-    def write(at: int) -> None:
-        file.write(at, data)
-
-    def rate(*work: tuple[Callable[[int], None], int]) -> float:
-        began = time.perf_counter()
-        wait_for([disk.submit(one, at) for one, at in work])
-        file.sync()
-        return len(work) * SPAN / (time.perf_counter() - began)
-
-    found = {"write": rate(*((write, at) for at in spans)), "read": rate(*((read, at) for at in spans))}
-    halves = zip(spans[: len(spans) // 2], spans[len(spans) // 2 :], strict=True)
-    return found | {"both": rate(*(one for a, b in halves for one in ((read, a), (write, b))))}
+        found = {"write": rate(*((write, at) for at in spans)), "read": rate(*((read, at) for at in spans))}
+        halves = zip(spans[: len(spans) // 2], spans[len(spans) // 2 :], strict=True)
+        return found | {"both": rate(*(pair for a, b in halves for pair in ((read, a), (write, b))))}

@@ -74,7 +74,24 @@ def measure(say: Callable[[str], None] = lambda text: None, busy: bool = False) 
             file = Path(folder, f"{world}.json")
             start_ranks(partial(_measure_rank, file, dtypes, world <= units), world, fork=not gpus)
             found[world] = json.loads(file.read_text())
-    table = _table(found, units, bool(gpus), dtypes, disk)
+    device, two = "cuda" if gpus else "cpu", found.get(2, {"free": 0.0, "added": {}, "spread": 0.0})
+    memory = torch.cuda.get_device_properties(0).total_memory * units if gpus else float(memory_bytes())
+    table = Measured(
+        machine=tables.key(),
+        device=device,
+        cores=units,
+        memory=memory,
+        disk=disk["write"],
+        peak={dtype: device_peak(device, dtype) * (gpus or 1) for dtype in dtypes},
+        shares={n: Share(n, **part["share"]) for n, part in found.items() if "share" in part},
+        links={n: part["links"] for n, part in found.items() if "links" in part},
+        free=1.0 if gpus else two["free"],
+        host=found[1]["plain"] | two["added"],
+        axes={},
+        spread=two["spread"],
+        disk_read=disk["read"],
+        disk_both=disk["both"],
+    )
     table = replace(table, axes=_axes(table, found, dtypes[-1]))
     if not busy:
         _require_cores(dtypes[-1])
@@ -95,30 +112,6 @@ def _require_cores(dtype: str) -> None:
             f"saved; at most {1 - UNDISTURBED:.0%} is allowed. Stop them and repeat `fivefold bench hardware`, or add "
             "--busy to save the table all the same"
         )
-
-
-def _table(
-    found: dict[int, dict[str, Any]], units: int, gpu: bool, dtypes: list[str], disk: dict[str, float]
-) -> Measured:
-    shares = {n: Share(n, **part["share"]) for n, part in found.items() if "share" in part}
-    device = "cuda" if gpu else "cpu"
-    two = found.get(2, {"free": 0.0, "added": {}, "spread": 0.0})
-    return Measured(
-        machine=tables.key(),
-        device=device,
-        cores=units,
-        memory=torch.cuda.get_device_properties(0).total_memory * units if gpu else float(memory_bytes()),
-        disk=disk["write"],
-        peak={dtype: device_peak(device, dtype) * (units if gpu else 1) for dtype in dtypes},
-        shares=shares,
-        links={n: part["links"] for n, part in found.items() if "links" in part},
-        free=1.0 if gpu else two["free"],
-        host=found[1]["plain"] | two["added"],
-        axes={},
-        spread=two["spread"],
-        disk_read=disk["read"],
-        disk_both=disk["both"],
-    )
 
 
 def _disk(say: Callable[[str], None]) -> dict[str, float]:
@@ -147,10 +140,25 @@ def _axes(
 
 def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) -> None:
     """Measures one rank's part; the first rank writes its results."""
-    found: dict[str, Any] = {}
+    device, found = ranks.device, dict[str, Any]()
     if has_cores:
-        found["share"] = _share(dtypes, ranks.device)
-        found["spread"] = _spread(found["share"], ranks)
+        matmuls = {d: hardware.products(d, device, measured.SIZES, measured.LARGEST) for d in dtypes}
+        found["share"] = {
+            "threads": torch.get_num_threads() if device.type == "cpu" else 1,
+            "products": matmuls,
+            "attention": {d: hardware.attention(d, device) for d in dtypes},
+            "ring": {d: hardware.ring(d, device) for d in dtypes},
+            "streams": {
+                d: hardware.streams(d, device) | {"optimizer": hardware.optimizer(d, device)} for d in dtypes
+            },
+            "encodings": encodings(device),
+        }
+        # Standard deviation of the ranks' mean rates, as a share of their mean
+        rates = [r for roles in matmuls.values() for grid in roles.values() for r in grid.values()]
+        speeds = [torch.zeros(1, device=device) for _ in range(ranks.world)]
+        if ranks.world > 1:
+            dist.all_gather(speeds, torch.tensor([fmean(map(math.log, rates))], device=device))
+        found["spread"] = pstdev([speed.item() for speed in speeds])
     if ranks.world == 1:
         found["plain"] = plain(ranks)
     else:
@@ -162,31 +170,6 @@ def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) 
         found["added"] = added(ranks, at_once)
     if ranks.first:
         write(file, json.dumps(found))
-
-
-def _share(dtypes: list[str], device: torch.device) -> dict[str, Any]:
-    return {
-        "threads": torch.get_num_threads() if device.type == "cpu" else 1,
-        "products": {d: hardware.products(d, device, measured.SIZES, measured.LARGEST) for d in dtypes},
-        "attention": {d: hardware.attention(d, device) for d in dtypes},
-        "ring": {d: hardware.ring(d, device) for d in dtypes},
-        "streams": {
-            d: hardware.streams(d, device) | {"optimizer": hardware.optimizer(d, device)} for d in dtypes
-        },
-        "encodings": encodings(device),
-    }
-
-
-def _spread(share: dict[str, Any], ranks: Ranks) -> float:
-    """Standard deviation of the ranks' mean rates, as a share of their mean."""
-    if ranks.world == 1:
-        return 0.0
-    logs = [
-        math.log(r) for roles in share["products"].values() for grid in roles.values() for r in grid.values()
-    ]
-    speeds = [torch.zeros(1, device=ranks.device) for _ in range(ranks.world)]
-    dist.all_gather(speeds, torch.tensor([fmean(logs)], device=ranks.device))
-    return pstdev([speed.item() for speed in speeds])
 
 
 VOCABULARY = 64
@@ -202,7 +185,9 @@ def plain(ranks: Ranks, layout: str = "dp=1", steps: int = STEPS) -> dict[str, f
     L "block")."""
     (l1, l2), (m1, m2) = BLOCKS, MICROBATCHES
     took = {
-        (layers, m): _step_seconds(ranks, layout, layers, m, steps) for layers in BLOCKS for m in MICROBATCHES
+        (layers, m): _seconds(_recipe(layout, layers, m), ranks, steps)
+        for layers in BLOCKS
+        for m in MICROBATCHES
     }
     block = (took[l2, m2] - took[l2, m1] - took[l1, m2] + took[l1, m1]) / (l2 - l1) / (m2 - m1)
     microbatch = (took[l1, m2] - took[l1, m1]) / (m2 - m1) - l1 * block
@@ -224,7 +209,7 @@ def added(ranks: Ranks, links: dict[str, list[list[float]]], steps: int = STEPS)
         mine = plain(ranks, f"dp=2,zero={zero}", steps)
         found[f"zero{zero}"] = max(0.0, mine["block"] - base["block"] - per_microbatch)
         found[f"zero{zero} step"] = max(0.0, mine["block step"] - base["block step"] - per_step)
-    few, many = (_step_seconds(ranks, "pp=2", 2, m, steps) for m in (4, 12))
+    few, many = (_seconds(_recipe("pp=2", 2, m), ranks, steps) for m in (4, 12))
     found["stage"] = max(0.0, (many - few) / 8 - base["block"] - base["microbatch"] / 2 - 2 * send)
     return found
 
@@ -244,11 +229,9 @@ def blocks(ranks: Ranks, dtype: str, steps: int = STEPS // 2) -> dict[str, list[
 
 def recipes(name: str, world: int, model: tuple[int, int], dtype: str) -> tuple[Recipe, Recipe]:
     """Recipes of an axis, with few and with many blocks."""
-    few, many = BLOCKS
     layout = f"{AXES[name]},dp={world // 2}"
-    return _recipe(layout, few, MICROBATCHES[1], model, dtype), _recipe(
-        layout, many, MICROBATCHES[1], model, dtype
-    )
+    few, many = (_recipe(layout, layers, MICROBATCHES[1], model, dtype) for layers in BLOCKS)
+    return few, many
 
 
 def per_block(few: float, many: float) -> float:
@@ -256,11 +239,9 @@ def per_block(few: float, many: float) -> float:
     return (many - few) / (BLOCKS[1] - BLOCKS[0]) / MICROBATCHES[1]
 
 
-def _step_seconds(ranks: Ranks, layout: str, layers: int, microbatches: int, steps: int) -> float:
-    return _seconds(_recipe(layout, layers, microbatches, MODELS[0], "fp32"), ranks, steps)
-
-
-def _recipe(layout: str, layers: int, microbatches: int, model: tuple[int, int], dtype: str) -> Recipe:
+def _recipe(
+    layout: str, layers: int, microbatches: int, model: tuple[int, int] = MODELS[0], dtype: str = MASTER
+) -> Recipe:
     tokens, dim = model
     sets = [f"model.layers={layers}", f"model.dim={dim}", f"model.heads={dim // 32}", f"model.ffn_dim={dim}"]
     sets += [

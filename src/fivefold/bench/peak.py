@@ -120,22 +120,17 @@ def _measure(device: str, dtype: str, threads: int) -> dict[str, Any]:
         seconds = 0.0
         for way in ways:
             with torch.no_grad():
-                seconds, share = _time(way, wait, threads)
+                for _ in range(2):
+                    way()
+                    wait()
+                # The fastest: the peak falls as little as can be if others take the cores
+                times, had = laps([way], wait, 0.5, 3)
+            seconds, share = min(times), had / threads
             if 2 * size**3 / seconds > best["rate"]:
                 best = {"rate": 2 * size**3 / seconds, "size": size, "share": share}
         if seconds > 0.25:  # a dtype without hardware: the larger size would take many seconds
             break
     return best
-
-
-def _time(work: Callable[[], object], wait: Callable[[], object], threads: int) -> tuple[float, float]:
-    """Seconds of the fastest `work` in half a second, at least 3 times, after warming up: the peak falls as little as
-    can be if others take the cores. And the share of the cores' time that this process got while it ran."""
-    for _ in range(2):
-        work()
-        wait()
-    times, share = laps([work], wait, 0.5, 3)
-    return min(times), share / threads
 
 
 def laps(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 
 from fivefold.checkpoint.manifest import MANIFEST, Damaged
@@ -53,11 +54,8 @@ def set_aside(folder: Path, why: str) -> Path:
     Raises:
         OSError: it cannot be renamed.
     """
-    target = folder.with_name(f"{why}-{folder.name}")
-    number = 2
-    while target.exists():
-        target = folder.with_name(f"{why}-{folder.name}-{number}")
-        number += 1
+    names = chain([f"{why}-{folder.name}"], (f"{why}-{folder.name}-{number}" for number in count(2)))
+    target = next(path for path in map(folder.with_name, names) if not path.exists())
     rename(folder, target)
     return target
 
@@ -126,11 +124,13 @@ def copy(folder: Path, target: Path) -> Path:
     try:
         make_folder(temporary)
         for name in (*reader.files, MANIFEST):
-            _copy_file(folder / name, temporary / name)
-        copied = Reader(temporary)
-        if copied.content != reader.content:
+            with open_file(folder / name) as content, stream(temporary / name) as copied:
+                shutil.copyfileobj(content, copied, CHUNK)
+            flush(temporary / name)
+        written = Reader(temporary)
+        if written.content != reader.content:
             raise Damaged(f"{folder} changed while it was copied")
-        copied.check(*copied.files, threads=threads())
+        written.check(*written.files, threads=threads())
         flush(temporary)
         rename(temporary, out)
     except OSError as error:
@@ -138,9 +138,3 @@ def copy(folder: Path, target: Path) -> Path:
     finally:
         remove(temporary)
     return out
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    with open_file(source) as content, stream(target) as copied:
-        shutil.copyfileobj(content, copied, CHUNK)
-    flush(target)

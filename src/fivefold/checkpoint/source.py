@@ -198,8 +198,14 @@ def weight_files(source: Path) -> list[str]:
                 raise UserError(f"{source / INDEX}: {file!r} is not the name of a file beside it")
     elif (source / WEIGHTS).is_file():
         files = [WEIGHTS]
+    elif pickles := sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in source.glob(pattern)):
+        raise UserError(
+            f"{source / pickles[0]}: pickle files are refused, because opening one can run any code. Use the "
+            f"model's safetensors files ({WEIGHTS}). If it has none and you trust it, load it with transformers on a "
+            "disposable machine and write it with save_pretrained(FOLDER)"
+        )
     else:
-        raise UserError(_no_weights(source))
+        raise UserError(f"{source} has neither {WEIGHTS} nor {INDEX}")
     return files
 
 
@@ -216,17 +222,6 @@ def read_weights(source: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise UserError(f"{source / file} is not a complete safetensors file: {error}") from None
     return weights
-
-
-def _no_weights(source: Path) -> str:
-    pickles = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in source.glob(pattern))
-    if not pickles:
-        return f"{source} has neither {WEIGHTS} nor {INDEX}"
-    return (
-        f"{source / pickles[0]}: pickle files are refused, because opening one can run any code. Use the "
-        f"model's safetensors files ({WEIGHTS}). If it has none and you trust it, load it with transformers on a "
-        "disposable machine and write it with save_pretrained(FOLDER)"
-    )
 
 
 def read_config(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
@@ -313,7 +308,7 @@ def import_folder(source: Path, out: Path) -> Path:
         text = to_toml(recipe, f"Weights imported from a Hugging Face {config['model_type']}.")
         write_file(folder / "recipe.toml", text)
         _copy_text_files(source, folder)
-        write.save_whole(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
+        write.save(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
     return out
 
 
@@ -343,7 +338,13 @@ def _write_text_files(run: Path, folder: Path, recipe: Recipe, tokenizer: Tokeni
     Files of an imported run are copied. Missing ones are made from the run's tokenizer.
     """
     _copy_text_files(run, folder)
-    tokens = _special_tokens(tokenizer) if tokenizer is not None else {}
+    tokens: dict[str, tuple[str, int]] = {}  # (text, id) by role
+    if tokenizer is not None:
+        added = {entry["id"]: entry["content"] for entry in json.loads(tokenizer.to_json())["added_tokens"]}
+        end = (added[tokenizer.end_id], tokenizer.end_id)  # documents also begin after it
+        tokens = {"bos": end, "eos": end}
+        if masks := [(text, i) for i, text in added.items() if text in KNOWN_MASKS]:  # BERT's
+            tokens["mask"] = masks[0]
     if tokens and not (folder / "tokenizer_config.json").exists():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": recipe.model.seq_len}
         names = {f"{role}_token": token for role, (token, _) in tokens.items()}
@@ -370,14 +371,6 @@ def _copy_text_files(source: Path, folder: Path) -> None:
         if (source / name).is_file():
             most = MOST_TOKENIZER if name == "tokenizer.json" else MOST_JSON
             write_file(folder / name, read_bytes(source / name, most))
-
-
-def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
-    """Role -> (text, id) of the end token (documents also begin after it) and of BERT's mask token."""
-    added = {entry["id"]: entry["content"] for entry in json.loads(tokenizer.to_json())["added_tokens"]}
-    end = (added[tokenizer.end_id], tokenizer.end_id)
-    mask = [(text, i) for i, text in added.items() if text in KNOWN_MASKS]
-    return {"bos": end, "eos": end} | ({"mask": mask[0]} if mask else {})
 
 
 @contextmanager

@@ -144,25 +144,22 @@ class Reader:
 
     def _check(self, file: str) -> None:
         _verify(self.folder / file, self.manifest.files[file])
-        wrong = self._wrong(file)
-        if wrong:
-            raise Damaged(f"{self.folder / file} is damaged: {wrong}")
-
-    def _wrong(self, file: str) -> str:
-        """What the tensors of a file have that the manifest does not say, or no checkpoint has."""
-        tensors, wanted = self._tensors(file), self._wanted.get(file, {})
-        if wanted.keys() != tensors.keys():
-            odd = sorted(wanted.keys() ^ tensors.keys())
-            return f"it does not have the tensors that the manifest names: {odd[0]!r:.120}"
+        wrong, tensors, wanted = "", self._tensors(file), self._wanted.get(file, {})
+        if odd := sorted(wanted.keys() ^ tensors.keys()):
+            wrong = f"it does not have the tensors that the manifest names: {odd[0]!r:.120}"
+            wanted = {}
         for key, (name, shape, entry) in wanted.items():
             tensor, dtype = tensors[key], entry.dtype
             if tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{DTYPES[dtype]}":
-                return (
+                wrong = (
                     f"{name!r:.120} is of {tensor.dtype}, shape {list(tensor.shape)}, unlike in the manifest"
                 )
-            if self.finite and (why := odd_numbers(tensor, entry.buffer)):
-                return f"{name!r:.120} {why}"
-        return ""
+            elif self.finite and (why := odd_numbers(tensor, entry.buffer)):
+                wrong = f"{name!r:.120} {why}"
+            if wrong:
+                break
+        if wrong:
+            raise Damaged(f"{self.folder / file} is damaged: {wrong}")
 
     @cached_property
     def _wanted(self) -> dict[str, dict[str, tuple[str, tuple[int, ...], Entry]]]:

@@ -210,8 +210,8 @@ class Writing:
 
 def save(
     folder: Path,
-    model: Iterable[Piece],
-    optimizer: Iterable[Piece],
+    model: Iterable[Piece] | Mapping[str, Tensor],
+    optimizer: Iterable[Piece] | Mapping[str, Tensor] | None,
     meta: Mapping[str, Any],
     *,
     axis: Axis = ALONE,
@@ -219,21 +219,10 @@ def save(
     finite: bool = True,
 ) -> Path:
     """Writes a checkpoint and returns its folder: see `Writing`. Every rank of the axis calls it with its own pieces,
-    which make up each tensor exactly once."""
-    pieces = {"model": list(model), "optimizer": list(optimizer)}
+    which make up each tensor exactly once; or one process with whole tensors, by their names."""
+    kinds = {"model": model, "optimizer": optimizer or ()}
+    pieces = {k: whole_pieces(v) if isinstance(v, Mapping) else list(v) for k, v in kinds.items()}
     return Writing(folder, pieces, meta, axis, max_shard_bytes, finite).save()
-
-
-def save_whole(
-    folder: Path,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor] | None,
-    meta: Mapping[str, Any],
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Path:
-    """`save` from one process that has every tensor whole."""
-    pieces = whole_pieces(model), whole_pieces(optimizer or {})
-    return save(folder, *pieces, meta, max_shard_bytes=max_shard_bytes)
 
 
 def _put(file: IO[bytes], digest: Any, content: bytes | memoryview) -> None:
@@ -246,20 +235,16 @@ def _put(file: IO[bytes], digest: Any, content: bytes | memoryview) -> None:
 
 def _shards(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
     """The pieces of each file: those with the largest elements first, so that all begin at a multiple of their size."""
-    shard: list[Piece] = []
+    shards: list[list[Piece]] = []
     size = 0
     for piece in pieces:
-        if shard and size + piece.tensor.nbytes > max_bytes:
-            yield sorted(shard, key=_element_size, reverse=True)
-            shard, size = [], 0
-        shard.append(piece)
+        if not shards or size + piece.tensor.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(piece)
         size += piece.tensor.nbytes
-    if shard:
-        yield sorted(shard, key=_element_size, reverse=True)
-
-
-def _element_size(piece: Piece) -> int:
-    return piece.tensor.element_size()
+    for shard in shards:
+        yield sorted(shard, key=lambda piece: piece.tensor.element_size(), reverse=True)
 
 
 def _code(tensor: Tensor) -> str:
@@ -307,23 +292,19 @@ class Background:
         try:
             replace(writing, pieces=self._copy.run()).write_part()
             self.written.set()
-            if writing.first and self._all_written():
-                writing.finish()
+            if writing.first:
+                # Each part is looked for until it is there, and then no more: on a disk in a network that is a message
+                for rank in range(writing.axis.size):
+                    while not (writing.wrote(rank) or self.cancelled.is_set()):
+                        self.cancelled.wait(POLL_S)
+                if not self.cancelled.is_set():
+                    writing.finish()
         except BaseException as error:  # whatever it is, all ranks have to learn of it
             self.error = error
         finally:
             self._copy.done.set()
             self.written.set()
             self.ended.set()
-
-    def _all_written(self) -> bool:
-        """Waits for the other ranks' parts; False if it is cancelled meanwhile. Each part is looked for until it is
-        there, and then no more: on a disk in a network that is a message."""
-        for rank in range(self.writing.axis.size):
-            while not self.writing.wrote(rank):
-                if self.cancelled.wait(POLL_S):
-                    return False
-        return not self.cancelled.is_set()
 
 
 class Copy:

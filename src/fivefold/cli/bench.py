@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -73,112 +74,84 @@ def collectives(
     wanted = sorted({bytes_of("--sizes", size) for size in sizes.split(",")})
     from fivefold.bench.collectives import measure
     from fivefold.host import tables
+    from fivefold.observe.format import size as size_text
 
     table = measure(ranks, wanted, lambda text: print(f"measuring {text}", file=sys.stderr))
     if json:
         print_json(table | {"path": str(tables.path())})
         return
-    print("\n".join(_collectives(table, ranks)))
-    print(f"\nsaved to {tables.path()}; used by `fivefold collectives --topology local`")
-
-
-def _collectives(table: dict[str, Any], ranks: int) -> list[str]:
-    """The fit, and for each size the algorithms by measured time, with the prediction beside it."""
-    from fivefold.observe.format import size as size_text
-
     key = str(ranks)
     fit = table["fit"][key]
-    lines = [
+    print(
         f"{ranks} local ranks: alpha {1e6 * fit['alpha']:.1f} µs, 1/beta {1e-9 / fit['beta']:.2f} GB/s per rank; "
         f"shared by all: {1e6 * fit['bus_alpha']:.1f} µs per message, {1e-9 / fit['bus_beta']:.2f} GB/s; "
         f"adding {1e-9 / fit['gamma']:.1f} GB/s"
-    ]
+    )
     for size, times in table["seconds"][key].items():
-        lines += [
-            "",
-            f"all_reduce of {size_text(int(size)):22}{'measured ms':>12}{'predicted ms':>14}{'error':>9}",
-        ]
+        print(f"\nall_reduce of {size_text(int(size)):22}{'measured ms':>12}{'predicted ms':>14}{'error':>9}")
         for name, seconds in sorted(times.items(), key=lambda item: item[1]):
             line = f"  {name:34}{1e3 * seconds:12.3f}"
-            if name in table["predicted"][key][size]:
-                predicted = table["predicted"][key][size][name]
+            if (predicted := table["predicted"][key][size].get(name)) is not None:
                 line += f"{1e3 * predicted:14.3f}{100 * (predicted / seconds - 1):+8.0f}%"
-            lines.append(line)
+            print(line)
     best = ", ".join(f"{size_text(int(size))} {name}" for size, name in table["best"][key].items())
-    return [*lines, "", f'all_reduce = "auto" takes: {best}']
+    print(f'\nall_reduce = "auto" takes: {best}')
+    print(f"\nsaved to {tables.path()}; used by `fivefold collectives --topology local`")
 
 
-def _text(table: Measured) -> list[str]:
+def _text(table: Measured) -> Iterator[str]:
     """A few figures of the table, for people."""
-    return [table.machine, "", *_products(table), "", *_others(table), "", *_links(table), "", *_host(table)]
-
-
-def _products(table: Measured) -> list[str]:
-    lines = ["matmul, GFLOP/s per rank (forward, input gradient, weight gradient)"]
-    lines.append(
-        f"  {'ranks x threads':16} {'m x n x k':>15}" + "".join(f"{dtype:>27}" for dtype in table.peak)
-    )
-    for n, share in table.shares.items():
-        for m, size, k in ((64, 64, 64), (512, 512, 512), (4096, 512, 192), (512, 1536, 512)):
-            cells = [
-                "".join(
-                    f"{share.product(m, size, k, d, role) / 1e9:9.1f}"
-                    for role in ("forward", "input", "weight")
-                )
-                for d in table.peak
-            ]
-            lines.append(f"  {f'{n} x {share.threads}':16} {f'{m}x{size}x{k}':>15}" + "".join(cells))
-    return lines
-
-
-def _others(table: Measured) -> list[str]:
-    lines = ["attention (GFLOP/s per rank) and element-wise operations (GB/s per rank), forward / backward"]
-    for n, share in table.shares.items():
-        for dtype in table.peak:
-            cells = [
-                f"{T} tokens {share.attended(T, 64, dtype, False, False) / 1e9:.0f} / "
-                f"{share.attended(T, 64, dtype, True, False) / 1e9:.0f}"
-                for T in (128, 512, 2048)
-            ]
-            cells += [
-                f"{kind} {rates[0] / 1e9:.1f} / {rates[1] / 1e9:.1f}"
-                for kind, rates in share.streams[dtype].items()
-                if kind != "random"
-            ]
-            lines.append(f"  {n} x {share.threads} {dtype}: " + ", ".join(cells))
-    return lines
-
-
-def _links(table: Measured) -> list[str]:
-    lines = ["messages between local ranks, ms for 4 KiB, 1 MiB and 8 MiB"]
-    for n, found in table.links.items():
-        for name, points in found.items():
-            cells = "".join(f"{1e3 * seconds:9.3f}" for size, seconds in points if size != 64 << 10)
-            lines.append(f"  {n} ranks  {name:20}{cells}")
-    return [
-        *lines,
-        f"  the CPU is free to compute during {100 * table.free:.0f}% of a large message",
-    ]
-
-
-def _host(table: Measured) -> list[str]:
     from fivefold.plan.cluster.devices import of_table
 
-    disk = of_table(table).storage
-    cells = [f"{name} {1e3 * seconds:.2f}" for name, seconds in table.host.items()]
+    yield from (table.machine, "", "matmul, GFLOP/s per rank (forward, input gradient, weight gradient)")
+    yield f"  {'ranks x threads':16} {'m x n x k':>15}" + "".join(f"{dtype:>27}" for dtype in table.peak)
+    for n, share in table.shares.items():
+        for m, size, k in ((64, 64, 64), (512, 512, 512), (4096, 512, 192), (512, 1536, 512)):
+            roles = [(dtype, role) for dtype in table.peak for role in ("forward", "input", "weight")]
+            cells = "".join(f"{share.product(m, size, k, *names) / 1e9:9.1f}" for names in roles)
+            yield f"  {f'{n} x {share.threads}':16} {f'{m}x{size}x{k}':>15}{cells}"
+    yield from (
+        "",
+        "attention (GFLOP/s per rank) and element-wise operations (GB/s per rank), forward / backward",
+    )
+    for n, share in table.shares.items():
+        for dtype in table.peak:
+            rates = {
+                f"{T} tokens": [
+                    f"{share.attended(T, 64, dtype, back, False) / 1e9:.0f}" for back in (False, True)
+                ]
+                for T in (128, 512, 2048)
+            }
+            rates |= {
+                kind: [f"{rate / 1e9:.1f}" for rate in rates[:2]]
+                for kind, rates in share.streams[dtype].items()
+                if kind != "random"
+            }
+            cells = ", ".join(f"{name} {' / '.join(both)}" for name, both in rates.items())
+            yield f"  {n} x {share.threads} {dtype}: {cells}"
+    yield from ("", "messages between local ranks, ms for 4 KiB, 1 MiB and 8 MiB")
+    for n, links in table.links.items():
+        for name, points in links.items():
+            cells = "".join(f"{1e3 * seconds:9.3f}" for size, seconds in points if size != 64 << 10)
+            yield f"  {n} ranks  {name:20}{cells}"
+    yield from (f"  the CPU is free to compute during {100 * table.free:.0f}% of a large message", "")
+    yield "Python and dispatch, ms: " + ", ".join(f"{name} {1e3 * s:.2f}" for name, s in table.host.items())
     waits = [
         f"{axis} {' / '.join(f'{1e3 * seconds:.2f}' for _, seconds in points)}"
         + (f" ({ranks} ranks)" if ranks > 2 else "")
         for ranks, axes in table.axes.items()
         for axis, points in axes.items()
     ]
-    return [
-        "Python and dispatch, ms: " + ", ".join(cells),
-        *(["ranks wait for each other, ms per block, small / large: " + ", ".join(waits)] if waits else []),
+    if waits:
+        yield "ranks wait for each other, ms per block, small / large: " + ", ".join(waits)
+    disk, peaks = (
+        of_table(table).storage,
+        [f"{d} peak {rate / 1e9:.0f} GFLOP/s" for d, rate in table.peak.items()],
+    )
+    yield (
         f"memory {table.memory / 2**30:.1f} GiB, disk writes {disk.write / 1e9:.2f}, reads {disk.read / 1e9:.2f}, "
-        f"both at once {disk.both / 1e9:.2f} GB/s, "
-        + ", ".join(f"{dtype} peak {rate / 1e9:.0f} GFLOP/s" for dtype, rate in table.peak.items()),
-    ]
+        f"both at once {disk.both / 1e9:.2f} GB/s, {', '.join(peaks)}"
+    )
 
 
 def ensure_measured(cluster: str) -> None:
@@ -209,8 +182,11 @@ def calibrate(
     json: JsonOption = False,
 ) -> None:
     """Fit this machine's table to finished runs, or remove what was fitted (`plan calibrate reset`)."""
+    from fivefold.observe.metrics import read_metrics
+    from fivefold.observe.prediction import step_seconds
     from fivefold.plan.cluster import measured
-    from fivefold.plan.cluster.calibrate import describe, fit
+    from fivefold.plan.cluster.calibrate import FinishedRun, describe, fit
+    from fivefold.recipe import load
 
     table = measured.load()
     if table is None:
@@ -223,19 +199,13 @@ def calibrate(
             "calibration removed; predictions use the measured table alone"
         )
         return
-    found = fit(table, [_run(Path(name)) for name in runs])
+    finished = []
+    for run in map(Path, runs):
+        require_run(run)
+        seconds = step_seconds(read_metrics(run / "metrics.jsonl"))
+        if seconds is None:
+            raise UserError(f"plan calibrate: {run} has too few steps; it needs at least 3")
+        finished.append(FinishedRun(run.name, load(str(run / "recipe.toml")), seconds))
+    found = fit(table, finished)
     measured.save(found.table)
     print_json(found.as_json()) if json else print("\n".join(describe(found)))
-
-
-def _run(folder: Path):
-    from fivefold.observe.metrics import read_metrics
-    from fivefold.observe.prediction import step_seconds
-    from fivefold.plan.cluster.calibrate import FinishedRun
-    from fivefold.recipe import load
-
-    require_run(folder)
-    seconds = step_seconds(read_metrics(folder / "metrics.jsonl"))
-    if seconds is None:
-        raise UserError(f"plan calibrate: {folder} has too few steps; it needs at least 3")
-    return FinishedRun(folder.name, load(str(folder / "recipe.toml")), seconds)

@@ -1,6 +1,6 @@
 """Lists of what there is: `fivefold clusters`, devices and clusters with their links; `fivefold formats`, the formats
 of numbers, and how the numbers of a run lie in their ranges; `fivefold optimizers`, their states, and their paths over
-surfaces."""
+surfaces; `fivefold collectives`, the algorithms of a collective on a topology, and their rounds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from fivefold.cli.options import (
     JsonOption,
+    bytes_of,
     columns,
     option,
     print_json,
@@ -19,10 +20,13 @@ from fivefold.cli.options import (
     require_writable,
     save_as,
 )
+from fivefold.draw.lanes import time_text
 from fivefold.errors import UserError
+from fivefold.observe.format import size as size_text
 
 if TYPE_CHECKING:
-    from fivefold.optim import OptimizerCard
+    from fivefold.schedules.collectives.cost import Choice, Topology
+
 
 EXAMPLES = [
     "fivefold clusters",
@@ -33,6 +37,9 @@ EXAMPLES = [
     "fivefold optimizers",
     "fivefold optimizers --draw ravine --only sgd,momentum,adam",
     "fivefold optimizers --svg optimizers.svg",
+    "fivefold collectives --ranks 8 --size 16M",
+    "fivefold collectives --ranks 8 --draw ring --html ring.html",
+    "fivefold collectives --ranks 16 --primitive all_to_all --topology h100:2x8",
 ]
 MATRIX = 4096  # rows and columns of the matrix by which states of optimizers are compared
 
@@ -76,7 +83,7 @@ def formats(
     """
     from fivefold.observe import number_formats
 
-    require_writable("--svg", svg)
+    require_writable(svg=svg)
     if run is None:
         if svg is not None:
             raise UserError("--svg draws the numbers of a run: add --run RUN")
@@ -112,9 +119,22 @@ def optimizers(
     names = only.split(",") if only else list(OPTIMIZERS)
     require_known("--only", names, OPTIMIZERS)
     require_known("--draw", [draw] if draw else [], SURFACES)
-    require_writable("--svg", svg)
-    found: dict[str, Any] = {"optimizers": [_row(OPTIMIZERS[name]) for name in names]}
-    lines = _table(found["optimizers"])
+    require_writable(svg=svg)
+    shape = (MATRIX, MATRIX)
+    rows = [
+        {
+            "name": card.name,
+            "bytes_per_parameter": card.state_bytes("blocks.0.matrix", shape) / MATRIX**2,
+            "rest_bytes_per_parameter": card.state_bytes("embed.weight", shape) / MATRIX**2,
+            "states": [state.name for state, _ in card.states_of("blocks.0.matrix", shape)],
+            "needs": card.needs,
+            "source": card.source,
+            "fields": dict(card.fields),
+        }
+        for card in (OPTIMIZERS[name] for name in names)
+    ]
+    found: dict[str, Any] = {"optimizers": rows}
+    lines = _optimizer_lines(rows)
     wanted = list(SURFACES) if svg else [draw] if draw else []
     paths = {name: {one: tuned(one, SURFACES[name]) for one in names} for name in wanted}
     if draw:
@@ -133,20 +153,7 @@ def optimizers(
         print("\n".join(lines))
 
 
-def _row(card: OptimizerCard) -> dict[str, Any]:
-    shape = (MATRIX, MATRIX)
-    return {
-        "name": card.name,
-        "bytes_per_parameter": card.state_bytes("blocks.0.matrix", shape) / MATRIX**2,
-        "rest_bytes_per_parameter": card.state_bytes("embed.weight", shape) / MATRIX**2,
-        "states": [state.name for state, _ in card.states_of("blocks.0.matrix", shape)],
-        "needs": card.needs,
-        "source": card.source,
-        "fields": dict(card.fields),
-    }
-
-
-def _table(rows: list[dict[str, Any]]) -> list[str]:
+def _optimizer_lines(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"{'optimizer':10}{'bytes':>8}{'embed':>9}  {'needs':10}{'source':40}states"]
     for row in rows:
         lines.append(
@@ -158,4 +165,112 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         f"bytes: of the states, per parameter of a matrix ({MATRIX} x {MATRIX}) in a block; embed: of an embedding.",
         "needs: what the update of one element depends on. Matrices come together on one rank under ZeRO and tp.",
     ]
+    return lines
+
+
+MOST = 128  # ranks; the planner prices larger groups by formulas
+SIZES = tuple(4096 << 4 * i for i in range(5))  # 4 KiB to 256 MiB
+
+
+def collectives(
+    ranks: Annotated[int, option("N", "Number of ranks.")] = 8,
+    size: Annotated[str, option("BYTES", "Size of the message, such as 4K or 16M.")] = "16M",
+    topology: Annotated[
+        str, option("CLUSTER", "Cluster such as h100:2x8, TOML file of links, or local.")
+    ] = "h100",
+    primitive: Annotated[str, option("NAME", "Collective, such as all_gather.")] = "all_reduce",
+    draw: Annotated[str | None, option("NAME", "Draw the rounds of this algorithm.")] = None,
+    svg: Annotated[Path | None, option("FILE", "Write the rounds as a picture.")] = None,
+    html: Annotated[Path | None, option("FILE", "Write a page that steps through them.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Compare the algorithms of a collective: rounds, bytes, time on a topology, and when to use which.
+
+    --svg and --html show the algorithm of --draw, or the fastest one.
+    """
+    from fivefold.observe.collective_picture import page, to_svg, to_text
+    from fivefold.plan.cluster.clusters import topology as read
+    from fivefold.schedules.collectives import algorithm, build
+    from fivefold.schedules.collectives.cost import compare, simulate
+    from fivefold.schedules.collectives.registry import check_primitive
+
+    check_primitive(primitive)
+    if not 1 <= ranks <= MOST:
+        raise UserError(f"--ranks: {ranks} is not possible; must be at least 1 and at most {MOST}")
+    if draw is not None:
+        algorithm(primitive, draw)
+    require_writable(svg=svg, html=html)
+    message, net = bytes_of("--size", size), read(topology, ranks)
+    choices, refused = compare(primitive, net, message)
+    found: dict[str, Any] = {"primitive": primitive, "ranks": ranks, "size": message, "topology": net.name}
+    found["algorithms"], found["refused"] = [_row(choice) for choice in choices], refused
+    lines = _collective_lines(choices, refused, net, primitive, message)
+    if draw is not None or svg or html:
+        # The named one or the fastest; a pipelined one is drawn in few pieces
+        name = choices[0].algorithm.name if draw is None else draw
+        pieces = next((min(choice.pieces, 4) for choice in choices if choice.algorithm.name == name), 1)
+        collective = build(primitive, name, net.shape._replace(pieces=pieces))
+        if draw is not None:
+            found["drawn"] = to_text(collective, columns(60, 160))
+            lines = [found["drawn"].rstrip()]
+        if svg:
+            save_as("--svg", svg, to_svg(collective))
+        if html:
+            note = f"{size_text(message)} on {net.name}, simulated."
+            save_as(
+                "--html",
+                html,
+                page(collective, [time_text(end) for end in simulate(collective, net, message).ends], note),
+            )
+        found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}
+        lines += found["pictures"].values()
+    if json:
+        print_json(found)
+    else:
+        print("\n".join(lines))
+
+
+def _row(choice: Choice) -> dict[str, Any]:
+    made, pieces, cost = choice
+    return {
+        "name": made.name,
+        "pieces": pieces,
+        "rounds": cost.rounds,
+        "seconds": cost.seconds,
+        "bytes_per_rank": cost.sent,
+        "busiest_link": cost.busiest,
+        "busiest_bytes": cost.link_bytes,
+        "busiest_seconds": cost.link_seconds,
+        "when": made.when,
+        "source": made.source,
+    }
+
+
+def _collective_lines(
+    choices: list[Choice], refused: dict[str, str], net: Topology, primitive: str, message: float
+) -> list[str]:
+    """The table of algorithms, with what each is for, and the fastest one by size."""
+    from fivefold.schedules.collectives.cost import compare
+
+    near, far = net.near, net.far
+    links = f"{net.name}: {near.bandwidth / 1e9:.4g} GB/s, {time_text(near.latency)} inside a node"
+    if far and net.ranks > net.local:
+        links += f" of {net.local}, {far.bandwidth / 1e9:.4g} GB/s, {time_text(far.latency)} between nodes"
+        links += f", {net.cards} cards per node" if net.cards else ""
+    lines = [
+        f"{primitive} of {size_text(message)} on {net.ranks} ranks; {links}",
+        "",
+        f"{'algorithm':18}{'rounds':>6}{'sent/rank':>11}{'time':>10}   {'busiest link':16}use it for",
+    ]
+    for made, pieces, cost in choices:
+        name = f"{made.name} ({pieces})" if pieces > 1 else made.name
+        figures = f"{cost.rounds:6}{size_text(cost.sent):>11}{time_text(cost.seconds):>10}"
+        lines.append(f"{name:18}{figures}   {cost.busiest:16}{made.when}")
+    lines += [f"{name:18}{'-':>6}   {why}, not {net.ranks}" for name, why in refused.items()]
+    if any(choice.pieces > 1 for choice in choices):
+        lines.append("In parentheses: the best number of pieces that follow each other.")
+    if primitive != "barrier" and net.ranks in range(2, 65):
+        best = {size: compare(primitive, net, size)[0][0] for size in SIZES}
+        words = [f"{size_text(s)} {c.algorithm.name} {time_text(c.cost.seconds)}" for s, c in best.items()]
+        lines += ["", "fastest by size: " + ", ".join(words)]
     return lines

@@ -5,10 +5,9 @@ training."""
 from __future__ import annotations
 
 import shutil
-import textwrap
 from math import inf
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -49,12 +48,20 @@ def check(
     json: JsonOption = False,
 ) -> None:
     """Check a recipe and its data, and summarize the training run."""
+    from fivefold.models.card import card_of, resolve_model
     from fivefold.recipe import entries, load
     from fivefold.recipe import explain as explained
+    from fivefold.recipe.load import required
+    from fivefold.recipe.rules.texts import wrong_patterns
 
     loaded = load(recipe, set_ or [], layout)
     entries.require(entries.chosen(loaded.observe.tracker))
-    _weights(loaded)
+    if loaded.train.init_from:
+        required(loaded.train.init_from)
+    if loaded.model.freeze or loaded.optim.groups:
+        model = resolve_model(loaded.model, vocab_size=loaded.model.vocab_size or 2)
+        if wrong := wrong_patterns(loaded, card_of(model).parameters):
+            raise UserError(wrong)
     result = summary(loaded)
     result["memory"] = _memory(loaded)
     if not no_data:
@@ -76,20 +83,6 @@ def check(
         print("\n".join(["", *_explain_text(loaded)]))
 
 
-def _weights(recipe: Recipe) -> None:
-    """Raises UserError for first weights that are not there, and for patterns that match no parameter."""
-    from fivefold.models.card import card_of, resolve_model
-    from fivefold.recipe.load import required
-    from fivefold.recipe.rules.texts import wrong_patterns
-
-    if recipe.train.init_from:
-        required(recipe.train.init_from)
-    if recipe.model.freeze or recipe.optim.groups:
-        model = resolve_model(recipe.model, vocab_size=recipe.model.vocab_size or 2)
-        if wrong := wrong_patterns(recipe, card_of(model).parameters):
-            raise UserError(wrong)
-
-
 def summary(recipe: Recipe) -> dict[str, Any]:
     """The numbers of a recipe, as `check --json` prints them. Those that need an unknown vocabulary are None."""
     from fivefold.recipe import (
@@ -105,38 +98,34 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     from fivefold.recipe.rules.combinations import notes
     from fivefold.sharding.layout import Layout, to_text
 
-    layout = Layout.from_recipe(recipe.layout)
-    steps, step_tokens = total_steps(recipe), tokens_per_step(recipe)
-    result: dict[str, Any] = {
-        "arch": recipe.model.arch,
-        "vocab_size": expected_vocab_size(recipe),
-        "parameters": None,
-        "active_parameters": None,
-        "steps": steps,
-        "tokens_per_step": step_tokens,
-        "total_tokens": tokens_before(recipe, steps),
-        "tokens_per_parameter": None,
-        "flops_per_token": None,
-        "total_flops": None,
-        "layout": to_text(layout),
-        "ranks": layout.ranks,
-        "notes": notes(recipe),
-        "warnings": warnings(recipe),
-        "recompute": None,
-    }
-    if result["vocab_size"] is None:
-        result["notes"].append(
+    layout, steps, size = Layout.from_recipe(recipe.layout), total_steps(recipe), expected_vocab_size(recipe)
+    total, lines = tokens_before(recipe, steps), notes(recipe)
+    parameters = active = flops = recompute = None
+    if size is None:
+        lines.append(
             "the model's size depends on the vocabulary, which is not known yet; set model.vocab_size"
         )
     else:
-        model = recipe.model.model_copy(update={"vocab_size": result["vocab_size"]})
-        result["parameters"] = count_parameters(model)
-        result["active_parameters"] = active_parameters(model)
-        result["tokens_per_parameter"] = result["total_tokens"] / result["parameters"]
-        result["flops_per_token"] = flops_per_token(model)
-        result["total_flops"] = result["flops_per_token"] * result["total_tokens"]
-        result["recompute"] = _recompute(recipe.model_copy(update={"model": model}))
-    return result
+        model = recipe.model.model_copy(update={"vocab_size": size})
+        parameters, active, flops = count_parameters(model), active_parameters(model), flops_per_token(model)
+        recompute = _recompute(recipe.model_copy(update={"model": model}))
+    return {
+        "arch": recipe.model.arch,
+        "vocab_size": size,
+        "parameters": parameters,
+        "active_parameters": active,
+        "steps": steps,
+        "tokens_per_step": tokens_per_step(recipe),
+        "total_tokens": total,
+        "tokens_per_parameter": total / parameters if parameters else None,
+        "flops_per_token": flops,
+        "total_flops": flops * total if flops else None,
+        "layout": to_text(layout),
+        "ranks": layout.ranks,
+        "notes": lines,
+        "warnings": list(warnings(recipe)),
+        "recompute": recompute,
+    }
 
 
 def _memory(recipe: Recipe) -> dict[str, Any] | None:
@@ -183,12 +172,10 @@ def _summary_text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str
     from fivefold.observe.format import short_number
     from fivefold.sharding.layout import Layout, describe
 
-    def short(key: str) -> str:
-        return short_number(result[key])
-
+    short = {key: short_number(value) for key, value in result.items() if type(value) in (int, float)}
     model = recipe.model
     shape = f"{model.arch}, {model.layers} layers, D {model.dim}, {model.heads} heads, T {model.seq_len}"
-    run = f"{result['steps']:,} steps x {result['tokens_per_step']:,} tokens = {short('total_tokens')} tokens"
+    run = f"{result['steps']:,} steps x {result['tokens_per_step']:,} tokens = {short['total_tokens']} tokens"
     rows = [("layout", describe(Layout.from_recipe(recipe.layout)))]
     if count := recipe.servers.count:
         rows.append(("servers", f"{count} besides: {count + result['ranks']} ranks in all"))
@@ -196,11 +183,11 @@ def _summary_text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str
         rows = [("model", shape), ("run", run), *rows]
     else:
         sparse = result["active_parameters"] != result["parameters"]
-        active = f", {short('active_parameters')} active per token" if sparse else ""
+        active = f", {short['active_parameters']} active per token" if sparse else ""
         rows = [
-            ("model", f"{shape}, V {result['vocab_size']}: {short('parameters')} parameters{active}"),
+            ("model", f"{shape}, V {result['vocab_size']}: {short['parameters']} parameters{active}"),
             ("run", f"{run} ({result['tokens_per_parameter']:,.3g} per parameter)"),
-            ("compute", f"{short('flops_per_token')} FLOPs per token, {result['total_flops']:.3g} in total"),
+            ("compute", f"{short['flops_per_token']} FLOPs per token, {result['total_flops']:.3g} in total"),
             *rows,
         ]
     if (memory := result["memory"]) is not None:
@@ -232,7 +219,7 @@ def _explain_text(recipe: Recipe) -> list[str]:
         mark = " " if field.is_default else "*"
         was = "" if field.is_default else f"; default {default}"
         lines.append(f"{mark} {field.key.partition('.')[2]} = {value}   ({field.type}{was})")
-        lines += textwrap.wrap(field.doc, width, initial_indent="      ", subsequent_indent="      ")
+        lines += wrap(field.doc, width, initial_indent="      ", subsequent_indent="      ")
     return lines
 
 
@@ -247,7 +234,7 @@ def recipes(
 ) -> None:
     """List the shipped recipes by family with their parameters, or print one of them."""
     from fivefold.observe.format import short_number
-    from fivefold.recipe import families, load, shipped, source
+    from fivefold.recipe import count_parameters, expected_vocab_size, families, load, shipped, source
     from fivefold.recipe.load import FIRST
 
     if fields:
@@ -255,16 +242,18 @@ def recipes(
             raise UserError(
                 f"--fields: leave {name} out; `fivefold check {name} --explain` has the values of a recipe"
             )
-        essential, others = _fields()
-        print_json({"essential": essential, "others": others}) if json else print(
-            _fields_text(essential, others)
-        )
-        return
+        return _print_fields(json)
     if name is not None:
         text = source(name)
         print_json({"name": name, "toml": text}) if json else print(text, end="")
         return
-    found, sizes = shipped(), {name: _parameters(name) for name in shipped()}
+    found, sizes = shipped(), dict[str, int | None]()
+    for name, recipe in ((name, load(name)) for name in found):
+        size = None if recipe.train.init_from else expected_vocab_size(recipe)
+        model = recipe.model.model_copy(update={"vocab_size": size})
+        sizes[name] = (
+            count_parameters(model) if size else None
+        )  # its folder's, or they depend on the vocabulary
     groups = {
         family: sorted(names, key=lambda name: (name != FIRST, sizes[name] or inf))
         for family, names in families().items()
@@ -276,60 +265,40 @@ def recipes(
     for family, names in groups.items():
         print(family)
         for name in names:
-            count, folders = sizes[name], load(name).train.init_from
-            size = short_number(count) if count else "folder's" if folders else ""
+            count = sizes[name]
+            size = short_number(count) if count else "folder's" if load(name).train.init_from else ""
             print(f"  {name:{width}} {size:>8}  {found[name]}")
 
 
-def _fields() -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
+def _print_fields(json: bool) -> None:
     """The essential fields, the most important first, and the names of all others by section."""
     from fivefold.recipe import explain
-    from fivefold.recipe.messages import ESSENTIAL
+    from fivefold.recipe.messages import ESSENTIAL, toml_value
     from fivefold.recipe.schema import Sections
 
     known = {field.key: field for field in explain(Sections())}
-    essential = [
-        {"key": key, "default": known[key].default, "type": known[key].type, "doc": known[key].doc}
-        for key in ESSENTIAL
-    ]
     others: dict[str, list[str]] = {}
     for key in known:
         section, _, name = key.partition(".")
         if key not in ESSENTIAL:
             others.setdefault(section, []).append(name)
-    return essential, others
-
-
-def _fields_text(essential: list[dict[str, Any]], others: dict[str, list[str]]) -> str:
-    from fivefold.recipe.messages import toml_value
-
-    lines = [
-        "The fields that most runs set, with their defaults. --layout sets [layout], such as dp=8,zero=3.",
-        "",
-    ]
-    for row in essential:
-        default = "unset" if row["default"] is None else toml_value(row["default"])
-        sentence = row["doc"].partition(". ")[0].partition(": `")[0].removesuffix(".")
-        lines.append(f"  {row['key']:25} {default:9} {sentence}.")
-    lines += [
-        "",
-        "All others. `fivefold check RECIPE --explain` says what they mean, and so does docs/recipes.md.",
-        "",
-    ]
+    if json:
+        rows = [known[key]._asdict() for key in ESSENTIAL]
+        essential = [{name: row[name] for name in ("key", "default", "type", "doc")} for row in rows]
+        print_json({"essential": essential, "others": others})
+        return
+    print(
+        "The fields that most runs set, with their defaults. --layout sets [layout], such as dp=8,zero=3.\n"
+    )
+    for field in map(known.__getitem__, ESSENTIAL):
+        default = "unset" if field.default is None else toml_value(field.default)
+        sentence = field.doc.partition(". ")[0].partition(": `")[0].removesuffix(".")
+        print(f"  {field.key:25} {default:9} {sentence}.")
+    print(
+        "\nAll others. `fivefold check RECIPE --explain` says what they mean, and so does docs/recipes.md.\n"
+    )
     for section, names in others.items():
-        lines += wrap(", ".join(names), 110, initial_indent=f"  [{section}] ", subsequent_indent="    ")
-    return "\n".join(lines)
-
-
-def _parameters(name: str) -> int | None:
-    """Parameters of a shipped recipe's model; None: its folder's, or they depend on the text's vocabulary."""
-    from fivefold.recipe import count_parameters, expected_vocab_size, load
-
-    recipe = load(name)
-    if recipe.train.init_from:
-        return None
-    size = expected_vocab_size(recipe)
-    return count_parameters(recipe.model.model_copy(update={"vocab_size": size})) if size else None
+        print(fill(", ".join(names), 110, initial_indent=f"  [{section}] ", subsequent_indent="    "))
 
 
 def tokenize(

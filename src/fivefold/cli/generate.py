@@ -11,24 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fivefold.cli.options import (
     JsonOption,
     RunArgument,
-    SeedOption,
     StepOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
     option,
     print_json,
+    print_problems,
     require_run,
-    shown,
 )
-from fivefold.cli.problems import print_problems
-from fivefold.errors import UserError, shortened
+from fivefold.errors import UserError, printable, shortened
 
 if TYPE_CHECKING:
     from fivefold.data.chat import ChatTemplate
     from fivefold.train.generate import Chat
 
+TemperatureOption = Annotated[float, option("X", "Sampling temperature; 0 is greedy.")]
+TopKOption = Annotated[int, option("K", "Sample from the K likeliest tokens; 0: from all.")]
+TopPOption = Annotated[float, option("P", "Sample from the likeliest tokens with total probability P.")]
+SeedOption = Annotated[int, option("N", "Random seed; the same seed gives the same text.")]
+StopOption = Annotated[list[str] | None, option("TEXT", "Stop before this text. Repeatable.")]
 GROUPS = {"Sampling": ("max_tokens", "temperature", "top_k", "top_p", "stop", "seed")}
 
 EXAMPLES = [
@@ -81,11 +80,10 @@ def generate(
     settings = Sampling(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     module, recipe, tokenizer = open_run(run, checkpoint=store.chosen(run, step), device=device_for(0))
     tokenizer = require_tokenizer(run, tokenizer)
-    show = shown()
     if not prompts and not json and samples == 1:
-        print(show(prompt), end="", flush=True)
+        print(shown(prompt), end="", flush=True)
         for piece in generate_text(module, recipe.model, tokenizer, prompt, settings):
-            print(show(piece), end="", flush=True)
+            print(shown(piece), end="", flush=True)
         print()
         return
     template = template_of(run, tokenizer) if any("messages" in row for row in rows) else None
@@ -97,7 +95,7 @@ def generate(
             continue
         for index, text in enumerate(texts, 1):
             print(f"--- {index} of {samples}")
-            print(show(prompt + text), flush=True)
+            print(shown(prompt + text), flush=True)
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -141,6 +139,11 @@ def _encoded(row: dict[str, Any], template: ChatTemplate | None, where: str) -> 
         return template.prompt(row["messages"]), template.end_ids
     except NotAConversation as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def shown(text: str) -> str:
+    """A model's text as it is printed: a terminal would obey escape codes in it."""
+    return printable(text) if sys.stdout.isatty() else text
 
 
 HELP = "/reset forgets what was said, /quit ends. Ctrl-C stops an answer."
@@ -207,13 +210,12 @@ def _lines() -> Iterator[str]:
 
 
 def _answer(found: Chat, line: str, json: bool) -> None:
-    show = shown()
     pieces: list[str] = []
     try:
         for piece in found.ask(line):
             pieces.append(piece)
             if not json:
-                print(show(piece), end="", flush=True)
+                print(shown(piece), end="", flush=True)
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise

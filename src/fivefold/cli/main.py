@@ -10,33 +10,17 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, NoReturn
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from fivefold.cli import (
-    bench,
-    catalogs,
-    check,
-    checkpoints,
-    collectives,
-    compare,
-    draw,
-    eval_,
-    generate,
-    plan,
-    plan_search,
-    plan_terms,
-    plan_trace,
-    problems,
-    report,
-    sweep,
-    train,
-    verify,
-)
-from fivefold.cli.options import OUTPUT, RECIPE, examples, flag
+from fivefold.cli import bench, catalogs, check, draw, generate, lessons, plan, runs, train
+from fivefold.cli.options import OUTPUT, RECIPE, examples, flag, print_problems
 from fivefold.errors import (
     PASSING,
     BusyError,
@@ -51,10 +35,83 @@ from fivefold.errors import (
 from fivefold.host.machine import little_space, require_space_for_torch, restart_with_huge_pages
 from fivefold.launch.verdict import BUSY, FAILED, USER
 
+SHORT = 8
+"""Arguments and options of a command whose help has one list."""
+
+
+class Commands(TyperGroup):
+    """The commands, some of which have names of two words: `plan search`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (name := " ".join(args[:2])) in self.commands:
+            return name, self.commands[name], args[2:]
+        return super().resolve_command(ctx, args)
+
+
+class Command(TyperCommand):
+    """A command. An unknown option that is the name of a recipe's field is refused with how to set it.
+
+    groups: headings of the help, and the names of the options below each. A short help has none.
+    """
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]] = MappingProxyType({}), **more: Any):
+        super().__init__(*args, **more)
+        self.headings: dict[str, str] = {}
+        for title, names in groups.items():
+            for name in names:
+                self.headings.setdefault(name, title)  # the first group has it
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        shown = [
+            p for p in self.params if p.param_type_name == "argument" and not getattr(p, "hidden", False)
+        ]
+        words = [f"{p.metavar}..." if p.nargs == -1 else f"{p.metavar}" for p in shown]
+        return ["[OPTIONS]", *(w if p.required else f"[{w}]" for p, w in zip(shown, words, strict=True))]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        headings = self.headings if len(self.params) > SHORT else {}
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        sections |= {title: [] for title in headings.values()}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                argument = param.param_type_name == "argument"
+                title = "Arguments" if argument else headings.get(param.name or "", "Options")
+                name = f"{param.metavar}" if argument else record[0]
+                sections[title].append((name, record[1]))
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            name = getattr(error, "option_name", None) if hasattr(error, "possibilities") else None
+            if name and any("--set" in param.opts for param in self.params):
+                from fivefold.recipe.messages import home
+
+                if key := home(name.lstrip("-").replace("-", "_")):
+                    use = f"--set {key}={_typed(words, [name]) or '...'}"
+                    said = f"{name} is a field of the recipe. Use {use}"
+                    error.__dict__.update(message=said, possibilities=None)
+            raise
+
+
+def _typed(words: Sequence[str], names: Sequence[str | None]) -> str | None:
+    """The text after one of these options."""
+    for word, after in zip(words, [*words[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name in names:
+            return value if equals else after
+    return None
+
+
 # Plain help texts: rich alone takes 0.1 s to import
 app = typer.Typer(
     name="fivefold",
-    cls=problems.Commands,
+    cls=Commands,
     help="Distributed LLM pretraining: describe a run once, train it in any layout.",
     epilog="\b\nStart with:\n  fivefold train quickstart",
     no_args_is_help=True,
@@ -65,34 +122,33 @@ app = typer.Typer(
 
 for name, module, function in (
     ("train", train, train.train),
-    ("sweep", sweep, sweep.sweep),
-    ("verify", verify, verify.verify),
+    ("sweep", train, train.sweep),
+    ("verify", train, train.verify),
     ("plan", plan, plan.plan),
-    ("plan search", plan_search, plan_search.search),
-    ("plan terms", plan_terms, plan_terms.terms),
-    ("plan trace", plan_trace, plan_trace.trace),
+    ("plan search", plan, plan.search),
+    ("plan terms", lessons, lessons.terms),
+    ("plan trace", plan, plan.trace),
     ("plan calibrate", bench, bench.calibrate),
-    ("compare", compare, compare.compare),
+    ("compare", lessons, lessons.compare),
     ("check", check, check.check),
     ("draw", draw, draw.draw),
-    ("collectives", collectives, collectives.collectives),
+    ("collectives", catalogs, catalogs.collectives),
     ("clusters", catalogs, catalogs.clusters),
     ("formats", catalogs, catalogs.formats),
     ("optimizers", catalogs, catalogs.optimizers),
     ("recipes", check, check.recipes),
     ("tokenize", check, check.tokenize),
-    ("eval", eval_, eval_.eval_),
+    ("eval", runs, runs.eval_),
     ("generate", generate, generate.generate),
     ("chat", generate, generate.chat),
-    ("report", report, report.report),
-    ("checkpoints", checkpoints, checkpoints.checkpoints),
-    ("export", checkpoints, checkpoints.export),
-    ("import", checkpoints, checkpoints.import_),
+    ("report", runs, runs.report),
+    ("checkpoints", runs, runs.checkpoints),
+    ("export", runs, runs.export),
+    ("import", runs, runs.import_),
 ):
-    command = partial(problems.Command, groups=RECIPE | {**getattr(module, "GROUPS", {})} | OUTPUT)
+    command = partial(Command, groups=RECIPE | {**getattr(module, "GROUPS", {})} | OUTPUT)
     app.command(name, cls=command, epilog=examples(module.EXAMPLES, name))(function)  # type: ignore[arg-type]
 app.add_typer(bench.bench, name="bench")
-
 
 WITH_TORCH = {"train", "sweep", "verify", "bench", "eval", "generate", "chat", "export", "import"}
 
@@ -118,106 +174,95 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits. `arguments` follow the word `fivefold` [default: those of the command line]."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     prepare(words)
-    if (
-        arguments is None
-        and words[:1] in (["train"], ["bench"], ["sweep"])
-        and not {"-h", "--help"} & {*words}
-    ):
-        restart_with_huge_pages()
-    if arguments is None:  # spawned ranks import nothing from the folder that the user is in
-        os.environ.setdefault("PYTHONSAFEPATH", "1")
-    json = problems.wants_json(words)
+    if arguments is None:
+        if words[:1] in (["train"], ["bench"], ["sweep"]) and not {"-h", "--help"} & {*words}:
+            restart_with_huge_pages()
+        os.environ.setdefault("PYTHONSAFEPATH", "1")  # spawned ranks import nothing from the user's folder
+    json = "--json" in (words[: words.index("--")] if "--" in words else words)
     try:
         if words[:1] and words[0] in WITH_TORCH:
             require_space_for_torch()
         if json:
             sys.exit(app(args=words, prog_name="fivefold", standalone_mode=False))
         app(args=None if arguments is None else words, prog_name="fivefold")
-    except UserError as error:
-        _stop(BUSY if isinstance(error, BusyError) else USER, str(error), error.problems if json else ())
-    except (MemoryError, ImportError) as error:
-        if isinstance(error, ImportError) and not ("failed to map" in str(error) and little_space()):
-            raise
-        message = f"memory ran out: {little_space() or 'close other programs'}"
-        _stop(USER, message, [problem(message)] if json else ())
-    except OSError as error:  # no permission, full disk, name too long: print the system's message
-        if error.filename is None and error.errno not in PASSING | {errno.EMFILE}:
-            raise
-        name = printable(str(error.filename or "output")[:200])
-        message = f"{name}: {error.strerror}"
-        _stop(
-            BUSY if error.errno in PASSING else USER,
-            message,
-            [Problem(name, None, message, None, None)] if json else (),
-        )
     except CheckFailed as error:  # its object is printed
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(FAILED)
-    except (CommunicationError, RankFailed) as error:
-        _stop(FAILED, str(error), [problem(str(error))] if json else (), "failed")
     except Exception as error:
-        if not json or (found := problems.of_options(error, words)) is None:
+        if (told := _told(error, words)) is None:
             raise
-        _stop(USER, found.message, [found])
+        code, message, problems = told
+        if json:
+            print_problems(message, problems)
+        else:
+            print(f"{'failed' if code == FAILED else 'error'}: {message}", file=sys.stderr)
+        sys.exit(code)
 
 
-def _stop(code: int, message: str, found: Sequence[Problem], word: str = "error") -> NoReturn:
-    """Prints an error, and ends with its exit code. found: its parts, with --json."""
-    if found:
-        problems.print_problems(message, found)
-    else:
-        print(f"{word}: {message}", file=sys.stderr)
-    sys.exit(code)
+def _told(error: Exception, words: Sequence[str]) -> tuple[int, str, Sequence[Problem]] | None:
+    """(exit code, message, its parts) of an error. None: it is a fault of the program's."""
+    if isinstance(error, UserError):
+        return BUSY if isinstance(error, BusyError) else USER, str(error), error.problems
+    if isinstance(error, CommunicationError | RankFailed):
+        return FAILED, str(error), [problem(str(error))]
+    unmapped = isinstance(error, ImportError) and "failed to map" in str(error) and little_space()
+    if isinstance(error, MemoryError) or unmapped:
+        message = f"memory ran out: {little_space() or 'close other programs'}"
+        return USER, message, [problem(message)]
+    if isinstance(error, OSError):  # no permission, full disk, name too long: the system's message
+        if error.filename is None and error.errno not in PASSING | {errno.EMFILE}:
+            return None
+        name = printable(str(error.filename or "output")[:200])
+        message = f"{name}: {error.strerror}"
+        code = BUSY if error.errno in PASSING else USER
+        return code, message, [Problem(name, None, message, None, None)]
+    if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
+        return None
+    # With --json: what the parser of the command line refuses
+    param = getattr(error, "param", None)
+    names = list(getattr(param, "opts", None) or [getattr(error, "option_name", None)])
+    key = names[0]
+    if key is not None and not key.startswith("-"):  # an argument, such as RUN
+        key = getattr(param, "metavar", None) or key.upper()
+    found = problem(error.format_message(), key, _typed(words, names))  # type: ignore[attr-defined]
+    if near := getattr(error, "possibilities", None):
+        found = replace(found, nearest=near[0])
+    return USER, found.message, [found]
 
 
-ASCII = dict(
-    zip(
-        "▁▂▃▄▅▆▇█·─═╌┄│┃└┘╱▓▒░∙→µ–",
-        "_:-=+*%#.-=~.||++/%x.o>u-",
-        strict=True,
-    )
-)
+ASCII = dict(zip("▁▂▃▄▅▆▇█·─═╌┄│┃└┘╱▓▒░∙→µ–", "_:-=+*%#.-=~.||++/%x.o>u-", strict=True))
 """The characters of timelines and bars, and the nearest in ASCII."""
 _ESCAPE, _KEEP = "fivefold.escape", "fivefold.keep"  # error handlers of encodings
-_COERCED = (
-    "C.UTF-8",
-    "C.utf8",
-    "UTF-8",
-)  # Python itself sets LC_CTYPE to one of these where the locale is C (PEP 538)
-
-
-def in_c_locale() -> bool:
-    """True if the user has set the locale C or POSIX. (Without any setting Python assumes UTF-8, as terminals do.)"""
-    words = (os.environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))
-    return next((word for word in words if word and word not in _COERCED), "") in ("C", "POSIX")
+_COERCED = ("C.UTF-8", "C.utf8", "UTF-8")
+"""Python itself sets LC_CTYPE to one of these where the locale is C (PEP 538)."""
 
 
 def prepare(words: Sequence[str]) -> None:
     """Sets standard output and error for the command `words`. In a C locale pictures are drawn in ASCII; text from
     elsewhere stays UTF-8 there, as Python has it."""
-    codecs.register_error(_ESCAPE, _escaped)
-    codecs.register_error(_KEEP, _kept)
+    codecs.register_error(_ESCAPE, partial(_replaced, False))
+    codecs.register_error(_KEEP, partial(_replaced, True))
+    # Without any setting Python assumes UTF-8, as terminals do
+    locales = [os.environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG")]
+    in_c_locale = next((x for x in locales if x and x not in _COERCED), "") in ("C", "POSIX")
     for stream in (sys.stdout, sys.stderr):
         if not isinstance(stream, io.TextIOWrapper):
             continue
         unicode = stream.encoding.lower().replace("-", "") == "utf8"
         models_text = words[:1] in (["generate"], ["chat"])  # and no pictures
-        if unicode and in_c_locale() and not models_text:
+        if unicode and in_c_locale and not models_text:
             stream.reconfigure(encoding="ascii", errors=_KEEP)
         else:
             stream.reconfigure(errors=_ESCAPE)
 
 
-def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
+def _replaced(keep: bool, error: UnicodeError) -> tuple[str | bytes, int]:
+    """What stands for characters that a stream cannot write. keep: text from elsewhere stays UTF-8."""
     assert isinstance(error, UnicodeEncodeError)
     missing = error.object[error.start : error.end]
+    if keep:
+        return "".join(ASCII.get(c, c) for c in missing).encode("utf-8", "backslashreplace"), error.end
     return "".join(ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in missing), error.end
-
-
-def _kept(error: UnicodeError) -> tuple[str | bytes, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    missing = "".join(ASCII.get(c, c) for c in error.object[error.start : error.end])
-    return missing.encode("utf-8", "backslashreplace"), error.end
 
 
 if __name__ == "__main__":

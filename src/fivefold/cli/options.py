@@ -7,14 +7,15 @@ import math
 import os
 import re
 import shutil
-import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fivefold.errors import UserError, did_you_mean, printable, problem, system_error
+from fivefold.errors import Problem, UserError, did_you_mean, problem, system_error
 from fivefold.files import guard, write, write_atomically
 
 
@@ -30,18 +31,13 @@ def flag(help: str, *names: str, **more: Any) -> Any:
 
 def examples(lines: Iterable[str], command: str) -> str:
     """The end of a command's help. lines: examples, also of other commands."""
-    return "\b\nExamples:" + "".join(f"\n  {line}" for line in lines if f"fivefold {command}" in line)
+    its = re.compile(rf"fivefold {command}(?! (?:search|trace))\b")
+    return "\b\nExamples:" + "".join(f"\n  {line}" for line in lines if its.search(line))
 
 
 RECIPE = {"Recipe": ("set_", "layout")}
 OUTPUT = {"Output": ("quiet", "explain", "save", "pictures", "html", "json", "help")}
 """Headings of the help that commands share, and the options below each."""
-
-
-def _recipe_names() -> list[str]:
-    from fivefold.recipe.load import shipped
-
-    return list(shipped())
 
 
 def run_folders() -> list[str]:
@@ -53,7 +49,7 @@ RecipeArgument = Annotated[
     typer.Argument(
         metavar="RECIPE",
         help="Name of a shipped recipe (see `fivefold recipes`) or path of a TOML file.",
-        autocompletion=_recipe_names,
+        autocompletion=lambda: list(import_module("fivefold.recipe").shipped()),  # imported if it is used
     ),
 ]
 SetOption = Annotated[
@@ -69,11 +65,6 @@ LayoutOption = Annotated[
 JsonOption = Annotated[bool, flag("Print one JSON object instead of text.", "--json")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=run_folders)]
 StepOption = Annotated[int | None, option("N", "Step of the checkpoint. [default: the newest]", min=0)]
-TemperatureOption = Annotated[float, option("X", "Sampling temperature; 0 is greedy.")]
-TopKOption = Annotated[int, option("K", "Sample from the K likeliest tokens; 0: from all.")]
-TopPOption = Annotated[float, option("P", "Sample from the likeliest tokens with total probability P.")]
-SeedOption = Annotated[int, option("N", "Random seed; the same seed gives the same text.")]
-StopOption = Annotated[list[str] | None, option("TEXT", "Stop before this text. Repeatable.")]
 
 
 def require_run(folder: Path, look: bool = True) -> Path:
@@ -92,24 +83,27 @@ def require_run(folder: Path, look: bool = True) -> Path:
     raise UserError(message, [problem(message, "RUN", str(folder))])
 
 
-def require_writable(option: str, path: Path | None) -> None:
-    """Checks before long work that its result can be written to `path`.
+def require_writable(**paths: Path | None) -> None:
+    """Checks before long work that its results can be written to the paths of these options.
 
     Raises:
-        UserError: the path is not writable.
+        UserError: a path is not writable.
     """
-    if path is None:
-        return
-    try:
-        why = "it is a folder" if path.is_dir() else ""
-        if not why and not path.parent.is_dir():
-            why = f"there is no folder {path.parent}"
-        if not why and not os.access(path if path.exists() else path.parent, os.W_OK):
-            why = "permission denied"
-    except OSError as error:
-        why = error.strerror or "no such path"
-    if why:
-        raise UserError(f"{option} {path}: cannot be written: {why}")
+    for name, path in paths.items():
+        try:
+            if path is None:
+                continue
+            if path.is_dir():
+                why = "it is a folder"
+            elif not path.parent.is_dir():
+                why = f"there is no folder {path.parent}"
+            elif os.access(path if path.exists() else path.parent, os.W_OK):
+                continue
+            else:
+                why = "permission denied"
+        except OSError as error:
+            why = error.strerror or "no such path"
+        raise UserError(f"--{name.replace('_', '-')} {path}: cannot be written: {why}")
 
 
 def save_as(option: str, path: Path, text: str) -> None:
@@ -152,11 +146,24 @@ def print_json(result: dict[str, Any]) -> None:
     print(json_.dumps(finite, default=str))
 
 
+def print_problems(message: str, found: Sequence[Problem], /, **beside: Any) -> None:
+    """{"error": {"key", "value", "message", "allowed", "nearest"}}: the parts of the first problem, and the whole
+    message. Several problems are listed in "problems", too. beside: what else the object has."""
+    error = _plain(found[0]) | {"message": message}
+    if len(found) > 1:
+        error["problems"] = [_plain(one) for one in found]
+    print_json({**beside, "error": error})
+
+
+def _plain(one: Problem) -> dict[str, Any]:
+    """Its fields as JSON values: what JSON lacks is text."""
+    value = one.value
+    simple = value is None or isinstance(value, bool | int | str | list | tuple)
+    if not (simple or (isinstance(value, float) and math.isfinite(value))):
+        value = str(value)
+    return asdict(one) | {"value": value}
+
+
 def columns(least: int, most: int, words: int = 0) -> int:
     """Columns of the terminal, `least` to `most`, beside so many for words."""
     return max(least, min(most, shutil.get_terminal_size().columns) - words)
-
-
-def shown() -> Callable[[str], str]:
-    """How a model's text is printed: a terminal would obey escape codes in it."""
-    return printable if sys.stdout.isatty() else str

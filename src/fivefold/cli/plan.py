@@ -1,5 +1,5 @@
-"""`fivefold plan RECIPE --cluster h100:64`: predicts memory, time and communication of a layout. Options, pictures and
-answers to budget questions are shared with `plan search`, `plan terms` and `plan trace`."""
+"""`fivefold plan RECIPE --cluster h100:64` predicts memory, time and communication of a layout, `plan search` lists the
+fastest layouts that fit, `plan trace` has exact bytes, messages and FLOPs of the trainer's own step on one rank."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fivefold.cli.options import (
     LayoutOption,
     RecipeArgument,
     SetOption,
+    columns,
     flag,
     option,
     print_json,
@@ -23,19 +24,29 @@ from fivefold.cli.options import (
     save_as,
 )
 from fivefold.errors import UserError
+from fivefold.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from fivefold.plan.advice.budget import Questions
     from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.predict import Plan
+    from fivefold.plan.search.search import Found
     from fivefold.plan.setting import Software
     from fivefold.recipe import Recipe
+
 
 EXAMPLES = [
     "fivefold plan llama-7b --cluster h100:64 --layout dp=64,zero=1 --set train.global_batch_size=1024",
     "fivefold plan my.toml --cluster lab.toml:16 --explain",
     "fivefold plan gpt2-124m --cluster h100:8 --layout dp=8 --html plan.html",
     "fivefold plan llama-7b --cluster h100:64 --tokens 1.4e12 --deadline 30d --price 2.5",
+    "fivefold plan search llama-7b --cluster a100:64 --top 5 --save best.toml",
+    "fivefold plan search llama-7b --cluster h100:64 --pictures --html plan.html",
+    "fivefold plan search llama-7b --cluster h100:64 --tokens 1.4e12 --deadline 30d --price 2.5",
+    "fivefold plan search quickstart --cluster local:2",
+    "fivefold plan search mixtral-8x7b --cluster h100:64 --expert-load 1.3",
+    "fivefold plan trace llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3",
+    "fivefold plan trace llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
 ]
 GROUPS = {
     "Assumptions": ("params", "expert_load", "document_tokens"),
@@ -108,9 +119,7 @@ def plan(
     from fivefold.plan.advice.budget import answer
     from fivefold.plan.predict import predict
 
-    for name, path in (("--save", save), ("--html", html)):
-        require_writable(name, path)
-    wanted = Wanted(pictures, html, json)
+    require_pictures(pictures, save, html, json)
     typed = Typed(recipe, set_ or [], cluster, expert_load, document_tokens)
     loaded, machine, software = read(typed, layout, params)
     asked = questions(loaded, tokens, deadline, price, noise_scale)
@@ -126,7 +135,7 @@ def plan(
         lines = [*summary(recipe, result), f"  {accuracy(result)}; `plan trace` is exact"]
         lines += ["", *every_term(result)] if explain else []
         print("\n".join([*lines, *budget_lines(answers)]))
-    draw_plan(result, wanted, loaded, typed)
+    draw_plan(result, loaded, typed, pictures, html, json)
 
 
 @dataclass(frozen=True)
@@ -209,67 +218,53 @@ def save_plan(path: Path | None, recipe: Recipe, plan: Plan) -> None:
     save_as("--save", path, text)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Drawing options. A terminal shows a short form of the pictures even without --pictures."""
-
-    pictures: bool
-    html: Path | None
-    json: bool
-
-    def __post_init__(self) -> None:
-        if self.json and self.pictures:
-            raise UserError("--pictures and --json exclude each other; leave one out")
-
-    @property
-    def printed(self) -> bool:
-        return not self.json and (self.pictures or sys.stdout.isatty())
+def require_pictures(pictures: bool, save: Path | None, html: Path | None, json: bool) -> None:
+    """Raises UserError, before long work, for options of files and pictures that cannot be followed."""
+    require_writable(save=save, html=html)
+    if json and pictures:
+        raise UserError("--pictures and --json exclude each other; leave one out")
 
 
 def draw_plan(
-    plan: Plan, wanted: Wanted, recipe: Recipe, typed: Typed, frontier: Sequence[Plan] = ()
+    plan: Plan,
+    recipe: Recipe,
+    typed: Typed,
+    wanted: bool,
+    html: Path | None,
+    json: bool,
+    frontier: Sequence[Plan] = (),
 ) -> None:
-    """Prints and writes the pictures of a plan. frontier: of a search, whose best plan it is."""
-    if plan.service is not None:
-        if wanted.pictures or wanted.html is not None:
-            raise UserError('no pictures are drawn of a plan with sync.method = "server"')
-        return
-    if wanted.printed:
-        print_pictures(plan if wanted.pictures or not frontier else None, wanted.pictures, frontier)
-    if wanted.html is not None:
-        write_page(wanted.html, recipe, _told(recipe, typed), frontier)
-
-
-def _told(recipe: Recipe, typed: Typed) -> Typed:
-    """`typed` with `--set` values added for the model and precision fields that other options changed."""
+    """Prints and writes the pictures of a plan. wanted: all of them; a terminal shows a short form without, too.
+    frontier: of a search, whose best plan it is."""
     from fivefold.recipe import load
 
-    kept = [text for text in typed.sets if not text.strip().startswith("layout.")]
-    before = load(typed.name, kept, "dp=1")
-    for section in ("model", "precision"):
-        old, new = getattr(before, section), getattr(recipe, section)
-        for key in type(new).model_fields:
-            if (value := getattr(new, key)) != getattr(old, key):
-                kept.append(f"{section}.{key}={str(value).lower()}")
-    return replace(typed, sets=kept)
+    if plan.service is not None:
+        if wanted or html is not None:
+            raise UserError('no pictures are drawn of a plan with sync.method = "server"')
+        return
+    if wanted or (sys.stdout.isatty() and not json):
+        from rich.console import Console
 
+        from fivefold.plan.pages import text as plan_text
+        from fivefold.plan.pages.pictures import pictures
 
-def print_pictures(plan: Plan | None, full: bool, frontier: Sequence[Plan] = ()) -> None:
-    """Prints in the terminal's width, with colours only on a terminal. `plan` is None to draw the frontier alone."""
-    from rich.console import Console
-
-    from fivefold.plan.pages import text as plan_text
-    from fivefold.plan.pages.pictures import pictures
-
-    width = max(plan_text.NARROWEST, shutil.get_terminal_size().columns)
-    console = Console(file=sys.stdout, width=width, highlight=False)
-    lines = []
-    if frontier:
-        lines += ["", *plan_text.frontier(frontier, width)]
-    if plan is not None:
-        lines += ["", *plan_text.draw(pictures(plan), width, console.color_system is not None, full)]
-    for line in lines:
-        console.print(line, soft_wrap=True)
+        width = max(plan_text.NARROWEST, shutil.get_terminal_size().columns)
+        console = Console(file=sys.stdout, width=width, highlight=False)  # colours only on a terminal
+        lines = ["", *plan_text.frontier(frontier, width)] if frontier else []
+        if wanted or not frontier:
+            lines += ["", *plan_text.draw(pictures(plan), width, console.color_system is not None, wanted)]
+        for line in lines:
+            console.print(line, soft_wrap=True)
+    if html is not None:
+        # What other options changed of the model and the precision, as values of --set
+        sets = [text for text in typed.sets if not text.strip().startswith("layout.")]
+        before = load(typed.name, sets, "dp=1")
+        for section in ("model", "precision"):
+            old, new = getattr(before, section), getattr(recipe, section)
+            for key in type(new).model_fields:
+                if (value := getattr(new, key)) != getattr(old, key):
+                    sets.append(f"{section}.{key}={str(value).lower()}")
+        write_page(html, recipe, replace(typed, sets=sets), frontier)
 
 
 def write_page(
@@ -319,3 +314,153 @@ def write_page(
     text = plan_page.page(Path(typed.name).stem, words, data, shown)
     save_as("--html", path, text)
     print(f"wrote {path}: {len(data['index']):,} predictions, {len(text) / 1e6:.1f} MB", file=sys.stderr)
+
+
+def search(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    cluster: ClusterOption = "h100",
+    top: Annotated[int, option("N", "Number of layouts to list.", min=1, max=1000)] = 10,
+    precision: Annotated[
+        str | None, option("MODES", "Precision modes to consider, such as bf16,fp8. [default: the recipe's]")
+    ] = None,
+    params: ParamsOption = None,
+    expert_load: ExpertLoadOption = None,
+    document_tokens: DocumentTokensOption = None,
+    tokens: TokensOption = None,
+    deadline: DeadlineOption = None,
+    price: PriceOption = None,
+    noise_scale: NoiseOption = None,
+    explain: ExplainOption = False,
+    save: SaveOption = None,
+    pictures: PicturesOption = False,
+    html: HtmlOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the fastest layouts of a recipe that fit on a cluster.
+
+    The recipe's own layout and microbatch size are ignored.
+    """
+    from fivefold.plan.search.search import apply, frontier
+    from fivefold.plan.search.search import search as found_by
+
+    require_pictures(pictures, save, html, json)
+    typed = Typed(recipe, set_ or [], cluster, expert_load, document_tokens)
+    loaded, machine, software = read(typed, "dp=1", params, search=True)
+    asked = questions(loaded, tokens, deadline, price, noise_scale)
+    modes = tuple(part.strip() for part in precision.split(",")) if precision is not None else ()
+    found = found_by(loaded, machine, top, software, modes)
+    if not found.plans and (save is not None or not json):
+        raise UserError(f"{recipe} on {machine.name}:{machine.devices}: {found.nothing}")
+    answers = _answers(asked, found, loaded, machine, software) if asked and found.plans else {}
+    if found.plans:
+        save_plan(save, loaded, found.plans[0])
+    if json:
+        print_json(found.as_json() | answers)
+    else:
+        lines = [*_table(recipe, found, modes), *budget_lines(answers)]
+        if explain:
+            from fivefold.plan.advice.explain import explain as every_term
+
+            lines += ["", *summary(recipe, found.plans[0]), "", *every_term(found.plans[0])]
+        print("\n".join(lines))
+    if found.plans:
+        best = apply(loaded, found.plans[0])
+        draw_plan(found.plans[0], best, typed, pictures, html, json, frontier(found))
+
+
+def _answers(
+    asked: Questions, found: Found, recipe: Recipe, machine: Cluster, software: Software
+) -> dict[str, Any]:
+    """The answers for the best plan, and the fewest devices whose best layout meets the deadline."""
+    from fivefold.plan.advice.budget import answer
+    from fivefold.plan.search.search import fewest_devices
+    from fivefold.sharding.layout import to_text
+
+    answers = answer(found.plans[0], asked)
+    if asked.deadline:
+        best = fewest_devices(recipe, machine, asked, answers["devices_for_deadline"], software)
+        answers["searched_devices"] = best.layout.ranks if best else None
+        answers["searched"] = "no number of whole nodes tried meets the deadline"
+        if best:
+            days = asked.tokens / best.tokens_per_s / 86400
+            answers["searched"] = (
+                f"searched: {best.layout.ranks} devices finish in {days:.4g} days with {to_text(best.layout)}"
+            )
+    return {"budget": answers}
+
+
+def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
+    """The plans, best first, with the reason why each is slower. modes: those asked for, if any."""
+    from fivefold.sharding.layout import to_text
+
+    first = found.plans[0]
+    where = f"{first.setting.cluster.name}:{first.layout.ranks}"
+    lines = [f"without offload {found.nothing}", ""] if found.nothing else []
+    lines += [
+        f"{name} on {where}: the fastest of {found.considered} layouts, predicted",
+        f"  {'step s':>9} {'MFU %':>6} {'tokens/s':>11} {'GiB':>6}  microbatches     layout",
+    ]
+    for plan, why in zip(found.plans, found.reasons, strict=True):
+        s = plan.setting
+        lines.append(
+            f"  {plan.step.seconds:9.4g} {100 * plan.mfu:6.1f} {plan.tokens_per_s:11,.0f} "
+            f"{plan.peak_bytes / 2**30:6.3g}  {s.microbatches:4} x {s.sizes.B:<3} {s.mode}  {to_text(plan.layout)}"
+            + (f"  ({why})" if why else "")
+        )
+    reasons = ", ".join(f"{count} {reason}" for reason, count in found.rejected.items())
+    room = f"usable memory {first.limit / 2**30:.1f} GiB per device"
+    lines += [f"  other layouts: {reasons or 'none'}; {room}", f"  {accuracy(first)}"]
+    if first.attention:
+        lines.append(f"  attention of the first: {first.attention}")
+    for mode in PRECISIONS.values():
+        if mode.kernel and mode.products in first.setting.cluster.device.peak and mode.name not in modes:
+            names = f"{mode.working},{mode.name}"
+            lines.append(f"  not considered: {mode.name}, which the device supports (--precision {names})")
+    return [*lines, "  bottlenecks of the first:", *(f"    {text}" for text in found.bottlenecks or ["none"])]
+
+
+def trace(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    layout: LayoutOption = None,
+    cluster: ClusterOption = "h100",
+    rank: Annotated[int, option("N", "The rank to trace.")] = 0,
+    memory_timeline: Annotated[
+        Path | None,
+        option("FILE.svg", "Draw its memory over the step instead, by category, here and in FILE."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Trace the trainer's own step on one rank, on tensors without memory, beside the prediction. Needs torch."""
+    from fivefold.plan.predict import predict, resolved
+    from fivefold.trace import depth, gpu
+
+    require_writable(memory_timeline=memory_timeline)
+    loaded, machine, software = read(Typed(recipe, set_ or [], cluster), layout)
+    result = predict(loaded, machine, software)
+    # In the prediction's precision mode; as a CPU computes it also where this machine cannot trace GPUs
+    precision = loaded.precision.model_copy(update={"mode": result.setting.mode})
+    whole = resolved(loaded.model_copy(update={"precision": precision}))
+    here = result.setting.cluster.machine
+    on_cpu = bool((here is not None and here.on_cpu) or gpu.why_not())
+    found: dict[str, Any] = result.as_json()
+    lines = summary(recipe, result)
+    if memory_timeline is None:
+        from fivefold.trace.depth import beside
+
+        traced = depth.exact(whole, rank) if on_cpu else gpu.exact_on_gpu(whole, rank)
+        found["exact"] = traced.as_json()
+        lines += ["", *beside(result, traced)]
+    else:
+        from fivefold.observe.memory_picture import to_svg, to_text
+        from fivefold.sharding.layout import to_text as layout_text
+
+        drawn = depth.timelines(whole, rank) if on_cpu else gpu.timelines_on_gpu(whole, rank)
+        where = "a CPU" if on_cpu else "a GPU without torch.compile"
+        of = f"bytes of the tensors of rank {rank}, traced as {where} computes them"
+        save_as("--memory-timeline", memory_timeline, to_svg(drawn, f"{layout_text(result.layout)}: {of}"))
+        found["memory_timeline"] = [timeline.as_json() | {"name": name} for name, timeline in drawn]
+        text = to_text(drawn, columns(40, 160, words=12)).rstrip()
+        lines += ["", f"memory over a step, as traced; {memory_timeline}", text]
+    print_json(found) if json else print("\n".join(lines))

@@ -1,4 +1,6 @@
-"""`fivefold train RECIPE`: trains a recipe, or resumes a run."""
+"""`fivefold train RECIPE` trains a recipe, or resumes a run. `fivefold sweep RECIPE --over ...` trains it with several
+values of a few fields, and fits what came out. `fivefold verify RECIPE --layout L` checks that a layout computes the
+same as one process."""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from fivefold.cli.options import (
     JsonOption,
@@ -19,12 +23,15 @@ from fivefold.cli.options import (
     option,
     print_json,
 )
-from fivefold.errors import UserError
-from fivefold.files import guard
-from fivefold.launch.verdict import Leaving
+from fivefold.errors import CheckFailed, UserError, several
+from fivefold.files import guard, numbered_folder
+from fivefold.launch.verdict import STOPPED, Leaving, run_complete
+from fivefold.precision import PRECISIONS
 
 if TYPE_CHECKING:
+    from fivefold.comm.membership import Seat
     from fivefold.recipe import Recipe
+
 
 EXAMPLES = [
     "fivefold train quickstart",
@@ -34,6 +41,13 @@ EXAMPLES = [
     "fivefold train quickstart --out runs/first --resume-from auto",
     "fivefold train runs/first --resume-from runs/first/checkpoints/step-00000040",
     "fivefold train quickstart --quiet",
+    'fivefold sweep quickstart --over "model.dim=64,128 model.heads=2,4" --over train.tokens=200000,400000,800000',
+    "fivefold sweep quickstart --over model.dim=64,96,128 --over flops=1e12,4e12 --jobs 2 --out runs/budgets",
+    "fivefold sweep quickstart --over optim.lr=1e-3,2e-3,4e-3 --set train.steps=100",
+    "fivefold sweep runs/budgets",
+    "fivefold verify quickstart --layout dp=2",
+    "fivefold verify quickstart --layout tp=2,pp=2 --set train.global_batch_size=8 --json",
+    "fivefold verify my.toml --layout dp=2,zero=3 --mode bf16",
 ]
 NprocOption = Annotated[
     str | None,
@@ -41,6 +55,15 @@ NprocOption = Annotated[
         "N|MIN:MAX",
         "Number of local ranks to start. MIN:MAX: elastic; ranks that fail for good are left out, and "
         "RUN/slots says how many may run now. [default: as the layout and the machine need]",
+    ),
+]
+HoldOutOption = Annotated[
+    str | None,
+    option(
+        "largest|size|NAME",
+        "Leave runs out of the fit and predict them: the one with most FLOPs, all of the largest size, or the run "
+        "of this name.",
+        "--hold-out",
     ),
 ]
 GROUPS = {"Ranks": ("nproc", "site", "meet"), "Run folder": ("out", "resume", "resume_from")}
@@ -91,7 +114,7 @@ def train(
     loaded = _load(recipe, set_ or [], layout, again)
     # Imported once the recipe is known to be good: torch takes more than a second
     from fivefold.launch import ranks
-    from fivefold.train.start import run_command, seat_of
+    from fivefold.train.start import run_command
 
     seat = seat_of(loaded, site, meet)
     run = partial(run_command, loaded, ranks_wanted, out, resume, resume_from, name=path.stem, seat=seat)
@@ -104,6 +127,67 @@ def train(
     if launched is not None and launched[0] != 0:  # every rank of a foreign launcher gets here
         return
     print_json(_results(folder)) if json else print(folder)
+
+
+def _results(folder: Path) -> dict[str, Any]:
+    """The figures of a run that ended."""
+    from fivefold.observe.faults import restart_figures
+    from fivefold.observe.metrics import read_metrics
+    from fivefold.observe.summary import summarize
+
+    figures = summarize(read_metrics(folder)) | restart_figures(folder)
+    return {"run": str(folder), "report": str(folder / "report.html"), **figures}
+
+
+@contextlib.contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """Inside the block the console prints alarms only."""
+    from fivefold.observe.console import QUIET
+
+    before = os.environ.get(QUIET)
+    if wanted:
+        os.environ[QUIET] = "1"
+    try:
+        yield
+    finally:
+        if wanted and before is None:
+            del os.environ[QUIET]
+
+
+def seat_of(recipe: Recipe, site: int | None, address: str | None) -> Seat | None:
+    """The seat that `--site` and `--meet` name; None without them.
+
+    Raises:
+        UserError: the recipe has no such site, or one of the options is missing.
+    """
+    if site is None and address is None:
+        return None
+    if site is None or address is None:
+        raise UserError(
+            "--site N and --meet HOST:PORT go together: the number of the site, and where site 0 serves"
+        )
+    from fivefold.comm.membership import Seat
+    from fivefold.train.faults import goes_back
+
+    count = recipe.sites.count
+    if count == 1:
+        raise UserError(
+            "--site: the recipe has one site. Add --layout dp=2 and --set sync.method=diloco, for example"
+        )
+    if site >= count:
+        raise UserError(
+            f"--site {site}: the recipe has {count} sites, 0 to {count - 1}. Nearest valid: {count - 1}"
+        )
+    if goes_back(recipe.faults):
+        raise UserError(
+            'faults: "rollback" is not supported with --site: a site cannot go back without the others. Nearest valid: '
+            '"skip" or "abort"'
+        )
+    if recipe.sync.overlap:
+        raise UserError(
+            f"sync.overlap = {recipe.sync.overlap} is not supported with --site. Nearest valid: sync.overlap = 0"
+        )
+    return Seat.parse(site, address)
 
 
 def between(text: str) -> int | tuple[int, int]:
@@ -139,26 +223,160 @@ def _load(recipe: str, sets: list[str], layout: str | None, again: bool) -> Reci
         return load(recipe, ["train.microbatch_size=none", *sets], layout)
 
 
-def _results(folder: Path) -> dict[str, Any]:
-    """The figures of a run that ended."""
-    from fivefold.observe.faults import restart_figures
-    from fivefold.observe.metrics import read_metrics
-    from fivefold.observe.summary import summarize
+@Leaving()
+def sweep(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe, by name or path; or a sweep's folder, to resume it."
+        ),
+    ],
+    over: Annotated[
+        list[str] | None,
+        option(
+            "KEY=VALUE,VALUE...",
+            "Values of a field. Repeatable: all combinations are run. Fields in one --over, with a space between, "
+            "move together. flops=...: 6 N D of a run, which sets its train.tokens.",
+        ),
+    ] = None,
+    set_: SetOption = None,
+    layout: LayoutOption = None,
+    jobs: Annotated[int, option("N", "Runs at a time.", min=1, max=1024)] = 1,
+    out: Annotated[Path | None, option("DIR", "Sweep folder. [default: a new one under runs/]")] = None,
+    hold_out: HoldOutOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Train a grid of runs, resume it, and fit a scaling law to it.
 
-    figures = {**summarize(read_metrics(folder)), **restart_figures(folder)}
-    return {"run": str(folder), "report": str(folder / "report.html"), **figures}
+    Runs that are finished are not run again, interrupted ones resume. All values are checked before anything runs. A
+    run that fails is reported, and the others go on.
+    """
+    from fivefold.recipe import sweep as table
+
+    folder, made, base = _open(recipe, over or [], set_ or [], layout, out)
+    for row in made.rows:  # all values, before torch is imported
+        made.load(base, row)
+    from fivefold.plan.advice.scaling import check_hold_out, results
+    from fivefold.plan.pages import sweep as page
+    from fivefold.train.sweep import plan, run
+
+    say = partial(print, file=sys.stderr if json else sys.stdout, flush=True)
+    check_hold_out(made, hold_out)
+    plan(made, base)
+    if folder is None:
+        folder = numbered_folder(Path("runs"), f"{Path(recipe).stem}-sweep")
+    table.write(folder, made)
+    finished = sum(row.status == table.FINISHED for row in made.rows)
+    say(f"{folder}: {len(made.rows)} runs" + (f", {finished} finished before" if finished else ""))
+    code = run(folder, made, jobs, say)
+    run_complete()
+    if code == STOPPED:  # whoever stopped it may wait for a few seconds only
+        print(f"stopped; resume with: fivefold sweep {folder}", file=sys.stderr)
+        raise typer.Exit(code)
+    found = results(made, hold_out)
+    path = page.write(folder, found)
+    if json:
+        print_json({"sweep": str(folder), "report": str(path), **found.as_json()})
+    else:
+        print(found.text())
+        print(path)
+        if code:
+            print(f"try again with: fivefold sweep {folder}")
+    raise typer.Exit(code)
 
 
-@contextlib.contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
-    """Inside the block the console prints alarms only."""
-    from fivefold.observe.console import QUIET
+def _open(recipe: str, over: list[str], overrides: list[str], layout: str | None, out: Path | None):
+    """The sweep's folder (None: a new one), the sweep, and where its recipe stands."""
+    from fivefold.recipe import sweep as table
 
-    before = os.environ.get(QUIET)
-    if wanted:
-        os.environ[QUIET] = "1"
-    try:
-        yield
-    finally:
-        if wanted and before is None:
-            del os.environ[QUIET]
+    path = Path(recipe)
+    if table.is_sweep(path):
+        if over or overrides or layout or out:
+            raise UserError(
+                f"'{recipe}' is a sweep, which resumes as it was made. To add runs, repeat its own command with more "
+                f"values after --over, and --out {recipe}"
+            )
+        return path, table.read(path), path / table.BASE
+    if not over:
+        raise UserError(
+            "a sweep needs --over, such as --over model.dim=64,128 --over train.tokens=200000,400000"
+        )
+    if out is None or not table.is_sweep(out):
+        if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"--out {out}: this is no sweep, and not an empty folder; choose another --out")
+        return out, table.make(recipe, overrides, layout, over), recipe
+    before = table.read(out)
+    made = table.make(recipe, overrides, layout, over, before.rows)
+    for name, old, new in (
+        ("the recipe", before.base, made.base),
+        ("--set", before.overrides, made.overrides),
+        ("--layout", before.layout, made.layout),
+    ):
+        if old != new:
+            raise UserError(
+                f"--out {out} holds a sweep with another {name.removeprefix('the ')}; resume it with `fivefold sweep "
+                f"{out}`, or choose another --out"
+            )
+    return out, made, recipe
+
+
+if TYPE_CHECKING:
+    from fivefold.train.verify import Report
+
+    Mode = str
+else:
+    Mode = Literal[tuple(PRECISIONS)]
+
+NAMES = {"loss": "loss", "gradients": "gradients", "grad_norm": "gradient norm", "weights": "weights"}
+
+
+def verify(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    layout: LayoutOption = None,
+    steps: Annotated[int, option("N", "Optimizer steps to compare.", min=1)] = 3,
+    mode: Annotated[
+        Mode, flag("fp32: equal up to rounding. Others: as close to fp32 as one process in that mode.")
+    ] = "fp32",
+    json: JsonOption = False,
+) -> None:
+    """Check that a layout computes the same as one process.
+
+    Both train a few steps on the same batches. The losses, every gradient, the gradient norm and every weight are
+    compared. The exit code is 1 if any of them differs by more than rounding.
+    """
+    from fivefold.recipe import load
+
+    loaded = load(recipe, set_ or [], layout)
+    # Imported once the recipe is known to be good: torch takes more than a second
+    from fivefold.train.verify import verify as run
+
+    with contextlib.redirect_stdout(sys.stderr):  # the forked ranks inherit it
+        report = run(loaded, steps=steps, mode=mode, fork=True)
+    if report is None:  # a rank of torchrun that is not the first
+        return
+    if json:
+        print_json(report.as_json())
+    else:
+        print("\n".join(text(recipe, report)))
+    if not report.passed:
+        wrong = ", ".join(NAMES[name] for name, figure in report.figures.items() if not figure.passed)
+        raise CheckFailed(f"{report.layout} does not compute the same as one process: {wrong}")
+
+
+def text(name: str, report: Report) -> list[str]:
+    """The report for people."""
+    lines = [
+        f"{name}: {report.layout} on {several(report.ranks, 'rank')} against one process, "
+        f"{several(report.steps, 'step')} in {report.mode}",
+        f"  {'':14}  {'difference':>10}  {'allowed':>8}        largest at",
+    ]
+    for key, figure in report.figures.items():
+        verdict = "ok" if figure.passed else "WRONG"
+        lines.append(
+            f"  {NAMES[key]:14}  {figure.max_rel:10.1e}  {figure.allowed:8.1e}  {verdict:5} {figure.worst}"
+        )
+    lines += [f"  note: {note}" for note in report.notes]
+    if report.passed:
+        lines.append(f"{report.layout} computes the same as one process")
+    return lines

@@ -5,7 +5,6 @@ The limits of a container or a batch system count, not the whole machine. More t
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 from collections.abc import Iterator
@@ -18,7 +17,16 @@ CGROUPS = Path("/sys/fs/cgroup")
 def cores() -> int:
     """Cores that this process may use: the smaller of its affinity mask and its cgroup's quota, at least 1."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(usable, _quota())))
+    shares = [float(usable)]
+    for folder in control_groups("cpu"):
+        with suppress(OSError, ValueError):
+            if (folder / "cpu.max").is_file():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:  # version 1
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if quota != "max" and int(quota) > 0 and int(period) > 0:
+                shares.append(int(quota) / int(period))
+    return max(1, int(min(shares)))
 
 
 def memory_bytes() -> int:
@@ -74,17 +82,3 @@ def memory_limits() -> Iterator[tuple[Path, int]]:
                 size = int((folder / name).read_text())  # version 2 says "max" if there is none
                 if 0 < size < 1 << 60:
                     yield folder / name, size
-
-
-def _quota() -> float:
-    """CPUs that quotas of control groups leave; infinity without a quota."""
-    shares = [math.inf]
-    for folder in control_groups("cpu"):
-        with suppress(OSError, ValueError):
-            if (folder / "cpu.max").is_file():
-                quota, period = (folder / "cpu.max").read_text().split()
-            else:  # version 1
-                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-            if quota != "max" and int(quota) > 0 and int(period) > 0:
-                shares.append(int(quota) / int(period))
-    return min(shares)

@@ -67,19 +67,18 @@ def keep_freed_memory() -> bool:
     By default glibc returns every large freed block to the system and gets it again, page by page, a moment later. A
     training step allocates the same activations each time, so this only costs page faults.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_M_MMAP_THRESHOLD, _KEEP)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEEP))
+    return _mallopt(_M_MMAP_THRESHOLD, _KEEP) and _mallopt(_M_TRIM_THRESHOLD, _KEEP)
 
 
 def return_large_memory() -> bool:
     """Gives freed blocks of 4 MiB and more back to the system at once: for runs whose weights are in memory only while
     they compute. Kept, they leave holes in the heap, and a process takes twice what it uses (benchmarks/offload.py).
     Returns False if the C library is not glibc."""
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 << 20))
+    return _mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+
+
+def _mallopt(setting: int, value: int) -> bool:
+    return platform.libc_ver()[0] == "glibc" and bool(ctypes.CDLL(None).mallopt(setting, value))
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ def compute_alone() -> None:
         ctypes.CDLL("libgomp.so.1").omp_set_num_threads(1)  # the one that PyTorch has loaded
 
 
-_NOTABLE_FLAGS = (
+_NOTABLE_FLAGS = [
     "avx2",
     "avx512f",
     "avx512_bf16",
@@ -237,23 +236,18 @@ _NOTABLE_FLAGS = (
     "sve",
     "sve2",
     "bf16",
-)
-
-
+]
 TORCH = ("2.11", "2.15")
 """The oldest and the newest version of PyTorch that Fivefold was tried with (`make test-versions`)."""
 
 
 def untried_torch(version: str) -> str:
     """A sentence if nobody has tried this version of PyTorch, such as "2.16.0+cpu"; "" if somebody has."""
-
-    def number(text: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
-
-    oldest, newest = TORCH
-    if number(oldest) <= number(version) <= number(newest):
+    texts = (TORCH[0], version, TORCH[1])
+    oldest, here, newest = (tuple(map(int, text.split("+")[0].split(".")[:2])) for text in texts)
+    if oldest <= here <= newest:
         return ""
-    return f"PyTorch {version} has not been tried; Fivefold was tested with {oldest} to {newest}"
+    return f"PyTorch {version} has not been tried; Fivefold was tested with {TORCH[0]} to {TORCH[1]}"
 
 
 def describe() -> dict[str, Any]:
@@ -263,16 +257,11 @@ def describe() -> dict[str, Any]:
     """
     import torch
 
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": found.name,
-                "memory_bytes": found.total_memory,
-                "processors": found.multi_processor_count,
-            }
-        )
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = [
+        {"name": gpu.name, "memory_bytes": gpu.total_memory, "processors": gpu.multi_processor_count}
+        for gpu in devices
+    ]
     facts = {
         "cpu": cpu_model(),
         "cpu_features": [flag for flag in _NOTABLE_FLAGS if flag in cpu_flags()],
@@ -286,9 +275,8 @@ def describe() -> dict[str, Any]:
         "fast_bf16": has_fast_bf16("cuda" if gpus else "cpu"),
     }
     if gpus:
-        facts["accelerator"] = (
-            f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        )
+        hip = torch.version.hip
+        facts["accelerator"] = f"ROCm {hip}" if hip else f"CUDA {torch.version.cuda}"
     return facts
 
 

@@ -43,15 +43,15 @@ def write(name: str, found: dict[str, Any]) -> None:
         raise UserError(f"{file}: cannot be written: {error.strerror}; set $FIVEFOLD_CACHE") from None
 
 
-def save_collectives(found: dict[str, Any]) -> None:
-    """Writes what `fivefold bench collectives` found on this machine by number of ranks: `device`, `fit`, and by size
-    `seconds` and `predicted` of each algorithm, and the `best` one."""
-    write(_collectives_key(), found)
+def collectives_key() -> str:
+    """The key of what `fivefold bench collectives` found on this machine, by number of ranks: `device`, `fit`, and by
+    size `seconds` and `predicted` of each algorithm, and the `best` one."""
+    return f"{key()} | collectives 2"
 
 
 def load_collectives() -> dict[str, Any] | None:
-    """What `save_collectives` wrote for this processor and torch; None if nothing."""
-    return read(_collectives_key())
+    """The table with this key; None without one."""
+    return read(collectives_key())
 
 
 def best_all_reduce(ranks: int, device: str) -> dict[int, str]:
@@ -68,10 +68,6 @@ def all_reduce_seconds(ranks: int, name: str) -> list[tuple[int, float]]:
     """(bytes, seconds) of an all-reduce between so many local ranks, by size; empty if it was not measured."""
     found = (load_collectives() or {}).get("seconds", {}).get(str(ranks), {})
     return sorted((int(size), times[name]) for size, times in found.items() if name in times)
-
-
-def _collectives_key() -> str:
-    return f"{key()} | collectives 2"
 
 
 def _tables() -> dict[str, Any]:

@@ -45,21 +45,16 @@ class Launcher:
 
 
 TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",))
-SLURM = Launcher(
-    "Slurm",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-    "SLURM_LOCALID",
-    ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
-    "SLURM_STEP_ID",
-)
+_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+SLURM = Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", _PER_NODE, "SLURM_STEP_ID")
+_OMPI = "OMPI_COMM_WORLD"
 MPI = (
     Launcher(
         "mpirun of Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        f"{_OMPI}_RANK",
+        f"{_OMPI}_SIZE",
+        f"{_OMPI}_LOCAL_RANK",
+        (f"{_OMPI}_LOCAL_SIZE",),
     ),
     Launcher(
         "mpirun of MPICH or Intel MPI",
@@ -197,6 +192,7 @@ def launch_id() -> str:
     return "" if name == "none" else name
 
 
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
@@ -254,12 +250,7 @@ def only_here(host: str, backend: str) -> bool:
     named the loopback interface. A host's own name may stand for one, too, and other hosts still reach it."""
     own = host.partition(".")[0] == socket.gethostname().partition(".")[0] != "localhost"
     named = os.environ.get(_variable(backend), "").lstrip("=").split(",")
-    return any(name in named for name in _loopbacks()) or (not own and is_loopback(_address(host)))
-
-
-def _loopbacks() -> list[str]:
-    """Names of the loopback interface."""
-    return [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return LOOPBACK in named or (not own and is_loopback(_address(host)))
 
 
 def reachable(host: str, backend: str) -> str:
@@ -273,24 +264,20 @@ def reachable(host: str, backend: str) -> str:
     if not own or only_here(host, backend) or not is_loopback(own_address(host)):
         return host
     found = addresses()
-    if is_named(backend):
-        found = {name: address for name, address in found.items() if _names(backend, name)}
+    if setting := os.environ.get(
+        _variable(backend)
+    ):  # NCCL: names are beginnings unless `=` is before; `^` is "not"
+        words, exact = setting.lstrip("^=").split(","), backend == "gloo" or "=" in setting[:2]
+        named = {
+            n for n in found for word in words if word and (n == word or (not exact and n.startswith(word)))
+        }
+        found = {n: address for n, address in found.items() if (n in named) != setting.startswith("^")}
     if len(found) != 1:
         count = "several other interfaces have addresses" if found else "no other interface has an address"
         raise UserError(
             f"{host} stands for the loopback interface on its own host, and {count} there.{interfaces(backend)}"
         )
     return next(iter(found.values()))
-
-
-def _names(backend: str, interface: str) -> bool:
-    """True if the user has named this interface. NCCL takes `^` as "not", and names as beginnings of names unless `=`
-    is before them."""
-    setting = os.environ[_variable(backend)]
-    words = setting.lstrip("^=").split(",")
-    exact = backend == "gloo" or "=" in setting[:2]
-    named = any(interface == word or (not exact and interface.startswith(word)) for word in words if word)
-    return named != setting.startswith("^")
 
 
 def _variable(backend: str) -> str:
@@ -312,7 +299,7 @@ def name_interface(backend: str, host: str, one_machine: bool = False) -> None:
     address = own_address(host)
     name = interface_of(address)
     if not name and (one_machine or only_here(host, backend)):
-        name = next(iter(_loopbacks()), "")
+        name = LOOPBACK
     if not name:
         raise UserError(
             f"ranks on several hosts need a network interface to listen on. This host would reach {host} from "

@@ -37,6 +37,7 @@ from fivefold.errors import BusyError, RankFailed, UserError
 from fivefold.host import cores
 from fivefold.host.machine import oom_kills
 from fivefold.launch import verdict
+from fivefold.launch.launchers import LOOPBACK
 from fivefold.launch.ranks import Place, Ranks, run_rank
 from fivefold.launch.verdict import FAILED, STOPPED, Failure, Interrupt, in_words, stopping_signals, unsaved
 
@@ -111,7 +112,12 @@ def launch(attempt: Attempt, fork: bool, again: Again = lambda failure: None) ->
     Raises:
         UserError: there are fewer GPUs than ranks.
     """
-    _assert_enough_gpus(max(attempt.slots, default=attempt.world - 1) + 1)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < gpus <= (last := max(attempt.slots, default=attempt.world - 1)):
+        raise UserError(
+            f"{last + 1} ranks on this machine need {last + 1} GPUs, but it has {gpus}. To use its CPU, put "
+            "CUDA_VISIBLE_DEVICES= (with no value) before the command"
+        )
     method = "fork" if fork and not torch.cuda.is_available() else "spawn"
     number = 0
     with scratch_folder() as folder, Signals() as signals:
@@ -134,20 +140,11 @@ def launch(attempt: Attempt, fork: bool, again: Again = lambda failure: None) ->
                 return Outcome(stopped=signals.signal)  # what was saved is saved
 
 
-def _assert_enough_gpus(world: int) -> None:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if 0 < gpus < world:
-        raise UserError(
-            f"{world} ranks on this machine need {world} GPUs, but it has {gpus}. To use its CPU, put "
-            "CUDA_VISIBLE_DEVICES= (with no value) before the command"
-        )
-
-
 @contextmanager
 def _environment(world: int) -> Iterator[None]:
     """Sets environment variables of the ranks inside the block, except those that the user has set."""
     values = {
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
         "NCCL_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(max(1, cores() // world)),
@@ -243,9 +240,15 @@ class Supervisor:
             self._start((ours, theirs))
             while self.running:
                 self._pass_on()
-                self._wait()
+                seconds = min(POLL_S, max(0.0, min(self.kill_at, self.stop_at) - time.monotonic()))
+                wait([self.signals.reader, *(process.sentinel for process in self.running.values())], seconds)
+                with suppress(BlockingIOError):
+                    os.read(self.signals.reader, 4096)
                 self._collect()
-                self._end_those_that_spoke()
+                now = time.monotonic()
+                for rank, process in self.running.items():
+                    if self._said(rank) and now - self.spoke_at.setdefault(rank, now) > LEAVE_S:
+                        self._kill({rank: process})
                 self._wait_for_those_that_get_on()
                 if time.monotonic() >= min(self.kill_at, self.stop_at) or self.signals.impatient:
                     self.kill_at = self.stop_at = math.inf
@@ -261,8 +264,7 @@ class Supervisor:
     def _start(self, lifeline: tuple[Connection, Connection]) -> None:
         """Starts all ranks. A signal that comes meanwhile is blocked until the rank, or the launcher, can note it."""
         attempt, numbers = self.attempt, stopping_signals()
-        graceful = attempt.grace_s is not None
-        grace_s = self._grace_s()
+        graceful, grace_s = attempt.grace_s is not None, self._grace_s()
         for rank in range(attempt.world):
             slot = attempt.slots[rank] if attempt.slots else rank
             place = Place(rank, attempt.world, slot, self.folder, graceful, grace_s, os.getpid(), lifeline,
@@ -279,16 +281,13 @@ class Supervisor:
 
     def _pass_on(self) -> None:
         """Tells the ranks that the run is to stop, or that another number of them is to go on."""
-        asks = self.attempt.reform
-        if self.signals.signal is not None:
-            if self.signals.news:
-                self.signals.news = 0
-                self._stop(self.signals.signal)
-        elif asks is not None and not self.reforming and not self.ended and asks():
-            self.reforming = True
-            self._stop(signal.SIGTERM)
-
-    def _stop(self, number: int) -> None:
+        asks, number = self.attempt.reform, self.signals.signal
+        if number is None and asks is not None and not self.reforming and not self.ended and asks():
+            self.reforming, number = True, signal.SIGTERM
+        elif number is None or not self.signals.news:
+            return
+        else:
+            self.signals.news = 0
         self.stop_at = min(self.stop_at, time.monotonic() + self._grace_s())
         for process in self.running.values():
             _send(process, number)
@@ -307,12 +306,6 @@ class Supervisor:
                 moved = max(moved, file.stat().st_mtime_ns)
         if moved != self.moved:
             self.moved, self.stop_at = moved, time.monotonic() + self._grace_s()
-
-    def _wait(self) -> None:
-        seconds = min(POLL_S, max(0.0, min(self.kill_at, self.stop_at) - time.monotonic()))
-        wait([self.signals.reader, *(process.sentinel for process in self.running.values())], seconds)
-        with suppress(BlockingIOError):
-            os.read(self.signals.reader, 4096)
 
     def _collect(self) -> None:
         """Notes the ranks that have ended."""
@@ -341,12 +334,6 @@ class Supervisor:
     def _vital(self, rank: int) -> bool:
         """True if the end of this rank ends the others."""
         return rank not in self.attempt.expendable or self._said(rank, "error")
-
-    def _end_those_that_spoke(self) -> None:
-        now = time.monotonic()
-        for rank, process in self.running.items():
-            if self._said(rank) and now - self.spoke_at.setdefault(rank, now) > LEAVE_S:
-                self._kill({rank: process})
 
     def _kill(self, processes: dict[int, BaseProcess]) -> None:
         for rank, process in processes.items():

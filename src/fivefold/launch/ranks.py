@@ -8,7 +8,6 @@ a file, so nothing listens beyond loopback), and those of the launchers in `laun
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import errno
 import gc
@@ -20,7 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -78,7 +77,7 @@ def threads_of(local_world: int) -> int:
     return int(said) if said.isdigit() and int(said) else max(1, cores() // local_world)
 
 
-@contextlib.contextmanager
+@contextmanager
 def join(
     timeout_s: float = Ranks.timeout_s, meet_s: float = Ranks.timeout_s, members: int | None = None
 ) -> Iterator[Ranks]:
@@ -132,7 +131,7 @@ def join(
         yield Ranks(rank, world, local_rank, local_world, device, timeout_s)
     finally:
         if store is not None and rank == 0 and world < launched:
-            with contextlib.suppress(RuntimeError):  # it has ended before
+            with suppress(RuntimeError):  # it has ended before
                 store.set(_FINISHED, "")
         if world > 1:
             dist.destroy_process_group()
@@ -144,7 +143,7 @@ def wait_as_spare(meet_s: float = Ranks.timeout_s) -> None:
     launched = found()
     assert launched is not None, "only a launcher has ranks to spare"
     rank, world, *_ = launched
-    with contextlib.suppress(RuntimeError):  # the store has ended with the others
+    with suppress(RuntimeError):  # the store has ended with the others
         store = _store(rank, world, meet_s)
         while not store.check([_FINISHED]):
             time.sleep(SPARE_POLL_S)
@@ -156,7 +155,7 @@ def schedule_as_batch() -> None:
     gloo's thread polls a connection for as long as another thread holds its lock. If the holder has just been
     interrupted by a thread that woke up, this lasts for a time slice, 4 ms, in which a small message could be sent 20
     times."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -301,50 +300,44 @@ def _run(
             return verdict.leave("done") if stopped is None else verdict.leave("stopped", str(stopped))
     except KeyboardInterrupt:
         return unsaved(signal.SIGINT)
-    except UserError as error:
-        code = verdict.leave("busy" if isinstance(error, BusyError) else "error", str(error))
-    except OSError as error:
-        if error.errno in PASSING | _HOPELESS:
-            kind = "busy" if error.errno in PASSING else "error"
-            code = verdict.leave(kind, f"{error.filename or 'the run'}: {error.strerror}")
-        else:
-            code = _fail(error)
-    except CommunicationError as error:
-        code = verdict.leave("lost", str(error))
     except Exception as error:
-        code = _fail(error)
+        code = verdict.leave(*_kind_and_words(error))
     return code if interrupt.signal is None else unsaved(interrupt.signal)
 
 
-def _fail(error: Exception) -> int:
+def _kind_and_words(error: Exception) -> tuple[str, str]:
+    """The verdict of a rank that met this error."""
+    if isinstance(error, UserError):
+        return "busy" if isinstance(error, BusyError) else "error", str(error)
+    if isinstance(error, CommunicationError):
+        return "lost", str(error)
+    if isinstance(error, OSError) and error.errno in PASSING | _HOPELESS:
+        words = f"{error.filename or 'the run'}: {error.strerror}"
+        return "busy" if error.errno in PASSING else "error", words
     if verdict.lost(error):
-        said = verdict.backend_words(error)
-        return verdict.leave("lost", f"rank {os.environ['RANK']} lost another rank: {said}")
-    said = traceback.format_exception_only(error)[0].partition("\n")[0]
-    verdict.leave("failed", f"{said}\n{''.join(traceback.format_exception(error))}")
-    return FAILED
+        return "lost", f"rank {os.environ['RANK']} lost another rank: {verdict.backend_words(error)}"
+    named = traceback.format_exception_only(error)[0].partition("\n")[0]
+    return "failed", f"{named}\n{''.join(traceback.format_exception(error))}"
 
 
 def _follow_launcher(place: Place, met: threading.Event) -> None:
     """Has this rank stop, and save, when the launcher is killed; and end in any case once it has done nothing for
     the grace time. Before the ranks have met there is nothing to save, and some may never come."""
-    ours, theirs = place.lifeline
+    (ours, theirs), grace_s = place.lifeline, place.grace_s
     theirs.close()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != place.launcher:  # it ended before; there is nothing to save
         _end(signal.SIGTERM)
-    threading.Thread(
-        target=_watch_launcher, args=(ours, place.grace_s, met), name="launcher", daemon=True
-    ).start()
 
+    def watch() -> None:
+        with suppress(EOFError, OSError):
+            ours.recv_bytes()
+        if sys.platform != "linux":
+            os.kill(os.getpid(), signal.SIGTERM)
+        began = time.monotonic()
+        while met.is_set() and (left_s := max(began, verdict.moved_at()) + grace_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _watch_launcher(lifeline: Connection, grace_s: float, met: threading.Event) -> None:
-    with suppress(EOFError, OSError):
-        lifeline.recv_bytes()
-    if sys.platform != "linux":
-        os.kill(os.getpid(), signal.SIGTERM)
-    began = time.monotonic()
-    while met.is_set() and (left_s := max(began, verdict.moved_at()) + grace_s - time.monotonic()) > 0:
-        time.sleep(left_s)
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=watch, name="launcher", daemon=True).start()

@@ -59,16 +59,9 @@ LONGEST_TEXT = 20_000
 """Characters of a rank's last words: a traceback."""
 SOONER_S = 0.5  # the launcher may see it that much after a survivor's message
 # What gloo, NCCL and torch's stores say when the other end of a connection is gone
-_GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Socket closed",
-    "Connection was likely closed",
-    "remote process exited",
-    "Timed out waiting",
-    "timed out waiting",
+_GONE = re.compile(
+    "Connection (closed by peer|reset by peer|refused|was likely closed)|Broken pipe|Socket closed"
+    "|remote process exited|[Tt]imed out waiting"
 )
 
 
@@ -130,7 +123,7 @@ def lost(error: BaseException) -> bool:
     """True if this error, or one that it came from, is that another rank has gone."""
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, RuntimeError | ConnectionError) and any(words in str(found) for words in _GONE):
+        if isinstance(found, RuntimeError | ConnectionError) and _GONE.search(str(found)):
             return True
         found = found.__cause__ or found.__context__
     return False

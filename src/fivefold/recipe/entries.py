@@ -87,11 +87,6 @@ def chosen(text: str) -> list[str]:
     return [] if names == [NONE] else list(dict.fromkeys(names))
 
 
-def unknown(text: str) -> list[str]:
-    """The names in `observe.tracker` that are no trackers."""
-    return [name for name in chosen(text) if name not in TRACKERS]
-
-
 def require(names: Sequence[str]) -> None:
     """Checks before anything starts that the libraries of trackers are installed.
 
@@ -99,11 +94,11 @@ def require(names: Sequence[str]) -> None:
         UserError: one is missing. The message names the extra that brings it.
     """
     for name in names:
-        found = TRACKERS[name]
-        if found.module and find_spec(found.module) is None:
-            brings = f"fivefold[{found.extra}]" if found.extra else found.module
+        module, extra = TRACKERS[name]
+        if module and find_spec(module) is None:
+            brings = f"fivefold[{extra}]" if extra else module
             raise UserError(
-                f'observe.tracker = "{name}": the library {found.module} is not installed. Install it with '
+                f'observe.tracker = "{name}": the library {module} is not installed. Install it with '
                 f"`pip install '{brings}'`, or leave {name} out"
             )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -184,14 +185,9 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         ValueError,
         RecursionError,
     ):  # beyond what Python reads: numbers of 4300 digits, 1000 nested lists
-        line = _line_of_the_longest(text)
+        counts = [len(re.findall(r"[\w\[{]", line)) for line in text.splitlines()]
+        line = counts.index(max(counts)) + 1  # with the most digits or brackets
         raise UserError(f"{path}:{line}: a number is too long, or lists are nested too deeply") from None
-
-
-def _line_of_the_longest(text: str) -> int:
-    """The line with the most digits or brackets."""
-    counts = [len(re.findall(r"[\w\[{]", line)) for line in text.splitlines()]
-    return counts.index(max(counts)) + 1
 
 
 def _lines(text: str) -> dict[str, str]:
@@ -221,7 +217,11 @@ class _Draft:
     ) -> Recipe:
         """Applies layout and overrides, checks each field, then the rules between fields."""
         if layout is not None:
-            self._set_layout(layout)
+            try:
+                self.table["layout"] = parse_layout(layout)
+                self.origins |= {f"layout.{key}": "--layout" for key in self.table["layout"]}
+            except UserError as error:
+                self.problems += error.problems
         self._override(overrides, "--set")
         self._override(over, "--over")
         self._take_over()
@@ -252,7 +252,7 @@ class _Draft:
         if not isinstance(where, str) or not where or "\0" in where:
             return
         try:
-            found = taken_over(where, lambda path: _with_base(path)[0])
+            found = taken_over(where)
         except UserError as error:
             self.problems.append(
                 problem(f"train.init_from = {messages.short(where)}: {error}", "train.init_from")
@@ -274,20 +274,17 @@ class _Draft:
         whole = f"{self.origins[key]}: {message}" if key in self.origins else message
         self.problems.append(problem(whole, key, value, allowed))
 
-    def _set_layout(self, text: str) -> None:
-        try:
-            self.table["layout"] = parse_layout(text)
-        except UserError as error:
-            self.problems += error.problems
-        else:
-            self.origins |= {f"layout.{key}": "--layout" for key in self.table["layout"]}
-
     def _override(self, overrides: Sequence[str], option: str) -> None:
         """Writes `section.key=value` texts, given after `option`, into the table."""
         given: set[str] = set()
         for text in overrides:
             key, equals, raw = (part.strip() for part in text.partition("="))
-            value = _override_value(key, raw)
+            value: Any = raw  # parsed as TOML; the text itself if it is none, or the field holds text
+            with suppress(ValueError, RecursionError):  # not TOML, or beyond what Python reads
+                parsed = tomllib.loads(f"v = {raw}")
+                wants_text = key in KEYS and plain_type(KEYS[key]) is str
+                if parsed.keys() == {"v"} and (not wants_text or isinstance(parsed["v"], str)):
+                    value = parsed["v"]
             section, dot, name = key.partition(".")
             if not (equals and section and dot and name):
                 said = shortened(text, LONGEST_WORD)
@@ -305,7 +302,7 @@ class _Draft:
                 table[field] = value
                 if raw.lower() == "none":
                     del table[field]
-            elif raw.lower() == "none" and key in KEYS and none_unsets(KEYS[key]):
+            elif raw.lower() == "none" and none_unsets(key):
                 values.pop(name, None)
             else:
                 given.add(key)
@@ -336,10 +333,17 @@ class _Draft:
         """Checks one section. A wrong field is reported and gets its default, so that checking can continue."""
         values, cls = self.table.get(section, {}), SECTIONS[section]
         if not isinstance(values, dict):
-            self._problem(section, values, messages.not_a_section(section, values))
+            said = f"{section} = {messages.short(values)}: must be a section"
+            self._problem(section, values, f"{said}; write a line [{section}], then its keys")
             self.wrong |= {f"{section}.{name}" for name in cls.model_fields}
             return cls()
-        values = {name: _as_field(f"{section}.{name}", value) for name, value in values.items()}
+        values = dict(values)
+        for name, value in values.items():  # a tuple for a list, and 1000000 for 1e6 where numbers are whole
+            key = f"{section}.{name}"
+            if isinstance(value, list):
+                values[name] = tuple(value)
+            elif isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST:
+                values[name] = int(value) if key in KEYS and plain_type(KEYS[key]) is int else value
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -354,26 +358,6 @@ class _Draft:
                 key, value, (messages.bad_value if key in KEYS else messages.unknown_key)(key, value)
             )
         return cls.model_validate({name: v for name, v in values.items() if name not in names})
-
-
-def _as_field(key: str, value: Any) -> Any:
-    """A TOML value in the type of its field: a tuple for a list, and 1000000 for 1e6 where numbers are whole."""
-    if isinstance(value, list):
-        return tuple(value)
-    whole = isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST
-    return int(value) if whole and key in KEYS and plain_type(KEYS[key]) is int else value
-
-
-def _override_value(key: str, raw: str) -> Any:
-    """The value of an override: parsed as TOML, or the text itself if it is not TOML or the field holds text."""
-    try:
-        parsed = tomllib.loads(f"v = {raw}")
-    except (ValueError, RecursionError):  # not TOML, or beyond what Python reads
-        return raw
-    wants_text = key in KEYS and plain_type(KEYS[key]) is str
-    if parsed.keys() != {"v"} or (wants_text and not isinstance(parsed["v"], str)):
-        return raw
-    return parsed["v"]
 
 
 class Recipe(Sections):
@@ -411,16 +395,14 @@ HERE = {"freeze", "dropout"}
 def home(where: str) -> Path | None:
     """The folder that describes the model of `train.init_from`: a run folder, also for one of its checkpoints, or a
     Hugging Face folder. None: there is none."""
-    try:
+    with suppress(OSError, ValueError):  # no path at all
         path = expanded("train.init_from", where)
         run = path.absolute().parent.parent
         if (path / "recipe.toml").is_file() or (path / "config.json").is_file():
             return path
-        return (
-            run if path.absolute().parent.name == "checkpoints" and (run / "recipe.toml").is_file() else None
-        )
-    except (OSError, ValueError):  # no path at all
-        return None
+        if path.absolute().parent.name == "checkpoints" and (run / "recipe.toml").is_file():
+            return run
+    return None
 
 
 def required(where: str) -> Path:
@@ -429,15 +411,12 @@ def required(where: str) -> Path:
     Raises:
         UserError: there is none. The message names a similar one.
     """
-    found = home(where)
-    if found is not None:
-        return found
-    path = expanded("train.init_from", where)
-    near = [path.parent, Path("runs")]
-    try:
-        known = {one.name: str(one) for parent in near for one in parent.glob("*") if home(str(one))}
-    except OSError:
-        known = {}
+    if (folder := home(where)) is not None:
+        return folder
+    path, known = expanded("train.init_from", where), dict[str, str]()
+    with suppress(OSError):
+        near = [folder for parent in (path.parent, Path("runs")) for folder in parent.glob("*")]
+        known = {folder.name: str(folder) for folder in near if home(str(folder))}
     what = "has neither recipe.toml nor config.json" if path.exists() else "no such folder"
     hint = did_you_mean(path.name, known)
     listed = f". There are {', '.join(sorted(known.values())[-5:])}" if known and not hint else ""
@@ -447,8 +426,8 @@ def required(where: str) -> Path:
     )
 
 
-def taken_over(where: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Fields by section for a recipe that leaves them open. read: a recipe file as a table.
+def taken_over(where: str) -> dict[str, dict[str, Any]]:
+    """Fields by section for a recipe that leaves them open.
 
     A folder that is gone gives nothing: the recipe of a run is explicit, and whoever starts a run says what is missing.
     """
@@ -457,7 +436,10 @@ def taken_over(where: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, 
         return {}
     guard(folder, look=False)
     if (folder / "recipe.toml").is_file():
-        model = {name: v for name, v in _section(read(folder / "recipe.toml")).items() if name not in HERE}
+        model = _with_base(folder / "recipe.toml")[0].get("model", {})
+        if not isinstance(model, dict):
+            raise UserError("train.init_from: its recipe.toml has no section [model]")
+        model = {name: value for name, value in model.items() if name not in HERE}
     else:
         model = hf_model(folder)
     tokenizer = folder / "tokenizer.json"
@@ -475,10 +457,3 @@ def hf_model(folder: Path) -> dict[str, Any]:
     if card_of(model).rotary:
         fields["seq_len"] = min(model.seq_len, LONGEST_CONTEXT)
     return fields
-
-
-def _section(table: dict[str, Any]) -> dict[str, Any]:
-    model = table.get("model", {})
-    if not isinstance(model, dict):
-        raise UserError("train.init_from: its recipe.toml has no section [model]")
-    return model

@@ -72,9 +72,9 @@ def optional(field: FieldInfo) -> bool:
     return type(None) in get_args(field.annotation)
 
 
-def none_unsets(field: FieldInfo) -> bool:
+def none_unsets(key: str) -> bool:
     """True if the text "none" unsets a field; it may also be one of its values."""
-    return optional(field) and "none" not in get_args(plain_type(field))
+    return key in KEYS and optional(KEYS[key]) and "none" not in get_args(plain_type(KEYS[key]))
 
 
 def plain_type(field: FieldInfo) -> Any:
@@ -201,11 +201,6 @@ def unknown_section(name: str, value: Any) -> str:
     return said + (_home(name) or _SECTION_NAMES)
 
 
-def not_a_section(name: str, value: Any) -> str:
-    """A section's name with a value that is not a table."""
-    return f"{name} = {short(value)}: must be a section; write a line [{name}], then its keys"
-
-
 def list_problems(name: str, problems: Sequence[str]) -> str:
     """All problems in one message that is not cut: a longer one is shortened in its middle, beside what it quotes."""
     most = max(100, min(LONGEST_PROBLEM, (LONGEST_MESSAGE - len(name) - 40) // len(problems) - 10))
@@ -220,11 +215,6 @@ def short(value: Any) -> str:
     """A value as TOML writes it, cut to 60 characters."""
     text = toml_value(value[:60] if isinstance(value, list | tuple) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _key(name: str) -> str:
-    """A key as TOML writes it."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
 def home(name: str) -> str:
@@ -268,8 +258,9 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
+        keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key) for key in value}
         return (
-            "{" + ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items() if v is not None) + "}"
+            "{" + ", ".join(f"{keys[k]} = {toml_value(v)}" for k, v in value.items() if v is not None) + "}"
         )
     try:
         return repr(value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any, TypeVar
 
-from fivefold.errors import UserError
+from fivefold.errors import UserError, several
 from fivefold.models import predicted
 from fivefold.models.card import card_of, resolve_model
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
@@ -127,14 +127,12 @@ def best_microbatch_size(recipe: Recipe, most: int) -> int:
     slowest = [largest(size, dp) for size in sizes]
     share = math.gcd(*slowest)
     most = min(share, most) if recipe.layout.pp == 1 else max(1, min(most, share // (2 * recipe.layout.pp)))
-
-    def delays_none(B: int) -> bool:
-        return all(
-            size % B == 0 and largest(size // B, dp) * B == least
-            for size, least in zip(sizes, slowest, strict=True)
-        )
-
-    return max(B for B in range(1, most + 1) if delays_none(B))
+    both = list(zip(sizes, slowest, strict=True))
+    return next(
+        B
+        for B in range(most, 0, -1)
+        if all(size % B == 0 and largest(size // B, dp) * B == least for size, least in both)
+    )
 
 
 MOST_TRIED = 2000  # layouts: each takes about a millisecond
@@ -172,9 +170,19 @@ def nearest_layout(recipe: Recipe, ranks: int) -> Fit:
         )
     pinned = with_layout(recipe, replace(asked, microbatches=None), microbatch_size=microbatch_size(recipe))
     for layout in islice(_nearest(asked, ranks, recipe.train.global_batch_size), MOST_TRIED):
-        found = in_layout(pinned, layout)
-        if not any(contradictions(found)):
-            return Fit(found, layout.ranks, _line(pinned, found, ranks))
+        fitting = in_layout(pinned, layout)
+        if any(contradictions(fitting)):
+            continue
+        names = [to_text(Layout.from_recipe(changed.layout)) for changed in (fitting, pinned)]
+        line = f"{several(ranks, 'rank')} instead of {asked.ranks}: layout {' for '.join(names)}"
+        if spare := ranks - layout.ranks:
+            line += f"; {several(spare, 'rank')} left over"
+        old, new = pinned.train.microbatch_size, fitting.train.microbatch_size
+        if old != new:
+            line += f"; microbatches of {new} for {old}"
+            if card_of(fitting.model).has_experts:
+                line += ", which changes the balance loss of experts"
+        return Fit(fitting, layout.ranks, line)
     raise UserError(
         f"layout '{to_text(asked)}': none of the {MOST_TRIED:,} nearest layouts of {ranks} or fewer ranks is valid for "
         "this recipe"
@@ -190,31 +198,19 @@ def in_layout(recipe: R, layout: Layout) -> R:
         return changed
     if card_of(recipe.model).has_experts:  # the balance loss of a microbatch is part of what is trained
         sizes = [recipe.train.global_batch_size, *(size for size, _ in ramp(recipe.train))]
-        size = next(B for B in range(most, 0, -1) if B == 1 or _deals(sizes, B, layout.dp))
+        ranks = layout.dp  # whole microbatches, at least one for each
+        wanted = (
+            B for B in range(most, 1, -1) if all(size % B == 0 and size // B >= ranks for size in sizes)
+        )
+        size = next(wanted, 1)
     else:
         size = best_microbatch_size(changed, most)
     return with_layout(changed, Layout.from_recipe(changed.layout), microbatch_size=size)
 
 
-def _deals(sizes: list[int], B: int, ranks: int) -> bool:
-    """True if batches of these sizes have whole microbatches of B sequences, at least one for each rank."""
-    return all(size % B == 0 and size // B >= ranks for size in sizes)
-
-
 def _nearest(asked: Layout, ranks: int, batch: int) -> Iterator[Layout]:
-    """Layouts of at most `ranks` ranks, the nearest first."""
-    for layout in _divisions(asked, ranks):
-        most = min(ranks // (layout.pp * layout.cp * layout.tp), batch)
-        whole = (dp for dp in range(most, 0, -1) if dp * layout.cp % layout.ep == 0)
-        for dp in islice(whole, TRIED):
-            for sharing in _sharings(layout, dp):
-                yield sharing
-                yield replace(sharing, all_reduce=AUTO, zeropp=NONE)
-
-
-def _divisions(asked: Layout, ranks: int) -> Iterator[Layout]:
-    """The divisions of the model that need no more ranks: those with the fewest halvings first, and of these those that
-    leave fewest ranks over."""
+    """Layouts of at most `ranks` ranks, the nearest first: those that divide the model with the fewest halvings, and of
+    these those that leave fewest ranks over."""
     before = (asked.pp, asked.cp, asked.tp, asked.ep)
     sizes = product(*(range(1, size + 1) for size in before[:3]), divisors(asked.ep))
 
@@ -224,7 +220,12 @@ def _divisions(asked: Layout, ranks: int) -> Iterator[Layout]:
 
     for pp, cp, tp, ep in sorted((s for s in sizes if math.prod(s[:3]) <= ranks), key=distance):
         cut = asked.sp and tp > 1
-        yield replace(asked, pp=pp, cp=cp, tp=tp, ep=ep, sp=cut, sp_regather=cut and asked.sp_regather)
+        layout = replace(asked, pp=pp, cp=cp, tp=tp, ep=ep, sp=cut, sp_regather=cut and asked.sp_regather)
+        most = min(ranks // (pp * cp * tp), batch)
+        for dp in islice((dp for dp in range(most, 0, -1) if dp * cp % ep == 0), TRIED):
+            for sharing in _sharings(layout, dp):
+                yield sharing
+                yield replace(sharing, all_reduce=AUTO, zeropp=NONE)
 
 
 def _sharings(layout: Layout, dp: int) -> Iterator[Layout]:
@@ -236,30 +237,12 @@ def _sharings(layout: Layout, dp: int) -> Iterator[Layout]:
     yield replace(layout, dp_replicate=dp, dp_shard=1, zero=0)
 
 
-def _line(asked: Recipe, found: Recipe, ranks: int) -> str:
-    before, after = Layout.from_recipe(asked.layout), Layout.from_recipe(found.layout)
-    text = f"{ranks} rank{'s' * (ranks != 1)} instead of {before.ranks}: layout {to_text(after)} for {to_text(before)}"
-    if spare := ranks - after.ranks:
-        text += f"; {spare} rank{'s' * (spare > 1)} left over"
-    old, new = asked.train.microbatch_size, found.train.microbatch_size
-    if old != new:
-        text += f"; microbatches of {new} for {old}"
-        if card_of(found.model).has_experts:
-            text += ", which changes the balance loss of experts"
-    return text
-
-
 MOST_EPOCHS = 4
 """Passes over the same text up to which each is worth about as much as new text (arXiv 2305.16264)."""
 MOST_WARMUP = 0.5
 """Share of the run."""
 MOST_CONTINUED = 6e-4
 """The highest peak learning rate of GPT-3's table: that of 125M parameters with Adam (arXiv 2005.14165)."""
-
-
-def warnings(recipe: Recipe) -> list[str]:
-    """One sentence per value that is most likely not meant, and what to do."""
-    return [*_rates(recipe), *_intervals(recipe), *_waits(recipe)]
 
 
 def warning_of_passes(passes: float) -> list[str]:
@@ -272,40 +255,30 @@ def warning_of_passes(passes: float) -> list[str]:
     ]
 
 
-def _rates(recipe: Recipe) -> Iterator[str]:
-    name = recipe.optim.name
-    least, most = OPTIMIZERS[name].usual_lr
+def warnings(recipe: Recipe) -> Iterator[str]:
+    """One sentence per value that is most likely not meant, and what to do."""
+    optim, train, checkpoint, steps = recipe.optim, recipe.train, recipe.checkpoint, total_steps(recipe)
+    least, most = OPTIMIZERS[optim.name].usual_lr
     for key in ("lr", "lr_embeddings", "lr_vectors"):
-        lr = getattr(recipe.optim, key)
+        lr = getattr(optim, key)
         if lr is not None and not least <= lr <= most:
             effect = "training will most likely diverge" if lr > most else "the weights will hardly change"
-            yield f"optim.{key} = {lr:g}: {effect}; {name} is used with {least:g} to {most:g}"
-    if recipe.train.init_from and name == DEFAULT and recipe.optim.lr > MOST_CONTINUED:
+            yield f"optim.{key} = {lr:g}: {effect}; {optim.name} is used with {least:g} to {most:g}"
+    if train.init_from and optim.name == DEFAULT and optim.lr > MOST_CONTINUED:
         why = "a rate for random weights, which may undo what those of train.init_from know"
-        yield f"optim.lr = {recipe.optim.lr:g} is {why}; the recipe `continue` has a lower one"
-
-
-def _intervals(recipe: Recipe) -> Iterator[str]:
-    train, steps = recipe.train, total_steps(recipe)
-    warmup, timed = recipe.optim.warmup_steps, recipe.checkpoint.minutes > 0
+        yield f"optim.lr = {optim.lr:g} is {why}; the recipe `continue` has a lower one"
+    saved = "only the end is saved" + ", beside what is due by checkpoint.minutes" * (checkpoint.minutes > 0)
     for key, every, what in (
         ("train.val_every", train.val_every, "it is validated at the end only"),
         ("train.sample_every", train.sample_every, "a sample is written at the end only"),
-        (
-            "checkpoint.every",
-            recipe.checkpoint.every,
-            "only the end is saved" + ", beside what is due by checkpoint.minutes" * timed,
-        ),
+        ("checkpoint.every", checkpoint.every, saved),
     ):
         if every > steps:
             yield f"{key} = {every:,} is more than the run's {steps:,} steps: {what}"
     if (profiled := profiled_steps(recipe.observe.profile_steps)) and profiled[-1] > steps:
         yield f"observe.profile_steps = {recipe.observe.profile_steps}: the run has {steps:,} steps"
-    if warmup and warmup > MOST_WARMUP * steps:
+    if (warmup := optim.warmup_steps or 0) > MOST_WARMUP * steps:
         yield f"optim.warmup_steps = {warmup:,} of {steps:,} steps: the learning rate is below its peak most of the run"
-
-
-def _waits(recipe: Recipe) -> Iterator[str]:
     timeout, hang_s = recipe.launch.timeout, recipe.observe.hang_s
     if timeout <= hang_s:
         what = f"launch.timeout = {timeout:g} is not longer than observe.hang_s = {hang_s:g}"

@@ -105,6 +105,11 @@ class DataSection(Section):
         """What is trained on: {name: source} of each source; the only one has no name."""
         return {entry.name: entry.source for entry in self.sources} or {"": self.source}
 
+    @property
+    def token_files(self) -> list[str]:
+        """Those of its sources that are token files."""
+        return [spec for spec in self.specs.values() if spec.startswith("tokens:")]
+
     def first_steps(self, steps: int) -> list[int]:
         """The first step (0, 1, ...) of each stage in a run of `steps`. Without stages there is one, the run."""
         shares = [stage.share for stage in self.stages] or [1.0]

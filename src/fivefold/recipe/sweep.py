@@ -10,8 +10,9 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import product
+from itertools import chain, count, product
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,8 @@ def grid(over: Sequence[str]) -> list[dict[str, str]]:
         raise UserError(f"--over: {', '.join(sorted(twice))} is varied twice; give all its values at once")
     if FLOPS in keys and (length := {"train.tokens", "train.steps"} & set(keys)):
         raise UserError(f"--over: {FLOPS} sets the number of tokens, so {', '.join(length)} cannot vary, too")
-    if (count := math.prod(map(len, groups))) > MOST_RUNS:
-        raise UserError(f"--over: {count:,} runs; a sweep has at most {MOST_RUNS:,}")
+    if (runs := math.prod(map(len, groups))) > MOST_RUNS:
+        raise UserError(f"--over: {runs:,} runs; a sweep has at most {MOST_RUNS:,}")
     return [{k: v for part in parts for k, v in part.items()} for parts in product(*groups)]
 
 
@@ -103,8 +104,13 @@ def _group(text: str) -> list[dict[str, str]]:
         if key in values:
             raise UserError(f"{said}: {key} is varied twice; give all its values at once")
         values[key] = _split(given, ",")
-        if key == FLOPS:
-            values[key] = [_flops(said, value) for value in values[key]]
+        for number, text_ in enumerate(values[key] if key == FLOPS else ()):
+            flops = math.nan
+            with suppress(ValueError):
+                flops = float(text_)
+            if not 0 < flops < math.inf:
+                raise UserError(f"{said}: {FLOPS} = {text_}: must be a number above 0, such as 1e15")
+            values[key][number] = f"{flops:g}"
     if not values:
         raise UserError(f"{said}: must have the form section.key=value,value,...")
     counts = {key: len(given) for key, given in values.items()}
@@ -131,16 +137,6 @@ def _split(text: str, mark: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def _flops(said: str, text: str) -> str:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise UserError(f"{said}: {FLOPS} = {text}: must be a number above 0, such as 1e15")
-    return f"{value:g}"
-
-
 def make(
     recipe: str, overrides: Sequence[str], layout: str | None, over: Sequence[str], rows: Sequence[Row] = ()
 ) -> Sweep:
@@ -156,18 +152,14 @@ def make(
     found = list(rows)
     for settings in every:
         if json.dumps(settings, sort_keys=True) not in known:
-            row = Row(_name(settings, varied, taken), settings)
+            parts = (key.rpartition(".")[2] + settings[key] for key in varied)  # dim64_heads2_tokens200000
+            name = re.sub(r"[^\w.+-]+", "-", "_".join(parts), flags=re.ASCII)[:100].strip("-.") or "run"
+            names = chain([name], (f"{name}-{number}" for number in count(2)))
+            row = Row(next(name for name in names if name not in taken), settings)
             found.append(row)
             taken.add(row.name)
             known[json.dumps(settings, sort_keys=True)] = row
     return Sweep(recipe, list(overrides), layout, list(over), found, source(recipe))
-
-
-def _name(settings: Settings, varied: Sequence[str], taken: set[str]) -> str:
-    """A folder's name: `dim64_heads2_tokens200000`."""
-    parts = (key.rpartition(".")[2] + settings[key] for key in varied)
-    name = re.sub(r"[^\w.+-]+", "-", "_".join(parts), flags=re.ASCII)[:100].strip("-.") or "run"
-    return next(one for n in range(len(taken) + 1) if (one := f"{name}-{n + 1}" if n else name) not in taken)
 
 
 def is_sweep(folder: Path) -> bool:
@@ -188,7 +180,16 @@ def read(folder: Path) -> Sweep:
     with understood(path):
         if found["format"] != FORMAT:
             raise UserError(f"{path}: format {found['format']!r}; this version reads {FORMAT}")
-        rows = [_row(content) for content in found["runs"]]
+        rows = []
+        for row in found["runs"]:
+            settings = {str(key): str(value) for key, value in row["settings"].items()}
+            figures = {str(key): value for key, value in row["figures"].items() if value is not None}
+            if bad := [key for key, value in figures.items() if type(value) not in (int, float)]:
+                raise TypeError(f"figures.{bad[0]} is no number")
+            sizes = [figures[key] for key in ("parameters", "tokens", "flops") if row["status"] == FINISHED]
+            if not all(size > 0 for size in sizes):
+                raise ValueError("a size is not above 0")
+            rows.append(Row(str(row["name"]), settings, str(row["status"]), str(row["why"]), figures))
         if bad := [row.name for row in rows if not re.fullmatch(r"[\w+-][\w.+-]*", row.name, re.ASCII)]:
             raise UserError(f"{path}: {bad[0]!r} is no name of a run")
         texts = [str(text) for text in found["set"]], [str(text) for text in found["over"]]
@@ -196,26 +197,15 @@ def read(folder: Path) -> Sweep:
         return Sweep(str(found["recipe"]), texts[0], found["layout"], texts[1], rows, base)
 
 
-def _row(content: dict[str, Any]) -> Row:
-    """A row of the file. Its figures are numbers; those of a finished run begin with sizes above 0."""
-    settings = {str(key): str(value) for key, value in content["settings"].items()}
-    figures = {str(key): value for key, value in content["figures"].items() if value is not None}
-    if bad := [key for key, value in figures.items() if type(value) not in (int, float)]:
-        raise TypeError(f"figures.{bad[0]} is no number")
-    if (
-        content["status"] == FINISHED
-        and not min(figures[key] for key in ("parameters", "tokens", "flops")) > 0
-    ):
-        raise ValueError("a size is not above 0")
-    return Row(str(content["name"]), settings, str(content["status"]), str(content["why"]), figures)
-
-
 def write(folder: Path, sweep: Sweep) -> None:
     """Writes sweep.json, and base.toml the first time."""
     make_folder(folder)
     if not (folder / BASE).exists():
         write_atomically(folder / BASE, sweep.base)
-    rows = [asdict(row) | {"figures": {k: _finite(v) for k, v in row.figures.items()}} for row in sweep.rows]
+    rows = [asdict(row) for row in sweep.rows]
+    for row in rows:
+        infinite = [key for key, v in row["figures"].items() if isinstance(v, float) and not math.isfinite(v)]
+        row["figures"] |= dict.fromkeys(infinite)
     content = {
         "format": FORMAT,
         "recipe": sweep.recipe,
@@ -225,7 +215,3 @@ def write(folder: Path, sweep: Sweep) -> None:
         "runs": rows,
     }
     write_atomically(folder / FILE, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,17 +16,18 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, writable, write_atomically
+from fivefold.host.devices import GIB
 from fivefold.host.machine import has_cpu_bf16, has_cpu_fp16
 from fivefold.kernels import native
 from fivefold.launch.ranks import threads_of
@@ -34,7 +35,7 @@ from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
-from fivefold.schedules.memory_timeline import MemoryTimeline
+from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, MemoryTimeline
 from fivefold.schedules.pipeline import FILLING, few
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
@@ -44,6 +45,9 @@ from fivefold.step.state import compute_mode
 from fivefold.trace.fake import CPU
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace
+
+if TYPE_CHECKING:
+    from fivefold.plan.predict import Plan
 
 AS_IT_IS = 128  # blocks times microbatches that are traced without extrapolation: about three seconds
 DRAWN = 1024  # the same, of a picture over time, which cannot be extrapolated: half a minute
@@ -330,3 +334,57 @@ def _source() -> str:
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c"), *folder.rglob("*.cpp")]):
         found.update(path.read_bytes())
     return found.hexdigest()
+
+
+def beside(plan: Plan, exact: Exact) -> Iterator[str]:
+    """Lines of text: memory by category, messages by axis, FLOPs, host syncs."""
+    yield f"exact figures of rank {exact.rank}, {exact.seconds:.1f} s: {_how(exact)}{_outer(plan)}"
+    yield from _memory_lines(plan, exact)
+    yield from _message_lines(plan, exact)
+    yield (
+        f"  FLOPs          {exact.step.flops:.4g} in matmuls; the model's formula, without recomputation, has "
+        f"{exact.formula:.4g} per rank"
+    )
+    yield f"  host syncs     {sum(exact.step.syncs.values()):,}"
+    for (operation, place), times in exact.step.syncs.items():
+        yield f"    {operation:22}{times:6,}  {place}"
+
+
+def _how(exact: Exact) -> str:
+    where = "a CPU" if exact.device == "cpu" else "a GPU without torch.compile"
+    if not exact.extrapolated:
+        return f"the trainer's own step, traced as {where} computes it"
+    models = ", ".join(f"{layers} layers x {count} microbatches" for layers, count in exact.traced)
+    return f"the trainer's own step as {where} computes it, extrapolated from {models}"
+
+
+def _outer(plan: Plan) -> str:
+    """What the traced step adds where there are several sites."""
+    every = plan.setting.sites.every
+    return f"; the last of {every} inner steps, with its outer step" if plan.setting.sites.count > 1 else ""
+
+
+def _memory_lines(plan: Plan, exact: Exact) -> Iterator[str]:
+    site = plan.setting.layout
+    position = site.coordinates(in_site(site, exact.rank)[1])["pp"]
+    predicted, memory = plan.memory[position], exact.step.memory
+    away = [name for name in AWAY if memory.away[name]]
+    names = (*CATEGORIES, "total", *away)
+    yield "  memory, GiB    " + "".join(f"{name:>12}" for name in names)
+    rows = {
+        "at the peak": [*memory.at_peak.values(), memory.total, *(memory.away[name] for name in away)],
+        "predicted": [getattr(predicted, name) for name in names],
+    }
+    for name, values in rows.items():
+        yield f"    {name:13}" + "".join(f"{value / GIB:12.4g}" for value in values)
+
+
+def _message_lines(plan: Plan, exact: Exact) -> Iterator[str]:
+    """Messages by operation and axis; their bytes are the larger of input and output."""
+    yield "  messages                        calls         GiB"
+    for (operation, axis), (calls, size) in exact.step.sent.items():
+        yield f"    {axis:10}{operation:16}{calls:9,}{size / GIB:12.4g}"
+    if plan.sent:
+        told = ", ".join(f"{axis} {size / GIB:.4g} GiB" for axis, size in plan.sent.items())
+        average = ", on average" * (plan.setting.sites.count > 1)
+        yield f"    predicted{average}, as rings send them: {told}"

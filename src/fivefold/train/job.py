@@ -107,7 +107,7 @@ def identity(job: Job) -> dict[str, Any]:
         if (tokenizer := tokenizer_to_keep(job)) is not None:
             found[TOKENIZER] = tokenizer.fingerprint
         # The fingerprint is the files', and not that of the tokens which are taken of them
-        if any(spec.startswith("tokens:") for spec in recipe.data.specs.values()):
+        if recipe.data.token_files:
             found["data.val_fraction"] = recipe.data.val_fraction
             if recipe.data.packing == "best_fit":
                 found["data.end_token"] = recipe.data.end_token

@@ -48,7 +48,6 @@ from fivefold.sharding.sync import site_layout
 from fivefold.sharding.tiers import OFFLOADS
 from fivefold.step.custom import custom_model, try_out
 from fivefold.step.state import compute_mode
-from fivefold.train.faults import goes_back
 from fivefold.train.initial import Initial, initial
 from fivefold.train.job import BatchSource, Job
 from fivefold.train.prediction import add_exact, advice
@@ -342,39 +341,6 @@ def _within_budget(recipe: Recipe, caller: Caller) -> Recipe:
         print(found.line(recipe.layout.recompute), file=sys.stderr)
     layout = recipe.layout.model_copy(update={"recompute": found.recompute})
     return recipe.model_copy(update={"layout": layout})
-
-
-def seat_of(recipe: Recipe, site: int | None, address: str | None) -> Seat | None:
-    """The seat that `--site` and `--meet` name; None without them.
-
-    Raises:
-        UserError: the recipe has no such site, or one of the options is missing.
-    """
-    if site is None and address is None:
-        return None
-    if site is None or address is None:
-        raise UserError(
-            "--site N and --meet HOST:PORT go together: the number of the site, and where site 0 serves"
-        )
-    count = recipe.sites.count
-    if count == 1:
-        raise UserError(
-            "--site: the recipe has one site. Add --layout dp=2 and --set sync.method=diloco, for example"
-        )
-    if site >= count:
-        raise UserError(
-            f"--site {site}: the recipe has {count} sites, 0 to {count - 1}. Nearest valid: {count - 1}"
-        )
-    if goes_back(recipe.faults):
-        raise UserError(
-            'faults: "rollback" is not supported with --site: a site cannot go back without the others. Nearest valid: '
-            '"skip" or "abort"'
-        )
-    if recipe.sync.overlap:
-        raise UserError(
-            f"sync.overlap = {recipe.sync.overlap} is not supported with --site. Nearest valid: sync.overlap = 0"
-        )
-    return Seat.parse(site, address)
 
 
 def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Recipe:

@@ -4,11 +4,10 @@ other files of this folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import starmap
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fivefold.models.card import Contradiction, card_of, resolve_model
 from fivefold.models.recomputation import budget_of
@@ -37,30 +36,12 @@ def _servers(recipe: Sections) -> bool:
     return recipe.servers.count > 0
 
 
-def _default_with_servers(key: str, why: str) -> Refused:
-    """A field that keeps its default with parameter servers."""
-    value = attrgetter(key)
-    default = value(Sections())
-    nearest = f"{key} = {toml_value(default)}"
-    return Refused(key, "sync.method", lambda r: _servers(r) and value(r) != default, why, nearest)
-
-
 def _sites(recipe: Sections) -> bool:
     return recipe.sites.count > 1
 
 
-def _outer_fields(recipe: Sections) -> Collection[str]:
-    """The fields of the outer optimizer. Without one, that a field has no effect is said elsewhere."""
-    outer = OUTER.get(recipe.sync.method)
-    return ("momentum",) if outer is None else outer.fields
-
-
 def _queues(recipe: Sections) -> bool:
     return bool(recipe.model.capacity_factor) and card_of(recipe.model).has_experts
-
-
-def _frozen(recipe: Sections) -> bool:
-    return bool(recipe.model.freeze.strip())
 
 
 def _mode(recipe: Sections) -> Mode:
@@ -76,22 +57,11 @@ def _elementwise(recipe: Sections) -> bool:
     return OPTIMIZERS[recipe.optim.name].elementwise
 
 
-def _tokens(recipe: Sections) -> bool:
-    return any(spec.startswith("tokens:") for spec in recipe.data.specs.values())
+def _value(recipe: Sections, key: str) -> Any:
+    return attrgetter(key)(recipe)
 
 
-def _unequal(recipe: Sections) -> bool:
-    train = recipe.train
-    return train.global_batch_size % (recipe.layout.dp * (train.microbatch_size or 1)) > 0
-
-
-def _weighed(recipe: Sections) -> bool:
-    """True if the weight of every source is known at every place of the run."""
-    stages = recipe.data.stages
-    by_stage = stages and all(stage.weights is not None for stage in stages)
-    return bool(by_stage) or all(entry.weight is not None for entry in recipe.data.sources)
-
-
+PLAIN = Sections()
 NO_SERVERS, NOISELESS = 'sync.method = "all"', "observe.noise_scale = false"
 OWN_STEPS = "workers and servers have steps of their own"
 REFUSED = (
@@ -104,14 +74,17 @@ REFUSED = (
             "conversations are tokenized before training", "stream = false"),
     Refused("data.packing", "data.stream", lambda r: r.data.packing == "best_fit",
             "the length of each document must be known", 'packing = "concat"'),
-    Refused("data.stream", "data.sources", lambda r: not _weighed(r),
+    Refused("data.stream", "data.sources",
+            lambda r: any(entry.weight is None for entry in r.data.sources)
+            and not (r.data.stages and all(stage.weights is not None for stage in r.data.stages)),
             "the size of a source is not known", "a weight for each of data.sources"),
     Refused("data.max_epochs", "data.stream",
             lambda r: bool(r.data.max_epochs or any(entry.max_epochs for entry in r.data.sources)),
             "a stream does not know before its end how long it is", "max_epochs = 0"),
     Refused("data.weigh_by", "data.stream", lambda r: r.data.weigh_by == "documents",
             "a stream does not know how many documents it has", 'weigh_by = "tokens"'),
-    Refused("data.chat_template", "data.source data.sources", lambda r: bool(r.data.chat_template) and _tokens(r),
+    Refused("data.chat_template", "data.source data.sources",
+            lambda r: bool(r.data.chat_template and r.data.token_files),
             "tokens hold no messages", 'chat_template = "", or a source of .jsonl files'),
     Refused("data.chat_template", "model.arch", lambda r: bool(r.data.chat_template) and not card_of(r.model).causal,
             "it is bidirectional and answers nothing", 'chat_template = "", or arch = "llama"'),
@@ -153,7 +126,8 @@ REFUSED = (
     Refused("layout.offload", "sync.method", lambda r: _sites(r) and _streams(r),
             "outer steps change weights in memory", 'layout.offload = "activations"'),
     Refused("sync.outer_momentum", "sync.method",
-            lambda r: r.sync.outer_momentum is not None and "momentum" not in _outer_fields(r),
+            lambda r: r.sync.outer_momentum is not None and r.sync.method in OUTER
+            and "momentum" not in OUTER[r.sync.method].fields,
             "it takes the mean weights, without momentum", 'leave it out, or sync.method = "diloco"'),
     # Parameter servers
     Refused("sync.method", "model.arch", lambda r: _servers(r) and card_of(r.model).has_experts,
@@ -171,27 +145,35 @@ REFUSED = (
             "", 'layout.recompute = "full"'),
     Refused("faults.on_nonfinite", "sync.method", lambda r: _servers(r) and r.faults.on_nonfinite == "rollback",
             OWN_STEPS, 'faults.on_nonfinite = "skip"'),
-    _default_with_servers("train.batch_ramp", "workers count batches of one size"),
-    _default_with_servers("train.z_loss", OWN_STEPS),
-    _default_with_servers("faults.on_spike", OWN_STEPS),
-    _default_with_servers("faults.hash_every", OWN_STEPS),
-    _default_with_servers("observe.noise_scale", OWN_STEPS),
-    _default_with_servers("observe.memory_step", "steps of workers are not tracked"),
+    *(
+        Refused(key, "sync.method", lambda r, key=key: _servers(r) and _value(r, key) != _value(PLAIN, key), why,
+                f"{key} = {toml_value(_value(PLAIN, key))}")
+        for key, why in (
+            ("train.batch_ramp", "workers count batches of one size"),
+            ("train.z_loss", OWN_STEPS),
+            ("faults.on_spike", OWN_STEPS),
+            ("faults.hash_every", OWN_STEPS),
+            ("observe.noise_scale", OWN_STEPS),
+            ("observe.memory_step", "steps of workers are not tracked"),
+        )
+    ),
     # Frozen weights
-    Refused("model.freeze", "layout.offload", lambda r: _frozen(r) and r.layout.offload != NOT_OFFLOADED,
-            "", f'layout.offload = "{NOT_OFFLOADED}"'),
-    Refused("model.freeze", "layout.zeropp", lambda r: _frozen(r) and r.layout.zeropp != NONE,
-            "", f'layout.zeropp = "{NONE}"'),
-    Refused("model.freeze", "sync.method", lambda r: _frozen(r) and r.sync.method != "all",
-            "", NO_SERVERS),
-    Refused("model.freeze", "observe.noise_scale", lambda r: _frozen(r) and r.observe.noise_scale,
-            "", NOISELESS),
+    *(
+        Refused("model.freeze", other, lambda r, wrong=wrong: bool(r.model.freeze.strip()) and wrong(r), "", nearest)
+        for other, wrong, nearest in (
+            ("layout.offload", lambda r: r.layout.offload != NOT_OFFLOADED, f'layout.offload = "{NOT_OFFLOADED}"'),
+            ("layout.zeropp", lambda r: r.layout.zeropp != NONE, f'layout.zeropp = "{NONE}"'),
+            ("sync.method", lambda r: r.sync.method != "all", NO_SERVERS),
+            ("observe.noise_scale", lambda r: r.observe.noise_scale, NOISELESS),
+        )
+    ),
     # The noise scale needs ranks that see the whole gradient of a microbatch, or of their own share
     *(
         Refused("observe.noise_scale", others, lambda r, wrong=wrong: r.observe.noise_scale and wrong(r), why,
                 "layout.zero = 0" if "layout.zero" in others else NOISELESS)
         for others, wrong, why in (
-            ("train.global_batch_size layout.dp_replicate layout.dp_shard", _unequal,
+            ("train.global_batch_size layout.dp_replicate layout.dp_shard",
+             lambda r: r.train.global_batch_size % (r.layout.dp * (r.train.microbatch_size or 1)) > 0,
              "ranks have unequal shares of the batch"),
             ("layout.cp", lambda r: r.layout.cp > 1, "a rank sees parts of sequences"),
             ("layout.ep", lambda r: r.layout.ep > 1, "experts get tokens of several ranks at once"),
@@ -226,7 +208,7 @@ def combinations(recipe: Sections) -> Iterator[Contradiction]:
 
 def _shown(recipe: Sections, key: str) -> str:
     """`key = value`; the key alone of a list of tables, or of what is not set."""
-    value = attrgetter(key)(recipe)
+    value = _value(recipe, key)
     return key if value is None or isinstance(value, tuple) else f"{key} = {short(value)}"
 
 
@@ -254,34 +236,18 @@ def _all_reduces(recipe: Sections) -> bool:
     )
 
 
-def _kept_twice(recipe: Sections) -> bool:
-    """True if several ranks keep the same weights: replicas, sites (those of the last outer step), or the norms on a
-    tensor axis."""
-    layout = recipe.layout
-    return layout.dp_replicate > 1 or layout.tp > 1 or (not layout.zero and layout.dp_shard * layout.cp > 1)
-
-
-def _unweighed(recipe: Sections) -> bool:
-    """True if neither a source nor a stage has weights."""
-    data = recipe.data
-    return all(entry.weight is None for entry in data.sources) and all(s.weights is None for s in data.stages)
-
-
-def _of_modes(key: str, modes: list[str]) -> Unused:
-    """A field of some precision modes."""
-    needed = f"it needs precision.mode = {' or '.join(map(toml_value, modes))}"
-    return Unused("precision", key, lambda r: r.precision.mode not in modes, needed, "precision.mode")
-
-
 NO_SUM = "gradients are summed with dp > 1 or cp > 1 only (within a site)"
 ALONE = "one rank shares its states with nobody"
 UNUSED = (
     Unused("data", "stream_window stream_gib", lambda r: not r.data.stream,
            "it needs data.stream = true", "data.stream"),
-    Unused("data", "weigh_by", _unweighed, "no source has a weight", "data.sources"),
-    Unused("data", "end_token", lambda r: not any(spec.startswith("tokens:") for spec in r.data.specs.values()),
+    Unused("data", "weigh_by", lambda r: all(entry.weight is None for entry in r.data.sources)
+           and all(stage.weights is None for stage in r.data.stages), "no source has a weight", "data.sources"),
+    Unused("data", "end_token", lambda r: not r.data.token_files,
            "the tokenizer says it where text is tokenized", "data.source"),
-    Unused("faults", "hash_every", lambda r: not _kept_twice(r), "no two ranks keep the same weights"),
+    # Replicas, sites (weights of the last outer step), and the norms on a tensor axis are kept twice
+    Unused("faults", "hash_every", lambda r: r.layout.dp_replicate == r.layout.tp == 1
+           and (r.layout.zero > 0 or r.layout.dp_shard * r.layout.cp == 1), "no two ranks keep the same weights"),
     Unused("faults", "on_spike", lambda r: not r.faults.spike_limit,
            "faults.spike_limit = 0 finds none", "faults.spike_limit"),
     Unused("layout", "schedule", lambda r: r.layout.pp == 1, "a schedule needs pp > 1"),
@@ -310,7 +276,9 @@ UNUSED = (
            lambda r: r.sync.method not in OUTER, "every step sums gradients", "sync.method"),
     Unused("sync", "servers staleness order", lambda r: not r.servers.count,
            f'it needs sync.method = "{SERVER}"', "sync.method"),
-    *starmap(_of_modes, FIELDS.items()),
+    *(Unused("precision", key, lambda r, modes=modes: r.precision.mode not in modes,
+             f"it needs precision.mode = {' or '.join(map(toml_value, modes))}", "precision.mode")
+      for key, modes in FIELDS.items()),
     Unused("precision", "reduce", lambda r: not _summing(r), NO_SUM),
     Unused("precision", "reduce", lambda r: _summing(r) and r.layout.compress != NONE,
            "layout.compress says what is sent"),
@@ -328,7 +296,6 @@ UNUSED = (
     Unused("optim", "min_lr", lambda r: r.optim.schedule == "constant" and r.optim.min_lr != r.optim.lr,
            'schedule = "constant" stays at lr', "optim.schedule"),
 )  # fmt: skip
-PLAIN = Sections()
 
 
 def notes(recipe: Sections) -> list[str]:
@@ -336,19 +303,14 @@ def notes(recipe: Sections) -> list[str]:
     lines = [
         f"{text} has no effect in this layout: {why}" for _, text, why, other in _unused(recipe) if not other
     ]
-    return lines + _waiting(recipe)
-
-
-def _waiting(recipe: Sections) -> list[str]:
-    """Says how long ranks wait for the one with the largest share, if shares are unequal."""
     size, B, ranks = recipe.train.global_batch_size, recipe.train.microbatch_size or 1, recipe.layout.dp
     most, least = largest(size // B, ranks) * B, size // B // ranks * B
-    if most * ranks == size:
-        return []
-    return [
-        f"{ranks} data-parallel ranks share {size} sequences: each has {least} or {most}, and "
-        f"{1 - size / most / ranks:.0%} of their time is spent waiting"
-    ]
+    if most * ranks != size:
+        lines.append(
+            f"{ranks} data-parallel ranks share {size} sequences: each has {least} or {most}, and "
+            f"{1 - size / most / ranks:.0%} of their time is spent waiting"
+        )
+    return lines
 
 
 def refused(recipe: Sections) -> Iterator[Contradiction]:
@@ -366,6 +328,6 @@ def _unused(recipe: Sections) -> Iterator[tuple[str, str, str, str]]:
     """(key, `key = value`, why, the other field or "") of the values without effect."""
     for section, names, when, why, other in UNUSED:
         for key in (f"{section}.{name}" for name in names.split()):
-            value = attrgetter(key)(recipe)
-            if value != attrgetter(key)(PLAIN) and when(recipe):
+            value = _value(recipe, key)
+            if value != _value(PLAIN, key) and when(recipe):
                 yield key, f"{key} = {toml_value(value)}", why, other

@@ -65,16 +65,28 @@ def servers(recipe: Sections) -> Iterator[Contradiction]:
 
 def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
     """Yields every rule between layout and model that a recipe breaks."""
-    for names, message in problems(Layout.from_recipe(recipe.layout)):
+    model, layout = recipe.model, Layout.from_recipe(recipe.layout)
+    wrong = list(problems(layout))
+    for names, message in wrong:
         yield {f"layout.{name}" for name in names}, f"layout: {message}"
     yield from _tensor(recipe)
-    yield from _features(recipe)
     yield from _context(recipe)
-    yield from _pipeline(recipe)
+    if any({"schedule", "virtual_stages"} & names for names, _ in wrong):
+        return  # already reported
+    per_rank = layout.stages_per_rank
+    if layout.pp * per_rank > model.layers:
+        name = "layout.virtual_stages" if layout.virtual_stages == per_rank else f"{layout.schedule}'s"
+        fitting = max(1, model.layers // per_rank)
+        yield (
+            {"model.layers", "layout.pp", "layout.virtual_stages", "layout.schedule"},
+            f"layout.pp = {layout.pp} x {name} {per_rank} = {layout.pp * per_rank} stages, more than model.layers = "
+            f"{model.layers}: each stage has at least one block. Nearest valid: layout.pp = {fitting}",
+        )
 
 
 def _tensor(recipe: Sections) -> Iterator[Contradiction]:
-    """The sizes that tensor and sequence parallelism divide must be divisible."""
+    """The sizes that tensor and sequence parallelism divide must be divisible. Without sequence parallelism, ranks have
+    equally many features of every expert, in rows of whole 16 bytes (models/moe/card.py); with it, whole experts."""
     layout, tp = recipe.layout, recipe.layout.tp
     model = resolve_model(recipe.model, vocab_size=1)  # unset fields get their defaults
     heads = "kv_heads" if recipe.model.kv_heads else "heads"
@@ -95,20 +107,13 @@ def _tensor(recipe: Sections) -> Iterator[Contradiction]:
                 {f"model.{name}", "layout.tp"} | ({"layout.sp", "layout.cp"} if name == "seq_len" else set()),
                 f"layout.tp = {tp} must divide model.{name} = {given}{over}: {why}. Nearest valid: {nearest}",
             )
-
-
-def _features(recipe: Sections) -> Iterator[Contradiction]:
-    """Tensor-parallel ranks have equally many features of every expert, in rows of whole 16 bytes (models/moe/card.py).
-    Under sequence parallelism they have whole experts."""
-    F, tp = card_of(resolve_model(recipe.model, vocab_size=1)).expert_features()[1], recipe.layout.tp
-    if not recipe.layout.sp and F % (8 * tp) and F % 8 == 0:
-        name, _ = card_of(recipe.model).expert_features()
-        fitting = largest_divisor(F // 8, tp)
+    name, F = card_of(recipe.model).expert_features()[0], card_of(model).expert_features()[1]
+    if not layout.sp and F % (8 * tp) and F % 8 == 0:
         yield (
             {f"model.{name}", "layout.tp", "layout.sp"},
             f"8 x layout.tp = {8 * tp} must divide model.{name} = {F}: each rank has some features of every expert, in "
-            f"rows of whole 16 bytes. Nearest valid: layout.tp = {fitting}, layout.sp = true, or model.{name} = "
-            f"{-(-F // (8 * tp)) * 8 * tp}",
+            f"rows of whole 16 bytes. Nearest valid: layout.tp = {largest_divisor(F // 8, tp)}, layout.sp = true, or "
+            f"model.{name} = {-(-F // (8 * tp)) * 8 * tp}",
         )
 
 
@@ -126,18 +131,16 @@ def _context(recipe: Sections) -> Iterator[Contradiction]:
         )
 
     nearest = max((ranks for ranks in divisors(T) if ranks <= cp and fits(ranks)), default=1)
-    if not ulysses and T % (2 * cp):
-        more = -(-T // (2 * cp)) * 2 * cp
+    unit = cp if ulysses else 2 * cp
+    if T % unit:
+        name = "layout.cp" if ulysses else "2 x layout.cp"
+        why = "each rank has the same number of tokens"
+        if not ulysses:
+            why = "a ring rank has a chunk from the front and one from the back"
         yield (
             keys,
-            f"2 x layout.cp = {2 * cp} must divide model.seq_len = {T}: a ring rank has a chunk from the front "
-            f"and one from the back. Nearest valid: layout.cp = {nearest}, or model.seq_len = {more}",
-        )
-    if ulysses and T % cp:
-        yield (
-            keys,
-            f"layout.cp = {cp} must divide model.seq_len = {T}: each rank has the same number of tokens. "
-            f"Nearest valid: layout.cp = {nearest}, or model.seq_len = {-(-T // cp) * cp}",
+            f"{name} = {unit} must divide model.seq_len = {T}: {why}. Nearest valid: layout.cp = {nearest}, or "
+            f"model.seq_len = {-(-T // unit) * unit}",
         )
     if ulysses and kv_heads % (cp * layout.tp):
         name = "kv_heads" if recipe.model.kv_heads else "heads"
@@ -163,21 +166,6 @@ def _nearest(name: str, model: ModelSection, ranks: int) -> int | None:
     else:
         found = [n for n in (above - ranks, above) if n]
     return min((n for n in found if n % ranks == 0), key=lambda n: abs(n - size), default=None)
-
-
-def _pipeline(recipe: Sections) -> Iterator[Contradiction]:
-    model, layout = recipe.model, Layout.from_recipe(recipe.layout)
-    if any({"schedule", "virtual_stages"} & names for names, _ in problems(layout)):
-        return  # already reported
-    per_rank = layout.stages_per_rank
-    if layout.pp * per_rank > model.layers:
-        name = "layout.virtual_stages" if layout.virtual_stages == per_rank else f"{layout.schedule}'s"
-        fitting = max(1, model.layers // per_rank)
-        yield (
-            {"model.layers", "layout.pp", "layout.virtual_stages", "layout.schedule"},
-            f"layout.pp = {layout.pp} x {name} {per_rank} = {layout.pp * per_rank} stages, more than model.layers = "
-            f"{model.layers}: each stage has at least one block. Nearest valid: layout.pp = {fitting}",
-        )
 
 
 def length(recipe: Sections) -> Iterator[Contradiction]:

@@ -13,9 +13,9 @@ from fivefold.models.card import Contradiction, round_up
 from fivefold.models.section import Section
 from fivefold.optim.card import groups
 from fivefold.precision import MOST_IDS
-from fivefold.recipe.entries import HELD_OUT, NONE, TRACKERS, steps, unknown
+from fivefold.recipe.entries import HELD_OUT, NONE, TRACKERS, chosen, steps
 from fivefold.recipe.messages import short, toml_value
-from fivefold.recipe.schema import DataSection, Sections, TrainSection
+from fivefold.recipe.schema import Sections, TrainSection
 from fivefold.sharding.parts import matching, patterns
 
 _INVALID = re.compile("[\0\ud800-\udfff]")
@@ -58,7 +58,7 @@ def vocabulary(recipe: Sections) -> Iterator[Contradiction]:
 def documents(recipe: Sections) -> Iterator[Contradiction]:
     """Best-fit packing needs to know where documents end."""
     data = recipe.data
-    tokens = [spec for spec in data.specs.values() if spec.startswith("tokens:")]
+    tokens = data.token_files
     if data.packing == "best_fit" and tokens and data.end_token is None:
         yield (
             {"data.packing", "data.end_token"},
@@ -68,7 +68,7 @@ def documents(recipe: Sections) -> Iterator[Contradiction]:
 
 
 def observed(recipe: Sections) -> Iterator[Contradiction]:
-    for name in unknown(recipe.observe.tracker)[:1]:
+    for name in [name for name in chosen(recipe.observe.tracker) if name not in TRACKERS][:1]:
         yield (
             {"observe.tracker"},
             f"observe.tracker = {short(recipe.observe.tracker)}: there is no tracker {short(name)}"
@@ -102,7 +102,7 @@ def expected_vocab_size(recipe: Sections) -> int | None:
     tokenizer files."""
     if recipe.model.vocab_size:
         return recipe.model.vocab_size
-    if any(spec.startswith("tokens:") for spec in recipe.data.specs.values()):
+    if recipe.data.token_files:
         return None
     if recipe.data.tokenizer == "bytes":
         return round_up(257, 64)  # 256 bytes and the end token
@@ -146,7 +146,16 @@ _CLOSE = 1e-6
 
 def mixture(recipe: Sections) -> Iterator[Contradiction]:
     data, default = recipe.data, type(recipe.data).model_fields["source"].default
-    yield from _names(data)
+    # Names are keys of metrics. Validation sets and held-out parts of sources have one list of names
+    taken = {HELD_OUT} if data.validation and data.val_fraction and not data.sources else set[str]()
+    for key, entries in (("data.sources", data.sources), ("data.validation", data.validation)):
+        for entry in entries:
+            if not _NAME.fullmatch(entry.name):
+                name = toml_value(entry.name[:80])
+                yield {key}, f"{key}: name = {name}: must be 1 to 60 letters, digits, _ and -"
+            elif entry.name in taken:
+                yield {key}, f"{key}: the name {entry.name} comes twice; each needs its own"
+            taken.add(entry.name)
     if data.sources and data.source != default:
         yield (
             {"data.source", "data.sources"},
@@ -164,21 +173,6 @@ def mixture(recipe: Sections) -> Iterator[Contradiction]:
         yield {"data.sources"}, "data.sources: every weight is 0; at least one must be > 0"
     if data.stages:
         yield from _stages(recipe)
-
-
-def _names(data: DataSection) -> Iterator[Contradiction]:
-    """Names are keys of metrics. Validation sets and held-out parts of sources have one list of names."""
-    taken = {HELD_OUT} if data.validation and data.val_fraction and not data.sources else set[str]()
-    for key, entries in (("data.sources", data.sources), ("data.validation", data.validation)):
-        for entry in entries:
-            if not _NAME.fullmatch(entry.name):
-                yield (
-                    {key},
-                    f"{key}: name = {toml_value(entry.name[:80])}: must be 1 to 60 letters, digits, _ and -",
-                )
-            elif entry.name in taken:
-                yield {key}, f"{key}: the name {entry.name} comes twice; each needs its own"
-            taken.add(entry.name)
 
 
 def _stages(recipe: Sections) -> Iterator[Contradiction]:
