@@ -34,7 +34,7 @@ from fivefold.plan.software import FIVEFOLD
 from fivefold.plan.time import cost, stage_costs, sync_costs, time
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, load, resolve_model
-from fivefold.schedules.overlap import COMPUTE, WAIT
+from fivefold.schedules.timelines import COMPUTE, WAIT
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_text import parse as fields
 from fivefold.sharding.layout_text import to_text

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from fivefold.comm.progress import Label
-from fivefold.schedules.overlap import COMPUTE, MESSAGE, WAIT, Span
+from fivefold.schedules.timelines import COMPUTE, MESSAGE, WAIT, Span
 
 UNIT = "FSDP2 unit"
 """Begins the purpose of a unit's messages; timelines leave it out."""

@@ -11,7 +11,7 @@ from fivefold.draw.canvas import Axes, Canvas, linear_scale
 from fivefold.files import MOST_TRACE, read_json, understood
 from fivefold.observe.format import size
 from fivefold.observe.metrics import write_trace
-from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, MemoryTimeline, from_json
+from fivefold.schedules.timelines import AWAY, CATEGORIES, MemoryTimeline
 
 LETTERS = {"params": "W", "gradients": "G", "optimizer": "S", "activations": "A", "buffers": "b"}
 PHASE_LETTERS = {"forward": "F", "backward": "B", "update": "U", "other": "-"}
@@ -123,7 +123,7 @@ def read(run: Path, rank: int = 0) -> list[tuple[str, MemoryTimeline]]:
     paths, timelines = sorted((run / "traces").glob(f"memory-step-*-rank-{rank}.json")), []
     for path in paths[:1] + paths[1:][-1:]:
         with understood(path):
-            timeline = from_json(read_json(path, MOST_TRACE))
+            timeline = MemoryTimeline.from_json(read_json(path, MOST_TRACE))
         timelines.append((f"step {timeline.step:,}, rank {timeline.rank}", timeline))
     return timelines
 

@@ -18,9 +18,9 @@ from fivefold.draw.lanes import Box, Lane, lanes, strip, time_text
 from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write_atomically
 from fivefold.observe.document import table
 from fivefold.observe.metrics import read_metrics, write_trace
-from fivefold.schedules.overlap import COMPUTE, MESSAGE, WAIT, StepTimeline, from_json
 from fivefold.schedules.pipeline import Costs, Schedule, Timeline, simulate
 from fivefold.schedules.priority import Simulation
+from fivefold.schedules.timelines import COMPUTE, MESSAGE, WAIT, StepTimeline
 
 FILL = {"forward": "F", "backward": "B", "update": "U", "other": "-", WAIT: "."}
 LEGEND = "F forward, B backward, U update, - other, . waits; = message beside computing, o message alone"
@@ -106,7 +106,7 @@ def read(run: Path) -> list[tuple[str, StepTimeline]]:
     measured, planned = [], []
     for path in paths:
         with understood(path):
-            found = from_json(read_json(path, MOST_TRACE))
+            found = StepTimeline.from_json(read_json(path, MOST_TRACE))
         if path.stem.endswith(PLANNED):
             planned.append((PLANNED, found))
         else:

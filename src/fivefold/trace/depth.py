@@ -35,8 +35,8 @@ from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
-from fivefold.schedules.memory_timeline import MemoryTimeline
 from fivefold.schedules.pipeline import FILLING, few
+from fivefold.schedules.timelines import MemoryTimeline
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.layout_text import to_text

@@ -27,7 +27,7 @@ from fivefold.errors import UserError
 from fivefold.files import cache_folder
 from fivefold.kernels.native import build
 from fivefold.recipe import Recipe
-from fivefold.schedules.memory_timeline import MemoryTimeline, from_json
+from fivefold.schedules.timelines import MemoryTimeline
 from fivefold.trace.depth import CachedFigures, Exact, check_rank, read
 
 SOURCE = Path(__file__).with_name("guard.cpp")
@@ -93,7 +93,10 @@ def timelines_on_gpu(recipe: Recipe, rank: int) -> list[tuple[str, MemoryTimelin
     Raises:
         UserError: the layout is not valid, or has no such rank.
     """
-    return [(name, from_json(found)) for name, found in _one_on_gpu(recipe, rank, True)["timelines"]]
+    return [
+        (name, MemoryTimeline.from_json(found))
+        for name, found in _one_on_gpu(recipe, rank, True)["timelines"]
+    ]
 
 
 def _one_on_gpu(recipe: Recipe, rank: int, timelines: bool = False) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fivefold.kernels.fake import FROM_DATA, DispatchMode, Fake, FakeMode
 from fivefold.kernels.private import done_work
 from fivefold.parallel.offload.activations import Activations
-from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, Change, MemoryTimeline, Phase, of_changes
+from fivefold.schedules.timelines import AWAY, CATEGORIES, Change, MemoryTimeline, Phase, of_changes
 from fivefold.trace import private
 
 if TYPE_CHECKING:

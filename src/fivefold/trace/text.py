@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fivefold.host.devices import GIB
 from fivefold.plan.predict import Plan
-from fivefold.schedules.memory_timeline import AWAY, CATEGORIES
+from fivefold.schedules.timelines import AWAY, CATEGORIES
 from fivefold.sharding.sites import in_site
 from fivefold.trace.depth import Exact
 

@@ -31,7 +31,7 @@ from fivefold.observe.summary import summarize
 from fivefold.observe.timelines import summary, write_pipeline_trace
 from fivefold.parallel.microbatch import Microbatch
 from fivefold.recipe import LeftOut, Recipe, count_parameters, tokens_before
-from fivefold.schedules.overlap import StepTimeline
+from fivefold.schedules.timelines import StepTimeline
 from fivefold.step.custom import measuring
 from fivefold.step.recorder import Counter, Recorder
 from fivefold.step.state import State, compute_mode

@@ -18,7 +18,7 @@ from fivefold.observe.format import size
 from fivefold.plan.advice.remedies import remedies
 from fivefold.plan.predict import priced_here
 from fivefold.plan.search.recompute_budget import MARGIN
-from fivefold.schedules.memory_timeline import CATEGORIES
+from fivefold.schedules.timelines import CATEGORIES
 from fivefold.train.hooks import RunHooks, out_of_memory
 from fivefold.train.job import Job
 

@@ -31,7 +31,7 @@ from fivefold.plan.predict import Plan, predict
 from fivefold.plan.software import of
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe.ramp import ramp
-from fivefold.schedules.overlap import StepTimeline
+from fivefold.schedules.timelines import StepTimeline
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sites import site_layout
 from fivefold.step.state import State

@@ -12,7 +12,7 @@ from fivefold.plan.messages import volume
 from fivefold.plan.predict import Plan
 from fivefold.plan.time.cost import operation
 from fivefold.plan.time.offload import EXPOSED
-from fivefold.schedules.memory_timeline import CATEGORIES
+from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout_text import describe
 
 AWAY = {"host": "in host memory", "disk": "on disk"}

@@ -20,8 +20,8 @@ from fivefold.plan.memory.buffers import (
 from fivefold.plan.memory.model_states import Elements, alike, more_states, rank_elements, rank_states
 from fivefold.plan.memory.operations import Sums
 from fivefold.plan.setting import Setting, schedule
-from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
+from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
 from fivefold.sharding.tiers import partitions

@@ -33,8 +33,8 @@ from fivefold.plan.predict import Plan, predict, resolved, with_load
 from fivefold.plan.software import Software, of
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.recipe import Recipe
-from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.schedules.pipeline import DEFAULT, Timeline, shown
+from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.layout_text import to_text

@@ -16,8 +16,8 @@ from fivefold.plan.setting import Setting
 from fivefold.plan.software import Software
 from fivefold.plan.time import sync_costs, time
 from fivefold.plan.time.cost import Cost
-from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.schedules.pipeline import ends_upwards, most_live, splits_backward
+from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import changed
 
 ROUNDING = 1 - 1e-9
