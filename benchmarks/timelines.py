@@ -21,7 +21,7 @@ import numpy as np
 
 from fivefold.host.machine import describe
 from fivefold.observe.timelines import read
-from fivefold.schedules.overlap import Span, StepTimeline
+from fivefold.schedules.timelines import Span, StepTimeline
 
 MODEL = {"layers": 8, "dim": 256, "heads": 8, "ffn_dim": 768, "seq_len": 256, "vocab_size": 4096}
 LAYOUTS = (

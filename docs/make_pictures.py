@@ -46,8 +46,8 @@ from fivefold.precision.formats import from_json as histogram_of
 from fivefold.recipe import load, resolve
 from fivefold.recipe.sweep import Row, Sweep
 from fivefold.schedules import collectives
-from fivefold.schedules.overlap import from_json
 from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate
+from fivefold.schedules.timelines import StepTimeline
 from fivefold.sharding.layout import Layout
 from fivefold.trace.depth import timelines as timelines_of_memory
 
@@ -230,7 +230,9 @@ def step_timelines() -> dict[str, str]:
     runs, found = json.loads(MEASURED.read_text(encoding="utf-8"))["runs"], {}
     for name, (title, layouts) in TIMELINES.items():
         both = [
-            (f"{x}, {kind}", from_json(runs[x][kind])) for x in layouts for kind in ("measured", "planned")
+            (f"{x}, {kind}", StepTimeline.from_json(runs[x][kind]))
+            for x in layouts
+            for kind in ("measured", "planned")
         ]
         found[name] = step_svg(both, title)
     planned = []

@@ -14,8 +14,8 @@ from fivefold.cli.main import app
 from fivefold.launch.ranks import Ranks
 from fivefold.observe.memory_picture import to_svg, to_text
 from fivefold.recipe import load, microbatches_per_step
-from fivefold.schedules.memory_timeline import BINS, Change, Phase, from_json, of_changes
 from fivefold.trace import gpu
+from fivefold.schedules.timelines import BINS, Change, MemoryTimeline, Phase, of_changes
 from fivefold.trace.depth import timelines
 from fivefold.trace.step import trace
 from fivefold.train.instruments import HISTORY, MemoryWatch
@@ -37,7 +37,7 @@ def test_peak_of_the_timeline_is_exact(layout: str, rank: int) -> None:
     backwards = [phase.kind for phase in later.phases].count("backward")
     assert backwards > microbatches_per_step(recipe) // 2, "those of a pipeline's end follow each other"
     assert later.phases[-1].kind == "update"
-    assert from_json(json.loads(json.dumps(later.as_json()))) == later
+    assert MemoryTimeline.from_json(json.loads(json.dumps(later.as_json()))) == later
 
 
 def test_live_microbatches_of_a_pipeline_show() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fivefold.schedules.offload import WAYS, Unit, busy, simulate
-from fivefold.schedules.overlap import COMPUTE, WAIT
+from fivefold.schedules.timelines import COMPUTE, WAIT
 
 UNITS = [Unit(forward=1, backward=2, out=1, update=1, back=0.5)] * 6
 

@@ -28,7 +28,7 @@ from fivefold.plan.setting import setting, software_of
 from fivefold.plan.time import time
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, change, load, resolve_model
-from fivefold.schedules.overlap import (
+from fivefold.schedules.timelines import (
     COMPUTE,
     MESSAGE,
     WAIT,
@@ -37,7 +37,6 @@ from fivefold.schedules.overlap import (
     StepTimeline,
     Work,
     exposed_in_pieces,
-    from_json,
     simulate,
 )
 from fivefold.sharding.layout import Layout
@@ -201,7 +200,7 @@ def test_a_run_writes_and_draws_its_step(tmp_path: Path, capsys: pytest.CaptureF
     one = found[0][1]
     assert one.step == 2
     assert {"forward", "backward", "update", WAIT} <= {s.kind for s in one.of(COMPUTE)}
-    assert from_json(json.loads(json.dumps(one.as_json()))) == one
+    assert StepTimeline.from_json(json.loads(json.dumps(one.as_json()))) == one
     spans = one.of(COMPUTE)
     assert all(a.end <= b.start + 1e-9 for a, b in pairwise(spans)), "one thing at a time"
     assert "Computing and messages" in (run / "report.html").read_text()

@@ -23,8 +23,8 @@ from fivefold.plan.memory.memory import Memory
 from fivefold.plan.predict import predict
 from fivefold.precision import PRECISIONS, chosen
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
-from fivefold.schedules.memory_timeline import AWAY
 from fivefold.schedules.pipeline import SCHEDULES
+from fivefold.schedules.timelines import AWAY
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
 from fivefold.sharding.tiers import tiers

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from html import escape
+from itertools import pairwise
 
 from fivefold.draw.canvas import Canvas
 from fivefold.observe.document import asset, document
@@ -35,16 +36,16 @@ def shares(collective: Collective, states: list[State] | None = None) -> list[li
     def share(row: dict[int, tuple[int, int]], chunk: int) -> float:
         return row[chunk][0].bit_count() / whole[chunk].bit_count() if chunk in row else 0.0
 
-    def cells(rank: int) -> list[range]:
+    places = []  # by rank, the chunks of each cell
+    for rank in range(collective.ranks):
         chunks = collective.wants(rank) if collective.primitive == "all_to_all" else range(collective.chunks)
         count = min(MOST_CELLS, len(chunks))
-        return [chunks[i * len(chunks) // count : (i + 1) * len(chunks) // count] for i in range(count)]
-
-    places = [cells(rank) for rank in range(collective.ranks)]
+        bounds = [i * len(chunks) // count for i in range(count + 1)]
+        places.append([chunks[start:stop] for start, stop in pairwise(bounds)])
     return [
         [
-            [sum(share(row, c) for c in some) / len(some) for some in of]
-            for row, of in zip(state, places, strict=True)
+            [sum(share(row, c) for c in chunks) / len(chunks) for chunks in cells]
+            for row, cells in zip(state, places, strict=True)
         ]
         for state in states
     ]
@@ -61,16 +62,11 @@ def words(moves: Round) -> Iterator[str]:
     for source, target, chunks, reduce in moves:
         together.setdefault((source, target, reduce), []).extend(chunks)
     for (source, target, reduce), chunks in together.items():
-        yield f"{source} {'+' if reduce else '='}{_names(chunks)}→ {target}"
-
-
-def _names(chunks: list[int]) -> str:
-    def name(some: range) -> str:
-        last = some[-1]
-        step = f":{some.step}" if some.step > 1 else ""
-        return str(some[0]) if last == some[0] else f"{some[0]}-{last}{step}"
-
-    return ",".join(map(name, ranges(chunks)))
+        parts = []
+        for part in ranges(chunks):
+            step = f":{part.step}" if part.step > 1 else ""
+            parts.append(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}{step}")
+        yield f"{source} {'+' if reduce else '='}{','.join(parts)}→ {target}"
 
 
 def to_text(collective: Collective, columns: int = 100) -> str:
@@ -81,24 +77,20 @@ def to_text(collective: Collective, columns: int = 100) -> str:
     strips = collective.ranks * (len(levels[0][0]) + 2) + 10 <= columns
     for number, ranks in enumerate(levels):
         if number:
-            lines += _wrapped(f"round {number}", list(words(collective.rounds[number - 1])), columns)
+            line = f"{f'round {number}':10}"
+            for message in words(collective.rounds[number - 1]):
+                if len(line) > 10 and len(line) + len(message) + 3 > columns:
+                    lines.append(line.rstrip())
+                    line = " " * 10
+                line += message + "   "
+            lines.append(line.rstrip())
         if strips:
-            cells = "  ".join("".join(_block(x) for x in cells) for cells in ranks)
-            lines.append(f"{'start' if not number else '':10}{cells}".rstrip())
+            blocks = [
+                "".join(BLOCKS[max(0, round(x * len(BLOCKS)) - 1)] if x else "·" for x in cells)
+                for cells in ranks
+            ]
+            lines.append(f"{'start' if not number else '':10}{'  '.join(blocks)}".rstrip())
     return "\n".join(lines) + "\n"
-
-
-def _block(share: float) -> str:
-    return BLOCKS[max(0, round(share * len(BLOCKS)) - 1)] if share else "·"
-
-
-def _wrapped(begin: str, parts: list[str], columns: int) -> list[str]:
-    lines = [f"{begin:10}"]
-    for part in parts:
-        if len(lines[-1]) > 10 and len(lines[-1]) + len(part) + 3 > columns:
-            lines.append(" " * 10)
-        lines[-1] += part + "   "
-    return [line.rstrip() for line in lines]
 
 
 def to_svg(collective: Collective, title: str = "") -> str:
@@ -113,30 +105,23 @@ def to_svg(collective: Collective, title: str = "") -> str:
     for rank in range(collective.ranks):
         canvas.text(LEFT + rank * lane, TOP - 12, f"rank {rank}")
     for number, ranks in enumerate(levels):
-        canvas.text(14, TOP + number * ROW + 11, f"round {number}" if number else "start", "soft")
+        top = TOP + number * ROW
+        canvas.text(14, top + 11, f"round {number}" if number else "start", "soft")
         for rank, cells in enumerate(ranks):
-            _cells(canvas, cells, LEFT + rank * lane, TOP + number * ROW)
+            for i, share in enumerate(cells):
+                left = LEFT + rank * lane + i * CELL
+                canvas.rect("idle", left, top, CELL - 1, HIGH)
+                if share:
+                    canvas.rect("orange", left, top + HIGH * (1 - share), CELL - 1, HIGH * share)
     for number, moves in enumerate(collective.rounds):
+        top, bottom = TOP + number * ROW + HIGH + 3, TOP + (number + 1) * ROW - 4
         for source, target, adds in dict.fromkeys((move.source, move.target, move.reduce) for move in moves):
-            apart = 8 * (source > target)  # both directions stay visible
-            x, y = (LEFT + rank * lane + 16 + apart for rank in (source, target))
-            _arrow(canvas, KINDS[adds][0], x, y, TOP + number * ROW + HIGH + 3)
+            apart, color = 8 * (source > target), KINDS[adds][0]  # both directions stay visible
+            x, end = (LEFT + rank * lane + 16 + apart for rank in (source, target))
+            canvas.line(f"line {color}", [(x, top), (end, bottom - 4)])
+            tip = [(end, bottom + 1), (end - 3.5, bottom - 5), (end + 3.5, bottom - 5)]
+            canvas.line(f"area tip {color}", tip)
     return canvas.svg()
-
-
-def _cells(canvas: Canvas, cells: list[float], left: float, top: float) -> None:
-    """What a rank has after a round."""
-    for i, share in enumerate(cells):
-        canvas.rect("idle", left + i * CELL, top, CELL - 1, HIGH)
-        if share:
-            canvas.rect("orange", left + i * CELL, top + HIGH * (1 - share), CELL - 1, HIGH * share)
-
-
-def _arrow(canvas: Canvas, color: str, x: float, end: float, top: float) -> None:
-    """From `x` at one round to `end` at the next."""
-    bottom = top + ROW - HIGH - 7
-    canvas.line(f"line {color}", [(x, top), (end, bottom - 4)])
-    canvas.line(f"area tip {color}", [(end, bottom + 1), (end - 3.5, bottom - 5), (end + 3.5, bottom - 5)])
 
 
 def page(collective: Collective, ends: list[str], note: str = "") -> str:

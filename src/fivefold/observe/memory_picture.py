@@ -11,7 +11,7 @@ from fivefold.draw.canvas import Axes, Canvas, linear_scale
 from fivefold.files import MOST_TRACE, read_json, understood
 from fivefold.observe.format import size
 from fivefold.observe.metrics import write_trace
-from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, MemoryTimeline, from_json
+from fivefold.schedules.timelines import AWAY, CATEGORIES, MemoryTimeline
 
 LETTERS = {"params": "W", "gradients": "G", "optimizer": "S", "activations": "A", "buffers": "b"}
 PHASE_LETTERS = {"forward": "F", "backward": "B", "update": "U", "other": "-"}
@@ -42,26 +42,21 @@ def to_text(timelines: Named, columns: int = 100, rows: int = 12) -> str:
     lines = []
     for name, timeline in timelines:
         lines.append(f"{name}: {summary(timeline)}")
-        stacks = [_stack(timeline, column, columns, rows / most) for column in range(columns)]
+        totals, stacks = timeline.totals, []
+        for column in range(columns):  # the letters from the bottom up, of the largest sum in the column
+            first, last = (at * len(totals) // columns for at in (column, column + 1))
+            largest = max(range(first, max(first + 1, last)), key=totals.__getitem__)
+            stack, height = "", 0.0
+            for category, sizes in timeline.bytes.items():
+                height += sizes[largest] * rows / most
+                stack += LETTERS[category] * (round(height) - len(stack))
+            stacks.append(stack)
         for row in range(rows, 0, -1):
             label = size(most * row / rows) if row in (rows, rows // 2) else ""
             lines.append(f"{label:>9} │" + "".join(stack[row - 1 : row] or " " for stack in stacks).rstrip())
         phases = "".join(PHASE_LETTERS[timeline.phase_at((i + 0.5) / columns)] for i in range(columns))
         lines += [f"{'':9} └{phases}", ""]
     return "\n".join([*lines, LEGEND, ""])
-
-
-def _stack(timeline: MemoryTimeline, column: int, columns: int, scale: float) -> str:
-    """The letters of a column from the bottom up: of the largest sum in it."""
-    totals = timeline.totals
-    bins = len(totals)
-    first = column * bins // columns
-    number = max(range(first, max(first + 1, (column + 1) * bins // columns)), key=totals.__getitem__)
-    text, height = "", 0.0
-    for name, sizes in timeline.bytes.items():
-        height += sizes[number] * scale
-        text += LETTERS[name] * (round(height) - len(text))
-    return text
 
 
 def to_svg(timelines: Named, title: str = "") -> str:
@@ -123,7 +118,7 @@ def read(run: Path, rank: int = 0) -> list[tuple[str, MemoryTimeline]]:
     paths, timelines = sorted((run / "traces").glob(f"memory-step-*-rank-{rank}.json")), []
     for path in paths[:1] + paths[1:][-1:]:
         with understood(path):
-            timeline = from_json(read_json(path, MOST_TRACE))
+            timeline = MemoryTimeline.from_json(read_json(path, MOST_TRACE))
         timelines.append((f"step {timeline.step:,}, rank {timeline.rank}", timeline))
     return timelines
 

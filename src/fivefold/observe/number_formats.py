@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from fivefold.draw.canvas import Canvas
@@ -15,7 +14,7 @@ from fivefold.observe.metrics import write_trace
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import BLOCKS, FORMATS, KINDS, Format, Histogram, from_json
 
-RANGES = tuple(one for one in FORMATS.values() if one.bits <= 16)
+RANGES = tuple(form for form in FORMATS.values() if form.bits <= 16)
 """The formats whose ranges a histogram is compared with. Those of fp32 and wider hold every number of a run."""
 BARS = " ▁▂▃▄▅▆▇█"
 DECADES = 8  # powers of ten of a bar's height
@@ -24,8 +23,8 @@ WIDTH, LEFT, TOP, HIGH, ROW = 760, 132, 40, 74, 18  # pixels
 
 def generations(form: Format) -> list[str]:
     """The generations of devices with a data sheet that states a rate for a format, from the oldest."""
-    found = {sheet.generation for sheet in SHEETS if sheet.rate(form.multiplied)}
-    return sorted(found, key=lambda name: (name[-6:], name))
+    names = {sheet.generation for sheet in SHEETS if sheet.rate(form.multiplied)}
+    return sorted(names, key=lambda name: (name[-6:], name))
 
 
 def modes(form: Format) -> list[str]:
@@ -37,26 +36,26 @@ def table() -> list[dict[str, object]]:
     """Every format as a row."""
     return [
         {
-            "format": one.name,
-            "bits": one.bits,
-            "sign": int(one.signed),
-            "exponent": one.exponent,
-            "fraction": one.fraction,
-            "largest": one.largest,
-            "smallest_normal": one.smallest_normal,
-            "smallest": one.smallest,
-            "epsilon": one.epsilon,
-            "computed_by": generations(one),
-            "devices": [sheet.name for sheet in SHEETS if sheet.rate(one.multiplied)],
-            "modes": modes(one),
+            "format": form.name,
+            "bits": form.bits,
+            "sign": int(form.signed),
+            "exponent": form.exponent,
+            "fraction": form.fraction,
+            "largest": form.largest,
+            "smallest_normal": form.smallest_normal,
+            "smallest": form.smallest,
+            "epsilon": form.epsilon,
+            "computed_by": generations(form),
+            "devices": [sheet.name for sheet in SHEETS if sheet.rate(form.multiplied)],
+            "modes": modes(form),
         }
-        for one in FORMATS.values()
+        for form in FORMATS.values()
     ]
 
 
 def to_text() -> str:
     """The formats as a table for terminals."""
-    titles = [
+    titles: tuple[str, ...] = (
         "format",
         "bits",
         "sign, exponent, fraction",
@@ -64,8 +63,8 @@ def to_text() -> str:
         "smallest normal",
         "smallest",
         "epsilon",
-    ]
-    rows = [titles]
+    )
+    rows = [list(titles)]
     for form in FORMATS.values():
         parts = f"{int(form.signed)} + {form.exponent} + {form.fraction}"
         limits = map(_number, (form.largest, form.smallest_normal, form.smallest, form.epsilon))
@@ -75,9 +74,10 @@ def to_text() -> str:
         scale = block.scale.name + (", fp32 per tensor" if block.tensor else "")
         scaled.append([block.name, str(block.size), scale, f"{block.bits:g}"])
     computed = [["format", "computed by", "precision.mode"]]
-    for one in FORMATS.values():
-        mode = ", ".join(modes(one)) or "shown, not trained"
-        computed.append([one.name, ", ".join(name.partition(" (")[0] for name in generations(one)), mode])
+    for form in FORMATS.values():
+        mode = ", ".join(modes(form)) or "shown, not trained"
+        devices = ", ".join(name.partition(" (")[0] for name in generations(form))
+        computed.append([form.name, devices, mode])
     return "\n\n".join("\n".join(aligned(part)) for part in (rows, scaled, computed)) + "\n"
 
 
@@ -112,18 +112,23 @@ def histogram_text(found: Histogram, columns: int = 100) -> str:
     each = max(1, -(-(high - low + 1) // columns))  # exponents per column
     places = range(low, high + 1, each)
     width = max(map(len, KINDS))
-    lines = [f"{'2^':>{width}}  {_axis(places)}"]
+    axis = ""  # a number about every ten columns
+    for column, exponent in enumerate(places):
+        if column % 10 == 0:
+            axis = axis.ljust(column) + str(exponent)
+    lines = [f"{'2^':>{width}}  {axis}"]
     for kind in KINDS:
         exponents = found.exponents(kind)
         total = sum(exponents.values()) or 1
         shares = [sum(exponents.get(p + i, 0) for i in range(each)) / total for p in places]
-        lines.append(f"{kind:>{width}}  {''.join(map(_bar, shares))}".rstrip())
+        bars = (BARS[math.ceil(_height(share) * (len(BARS) - 1))] for share in shares)
+        lines.append(f"{kind:>{width}}  {''.join(bars)}".rstrip())
     for form in RANGES:
-        normal, subnormal = (
-            range(form.lowest, form.highest + 1),
-            range(form.lowest - form.fraction, form.lowest),
+        lowest = form.lowest - form.fraction
+        marks = "".join(
+            "=" if form.lowest <= p <= form.highest else "-" if lowest <= p < form.lowest else " "
+            for p in places
         )
-        marks = "".join("=" if p in normal else "-" if p in subnormal else " " for p in places)
         lines.append(f"{form.name:>{width}}  {marks}".rstrip())
     return "\n".join([*lines, "", *aligned(_fates(found)), ""])
 
@@ -192,19 +197,6 @@ def _fates(found: Histogram) -> list[list[str]]:
 def _height(share: float) -> float:
     """A bar's height, 0 to 1."""
     return max(0.0, 1 + math.log10(share) / DECADES) if share else 0.0
-
-
-def _bar(share: float) -> str:
-    return BARS[math.ceil(_height(share) * (len(BARS) - 1))]
-
-
-def _axis(places: Sequence[int]) -> str:
-    """The exponents as text, a number about every ten columns."""
-    line = ""
-    for column, exponent in enumerate(places):
-        if column % 10 == 0:
-            line = line.ljust(column) + str(exponent)
-    return line
 
 
 def _share(share: float) -> str:

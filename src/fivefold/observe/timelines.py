@@ -18,9 +18,9 @@ from fivefold.draw.lanes import Box, Lane, lanes, strip, time_text
 from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write_atomically
 from fivefold.observe.document import table
 from fivefold.observe.metrics import read_metrics, write_trace
-from fivefold.schedules.overlap import COMPUTE, MESSAGE, WAIT, StepTimeline, from_json
 from fivefold.schedules.pipeline import Costs, Schedule, Timeline, simulate
 from fivefold.schedules.priority import Simulation
+from fivefold.schedules.timelines import COMPUTE, MESSAGE, WAIT, StepTimeline
 
 FILL = {"forward": "F", "backward": "B", "update": "U", "other": "-", WAIT: "."}
 LEGEND = "F forward, B backward, U update, - other, . waits; = message beside computing, o message alone"
@@ -106,7 +106,7 @@ def read(run: Path) -> list[tuple[str, StepTimeline]]:
     measured, planned = [], []
     for path in paths:
         with understood(path):
-            found = from_json(read_json(path, MOST_TRACE))
+            found = StepTimeline.from_json(read_json(path, MOST_TRACE))
         if path.stem.endswith(PLANNED):
             planned.append((PLANNED, found))
         else:
@@ -268,7 +268,13 @@ def write_pipeline_trace(folder: Path, step: int, schedule: Schedule, measured: 
     transfers. The measured timeline takes longer where ranks wait.
     """
     make_folder(folder)
-    planned = simulate(schedule, costs(schedule, measured))
+    durations: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for action, start, end in measured.events():
+        durations[action.kind, action.stage].append(end - start)
+    forward, backward, inputs, weights = (
+        [median(durations.get((kind, stage), [0.0])) for stage in range(schedule.stages)] for kind in "FBIW"
+    )
+    planned = simulate(schedule, Costs(forward=forward, backward=backward, input=inputs, weight=weights))
     path = folder / f"pipeline-step-{step:08d}.svg"
     both = {"planned": planned, "measured": measured}
     seconds = max(timeline.makespan for timeline in both.values())  # they share a scale
@@ -283,18 +289,6 @@ def write_pipeline_trace(folder: Path, step: int, schedule: Schedule, measured: 
         facts[name] = {"makespan_s": timeline.makespan, "idle_share": timeline.bubble, "rows": rows}
     write_atomically(path.with_suffix(".json"), json.dumps(facts) + "\n")
     return path
-
-
-def costs(schedule: Schedule, measured: Timeline) -> Costs:
-    """The median duration in seconds of each kind of action at each stage, 0 for missing kinds."""
-    durations: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for action, start, end in measured.events():
-        durations[action.kind, action.stage].append(end - start)
-    of = {
-        kind: [median(durations.get((kind, stage), [0.0])) for stage in range(schedule.stages)]
-        for kind in "FBIW"
-    }
-    return Costs(forward=of["F"], backward=of["B"], input=of["I"], weight=of["W"])
 
 
 WORKERS = "workers.jsonl"

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fivefold.schedules.overlap import COMPUTE, MESSAGE, WAIT, Span, StepTimeline
+from fivefold.schedules.timelines import COMPUTE, MESSAGE, WAIT, Span, StepTimeline
 
 OUT, IN, HOST = "out", "in", "host"
 STEPS = 4  # simulated; the last but one is steady

@@ -17,7 +17,7 @@ from fivefold.models.base import LanguageModel
 from fivefold.models.mixture import Experts
 from fivefold.parallel.tensor import CutLinear
 from fivefold.precision.formats import BINS, KINDS, LOWEST, Histogram
-from fivefold.schedules.overlap import COMPUTE, Span, StepTimeline
+from fivefold.schedules.timelines import COMPUTE, Span, StepTimeline
 from fivefold.sharding.parts import Part, local_shape
 from fivefold.step.state import State
 

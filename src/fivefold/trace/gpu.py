@@ -28,9 +28,9 @@ from fivefold.errors import UserError
 from fivefold.files import cache_folder
 from fivefold.kernels.native import build
 from fivefold.recipe import Recipe
-from fivefold.schedules.memory_timeline import MemoryTimeline, from_json
 from fivefold.trace.depth import CachedFigures, Exact, check_rank, exact, timelines
 from fivefold.trace.step import DEVICE, operators
+from fivefold.schedules.timelines import MemoryTimeline
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 TORCH = Path(torch.__file__).parent
@@ -102,7 +102,10 @@ def timelines_on_gpu(recipe: Recipe, rank: int) -> list[tuple[str, MemoryTimelin
     Raises:
         UserError: the layout is not valid, or has no such rank.
     """
-    return [(name, from_json(found)) for name, found in _one_on_gpu(recipe, rank, True)["timelines"]]
+    return [
+        (name, MemoryTimeline.from_json(found))
+        for name, found in _one_on_gpu(recipe, rank, True)["timelines"]
+    ]
 
 
 def _one_on_gpu(recipe: Recipe, rank: int, over_time: bool = False) -> dict[str, Any]:

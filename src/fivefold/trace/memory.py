@@ -42,8 +42,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mod
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fivefold.parallel.offload.activations import Activations
-from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, Change, MemoryTimeline, Phase, of_changes
-from fivefold.trace.fake import FROM_DATA, DispatchMode, Fake, FakeMode, done_work
+from fivefold.trace.fake import DispatchMode, FROM_DATA, Fake, FakeMode, done_work
+from fivefold.schedules.timelines import AWAY, CATEGORIES, Change, MemoryTimeline, Phase, of_changes
 
 if TYPE_CHECKING:
     from fivefold.step.state import State

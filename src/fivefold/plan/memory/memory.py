@@ -22,8 +22,8 @@ from fivefold.plan.memory.model_states import (
     uneven_states,
 )
 from fivefold.plan.setting import Setting, Software, schedule
-from fivefold.schedules.memory_timeline import CATEGORIES
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
+from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
 from fivefold.sharding.tiers import partitions

@@ -16,7 +16,7 @@ from fivefold.plan.setting import Setting
 from fivefold.plan.time.stage_costs import stage_costs
 from fivefold.plan.time.sync_costs import outer_buffers
 from fivefold.schedules.offload import WAYS, Unit, simulate
-from fivefold.schedules.overlap import StepTimeline
+from fivefold.schedules.timelines import StepTimeline
 from fivefold.sharding.tiers import (
     AHEAD,
     CHUNK,

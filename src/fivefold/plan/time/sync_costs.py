@@ -13,7 +13,7 @@ from fivefold.plan.time.cost import Cost, stream
 from fivefold.precision import DTYPES, MASTER, PRECISIONS
 from fivefold.schedules.collectives.registry import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
-from fivefold.schedules.overlap import exposed_in_pieces
+from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.parts import sharing_group
 from fivefold.sharding.units import Sync, bucket_bytes, scattered_once
 

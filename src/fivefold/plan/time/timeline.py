@@ -1,6 +1,6 @@
 """The planned timeline of a step: what a rank computes, and each message beside it, with the prices of `time.py`.
 
-Operations, blocks and their messages are those that `time.step` adds up. `schedules/overlap.simulate` runs them, and
+Operations, blocks and their messages are those that `time.step` adds up. `schedules/timelines.simulate` runs them, and
 finds the seconds and the exposed messages of `time.step` (tests/test_timeline.py). There devices are equal. With one
 that is slower, the simulation hides a little more: it also computes longer beside the messages.
 """
@@ -17,8 +17,8 @@ from fivefold.plan.setting import Setting
 from fivefold.plan.time import cost, offload, stage_costs, sync_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.schedules.compression import NONE
-from fivefold.schedules.overlap import Message, StepTimeline, Work, simulate
 from fivefold.schedules.ring_attention import messages
+from fivefold.schedules.timelines import Message, StepTimeline, Work, simulate
 from fivefold.sharding.units import Sync
 
 ONCE = "once"  # the queue of gathers and sums that run once per step: their order is that of `time.step`

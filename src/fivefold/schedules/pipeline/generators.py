@@ -1,7 +1,8 @@
 """The schedules: one function each, which lists a rank's computations in order.
 
-A function gets (rank, ranks, microbatches, stages per rank) and returns the rank's computations. To add a schedule,
-write such a function and name it in `SCHEDULES`.
+A function gets (rank, ranks, microbatches, stages per rank) and returns the rank's steps: (kind, stage). Each stage
+processes its microbatches in order, so `build_row` numbers them. To add a schedule, write such a function and name it
+in `SCHEDULES`.
 
 Symbols: p ranks, v stages per rank, m microbatches; F, I, W seconds of forward, input and weight gradients.
 """
@@ -16,55 +17,23 @@ from functools import cache
 from fivefold.errors import UserError, did_you_mean, several
 from fivefold.schedules.pipeline.schedule import Action, Kind, Placement, Schedule, place
 
-
-class Row:
-    """The actions of one rank. Each stage processes its microbatches in order, so callers name only the stage."""
-
-    def __init__(self) -> None:
-        self.actions: list[Action] = []
-        self._forwards: Counter[int] = Counter()
-        self._backwards: Counter[int] = Counter()
-        self._owed: deque[tuple[int, int]] = deque()  # (stage, microbatch) with W still to come
-
-    def add(self, kind: Kind, stage: int) -> None:
-        """Adds F, B or I of the stage's next microbatch."""
-        counter = self._forwards if kind == "F" else self._backwards
-        microbatch = counter[stage]
-        counter[stage] += 1
-        self.actions.append(Action(stage, kind, microbatch))
-        if kind == "I":
-            self._owed.append((stage, microbatch))
-
-    def weight(self) -> None:
-        """Adds the oldest W still to come, if any."""
-        if self._owed:
-            stage, microbatch = self._owed.popleft()
-            self.actions.append(Action(stage, "W", microbatch))
-
-    def weights(self) -> None:
-        """Adds every W still to come."""
-        while self._owed:
-            self.weight()
+Step = tuple[Kind, int]
+W: Step = ("W", -1)
+"""The weight gradients of the oldest I whose W is still to come, if there is one. Those that are left come last."""
 
 
-def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
     """All forwards, then all backwards: GPipe (arXiv 1811.06965); with several stages per rank, looped breadth-first
     (arXiv 2211.05953). A stage processes every microbatch before the rank's next stage begins.
 
     Idle share (p-1) / (vm+p-1) for m >= p. Every microbatch is live at once.
     """
-    row = Row()
     stages = range(rank, ranks * chunks, ranks)
-    for stage in stages:
-        for _ in range(microbatches):
-            row.add("F", stage)
-    for stage in reversed(stages):
-        for _ in range(microbatches):
-            row.add("B", stage)
-    return row.actions
+    forwards: list[Step] = [("F", stage) for stage in stages for _ in range(microbatches)]
+    return forwards + [("B", stage) for stage in reversed(stages) for _ in range(microbatches)]
 
 
-def one_f_one_b(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+def one_f_one_b(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
     """One forward, one backward (arXiv 2006.09503): a rank runs a backward as soon as it can, so at most `ranks - rank`
     microbatches are live.
 
@@ -74,7 +43,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
     return _alternate([rank] * microbatches, [rank] * microbatches, warmup=ranks - rank - 1)
 
 
-def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
     """1F1B with several stages per rank (arXiv 2104.04473). Microbatches go through the first stage in rounds, and a
     round reaches the rank's next stage before the next round starts.
 
@@ -92,20 +61,18 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[A
     return _alternate(forwards, backwards, warmup=(chunks - 1) * rounds[0] + 2 * (ranks - rank - 1))
 
 
-def _alternate(forwards: list[int], backwards: list[int], warmup: int) -> list[Action]:
-    """`warmup` forwards, then forward and backward in turn, then the remaining backwards."""
-    row = Row()
+def _alternate(forwards: list[int], backwards: list[int], warmup: int) -> list[Step]:
+    """`warmup` forwards, then forward and backward in turn, then the remaining backwards. Both: stages in order."""
     warmup = min(warmup, len(forwards))
-    for stage in forwards[:warmup]:
-        row.add("F", stage)
-    for position, stage in enumerate(backwards):
-        if warmup + position < len(forwards):
-            row.add("F", forwards[warmup + position])
-        row.add("B", stage)
-    return row.actions
+    steps: list[Step] = [("F", stage) for stage in forwards[:warmup]]
+    for position, stage in enumerate(backwards, warmup):
+        if position < len(forwards):
+            steps.append(("F", forwards[position]))
+        steps.append(("B", stage))
+    return steps
 
 
-def zb_h1(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+def zb_h1(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
     """Zero bubble H1 (arXiv 2401.10241): 1F1B with each W delayed by `rank` microbatches. Later ranks send gradients to
     earlier ones sooner, and have W left for the end, where they would otherwise be idle.
 
@@ -113,21 +80,16 @@ def zb_h1(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]
     (p-1) (F + I - W), a third of 1F1B's if they are equal.
     """
     assert chunks == 1
-    row = Row()
+    forward: Step = ("F", rank)
+    inputs: Step = ("I", rank)
     warmup = min(ranks - rank - 1, microbatches)
-    for _ in range(warmup):
-        row.add("F", rank)
+    steps: list[Step] = [forward] * warmup
     for position in range(microbatches):
-        if warmup + position < microbatches:
-            row.add("F", rank)
-        row.add("I", rank)
-        if position >= rank:
-            row.weight()
-    row.weights()
-    return row.actions
+        steps += [forward] * (warmup + position < microbatches) + [inputs] + [W] * (position >= rank)
+    return steps
 
 
-def zbv(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+def zbv(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
     """ZB-V (arXiv 2405.15362): each rank has one stage on the way down the V and one on the way up. The last stage is
     therefore on rank 0, and the first backward starts there.
 
@@ -139,36 +101,17 @@ def zbv(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
     """
     assert chunks == 2
     assert microbatches >= 2 * ranks - 1
-    row = Row()
-    down, up, after = rank, 2 * ranks - 1 - rank, ranks - rank - 1  # `after`: ranks further down the V
-    for _ in range(2 * after + 1):
-        row.add("F", down)
-    for _ in range(rank):
-        row.add("F", up)
-        row.add("F", down)
-    for _ in range(after + 1):
-        row.add("F", up)
-        row.add("I", up)
-        row.weight()
-    for position in range(microbatches - ranks):
-        if position < microbatches - ranks - after:
-            row.add("F", down)
-        row.add("I", down)
-        row.weight()
-        row.add("F", up)
-        row.add("I", up)
-        row.weight()
-    for _ in range(rank):  # no forwards are left: gradients first, W last
-        row.add("I", down)
-        row.add("I", up)
-    for _ in range(after + 1):
-        row.add("I", down)
-        row.weight()
-    row.weights()
-    return row.actions
+    forward, forward_up, inputs, inputs_up, after = _ways(rank, ranks, "I")
+    steps = [forward] * (2 * after + 1)
+    steps += [forward_up, forward] * rank
+    steps += [forward_up, inputs_up, W] * (after + 1)
+    steps += [forward, inputs, W, forward_up, inputs_up, W] * (microbatches - ranks - after)
+    steps += [inputs, W, forward_up, inputs_up, W] * after
+    steps += [inputs, inputs_up] * rank  # no forwards are left: gradients first, W last
+    return steps + [inputs, W] * (after + 1)
 
 
-def dualpipev(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+def dualpipev(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
     """DualPipeV: DualPipe (DeepSeek-V3, arXiv 2412.19437) cut in half, without a second copy of the parameters. One
     stage is on the way down the V, one on the way up. In the main part, a forward and a backward of different
     microbatches alternate, so that the transfers of one overlap with the other.
@@ -181,36 +124,29 @@ def dualpipev(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Act
     """
     assert chunks == 2
     assert microbatches >= 2 * ranks
-    row = Row()
-    down, up, after = rank, 2 * ranks - 1 - rank, ranks - rank - 1  # `after`: ranks further down the V
-    for _ in range(2 * after):
-        row.add("F", down)
-    for _ in range(rank + 1):
-        row.add("F", down)
-        row.add("F", up)
-    for _ in range(after):
-        row.add("I", up)
-        row.weight()
-        row.add("F", up)
-    for _ in range(microbatches - 2 * ranks + rank + 1):  # the main part: pairs of forward and backward
-        row.add("F", down)
-        row.add("B", up)
-        row.add("F", up)
-        row.add("B", down)
-    for _ in range(after):
-        row.add("B", up)
-        row.add("F", up)
-        row.add("B", down)
-    for position in range(2 * (rank + 1)):  # the second half is split: its W fill what follows
-        row.add("I" if position > rank else "B", down if position % 2 else up)
-    for _ in range(after):
-        row.weight()
-        row.add("I", down)
-    row.weights()
-    return row.actions
+    forward, forward_up, inputs, inputs_up, after = _ways(rank, ranks, "I")
+    *_, backward, backward_up, _ = _ways(rank, ranks, "B")
+    steps = [forward] * (2 * after)
+    steps += [forward, forward_up] * (rank + 1)
+    steps += [inputs_up, W, forward_up] * after
+    # the main part: pairs of forward and backward
+    steps += [forward, backward_up, forward_up, backward] * (microbatches - 2 * ranks + rank + 1)
+    steps += [backward_up, forward_up, backward] * after
+    # the second half is split: its W fill what follows
+    last = [backward_up, backward] * (rank + 1)
+    split = [inputs_up, inputs] * (rank + 1)
+    steps += last[: rank + 1] + split[rank + 1 :]
+    return steps + [W, inputs] * after
 
 
-def v_half(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+def _ways(rank: int, ranks: int, kind: Kind) -> tuple[Step, Step, Step, Step, int]:
+    """Of a V: the rank's forward on the way down and on the way up, its backwards of a kind on both, and the number of
+    ranks further down."""
+    down, up = rank, 2 * ranks - 1 - rank
+    return ("F", down), ("F", up), (kind, down), (kind, up), ranks - rank - 1
+
+
+def v_half(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
     """V-Half (arXiv 2405.15362): a V as in ZB-V, with half of 1F1B's activation memory.
 
     Time is counted in slots of one F, I or W of a stage. A microbatch takes six slots on each rank, so one enters every
@@ -220,38 +156,35 @@ def v_half(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action
     1F1B it is 6 (p-1).
     """
     assert chunks == 2
-    row = Row()
-    down, up, after = rank, 2 * ranks - 1 - rank, ranks - rank - 1  # `after`: ranks further down the V
+    forward, forward_up, inputs, inputs_up, after = _ways(rank, ranks, "I")
     pause = 0 if ranks % 2 else 3  # at the bottom of the V: keeps the slots of both ways apart
     turned = 3 * (ranks - 1) + 2 + pause + 1  # the first backward of the microbatch, on rank 0
-    begins: dict[int, tuple[Kind, int]] = {
-        rank: ("F", down),
-        ranks - 1 + 2 + pause + 2 * after: ("F", up),
-        turned + rank: ("I", up),
-        turned + ranks - 1 + 1 + pause + 2 * after: ("I", down),
-    }  # slot of the first microbatch: action
-    block = {slot % 6: (slot, action) for slot, action in begins.items()}
+    begins = {
+        rank: forward,
+        ranks - 1 + 2 + pause + 2 * after: forward_up,
+        turned + rank: inputs_up,
+        turned + ranks - 1 + 1 + pause + 2 * after: inputs,
+    }  # slot of the first microbatch: step
+    block = {slot % 6: (slot, step) for slot, step in begins.items()}
     assert len(block) == 4, "slots collide"
+    steps = []
     for slot in range(max(begins) + 6 * (microbatches - 1) + 1):
-        begin, action = block.get(slot % 6, (0, None))
-        if action is None:
-            row.weight()
-        elif begin <= slot < begin + 6 * microbatches:
-            row.add(*action)
-    row.weights()
-    return row.actions
+        begin, step = block.get(slot % 6, (slot, W))
+        if begin <= slot < begin + 6 * microbatches:
+            steps.append(step)
+    return steps
 
 
 @dataclass(frozen=True)
 class Generator:
     """The generator of a schedule. All other properties of the schedule follow from its rows.
 
-    row: (rank, ranks, microbatches, stages per rank) -> the rank's computations. stages: the fewest and the most stages
+    row: (rank, ranks, microbatches, stages per rank) -> the rank's steps. stages: the fewest and the most stages
     per rank (None: no limit). instead: the schedule for another number. fill: the fewest microbatches that `row` needs,
     given the ranks. paired: neighbouring forwards and backwards run together (`Schedule.pairs`).
     """
 
-    row: Callable[[int, int, int, int], list[Action]]
+    row: Callable[[int, int, int, int], list[Step]]
     placement: Placement = "loop"
     stages: tuple[int, int | None] = (1, 1)
     instead: str = "interleaved"
@@ -294,7 +227,19 @@ def build_row(name: str, rank: int, ranks: int, microbatches: int, chunks: int) 
     """One rank's computations under schedule `name`, with `chunks` stages per rank."""
     # A schedule stays in order if some microbatches are left out, so build enough and drop the surplus.
     enough = max(microbatches, SCHEDULES[name].fill(ranks))
-    row = SCHEDULES[name].row(rank, ranks, enough, chunks)
+    row: list[Action] = []
+    forwards, backwards = [0] * (ranks * chunks), [0] * (ranks * chunks)  # of each stage, up to here
+    owed: deque[Action] = deque()  # W still to come
+    for kind, stage in SCHEDULES[name].row(rank, ranks, enough, chunks):
+        if kind == "W":
+            row += [owed.popleft()] if owed else []
+            continue
+        done = forwards if kind == "F" else backwards
+        row.append(Action(stage, kind, done[stage]))
+        if kind == "I":
+            owed.append(Action(stage, "W", done[stage]))
+        done[stage] += 1
+    row += owed
     return row if enough == microbatches else [action for action in row if action.microbatch < microbatches]
 
 

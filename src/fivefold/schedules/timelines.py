@@ -1,14 +1,16 @@
-"""Computing and messages of one rank over time, and how much of the messages computing hides. No torch.
+"""What a rank does and holds over one step. No torch.
 
-A step is a list of spans: what the rank computes, when it waits, and its messages, each on the lane of its axis. It is
-measured (`step/recorder.py`) or simulated (`simulate`, with the planner's prices).
+Computing and messages are a list of spans: what the rank computes, when it waits, and its messages, each on the lane of
+its axis. They are measured (`step/recorder.py`) or simulated (`simulate`, with the planner's prices). Bytes of tensors
+are those of categories, with the phases of the step: measured in a run or on tensors without memory
+(`trace/memory.Tracker`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, islice
 from math import inf
 from typing import Any, NamedTuple
@@ -82,16 +84,13 @@ class StepTimeline:
         return _union((s.start, s.end) for s in self.spans if s.kind == MESSAGE and lane in (None, s.lane))
 
     def as_json(self) -> dict[str, Any]:
-        return {"rank": self.rank, "step": self.step, "spans": [list(span) for span in self.spans]} | {
-            "seconds": self.seconds,
-            "waited_s": self.waited,
-            "hidden": self.hidden(),
-        }
+        facts = {"rank": self.rank, "step": self.step, "spans": [list(span) for span in self.spans]}
+        return facts | {"seconds": self.seconds, "waited_s": self.waited, "hidden": self.hidden()}
 
-
-def from_json(found: dict[str, Any]) -> StepTimeline:
-    """The inverse of `StepTimeline.as_json`."""
-    return StepTimeline(tuple(Span(*span) for span in found["spans"]), found["rank"], found["step"])
+    @classmethod
+    def from_json(cls, facts: dict[str, Any]) -> StepTimeline:
+        """The inverse of `as_json`."""
+        return cls(tuple(Span(*span) for span in facts["spans"]), facts["rank"], facts["step"])
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -207,3 +206,126 @@ def exposed_in_pieces(seconds: float, held: float, beside: float, pieces: int) -
     """
     others = 1 - 1 / pieces
     return max(seconds - beside * others, seconds / pieces + held * others)
+
+
+CATEGORIES = {
+    "params": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "buffers": "messages and other buffers",
+}
+"""The categories of memory, with their names in pictures. The planner predicts them (`plan/memory/memory.py`), and the
+tracker measures them."""
+AWAY = {"host": "host memory", "disk": "files on disk"}
+"""Where `layout.offload` keeps what it takes off the device; no sum counts it. A CPU's own memory is not a host's."""
+PHASES = ("forward", "backward", "update", "other")
+BINS = 240
+"""Parts of a step of which the largest sum is kept."""
+
+
+class Phase(NamedTuple):
+    """What the rank does from `start` to `end`: one of PHASES."""
+
+    kind: str
+    start: float
+    end: float
+
+
+class Change(NamedTuple):
+    """Bytes more, or less, of a category at a time."""
+
+    at: float
+    category: str
+    size: int
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """One step of a rank.
+
+    bytes: of each category, in equal parts of the step; each part shows the moment with most bytes in it. So the step's
+    peak is exact. length: of the step, in `unit`: "s", or "changes" (tensors allocated or freed) if no time passed.
+    away: the most bytes in each part of the step, of those of AWAY that the step has.
+    """
+
+    bytes: dict[str, tuple[int, ...]]
+    phases: tuple[Phase, ...]
+    length: float
+    unit: str
+    rank: int = 0
+    step: int = 0
+    away: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def totals(self) -> list[int]:
+        return [sum(sizes) for sizes in zip(*self.bytes.values(), strict=True)]
+
+    @property
+    def peak(self) -> int:
+        return max(self.totals, default=0)
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes of each category when the sum is largest."""
+        number = self.totals.index(self.peak)
+        return {name: sizes[number] for name, sizes in self.bytes.items()}
+
+    def phase_at(self, share: float) -> str:
+        """The phase at a share of the step, 0..1."""
+        at = share * self.length
+        return next((phase.kind for phase in self.phases if phase.start <= at < phase.end), "other")
+
+    @property
+    def peak_phase(self) -> str:
+        totals = self.totals
+        return self.phase_at((totals.index(max(totals)) + 0.5) / len(totals)) if totals else "other"
+
+    def as_json(self) -> dict[str, Any]:
+        facts = asdict(self) | {"peak_bytes": self.peak, "at_peak": self.at_peak}
+        return {name: fact for name, fact in facts.items() if fact != {}}
+
+    @classmethod
+    def from_json(cls, facts: dict[str, Any]) -> MemoryTimeline:
+        """The inverse of `as_json`."""
+        return cls(
+            {name: tuple(facts["bytes"][name]) for name in CATEGORIES},
+            tuple(Phase(*phase) for phase in facts["phases"]),
+            facts["length"], facts["unit"], facts["rank"], facts["step"],
+            {name: tuple(sizes) for name, sizes in facts.get("away", {}).items()},
+        )  # fmt: skip
+
+
+def of_changes(
+    changes: Iterable[Change], phases: Sequence[Phase], length: float, unit: str, rank: int = 0, step: int = 0
+) -> MemoryTimeline:
+    """The timeline of changes in order of time."""
+    now, total, part = dict.fromkeys((*CATEGORIES, *AWAY), 0), 0, 0
+    away = {name: [0] * BINS for name in AWAY}
+    # Of each part: the largest sum, and what it is made of
+    largest: list[tuple[float, dict[str, int]]] = [(-inf, now)] * BINS
+    width = length / BINS or 1.0
+
+    def note() -> None:
+        for name, sizes in away.items():
+            sizes[part] = max(sizes[part], now[name])
+        if total > largest[part][0]:
+            largest[part] = total, dict(now)
+
+    for change in changes:
+        while part < min(
+            BINS - 1, int(change.at / width)
+        ):  # a part without changes shows what was there before it
+            part += 1
+            note()
+        now[change.category] += change.size
+        total += change.size * (change.category in CATEGORIES)
+        note()
+    while part < BINS - 1:
+        part += 1
+        note()
+    return MemoryTimeline(
+        {name: tuple(sizes[name] for _, sizes in largest) for name in CATEGORIES},
+        tuple(phases), length, unit, rank, step,
+        {name: tuple(sizes) for name, sizes in away.items() if any(sizes)},
+    )  # fmt: skip
