@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch.profiler import record_function
 
 from fivefold.launch.verdict import backend_words
-from fivefold.schedules.overlap import COMPUTE, MESSAGE, WAIT, Span
+from fivefold.schedules.overlap import COMPUTE, Span
+from fivefold.schedules.timelines import MESSAGE, WAIT
 
 if TYPE_CHECKING:
     import torch.distributed as dist

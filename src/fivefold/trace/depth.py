@@ -35,7 +35,7 @@ from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
-from fivefold.schedules.memory_timeline import AWAY, CATEGORIES
+from fivefold.schedules.timelines import AWAY, CATEGORIES
 from fivefold.schedules.pipeline import FILLING, few
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.schedules.timelines import MemoryTimeline

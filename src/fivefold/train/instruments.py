@@ -33,7 +33,7 @@ from fivefold.parallel.mesh import Microbatch, Share
 from fivefold.plan.advice.budget import noise_parts
 from fivefold.recipe import Recipe, microbatches_per_step, tokens_before, tokens_per_step
 from fivefold.recipe.entries import steps
-from fivefold.schedules.overlap import StepTimeline
+from fivefold.schedules.timelines import StepTimeline
 from fivefold.sharding.parts import size_of
 from fivefold.sharding.units import scattered_once
 from fivefold.step.recorder import Counter, Recorder
