@@ -21,11 +21,6 @@ COUNT = "step"
 """The state in which torch's optimizers count their steps."""
 
 
-def is_torch(given: object) -> bool:
-    """True for a torch optimizer, which works on plain data parallelism only."""
-    return not isinstance(given, OptimizerCard)
-
-
 def card_from(given: object, name: str) -> OptimizerCard:
     """The card of what the user brings.
 
@@ -44,7 +39,7 @@ def card_from(given: object, name: str) -> OptimizerCard:
     make: Any = given
     weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 2))]
     try:
-        optimizer = make(_groups(weights), lr=0.1)
+        optimizer = make([{"params": [weight], "weight_decay": 0.0} for weight in weights], lr=0.1)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"it returns {type(optimizer).__name__}, not a torch.optim.Optimizer")
         settings = _settings(optimizer)
@@ -74,16 +69,8 @@ def card_from(given: object, name: str) -> OptimizerCard:
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """What the groups hold beside parameters."""
-    return {
-        key: repr(value)
-        for group in optimizer.param_groups
-        for key, value in group.items()
-        if key != "params"
-    }
-
-
-def _groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
-    return [{"params": [weight], "weight_decay": 0.0} for weight in weights]
+    pairs = [pair for group in optimizer.param_groups for pair in group.items()]
+    return {key: repr(value) for key, value in pairs if key != "params"}
 
 
 def _state(name: str, key: str, value: Any, weight: Tensor) -> tuple[str, OptimizerState]:

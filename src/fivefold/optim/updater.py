@@ -386,11 +386,12 @@ class Rounded(Updater):
             inner.clear()
 
     def kept(self) -> list[Tensor]:
-        hidden = {id(t) for inner in self.inner for t in inner.states().values() if _hidden(t)}
-        return [
-            *(t for inner in self.inner for t in inner.kept() if id(t) not in hidden),
-            *self.rounded.values(),
-        ]
+        states = [t for inner in self.inner for t in inner.states().values()]
+        hidden = {
+            id(t) for t in states if t.dim() > 0 and not any(t.stride()) and t.numel() > 1
+        }  # `_no_memory`
+        kept = [t for inner in self.inner for t in inner.kept() if id(t) not in hidden]
+        return [*kept, *self.rounded.values()]
 
     def _enter(self, inner: Updater) -> None:
         """Gives an optimizer its masters and states in fp32."""
@@ -436,7 +437,3 @@ class Rounded(Updater):
 def _no_memory(like: Tensor) -> Tensor:
     """An fp32 tensor of the same shape, with the memory of one number."""
     return like.new_zeros((), dtype=torch.float32).expand(like.shape)
-
-
-def _hidden(x: Tensor) -> bool:
-    return x.dim() > 0 and not any(x.stride()) and x.numel() > 1
