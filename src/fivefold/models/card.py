@@ -50,6 +50,8 @@ class Card(ABC):
     """True if the feed-forward layers are SwiGLU, False if GELU."""
     biased = False
     """True if linear layers have biases."""
+    post_norm = False
+    """True if norms are behind the sublayers instead of before them."""
     free_heads = False
     """True if the width of a head need not be D / H."""
     attention_biases = False

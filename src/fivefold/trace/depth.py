@@ -8,7 +8,7 @@ parameter that fills it (their bytes are linear). A peak is not, if it occurs at
 tokens of many microbatches, which wait for their turn, can make it come earlier (0.1% of a tiny model, interleaved).
 
 Figures are kept in the cache folder, by everything they depend on: recipe, rank, and the code of Fivefold and PyTorch.
-A missing, broken or unwritable file is not an error: the step is traced again.
+A missing, broken or unwritable file is not an error: the step is traced again. Last their text, beside a prediction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,14 +27,16 @@ import torch
 
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, writable, write_atomically
+from fivefold.host.devices import GIB
 from fivefold.host.machine import has_cpu_bf16, has_cpu_fp16
 from fivefold.kernels import native
 from fivefold.launch.ranks import threads_of
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
+from fivefold.plan.predict import Plan
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
-from fivefold.schedules.memory_timeline import MemoryTimeline
+from fivefold.schedules.memory_timeline import AWAY, CATEGORIES, MemoryTimeline
 from fivefold.schedules.pipeline import FILLING, few
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import validate
@@ -331,3 +333,46 @@ def _source() -> str:
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c"), *folder.rglob("*.cpp")]):
         found.update(path.read_bytes())
     return found.hexdigest()
+
+
+def beside(plan: Plan, exact: Exact) -> Iterator[str]:
+    """Lines of text: memory by category, messages by axis, FLOPs, host syncs."""
+    where = "a CPU" if exact.device == "cpu" else "a GPU without torch.compile"
+    how = f"the trainer's own step, traced as {where} computes it"
+    if exact.extrapolated:
+        models = ", ".join(f"{layers} layers x {count} microbatches" for layers, count in exact.traced)
+        how = f"the trainer's own step as {where} computes it, extrapolated from {models}"
+    sites, several = plan.setting.sites, plan.setting.sites.count > 1
+    outer = f"; the last of {sites.every} inner steps, with its outer step" if several else ""
+    yield f"exact figures of rank {exact.rank}, {exact.seconds:.1f} s: {how}{outer}"
+    yield from _memory(plan, exact)
+    # Messages by operation and axis; their bytes are the larger of input and output.
+    yield "  messages                        calls         GiB"
+    for (operation, axis), (calls, size) in exact.step.sent.items():
+        yield f"    {axis:10}{operation:16}{calls:9,}{size / GIB:12.4g}"
+    if plan.sent:
+        told = ", ".join(f"{axis} {size / GIB:.4g} GiB" for axis, size in plan.sent.items())
+        average = ", on average" * several
+        yield f"    predicted{average}, as rings send them: {told}"
+    yield (
+        f"  FLOPs          {exact.step.flops:.4g} in matmuls; the model's formula, without recomputation, has "
+        f"{exact.formula:.4g} per rank"
+    )
+    yield f"  host syncs     {sum(exact.step.syncs.values()):,}"
+    for (operation, place), times in exact.step.syncs.items():
+        yield f"    {operation:22}{times:6,}  {place}"
+
+
+def _memory(plan: Plan, exact: Exact) -> Iterator[str]:
+    site = plan.setting.layout
+    position = site.coordinates(in_site(site, exact.rank)[1])["pp"]
+    predicted, memory = plan.memory[position], exact.step.memory
+    away = [name for name in AWAY if memory.away[name]]
+    names = (*CATEGORIES, "total", *away)
+    yield "  memory, GiB    " + "".join(f"{name:>12}" for name in names)
+    rows = {
+        "at the peak": [*memory.at_peak.values(), memory.total, *(memory.away[name] for name in away)],
+        "predicted": [getattr(predicted, name) for name in names],
+    }
+    for name, values in rows.items():
+        yield f"    {name:13}" + "".join(f"{value / GIB:12.4g}" for value in values)
