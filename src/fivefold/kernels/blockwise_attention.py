@@ -177,16 +177,12 @@ def qkv_attention(
     q, k, v = qkv.view(B, T, -1, d).split([heads, kv_heads, kv_heads], dim=2)
     if cos is not None and sin is not None:
         q, k = rope(q, cos, sin), rope(k, cos, sin)
-    if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_plain():
+    cuda = torch.backends.cuda  # fused attention keeps no probabilities
+    fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+    if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not fused:
         kept = checkpoint(attention, q, k, v, causal, documents, use_reentrant=False)
         return kept.reshape(B, T, heads * d)
     return attention(q, k, v, causal, documents).reshape(B, T, heads * d)
-
-
-def _is_plain() -> bool:
-    """True if PyTorch may use no fused attention. Fused attention keeps no probabilities."""
-    cuda = torch.backends.cuda
-    return not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
 
 
 class _QKVAttention(Function):

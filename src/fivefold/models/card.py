@@ -189,11 +189,11 @@ class Card(ABC):
     def work(self, s: Sizes, program: Program) -> Work:
         """All operations of the model on one rank. s: sizes of the card's model."""
         blocks = {mixed: self.block_operations(s, program, mixed) for mixed in sorted(set(self.mixed))}
-        return Work(blocks, self.begin_operations(s, program), self.end_operations(s, program))
-
-    def begin_operations(self, s: Sizes, program: Program) -> list[Operation]:
-        """Operations before the blocks."""
-        return work.begin(s, program)
+        # Each sequence has as many rows of logits as predicted tokens. If sequences are cut, the rows are spread
+        # unevenly; the average is used.
+        rows = s.B * predicted(self.objective, s.model.seq_len) / s.cp
+        end = work.end(s, program, rows, bool(self.whole_sequences))
+        return Work(blocks, work.begin(s, program), end)
 
     def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
         """Operations of one block, in forward order. mixed: True if the block has experts."""
@@ -205,12 +205,6 @@ class Card(ABC):
         """Operations of a block's attention."""
         biased = self.biased or self.model.attention_bias
         return work.attention(s, program, self.causal, self.rotary, biased)
-
-    def end_operations(self, s: Sizes, program: Program) -> list[Operation]:
-        """Operations after the blocks. Each sequence has as many rows of logits as predicted tokens. If sequences are
-        cut, the rows are spread unevenly; the average is used."""
-        rows = s.B * predicted(self.objective, s.model.seq_len) / s.cp
-        return work.end(s, program, rows, bool(self.whole_sequences))
 
     def active(self, name: str, size: int) -> int:
         """Number of a parameter's elements that compute a token: for experts, those that the token is routed to."""

@@ -25,31 +25,28 @@ from fivefold.optim.card import OptimizerCard
 from fivefold.sharding.parts import Part, boxes, local_shape, size_of, stretches
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """how: `precision.rounding`. dtype: of the rounded states. seed: of the run. card: with the states as they are
-    kept."""
+@dataclass
+class Rounder:
+    """Rounds what a rank keeps of some parameters, whole or in pieces: with the same bits.
+
+    how: `precision.rounding`. dtype: of the rounded states. seed: of the run. card: with the states as they are kept.
+    steps: how many steps have begun; it seeds stochastic rounding.
+    """
 
     how: str
     dtype: torch.dtype
     seed: int
     card: OptimizerCard
-
-
-class Rounder:
-    """Rounds what a rank keeps of some parameters, whole or in pieces: with the same bits. steps: how many steps have
-    begun; it seeds stochastic rounding."""
-
-    def __init__(self, rounding: Rounding, parts: Mapping[str, Part]):
-        self.rounding, self.parts, self.steps = rounding, parts, 0
+    parts: Mapping[str, Part]
+    steps: int = 0
 
     def round(self, exact: Tensor, key: str, name: str, dtype: torch.dtype, start: int = 0) -> Tensor:
         """exact: fp32, elements of this rank's part of parameter `name` from element `start` on, in their order. It may
         change. key: of the tensor that is rounded, a weight or a state."""
-        if self.rounding.how != "stochastic":
+        if self.how != "stochastic":
             return exact.to(dtype)
         part, exact = self.parts[name], exact.contiguous()
-        key_a, key_b = keys(f"{self.rounding.seed}/{self.steps}/{key}")
+        key_a, key_b = keys(f"{self.seed}/{self.steps}/{key}")
         rest = exact.view(-1)
         for ranges in stretches(part.keeps, start, start + rest.numel()):
             some, rest = rest[: size_of(ranges)].view(local_shape(ranges)), rest[size_of(ranges) :]

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fivefold.kernels.elementwise import AdamW
 from fivefold.optim.card import CODES, COMPENSATION, OptimizerCard, Update
-from fivefold.optim.rounding import Rounder, Rounding, cut_off
+from fivefold.optim.rounding import Rounder, cut_off
 from fivefold.precision import torch_dtype
-from fivefold.sharding.parts import Part, local_shape
+from fivefold.sharding.parts import local_shape
 from fivefold.sharding.units import updated_together
 
 
@@ -330,15 +330,14 @@ class Rounded(Updater):
 
     def __init__(
         self,
-        rounding: Rounding,
+        rounder: Rounder,
         masters: Mapping[str, Tensor],
-        parts: Mapping[str, Part],
         make: Callable[[Mapping[str, Tensor]], Updater],
     ):
-        self.rounding, self.masters, self.parts, self.card = rounding, masters, parts, rounding.card
-        self.rounder = Rounder(rounding, parts)
+        self.rounder = self._rounder = rounder
+        self.masters, self.parts, self.card = masters, rounder.parts, rounder.card
         self.rounded: dict[str, Tensor] = {}  # states, by their checkpoint names
-        sizes = {name: math.prod(parts[name].shape) for name in masters}
+        sizes = {name: math.prod(self.parts[name].shape) for name in masters}
         self.inner = [
             make({name: _no_memory(masters[name]) for name in some}) for some in updated_together(sizes)
         ]
@@ -351,9 +350,22 @@ class Rounded(Updater):
         skip: Tensor | None = None,
     ) -> None:
         for inner in self.inner:
-            self._enter(inner)
+            for name, copy in inner.masters.items():  # it gets its masters and states in fp32
+                exact = self.masters[name].float()
+                if (compensation := self.rounded.get(f"{COMPENSATION}.{name}")) is not None:
+                    exact += compensation
+                copy.data = exact
+            for name, state in inner.states().items():
+                if name in self.rounded:
+                    state.data = self.rounded[name].float()
             inner.step({name: gradients[name].float() for name in inner.masters}, lr, scale, skip)
-            self._leave(inner)
+            for name, copy in inner.masters.items():  # they are rounded back, and the copies freed
+                exact, weight = copy.data, self.masters[name]
+                weight.copy_(self._round(exact, name, name, weight.dtype))
+                if self._rounder.how == "kahan":
+                    self.rounded[f"{COMPENSATION}.{name}"] = cut_off(exact, weight)
+                copy.data, copy.grad = _no_memory(copy), None
+            self._leave_states(inner)
         self.largest = largest([inner.largest for inner in self.inner if inner.largest is not None])
         self._count()
 
@@ -367,7 +379,7 @@ class Rounded(Updater):
             names = [f"{state}.{name}" for name in inner.masters for state in inner.card.state_names]
             inner.load({name: tensors[name].float() for name in names}, steps, number)
             self._leave_states(inner)
-            if self.rounding.how == "kahan":
+            if self._rounder.how == "kahan":
                 for name in inner.masters:
                     key, weight = f"{COMPENSATION}.{name}", self.masters[name]
                     found = tensors.get(key)
@@ -387,39 +399,16 @@ class Rounded(Updater):
 
     def kept(self) -> list[Tensor]:
         states = [t for inner in self.inner for t in inner.states().values()]
-        hidden = {
-            id(t) for t in states if t.dim() > 0 and not any(t.stride()) and t.numel() > 1
-        }  # `_no_memory`
+        hidden = {id(t) for t in states if t.dim() and t.numel() > 1 and not any(t.stride())}
         kept = [t for inner in self.inner for t in inner.kept() if id(t) not in hidden]
         return [*kept, *self.rounded.values()]
-
-    def _enter(self, inner: Updater) -> None:
-        """Gives an optimizer its masters and states in fp32."""
-        for name, copy in inner.masters.items():
-            exact = self.masters[name].float()
-            if (compensation := self.rounded.get(f"{COMPENSATION}.{name}")) is not None:
-                exact += compensation
-            copy.data = exact
-        for name, state in inner.states().items():
-            if name in self.rounded:
-                state.data = self.rounded[name].float()
-
-    def _leave(self, inner: Updater) -> None:
-        """Rounds them back, and frees the copies."""
-        for name, copy in inner.masters.items():
-            exact, weight = copy.data, self.masters[name]
-            weight.copy_(self._round(exact, name, name, weight.dtype))
-            if self.rounding.how == "kahan":
-                self.rounded[f"{COMPENSATION}.{name}"] = cut_off(exact, weight)
-            copy.data, copy.grad = _no_memory(copy), None
-        self._leave_states(inner)
 
     def _leave_states(self, inner: Updater) -> None:
         owners = {f"{state}.{name}": name for name in inner.masters for state in self.card.state_names}
         for name, state in inner.states().items():
             if state.dtype != torch.float32:
                 continue  # it has a format of its own
-            found = self._round(state, name, owners[name], self.rounding.dtype)
+            found = self._round(state, name, owners[name], self._rounder.dtype)
             if name in self.rounded:
                 self.rounded[name].copy_(found)
             else:
@@ -430,8 +419,7 @@ class Rounded(Updater):
         """Rounds a weight or a state of parameter `name`, at random only if it has the shape of this rank's part."""
         if tuple(exact.shape) != local_shape(self.parts[name].keeps):
             return exact.to(dtype)
-        assert self.rounder is not None
-        return self.rounder.round(exact, key, name, dtype)
+        return self._rounder.round(exact, key, name, dtype)
 
 
 def _no_memory(like: Tensor) -> Tensor:

@@ -129,7 +129,8 @@ class Tracker(DispatchMode):
     def __enter__(self) -> Tracker:
         self.on_fakes = any(isinstance(mode, FakeMode) for mode in modes())
         self.began = time.perf_counter()
-        self._find_states()
+        for category in self.states:
+            self._mark(category)
         self.before = len(self.changes)
         self.began = time.perf_counter()
         self._begin("forward")
@@ -152,7 +153,8 @@ class Tracker(DispatchMode):
         super().__exit__(*error)
         self.ended = self._now()
         torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
-        self._find_states()
+        for category in self.states:
+            self._mark(category)
         self._mark_activations()
         self.of_forward.clear()
         for memory in self.there.values():
@@ -249,10 +251,6 @@ class Tracker(DispatchMode):
             if memory.category is None and self.there.get(memory.address) is memory:
                 memory.category = "activations"
         self.of_forward.clear()
-
-    def _find_states(self) -> None:
-        for category in self.states:
-            self._mark(category)
 
     def _mark(self, category: str) -> None:
         for tensor in self.states.get(category, list)():
