@@ -235,7 +235,8 @@ class _QKVAttention(Function):
             do = _stack(wide(do), K)  # (BK, GQ, d)
             # (BK, GQ, S): gradient of p, then of the scores
             ds = torch.bmm(do, _turned(_keys(v, tile)))
-            _softmax("backward", p, ds, tile, ctx.heads, ctx.causal, d)
+            shape = softmax_shape(p, tile, ctx.heads, ctx.causal, d)
+            native.call("softmax_backward", p.dtype, p, ds, *shape)  # in place of ds
             dq = torch.bmm(ds, _flat(keys)).view(q.shape)
             _heads_last(dq, dqkv[tile.rows], 0, start, cos, sin)
             dv_block = torch.bmm(p.transpose(1, 2), do).view(keys.shape)
@@ -257,14 +258,11 @@ def _keys(x_BKTd: Tensor, tile: Tile) -> Tensor:
 def _probabilities(q_BHQd: Tensor, k_BKSd: Tensor, tile: Tile, causal: bool) -> Tensor:
     """Probabilities of a tile's queries over its keys: (B K, G Q, S)."""
     scores = torch.bmm(_stack(wide(q_BHQd), k_BKSd.shape[1]), _turned(k_BKSd))
-    _softmax("forward", scores, None, tile, q_BHQd.shape[1], causal, q_BHQd.shape[3])
+    shape = softmax_shape(scores, tile, q_BHQd.shape[1], causal, q_BHQd.shape[3])
+    native.call(
+        "softmax_forward", scores.dtype, scores, None, *shape
+    )  # in place; it could return lse in None's
     return scores
-
-
-def _softmax(way: str, p: Tensor, dp: Tensor | None, tile: Tile, heads: int, causal: bool, d: int) -> None:
-    """Runs the softmax kernel on (B K, G Q, S): forward over scores p in place; backward over dp in place, given p."""
-    shape = softmax_shape(p, tile, heads, causal, d)
-    native.call(f"softmax_{way}", p.dtype, p, dp, *shape)  # forward could return lse in dp's place
 
 
 def softmax_shape(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> tuple[Any, ...]:
