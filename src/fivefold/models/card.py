@@ -101,11 +101,12 @@ class Card(ABC):
     def count(self) -> int:
         """Number of parameters. One block of each kind is counted, so that a sweep over sizes stays fast."""
         layers, mixed = self.model.layers, self.mixed_blocks()
-        total = _elements(type(self)(self.model.model_copy(update={"layers": 0})).table())
+        rest = type(self)(self.model.model_copy(update={"layers": 0})).table()
+        total = sum(map(math.prod, rest.values()))
         for kind, blocks in ((False, layers - mixed), (True, mixed)):
             if blocks:
                 one = next(number for number in range(layers) if self.is_mixed(number) is kind)
-                total += blocks * _elements(self.block(one))
+                total += blocks * sum(map(math.prod, self.block(one).values()))
         return total
 
     @abstractmethod
@@ -243,10 +244,6 @@ def resolve_model(model: ModelSection, *, vocab_size: int) -> ModelSection:
         )
     filled = card_of(model).defaults() | {"vocab_size": round_up(vocab_size, 64)}
     return model.model_copy(update={name: v for name, v in filled.items() if getattr(model, name) is None})
-
-
-def _elements(table: dict[str, Shape]) -> int:
-    return sum(math.prod(shape) for shape in table.values())
 
 
 def round_up(number: int, multiple: int) -> int:

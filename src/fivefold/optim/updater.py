@@ -177,7 +177,7 @@ class Updater:
                 for (decay, rate), some in groups.items()
             ]
             self.optimizer = kernel.build(params, lr, **{name: fields[name] for name in kernel.fields})
-        self.fused, self.kernel = fused, kernel
+        self.fused = fused
         self.begun = False  # it has updated; the same on all ranks, whatever they own
 
     def step(
@@ -248,11 +248,9 @@ class Updater:
         first step. Those of a gathered matrix are on its owner."""
         found = {}
         for name, weight in self.masters.items():
-            if self.rules is not None and name in self.rules.masters:
-                mine = self.rules.states.get(name, {})
-            else:
-                mine = self.optimizer.state.get(weight, {}) if self.optimizer else {}
-            found |= {f"{state}.{name}": mine[state] for state in self.card.state_names if state in mine}
+            ruled = self.rules.states.get(name, {}) if self.rules is not None else {}
+            states = ruled or (self.optimizer.state.get(weight, {}) if self.optimizer else {})
+            found |= {f"{state}.{name}": states[state] for state in self.card.state_names if state in states}
         return found
 
     def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
@@ -263,28 +261,24 @@ class Updater:
             KeyError: a state is missing.
         """
         self.begun, self.largest = True, None
-        for name, weight in self.fused.items():
-            assert self.optimizer is not None
-            assert self.kernel is not None
-            self.optimizer.state[weight] = self._found(self.kernel, name, weight, tensors, steps)
+        gathering = self.rules.gathering if self.rules is not None else None
         if self.rules is not None:
             self.rules.number = steps if number is None else number
-            for name, weight in self.rules.masters.items():
-                gathering = self.rules.gathering
-                if gathering is None or name not in gathering.members or name in gathering.shapes:
-                    self.rules.states[name] = self._found(self.card, name, weight, tensors, steps)
-
-    @staticmethod
-    def _found(
-        card: OptimizerCard, name: str, weight: Tensor, tensors: Mapping[str, Tensor], steps: int
-    ) -> dict[str, Tensor]:
-        found = {
-            state.name: tensors[f"{state.name}.{name}"].to(weight.device, copy=True)
-            for state, _ in card.states_of(name, tuple(weight.shape))
-        }
-        if card.counts:
-            found["step"] = torch.tensor(float(steps), device=weight.device)
-        return found
+        for name, weight in self.masters.items():
+            if gathering is not None and name in gathering.members and name not in gathering.shapes:
+                continue  # its owner has them
+            shape = tuple(weight.shape)
+            states = {
+                state.name: tensors[f"{state.name}.{name}"].to(weight.device, copy=True)
+                for state, _ in self.card.states_of(name, shape)
+            }
+            if self.card.of(name, shape).counts:
+                states["step"] = torch.tensor(float(steps), device=weight.device)
+            if self.rules is not None and name in self.rules.masters:
+                self.rules.states[name] = states
+            else:
+                assert self.optimizer is not None
+                self.optimizer.state[weight] = states
 
     def begin(self, number: int) -> None:
         """Forgets the states: none of the `number` steps that have begun has changed the weights."""
