@@ -84,10 +84,10 @@ class Documents:
         asked = queries, keys, causal, element_size
         if asked not in self._tiles:
             tiles = self._tiles[asked] = []
-            for first, last, start, end, low, high, bounds_BQ2 in self.tiling.blocks(*asked):
-                inside = np.clip(bounds_BQ2[first:last, start:end] - low, 0, high - low)
+            for rows, start, end, low, high, bounds_BQ2 in self.tiling.blocks(*asked):
+                inside = np.clip(bounds_BQ2[rows, start:end] - low, 0, high - low)
                 bounds = torch.from_numpy(inside.astype(np.int32)).to(self.device)
-                tiles.append(Tile(slice(first, last), start, end, low, high, bounds))
+                tiles.append(Tile(rows, start, end, low, high, bounds))
         return self._tiles[asked]
 
 
@@ -172,17 +172,24 @@ def qkv_attention(
     """
     if native.usable(qkv):
         return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents)
-    B, T, width = qkv.shape
-    d = width // (heads + 2 * kv_heads)
-    q, k, v = qkv.view(B, T, -1, d).split([heads, kv_heads, kv_heads], dim=2)
-    if cos is not None and sin is not None:
-        q, k = rope(q, cos, sin), rope(k, cos, sin)
+    q, k, v = heads_of(qkv, heads, kv_heads, cos, sin)
     cuda = torch.backends.cuda  # fused attention keeps no probabilities
     fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
     if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not fused:
         kept = checkpoint(attention, q, k, v, causal, documents, use_reentrant=False)
-        return kept.reshape(B, T, heads * d)
-    return attention(q, k, v, causal, documents).reshape(B, T, heads * d)
+        return kept.flatten(2)
+    return attention(q, k, v, causal, documents).flatten(2)
+
+
+def heads_of(
+    qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, (B, T, H, d) and twice (B, T, K, d), of qkv (B, T, (H + 2K) d), rotated if cos is
+    given."""
+    q, k, v = qkv.unflatten(2, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], dim=2)
+    if cos is not None and sin is not None:
+        q, k = rope(q, cos, sin), rope(k, cos, sin)
+    return q, k, v
 
 
 class _QKVAttention(Function):

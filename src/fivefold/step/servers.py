@@ -9,9 +9,8 @@ import torch
 
 from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
-from fivefold.models.base import LanguageModel
+from fivefold.models.base import LanguageModel, init_part
 from fivefold.models.card import card_of
-from fivefold.models.init import init_part
 from fivefold.optim.updater import Updater
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.link import Link
