@@ -98,7 +98,7 @@ def round_tiles(x: Tensor, rows: int, columns: int, form: Format) -> Tensor:
     padded = F.pad(x.float(), (0, -c % columns, 0, -r % rows))
     tiles = tiles_of(padded, rows, columns)
     scale = power_of_two(tiles.abs().amax((1, 3), keepdim=True), form)
-    back = (tiles * scale).to(torch_format(form)).float() / scale
+    back = (tiles * scale).to(getattr(torch, form.torch)).float() / scale
     return back.flatten(2, 3).flatten(0, 1)[:r, :c].to(x.dtype)
 
 
@@ -114,10 +114,6 @@ def power_of_two(largest: Tensor, form: Format) -> Tensor:
     power = form.highest - (exponent - 1) - (2 * fraction > form.largest / 2.0**form.highest).int()
     scale = torch.ldexp(torch.ones_like(largest), power.clamp(max=110))
     return torch.where(largest > 0, torch.where(largest.isinf(), torch.nan, scale), largest + 1)
-
-
-def torch_format(form: Format) -> torch.dtype:
-    return getattr(torch, form.torch)
 
 
 class Quantizer:

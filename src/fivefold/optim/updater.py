@@ -83,10 +83,14 @@ class Rules:
                 self._apply(name, direction, rates[name], skip)
 
     def _direction(self, name: str, gradient: Tensor, lr: float, skip: Tensor | None) -> Tensor:
-        states, fresh = self.states.get(name), False
-        if states is None:
-            states, fresh = self._made(name, gradient), True
-            self.states[name] = states
+        fresh = name not in self.states
+        states = self.states.setdefault(name, {})
+        if fresh:  # zeros; the parameter is whole, or needs no other part
+            for state, shape in self.card.states_of(name, tuple(gradient.shape)):
+                dtype = torch.uint8 if state.dtype == CODES else torch_dtype(state.dtype)
+                states[state.name] = torch.zeros(shape, dtype=dtype, device=gradient.device)
+            if self.card.counts:
+                states["step"] = torch.zeros((), device=gradient.device)
         before = {key: t.clone() for key, t in states.items()} if skip is not None else {}
         step = torch.ones((), dtype=torch.float64, device=gradient.device)
         if self.card.counts:
@@ -102,16 +106,6 @@ class Rules:
         for key, old in before.items():
             states[key].copy_(torch.where(skip.bool(), old, states[key]))  # pyright: ignore[reportOptionalMemberAccess]
         return direction
-
-    def _made(self, name: str, like: Tensor) -> dict[str, Tensor]:
-        """Zero states for a parameter, which is whole or needs no other part."""
-        found = {}
-        for state, shape in self.card.states_of(name, tuple(like.shape)):
-            dtype = torch.uint8 if state.dtype == CODES else torch_dtype(state.dtype)
-            found[state.name] = torch.zeros(shape, dtype=dtype, device=like.device)
-        if self.card.counts:
-            found["step"] = torch.zeros((), device=like.device)
-        return found
 
     def _apply(self, name: str, direction: Tensor, lr: float, skip: Tensor | None) -> None:
         weight = self.masters[name]
@@ -198,7 +192,15 @@ class Updater:
             self._count()
             return
         self.begun = True
-        self._scale(gradients, scale)
+        rest, self.written = list(gradients.values()), False
+        if isinstance(self.optimizer, AdamW) and self.optimizer.one_pass:  # it scales on its way
+            rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
+            self.optimizer.scale = scale
+            if self.working is not None and self.fused.keys() == self.working.keys():
+                self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
+                self.written = True
+        if scale is not None and rest:
+            torch._foreach_mul_(rest, scale)
         if self.optimizer is not None:
             self.optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             for name, weight in self.fused.items():
@@ -221,18 +223,6 @@ class Updater:
         if known is None:
             return largest([*masters.values()])
         return largest([known, *(w for name, w in masters.items() if name not in self.fused)])
-
-    def _scale(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
-        """Scales the gradients, or has them scaled by a kernel that does so on its way."""
-        rest, self.written = list(gradients.values()), False
-        if isinstance(self.optimizer, AdamW) and self.optimizer.one_pass:
-            rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
-            self.optimizer.scale = scale
-            if self.working is not None and self.fused.keys() == self.working.keys():
-                self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
-                self.written = True
-        if scale is not None and rest:
-            torch._foreach_mul_(rest, scale)
 
     def _count(self) -> None:
         if self.rules is not None:

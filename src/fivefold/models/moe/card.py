@@ -114,10 +114,10 @@ class Card(llama.Card):
         return self.model.layers - self.model.dense_layers
 
     def feed_forward(self, number: int) -> dict[str, Shape]:
-        return self.mixture() if self.is_mixed(number) else super().feed_forward(number)
-
-    def mixture(self) -> dict[str, Shape]:
-        """Router, routed experts (each SwiGLU: gate and up in one matrix, down), shared experts as one wide SwiGLU."""
+        """With experts: router, routed experts (each SwiGLU: gate and up in one matrix, down), shared experts as one
+        wide SwiGLU."""
+        if not self.is_mixed(number):
+            return super().feed_forward(number)
         model = self.model
         D, E, F, shared = model.dim, model.experts or 0, model.expert_ffn_dim or 0, model.shared_experts or 0
         routed: dict[str, Shape] = {
