@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fivefold.models.init import build
+from fivefold.models.base import build
 from fivefold.recipe import load, resolve
 from fivefold.train.generate import Sampling, generate
 

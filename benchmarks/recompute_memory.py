@@ -28,8 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.host.machine import current_memory_bytes, keep_freed_memory, peak_memory_bytes
 from fivefold.kernels import blockwise_attention
-from fivefold.models.base import LanguageModel
-from fivefold.models.init import build
+from fivefold.models.base import LanguageModel, build
 from fivefold.parallel import recompute
 from fivefold.recipe import load, resolve
 from fivefold.trace.memory import Tracker

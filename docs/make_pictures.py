@@ -32,6 +32,7 @@ from fivefold.observe import (
     number_formats,
     timelines,
 )
+from fivefold.observe.number_formats import from_json as histogram_of
 from fivefold.observe.report import write_report
 from fivefold.observe.timelines import pipeline_svg, step_svg
 from fivefold.optim import OPTIMIZERS
@@ -42,7 +43,6 @@ from fivefold.plan.pages.sweep import curve_picture, iso_flop_picture, length_pi
 from fivefold.plan.predict import predict
 from fivefold.plan.search.search import as_rows, frontier, search
 from fivefold.plan.time.timeline import timeline
-from fivefold.precision.formats import from_json as histogram_of
 from fivefold.recipe import load, resolve
 from fivefold.recipe.sweep import Row, Sweep
 from fivefold.schedules import collectives

@@ -27,7 +27,7 @@ from fivefold.data.dataset import cut_of
 from fivefold.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
-from fivefold.models.init import build
+from fivefold.models.base import build
 from fivefold.recipe import DataSection, ModelSection, Recipe, TrainSection, load, resolve, to_toml
 from fivefold.train.generate import Chat, Sampling, open_chat, until
 from fivefold.train.job import Job

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.errors import UserError
 from fivefold.kernels import elementwise
+from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.deepseek.module import latent_heads
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
-from fivefold.models.init import build
 from fivefold.models.layers import rope_table
 from fivefold.models.mixture import best_groups
 from fivefold.models.section import ModelSection

@@ -26,7 +26,7 @@ from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.blockwise_attention import Documents, qkv_attention
 from fivefold.kernels.tiling import Columns, Sample, shared_spans
-from fivefold.models.init import build
+from fivefold.models.base import build
 from fivefold.plan.advice.explain import summary
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict

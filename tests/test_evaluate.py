@@ -18,7 +18,7 @@ from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.data.eval_docs import Item, prompts, read_items
 from fivefold.data.tokenizer import load_tokenizer, train_bpe
 from fivefold.errors import UserError
-from fivefold.models.init import build
+from fivefold.models.base import build
 from fivefold.recipe import ModelSection, Recipe, TrainSection, load, resolve, resolve_model, to_toml
 from fivefold.step.state import build_state
 from fivefold.train import likelihood

@@ -12,17 +12,8 @@ from steps import Numbers, _state, recipe_of
 
 from fivefold.cli.main import main
 from fivefold.observe import number_formats
-from fivefold.precision.formats import (
-    BINS,
-    BLOCKS,
-    E8M0,
-    FORMATS,
-    KINDS,
-    LOWEST,
-    Format,
-    Histogram,
-    from_json,
-)
+from fivefold.observe.number_formats import BINS, KINDS, LOWEST, Histogram, from_json
+from fivefold.precision.formats import BLOCKS, E8M0, FORMATS, Format
 from fivefold.recipe import Recipe, load
 from fivefold.step.recorder import Counter, count
 from fivefold.step.step import take_step

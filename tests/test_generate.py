@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fivefold.data.tokenizer import bytes_tokenizer, train_bpe
 from fivefold.errors import UserError
-from fivefold.models.init import build
+from fivefold.models.base import build
 from fivefold.models.layers import Cache
 from fivefold.recipe import ModelSection, resolve_model
 from fivefold.train.generate import Sampling, generate, generate_text, sample, stream_text

@@ -15,8 +15,8 @@ from fivefold.checkpoint import store, write
 from fivefold.checkpoint.source import export_run, import_folder
 from fivefold.data.tokenizer import train_bpe
 from fivefold.errors import UserError
+from fivefold.models.base import build
 from fivefold.models.hf import from_hf_config, hf_config
-from fivefold.models.init import build
 from fivefold.recipe import ModelSection, Recipe, TrainSection, load, resolve, resolve_model, to_toml
 from fivefold.train.generate import open_run
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fivefold.models.base import build
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
-from fivefold.models.init import build
 from fivefold.models.layers import rope_frequencies, rope_table
 from fivefold.recipe import ModelSection, count_parameters, resolve_model
 

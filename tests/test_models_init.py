@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.kernels.hashing import keys
-from fivefold.models.init import build, fill_normal_
+from fivefold.models.base import build, fill_normal_
 from fivefold.recipe import ModelSection, resolve_model
 
 N = 1 << 20

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from fivefold.models.base import build
 from fivefold.models.card import flops_per_token
-from fivefold.models.init import build
 from fivefold.recipe import ModelSection, count_parameters, load, resolve_model, shipped
 
 SMALL = {"layers": 3, "dim": 64, "heads": 4, "vocab_size": 256, "seq_len": 40}

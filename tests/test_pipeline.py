@@ -21,9 +21,9 @@ from runs import lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
+from fivefold.models.base import build as build_model
+from fivefold.models.base import init_weights
 from fivefold.models.card import card_of
-from fivefold.models.init import build as build_model
-from fivefold.models.init import init_weights
 from fivefold.models.section import Arch
 from fivefold.observe.timelines import write_pipeline_trace
 from fivefold.parallel import pipeline as pipeline_

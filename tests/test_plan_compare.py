@@ -34,8 +34,9 @@ from fivefold.plan.setting import FIVEFOLD, Setting, setting
 from fivefold.plan.time import cost, stage_costs, sync_costs, time
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, load, resolve_model
-from fivefold.sharding.layout import Layout, parse as fields, to_text
 from fivefold.schedules.timelines import COMPUTE, WAIT
+from fivefold.sharding.layout import Layout, to_text
+from fivefold.sharding.layout import parse as fields
 
 RUNNER = CliRunner()
 PROGRAM = observe_browser.find()

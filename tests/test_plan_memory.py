@@ -95,13 +95,8 @@ def test_what_comes_besides_the_layers(p: int, t: int) -> None:
     model, b = gpt(), 2
     s, h, L, v = model.seq_len, model.dim, model.layers, model.vocab_size or 0
     sizes = Sizes(model, b, tp=t, sp=True)
-    extra = sum(
-        memory.kept(ops, "none", MEGATRON)
-        for ops in (
-            card_of(model).begin_operations(sizes, MEGATRON),
-            card_of(model).end_operations(sizes, MEGATRON),
-        )
-    )
+    work = card_of(model).work(sizes, MEGATRON)
+    extra = sum(memory.kept(ops, "none", MEGATRON) for ops in (work.begin, work.end))
     assert extra == s * b * h * L / t * (p / L + (4 / L) * (1 + v / h))
 
 

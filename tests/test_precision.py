@@ -21,7 +21,7 @@ from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.hashing import keys
 from fivefold.optim import OPTIMIZERS, kept_in
-from fivefold.optim.rounding import Rounder, Rounding, round_stochastic_
+from fivefold.optim.rounding import Rounder, round_stochastic_
 from fivefold.optim.scaling import HIGHEST, LOWEST, LossScale
 from fivefold.optim.updater import Rounded, Updater
 from fivefold.plan.cluster.clusters import parse
@@ -110,7 +110,7 @@ def test_pieces_of_a_part_draw_the_bits_of_the_whole():
     """Wherever a streamed update cuts a part, whose rows come from several spans."""
     keeps = ((1, 3),), ((0, 2), (3, 6)), ((0, 5),)
     part = Part((4, 6, 5), keeps, keeps, True)
-    rounder = Rounder(Rounding("stochastic", torch.bfloat16, 1, OPTIMIZERS["adamw"]), {"w": part})
+    rounder = Rounder("stochastic", torch.bfloat16, 1, OPTIMIZERS["adamw"], {"w": part})
     x = torch.randn(local_shape(keeps))
     wanted = torch.cat(
         [rounded(x[w].contiguous(), keys("1/0/w"), box, part.shape) for w, box in boxes(keeps)], 1
@@ -131,8 +131,8 @@ def updater(how: str, masters: dict[str, torch.Tensor], optimizer: str = "adamw"
         n: Part(tuple(w.shape), whole(tuple(w.shape)), whole(tuple(w.shape)), True)
         for n, w in masters.items()
     }
-    rounding = Rounding(how, torch.bfloat16, 1, kept_in(card, mode, how))
-    return Rounded(rounding, masters, parts, lambda some: Updater(card, some, 1e-3, 0.0, card.fields))
+    rounder = Rounder(how, torch.bfloat16, 1, kept_in(card, mode, how), parts)
+    return Rounded(rounder, masters, lambda some: Updater(card, some, 1e-3, 0.0, card.fields))
 
 
 def drift(how: str) -> tuple[float, Rounded]:

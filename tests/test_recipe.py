@@ -556,8 +556,8 @@ def test_parameters_of_published_models() -> None:
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("tied", [None, True, False])
 def test_numbers_are_those_of_the_modules(arch: Any, tied: bool | None) -> None:
+    from fivefold.models.base import build
     from fivefold.models.card import flops_per_token as flops_of_module
-    from fivefold.models.init import build
 
     model = ModelSection(arch=arch, layers=3, dim=24, heads=4, vocab_size=70, seq_len=16, tie_embeddings=tied)
     if arch == "llama":

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.errors import UserError
 from fivefold.kernels import blockwise_attention, matmul
+from fivefold.models.base import build
 from fivefold.models.card import card_of
-from fivefold.models.init import build
 from fivefold.models.layers import AttentionCore
 from fivefold.models.operations import Part, Program, Role, Sizes
 from fivefold.models.recomputation import EVERY, MODES, OPERATIONS, PARTS, PREFIX, REGIONS, chosen, region

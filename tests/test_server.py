@@ -32,8 +32,8 @@ from fivefold.data import prepare
 from fivefold.draw.lanes import Box
 from fivefold.errors import BusyError, UserError
 from fivefold.launch.local import Attempt, Outcome, launch
+from fivefold.models.base import init_part
 from fivefold.models.card import card_of
-from fivefold.models.init import init_part
 from fivefold.observe import timelines
 from fivefold.parallel.link import Kind, Link, Note
 from fivefold.parallel.parallelize import rounded_layers

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fivefold.models.base import build
 from fivefold.models.card import card_of
-from fivefold.models.init import build
 from fivefold.recipe import ModelSection, resolve_model
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import (

@@ -21,7 +21,7 @@ from torch import Tensor
 from fivefold.checkpoint import store
 from fivefold.data import prepare
 from fivefold.errors import UserError
-from fivefold.models.init import build
+from fivefold.models.base import build
 from fivefold.optim import OPTIMIZERS, learning_rate
 from fivefold.parallel.diloco import sum_int8
 from fivefold.parallel.mesh import Mesh

@@ -426,9 +426,9 @@ def test_what_waits_is_found() -> None:
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
-    gpu.why_not.cache_clear()
+    gpu.guard.cache_clear()
     with pytest.raises(UserError, match=r"no C\+\+ compiler found \(looked for \$CXX, c\+\+, g\+\+\)"):
         gpu.on_gpu([(recipe_of("dp=1", "llama"), 0)])
     monkeypatch.undo()
-    gpu.why_not.cache_clear()
+    gpu.guard.cache_clear()
     assert not gpu.why_not()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fivefold
-from fivefold.models.init import build
+from fivefold.models.base import build
 from fivefold.recipe import resolve
 
 V, T, B = 32, 16, 8  # vocabulary, length, rows of a batch

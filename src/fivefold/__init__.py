@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fivefold.errors import RankFailed, UserError
-    from fivefold.models.base import LanguageModel
+    from fivefold.models.base import LanguageModel, build
     from fivefold.models.custom import ModuleCard
-    from fivefold.models.init import build
     from fivefold.observe.metrics import read_metrics
     from fivefold.recipe import Recipe, change, load, shipped, to_toml
     from fivefold.sharding.layout import Layout
@@ -63,7 +62,7 @@ _HOMES = {
     "Recipe": "fivefold.recipe",
     "Run": "fivefold.train.api",
     "UserError": "fivefold.errors",
-    "build": "fivefold.models.init",
+    "build": "fivefold.models.base",
     "change": "fivefold.recipe",
     "load": "fivefold.recipe",
     "read_metrics": "fivefold.observe.metrics",

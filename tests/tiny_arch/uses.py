@@ -8,9 +8,9 @@ import torch
 
 from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
+from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
-from fivefold.models.init import build
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages.volume import counted
 from fivefold.plan.predict import predict

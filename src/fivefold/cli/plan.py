@@ -447,11 +447,9 @@ def trace(
     found: dict[str, Any] = result.as_json()
     lines = summary(recipe, result)
     if memory_timeline is None:
-        from fivefold.trace.depth import beside
-
         traced = depth.exact(whole, rank) if on_cpu else gpu.exact_on_gpu(whole, rank)
         found["exact"] = traced.as_json()
-        lines += ["", *beside(result, traced)]
+        lines += ["", *depth.beside(result, traced)]
     else:
         from fivefold.observe.memory_picture import to_svg, to_text
         from fivefold.sharding.layout import to_text as layout_text

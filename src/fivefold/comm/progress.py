@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch.profiler import record_function
 
 from fivefold.launch.verdict import backend_words
-from fivefold.schedules.overlap import COMPUTE, Span
-from fivefold.schedules.timelines import MESSAGE, WAIT
+from fivefold.schedules.timelines import COMPUTE, MESSAGE, WAIT, Span
 
 if TYPE_CHECKING:
     import torch.distributed as dist

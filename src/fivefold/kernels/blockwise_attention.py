@@ -84,10 +84,10 @@ class Documents:
         asked = queries, keys, causal, element_size
         if asked not in self._tiles:
             tiles = self._tiles[asked] = []
-            for first, last, start, end, low, high, bounds_BQ2 in self.tiling.blocks(*asked):
-                inside = np.clip(bounds_BQ2[first:last, start:end] - low, 0, high - low)
+            for rows, start, end, low, high, bounds_BQ2 in self.tiling.blocks(*asked):
+                inside = np.clip(bounds_BQ2[rows, start:end] - low, 0, high - low)
                 bounds = torch.from_numpy(inside.astype(np.int32)).to(self.device)
-                tiles.append(Tile(slice(first, last), start, end, low, high, bounds))
+                tiles.append(Tile(rows, start, end, low, high, bounds))
         return self._tiles[asked]
 
 
@@ -172,21 +172,24 @@ def qkv_attention(
     """
     if native.usable(qkv):
         return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents)
-    B, T, width = qkv.shape
-    d = width // (heads + 2 * kv_heads)
-    q, k, v = qkv.view(B, T, -1, d).split([heads, kv_heads, kv_heads], dim=2)
+    q, k, v = heads_of(qkv, heads, kv_heads, cos, sin)
+    cuda = torch.backends.cuda  # fused attention keeps no probabilities
+    fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+    if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not fused:
+        kept = checkpoint(attention, q, k, v, causal, documents, use_reentrant=False)
+        return kept.flatten(2)
+    return attention(q, k, v, causal, documents).flatten(2)
+
+
+def heads_of(
+    qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, (B, T, H, d) and twice (B, T, K, d), of qkv (B, T, (H + 2K) d), rotated if cos is
+    given."""
+    q, k, v = qkv.unflatten(2, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], dim=2)
     if cos is not None and sin is not None:
         q, k = rope(q, cos, sin), rope(k, cos, sin)
-    if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_plain():
-        kept = checkpoint(attention, q, k, v, causal, documents, use_reentrant=False)
-        return kept.reshape(B, T, heads * d)
-    return attention(q, k, v, causal, documents).reshape(B, T, heads * d)
-
-
-def _is_plain() -> bool:
-    """True if PyTorch may use no fused attention. Fused attention keeps no probabilities."""
-    cuda = torch.backends.cuda
-    return not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
+    return q, k, v
 
 
 class _QKVAttention(Function):
@@ -239,7 +242,8 @@ class _QKVAttention(Function):
             do = _stack(wide(do), K)  # (BK, GQ, d)
             # (BK, GQ, S): gradient of p, then of the scores
             ds = torch.bmm(do, _turned(_keys(v, tile)))
-            _softmax("backward", p, ds, tile, ctx.heads, ctx.causal, d)
+            shape = softmax_shape(p, tile, ctx.heads, ctx.causal, d)
+            native.call("softmax_backward", p.dtype, p, ds, *shape)  # in place of ds
             dq = torch.bmm(ds, _flat(keys)).view(q.shape)
             _heads_last(dq, dqkv[tile.rows], 0, start, cos, sin)
             dv_block = torch.bmm(p.transpose(1, 2), do).view(keys.shape)
@@ -261,14 +265,11 @@ def _keys(x_BKTd: Tensor, tile: Tile) -> Tensor:
 def _probabilities(q_BHQd: Tensor, k_BKSd: Tensor, tile: Tile, causal: bool) -> Tensor:
     """Probabilities of a tile's queries over its keys: (B K, G Q, S)."""
     scores = torch.bmm(_stack(wide(q_BHQd), k_BKSd.shape[1]), _turned(k_BKSd))
-    _softmax("forward", scores, None, tile, q_BHQd.shape[1], causal, q_BHQd.shape[3])
+    shape = softmax_shape(scores, tile, q_BHQd.shape[1], causal, q_BHQd.shape[3])
+    native.call(
+        "softmax_forward", scores.dtype, scores, None, *shape
+    )  # in place; it could return lse in None's
     return scores
-
-
-def _softmax(way: str, p: Tensor, dp: Tensor | None, tile: Tile, heads: int, causal: bool, d: int) -> None:
-    """Runs the softmax kernel on (B K, G Q, S): forward over scores p in place; backward over dp in place, given p."""
-    shape = softmax_shape(p, tile, heads, causal, d)
-    native.call(f"softmax_{way}", p.dtype, p, dp, *shape)  # forward could return lse in dp's place
 
 
 def softmax_shape(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> tuple[Any, ...]:

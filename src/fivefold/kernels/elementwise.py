@@ -189,29 +189,25 @@ class AdamW(torch.optim.AdamW):
             return
         scale = 1.0 if self.scale is None else _value(self.scale, 1.0)
         self.largest = torch.zeros((), dtype=torch.float32)
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, group, scale)
-
-    def _update(self, weight: Tensor, group: Mapping[str, Any], scale: float) -> None:
-        state = self.state[weight]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-        state["step"] += 1
-        number, (a, b), lr = _value(state["step"], 1.0), group["betas"], group["lr"]
-        rate, correct = lr / (1 - a**number), (1 - b**number) ** -0.5
-        moments, grad = (state["exp_avg"], state["exp_avg_sq"]), weight.grad
-        assert grad is not None
-        assert grad.dtype == weight.dtype
-        assert all(_plain(t) for t in (grad, *moments)), "memory of another order"
-        assert self.largest is not None
-        native.call(
-            "adamw", weight.dtype, weight, grad, *moments, self.working.get(weight), self.largest,
-            weight.numel(),
-            scale, 1 - a, b, 1 - b, 1 - lr * group["weight_decay"], rate, correct, float(group["eps"]),
-        )  # fmt: skip
+        weights = [(weight, group) for group in self.param_groups for weight in group["params"]]
+        for weight, group in weights:
+            if (grad := weight.grad) is None:
+                continue
+            state = self.state[weight]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+            state["step"] += 1
+            number, (a, b), lr = _value(state["step"], 1.0), group["betas"], group["lr"]
+            rate, correct = lr / (1 - a**number), (1 - b**number) ** -0.5
+            moments = state["exp_avg"], state["exp_avg_sq"]
+            assert grad.dtype == weight.dtype
+            assert all(_plain(t) for t in (grad, *moments)), "memory of another order"
+            native.call(
+                "adamw", weight.dtype, weight, grad, *moments, self.working.get(weight), self.largest,
+                weight.numel(),
+                scale, 1 - a, b, 1 - b, 1 - lr * group["weight_decay"], rate, correct, float(group["eps"]),
+            )  # fmt: skip
 
 
 def _plain(tensor: Tensor) -> bool:

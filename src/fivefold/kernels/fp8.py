@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.kernels.rounded import RoundedMatmuls, power_of_two, tiles_of, torch_format
+from fivefold.kernels.rounded import RoundedMatmuls, power_of_two, tiles_of
 from fivefold.precision.formats import Format
 from fivefold.precision.fp8 import BLOCK, GRADIENTS
 
@@ -35,7 +35,11 @@ class Fp8(RoundedMatmuls):
         return (BLOCK if weight else 1), BLOCK
 
     def product(self, a: Tensor, b: Tensor, form: Format, weight: bool = False) -> Tensor:
-        if _multiplies(a, b, self.scaling):
+        """By the device's matmul of fp8, if it has one for factors of these shapes."""
+        has = a.device.type == "cuda" and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0
+        if has and self.scaling == "block":  # cuBLAS has these on Hopper only
+            has = a.shape[1] % BLOCK == 0 and b.shape[0] % BLOCK == 0 and _capability(a.device)[0] == 9
+        if has and _capability(a.device) >= (8, 9):
             return self.multiply(a, b, form, weight)
         return super().product(a, b, form, weight)
 
@@ -75,17 +79,8 @@ def encode(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Tensor, Te
     largest = torch.maximum(tiles.amax((1, 3), keepdim=True), -tiles.amin((1, 3), keepdim=True))
     scale = power_of_two(largest.float(), form)
     # A power of two rounds nothing.
-    numbers = (tiles * scale.to(x.dtype)).to(torch_format(form)).reshape(x.shape)
+    numbers = (tiles * scale.to(x.dtype)).to(getattr(torch, form.torch)).reshape(x.shape)
     return numbers.contiguous(), 1 / scale[:, 0, :, 0]
-
-
-def _multiplies(a: Tensor, b: Tensor, scaling: str) -> bool:
-    """True if the device has matmuls of fp8 for factors of these shapes."""
-    if a.device.type != "cuda" or a.shape[1] % 16 or b.shape[0] % 16:
-        return False
-    if scaling == "block":  # cuBLAS has these on Hopper only
-        return a.shape[1] % BLOCK == 0 and b.shape[0] % BLOCK == 0 and _capability(a.device)[0] == 9
-    return _capability(a.device) >= (8, 9)
 
 
 @cache

@@ -145,14 +145,8 @@ static inline float tanh_slope(float x) {
   return slope;
 }
 
-/* How many of K keys query q of a matrix sees. */
-static inline i64 keys_seen(i64 q, i64 K, i64 offset, i64 causal) {
-  i64 seen = causal ? offset + q + 1 : K;
-  return seen < K ? seen : K;
-}
-
 /* The keys [*low, *high) that row n of (matrices * Q, K) sees. bounds (sequences, Q, 2): the keys of each query, for
- * `heads` matrices in turn. Without bounds: see keys_seen. */
+ * `heads` matrices in turn. Without bounds all K, or those up to offset + query if causal. */
 static inline void keys_of(i64 n, i64 Q, i64 K, i64 offset, i64 causal, const int32_t *bounds, i64 heads, i64 *low,
                            i64 *high) {
   if (bounds) {
@@ -161,7 +155,7 @@ static inline void keys_of(i64 n, i64 Q, i64 K, i64 offset, i64 causal, const in
     *high = own[1];
   } else {
     *low = 0;
-    *high = keys_seen(n % Q, K, offset, causal);
+    *high = causal && offset + n % Q + 1 < K ? offset + n % Q + 1 : K;
   }
 }
 
@@ -324,13 +318,8 @@ void NAME(dequantize)(T *y, i64 step, const i64 *starts, const uint8_t *in, i64 
         whole[i + B / 2] = (int8_t)((int8_t)from[i] >> 4);
       }
     }
-    if (add) {
 #pragma omp simd
-      for (i64 i = 0; i < n; i++) STORE(to + i, LOAD(to + i) + (float)whole[i] * scale);
-    } else {
-#pragma omp simd
-      for (i64 i = 0; i < n; i++) STORE(to + i, (float)whole[i] * scale);
-    }
+    for (i64 i = 0; i < n; i++) STORE(to + i, (add ? LOAD(to + i) : 0.0f) + (float)whole[i] * scale);
   }
 }
 

@@ -26,6 +26,7 @@ from fivefold.kernels.blockwise_attention import (
     _heads_last,
     _keys,
     _stack,
+    heads_of,
     softmax_shape,
     summed,
     sums_dtype,
@@ -57,16 +58,12 @@ def split_heads(
 ) -> tuple[Tensor, Tensor]:
     """Splits qkv (B, T, (H + 2K) d) into queries (B, H, T, d) and keys and values (2, B, K, T, d), both contiguous.
     Queries and keys are rotated if cos, sin (T, d/2) are given."""
-    B, T, width = qkv.shape
-    d = width // (heads + 2 * kv_heads)
     if native.usable(qkv):
-        qkv = qkv.contiguous()
+        qkv, T, d = qkv.contiguous(), qkv.shape[1], qkv.shape[2] // (heads + 2 * kv_heads)
         q = _heads_first(qkv, 0, heads, d, 0, T, cos, sin)
         k = _heads_first(qkv, heads, kv_heads, d, 0, T, cos, sin)
         return q, torch.stack((k, _heads_first(qkv, heads + kv_heads, kv_heads, d, 0, T)))
-    q, k, v = qkv.view(B, T, -1, d).split([heads, kv_heads, kv_heads], dim=2)
-    if cos is not None and sin is not None:
-        q, k = rope(q, cos, sin), rope(k, cos, sin)
+    q, k, v = heads_of(qkv, heads, kv_heads, cos, sin)
     return q.transpose(1, 2).contiguous(), torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
 
 

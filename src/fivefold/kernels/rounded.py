@@ -98,7 +98,7 @@ def round_tiles(x: Tensor, rows: int, columns: int, form: Format) -> Tensor:
     padded = F.pad(x.float(), (0, -c % columns, 0, -r % rows))
     tiles = tiles_of(padded, rows, columns)
     scale = power_of_two(tiles.abs().amax((1, 3), keepdim=True), form)
-    back = (tiles * scale).to(torch_format(form)).float() / scale
+    back = (tiles * scale).to(getattr(torch, form.torch)).float() / scale
     return back.flatten(2, 3).flatten(0, 1)[:r, :c].to(x.dtype)
 
 
@@ -114,10 +114,6 @@ def power_of_two(largest: Tensor, form: Format) -> Tensor:
     power = form.highest - (exponent - 1) - (2 * fraction > form.largest / 2.0**form.highest).int()
     scale = torch.ldexp(torch.ones_like(largest), power.clamp(max=110))
     return torch.where(largest > 0, torch.where(largest.isinf(), torch.nan, scale), largest + 1)
-
-
-def torch_format(form: Format) -> torch.dtype:
-    return getattr(torch, form.torch)
 
 
 class Quantizer:
@@ -148,7 +144,16 @@ class Quantizer:
         blocks = x.float() if self.whole else x.new_zeros(len(x), self.C * self.B, dtype=torch.float32)
         if not self.whole:
             blocks[:, self._places()] = x.float()
-        encode_blocks(blocks.unflatten(1, (self.C, self.B)), self.bits, *self._parts(out))
+        blocks, (numbers, scales) = blocks.unflatten(1, (self.C, self.B)), self._parts(out)
+        # The largest element becomes the largest whole number.
+        scales.copy_(blocks.abs().amax(-1)).mul_(1 / LARGEST[self.bits])
+        rounded = (blocks / scales.clamp(min=1e-38)[..., None]).round_().to(torch.int8)
+        if self.bits == 8:
+            numbers.view(torch.int8).copy_(rounded)
+            return
+        # Element i of a block shares a byte with element i + B / 2, so that whole halves are packed at once.
+        low, high = rounded.view(torch.uint8).chunk(2, -1)
+        numbers.copy_(low & 15).bitwise_or_(high << 4)
 
     def encoded(self, x: Tensor) -> Tensor:
         """(r, S) -> (r, R)."""
@@ -164,9 +169,13 @@ class Quantizer:
                 self.B, self.bits, int(add),
             )  # fmt: skip
             return
-        found = decode_blocks(self.bits, *self._parts(encoded)).flatten(1)  # (r, C, B) -> (r, C B)
-        found = found if self.whole else found[:, self._places()]
-        out.add_(found) if add else out.copy_(found)
+        numbers, scales = self._parts(encoded)
+        signed = numbers.view(torch.int8)
+        if self.bits == 4:
+            signed = torch.cat([(numbers << 4).view(torch.int8) >> 4, signed >> 4], -1)
+        decoded = (signed * scales[..., None]).flatten(1)  # (r, C, B) -> (r, C B)
+        decoded = decoded if self.whole else decoded[:, self._places()]
+        out.add_(decoded) if add else out.copy_(decoded)
 
     def _parts(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         """(r, R) -> numbers (r, C, bytes of a block), scales (r, C)."""
@@ -180,26 +189,3 @@ class Quantizer:
         return torch.arange(self.S, device=lengths.device) + firsts.repeat_interleave(
             lengths, output_size=self.S
         )
-
-
-def encode_blocks(x: Tensor, bits: int, numbers: Tensor, scales: Tensor) -> None:
-    """x: (.., C, B), fp32 -> numbers: (.., C, B bits / 8), uint8, and scales: (.., C), fp32.
-
-    The largest element becomes the largest whole number. Of 4 bits, element i of a block shares a byte with element
-    i + B / 2, so that whole halves are packed at once.
-    """
-    scales.copy_(x.abs().amax(-1)).mul_(1 / LARGEST[bits])
-    rounded = (x / scales.clamp(min=1e-38)[..., None]).round_().to(torch.int8)
-    if bits == 8:
-        numbers.view(torch.int8).copy_(rounded)
-        return
-    low, high = rounded.view(torch.uint8).chunk(2, -1)
-    numbers.copy_(low & 15).bitwise_or_(high << 4)
-
-
-def decode_blocks(bits: int, numbers: Tensor, scales: Tensor) -> Tensor:
-    """Numbers (.., C, B bits / 8) and scales (.., C) -> (.., C, B), fp32."""
-    signed = numbers.view(torch.int8)
-    if bits == 4:
-        signed = torch.cat([(numbers << 4).view(torch.int8) >> 4, signed >> 4], -1)
-    return signed * scales[..., None]

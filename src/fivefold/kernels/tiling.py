@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,25 +20,11 @@ from fivefold.kernels.sizes import SPAN_STEPS, WASTE, block_size, query_blocks
 
 Columns = tuple[tuple[int, int], ...]
 """Spans [start, stop) of a sequence's columns, in order."""
+Block = tuple[slice, int, int, int, int, np.ndarray]
+"""A block of queries with the keys that any of them sees: sequences; queries [from, to); keys [from, to); the keys
+[from, to) that each query sees (B, Q, 2), counted among all keys."""
 Turns = Sequence[tuple[Columns, Columns]]
 """Columns of the queries and of the keys that a rank multiplies, one after the other."""
-
-
-class Block(NamedTuple):
-    """A block of queries with the keys that any of them sees. first, last: sequences [first, last). start, end:
-    queries. low, high: keys. bounds: the keys [from, to) that each query sees (B, Q, 2), counted among all keys."""
-
-    first: int
-    last: int
-    start: int
-    end: int
-    low: int
-    high: int
-    bounds: np.ndarray
-
-    @property
-    def scores(self) -> int:
-        return (self.last - self.first) * (self.end - self.start) * (self.high - self.low)
 
 
 class Tiling:
@@ -72,7 +57,7 @@ class Tiling:
             lows_B = np.where(seen_Bq, low_Bq, S).min(1) // step * step
             highs_B = np.minimum(-(-np.where(seen_Bq, high_Bq, 0).max(1) // step) * step, S)
             for first, last, low, high in shared_spans(lows_B.tolist(), highs_B.tolist()):
-                yield Block(first, last, start, end, low, high, bounds_BQ2)
+                yield slice(first, last), start, end, low, high, bounds_BQ2
 
 
 def shared_spans(lows: list[int], highs: list[int]) -> list[tuple[int, int, int, int]]:
@@ -150,6 +135,9 @@ def _scores(tiling: Tiling, ranks: Sequence[Turns], causal: bool, element_size: 
     """Scores that the slowest rank of each turn computes."""
 
     def of(queries: Columns, keys: Columns) -> int:
-        return sum(block.scores for block in tiling.blocks(queries, keys, causal, element_size))
+        blocks = tiling.blocks(queries, keys, causal, element_size)
+        return sum(
+            (r.stop - r.start) * (end - start) * (high - low) for r, start, end, low, high, _ in blocks
+        )
 
     return sum(max(of(*turn) for turn in turns) for turns in zip(*ranks, strict=True))

@@ -1,15 +1,31 @@
-"""The base of all language models: a beginning, a stack of blocks, an end."""
+"""The base of all language models: a beginning, a stack of blocks, an end. And their initial weights: each element
+depends only on (seed, parameter name, element index).
+
+So a recipe starts from the same weights on every layout, device and shard, and a rank can make its own part of a
+tensor without the rest. Element i of parameter `name` is a standard normal number. It comes from a 64-bit hash of i
+under keys derived from (seed, name) (kernels/hashing.py), then Box-Muller (1958).
+
+Only integer operations and the floating-point operations that IEEE 754 rounds exactly (+ - * / sqrt) are used;
+logarithm and sine are polynomials of them. A library's logarithm differs in the last bit between CPU and GPU and
+between versions; these do not.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fivefold.kernels.hashing import chunk_on, hash_, indices, keys
+from fivefold.models import file_of
 from fivefold.models.layers import AddNorm, Output
+from fivefold.models.section import ModelSection
+from fivefold.sharding.parts import Part, Shape, boxes, local_shape
 
 if TYPE_CHECKING:
     from fivefold.kernels.blockwise_attention import Documents
@@ -107,3 +123,103 @@ class PreNormBlock(nn.Module):
 def block_dict(blocks: list[nn.Module]) -> nn.ModuleDict:
     """Blocks keyed by their number, so that a part of them keeps its names: blocks.7.attention..."""
     return nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
+
+
+def init_weights(module: nn.Module, seed: int, model: ModelSection) -> None:
+    """Fills every parameter of a module in place; buffers get zeros."""
+    with torch.no_grad():
+        for buffer in module.buffers():
+            buffer.zero_()
+        for name, parameter in module.named_parameters():
+            whole = [(0, size) for size in parameter.shape]
+            init_box_(parameter, seed, name, parameter.shape, model, whole)
+
+
+def init_part(
+    seed: int, name: str, model: ModelSection, part: Part, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Initial values of a rank's part of parameter `name`: fp32, in the shape of `part.keeps`."""
+    out = torch.empty(local_shape(part.keeps), dtype=torch.float32, device=device)
+    if not getattr(out, "fake", False):  # a trace's has a shape but no values
+        for where, box in boxes(part.keeps):
+            init_box_(out[where], seed, name, part.shape, model, box)
+    return out
+
+
+def init_box_(
+    out: Tensor, seed: int, name: str, shape: Shape, model: ModelSection, box: Sequence[tuple[int, int]]
+) -> None:
+    """Fills `out` with the box [box[0][0]:box[0][1], box[1][0]:box[1][1], ...] of parameter `name`, of this shape.
+
+    Matrices: normal with standard deviation `init_std`, divided by sqrt(2 L) for the projections back into the residual
+    stream (GPT-2). Scales of norms: ones. Biases: zeros.
+    """
+    if name.endswith("bias"):
+        out.zero_()
+    elif len(shape) == 1:
+        out.fill_(1.0)
+    else:
+        into_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.experts.down"))
+        std = model.init_std / math.sqrt(2 * model.layers) if into_residual else model.init_std
+        fill_normal_(out, keys(f"{seed}/{name}"), std, shape, box)
+
+
+def fill_normal_(
+    out: Tensor, key: tuple[int, int], std: float, shape: Shape, box: Sequence[tuple[int, int]]
+) -> None:
+    """Fills `out` with a box of normal numbers, in chunks."""
+    for rows, index in indices(shape, box, out.device, chunk_on(out.device)):
+        part = out[rows]
+        part.copy_(_standard_normal(index, *key).mul_(std).view_as(part))
+
+
+def _standard_normal(index: Tensor, key_a: int, key_b: int) -> Tensor:
+    """Hashes int64 indices (which are overwritten) and turns each into one standard normal number, fp32."""
+    bits = hash_(index, key_a, key_b)
+    # Two uniform numbers from the two halves. Conversion to fp32 rounds exactly, on every device.
+    radius_uniform = (bits >> 32).bitwise_and_(0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32)  # (0, 1]
+    angle_uniform = bits.bitwise_and_(0xFFFFFFFF).sub_(1 << 31).float().mul_(2.0**-32)  # [-1/2, 1/2]
+    radius = _minus_log(radius_uniform).mul_(2.0).sqrt_()
+    # sin of a uniform angle in [-pi/2, pi/2] has the same distribution as on the whole circle.
+    return _sine(angle_uniform.mul_(math.pi)).mul_(radius)
+
+
+def _minus_log(x: Tensor) -> Tensor:
+    """-log(x) for fp32 x in (0, 1], error < 1.1e-6 and never below 0: exponent * log 2 + log of the mantissa m in [1,
+    2), as 2 (z + z^3/3 + z^5/5 + ...) with z = (m - 1) / (m + 1) <= 1/3."""
+    bits = x.view(torch.int32)
+    exponent = (bits >> 23).sub_(127).float()
+    mantissa = bits.bitwise_and(0x7FFFFF).bitwise_or_(0x3F800000).view(torch.float32)
+    z = (mantissa - 1.0).div_(mantissa.add_(1.0))
+    series = _horner(z * z, [1 / n for n in (11, 9, 7, 5, 3, 1)]).mul_(z).mul_(2.0)
+    return exponent.mul_(math.log(2)).add_(series).neg_().clamp_(min=0.0)
+
+
+def _sine(x: Tensor) -> Tensor:
+    """sin(x) for fp32 x in [-pi/2, pi/2], error < 3e-7: its Taylor series up to x^11."""
+    return _horner(x * x, [(-1) ** (n // 2) / math.factorial(n) for n in (11, 9, 7, 5, 3, 1)]).mul_(x)
+
+
+def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """coefficients[0] x^n + ... + coefficients[n]."""
+    total = x * coefficients[0]
+    for coefficient in coefficients[1:-1]:
+        total.add_(coefficient).mul_(x)
+    return total.add_(coefficients[-1])
+
+
+def build(model: ModelSection, *, device: torch.device | str = "meta", seed: int | None = 0) -> LanguageModel:
+    """Builds the model of a resolved `[model]` section, in fp32.
+
+    On device "meta" (the default) it has shapes and no memory. On others it is made on "meta" first, so that no weight
+    is set twice, and then gets its initial weights (see `init_weights`). `seed=None` leaves its memory uninitialised,
+    for a caller that loads weights at once.
+    """
+    with torch.device("meta"):
+        module = file_of(model.arch, "module").Model(model)
+    if torch.device(device).type == "meta":
+        return module
+    module.to_empty(device=device)
+    if seed is not None:
+        init_weights(module, seed, model)
+    return module

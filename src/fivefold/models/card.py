@@ -49,6 +49,8 @@ class Card(ABC):
     """True if the feed-forward layers are SwiGLU, False if GELU."""
     biased = False
     """True if linear layers have biases."""
+    post_norm = False
+    """True if norms are behind the sublayers instead of before them."""
     free_heads = False
     """True if the width of a head need not be D / H."""
     attention_biases = False
@@ -98,11 +100,12 @@ class Card(ABC):
     def count(self) -> int:
         """Number of parameters. One block of each kind is counted, so that a sweep over sizes stays fast."""
         layers, mixed = self.model.layers, self.mixed_blocks()
-        total = _elements(type(self)(self.model.model_copy(update={"layers": 0})).table())
+        rest = type(self)(self.model.model_copy(update={"layers": 0})).table()
+        total = sum(map(math.prod, rest.values()))
         for kind, blocks in ((False, layers - mixed), (True, mixed)):
             if blocks:
                 one = next(number for number in range(layers) if self.is_mixed(number) is kind)
-                total += blocks * _elements(self.block(one))
+                total += blocks * sum(map(math.prod, self.block(one).values()))
         return total
 
     @abstractmethod
@@ -186,11 +189,11 @@ class Card(ABC):
     def work(self, s: Sizes, program: Program) -> Work:
         """All operations of the model on one rank. s: sizes of the card's model."""
         blocks = {mixed: self.block_operations(s, program, mixed) for mixed in sorted(set(self.mixed))}
-        return Work(blocks, self.begin_operations(s, program), self.end_operations(s, program))
-
-    def begin_operations(self, s: Sizes, program: Program) -> list[Operation]:
-        """Operations before the blocks."""
-        return work.begin(s, program)
+        # Each sequence has as many rows of logits as predicted tokens. If sequences are cut, the rows are spread
+        # unevenly; the average is used.
+        rows = s.B * predicted(self.objective, s.model.seq_len) / s.cp
+        end = work.end(s, program, rows, bool(self.whole_sequences))
+        return Work(blocks, work.begin(s, program), end)
 
     def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
         """Operations of one block, in forward order. mixed: True if the block has experts."""
@@ -202,12 +205,6 @@ class Card(ABC):
         """Operations of a block's attention."""
         biased = self.biased or self.model.attention_bias
         return work.attention(s, program, self.causal, self.rotary, biased)
-
-    def end_operations(self, s: Sizes, program: Program) -> list[Operation]:
-        """Operations after the blocks. Each sequence has as many rows of logits as predicted tokens. If sequences are
-        cut, the rows are spread unevenly; the average is used."""
-        rows = s.B * predicted(self.objective, s.model.seq_len) / s.cp
-        return work.end(s, program, rows, bool(self.whole_sequences))
 
     def active(self, name: str, size: int) -> int:
         """Number of a parameter's elements that compute a token: for experts, those that the token is routed to."""
@@ -246,10 +243,6 @@ def resolve_model(model: ModelSection, *, vocab_size: int) -> ModelSection:
         )
     filled = card_of(model).defaults() | {"vocab_size": round_up(vocab_size, 64)}
     return model.model_copy(update={name: v for name, v in filled.items() if getattr(model, name) is None})
-
-
-def _elements(table: dict[str, Shape]) -> int:
-    return sum(math.prod(shape) for shape in table.values())
 
 
 def round_up(number: int, multiple: int) -> int:

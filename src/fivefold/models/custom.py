@@ -7,6 +7,7 @@ context parallelism need a `LanguageModel`.
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -89,11 +90,12 @@ class CustomModel:
         self.shared = tuple(tuple(several) for several in names.values() if len(several) > 1)
         self.stack = self._largest_stack()
         self.blocks = len(list(module.get_submodule(self.stack).children())) if self.stack else 0
-        self.cuts: Mapping[str, Cut] = {
-            name: cut
-            for name, shape in self.parameters.items()
-            if (cut := self._cut(name, shape)) is not None
-        }
+        self.cuts: dict[str, Cut] = {}
+        for name, shape in self.parameters.items():
+            number = block_of(self, name)
+            within = name[len(f"{self.stack}.{number}.") :] if number else name
+            if (cut := card.cut(within, shape)) is not None:
+                self.cuts[name] = cut
 
     @property
     def module(self) -> nn.Module:
@@ -102,31 +104,22 @@ class CustomModel:
         return module
 
     def _largest_stack(self) -> str:
-        """The list or dict of modules with most parameters whose children are called 0, 1, ... and share no parameter
-        with anything else; "" if there is none."""
-        sizes = {
-            name: sum(p.numel() for p in container.parameters())
-            for name, container in self.module.named_modules()
-            if name
-            and isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-            and self._repeats(name, container)
-        }
-        return max(sizes, key=lambda name: sizes[name]) if sizes else ""
-
-    def _repeats(self, name: str, container: nn.Module) -> bool:
-        children = dict(container.named_children())
-        if len(container._modules) < 2 or list(container._modules) != [str(n) for n in range(len(children))]:
-            return False
-        if len({type(child) for child in children.values()}) > 1:
-            return False
-        return all(any(True for _ in child.parameters()) for child in children.values()) and not any(
-            shared.startswith(f"{name}.") for names in self.shared for shared in names
-        )
-
-    def _cut(self, name: str, shape: Shape) -> Cut | None:
-        """The card's cut, by the parameter's name within its block."""
-        number = block_of(self, name)
-        return self.card.cut(name[len(f"{self.stack}.{number}.") :] if number else name, shape)
+        """The list or dict of modules with most parameters whose children are of one class, are called 0, 1, ... and
+        share no parameter with anything else; "" if there is none."""
+        sizes = {"": 0}
+        for name, container in self.module.named_modules():
+            children = dict(container.named_children())
+            if (
+                name
+                and isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+                and len(children) > 1
+                and list(container._modules) == [str(n) for n in range(len(children))]
+                and len({type(child) for child in children.values()}) == 1
+                and all(any(True for _ in child.parameters()) for child in children.values())
+                and not any(shared.startswith(f"{name}.") for names in self.shared for shared in names)
+            ):
+                sizes[name] = sum(p.numel() for p in container.parameters())
+        return max(sizes, key=lambda name: sizes[name])
 
     @cached
     def costs(self) -> tuple[list[float], float, float]:
@@ -161,11 +154,15 @@ class CustomModel:
 def problems(model: CustomModel, layout: Layout, given: bool) -> Iterator[str]:
     """Yields why the module does not train in this layout. given: the user gave a card."""
     module, name, full = model.module, type(model.module).__name__, isinstance(model.module, LanguageModel)
-    custom = f"{name} is a module of your own"
+    custom, parts = f"{name} is a module of your own", [*module.modules()]
+
+    def refused(field: str, why: str, nearest: str) -> str:
+        return f"layout.{field} = {json.dumps(getattr(layout, field))}: {why}. Nearest valid: {nearest}"
+
     if model.parameters.keys() <= model.frozen:
         yield f"{name}: every parameter is frozen, so there is nothing to train"
     if layout.ep > 1:
-        yield f"layout.ep = {layout.ep}: {custom}; ep needs an architecture. Nearest valid: ep=1"
+        yield refused("ep", f"{custom}; ep needs an architecture", "ep=1")
     if layout.tp > 1 and not any(cut.axis == "tp" for cut in model.cuts.values()):
         has = "whose cut() cuts none of its parameters" if given else "and there is no card"
         yield (
@@ -177,82 +174,46 @@ def problems(model: CustomModel, layout: Layout, given: bool) -> Iterator[str]:
             need = (
                 "must be a fivefold.LanguageModel" if given else "needs a card: fivefold.train(..., card=...)"
             )
-            yield (
-                f"layout.{axis} = {size}: {custom}, and {need} (docs/own_model.md). Nearest valid: --layout "
-                f"dp={size},zero=3"
-            )
-    yield from _recomputation(model, layout)
+            why = f"{custom}, and {need} (docs/own_model.md)"
+            yield refused(axis, why, f"--layout dp={size},zero=3")
+    partly = {*of_blocks(layout.recompute, model.blocks)} - {"none", "full"} if model.blocks else set()
+    if layout.recompute != "none" and not model.blocks:
+        why = f"{name} has no blocks to recompute: an nn.ModuleList of at least two modules of one class"
+        yield refused("recompute", why, "recompute=none")
+    elif partly and not any(isinstance(part, AttentionCore | Sublayer) for part in parts):
+        yield (
+            f'layout.recompute: "{min(partly)}" recomputes a part of each block, and {name} has neither AttentionCore '
+            "nor Sublayer of fivefold.models.layers. Nearest valid: recompute=full"
+        )
     scalars = [parameter for parameter, shape in model.parameters.items() if not shape]
     if layout.shards > 1 and scalars:
-        yield (
-            f"layout.zero = {layout.zero}: {name}.{scalars[0]} is a scalar, which has no rows to divide. Give it the "
-            "shape (1,). Nearest valid: zero=0"
-        )
+        why = f"{name}.{scalars[0]} is a scalar, which has no rows to divide. Give it the shape (1,)"
+        yield refused("zero", why, "zero=0")
+    vocabulary = any(cut.kind == "vocab" for cut in model.cuts.values())
     if layout.tp > 1:
         yield from _cuts(model, layout)
-    vocabulary = any(cut.kind == "vocab" for cut in model.cuts.values())
-    if layout.tp > 1 and vocabulary and not full:
-        yield (
-            f'{name}: cuts of the kind "vocab" need a fivefold.LanguageModel, whose output layer computes the loss '
-            "from parts of the vocabulary"
-        )
     if layout.sp and not (full and vocabulary):
-        yield (
-            f"layout.sp = true: {name} needs to be a fivefold.LanguageModel whose card cuts the vocabulary. Nearest "
-            "valid: sp=false"
-        )
-    if layout.cp > 1 and not any(isinstance(part, AttentionCore) for part in module.modules()):
-        yield (
-            f"layout.cp = {layout.cp}: {name} has no fivefold.models.layers.AttentionCore, which context parallelism "
-            "replaces. Nearest valid: cp=1"
-        )
+        why = f"{name} needs to be a fivefold.LanguageModel whose card cuts the vocabulary"
+        yield refused("sp", why, "sp=false")
+    if layout.cp > 1 and not any(isinstance(part, AttentionCore) for part in parts):
+        why = f"{name} has no fivefold.models.layers.AttentionCore, which context parallelism replaces"
+        yield refused("cp", why, "cp=1")
     if model.shared and (layout.tp > 1 or layout.pp > 1):
-        one, other = model.shared[0][:2]
         yield (
-            f"{name}: {one} and {other} are one parameter. With tp or pp, use it by one name (`tied` of the card). "
-            "Nearest valid: zero=3"
+            f"{name}: {' and '.join(model.shared[0][:2])} are one parameter. With tp or pp, use it by one name (`tied` "
+            "of the card). Nearest valid: zero=3"
         )
-    if layout.pp > 1:
-        yield from _pipeline(model, layout)
-
-
-def _pipeline(model: CustomModel, layout: Layout) -> Iterator[str]:
-    name, stages = type(model.module).__name__, layout.pp * layout.stages_per_rank
-    if model.blocks < stages:
-        yield (
-            f"layout.pp = {layout.pp}: {name} has {model.blocks} blocks for {stages} pipeline stages. Nearest valid: "
-            f"pp={max(1, model.blocks // layout.stages_per_rank)}"
-        )
-    if model.stack != "blocks":
-        yield (
-            f"layout.pp = {layout.pp}: the blocks of {name} must be called blocks.0, blocks.1, ... "
-            "(fivefold.models.base.block_dict). Nearest valid: pp=1"
-        )
-
-
-def _recomputation(model: CustomModel, layout: Layout) -> Iterator[str]:
-    name = type(model.module).__name__
-    if layout.recompute != "none" and not model.blocks:
-        yield (
-            f'layout.recompute = "{layout.recompute}": {name} has no blocks to recompute: an nn.ModuleList of at least '
-            "two modules of one class. Nearest valid: recompute=none"
-        )
-        return
-    modes = of_blocks(layout.recompute, model.blocks) if layout.recompute != "none" else ()
-    partly = next((mode for mode in modes if mode not in ("none", "full")), None)
-    if partly and not any(isinstance(part, AttentionCore | Sublayer) for part in model.module.modules()):
-        yield (
-            f'layout.recompute: "{partly}" recomputes a part of each block, and {name} has neither AttentionCore nor '
-            "Sublayer of fivefold.models.layers. Nearest valid: recompute=full"
-        )
+    stages = layout.pp * layout.stages_per_rank
+    if layout.pp > 1 and model.blocks < stages:
+        why = f"{name} has {model.blocks} blocks for {stages} pipeline stages"
+        yield refused("pp", why, f"pp={max(1, model.blocks // layout.stages_per_rank)}")
+    if layout.pp > 1 and model.stack != "blocks":
+        called = "must be called blocks.0, blocks.1, ... (fivefold.models.base.block_dict)"
+        yield refused("pp", f"the blocks of {name} {called}", "pp=1")
 
 
 def _cuts(model: CustomModel, layout: Layout) -> Iterator[str]:
     """What tensor parallelism cannot cut as the card says."""
-    for name, core in model.module.named_modules():
-        if isinstance(core, AttentionCore) and (core.heads % layout.tp or core.kv_heads % layout.tp):
-            heads = f"{core.heads} heads and {core.kv_heads} key-value heads"
-            yield f"layout.tp = {layout.tp} must divide the {heads} of {name}"
     for name, cut in model.cuts.items():
         shape = model.parameters[name]
         if len(shape) <= cut.dim or sum(cut.sections) != shape[cut.dim]:
@@ -263,9 +224,17 @@ def _cuts(model: CustomModel, layout: Layout) -> Iterator[str]:
         if wrong := [size for size in cut.sections if size % layout.tp]:
             yield f"layout.tp = {layout.tp} must divide {wrong[0]}, a section of {name} in the card"
     for name, module in model.module.named_modules():
+        if isinstance(module, AttentionCore) and (module.heads % layout.tp or module.kv_heads % layout.tp):
+            heads = f"{module.heads} heads and {module.kv_heads} key-value heads"
+            yield f"layout.tp = {layout.tp} must divide the {heads} of {name}"
         cut = model.cuts.get(f"{name}.weight")
         if cut is not None and (why := _not_replaced(model, name, module, cut)):
             yield f"layout.tp = {layout.tp}: {type(model.module).__name__}.{name} {why}. Nearest valid: zero=3"
+    if "vocab" in (cut.kind for cut in model.cuts.values()) and not isinstance(model.module, LanguageModel):
+        yield (
+            f'{type(model.module).__name__}: cuts of the kind "vocab" need a fivefold.LanguageModel, whose output '
+            "layer computes the loss from parts of the vocabulary"
+        )
 
 
 def _not_replaced(model: CustomModel, name: str, module: nn.Module, cut: Cut) -> str:
@@ -274,15 +243,11 @@ def _not_replaced(model: CustomModel, name: str, module: nn.Module, cut: Cut) ->
     kind, plain = type(module), ""
     if isinstance(module, nn.Linear) and cut.kind in ("column", "row"):
         if cut.dim != (0 if cut.kind == "column" else 1):
-            return (
-                f'is an nn.Linear: its "{cut.kind}" cut must have dim {int(cut.kind == "row")}, not {cut.dim}'
-            )
+            dim = int(cut.kind == "row")
+            return f'is an nn.Linear: its "{cut.kind}" cut must have dim {dim}, not {cut.dim}'
         bias = model.cuts.get(f"{name}.bias")
-        if (
-            module.bias is not None
-            and cut.kind == "column"
-            and (bias is None or bias.sections != cut.sections)
-        ):
+        alike = bias is not None and bias.sections == cut.sections
+        if module.bias is not None and cut.kind == "column" and not alike:
             return "is cut by columns, and its bias is not: the card must cut both alike"
         if bias is not None and cut.kind == "row":
             return "is cut by rows: its bias must stay whole, and the card cuts it"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.kernels import elementwise, matmul
-from fivefold.kernels.blockwise_attention import Documents, attention, qkv_attention
+from fivefold.kernels.blockwise_attention import Documents, attention, heads_of, qkv_attention
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.section import ModelSection
 
@@ -229,14 +229,10 @@ def cached_attention(
 
     qkv (B, T, (H + 2K) d); cos, sin (T, d/2) of the new positions, or None. Returns (B, T, H d).
     """
-    B, T, width = qkv.shape
-    all_BTNd = qkv.view(B, T, heads + 2 * kv_heads, width // (heads + 2 * kv_heads))
-    q_BTHd, k_BTKd, v_BTKd = all_BTNd.split([heads, kv_heads, kv_heads], dim=2)
-    if cos is not None and sin is not None:
-        q_BTHd, k_BTKd = elementwise.rope(q_BTHd, cos, sin), elementwise.rope(k_BTKd, cos, sin)
+    q_BTHd, k_BTKd, v_BTKd = heads_of(qkv, heads, kv_heads, cos, sin)
     k_BSKd, v_BSKd = cache.append(k_BTKd, v_BTKd)
     # A single new token sees all earlier ones, so there is nothing to mask.
-    return attention(q_BTHd, k_BSKd, v_BSKd, causal=T > 1).flatten(2)
+    return attention(q_BTHd, k_BSKd, v_BSKd, causal=qkv.shape[1] > 1).flatten(2)
 
 
 class Attention(Sublayer):

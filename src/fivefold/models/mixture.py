@@ -175,7 +175,15 @@ class Mixture(nn.Module):
             y_ND = y_ND + self.shared(inside_ND)
         y_ND = self.leave(y_ND)
         if torch.is_grad_enabled() and self.training:
-            y_ND = self._with_losses(y_ND, shares, logits, way.chosen_E, way.counts_CE)
+            with torch.set_grad_enabled(self.aux_weight > 0):
+                aux = balance_loss(shares, self.total(way.chosen_E))
+            with torch.set_grad_enabled(self.z_weight > 0):
+                z = logits.logsumexp(-1).square().mean()
+            with torch.no_grad():
+                dropped = (way.chosen_E - way.counts_CE.sum(0)).clamp(min=0).sum()
+                facts = torch.cat([way.chosen_E, torch.stack([dropped, aux, z, torch.ones_like(aux)])])
+            losses = self.aux_weight * aux + self.z_weight * z
+            y_ND = _Attach.apply(y_ND, losses, self.stats, facts)
         return y_ND.view_as(x_BTD)
 
     def capacity(self, tokens: int) -> int:
@@ -183,19 +191,6 @@ class Mixture(nn.Module):
         if not self.training or not self.capacity_factor:
             return 0
         return math.ceil(self.capacity_factor * tokens * self.router.per_token / self.count)
-
-    def _with_losses(
-        self, y_ND: Tensor, shares_NE: Tensor, logits_NE: Tensor, chosen_E: Tensor, counts_CE: Tensor
-    ) -> Tensor:
-        total_E = self.total(chosen_E)
-        with torch.set_grad_enabled(self.aux_weight > 0):
-            aux = balance_loss(shares_NE, total_E)
-        with torch.set_grad_enabled(self.z_weight > 0):
-            z = logits_NE.logsumexp(-1).square().mean()
-        with torch.no_grad():
-            dropped = (chosen_E - counts_CE.sum(0)).clamp(min=0).sum()
-            facts = torch.cat([chosen_E, torch.stack([dropped, aux, z, torch.ones_like(aux)])])
-        return _Attach.apply(y_ND, self.aux_weight * aux + self.z_weight * z, self.stats, facts)
 
 
 def best_groups(scores_NE: Tensor, groups: int, count: int) -> Tensor:

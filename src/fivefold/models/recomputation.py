@@ -9,11 +9,11 @@ A mode is "none", "selective", "full", or operations by their names: "ops:attent
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import Literal, TypeVar
+from typing import Literal
 
 from fivefold.errors import UserError
 from fivefold.host.devices import GIB
@@ -108,7 +108,6 @@ BUDGET = "budget:"
 _BUDGET = re.compile(rf"{BUDGET}(\d{{1,15}}(?:\.\d{{1,15}})?)(B|KiB|MiB|GiB|TiB)", re.ASCII)
 _RUN = re.compile(r"(.+)\*([1-9]\d{0,5})", re.ASCII)
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**10 * GIB}
-T = TypeVar("T")
 
 
 def chosen(mode: str) -> tuple[str, ...]:
@@ -150,17 +149,13 @@ def of_blocks(recompute: str, layers: int) -> tuple[str, ...]:
     for mode, _ in found:
         chosen(mode)
     if (count := sum(number for _, number in found)) != layers:
+        modes = [mode for mode, number in found[:layers] for _ in range(min(number, layers))]
+        nearest = (modes + [found[-1][0]] * layers)[:layers]  # the last run is made longer or shorter
         raise UserError(
             f'layout.recompute = "{recompute}" has modes of {count} blocks, but the model has {layers}. Nearest valid: '
-            f'"{runs_of(_fitted(found, layers))}"'
+            f'"{runs_of(nearest)}"'
         )
     return tuple(mode for mode, number in found for _ in range(number))
-
-
-def _fitted(runs: list[tuple[str, int]], layers: int) -> list[str]:
-    """The first modes of so many blocks; the last run is made longer or shorter."""
-    modes = [mode for mode, number in runs[:layers] for _ in range(min(number, layers))]
-    return (modes + [runs[-1][0]] * layers)[:layers]
 
 
 def runs_of(modes: Sequence[str]) -> str:
@@ -180,14 +175,10 @@ def region(mode: str, program: Program | None = None) -> Region:
 @lru_cache(maxsize=64)
 def _together(names: tuple[str, ...]) -> Region:
     """The region of several operations."""
-    found = [OPERATIONS[name] for name in names]
+    parts = [OPERATIONS[name] for name in names]
     return Region(
-        (EVERY - _union(one.frees for one in found)) | _union(one.keeps for one in found),
-        _union(one.repeats for one in found),
-        frozenset(one.last for one in found if one.last),
-        sum(one.host for one in found),
+        EVERY.difference(*(part.frees for part in parts)).union(*(part.keeps for part in parts)),
+        frozenset[Part]().union(*(part.repeats for part in parts)),
+        frozenset(part.last for part in parts if part.last),
+        sum(part.host for part in parts),
     )
-
-
-def _union(sets: Iterable[frozenset[T]]) -> frozenset[T]:
-    return frozenset().union(*sets)

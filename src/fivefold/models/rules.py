@@ -15,7 +15,24 @@ PLAIN = ModelSection()
 def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
     """Yields every rule that a model breaks; its single fields are valid. tp: proposed numbers of heads suit it."""
     card = card_of(model)
-    yield from _heads(model, card, tp)
+    width = model.head_width
+    odd = card.rotary and width % 2 and not card.latent_attention  # its heads have widths of their own
+    if model.head_dim and odd:
+        yield (
+            {"model.head_dim"},
+            f"model.head_dim = {width} must be even: RoPE rotates pairs. Nearest valid: {max(2, width - 1)}",
+        )
+    elif not (model.head_dim or card.latent_attention) and (model.dim % model.heads or odd):
+        message = f"model.dim / model.heads = {width} must be even: RoPE rotates pairs"
+        if model.dim % model.heads:
+            message = f"model.dim = {model.dim} must be divisible by model.heads = {model.heads}"
+        yield {"model.dim", "model.heads"}, message + _fitting_heads(model, card, tp)
+    if model.kv_heads and model.heads % model.kv_heads:
+        yield (
+            {"model.kv_heads", "model.heads"},
+            f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}. "
+            f"Nearest valid: model.kv_heads = {_closest(model.kv_heads, divisors(model.heads))}",
+        )
     if not card.grouped_queries and model.kv_heads and model.kv_heads != model.heads:
         yield (
             {"model.kv_heads", "model.heads"},
@@ -43,29 +60,6 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             f'model.rope_mscale = {model.rope_mscale} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
         )
     yield from card.rules()
-
-
-def _heads(model: ModelSection, card: Card, tp: int) -> Iterator[Contradiction]:
-    fields, width = {"model.dim", "model.heads"}, model.head_width
-    odd = card.rotary and width % 2 and not card.latent_attention  # its heads have widths of their own
-    if model.head_dim and odd:
-        yield (
-            {"model.head_dim"},
-            f"model.head_dim = {width} must be even: RoPE rotates pairs. Nearest valid: {max(2, width - 1)}",
-        )
-    elif not (model.head_dim or card.latent_attention) and (model.dim % model.heads or odd):
-        message = (
-            f"model.dim = {model.dim} must be divisible by model.heads = {model.heads}"
-            if model.dim % model.heads
-            else f"model.dim / model.heads = {width} must be even: RoPE rotates pairs"
-        )
-        yield fields, message + _fitting_heads(model, card, tp)
-    if model.kv_heads and model.heads % model.kv_heads:
-        yield (
-            {"model.kv_heads", "model.heads"},
-            f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}. "
-            f"Nearest valid: model.kv_heads = {_closest(model.kv_heads, divisors(model.heads))}",
-        )
 
 
 def _fitting_heads(model: ModelSection, card: Card, tp: int) -> str:

@@ -97,10 +97,14 @@ def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]
     # bytes per logit: moved in forward, moved in backward, kept, workspace
     table = {"chunks": (4, 0, 0, 0), "fused": (2 * e, 2 * e, e, 0), "plain": (24, 14, 4, 4 + e)}
     forward, backward, kept, workspace = table[program.loss]
-    into, back, statistics = _loss_messages(s, program, rows, whole)
+    (into, back), statistics = s.enter(), (Message("all_reduce", "tp", 3 * 4 * rows),) if s.tp > 1 else ()
     saved, besides = [Saved("output input", n * D * e, "stream")], workspace * rows * columns
     if chunks:  # forward makes the gradients and keeps them for backward, instead of its input
         cut, weight = s.loss_chunks(program, rows), D * columns
+        # So nothing is gathered twice. Ranks that share sequences count their targets together.
+        into, back = s.whole(), (Message(SUM[s.sp and not whole], "tp", rows * D * e),) if s.tp > 1 else ()
+        told, _ = s.sends(STATISTICS, s.tp * LOSS_STATISTICS * rows, calls=cut)
+        statistics = (*told, *s.sends(TARGETS, 1)[0])
         saved = [
             Saved("gradient of the output's input", (rows + (n if s.sp else 0)) * D * e, "stream"),
             Saved("gradient of the output's weight", weight * (e if cut == 1 else 4), "stream"),
@@ -130,20 +134,6 @@ def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]
             rate="loss",
         ),
     ]
-
-
-def _loss_messages(
-    s: Sizes, program: Program, rows: float, whole: bool
-) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
-    """Messages of the output layer in forward, in backward, and of the loss. This program (parallel/tensor.py)
-    makes the gradients in forward, so nothing is gathered twice. Under context parallelism the ranks count their
-    targets together."""
-    if program.loss != "chunks":
-        return *s.enter(), (Message("all_reduce", "tp", 3 * 4 * rows),) if s.tp > 1 else ()
-    told, _ = s.sends(STATISTICS, s.tp * LOSS_STATISTICS * rows, calls=s.loss_chunks(program, rows))
-    counted, _ = s.sends(TARGETS, 1)
-    back = (Message(SUM[s.sp and not whole], "tp", rows * s.model.dim * s.e),) if s.tp > 1 else ()
-    return s.whole(), back, (*told, *counted)
 
 
 def dropout_mask(s: Sizes, program: Program) -> float:
@@ -414,7 +404,10 @@ def mixture(s: Sizes) -> list[Operation]:
     learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
     sums = [Operation("experts' sum", kernels=0, sent_forward=summed)] if summed else []
     # Only if the router's own loss terms have a gradient does recomputation get this far.
-    return [*ops, *(replace(op, part="" if learns else "never") for op in [*sums, *_balance(s)])]
+    # The counts of each expert, over ranks that have parts of a sequence, for the router's own loss terms.
+    total = tuple(m for load in loads(s.sp) for m in s.sends(load, E)[0])
+    sums += [Operation("balance", kernels=0, sent_forward=total)] if total else []
+    return [*ops, *(replace(op, part="" if learns else "never") for op in sums)]
 
 
 def _chunked(sent: tuple[Message, ...], chunks: int) -> tuple[Message, ...]:
@@ -451,9 +444,3 @@ def _swiglu(name: str, rows: float, F: float, s: Sizes, count: float = 1, chunks
         ),
         Operation(f"{name} down", Matmul(each, D, F, count, grouped=grouped), backward=added),
     ]
-
-
-def _balance(s: Sizes) -> list[Operation]:
-    """Sums the counts of each expert over ranks that have parts of a sequence, for the router's own loss terms."""
-    total = tuple(m for load in loads(s.sp) for m in s.sends(load, s.model.experts or 1)[0])
-    return [Operation("balance", kernels=0, sent_forward=total)] if total else []

@@ -1,9 +1,13 @@
-"""Formats of numbers, and how the numbers of a run lie in their ranges: file in RUN/traces, text, picture."""
+"""Formats of numbers, and how the numbers of a step, counted by their exponent, lie in their ranges: file in
+RUN/traces, text, picture."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fivefold.draw.canvas import Canvas
 from fivefold.errors import UserError
@@ -12,7 +16,7 @@ from fivefold.host.devices import SHEETS
 from fivefold.observe.format import aligned
 from fivefold.observe.metrics import write_trace
 from fivefold.precision import PRECISIONS
-from fivefold.precision.formats import BLOCKS, FORMATS, KINDS, Format, Histogram, from_json
+from fivefold.precision.formats import BLOCKS, FORMATS, Format
 
 RANGES = tuple(form for form in FORMATS.values() if form.bits <= 16)
 """The formats whose ranges a histogram is compared with. Those of fp32 and wider hold every number of a run."""
@@ -79,6 +83,68 @@ def to_text() -> str:
         devices = ", ".join(name.partition(" (")[0] for name in generations(form))
         computed.append([form.name, devices, mode])
     return "\n\n".join("\n".join(aligned(part)) for part in (rows, scaled, computed)) + "\n"
+
+
+KINDS = ("weights", "activations", "activation gradients", "weight gradients")
+LOWEST, HIGHEST = FORMATS["fp32"].lowest - FORMATS["fp32"].fraction, FORMATS["fp32"].highest
+"""Exponents of fp32, with those of its subnormal numbers."""
+BINS = HIGHEST - LOWEST + 3
+"""Zeros, the exponents from `LOWEST` to `HIGHEST`, what is not finite."""
+
+
+class Fate(NamedTuple):
+    """Shares of the numbers that are not zero: those that a format rounds to zero, makes subnormal (with fewer bits),
+    cannot hold because they are too large."""
+
+    zero: float
+    subnormal: float
+    large: float
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """counts: by kind, of each of the `BINS`."""
+
+    counts: dict[str, Sequence[int]]
+
+    def exponents(self, kind: str) -> dict[int, int]:
+        """Numbers by exponent, the whole part of log2 |x|, where there are any."""
+        return {LOWEST + place: number for place, number in enumerate(self.counts[kind][1:-1]) if number}
+
+    def fate(self, kind: str, form: Format, shift: int = 0) -> Fate:
+        """What the format makes of the numbers, multiplied by 2^shift. One is rounded to zero if it is below half of
+        the smallest."""
+        shifted = [(e + shift, n) for e, n in self.exponents(kind).items()]
+        total, smallest = sum(n for _, n in shifted) or 1, form.lowest - form.fraction
+        zero = sum(n for e, n in shifted if e < smallest - 1)
+        subnormal = sum(n for e, n in shifted if smallest - 1 <= e < form.lowest)
+        large = sum(n for e, n in shifted if e > form.highest)
+        return Fate(zero / total, subnormal / total, large / total)
+
+    def headroom(self, kind: str, form: Format) -> int:
+        """The largest power of two (its exponent) by which the numbers can be multiplied without one too large."""
+        return form.highest - 1 - max(self.exponents(kind), default=form.highest - 1)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            kind: {
+                "zero": found[0],
+                "not_finite": found[-1],
+                "exponents": {str(e): n for e, n in self.exponents(kind).items()},
+            }
+            for kind, found in self.counts.items()
+        }
+
+
+def from_json(kinds: dict[str, dict[str, Any]]) -> Histogram:
+    """Inverse of `as_json`."""
+    counts: dict[str, Sequence[int]] = {}
+    for kind, figures in kinds.items():
+        bins = [int(figures["zero"]), *[0] * (BINS - 2), int(figures["not_finite"])]
+        for exponent, number in figures["exponents"].items():
+            bins[int(exponent) - LOWEST + 1] = number
+        counts[kind] = bins
+    return Histogram(counts)
 
 
 def write(run: Path, step: int, found: Histogram) -> Path:

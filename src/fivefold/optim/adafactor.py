@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fivefold.optim.card import OptimizerCard, OptimizerState, Update
-from fivefold.sharding.parts import Shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,27 +33,17 @@ def adafactor(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
     return direction.div_((size / LONGEST).clamp_(min=1.0))
 
 
-def _rows(shape: Shape) -> Shape | None:
-    return (*shape[:-1], 1) if len(shape) > 1 else None
-
-
-def _columns(shape: Shape) -> Shape | None:
-    return (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None
-
-
-def _variance(shape: Shape) -> Shape | None:
-    return shape if len(shape) < 2 else None
-
-
 CARDS = (
     OptimizerCard(
         "adafactor",
         source="arXiv 1804.04235",
         rule=adafactor,
         states=(
-            OptimizerState("rows", shape=_rows),
-            OptimizerState("columns", shape=_columns),
-            OptimizerState("variance", shape=_variance),
+            OptimizerState("rows", shape=lambda shape: (*shape[:-1], 1) if len(shape) > 1 else None),
+            OptimizerState(
+                "columns", shape=lambda shape: (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None
+            ),
+            OptimizerState("variance", shape=lambda shape: shape if len(shape) < 2 else None),
         ),
         counts=True,
         needs="matrices",

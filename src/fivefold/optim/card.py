@@ -177,15 +177,6 @@ class OptimizerCard:
         return sum(state.bytes * math.prod(found) for state, found in self.states_of(name, shape))
 
 
-def state_ranges(kept: Ranges, shape: Shape, state: Shape) -> Ranges:
-    """The part of a state that belongs to the part `kept` of a parameter. Where the parameter is whole, so is the
-    state; its other dims are divided alike."""
-    return tuple(
-        dim if dim != ((0, size),) else whole((own,))[0]
-        for dim, size, own in zip(kept, shape, state, strict=True)
-    )
-
-
 COMPENSATION = "compensation"
 """The state of `precision.rounding = "kahan"`: what rounding has cut off a weight."""
 
@@ -217,19 +208,17 @@ def update_traffic(gradient: float, master: float, states: float, working: float
 
 def ways(card: OptimizerCard, model: Model, layout: Layout, rank: int) -> dict[str, Route]:
     """How the pieces of matrices come together before an update, for the parameters whose update needs it."""
-    return routes(model, layout, rank, _needs(card, model)) if _divides(card, layout) else {}
+    return routes(model, layout, rank, needs) if (needs := _needs(card, model, layout)) else {}
 
 
 def planned_ways(card: OptimizerCard, model: Model, layout: Layout, rank: int) -> dict[str, Outline]:
     """The same for the planner, which asks for sizes only."""
-    return outlines(model, layout, rank, _needs(card, model)) if _divides(card, layout) else {}
+    return outlines(model, layout, rank, needs) if (needs := _needs(card, model, layout)) else {}
 
 
-def _divides(card: OptimizerCard, layout: Layout) -> bool:
-    return card.needs != "elements" and (layout.tp > 1 or layout.zero > 0)
-
-
-def _needs(card: OptimizerCard, model: Model) -> dict[str, Needs]:
+def _needs(card: OptimizerCard, model: Model, layout: Layout) -> dict[str, Needs]:
+    if card.needs == "elements" or not (layout.tp > 1 or layout.zero):
+        return {}
     return {
         n: card.needs
         for n, shape in model.parameters.items()
@@ -247,7 +236,11 @@ def places(
         if kept is None or part.frozen:
             continue  # its states are on its owner, or nowhere
         for state, shape in card.states_of(name, part.shape):
-            ranges = state_ranges(kept, part.shape, shape)
+            # Where the parameter is whole, so is the state; its other dims are divided alike.
+            ranges = tuple(
+                dim if dim != ((0, size),) else whole((own,))[0]
+                for dim, size, own in zip(kept, part.shape, shape, strict=True)
+            )
             yield state, name, replace(part, shape=shape, computes=ranges, keeps=ranges)
 
 

@@ -21,11 +21,6 @@ COUNT = "step"
 """The state in which torch's optimizers count their steps."""
 
 
-def is_torch(given: object) -> bool:
-    """True for a torch optimizer, which works on plain data parallelism only."""
-    return not isinstance(given, OptimizerCard)
-
-
 def card_from(given: object, name: str) -> OptimizerCard:
     """The card of what the user brings.
 
@@ -44,7 +39,7 @@ def card_from(given: object, name: str) -> OptimizerCard:
     make: Any = given
     weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 2))]
     try:
-        optimizer = make(_groups(weights), lr=0.1)
+        optimizer = make([{"params": [weight], "weight_decay": 0.0} for weight in weights], lr=0.1)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"it returns {type(optimizer).__name__}, not a torch.optim.Optimizer")
         settings = _settings(optimizer)
@@ -62,7 +57,21 @@ def card_from(given: object, name: str) -> OptimizerCard:
             "resumed run would begin anew. Only states of the weights are kept"
         )
     kept = [(key, value, weight) for weight in weights for key, value in optimizer.state[weight].items()]
-    states = dict(_state(name, *one) for one in kept if one[0] != COUNT and one[1] is not None)
+    states: dict[str, OptimizerState] = {}
+    for key, value, weight in kept:
+        if key == COUNT or value is None:
+            continue
+        if not isinstance(value, Tensor) or value.shape != weight.shape:
+            raise UserError(
+                f'optimizer = {name}: checkpoints have no place for its state "{key}"; only for tensors with the shape '
+                f'of the weight, and "{COUNT}"'
+            )
+        dtypes = [dtype for dtype, it in DTYPES.items() if it.stored and torch_dtype(dtype) == value.dtype]
+        if not dtypes:
+            raise UserError(
+                f'optimizer = {name}: its state "{key}" is of {value.dtype}, which checkpoints lack'
+            )
+        states[key] = OptimizerState(key, dtypes[0])
     return OptimizerCard(
         name,
         source="the user's",
@@ -74,28 +83,8 @@ def card_from(given: object, name: str) -> OptimizerCard:
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """What the groups hold beside parameters."""
-    return {
-        key: repr(value)
-        for group in optimizer.param_groups
-        for key, value in group.items()
-        if key != "params"
-    }
-
-
-def _groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
-    return [{"params": [weight], "weight_decay": 0.0} for weight in weights]
-
-
-def _state(name: str, key: str, value: Any, weight: Tensor) -> tuple[str, OptimizerState]:
-    if not isinstance(value, Tensor) or value.shape != weight.shape:
-        raise UserError(
-            f'optimizer = {name}: checkpoints have no place for its state "{key}"; only for tensors with the shape of '
-            f'the weight, and "{COUNT}"'
-        )
-    dtypes = [one for one, dtype in DTYPES.items() if dtype.stored and torch_dtype(one) == value.dtype]
-    if not dtypes:
-        raise UserError(f'optimizer = {name}: its state "{key}" is of {value.dtype}, which checkpoints lack')
-    return key, OptimizerState(key, dtypes[0])
+    pairs = [pair for group in optimizer.param_groups for pair in group.items()]
+    return {key: repr(value) for key, value in pairs if key != "params"}
 
 
 def _guarded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -25,31 +25,28 @@ from fivefold.optim.card import OptimizerCard
 from fivefold.sharding.parts import Part, boxes, local_shape, size_of, stretches
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """how: `precision.rounding`. dtype: of the rounded states. seed: of the run. card: with the states as they are
-    kept."""
+@dataclass
+class Rounder:
+    """Rounds what a rank keeps of some parameters, whole or in pieces: with the same bits.
+
+    how: `precision.rounding`. dtype: of the rounded states. seed: of the run. card: with the states as they are kept.
+    steps: how many steps have begun; it seeds stochastic rounding.
+    """
 
     how: str
     dtype: torch.dtype
     seed: int
     card: OptimizerCard
-
-
-class Rounder:
-    """Rounds what a rank keeps of some parameters, whole or in pieces: with the same bits. steps: how many steps have
-    begun; it seeds stochastic rounding."""
-
-    def __init__(self, rounding: Rounding, parts: Mapping[str, Part]):
-        self.rounding, self.parts, self.steps = rounding, parts, 0
+    parts: Mapping[str, Part]
+    steps: int = 0
 
     def round(self, exact: Tensor, key: str, name: str, dtype: torch.dtype, start: int = 0) -> Tensor:
         """exact: fp32, elements of this rank's part of parameter `name` from element `start` on, in their order. It may
         change. key: of the tensor that is rounded, a weight or a state."""
-        if self.rounding.how != "stochastic":
+        if self.how != "stochastic":
             return exact.to(dtype)
         part, exact = self.parts[name], exact.contiguous()
-        key_a, key_b = keys(f"{self.rounding.seed}/{self.steps}/{key}")
+        key_a, key_b = keys(f"{self.seed}/{self.steps}/{key}")
         rest = exact.view(-1)
         for ranges in stretches(part.keeps, start, start + rest.numel()):
             some, rest = rest[: size_of(ranges)].view(local_shape(ranges)), rest[size_of(ranges) :]
@@ -71,34 +68,27 @@ def round_stochastic_(
     if not shape:
         x, shape, box = x.view(1), (1,), ((0, 1),)
     if x.is_contiguous() and native.usable(x):
-        rows, width, start, stride = _ranges(shape, box)
-        for first, at in zip(start, range(0, x.numel(), rows * width), strict=True):
-            part = x.view(-1)[at : at + rows * width]
-            native.call("round_stochastic", torch.bfloat16, part, rows, width, first, stride, key_a, key_b)
+        # The box as ranges of flat indices: rows of `width` elements, `stride` apart. Trailing dims that are whole join
+        # the row; each combination of the leading ones begins a group of rows.
+        dim = len(shape) - 1
+        while dim > 0 and box[dim] == (0, shape[dim]):
+            dim -= 1
+        inner = math.prod(shape[dim + 1 :])
+        first, width, stride = box[dim][0] * inner, (box[dim][1] - box[dim][0]) * inner, shape[dim] * inner
+        low, high = box[dim - 1] if dim else (0, 1)
+        strides = [math.prod(shape[i + 1 :]) for i in range(dim - 1)]
+        for group, place in enumerate(product(*(range(*span) for span in box[: max(0, dim - 1)]))):
+            start = low * stride + first + sum(i * s for i, s in zip(place, strides, strict=True))
+            part = x.view(-1)[group * (high - low) * width : (group + 1) * (high - low) * width]
+            native.call(
+                "round_stochastic", torch.bfloat16, part, high - low, width, start, stride, key_a, key_b
+            )
         return
     for rows, index in indices(shape, box, x.device, chunk_on(x.device)):
         some = x[rows]
         bits = hash_(index.int(), key_a, key_b).bitwise_and_(0xFFFF).view(some.shape)
         bits.masked_fill_(some.isnan(), 0)  # else NaN may become -0
         some.copy_(bits.add_(some.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32))
-
-
-def _ranges(shape: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> tuple[int, int, list[int], int]:
-    """A box as ranges of flat indices: (rows, elements of a row, the first index of each group of rows, the step from
-    row to row). Trailing dims that are whole join the row."""
-    dim = len(shape) - 1
-    while dim > 0 and box[dim] == (0, shape[dim]):
-        dim -= 1
-    inner = math.prod(shape[dim + 1 :])
-    first, width = box[dim][0] * inner, (box[dim][1] - box[dim][0]) * inner
-    if dim == 0:
-        return 1, width, [first], 0
-    stride = shape[dim] * inner
-    strides = [math.prod(shape[i + 1 :]) for i in range(dim)]
-    outer = product(*(range(*span) for span in box[: dim - 1]))
-    start = box[dim - 1][0] * stride + first
-    starts = [start + sum(i * s for i, s in zip(one, strides, strict=False)) for one in outer]
-    return box[dim - 1][1] - box[dim - 1][0], width, starts, stride
 
 
 def cut_off(exact: Tensor, rounded: Tensor) -> Tensor:

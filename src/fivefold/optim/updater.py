@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fivefold.kernels.elementwise import AdamW
 from fivefold.optim.card import CODES, COMPENSATION, OptimizerCard, Update
-from fivefold.optim.rounding import Rounder, Rounding, cut_off
+from fivefold.optim.rounding import Rounder, cut_off
 from fivefold.precision import torch_dtype
-from fivefold.sharding.parts import Part, local_shape
+from fivefold.sharding.parts import local_shape
 from fivefold.sharding.units import updated_together
 
 
@@ -83,10 +83,14 @@ class Rules:
                 self._apply(name, direction, rates[name], skip)
 
     def _direction(self, name: str, gradient: Tensor, lr: float, skip: Tensor | None) -> Tensor:
-        states, fresh = self.states.get(name), False
-        if states is None:
-            states, fresh = self._made(name, gradient), True
-            self.states[name] = states
+        fresh = name not in self.states
+        states = self.states.setdefault(name, {})
+        if fresh:  # zeros; the parameter is whole, or needs no other part
+            for state, shape in self.card.states_of(name, tuple(gradient.shape)):
+                dtype = torch.uint8 if state.dtype == CODES else torch_dtype(state.dtype)
+                states[state.name] = torch.zeros(shape, dtype=dtype, device=gradient.device)
+            if self.card.counts:
+                states["step"] = torch.zeros((), device=gradient.device)
         before = {key: t.clone() for key, t in states.items()} if skip is not None else {}
         step = torch.ones((), dtype=torch.float64, device=gradient.device)
         if self.card.counts:
@@ -102,16 +106,6 @@ class Rules:
         for key, old in before.items():
             states[key].copy_(torch.where(skip.bool(), old, states[key]))  # pyright: ignore[reportOptionalMemberAccess]
         return direction
-
-    def _made(self, name: str, like: Tensor) -> dict[str, Tensor]:
-        """Zero states for a parameter, which is whole or needs no other part."""
-        found = {}
-        for state, shape in self.card.states_of(name, tuple(like.shape)):
-            dtype = torch.uint8 if state.dtype == CODES else torch_dtype(state.dtype)
-            found[state.name] = torch.zeros(shape, dtype=dtype, device=like.device)
-        if self.card.counts:
-            found["step"] = torch.zeros((), device=like.device)
-        return found
 
     def _apply(self, name: str, direction: Tensor, lr: float, skip: Tensor | None) -> None:
         weight = self.masters[name]
@@ -177,7 +171,7 @@ class Updater:
                 for (decay, rate), some in groups.items()
             ]
             self.optimizer = kernel.build(params, lr, **{name: fields[name] for name in kernel.fields})
-        self.fused, self.kernel = fused, kernel
+        self.fused = fused
         self.begun = False  # it has updated; the same on all ranks, whatever they own
 
     def step(
@@ -198,7 +192,15 @@ class Updater:
             self._count()
             return
         self.begun = True
-        self._scale(gradients, scale)
+        rest, self.written = list(gradients.values()), False
+        if isinstance(self.optimizer, AdamW) and self.optimizer.one_pass:  # it scales on its way
+            rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
+            self.optimizer.scale = scale
+            if self.working is not None and self.fused.keys() == self.working.keys():
+                self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
+                self.written = True
+        if scale is not None and rest:
+            torch._foreach_mul_(rest, scale)
         if self.optimizer is not None:
             self.optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             for name, weight in self.fused.items():
@@ -222,18 +224,6 @@ class Updater:
             return largest([*masters.values()])
         return largest([known, *(w for name, w in masters.items() if name not in self.fused)])
 
-    def _scale(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
-        """Scales the gradients, or has them scaled by a kernel that does so on its way."""
-        rest, self.written = list(gradients.values()), False
-        if isinstance(self.optimizer, AdamW) and self.optimizer.one_pass:
-            rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
-            self.optimizer.scale = scale
-            if self.working is not None and self.fused.keys() == self.working.keys():
-                self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
-                self.written = True
-        if scale is not None and rest:
-            torch._foreach_mul_(rest, scale)
-
     def _count(self) -> None:
         if self.rules is not None:
             self.rules.number += 1
@@ -248,11 +238,9 @@ class Updater:
         first step. Those of a gathered matrix are on its owner."""
         found = {}
         for name, weight in self.masters.items():
-            if self.rules is not None and name in self.rules.masters:
-                mine = self.rules.states.get(name, {})
-            else:
-                mine = self.optimizer.state.get(weight, {}) if self.optimizer else {}
-            found |= {f"{state}.{name}": mine[state] for state in self.card.state_names if state in mine}
+            ruled = self.rules.states.get(name, {}) if self.rules is not None else {}
+            states = ruled or (self.optimizer.state.get(weight, {}) if self.optimizer else {})
+            found |= {f"{state}.{name}": states[state] for state in self.card.state_names if state in states}
         return found
 
     def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
@@ -263,28 +251,24 @@ class Updater:
             KeyError: a state is missing.
         """
         self.begun, self.largest = True, None
-        for name, weight in self.fused.items():
-            assert self.optimizer is not None
-            assert self.kernel is not None
-            self.optimizer.state[weight] = self._found(self.kernel, name, weight, tensors, steps)
+        gathering = self.rules.gathering if self.rules is not None else None
         if self.rules is not None:
             self.rules.number = steps if number is None else number
-            for name, weight in self.rules.masters.items():
-                gathering = self.rules.gathering
-                if gathering is None or name not in gathering.members or name in gathering.shapes:
-                    self.rules.states[name] = self._found(self.card, name, weight, tensors, steps)
-
-    @staticmethod
-    def _found(
-        card: OptimizerCard, name: str, weight: Tensor, tensors: Mapping[str, Tensor], steps: int
-    ) -> dict[str, Tensor]:
-        found = {
-            state.name: tensors[f"{state.name}.{name}"].to(weight.device, copy=True)
-            for state, _ in card.states_of(name, tuple(weight.shape))
-        }
-        if card.counts:
-            found["step"] = torch.tensor(float(steps), device=weight.device)
-        return found
+        for name, weight in self.masters.items():
+            if gathering is not None and name in gathering.members and name not in gathering.shapes:
+                continue  # its owner has them
+            shape = tuple(weight.shape)
+            states = {
+                state.name: tensors[f"{state.name}.{name}"].to(weight.device, copy=True)
+                for state, _ in self.card.states_of(name, shape)
+            }
+            if self.card.of(name, shape).counts:
+                states["step"] = torch.tensor(float(steps), device=weight.device)
+            if self.rules is not None and name in self.rules.masters:
+                self.rules.states[name] = states
+            else:
+                assert self.optimizer is not None
+                self.optimizer.state[weight] = states
 
     def begin(self, number: int) -> None:
         """Forgets the states: none of the `number` steps that have begun has changed the weights."""
@@ -330,15 +314,14 @@ class Rounded(Updater):
 
     def __init__(
         self,
-        rounding: Rounding,
+        rounder: Rounder,
         masters: Mapping[str, Tensor],
-        parts: Mapping[str, Part],
         make: Callable[[Mapping[str, Tensor]], Updater],
     ):
-        self.rounding, self.masters, self.parts, self.card = rounding, masters, parts, rounding.card
-        self.rounder = Rounder(rounding, parts)
+        self.rounder = self._rounder = rounder
+        self.masters, self.parts, self.card = masters, rounder.parts, rounder.card
         self.rounded: dict[str, Tensor] = {}  # states, by their checkpoint names
-        sizes = {name: math.prod(parts[name].shape) for name in masters}
+        sizes = {name: math.prod(self.parts[name].shape) for name in masters}
         self.inner = [
             make({name: _no_memory(masters[name]) for name in some}) for some in updated_together(sizes)
         ]
@@ -351,9 +334,22 @@ class Rounded(Updater):
         skip: Tensor | None = None,
     ) -> None:
         for inner in self.inner:
-            self._enter(inner)
+            for name, copy in inner.masters.items():  # it gets its masters and states in fp32
+                exact = self.masters[name].float()
+                if (compensation := self.rounded.get(f"{COMPENSATION}.{name}")) is not None:
+                    exact += compensation
+                copy.data = exact
+            for name, state in inner.states().items():
+                if name in self.rounded:
+                    state.data = self.rounded[name].float()
             inner.step({name: gradients[name].float() for name in inner.masters}, lr, scale, skip)
-            self._leave(inner)
+            for name, copy in inner.masters.items():  # they are rounded back, and the copies freed
+                exact, weight = copy.data, self.masters[name]
+                weight.copy_(self._round(exact, name, name, weight.dtype))
+                if self._rounder.how == "kahan":
+                    self.rounded[f"{COMPENSATION}.{name}"] = cut_off(exact, weight)
+                copy.data, copy.grad = _no_memory(copy), None
+            self._leave_states(inner)
         self.largest = largest([inner.largest for inner in self.inner if inner.largest is not None])
         self._count()
 
@@ -367,7 +363,7 @@ class Rounded(Updater):
             names = [f"{state}.{name}" for name in inner.masters for state in inner.card.state_names]
             inner.load({name: tensors[name].float() for name in names}, steps, number)
             self._leave_states(inner)
-            if self.rounding.how == "kahan":
+            if self._rounder.how == "kahan":
                 for name in inner.masters:
                     key, weight = f"{COMPENSATION}.{name}", self.masters[name]
                     found = tensors.get(key)
@@ -386,39 +382,17 @@ class Rounded(Updater):
             inner.clear()
 
     def kept(self) -> list[Tensor]:
-        hidden = {id(t) for inner in self.inner for t in inner.states().values() if _hidden(t)}
-        return [
-            *(t for inner in self.inner for t in inner.kept() if id(t) not in hidden),
-            *self.rounded.values(),
-        ]
-
-    def _enter(self, inner: Updater) -> None:
-        """Gives an optimizer its masters and states in fp32."""
-        for name, copy in inner.masters.items():
-            exact = self.masters[name].float()
-            if (compensation := self.rounded.get(f"{COMPENSATION}.{name}")) is not None:
-                exact += compensation
-            copy.data = exact
-        for name, state in inner.states().items():
-            if name in self.rounded:
-                state.data = self.rounded[name].float()
-
-    def _leave(self, inner: Updater) -> None:
-        """Rounds them back, and frees the copies."""
-        for name, copy in inner.masters.items():
-            exact, weight = copy.data, self.masters[name]
-            weight.copy_(self._round(exact, name, name, weight.dtype))
-            if self.rounding.how == "kahan":
-                self.rounded[f"{COMPENSATION}.{name}"] = cut_off(exact, weight)
-            copy.data, copy.grad = _no_memory(copy), None
-        self._leave_states(inner)
+        states = [t for inner in self.inner for t in inner.states().values()]
+        hidden = {id(t) for t in states if t.dim() and t.numel() > 1 and not any(t.stride())}
+        kept = [t for inner in self.inner for t in inner.kept() if id(t) not in hidden]
+        return [*kept, *self.rounded.values()]
 
     def _leave_states(self, inner: Updater) -> None:
         owners = {f"{state}.{name}": name for name in inner.masters for state in self.card.state_names}
         for name, state in inner.states().items():
             if state.dtype != torch.float32:
                 continue  # it has a format of its own
-            found = self._round(state, name, owners[name], self.rounding.dtype)
+            found = self._round(state, name, owners[name], self._rounder.dtype)
             if name in self.rounded:
                 self.rounded[name].copy_(found)
             else:
@@ -429,14 +403,9 @@ class Rounded(Updater):
         """Rounds a weight or a state of parameter `name`, at random only if it has the shape of this rank's part."""
         if tuple(exact.shape) != local_shape(self.parts[name].keeps):
             return exact.to(dtype)
-        assert self.rounder is not None
-        return self.rounder.round(exact, key, name, dtype)
+        return self._rounder.round(exact, key, name, dtype)
 
 
 def _no_memory(like: Tensor) -> Tensor:
     """An fp32 tensor of the same shape, with the memory of one number."""
     return like.new_zeros((), dtype=torch.float32).expand(like.shape)
-
-
-def _hidden(x: Tensor) -> bool:
-    return x.dim() > 0 and not any(x.stride()) and x.numel() > 1

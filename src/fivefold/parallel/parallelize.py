@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.kernels.rounded import RoundedMatmuls, rounded_matmuls
-from fivefold.models.base import LanguageModel
+from fivefold.models.base import LanguageModel, build, init_part
 from fivefold.models.card import Card, card_of
 from fivefold.models.custom import CustomModel
-from fivefold.models.init import build, init_part
 from fivefold.models.layers import Linear
 from fivefold.models.mixture import Experts
 from fivefold.models.recomputation import of_blocks

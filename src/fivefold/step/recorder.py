@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from fivefold.comm.progress import Watch, watched
 from fivefold.models.base import LanguageModel
 from fivefold.models.mixture import Experts
+from fivefold.observe.number_formats import BINS, KINDS, LOWEST, Histogram
 from fivefold.parallel.tensor import CutLinear
-from fivefold.precision.formats import BINS, KINDS, LOWEST, Histogram
 from fivefold.schedules.timelines import COMPUTE, Span, StepTimeline
 from fivefold.sharding.parts import Part, local_shape
 from fivefold.step.state import State

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
 from fivefold.models.layers import Output
 from fivefold.optim import OPTIMIZERS, OUTER, kept_in
 from fivefold.optim.card import factors, gathered, places, state_bytes, ways
-from fivefold.optim.rounding import Rounder, Rounding
+from fivefold.optim.rounding import Rounder
 from fivefold.optim.scaling import LossScale
 from fivefold.optim.updater import Rounded, Updater
 from fivefold.parallel.diloco import Outer
@@ -217,7 +218,7 @@ def with_optimizer(
         use_loss(parallel.stages, functions.loss)
     compute, how = torch_dtype(mode.working), recipe.precision.rounding
     card = functions.card or OPTIMIZERS[recipe.optim.name]
-    rounding = Rounding(how, torch_dtype(mode.state), recipe.train.seed, kept_in(card, mode, how))
+    rounder = partial(Rounder, how, torch_dtype(mode.state), recipe.train.seed, kept_in(card, mode, how))
     model = own or card_of(recipe.model)
     found = ways(card, model, mesh.layout, mesh.rank) if mesh.layout.divided else {}
     for replica in parallel.replicas:
@@ -231,14 +232,14 @@ def with_optimizer(
             replica.updater = Updater(masters={}, **given)
         elif offload := parallel.offloads.get(id(replica)):
             given |= {"gradients": replica.gradients, "working": replica.working}
-            given |= {"rounder": Rounder(rounding, replica.parts) if mode.rounds else None}
+            given |= {"rounder": rounder(replica.parts) if mode.rounds else None}
             with memory or nullcontext():
                 replica.updater = offload.update_by(masters=trained, **given)
         else:
             given |= {"gathering": gathering}
             make = lambda masters, given=given: Updater(masters=masters, **given)  # noqa: E731
             rounds = mode.rounds
-            replica.updater = Rounded(rounding, trained, replica.parts, make) if rounds else make(trained)
+            replica.updater = Rounded(rounder(replica.parts), trained, make) if rounds else make(trained)
     counts, usual = (torch.zeros(*n, dtype=torch.float64, device=mesh.device) for n in ((2,), (2, 3)))
     state = State(parallel, mesh, counts, usual=usual, functions=functions)
     if mode.scaled:

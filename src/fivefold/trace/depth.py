@@ -8,7 +8,7 @@ parameter that fills it (their bytes are linear). A peak is not, if it occurs at
 tokens of many microbatches, which wait for their turn, can make it come earlier (0.1% of a tiny model, interleaved).
 
 Figures are kept in the cache folder, by everything they depend on: recipe, rank, and the code of Fivefold and PyTorch.
-A missing, broken or unwritable file is not an error: the step is traced again.
+A missing, broken or unwritable file is not an error: the step is traced again. Last their text, beside a prediction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -34,11 +34,11 @@ from fivefold.launch.ranks import threads_of
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
+from fivefold.plan.predict import Plan
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
-from fivefold.schedules.timelines import AWAY, CATEGORIES
 from fivefold.schedules.pipeline import FILLING, few
+from fivefold.schedules.timelines import AWAY, CATEGORIES, MemoryTimeline
 from fivefold.sharding.layout import Layout, to_text
-from fivefold.schedules.timelines import MemoryTimeline
 from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.parts import stage_blocks, stages_of
 from fivefold.sharding.sync import in_site, site_layout
@@ -46,9 +46,6 @@ from fivefold.step.state import compute_mode
 from fivefold.trace.fake import CPU
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace
-
-if TYPE_CHECKING:
-    from fivefold.plan.predict import Plan
 
 AS_IT_IS = 128  # blocks times microbatches that are traced without extrapolation: about three seconds
 DRAWN = 1024  # the same, of a picture over time, which cannot be extrapolated: half a minute
@@ -339,9 +336,23 @@ def _source() -> str:
 
 def beside(plan: Plan, exact: Exact) -> Iterator[str]:
     """Lines of text: memory by category, messages by axis, FLOPs, host syncs."""
-    yield f"exact figures of rank {exact.rank}, {exact.seconds:.1f} s: {_how(exact)}{_outer(plan)}"
-    yield from _memory_lines(plan, exact)
-    yield from _message_lines(plan, exact)
+    where = "a CPU" if exact.device == "cpu" else "a GPU without torch.compile"
+    how = f"the trainer's own step, traced as {where} computes it"
+    if exact.extrapolated:
+        models = ", ".join(f"{layers} layers x {count} microbatches" for layers, count in exact.traced)
+        how = f"the trainer's own step as {where} computes it, extrapolated from {models}"
+    sites, several = plan.setting.sites, plan.setting.sites.count > 1
+    outer = f"; the last of {sites.every} inner steps, with its outer step" if several else ""
+    yield f"exact figures of rank {exact.rank}, {exact.seconds:.1f} s: {how}{outer}"
+    yield from _memory(plan, exact)
+    # Messages by operation and axis; their bytes are the larger of input and output.
+    yield "  messages                        calls         GiB"
+    for (operation, axis), (calls, size) in exact.step.sent.items():
+        yield f"    {axis:10}{operation:16}{calls:9,}{size / GIB:12.4g}"
+    if plan.sent:
+        told = ", ".join(f"{axis} {size / GIB:.4g} GiB" for axis, size in plan.sent.items())
+        average = ", on average" * several
+        yield f"    predicted{average}, as rings send them: {told}"
     yield (
         f"  FLOPs          {exact.step.flops:.4g} in matmuls; the model's formula, without recomputation, has "
         f"{exact.formula:.4g} per rank"
@@ -351,21 +362,7 @@ def beside(plan: Plan, exact: Exact) -> Iterator[str]:
         yield f"    {operation:22}{times:6,}  {place}"
 
 
-def _how(exact: Exact) -> str:
-    where = "a CPU" if exact.device == "cpu" else "a GPU without torch.compile"
-    if not exact.extrapolated:
-        return f"the trainer's own step, traced as {where} computes it"
-    models = ", ".join(f"{layers} layers x {count} microbatches" for layers, count in exact.traced)
-    return f"the trainer's own step as {where} computes it, extrapolated from {models}"
-
-
-def _outer(plan: Plan) -> str:
-    """What the traced step adds where there are several sites."""
-    every = plan.setting.sites.every
-    return f"; the last of {every} inner steps, with its outer step" if plan.setting.sites.count > 1 else ""
-
-
-def _memory_lines(plan: Plan, exact: Exact) -> Iterator[str]:
+def _memory(plan: Plan, exact: Exact) -> Iterator[str]:
     site = plan.setting.layout
     position = site.coordinates(in_site(site, exact.rank)[1])["pp"]
     predicted, memory = plan.memory[position], exact.step.memory
@@ -378,14 +375,3 @@ def _memory_lines(plan: Plan, exact: Exact) -> Iterator[str]:
     }
     for name, values in rows.items():
         yield f"    {name:13}" + "".join(f"{value / GIB:12.4g}" for value in values)
-
-
-def _message_lines(plan: Plan, exact: Exact) -> Iterator[str]:
-    """Messages by operation and axis; their bytes are the larger of input and output."""
-    yield "  messages                        calls         GiB"
-    for (operation, axis), (calls, size) in exact.step.sent.items():
-        yield f"    {axis:10}{operation:16}{calls:9,}{size / GIB:12.4g}"
-    if plan.sent:
-        told = ", ".join(f"{axis} {size / GIB:.4g} GiB" for axis, size in plan.sent.items())
-        average = ", on average" * (plan.setting.sites.count > 1)
-        yield f"    predicted{average}, as rings send them: {told}"

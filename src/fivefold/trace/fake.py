@@ -162,7 +162,7 @@ def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Fak
             return None
         kwargs["device"] = META
         kwargs.pop("pin_memory", None)
-        return numbered(device)
+        return device if device.type == "cpu" or device.index is not None else torch.device(device.type, 0)
     if not owners:
         if any(isinstance(item, Tensor) for arg in args for item in (arg if type(arg) is list else (arg,))):
             return None
@@ -186,11 +186,6 @@ def _common(func: Any, args: Any, owners: dict[int, Fake]) -> torch.device:
     if len(wide) > 1 or func.namespace == "mkldnn" or "_for_cpu" in func.__name__:
         raise RuntimeError(f"{func} does not take tensors on {', '.join(sorted(map(str, {*found, *wide})))}")
     return next(iter(wide), next(on for on in found if on != CPU))
-
-
-def numbered(device: torch.device) -> torch.device:
-    """The first of a device's kind, if it has no number."""
-    return device if device.type == "cpu" or device.index is not None else torch.device(device.type, 0)
 
 
 def _bare(arg: Any, owners: dict[int, Fake]) -> Any:

@@ -28,9 +28,9 @@ from fivefold.errors import UserError
 from fivefold.files import cache_folder
 from fivefold.kernels.native import build
 from fivefold.recipe import Recipe
+from fivefold.schedules.timelines import MemoryTimeline
 from fivefold.trace.depth import CachedFigures, Exact, check_rank, exact, timelines
 from fivefold.trace.step import DEVICE, operators
-from fivefold.schedules.timelines import MemoryTimeline
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 TORCH = Path(torch.__file__).parent
@@ -46,40 +46,37 @@ LINKED = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
 
 
 @cache
-def why_not() -> str:
-    """The reason why GPUs cannot be traced here; empty if they can."""
+def guard() -> tuple[Path | None, str]:
+    """The guard as a library, in the cache folder; or None and the reason why GPUs cannot be traced here."""
     if torch.version.hip:
-        return "this PyTorch is built for ROCm; the stand-in for a GPU was tried with builds for CPUs and for CUDA"
+        return (
+            None,
+            "this PyTorch is built for ROCm; the stand-in for a GPU was tried with builds for CPUs and CUDA",
+        )
     if sys.platform != "linux":
-        return f"the stand-in for a GPU is built on Linux only, this is {sys.platform}"
-    if _compiler() is None:
-        return "no C++ compiler found (looked for $CXX, c++, g++)"
-    try:
-        _library()
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"compiling the stand-in for a GPU failed: {error}"
-    return ""
-
-
-def _compiler() -> str | None:
-    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-
-
-def _library() -> Path:
-    """The guard as a library, in the cache folder."""
-    compiler = _compiler()
-    assert compiler is not None
+        return None, f"the stand-in for a GPU is built on Linux only, this is {sys.platform}"
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if not compiler:
+        return None, "no C++ compiler found (looked for $CXX, c++, g++)"
     parts = [SOURCE.read_text(), torch.__version__, compiler, *FLAGS]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     library = cache_folder() / "kernels" / f"guard-{key}.so"
-    build(library, [compiler, *FLAGS, str(SOURCE), *LINKED])
-    return library
+    try:
+        build(library, [compiler, *FLAGS, str(SOURCE), *LINKED])
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, f"compiling the stand-in for a GPU failed: {error}"
+    return library, ""
+
+
+def why_not() -> str:
+    """The reason why GPUs cannot be traced here; empty if they can."""
+    return guard()[1]
 
 
 def libraries() -> list[str]:
     """The paths of what that process loads, in this order: PyTorch's libraries, then the guard."""
-    own = [TORCH / "lib" / f"libtorch_{name}.so" for name in ("cpu", "cuda")]
-    return [str(path) for path in (*own, _library()) if path.exists()]
+    paths = [TORCH / "lib" / f"libtorch_{name}.so" for name in ("cpu", "cuda")]
+    return [str(path) for path in (*paths, guard()[0]) if path is not None and path.exists()]
 
 
 def exact_on_gpu(recipe: Recipe, rank: int) -> Exact:

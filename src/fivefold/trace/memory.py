@@ -42,8 +42,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mod
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fivefold.parallel.offload.activations import Activations
-from fivefold.trace.fake import DispatchMode, FROM_DATA, Fake, FakeMode, done_work
 from fivefold.schedules.timelines import AWAY, CATEGORIES, Change, MemoryTimeline, Phase, of_changes
+from fivefold.trace.fake import FROM_DATA, DispatchMode, Fake, FakeMode, done_work
 
 if TYPE_CHECKING:
     from fivefold.step.state import State
@@ -129,7 +129,8 @@ class Tracker(DispatchMode):
     def __enter__(self) -> Tracker:
         self.on_fakes = any(isinstance(mode, FakeMode) for mode in modes())
         self.began = time.perf_counter()
-        self._find_states()
+        for category in self.states:
+            self._mark(category)
         self.before = len(self.changes)
         self.began = time.perf_counter()
         self._begin("forward")
@@ -152,7 +153,8 @@ class Tracker(DispatchMode):
         super().__exit__(*error)
         self.ended = self._now()
         torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
-        self._find_states()
+        for category in self.states:
+            self._mark(category)
         self._mark_activations()
         self.of_forward.clear()
         for memory in self.there.values():
@@ -249,10 +251,6 @@ class Tracker(DispatchMode):
             if memory.category is None and self.there.get(memory.address) is memory:
                 memory.category = "activations"
         self.of_forward.clear()
-
-    def _find_states(self) -> None:
-        for category in self.states:
-            self._mark(category)
 
     def _mark(self, category: str) -> None:
         for tensor in self.states.get(category, list)():

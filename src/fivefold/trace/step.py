@@ -266,42 +266,32 @@ def _chosen(model: ModelSection, T: int, mask: Tensor) -> int:
     return min(mask.numel(), model.experts * room)
 
 
-class Stream:
-    """A queue that is always empty."""
-
-    device = DEVICE
-    stream_id, device_index, device_type = 0, 0, 1  # FSDP2 hands them on since torch 2.15
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Stream) -> None:
-        pass
-
-    def wait_event(self, event: Event) -> None:
-        pass
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def synchronize(self) -> None:
-        _waited("stream")
-
-
 class Event:
     """An event that has happened."""
 
+    kind = "event"
+
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def record(self, stream: Stream | None = None) -> None:
+    def wait(self, other: object = None) -> None:
         pass
 
-    def wait(self, stream: Stream | None = None) -> None:
-        pass
+    record = wait
 
     def synchronize(self) -> None:
-        _waited("event")
+        _waited(self.kind)
+
+
+class Stream(Event):
+    """A queue that is always empty."""
+
+    kind, device = "stream", DEVICE
+    stream_id, device_index, device_type = 0, 0, 1  # FSDP2 hands them on since torch 2.15
+    wait_stream = wait_event = Event.wait
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
 
 
 def _waited(name: str) -> None:

@@ -16,10 +16,9 @@ from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
 from fivefold.files import guard
 from fivefold.launch.ranks import device_for
-from fivefold.models.base import LanguageModel
+from fivefold.models.base import LanguageModel, build
 from fivefold.models.card import card_of
 from fivefold.models.hf import require_weights
-from fivefold.models.init import build
 from fivefold.models.layers import Cache
 from fivefold.models.rules import having
 from fivefold.models.section import ModelSection

@@ -26,7 +26,6 @@ from fivefold.observe.metrics import MetricsWriter, read_metrics
 from fivefold.observe.summary import summarize
 from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import count_parameters, tokens_before
-from fivefold.schedules.timelines import StepTimeline
 from fivefold.step.custom import measuring
 from fivefold.step.state import State
 from fivefold.step.step import validate

@@ -34,8 +34,7 @@ from fivefold.plan.search.recompute_budget import MARGIN
 from fivefold.plan.setting import Documents, software_of
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe.rules.texts import ramp
-from fivefold.schedules.timelines import CATEGORIES
-from fivefold.schedules.timelines import StepTimeline
+from fivefold.schedules.timelines import CATEGORIES, StepTimeline
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sync import site_layout
 from fivefold.step.state import State

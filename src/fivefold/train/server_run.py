@@ -26,9 +26,8 @@ from fivefold.files import Lines
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.launch.verdict import Interrupt
-from fivefold.models.base import LanguageModel
+from fivefold.models.base import LanguageModel, init_part
 from fivefold.models.card import card_of
-from fivefold.models.init import init_part
 from fivefold.observe.metrics import drop_after
 from fivefold.observe.timelines import WORKERS
 from fivefold.optim.updater import Updater

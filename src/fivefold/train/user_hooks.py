@@ -23,7 +23,7 @@ from fivefold.errors import UserError
 from fivefold.observe.faults import KINDS, ROLLBACK, USUAL
 from fivefold.observe.trackers import TAGS, TAGS_BY_NAME
 from fivefold.optim import OptimizerCard
-from fivefold.optim.custom import Make, card_from, is_torch
+from fivefold.optim.custom import Make, card_from
 from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
@@ -270,7 +270,7 @@ def _check_optimizer(recipe: Recipe, optimizer: Ref) -> None:
         raise UserError(
             f'precision.mode = "{mode}" is not supported with an optimizer of your own. Nearest valid: "bf16"'
         )
-    if is_torch(given) and layout.divided:
+    if not isinstance(given, OptimizerCard) and layout.divided:
         raise UserError(
             f"optimizer = {optimizer.word}: a torch optimizer supports plain data parallelism only (dp=N). Nearest "
             "valid: --layout dp=N, or an OptimizerCard (docs/architecture.md)"

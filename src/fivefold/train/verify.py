@@ -42,9 +42,8 @@ from fivefold.errors import UserError
 from fivefold.launch import ranks as ranks_
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
-from fivefold.models.base import LanguageModel
+from fivefold.models.base import LanguageModel, build
 from fivefold.models.card import card_of
-from fivefold.models.init import build
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.expert import Balance
 from fivefold.parallel.mesh import Mesh

@@ -86,7 +86,7 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 
 def uniform(count: int, step: int, number: int, device: torch.device) -> Tensor:
     """`count` random numbers in [0, 1), fp64, the same on every rank and device: a hash of (step, number, index), by
-    SplitMix64 as initial weights are (models/init.py)."""
+    SplitMix64 as initial weights are (models/base.py)."""
     x = torch.arange(count, device=device) * _signed(0x9E3779B97F4A7C15)
     x += _signed((step * 0xD1B54A32D192ED03) ^ (number * 0x8CB92BA72F3D8DD7))
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from fivefold.models import card
-from fivefold.models.card import attention, block, gelu, layer_norm, linear, under
+from fivefold.models.card import layer_norm, linear, under
+from fivefold.models.gpt2 import card as gpt2
 from fivefold.sharding.parts import Shape
 
 TOKEN_TYPES = 2  # sentence A and B of the original; only A (0) is used, but both are kept for weight exchange
 
 
-class Card(card.Card):
+class Card(gpt2.Card):
     summary = "bidirectional encoder, masked-language-model loss"
-    words = card.Card.words | {"ffn_dim": "4 D"}
     objective = "mlm"
     causal = False
-    biased = True
+    post_norm = True
     whole_sequences = ("select.", "transform.", "norm.")  # masked tokens are spread unevenly over the pieces
 
     def defaults(self) -> dict[str, Any]:
-        model = self.model
-        return {
-            "kv_heads": model.heads,
-            "ffn_dim": 4 * model.dim,
-            "tie_embeddings": True,
-            "norm_eps": 1e-12,
-        }
+        return super().defaults() | {"norm_eps": 1e-12}
 
     def table(self) -> dict[str, Shape]:
         V, D, T = self.model.vocab_size or 0, self.model.dim, self.model.seq_len
@@ -38,7 +31,3 @@ class Card(card.Card):
         }
         head = linear("transform", D, D, bias=True) | under("norm", layer_norm(D)) | self.output()
         return embeddings | under("embed_norm", layer_norm(D)) | self.blocks() | head
-
-    def block(self, number: int) -> dict[str, Shape]:
-        D, F = self.model.dim, self.model.ffn_dim or 0
-        return block(layer_norm(D), attention(self.model, bias=True), gelu(D, F), post_norm=True)

@@ -30,4 +30,4 @@ class Card(card.Card):
 
     def block(self, number: int) -> dict[str, Shape]:
         D, F = self.model.dim, self.model.ffn_dim or 0
-        return block(layer_norm(D), attention(self.model, bias=True), gelu(D, F))
+        return block(layer_norm(D), attention(self.model, bias=True), gelu(D, F), self.post_norm)

@@ -17,8 +17,6 @@ class Card(card.Card):
     gated = True
     free_heads = True
     attention_biases = True
-    post_norm = False
-    """True if norms are behind the sublayers instead of before them."""
 
     def defaults(self) -> dict[str, Any]:
         """Sets F to 8/3 D, rounded up to a multiple of 64."""

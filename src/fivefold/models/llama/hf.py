@@ -18,13 +18,8 @@ LIMITS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow
 """Ways of scaling rotary frequencies (`models.layers.rope_frequencies`), with their names of the two limits."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
 # Keys of config.json that affect the computation, with the values that our model supports.
-SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "mlp_bias": (False, None),
-    "sliding_window": (None,),
-    "pretraining_tp": (1, None),
-    "partial_rotary_factor": (1.0, None),
-}
+GATED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0, None)}
+SUPPORTED = GATED | {"mlp_bias": (False, None), "sliding_window": (None,), "pretraining_tp": (1, None)}
 
 
 def entries(model: ModelSection, norms: tuple[str, str] = NORMS) -> list[Entry]:

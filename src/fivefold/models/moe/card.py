@@ -69,7 +69,24 @@ class Card(llama.Card):
                 "model.router_normalize with model.experts_per_token = 1 divides a score by itself: the router would "
                 "not learn. Nearest valid: router_normalize = false",
             )
-        yield from self._group_rules(experts, per_token)
+        # Groups have equally many experts, at least the two that their score counts, and enough for a token.
+        groups, used = model.expert_groups, model.groups_per_token
+        if experts % groups or experts < 2 * groups > 2:
+            fits = (n for n in divisors(experts) if n <= groups and (n == 1 or experts >= 2 * n))
+            nearest = max(fits)
+            yield (
+                {"model.expert_groups", "model.experts"},
+                f"model.expert_groups = {groups} must divide model.experts = {experts} into groups of two or more. "
+                f"Nearest valid: expert_groups = {nearest}",
+            )
+        elif used > groups or used * (experts // groups) < per_token <= experts:
+            least = -(-per_token // (experts // groups))
+            yield (
+                {"model.groups_per_token", "model.expert_groups", "model.experts_per_token"},
+                f"model.groups_per_token = {used} must be at most model.expert_groups = {groups}, with at least "
+                f"model.experts_per_token = {per_token} experts. "
+                f"Nearest valid: groups_per_token = {min(max(used, least), groups)}",
+            )
         if model.dense_layers >= model.layers:
             yield (
                 {"model.dense_layers", "model.layers"},
@@ -90,26 +107,6 @@ class Card(llama.Card):
                     f'model.{name} needs model.balance = "{balance}", not "{chosen}"',
                 )
 
-    def _group_rules(self, experts: int, per_token: int) -> Iterator[Contradiction]:
-        """Groups have equally many experts, at least the two that their score counts, and enough for a token."""
-        groups, used = self.model.expert_groups, self.model.groups_per_token
-        if experts % groups or experts < 2 * groups > 2:
-            fits = (n for n in divisors(experts) if n <= groups and (n == 1 or experts >= 2 * n))
-            nearest = max(fits)
-            yield (
-                {"model.expert_groups", "model.experts"},
-                f"model.expert_groups = {groups} must divide model.experts = {experts} into groups of two or more. "
-                f"Nearest valid: expert_groups = {nearest}",
-            )
-        elif used > groups or used * (experts // groups) < per_token <= experts:
-            least = -(-per_token // (experts // groups))
-            yield (
-                {"model.groups_per_token", "model.expert_groups", "model.experts_per_token"},
-                f"model.groups_per_token = {used} must be at most model.expert_groups = {groups}, with at least "
-                f"model.experts_per_token = {per_token} experts. "
-                f"Nearest valid: groups_per_token = {min(max(used, least), groups)}",
-            )
-
     def is_mixed(self, number: int) -> bool:
         return number >= self.model.dense_layers
 
@@ -117,10 +114,10 @@ class Card(llama.Card):
         return self.model.layers - self.model.dense_layers
 
     def feed_forward(self, number: int) -> dict[str, Shape]:
-        return self.mixture() if self.is_mixed(number) else super().feed_forward(number)
-
-    def mixture(self) -> dict[str, Shape]:
-        """Router, routed experts (each SwiGLU: gate and up in one matrix, down), shared experts as one wide SwiGLU."""
+        """With experts: router, routed experts (each SwiGLU: gate and up in one matrix, down), shared experts as one
+        wide SwiGLU."""
+        if not self.is_mixed(number):
+            return super().feed_forward(number)
         model = self.model
         D, E, F, shared = model.dim, model.experts or 0, model.expert_ffn_dim or 0, model.shared_experts or 0
         routed: dict[str, Shape] = {

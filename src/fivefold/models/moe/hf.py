@@ -12,12 +12,7 @@ from fivefold.models.section import ModelSection
 MODEL_TYPE = "mixtral"
 ARCHITECTURE = "MixtralForCausalLM"
 TIED, rename = llama.TIED, llama.rename
-SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "sliding_window": (None,),
-    "router_jitter_noise": (0.0, None),
-    "partial_rotary_factor": (1.0, None),
-}
+SUPPORTED = llama.GATED | {"sliding_window": (None,), "router_jitter_noise": (0.0, None)}
 # Settings that Mixtral and Qwen3-MoE have; capacity limits apply in training only.
 ROUTED: dict[str, Container[Any]] = {
     "shared_experts": (0,),

@@ -12,10 +12,7 @@ from fivefold.models.section import ModelSection
 MODEL_TYPE = "olmo2"
 ARCHITECTURE = "Olmo2ForCausalLM"
 TIED, from_config, problems, rename = llama.TIED, llama.from_config, llama.problems, llama.rename
-SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "partial_rotary_factor": (1.0, None),
-}
+SUPPORTED = llama.GATED
 FIELDS: Fields = llama.FIELDS | {"rms_norm_eps": ("norm_eps", 1e-5)}
 
 

@@ -12,11 +12,7 @@ from fivefold.models.section import ModelSection
 MODEL_TYPE = "qwen3"
 ARCHITECTURE = "Qwen3ForCausalLM"
 TIED, problems, rename = llama.TIED, llama.problems, llama.rename
-SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "use_sliding_window": (False, None),
-    "partial_rotary_factor": (1.0, None),
-}
+SUPPORTED = llama.GATED | {"use_sliding_window": (False, None)}
 FIELDS: Fields = llama.FIELDS | {"max_position_embeddings": ("seq_len", 32768)}
 
 

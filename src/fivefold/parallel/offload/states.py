@@ -78,7 +78,7 @@ class Offload:
         if working:  # else they are the masters, or lie elsewhere
             dtype = next(iter(working.values())).dtype
             self.homes.setdefault(WORKING, away(working, dtype))
-        kept = card if rounder is None else rounder.rounding.card
+        kept = card if rounder is None else rounder.card
         states = {
             state.name: self.views(state.name, self.tiers.states, torch_dtype(state.dtype))
             for state in kept.states

@@ -167,7 +167,7 @@ class StreamedUpdater(Updater):
         assert card.elementwise, f"{card.name} needs more of a parameter than a chunk"
         self.rounder = rounder
         if rounder is not None:
-            self.card = rounder.rounding.card
+            self.card = rounder.card
         self.arena, self.homes, self.disk, self._views = arena, dict(homes), disk, states
         self.scalars: dict[str, dict[str, Tensor]] = {}  # per parameter, once there are states
         of = {id(weight): name for name, weight in masters.items()}

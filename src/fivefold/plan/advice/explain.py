@@ -22,10 +22,10 @@ from fivefold.plan.time import stage_costs
 from fivefold.plan.time.cost import operation
 from fivefold.plan.time.offload import EXPOSED
 from fivefold.recipe import Recipe, change
+from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout, describe, divisors, to_text
 from fivefold.sharding.parts import stages_of
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
-from fivefold.schedules.timelines import CATEGORIES
 
 AWAY = {"host": "in host memory", "disk": "on disk"}
 LESS = 0.98  # a change counts if it needs less than this share of the memory

@@ -33,8 +33,8 @@ from fivefold.plan.setting import Documents, Software, documents_of, software_of
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.recipe import Recipe
 from fivefold.schedules.pipeline import DEFAULT, Timeline, shown
-from fivefold.sharding.layout import Layout, to_text
 from fivefold.schedules.timelines import CATEGORIES
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
 
 BUDGET = 6500

@@ -21,9 +21,9 @@ from fivefold.plan.time import stage_costs, sync_costs, time
 from fivefold.plan.time.cost import Cost, slowest
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.schedules.pipeline import ends_upwards, most_live, splits_backward
+from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.parts import stages_of
-from fivefold.schedules.timelines import exposed_in_pieces
 
 ROUNDING = 1 - 1e-9
 NONE = Buffers()
