@@ -14,7 +14,7 @@ from ranks import run_ranks
 from runs import ranks_of, train_rank
 from torch.autograd import DeviceType
 
-from fivefold.comm.progress import message, profiling, span
+from fivefold.comm.progress import message, progress, span
 from fivefold.errors import UserError
 from fivefold.observe import step_timeline as profile
 from fivefold.recipe import Recipe, load
@@ -94,11 +94,11 @@ def test_a_recording_that_breaks_off_leaves_no_profiler(tmp_path: Path) -> None:
     watch = ProfileWatch(Job(recipe, tmp_path, None), ranks_of(0, 1))
     for broken in (watch.close, lambda: watch.begin_step(1)):  # an error; the run goes back
         watch.begin_step(3)
-        assert profiling.now
+        assert progress.profiling
         assert not watch.end_step(3)
         watch.begin_step(4)
         broken()
-        assert not profiling.now
+        assert not progress.profiling
         assert not (tmp_path / "traces").exists()
     watch.begin_step(4)  # resumed in the middle
     with span("own"):

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
-from fivefold.comm.progress import profiling, progress, span
+from fivefold.comm.progress import progress, span
 from fivefold.files import NO_ROOM, make_folder, own_word, remove, rename, stream
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
@@ -55,7 +55,7 @@ class ProfileWatch:
                 os.environ.setdefault(*QUIET)
             self.running, self.first = profile(activities=activities, record_shapes=True), step
             self.running.start()
-            profiling.now = True
+            progress.profiling = True
         self._step.enter_context(span("step", step))
 
     def end_step(self, step: int) -> str:
@@ -80,7 +80,7 @@ class ProfileWatch:
             self._stop(self.running)
 
     def _stop(self, recorded: profile) -> None:
-        self.running, profiling.now = None, False
+        self.running, progress.profiling = None, False
         recorded.stop()  # waits for the GPU
 
     def _write(self, recorded: profile, last: int) -> str:
