@@ -19,7 +19,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import assert_owned_once
 from fivefold.parallel.server import Shard
-from fivefold.parallel.worker import Exchange, Pushes, wait_for_weights
+from fivefold.parallel.worker import Exchange
 from fivefold.precision import torch_dtype
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.sharding.layout import Layout
@@ -54,7 +54,7 @@ def server_state(recipe: Recipe, ranks: Ranks) -> tuple[State, list[Shard]]:
     return State(Parallel([], [*shards]), mesh, torch.zeros(2, dtype=torch.float64)), shards
 
 
-def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State, Pushes]:
+def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State, Exchange]:
     """A worker's state, whose weights come from the servers, and what takes its gradients there."""
     servers, worker = recipe.servers, ranks.rank - recipe.servers.count
     mesh = Mesh(
@@ -65,15 +65,15 @@ def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State
     )
     working = torch_dtype(compute_mode(recipe, ranks.device).working)
     parallel = parallelize(model_of_one_rank, mesh, working, torch.float32)
-    replica, module, card = parallel.replicas[0], parallel.stages[0], card_of(recipe.model)
+    replica, card = parallel.replicas[0], card_of(recipe.model)
+    module = cast("LanguageModel", parallel.stages[0])
     assert isinstance(replica, DataParallel)
     replica.only_working()
     pushed = torch_dtype(recipe.precision.reduce)
-    exchange = Exchange(messages(card, servers), replica, links, servers, pushed)
-    replica.sum = pushes = Pushes(replica, units(card), exchange)
-    wait_for_weights(cast("LanguageModel", module), units(card), exchange)
+    exchange = Exchange(messages(card, servers), units(card), module, replica, links, servers, pushed)
+    replica.sum = exchange
     module.train()
-    return State(parallel, mesh, torch.zeros(2, dtype=torch.float64)), pushes
+    return State(parallel, mesh, torch.zeros(2, dtype=torch.float64)), exchange
 
 
 def assert_possible(ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from fivefold.launch.ranks import Ranks
 from fivefold.parallel.link import Kind, Note
 from fivefold.parallel.parallelize import rounding
 from fivefold.parallel.replica import gradient_square
-from fivefold.parallel.worker import Pushes
+from fivefold.parallel.worker import Exchange
 from fivefold.step.servers import worker_state
 from fivefold.step.state import State
 from fivefold.step.step import forward_backward, validate
@@ -29,8 +29,8 @@ from fivefold.train.share import batches_of, share_of, validation_sets
 def work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
     """A worker's part: does what the first server orders. Returns True if the run is complete."""
     with progress.phase("starting"):
-        state, pushes = worker_state(job.recipe, ranks, connect(job, ranks))
-        exchange, trained, validated = pushes.exchange, False, False
+        state, exchange = worker_state(job.recipe, ranks, connect(job, ranks))
+        trained = validated = False
         if rounding(job.recipe) is not None:
             exchange.need_all(pull=True)
         settle(state, job, ranks, False)  # the first server knows whether the run is resumed
@@ -38,7 +38,7 @@ def work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
         if note.kind == Kind.TRAIN:
             slower = nullcontext() if trained else progress.phase("a slower step")  # it may compile
             with slower, names_step(state):
-                _train(job, ranks, state, pushes, note, interrupt)
+                _train(job, ranks, state, exchange, note, interrupt)
             trained = True
         elif note.kind == Kind.VALIDATE:
             with nullcontext() if validated else progress.phase("the first validation"):
@@ -60,11 +60,13 @@ def work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
     return bool(note.first)
 
 
-def _train(job: Job, ranks: Ranks, state: State, pushes: Pushes, order: Note, interrupt: Interrupt) -> None:
+def _train(
+    job: Job, ranks: Ranks, state: State, exchange: Exchange, order: Note, interrupt: Interrupt
+) -> None:
     """Computes the gradient of a share."""
     recipe, train = job.recipe, job.recipe.train
     begin, clock = time.time(), time.perf_counter()  # the hosts' clock may jump, the other one does not
-    step, share, before = order.first, order.second, pushes.exchange.waited
+    step, share, before = order.first, order.second, exchange.waited
     batches = job.batches
     if batches is None:
         assert job.data is not None
@@ -74,15 +76,15 @@ def _train(job: Job, ranks: Ranks, state: State, pushes: Pushes, order: Note, in
         batches, step, train.global_batch_size, train.microbatch_size or 1, state.mesh, share=(share, count)
     )
     read = time.perf_counter() - clock
-    state.step = pushes.step = step
+    state.step = exchange.step = step
     loss = forward_backward(state, microbatches, train.seed).item()
     square = 0.0
     if not recipe.servers.synchronous:
         square = gradient_square(state.parallel.replicas, state.mesh).item()
         if loss - loss != 0:  # not finite: then no server takes the gradient
             square = float("nan")
-    waited, memory = pushes.exchange.waited - before, float(peak_memory_bytes("cpu"))
+    waited, memory = exchange.waited - before, float(peak_memory_bytes("cpu"))
     end = begin + time.perf_counter() - clock
     figures = loss, square, float(interrupt.wanted()), begin, end, waited, read, memory
-    pushes.exchange.computed(step, share, figures)
+    exchange.computed(step, share, figures)
     progress.end_step(step + 1, time.perf_counter() - clock, read)
