@@ -236,12 +236,12 @@ def part(folder: Path, rounds: int, steps: int) -> None:
     keep, traces = server_run.worker_state, []
 
     def traced(*arguments: Any) -> Any:
-        state, pushes = keep(*arguments)
+        state, exchange = keep(*arguments)
         for block in state.module.get_submodule("blocks").children():
             block.register_forward_hook(lambda *call: sleeping(call[-1]))
-        pushes.exchange.trace = []
-        traces.append(pushes.exchange.trace)
-        return state, pushes
+        exchange.trace = []
+        traces.append(exchange.trace)
+        return state, exchange
 
     server_run.worker_state = traced
     with ranks_.join(timeout_s=120) as ranks:

@@ -257,7 +257,7 @@ def record(rank: int, world: int, recipe: Recipe) -> tuple[Schedule, Timeline, f
         state.parallel.pipeline.recording, losses = True, []
         for in_order in (False, True):  # as on CPUs, and as on GPUs
             state.parallel.pipeline.in_order = in_order
-            pipeline_.Pipeline._training.cache_clear()
+            pipeline_.Pipeline._actions.cache_clear()
             losses.append(forward_backward(state, share, 0).item())
     finally:
         pipeline_._Run._forward, pipeline_._gather = forward, gather

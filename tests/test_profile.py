@@ -14,7 +14,7 @@ from ranks import run_ranks
 from runs import ranks_of, train_rank
 from torch.autograd import DeviceType
 
-from fivefold.comm.progress import message, profiling, span
+from fivefold.comm.progress import message, progress, span
 from fivefold.errors import UserError
 from fivefold.observe import timelines as profile
 from fivefold.recipe import Recipe, load
@@ -101,11 +101,11 @@ def test_a_recording_that_breaks_off_leaves_no_profiler(tmp_path: Path) -> None:
         lambda: watch.begin_step(state_at(1, begins=True), []),
     ):  # an error; the run goes back
         watch.begin_step(state_at(3, begins=True), [])
-        assert profiling.now
+        assert progress.profiling
         assert not watch.end_step(state_at(3))
         watch.begin_step(state_at(4, begins=True), [])
         broken()
-        assert not profiling.now
+        assert not progress.profiling
         assert not (tmp_path / "traces").exists()
     watch.begin_step(state_at(4, begins=True), [])  # resumed in the middle
     with span("own"):

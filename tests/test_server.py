@@ -577,7 +577,7 @@ def test_an_error_of_a_worker_says_its_step(room: Path, tmp_path: Path, monkeypa
     state, exchange = SimpleNamespace(step=7), SimpleNamespace(order=lambda: Note(Kind.TRAIN))
     monkeypatch.setattr(server_run, "connect", lambda *_: [])
     monkeypatch.setattr(server_run, "settle", lambda *_: [])
-    monkeypatch.setattr(server_run, "worker_state", lambda *_: (state, SimpleNamespace(exchange=exchange)))
+    monkeypatch.setattr(server_run, "worker_state", lambda *_: (state, exchange))
     monkeypatch.setattr(server_run, "_train", fails)
     with pytest.raises(OSError, match="away") as found:
         server_run.work(Job(served(room, 2), tmp_path, None), ranks_of(1, 2), None)

@@ -15,7 +15,7 @@ from runs import train_rank
 from steps import Numbers, _state, recipe_of
 
 from fivefold.cli.main import main
-from fivefold.comm.progress import watched
+from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.models.section import ModelSection
 from fivefold.observe import timelines
@@ -84,7 +84,7 @@ def measured(rank: int, world: int, recipe: Recipe) -> StepTimeline:
         return _Now.recorder.stop(2)
     finally:
         context.attend = attend
-        assert watched.now is None
+        assert progress.watch is None
         assert [len(stage._forward_hooks) for stage in state.parallel.stages] == hooks
 
 

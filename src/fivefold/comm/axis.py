@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.hang import numbers
-from fivefold.comm.progress import UNIT, Handle, Ops, Place, Work, caller, message, progress, verdict, watched
+from fivefold.comm.progress import UNIT, Handle, Ops, Place, Work, caller, message, progress, verdict
 from fivefold.errors import PASSING, BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.sharding.units import Collective
@@ -101,7 +101,7 @@ class Axis:
         """Starts the sum ("max", "min") of every rank's x, in place."""
         if self.group is None:
             return Started(self, "all_reduce", x)
-        return self._start("all_reduce", x, x, dist.all_reduce, x, OPS[op])
+        return self._start("all_reduce", x, x, lambda: dist.all_reduce(x, OPS[op], self.group, True))
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Computes the sum ("max", "min") of every rank's x, in place."""
@@ -113,7 +113,7 @@ class Axis:
             out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         if self.group is None:
             return Started(self, "all_gather", out.copy_(x))
-        return self._start("all_gather", out, out, all_gather_single, out, x)
+        return self._start("all_gather", out, out, lambda: all_gather_single(out, x, self.group, True))
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Joins every rank's x (contiguous) along the first dim: (n d0, ...)."""
@@ -127,7 +127,10 @@ class Axis:
         assert x.shape[0] % self.size == 0, f"{x.shape[0]} rows over {self.size} ranks"
         if out is None:
             out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        return self._start("reduce_scatter", out, x, reduce_scatter_single, out, x)
+        add = dist.ReduceOp.SUM
+        return self._start(
+            "reduce_scatter", out, x, lambda: reduce_scatter_single(out, x, add, self.group, True)
+        )
 
     def sum_scatter(self, x: Tensor, out: Tensor, sent: torch.dtype) -> Tensor:
         """Sums every rank's x, cuts the sum along the first dim, and writes this rank's part into `out`. x, out:
@@ -165,7 +168,7 @@ class Axis:
             return Started(self, "all_to_all", x)
         out = torch.empty_like(x) if taken is None else x.new_empty(sum(taken), *x.shape[1:])
         larger = x if x.numel() > out.numel() else out
-        return self._start("all_to_all", out, larger, _all_to_all, out, x, taken, given)
+        return self._start("all_to_all", out, larger, lambda: self._all_to_all(out, x, taken, given))
 
     def run(self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False) -> Tensor:
         """Runs a collective of `sharding/units.py`, or the one that sends its gradient. rows: as in `all_to_all`."""
@@ -182,11 +185,12 @@ class Axis:
 
     def start_send(self, x: Tensor, to: int, tag: int = 0) -> Started:
         """Sends x (contiguous) to the rank with this index. gloo matches messages by tag, NCCL by their order."""
-        return self._start("send", x, x, _send, x, to, tag, peers=(to,))
+        return self._start("send", x, x, lambda: dist.isend(x, None, self.group, tag, to), (to,))
 
     def start_receive(self, out: Tensor, source: int, tag: int = 0) -> Started:
         """Receives `out` (contiguous) from the rank with this index."""
-        return self._start("receive", out, out, _receive, out, source, tag, peers=(source,))
+        group = self.group
+        return self._start("receive", out, out, lambda: dist.irecv(out, None, group, tag, source), (source,))
 
     def start_exchange(self, leaving: Tensor, to: int, arriving: Tensor, source: int) -> Started:
         """Sends one tensor to a rank and receives another from a rank, by index. Both are contiguous. Returns
@@ -205,18 +209,20 @@ class Axis:
             for _, operation, x, _ in messages[:-1]:
                 _count(self, operation, x)
         _, operation, x, _ = messages[-1]
-        return self._start(operation, x, x, _move, messages, peers=tuple(message[3] for message in messages))
+        peers = tuple(message[3] for message in messages)
+        return self._start(operation, x, x, lambda: self._move(messages), peers)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Gives every rank the x of the rank with this index, in place."""
-        if self.group is not None:
-            self._start("broadcast", x, x, _broadcast, x, source).at_once()
+        group = self.group
+        if group is not None:
+            self._start("broadcast", x, x, lambda: dist.broadcast(x, None, group, True, source)).at_once()
         return x
 
     def barrier(self) -> None:
         """Waits until every rank has called it."""
         if self.group is not None:
-            self._start("barrier", torch.empty(0), None, dist.barrier).at_once()
+            self._start("barrier", torch.empty(0), None, lambda: dist.barrier(self.group, True)).at_once()
 
     def explain(self, operation: str, started: Place | None, error: RuntimeError) -> None:
         """Raises a CommunicationError if a rank is lost; does nothing for a wrong call. started: where the message
@@ -231,8 +237,7 @@ class Axis:
         operation: str,
         result: Tensor,
         larger: Tensor | None,
-        function: Callable[..., Any],
-        *arguments: Any,
+        function: Callable[[], Any],
         peers: tuple[int, ...] = (),
     ) -> Started:
         """Starts `function`, which returns a handle to wait for. larger: the larger of its input and output;
@@ -241,18 +246,18 @@ class Axis:
         while frame.f_code.co_filename == __file__:  # `start`
             assert frame.f_back is not None
             frame = frame.f_back
-        started = Started(self, operation, result, arguments, Place(frame.f_code, frame.f_lasti))
+        started = Started(self, operation, result, function, Place(frame.f_code, frame.f_lasti))
         if self.ops is not None:
             started.begin(self.ops, peers)
         if counters:
             _count(self, operation, larger)
-        watch = watched.now
+        watch = progress.watch
         began, entered = watch.clock() if watch else 0.0, 0.0
         if self.ops is not None:  # the first call of a group may wait for all of its ranks
             entered = progress.enter((self, operation, self.ops, started.number, peers, None))
         try:
             with message(operation, self):
-                started.work = function(*arguments, group=self.group, async_op=True)
+                started.work = function()
         except RuntimeError as error:
             self.explain(operation, None, error)
             raise
@@ -263,6 +268,38 @@ class Axis:
         if watch:
             started.work = watch.follow(self, operation, started.work, began)
         return started
+
+    def _move(self, messages: list[tuple[Callable[..., Any], str, Tensor, int]]) -> Work:
+        # gloo asks a peer for data once a receive is posted. Behind a send that is already under way, the request would
+        # wait in the socket, and both directions would take turns. So receives are posted first.
+        ordered = sorted(messages, key=lambda message: message[0] is dist.isend)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(function, x, group=self.group, group_peer=peer) for function, _, x, peer in ordered]
+        )
+        return Handle(lambda: [work.wait() for work in works])
+
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, taken: Sequence[int] | None, given: Sequence[int] | None
+    ) -> Work | None:
+        """The backend's all-to-all. gloo's posts sends first (see `_move`); on CPUs messages that do not
+        take its place."""
+        if x.is_cuda:
+            return dist.all_to_all_single(out, x, taken, given, self.group, True)
+        n, index = self.size, self.index
+        leaving, arriving = (
+            tensor.tensor_split(n) if rows is None else tensor.split(list(rows))
+            for tensor, rows in ((x, given), (out, taken))
+        )
+        others = [(index + i) % n for i in range(1, n)]  # ranks begin with different ones
+        sends = [(dist.isend, "send", leaving[rank], rank) for rank in others if leaving[rank].numel()]
+        receives = [
+            (dist.irecv, "receive", arriving[rank], rank)
+            for rank in reversed(others)
+            if arriving[rank].numel()
+        ]
+        both = self._move([*sends, *receives]) if sends or receives else None
+        arriving[index].copy_(leaving[index])
+        return both
 
 
 def _count(axis: Axis, operation: str, larger: Tensor | None) -> None:
@@ -294,7 +331,7 @@ class Started:
         axis: Axis,
         operation: str,
         result: Tensor,
-        kept: tuple[Any, ...] = (),
+        kept: Callable[[], Any] | None = None,
         place: Place | None = None,
     ):
         self.axis, self.operation, self.result = axis, operation, result
@@ -313,7 +350,7 @@ class Started:
     def here(cls, axis: Axis, operation: str, result: Tensor) -> Started:
         """A sum of many messages that the caller's caller starts, and a thread drives."""
         frame = sys._getframe(2)
-        started = cls(axis, operation, result, (), Place(frame.f_code, frame.f_lasti))
+        started = cls(axis, operation, result, None, Place(frame.f_code, frame.f_lasti))
         if axis.ops is not None and axis.group is not None:
             started.begin(progress.ops(axis.group, beside=True), ())
         return started
@@ -342,61 +379,8 @@ class Started:
             finally:
                 if ops is not None:
                     progress.leave(entered)
-            self.work, self.kept = None, ()
+            self.work = self.kept = None
         return self.result
-
-
-def _broadcast(x: Tensor, source: int, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-    return dist.broadcast(x, group=group, group_src=source, async_op=async_op)
-
-
-def _send(x: Tensor, to: int, tag: int, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-    return dist.isend(x, group=group, tag=tag, group_dst=to)
-
-
-def _receive(
-    out: Tensor, source: int, tag: int, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    return dist.irecv(out, group=group, tag=tag, group_src=source)
-
-
-def _move(
-    messages: list[tuple[Callable[..., Any], str, Tensor, int]], group: dist.ProcessGroup, async_op: bool
-) -> Work:
-    # gloo asks a peer for data once a receive is posted. Behind a send that is already under way, the request would
-    # wait in the socket, and both directions would take turns. So receives are posted first.
-    ordered = sorted(messages, key=lambda message: message[0] is dist.isend)
-    ops = [dist.P2POp(function, x, group=group, group_peer=peer) for function, _, x, peer in ordered]
-    works = dist.batch_isend_irecv(ops)
-    return Handle(lambda: [work.wait() for work in works])
-
-
-def _all_to_all(
-    out: Tensor,
-    x: Tensor,
-    taken: Sequence[int] | None,
-    given: Sequence[int] | None,
-    group: dist.ProcessGroup,
-    async_op: bool,
-) -> Work | None:
-    """The backend's all-to-all. gloo's posts sends first (see _move); on CPUs it is made of messages that do not."""
-    if x.is_cuda:
-        return dist.all_to_all_single(out, x, taken, given, group, async_op)
-    n, index = group.size(), group.rank()
-    leaving, arriving = (
-        tensor.tensor_split(n) if rows is None else tensor.split(list(rows))
-        for tensor, rows in ((x, given), (out, taken))
-    )
-    others = [
-        (index + i) % n for i in range(1, n)
-    ]  # starts with the next rank, so that ranks begin with different ones
-    sends = [(dist.isend, "send", leaving[rank], rank) for rank in others if leaving[rank].numel()]
-    receives = [
-        (dist.irecv, "receive", arriving[rank], rank) for rank in reversed(others) if arriving[rank].numel()
-    ]
-    both = _move([*sends, *receives], group, True) if sends or receives else None
-    arriving[index].copy_(leaving[index])
-    return both
 
 
 KINDS = (CommunicationError, BusyError, UserError)

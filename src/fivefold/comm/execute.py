@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.comm.axis import Axis, Started
-from fivefold.comm.progress import Handle, Work, watched
+from fivefold.comm.progress import Handle, Work, progress
 from fivefold.errors import CommunicationError
 from fivefold.schedules.collectives import Collective, prove
-from fivefold.schedules.collectives.messages import Message, messages_of
+from fivefold.schedules.collectives.messages import messages_of
 from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO, LIBRARY, Best, chosen
 
 TABLE = 64  # most sizes of a measured table
@@ -131,21 +131,13 @@ class Executor:
             )
             self.axis.start_moves(leaving, arriving)()
             for message in receives:
-                if message.packed:
-                    _unpack(message, scratch, work)
-
-
-def _unpack(message: Message, scratch: Tensor, work: Tensor) -> None:
-    """Adds or copies what has arrived."""
-    assert message.packed is not None
-    at = message.packed[0]
-    for start, stop in message.spans:
-        arrived = scratch[at : at + stop - start]
-        if message.reduce:
-            work[start:stop].add_(arrived)
-        else:
-            work[start:stop].copy_(arrived)
-        at += stop - start
+                at = message.packed[0] if message.packed else 0
+                for start, stop in message.spans if message.packed else ():
+                    arrived, at = scratch[at : at + stop - start], at + stop - start
+                    if message.reduce:
+                        work[start:stop].add_(arrived)
+                    else:
+                        work[start:stop].copy_(arrived)
 
 
 class Summation:
@@ -178,14 +170,12 @@ class Summation:
 
     def start(self, x: Tensor, purpose: str = "") -> Started:
         """Starts the sum of every rank's x (contiguous), in place. purpose: see `Axis`."""
-        run, axis = (
-            self._executor(x.numel(), x.dtype),
-            self.axis.for_purpose(purpose) if purpose else self.axis,
-        )
+        axis = self.axis.for_purpose(purpose) if purpose else self.axis
+        run = self._executor(x.numel(), x.dtype)
         if run is None:
             return axis.start_all_reduce(x)
         run.reserve(x.numel(), x.dtype)
-        operation, watch = f"all_reduce by {run.collective.algorithm}", watched.now
+        operation, watch = f"all_reduce by {run.collective.algorithm}", progress.watch
         started, began = Started.here(axis, operation, x), watch.clock() if watch else 0.0
         started.work = self._beside.start(partial(run, x), x)
         if watch:
@@ -218,30 +208,24 @@ class Beside:
         if dist.get_backend(self.axis.group) == "fake":  # a trace, which sees what this thread does
             run()
             return None
-        return self._on_stream(run, read) if self.axis.device.type == "cuda" else self._on_thread(run)
-
-    def _on_thread(self, run: Callable[[], object]) -> Work:
+        if self.axis.device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(self.axis.device)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                run()
+            for x in read:
+                x.record_stream(self._stream)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            return Handle(lambda: torch.cuda.current_stream().wait_event(event))
         if self._queue is None:
             self._queue = SimpleQueue()
-            threading.Thread(
-                target=_work, args=(self._queue,), name=f"sums {self.axis.name}", daemon=True
-            ).start()
+            name = f"sums {self.axis.name}"
+            threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True).start()
             weakref.finalize(self, self._queue.put, None)
         done = Future[None]()
         self._queue.put((run, done))
         return Handle(done.result)
-
-    def _on_stream(self, run: Callable[[], object], read: Sequence[Tensor]) -> Work:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.axis.device)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()
-        for x in read:
-            x.record_stream(self._stream)
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        return Handle(lambda: torch.cuda.current_stream().wait_event(done))
 
 
 def agreed(local: int, best: Best, axis: Axis) -> tuple[int, Best]:

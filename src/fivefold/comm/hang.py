@@ -122,12 +122,17 @@ class Judge:
 
     def verdict(self) -> Verdict | None:
         """None: nobody is missing, or the missing one still does something."""
-        waits, still = self.rank in self.waits, self._still()
-        if not waits and self.ahead:
-            self.waits[self.rank] = Wait("step")
-        ends, waiting = self._follow()
-        if not waits:
-            ends = self._first(ends or still) if self.ahead else still
+        if self.rank in self.waits:
+            ends, waiting = self._follow()
+        else:
+            # the ranks that wait for nobody, work on nothing apart, and get nothing done
+            idle = [rank for rank, post in self.posts.items() if post.wait is None and not post.phase]
+            ends = [rank for rank in idle if self._excuse(rank) is not None]
+            if self.ahead:
+                self.waits[self.rank] = Wait("step")
+            followed, waiting = self._follow()
+            if self.ahead:
+                ends = self._first(followed or ends)
         return self._named(ends, waiting) if ends else self._nobody(waiting)
 
     def overseen(self, ranks: Iterable[int]) -> Verdict | None:
@@ -170,20 +175,19 @@ class Judge:
         others = self._others({rank: wait for rank, wait in waiting.items() if rank not in missing})
         return Verdict(missing, f"{'; '.join(texts)}. {others}".strip(". "))
 
-    def _still(self) -> list[int]:
-        """The ranks that wait for nobody, work on nothing apart, and get nothing done."""
-        idle = [rank for rank, post in self.posts.items() if post.wait is None and not post.phase]
-        return [rank for rank in idle if self._excuse(rank) is not None]
-
     def _first(self, ranks: list[int]) -> list[int]:
         """Those of these ranks that have begun no more messages than others of them."""
-        begun = {rank: post.begun for rank, post in self.posts.items()}
-
-        def is_behind(rank: int, other: int) -> bool:
-            theirs = begun.get(rank, {})
-            return any(theirs.get(group, number) < number for group, number in begun.get(other, {}).items())
-
-        return [r for r in ranks if not any(is_behind(other, r) for other in ranks)] or ranks
+        begun = {rank: self.posts[rank].begun if rank in self.posts else {} for rank in ranks}
+        first = [
+            rank
+            for rank, own in begun.items()
+            if not any(
+                theirs.get(group, number) < number
+                for theirs in begun.values()
+                for group, number in own.items()
+            )
+        ]
+        return first or ranks
 
     def _is_lost(self, rank: int) -> bool:
         """True if another host is lost: nothing is heard of any of its ranks. A rank alone may only be held up, by
@@ -221,8 +225,17 @@ class Judge:
         """The ranks that a rank waits for. Where all have begun a collective, those that are silent."""
         if wait.peers:
             return [*dict.fromkeys(wait.peers)]  # one rank may send several
-        others, own = [other for other in (wait.ranks or self.seen) if other != rank], self.posts[rank]
-        behind = [r for r in others if r not in self.posts or not _has_begun(self.posts[r], wait, own)]
+        # they have begun what it waits for: a collective, or all that is before it on the device
+        begun = {wait.group: wait.number} if wait.axis else self.posts[rank].begun
+        others = [other for other in (wait.ranks or self.seen) if other != rank]
+        behind = [
+            other
+            for other in others
+            if (post := self.posts.get(other)) is None
+            or any(
+                post.begun.get(group, 0 if wait.axis else number) < number for group, number in begun.items()
+            )
+        ]
         return behind or [other for other in others if self.seen[other].silent_s >= self.silence_s]
 
     def _excuse(self, rank: int) -> str | None:
@@ -283,13 +296,6 @@ class Judge:
         who = numbers(rank for rank, wait in waiting.items() if wait and (wait.group, wait.number) == place)
         verb = "wait" if who.startswith("ranks") else "waits"
         return f"{who[:1].upper()}{who[1:]} {verb} in {own}"
-
-
-def _has_begun(theirs: Post, wait: Wait, own: Post) -> bool:
-    """True if a rank has begun what another one waits for: a collective, or all that is before it on the device."""
-    if wait.axis:
-        return theirs.begun.get(wait.group, 0) >= wait.number
-    return all(theirs.begun.get(group, number) >= number for group, number in own.begun.items())
 
 
 def numbers(ranks: Iterable[int]) -> str:

@@ -125,23 +125,20 @@ class Membership:
         self.members: tuple[int, ...] = ()  # whom site 0 waits for
         self._new: set[int] = set()  # those of them that have no common state yet
         self._tokens: dict[int, str] = {}  # the starts of sites that site 0 has answered
-        self.store = self._connect()
         self.address = launchers.own_address(seat.host)
-
-    def _connect(self) -> Sealed:
-        serves = self.hosts and self.leads
-        seat, wait_s = self.seat, min(60.0, self.waits.timeout) if self.hosts else self.waits.patience
-        where, wait = (seat.host, seat.port), timedelta(seconds=wait_s)
+        where, serves = (seat.host, seat.port), self.hosts and self.leads
+        wait_s = min(60.0, self.waits.timeout) if self.hosts else self.waits.patience
         try:  # it serves at this address only
             alone = seat.host in LOOPBACK
             at = launchers.listening(*where, alone) if serves else launchers.wait_for(*where, wait_s)
+            wait = timedelta(seconds=wait_s)
             store = dist.TCPStore(*where, None, serves, wait, wait_for_workers=False, master_listen_fd=at)
         except RuntimeError as error:
-            said = str(error).splitlines()[0][:200]
             kind, why = (UserError, "cannot serve the others") if serves else (BusyError, "finds no site 0")
-            raise kind(f"site {seat.site} {why} at {seat}: {said}") from None
+            text = str(error).splitlines()[0][:200]
+            raise kind(f"site {seat.site} {why} at {seat}: {text}") from None
         store.set_timeout(timedelta(seconds=self.waits.timeout))
-        return sealed(store)
+        self.store = Sealed(store)
 
     def come(self, step: int, digest: str) -> Meeting:
         """Asks to join, after inner step `step`, with a common state of this digest. Returns the first meeting: sites
@@ -150,13 +147,22 @@ class Membership:
         Raises:
             UserError: this site does not train the same as site 0.
         """
-        token, site = self._token(), self.seat.site
+        number = torch.tensor(secrets.randbits(62), device=self.inside.device)  # of this start, on all ranks
+        token, site = f"{int(self.inside.broadcast(number, 0)):x}", self.seat.site
         if self.leads:
             self._ask(self.store.delete_key, f"left/{site}")
             wish = {"site": site, "token": token, "step": step, "digest": digest, "said": self.said}
             self._set(f"come/{site}", at=None, **wish)
-            if self.hosts:
-                self._gather_first()
+            if self.hosts:  # waits for all sites to start; those whose state differs from site 0's get it
+                wishes = {
+                    site: self._read(f"come/{site}") for site in self._present("come", range(self.sites))
+                }
+                wishes = {site: wish for site, wish in wishes.items() if self._fits(wish)}
+                state = [wishes[0]["step"], wishes[0]["digest"]]
+                new = [site for site, wish in wishes.items() if [wish["step"], wish["digest"]] != state]
+                self.members, self._new = tuple(wishes), {*new}
+                for other, wish in wishes.items():
+                    self._seat(other, wish, Meeting(wishes[0]["step"], True, 0, self.members, tuple(new)))
         return self._meeting(f"seat/{site}", math.inf, lambda found: found["token"] == token)
 
     def meet(self, step: int, attempt: int = 0) -> Meeting:
@@ -221,17 +227,6 @@ class Membership:
 
     # On site 0's first rank
 
-    def _gather_first(self) -> None:
-        """Waits for all sites to start. Those whose state differs from site 0's get it."""
-        found = self._present("come", range(self.sites))
-        wishes = {site: self._read(f"come/{site}") for site in found}
-        own = wishes[0]
-        fitting = [site for site in found if self._fits(wishes[site])]
-        new = [site for site in fitting if any(wishes[site][key] != own[key] for key in ("step", "digest"))]
-        self.members, self._new = tuple(fitting), {*new}
-        for site in fitting:
-            self._seat(site, wishes[site], Meeting(own["step"], True, 0, self.members, tuple(new)))
-
     def _gather(self, step: int, attempt: int) -> None:
         """Waits for the members, and adds the sites that ask to join."""
         present = self._present("here", self.members, [step, attempt])
@@ -294,11 +289,6 @@ class Membership:
         ranks = [f"/{rank}" for rank in range(self.inside.size)] if kind == "vote" else [""]
         return [f"{kind}/{site}{rank}" for rank in ranks]
 
-    def _token(self) -> str:
-        """A name for this start of the site, the same on all of its ranks."""
-        number = torch.tensor(secrets.randbits(62), device=self.inside.device)
-        return f"{int(self.inside.broadcast(number, 0)):x}"
-
     def _meeting(self, key: str, wait_s: float, fits: Fits) -> Meeting:
         found = self._get(key, wait_s, fits)
         if "refused" in found:
@@ -347,30 +337,24 @@ LEAST = 16
 """Characters of a secret."""
 
 
-def sealed(store: dist.Store) -> Sealed:
-    """The store, sealed with the secret of the environment. Without one, values carry no code.
-
-    Raises:
-        UserError: the secret is short.
-    """
-    secret = os.environ.get(SECRET, "")
-    if 0 < len(secret) < LEAST:
-        raise UserError(
-            f"the environment variable {SECRET} has {len(secret)} characters; use at least {LEAST}"
-        )
-    return Sealed(store, secret.encode("utf-8", "surrogateescape"))
-
-
 class Sealed(dist.Store):
-    """A store whose values only those can write who know a secret.
+    """A store whose values only those can write who know the secret of the environment. Without one, values carry no
+    code.
 
     PyTorch's stores believe everybody who reaches them. Here every value carries a code of its key and content (HMAC,
     RFC 2104). Others can still read values, remove keys, or keep the store busy. The store also knows which keys were
     written through it, gloo's too, so that they can be removed."""
 
-    def __init__(self, store: dist.Store, secret: bytes):
+    def __init__(self, store: dist.Store):
+        """Raises UserError if the secret is short."""
         super().__init__()
-        self.store, self.secret, self.written = store, secret, set[str]()
+        secret = os.environ.get(SECRET, "")
+        if 0 < len(secret) < LEAST:
+            raise UserError(
+                f"the environment variable {SECRET} has {len(secret)} characters; use at least {LEAST}"
+            )
+        self.store, self.secret = store, secret.encode("utf-8", "surrogateescape")
+        self.written = set[str]()
 
     def set(self, key: str, value: str | bytes) -> None:
         self.written.add(key)

@@ -4,9 +4,9 @@ its names in the trace of PyTorch's profiler (`observe.profile_steps`).
 Only memory of this process is written: two attributes and a dict per message, about half a microsecond. The watchdog's
 thread reads them once a second.
 
-`watched.now` is a `Watch` while a step is measured (step/recorder.py), otherwise None: then each message costs one look
-at it. It notes when messages begin and end, and when the step waits for them. Only messages that begin on the watched
-thread are noted. (Rounds of a sum that another thread drives are part of that sum.)
+`progress.watch` is a `Watch` while a step is measured (step/recorder.py), otherwise None: then each message costs one
+look at it. It notes when messages begin and end, and when the step waits for them. Only messages that begin on the
+watched thread are noted. (Rounds of a sum that another thread drives are part of that sum.)
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ class Window:
 class Progress:
     """Notes of one process. moved: grows with everything that gets done. main: the thread that trains. usual_s: seconds
     of a usual step. role: what this rank is called beside its number. serving: other threads whose work ranks wait for.
-    overseen: ranks that this one watches though it need not wait for them."""
+    overseen: ranks that this one watches though it need not wait for them. profiling: a profiler records this process.
+    watch: of the step that is measured."""
 
     def __init__(self) -> None:
-        self.moved, self.groups = 0, dict[str, Ops]()
+        self.moved, self.groups, self.profiling = 0, dict[str, Ops](), False
+        self.watch: Watch | None = None
         # share of the time that the network held up messages, and to whom (`watchdog.Sending`)
         self.sending: tuple[float, int] = 0.0, 0
         self.start()
@@ -153,10 +155,6 @@ class Progress:
         """This thread, which serves, has nothing to do inside the block."""
         return self.waits_in((None, "rest", None, 0, (), None))
 
-    def at_work(self) -> int | None:
-        """A thread that serves and does something now; None: all of them wait."""
-        return next((thread for thread in self.serving.copy() if thread not in self.waits), None)
-
     def mark(self) -> None:
         """Something got done that is no message."""
         self.moved += 1
@@ -218,18 +216,6 @@ progress = Progress()
 """Of this process."""
 
 
-def in_group(waiting: Waiting) -> dict[str, Any]:
-    """The facts of a wait over an axis, as plain data."""
-    axis, operation, ops, number, peers, began = waiting
-    if axis is None:
-        return {"operation": operation}
-    return {
-        "operation": operation, "axis": axis.name, "purpose": axis.purpose, "ranks": list(axis.ranks),
-        "group": ops.group if ops else axis.name, "number": number, "peers": [axis.ranks[i] for i in peers],
-        "began": str(began) if began else "",
-    }  # fmt: skip
-
-
 ROOM = str(Path(__file__).parent)
 PACKAGE = Path(__file__).parents[1]
 BACKENDS = ("gloo", "nccl", "timed out", "timeout", "connection", "peer", "socket")
@@ -279,23 +265,17 @@ def verdict(
     return f"{what}, at {place}, {said}. The backend said: {backend_words(error)}"
 
 
-class _Profiling:
-    now = False
-
-
-profiling = _Profiling()
-"""`now` is True while a profiler records this process."""
 _OFF = nullcontext()
 
 
 def span(*words: object) -> AbstractContextManager[object]:
     """Inside the block, the profiler's trace has a range with this name. It costs one look while none records."""
-    return record_function(" ".join(map(str, words))) if profiling.now else _OFF
+    return record_function(" ".join(map(str, words))) if progress.profiling else _OFF
 
 
 def message(operation: str, axis: Label, wait: bool = False) -> AbstractContextManager[object]:
     """The range of a message: of its start, or of a wait for it."""
-    if not profiling.now:
+    if not progress.profiling:
         return _OFF
     begin, purpose = "wait for " * wait, f", {axis.purpose}" * bool(axis.purpose)
     return record_function(f"{begin}{operation} over {axis.name}{purpose}")
@@ -318,13 +298,6 @@ class Handle:
         self.wait = wait
 
 
-class _Watched:
-    now: Watch | None = None
-
-
-watched = _Watched()
-
-
 class Watch:
     """The messages and waits of this thread, in seconds since `began`. Messages are named by their operation, what they
     are for (`Axis.purpose`), and what the rank computes when they begin (`during`)."""
@@ -336,54 +309,34 @@ class Watch:
     def clock(self) -> float:
         return perf_counter() - self.began
 
-    @property
-    def here(self) -> bool:
-        return get_ident() == self.thread
-
     def follow(self, axis: Label, operation: str, work: Work | None, began: float) -> Work | None:
-        """Wraps what a started message is waited for by. A thread waits for it, too, and notes its end."""
-        if work is None or not self.here:
+        """Wraps what a started message is waited for by. A thread waits for it and notes its end: some of gloo's can be
+        waited for only once, so whoever else waits does so for the thread."""
+        if work is None or get_ident() != self.thread:
             return work
         what = axis.purpose.removeprefix(f"{UNIT} ") or self.during
-        self.spans.append(
-            Span(axis.name, MESSAGE, f"{operation}, {what}" if what else operation, began, -1.0)
-        )
-        return _Followed(self, work, len(self.spans) - 1)
+        name, number, done = f"{operation}, {what}" if what else operation, len(self.spans), Future[None]()
+        self.spans.append(Span(axis.name, MESSAGE, name, began, -1.0))
 
-    def end(self, number: int) -> None:
-        """A message has ended."""
-        self.spans[number] = self.spans[number].until(self.clock())
+        def run() -> None:
+            failed: BaseException | None = None
+            try:
+                work.wait()
+            except BaseException as error:
+                failed = error
+            self.spans[number] = self.spans[number].until(self.clock())
+            done.set_result(None) if failed is None else done.set_exception(failed)
 
-    def wait(self, number: int, began: float) -> None:
-        """The rank has waited for a message since `began`."""
-        if self.here:
-            self.spans.append(Span(COMPUTE, WAIT, self.spans[number].name, began, self.clock()))
+        def wait() -> None:
+            since = self.clock()
+            done.result()
+            if get_ident() == self.thread:
+                self.spans.append(Span(COMPUTE, WAIT, name, since, self.clock()))
+
+        threading.Thread(target=run, daemon=True).start()
+        return Handle(wait)
 
     def close(self) -> list[Span]:
         """All spans. Messages that are still under way end now."""
         now = self.clock()
         return [span if span.end >= 0 else span.until(now) for span in self.spans]
-
-
-class _Followed:
-    """A message that a thread of its own waits for. Some of gloo's can be waited for only once, so whoever else waits
-    does so for the thread."""
-
-    def __init__(self, watch: Watch, work: Work, number: int):
-        self.watch, self.number, self.done = watch, number, Future[None]()
-        threading.Thread(target=self._run, args=(work,), daemon=True).start()
-
-    def _run(self, work: Work) -> None:
-        try:
-            work.wait()
-        except BaseException as error:
-            self.watch.end(self.number)
-            self.done.set_exception(error)
-        else:
-            self.watch.end(self.number)
-            self.done.set_result(None)
-
-    def wait(self) -> None:
-        began = self.watch.clock()
-        self.done.result()
-        self.watch.wait(self.number, began)

@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fivefold.comm.hang import STEPS, Judge, Post, Seen, Verdict, Wait
-from fivefold.comm.progress import in_group, progress
+from fivefold.comm.progress import progress
 from fivefold.errors import printable
 from fivefold.files import make_folder, remove, write_atomically
 from fivefold.host import machine_id
@@ -172,20 +173,16 @@ def watching(ranks: Ranks, hang_s: float, traces: Path) -> Iterator[None]:
     if not hang_s:
         yield
         return
-    watchdog = Watchdog(ranks, hang_s, traces, board_of(ranks, hang_s)).start()
+    board: Board | None = None  # where these ranks post; one rank has no other
+    if ranks.world > 1 and (path := os.environ.get(STORE_FILE)):
+        board = Files(Path(f"{path}.ranks"), ranks.rank, min(TICK_S, hang_s / TICKS))
+    elif ranks.world > 1:
+        board = Store(default_store(), ranks.rank, hang_s / ROUNDS)
+    watchdog = Watchdog(ranks, hang_s, traces, board).start()
     try:
         yield
     finally:
         watchdog.close()
-
-
-def board_of(ranks: Ranks, hang_s: float) -> Board | None:
-    """Where these ranks post; None for one rank."""
-    if ranks.world == 1:
-        return None
-    if path := os.environ.get(STORE_FILE):
-        return Files(Path(f"{path}.ranks"), ranks.rank, min(TICK_S, hang_s / TICKS))
-    return Store(default_store(), ranks.rank, hang_s / ROUNDS)
 
 
 class Watchdog:
@@ -205,9 +202,12 @@ class Watchdog:
         faulthandler.register(_SIGNAL, self._stack, all_threads=True)
         self._bell, self._wake = socket.socketpair()
         self._bell.settimeout(self.tick_s)  # it waits by poll(), which takes any number of open files
-        self._blind = False
-        self._before = _ring(self._wake)
-        self._sending = Sending()
+        self._wake.setblocking(False)
+        self._blind, self._before, self._sending = False, -1, Sending()
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # only it can have signals ring at the socket
+            self._before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self.cpu_s = 0.0
         """Processor seconds of the thread."""
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -295,15 +295,23 @@ class Watchdog:
 
     def _post(self) -> Post:
         phase, patience = [("", 1.0), *progress.phases][-1]
-        working = progress.at_work()  # beside the thread that trains
-        waiting, at, wait = progress.waits.get(progress.main), progress.places(), None
-        if waiting is not None and working is not None:
-            waiting, at = None, progress.places(working)
-        if waiting is not None:
+        waiting, working, wait = progress.waits.get(progress.main), None, None
+        if waiting is not None:  # perhaps a thread that serves others does something now
+            working = next(
+                (thread for thread in progress.serving.copy() if thread not in progress.waits), None
+            )
+        at = progress.places(working)
+        if waiting is not None and working is None:
             own = [number for number, place in enumerate(at) if place.startswith("fivefold/comm/")]
             callers = at[own[-1] + 1 :] if own else at
             callers = [place for place in callers if place.startswith("fivefold/")] or callers
-            wait = Wait(**{**in_group(waiting), "at": callers[0].split(" in ")[0] if callers else ""})
+            axis, operation, ops, number, peers, began = waiting
+            wait = Wait(operation, at=callers[0].split(" in ")[0] if callers else "")
+            if axis is not None:
+                wait = replace(
+                    wait, axis=axis.name, purpose=axis.purpose, ranks=axis.ranks, group=ops.group if ops else axis.name,
+                    number=number, peers=tuple(axis.ranks[i] for i in peers), began=str(began) if began else "",
+                )  # fmt: skip
         begun = {name: ops.begun for name, ops in progress.groups.copy().items()}
         return Post(
             self.ranks.rank, self.host, os.getpid(), self._beat, progress.step, phase, patience, self._still_s, wait,
@@ -370,15 +378,6 @@ class Watchdog:
         return path
 
 
-def _ring(wake: socket.socket) -> int:
-    """Has signals ring at the socket; returns the descriptor where they did before. Only the main thread can ask for
-    that."""
-    wake.setblocking(False)
-    if threading.current_thread() is not threading.main_thread():
-        return -1
-    return signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-
-
 _TCP_INFO, _SIZE = 11, 192
 _TIMES = struct.Struct("168x3Q")  # microseconds: busy_time, rwnd_limited, sndbuf_limited
 _ADDRESS = 16  # bytes of a sockaddr_in
@@ -411,12 +410,8 @@ class Sending:
                 self._before[file] = busy - unread - unsent
                 if (since := self._before[file] - before.get(file, self._before[file])) > most:
                     most, busiest = since, file
-        return 1e-6 * most, self._peer(busiest) if most else 0
-
-    def _peer(self, file: int) -> int:
-        assert self._libc is not None
         self._length.value = _ADDRESS
-        if self._libc.getpeername(file, self._info, ctypes.byref(self._length)):
-            return 0
+        if not most or self._libc.getpeername(busiest, self._info, ctypes.byref(self._length)):
+            return 1e-6 * most, 0
         family, _, address = struct.unpack("=HHI", self._info.raw[:8])
-        return socket.ntohl(address) if family == socket.AF_INET else 0
+        return 1e-6 * most, socket.ntohl(address) if family == socket.AF_INET else 0

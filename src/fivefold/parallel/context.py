@@ -28,7 +28,6 @@ from torch.autograd.function import once_differentiable
 from fivefold.comm import Axis, Started
 from fivefold.kernels.blockwise_attention import Documents, Tile, qkv_attention
 from fivefold.kernels.partial_attention import (
-    Queries,
     attend,
     attend_backward,
     merge,
@@ -135,6 +134,10 @@ class RingAttention(AttentionCore):
 
 
 class _Ring(Function):
+    """Keys and values travel in backward as in forward. The gradient for another rank's keys goes straight to their
+    owner, in the compute dtype, and is summed there in fp32. That sends fewer bytes than fp32 sums that travel with the
+    keys, and each term is rounded once."""
+
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor | None, sin: Tensor | None,
@@ -145,16 +148,16 @@ class _Ring(Function):
         late = q[:, :, half:].contiguous() if _some_late(axis, causal) else q
         out = lse = q  # placeholders until the first turn sets them
         for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal)):
-            some = None if tiles is None else tiles[number]
+            present = None if tiles is None else tiles[number]
             if turn.owner == axis.index:
-                out, lse = attend(q, k, v, causal, some)
+                out, lse = attend(q, k, v, causal, present)
                 out = out.float()
-            elif some == []:
+            elif present == []:
                 continue  # of other documents only
             elif turn.late:
-                merge(out[:, :, half:], lse[:, :, half:], *attend(late, k, v, False, some))
+                merge(out[:, :, half:], lse[:, :, half:], *attend(late, k, v, False, present))
             else:
-                merge(out, lse, *attend(q, k, v, False, some))
+                merge(out, lse, *attend(q, k, v, False, present))
         out = out.to(q.dtype).transpose(1, 2).flatten(2)  # (B, t, H d), which the next layer keeps anyway
         ctx.save_for_backward(q, kv, out, lse, cos, sin)
         ctx.causal, ctx.axis, ctx.tiles = causal, axis, tiles
@@ -165,38 +168,26 @@ class _Ring(Function):
     def backward(ctx: Any, *grads: Tensor):
         q, kv, out, lse, cos, sin = ctx.saved_tensors
         out, dout = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).contiguous() for x in (out, grads[0]))
-        dq, dkv = _ring_gradients(queries(q, dout, out, lse), kv, ctx.causal, ctx.axis, ctx.tiles)
+        (B, K, t, d), half, axis, tiles = kv.shape[1:], kv.shape[3] // 2, ctx.axis, ctx.tiles
+        rows = queries(q, dout, out, lse)
+        late = rows.late(half) if _some_late(axis, ctx.causal) else rows
+        dq = dkv = kv  # placeholders until the first turn sets them
+        coming_home: list[Started] = []
+        for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, ctx.causal)):
+            present = None if tiles is None else tiles[number]
+            if turn.owner == axis.index:
+                dq, dk, dv = attend_backward(rows, k, v, ctx.causal, present)
+                dq, dkv = dq.float(), torch.stack((dk, dv)).float()
+                continue
+            part, dk, dv = attend_backward(late if turn.late else rows, k, v, False, present)
+            (dq[:, :, half:] if turn.late else dq).add_(part)
+            leaving = torch.stack((dk, dv)).to(kv.dtype)
+            arriving = kv.new_empty(2, B, K, int(t * turn.comes_home), d)
+            started = axis.start_exchange(leaving, turn.owner, arriving, turn.visited)
+            _add_arrived(dkv, coming_home)  # from the previous turn
+            coming_home.append(started)
+        _add_arrived(dkv, coming_home)
         return split_heads_backward(dq.to(q.dtype), dkv.to(q.dtype), cos, sin), *[None] * 7
-
-
-def _ring_gradients(
-    rows: Queries, kv: Tensor, causal: bool, axis: Axis, tiles: list[list[Tile]] | None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of this rank's queries (B, H, t, d), and of its keys and values (2, B, K, t, d), in fp32.
-
-    Keys and values travel as in forward. The gradient for another rank's keys goes straight to their owner, in the
-    compute dtype, and is summed there in fp32. That sends fewer bytes than fp32 sums that travel with the keys, and
-    each term is rounded once.
-    """
-    (B, K, t, d), half = kv.shape[1:], kv.shape[3] // 2
-    late = rows.late(half) if _some_late(axis, causal) else rows
-    dq = dkv = kv  # placeholders until the first turn sets them
-    coming_home: list[Started] = []
-    for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal)):
-        some = None if tiles is None else tiles[number]
-        if turn.owner == axis.index:
-            dq, dk, dv = attend_backward(rows, k, v, causal, some)
-            dq, dkv = dq.float(), torch.stack((dk, dv)).float()
-            continue
-        part, dk, dv = attend_backward(late if turn.late else rows, k, v, False, some)
-        (dq[:, :, half:] if turn.late else dq).add_(part)
-        leaving = torch.stack((dk, dv)).to(kv.dtype)
-        arriving = kv.new_empty(2, B, K, int(t * turn.comes_home), d)
-        started = axis.start_exchange(leaving, turn.owner, arriving, turn.visited)
-        _add_arrived(dkv, coming_home)  # from the previous turn
-        coming_home.append(started)
-    _add_arrived(dkv, coming_home)
-    return dq, dkv
 
 
 def _add_arrived(dkv: Tensor, coming_home: list[Started]) -> None:
@@ -228,7 +219,16 @@ class Ulysses(AttentionCore):
         out = qkv_attention(
             whole, self.heads // c, self.kv_heads // c, None, None, self.causal, self.recompute, documents
         )
-        return _whole_heads(out, self.axis)
+
+        def forward(x: Tensor) -> Tensor:  # (B, T, H/c d) -> all heads of this rank's tokens (B, t, H d)
+            leaving = x.unflatten(1, (c, -1)).transpose(0, 1).contiguous()  # (c, B, t, H/c d)
+            return self.axis.run(HEADS, leaving).permute(1, 2, 0, 3).flatten(2)
+
+        def backward(dx: Tensor) -> Tensor:
+            leaving = dx.unflatten(2, (c, -1)).permute(2, 0, 1, 3).contiguous()
+            return self.axis.run(HEADS, leaving, backward=True).transpose(0, 1).flatten(1, 2)
+
+        return sent(forward, backward, out)
 
 
 class _WholeSequence(Function):
@@ -262,17 +262,3 @@ class _WholeSequence(Function):
         )  # (c, B, heads, t, d)
         dq, dk, dv = (x.transpose(0, 1).flatten(1, 2) for x in arrived.split(ctx.sections, dim=2))
         return split_heads_backward(dq, torch.stack((dk, dv)), cos, sin), *[None] * 5
-
-
-def _whole_heads(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's heads of all tokens (B, T, H/c d) -> all heads of this rank's tokens (B, t, H d)."""
-
-    def forward(x: Tensor) -> Tensor:
-        leaving = x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()  # (c, B, t, H/c d)
-        return axis.run(HEADS, leaving).permute(1, 2, 0, 3).flatten(2)
-
-    def backward(dx: Tensor) -> Tensor:
-        leaving = dx.unflatten(2, (axis.size, -1)).permute(2, 0, 1, 3).contiguous()
-        return axis.run(HEADS, leaving, backward=True).transpose(0, 1).flatten(1, 2)
-
-    return sent(forward, backward, x)

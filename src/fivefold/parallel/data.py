@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -252,11 +253,10 @@ class GradientSum:
             self._start()
         under_way, self._started = self._started, []
         while under_way:  # the next message of each bucket, in the same order on all ranks
-            under_way = [
-                (messages, started)
-                for messages, last in under_way
-                if (started := _next(messages, last)) is not None
-            ]
+            bucket_messages, under_way = under_way, []
+            for messages, started in bucket_messages:
+                with suppress(StopIteration):
+                    under_way.append((messages, messages.send(started())))
         self._syncing = False
 
     def kept(self) -> list[Tensor]:
@@ -283,11 +283,3 @@ class GradientSum:
         sent = yield self.sums.start(part.to(self.reduce), f"bucket {number}")
         if sent.dtype != part.dtype:
             part.copy_(sent)
-
-
-def _next(messages: Messages, last: Started) -> Started | None:
-    """The message after `last`, started; None if there is no other."""
-    try:
-        return messages.send(last())
-    except StopIteration:
-        return None

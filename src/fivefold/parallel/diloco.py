@@ -166,7 +166,10 @@ class Outer:
         late gets the common weights and the outer optimizer's states, and takes part in the others' next outer step.
         Returns the step after which it trains."""
         self.membership = membership
-        meeting = membership.come(step, self._digest())
+        digest = hashlib.sha256()  # of the common weights and the outer optimizer's states
+        for tensor in (*self.weights.values(), *self.states().values()):
+            digest.update(tensor.cpu().contiguous().numpy().data)
+        meeting = membership.come(step, digest.hexdigest())
         due = () if meeting.first else self.sites.due(meeting.step, last)
         flats = {names: torch.zeros_like(flat) for names, flat in self._flats(due).items()}
         self._hold(meeting, due, flats)
@@ -191,7 +194,12 @@ class Outer:
                     break
                 meeting = membership.again(meeting)
         if membership.seat.site in meeting.new:
-            self._take(state)
+            for updater in self.updaters.values():
+                updater.clear()
+            self.load({name: tensor for name, tensor in state.items() if name not in self.weights})
+            for name, weight in self.weights.items():
+                weight.copy_(state[name])
+                self.masters[name].copy_(weight)
         for fragment in due:
             names = [name for some in self.messages[fragment] for name in some]
             self.under_way[fragment] = lambda names=names: {name: means[name] for name in names}
@@ -215,22 +223,6 @@ class Outer:
             own = mine[name] if gives else torch.empty_like(like)
             found[name] = axis.broadcast(own.to(axis.device, copy=True), source) if own.numel() else own
         return found
-
-    def _take(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what the others handed over."""
-        for updater in self.updaters.values():
-            updater.clear()
-        self.load({name: tensor for name, tensor in state.items() if name not in self.weights})
-        for name, weight in self.weights.items():
-            weight.copy_(state[name])
-            self.masters[name].copy_(weight)
-
-    def _digest(self) -> str:
-        """A hash of the common weights and the outer optimizer's states."""
-        found = hashlib.sha256()
-        for tensor in (*self.weights.values(), *self.states().values()):
-            found.update(tensor.cpu().contiguous().numpy().data)
-        return found.hexdigest()
 
     def prime(self) -> None:
         """Creates the outer optimizer's states, as the first outer steps do."""

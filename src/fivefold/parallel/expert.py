@@ -145,7 +145,9 @@ class Turns:
         """Lets the other computation run until it gives way or ends. Raises CancelledError if it fails."""
         me = self._running
         if me is not None:
-            self._hand_over(me)
+            self._count(me)
+            self._running = 1 - me
+            self._gates[1 - me].release()
             self._gates[me].acquire()
         if self._error is not None:
             raise CancelledError
@@ -163,11 +165,6 @@ class Turns:
         if self._running is not None:  # the other one has not ended
             self._running = None
             self._gates[1 - me].release()
-
-    def _hand_over(self, me: int) -> None:
-        self._count(me)
-        self._running = 1 - me
-        self._gates[1 - me].release()
 
     def _count(self, me: int) -> None:
         now = time.perf_counter()
@@ -219,7 +216,9 @@ class Balance:
     """The load of the experts, summed over all ranks once per step.
 
     A step is: start_step, forward and backward of the microbatches, finish. Then `figures` is valid, and `update` moves
-    the routers' biases if the recipe balances by them.
+    the routers' biases if the recipe balances by them. The figures are scalars on the device. expert_load_max,
+    expert_load_min: tokens of the most and the least used expert of any block, relative to an even split.
+    dropped_share: share of slots that were dropped. aux_loss, z_loss: mean terms, unweighted.
     """
 
     def __init__(self, stages: Iterable[LanguageModel], mesh: Mesh, model: ModelSection):
@@ -250,15 +249,9 @@ class Balance:
                 if mixture.stats.sums is not None:
                     self.sums[self.rows[number]] = mixture.stats.sums
         mesh.axis("all").all_reduce(self.sums)
-        self.figures = self._figures()
-
-    def _figures(self) -> dict[str, Tensor]:
-        """Scalars on the device. expert_load_max, expert_load_min: tokens of the most and the least used expert of any
-        block, relative to an even split. dropped_share: share of slots that were dropped. aux_loss, z_loss: mean terms,
-        unweighted."""
         slots, (dropped, aux, z, passes) = self.sums[:, :-4], self.sums[:, -4:].sum(0).unbind()
         load = slots / slots.mean(1, keepdim=True).clamp(min=1)
-        return {
+        self.figures = {
             "expert_load_max": load.max(),
             "expert_load_min": load.min(),
             "dropped_share": dropped / slots.sum().clamp(min=1),

@@ -119,7 +119,3 @@ def as_tensor(note: Note) -> Tensor:
 def as_note(numbers: Tensor) -> Note:
     kind, first, second, step, *figures = numbers.tolist()
     return Note(Kind(int(kind)), int(first), int(second), int(step), tuple(figures))
-
-
-def as_bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

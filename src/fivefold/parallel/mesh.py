@@ -47,7 +47,12 @@ class Mesh:
         self.layout, self.device = on_nodes(own, ranks.local_world), ranks.device
         self.divided, self.in_step = own.divided, own.in_step
         self._ranks = ranks
-        self._check_nodes()
+        node, local = self.layout.ranks_per_node, ranks.local_world
+        if self.layout.zeropp != NONE and node and local % node:
+            raise UserError(
+                f"layout '{to_text(self.layout)}': ranks_per_node={node} must divide the {local} ranks on a node "
+                "of this run"
+            )
         index, self.rank = in_site(self.layout, ranks.rank)
         self.sites, self.apart = sites, site is not None
         self.site = site if site is not None else index if sites > 1 else 0
@@ -77,15 +82,6 @@ class Mesh:
         self._axes["run"] = self._axes["all"]
         if together:
             add("run", list(range(ranks.world)), ranks.rank)
-
-    def _check_nodes(self) -> None:
-        """Refuses nodes of ZeRO++ that reach beyond those of the run."""
-        node, local = self.layout.ranks_per_node, self._ranks.local_world
-        if self.layout.zeropp != NONE and node and local % node:
-            raise UserError(
-                f"layout '{to_text(self.layout)}': ranks_per_node={node} must divide the {local} ranks on a node "
-                "of this run"
-            )
 
     def axis(self, name: str) -> Axis:
         return self._axes[name]
@@ -129,12 +125,11 @@ class Mesh:
 
     def device_mesh(self, name: str) -> DeviceMesh:
         """The axis as a DeviceMesh of one dim, for FSDP2."""
-        if name not in self._device_meshes:
-            group = self._axes[name].group
+        group, made = self._axes[name].group, self._device_meshes
+        if name not in made:
             assert group is not None, f"one rank alone in {name}"
-            made = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
-            self._device_meshes[name] = made
-        return self._device_meshes[name]
+            made[name] = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
+        return made[name]
 
 
 def axis_between(

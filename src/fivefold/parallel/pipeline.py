@@ -113,7 +113,7 @@ class Pipeline:
         if self.recording:
             self.mesh.axis("pp").barrier()
         began = time.perf_counter()
-        run(self._training(len(microbatches)), schedule.pairs if self.turns and not watched() else {})
+        run(self._actions(len(microbatches)), schedule.pairs if self.turns and not watched() else {})
         if self.recording:
             self.recorded = schedule, _gather(run.events, began, schedule, self.mesh)
         losses = [loss * microbatches[index].weight for index, loss in run.losses.items()]
@@ -125,25 +125,19 @@ class Pipeline:
         stage."""
         run = _Run(self, microbatches, positions_T, 0.0, lambda microbatch, stage: None)
         if microbatches:
-            run(self._validation(len(microbatches)))
+            run(self._actions(len(microbatches), backward=False))
         return [loss for _, loss in sorted(run.losses.items())]
 
     @cache  # noqa: B019  a pipeline lives as long as its run
-    def _training(self, microbatches: int) -> list[Action]:
-        """This rank's computations and transfers."""
+    def _actions(self, microbatches: int, backward: bool = True) -> list[Action]:
+        """This rank's computations and transfers; of validation only the forwards."""
         schedule = self.schedule(microbatches)
-        check(schedule)
+        if backward:
+            check(schedule)
+        else:
+            rows = tuple(tuple(action for action in row if action.kind == "F") for row in schedule.rows)
+            schedule = Schedule(schedule.name, schedule.microbatches, schedule.rank_of, rows)
         return executed(schedule, self.in_order)[self.mesh.index("pp")]
-
-    @cache  # noqa: B019
-    def _validation(self, microbatches: int) -> list[Action]:
-        return executed(forwards(self.schedule(microbatches)), self.in_order)[self.mesh.index("pp")]
-
-
-def forwards(schedule: Schedule) -> Schedule:
-    """Keeps only the forwards of a schedule, for validation."""
-    rows = tuple(tuple(action for action in row if action.kind == "F") for row in schedule.rows)
-    return Schedule(schedule.name, schedule.microbatches, schedule.rank_of, rows)
 
 
 class _Run:
@@ -179,7 +173,15 @@ class _Run:
             "F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
             "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
         }  # fmt: skip
-        last = _last_gradients(actions, self.pipeline.replicas)
+        last: dict[
+            Action, list[Replica]
+        ] = {}  # the replicas that get their last gradients from a computation
+        seen = set[int]()
+        for action in reversed(actions):
+            if action.kind in ("B", "W"):
+                replicas = self.pipeline.replicas.get(action.stage, ())
+                last[action] = [replica for replica in replicas if id(replica) not in seen]
+                seen.update(map(id, replicas))
         ahead: Action | None = None
         for action in actions:
             for replica in last.get(action, ()):
@@ -201,7 +203,7 @@ class _Run:
         module, microbatch = self.pipeline.stages[stage], self.microbatches[index]
         tokens, targets = microbatch.inputs, microbatch.targets
         train = torch.is_grad_enabled()
-        x = tokens if stage == 0 else _take(self.inputs, key).requires_grad_(train)
+        x = tokens if stage == 0 else self._arrived(self.inputs, key).requires_grad_(train)
         positions_T = self.positions_T
         if positions_T is None:
             positions_T = torch.arange(tokens.shape[1], device=tokens.device)
@@ -232,7 +234,7 @@ class _Run:
         x, y = self.kept.pop(key)
         last = self.pipeline.stages[stage].last
         weighted = self.scale * self.microbatches[index].weight
-        gradient = torch.full_like(y, weighted) if last else _take(self.gradients, key)
+        gradient = torch.full_like(y, weighted) if last else self._arrived(self.gradients, key)
         if last and self.factor is not None:
             gradient *= self.factor
         backward = (
@@ -274,6 +276,11 @@ class _Run:
         while len(self.sends) > left:
             self.sends.popleft()()
 
+    def _arrived(self, arrivals: dict[Key, Arrival], key: Key) -> Tensor:
+        """Waits for the input of a computation, and returns it."""
+        arrival = arrivals.pop(key)
+        return arrival() if isinstance(arrival, Started) else arrival
+
     def _receive(self, action: Action) -> None:
         forward, tokens = action.kind == "RECV_F", self.microbatches[action.microbatch].inputs
         layout = self.mesh.layout
@@ -305,33 +312,13 @@ class _Run:
         return time.perf_counter()
 
 
-def _take(arrivals: dict[Key, Arrival], key: Key) -> Tensor:
-    """Waits for the input of a computation, and returns it."""
-    found = arrivals.pop(key)
-    return found() if isinstance(found, Started) else found
-
-
-def _last_gradients(
-    actions: Sequence[Action], replicas: Mapping[int, Sequence[Replica]]
-) -> dict[Action, list[Replica]]:
-    """For each computation, the replicas that get their last gradients from it."""
-    found: dict[Action, list[Replica]] = {}
-    seen: list[Replica] = []
-    for action in reversed(actions):
-        if action.kind in ("B", "W"):
-            new = [r for r in replicas.get(action.stage, ()) if not any(r is other for other in seen)]
-            seen += new
-            if new:
-                found[action] = new
-    return found
-
-
 def _gather(events: Sequence[Event], began: float, schedule: Schedule, mesh: Mesh) -> Timeline:
     """The events of all ranks of the pipeline, in seconds since `began` on each."""
     longest = max(map(len, schedule.rows))
     times = torch.zeros(longest, 2, dtype=torch.float64)
-    spans = [(start - began, end - began) for _, start, end in events]
-    times[: len(events)] = torch.tensor(spans, dtype=times.dtype)
+    times[: len(events)] = torch.tensor(
+        [(start - began, end - began) for _, start, end in events], dtype=times.dtype
+    )
     every = mesh.axis("pp").all_gather(times.to(mesh.device)[None])  # (ranks, longest, 2)
     rows = zip(schedule.rows, every.tolist(), strict=True)
     return Timeline(tuple(tuple(Event(a, *t) for a, t in zip(row, part, strict=False)) for row, part in rows))

@@ -51,31 +51,21 @@ def apply(
         for module in block.modules():
             if mode == "selective" and isinstance(module, AttentionCore):
                 module.recompute = True
-            if isinstance(module, Sublayer) and _operation(module) in names:
-                _set(module, "finish")
+            if isinstance(module, Sublayer):  # what it computes behind its first matmul
+                attends = any(isinstance(child, AttentionCore) for child in module.children())
+                if ("attention" if attends else "gate") in names:
+                    _set(module, "finish")
         if "norm" in names:
             for norm, sublayer in getattr(block, "norms", ()):
                 _norm(block.get_submodule(norm), block.get_submodule(sublayer), compiled)
 
 
-def _operation(sublayer: Sublayer) -> str:
-    """The name of what a sublayer computes behind its first matmul."""
-    attends = any(isinstance(child, AttentionCore) for child in sublayer.children())
-    return "attention" if attends else "gate"
-
-
 def _set(
     module: nn.Module, method: str, saving: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> None:
-    """Replaces a method of one module, not of its class. Names of parameters and hooks do not change."""
-    setattr(module, method, _computed_again(getattr(module, method), saving))
-
-
-def _computed_again(
-    function: Callable[..., Any], saving: Callable[[], AbstractContextManager[object]]
-) -> Callable[..., Any]:
-    """Wraps a function so that it keeps its inputs only. Without gradients (validation, sampling) it is called
-    unchanged."""
+    """Wraps a method of one module, not of its class, so that it keeps its inputs only. Parameters and hooks keep their
+    names. Without gradients (validation, sampling) it runs unchanged."""
+    function: Callable[..., Any] = getattr(module, method)
 
     @wraps(function)
     def run(*inputs: Any, **options: Any) -> Any:
@@ -84,7 +74,7 @@ def _computed_again(
         with saving():
             return checkpoint(function, *inputs, use_reentrant=False, **options)
 
-    return run
+    setattr(module, method, run)
 
 
 def _norm(norm: nn.Module, sublayer: nn.Module, compiled: bool) -> None:

@@ -17,9 +17,8 @@ from fivefold.comm.compress import CompressedSum
 from fivefold.optim.scaling import Norms, sum_of_squares
 from fivefold.optim.updater import Updater
 from fivefold.parallel.mesh import Mesh
-from fivefold.sharding.layout import index_in
 from fivefold.sharding.matrices import Exchange, Hop, Route, exchanges, placed
-from fivefold.sharding.parts import Part, Ranges, local_shape, size_of
+from fivefold.sharding.parts import Part, local_shape, size_of
 
 
 class Replica:
@@ -145,71 +144,49 @@ class Gathered:
             name: local_shape(route.whole) for name, route in routes.items() if route.mine
         }
         self.exchanges = exchanges(routes, mesh.layout, mesh.rank)
-        self.axes = {one.group: mesh.axis(one.group).for_purpose("matrices") for one in self.exchanges}
-        self.index = {group: index_in(mesh.layout, group, mesh.rank) for group in self.axes}
+        self.axes = {e.group: mesh.axis(e.group).for_purpose("matrices") for e in self.exchanges}
 
     def bring(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         here = dict(pieces)
-        for one in self.exchanges:
-            hops, index = self._hops(one), self.index[one.group]
-            sent = self._flat(here.pop(name) for hop in _by_owner(hops) for name in hop)
-            arrived = self.axes[one.group].all_to_all(sent, one.taken, one.given)
-            mine = [name for name, hop in hops.items() if hop.owner == index]
+        for exchange in self.exchanges:
+            hops, axis, ranks = self._hops(exchange), self.axes[exchange.group], range(len(exchange.taken))
+            leaving = self._flat(here.pop(name) for name in hops)
+            arrived = axis.all_to_all(leaving, exchange.taken, exchange.given)
+            mine = [name for name, hop in hops.items() if hop.owner == axis.index]
             for name in mine:
                 here[name] = torch.empty(local_shape(hops[name].whole), device=self.device)
-            parts = iter(
-                arrived.split([size_of(hops[n].pieces[r]) for r in range(len(one.taken)) for n in mine])
-            )
-            for rank in range(len(one.taken)):
-                for name in mine:
-                    _put(next(parts), hops[name].pieces[rank], here[name], hops[name].whole)
+            order = [(name, hops[name].pieces[rank]) for rank in ranks for name in mine]
+            flat = arrived.split([size_of(ranges) for _, ranges in order])
+            for (name, ranges), part in zip(order, flat, strict=True):
+                piece = part.view(local_shape(ranges))
+                for inner, outer in placed(ranges, hops[name].whole):
+                    here[name][outer] = piece[inner]
         return here
 
     def back(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         here = dict(wholes)
-        for one in reversed(self.exchanges):
-            hops, index = self._hops(one), self.index[one.group]
-            mine = {name: here.pop(name) for name, hop in hops.items() if hop.owner == index}
-            sent = self._flat(
-                _take(whole, hops[name].pieces[rank], hops[name].whole)
-                for rank in range(len(one.taken))
-                for name, whole in mine.items()
-            )
-            arrived = self.axes[one.group].all_to_all(sent, one.given, one.taken)
-            names = [name for some in _by_owner(hops) for name in some]
-            parts = arrived.split([size_of(hops[name].pieces[index]) for name in names])
-            for name, part in zip(names, parts, strict=True):
-                here[name] = part.view(local_shape(hops[name].pieces[index]))
+        for exchange in reversed(self.exchanges):
+            hops, axis, pieces = self._hops(exchange), self.axes[exchange.group], list[Tensor]()
+            mine = {name: here.pop(name) for name, hop in hops.items() if hop.owner == axis.index}
+            for rank in range(len(exchange.taken)):
+                for name, whole in mine.items():
+                    ranges = hops[name].pieces[rank]
+                    pieces.append(whole.new_empty(local_shape(ranges)))
+                    for inner, outer in placed(ranges, hops[name].whole):
+                        pieces[-1][inner] = whole[outer]
+            arrived = axis.all_to_all(self._flat(pieces), exchange.given, exchange.taken)
+            back = {name: hop.pieces[axis.index] for name, hop in hops.items()}
+            flat = arrived.split([size_of(ranges) for ranges in back.values()])
+            for (name, ranges), part in zip(back.items(), flat, strict=True):
+                here[name] = part.view(local_shape(ranges))
         return here
 
-    def _hops(self, one: Exchange) -> dict[str, Hop]:
-        return {
-            name: next(hop for hop in self.routes[name].hops if hop.group == one.group) for name in one.names
-        }
+    def _hops(self, exchange: Exchange) -> dict[str, Hop]:
+        """By name, in the order of their owners."""
+        ways = {name: self.routes[name].hops for name in exchange.names}
+        hops = {name: next(h for h in way if h.group == exchange.group) for name, way in ways.items()}
+        return dict(sorted(hops.items(), key=lambda named: named[1].owner))
 
     def _flat(self, tensors: Iterable[Tensor]) -> Tensor:
-        some = [t.reshape(-1) for t in tensors]
-        return torch.cat(some) if some else torch.empty(0, device=self.device)
-
-
-def _by_owner(hops: Mapping[str, Hop]) -> list[list[str]]:
-    """Names by the index of their owner."""
-    found: dict[int, list[str]] = {}
-    for name, hop in hops.items():
-        found.setdefault(hop.owner, []).append(name)
-    return [found[owner] for owner in sorted(found)]
-
-
-def _put(piece: Tensor, part: Ranges, whole: Tensor, ranges: Ranges) -> None:
-    """Writes a flat piece, which is `part` of the parameter, into a tensor that is `ranges` of it."""
-    piece = piece.view(local_shape(part))
-    for inner, outer in placed(part, ranges):
-        whole[outer] = piece[inner]
-
-
-def _take(whole: Tensor, part: Ranges, ranges: Ranges) -> Tensor:
-    """Reads such a piece."""
-    piece = whole.new_empty(local_shape(part))
-    for inner, outer in placed(part, ranges):
-        piece[inner] = whole[outer]
-    return piece
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        return torch.cat(flat) if flat else torch.empty(0, device=self.device)

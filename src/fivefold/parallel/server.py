@@ -285,10 +285,10 @@ class Server:
         with self._lock:
             self._error = self._error or error
             self._lock.notify_all()
-        self._tell_leader(Event(-1, None, error))
+        self._note(Event(-1, None, error))
 
-    def _tell_leader(self, event: Event) -> None:
-        if self.norms.index == 0:
+    def _note(self, event: Event) -> None:
+        if self.norms.index == 0:  # others keep none
             self.events.put(event)
 
     def _lose(self, worker: int, error: CommunicationError) -> None:
@@ -301,7 +301,7 @@ class Server:
         if self.servers.synchronous:
             self._fail(error)
         else:
-            self._tell_leader(Event(worker, None, error))
+            self._note(Event(worker, None, error))
 
     def _listen(self, worker: int) -> None:
         link = self.links[worker]
@@ -319,7 +319,7 @@ class Server:
                 text = torch.empty(note.first, dtype=torch.uint8)
                 if note.first:
                     link.up.start_receive(text, link.peer, TEXT_TAG)()
-                self._tell_leader(Event(worker, note, text=bytes(text.tolist()).decode()))
+                self._note(Event(worker, note, text=bytes(text.tolist()).decode()))
             elif note.kind == Kind.BYE:
                 self._payloads[worker].put(None)
                 link.tell(Kind.BYE)
@@ -332,9 +332,9 @@ class Server:
                         continue
                     own.computed = own.heard = note
                     self._go_on(worker, note.first)
-                self._tell_leader(Event(worker, note))
+                self._note(Event(worker, note))
             elif note.kind != Kind.ALIVE:
-                self._tell_leader(Event(worker, note))
+                self._note(Event(worker, note))
 
     def _send(self, worker: int, shard: Shard, part: int) -> None:
         link, here = self.links[worker], slice(*shard.message.cuts[part])
@@ -374,20 +374,18 @@ class Server:
                 square = shard.take(part, everyone)
                 found.squares[shard.message.number, part] = square
                 if not self.grad_clip:
-                    found.skipped += self._update(shard, part, square, step, None)
+                    found.skipped += self._update(everyone, [(shard, part)], square, step, None)
                     found.updated += 1
-                    self._tell(everyone, shard, part)
                     self._lock.notify_all()
         self._go_on(worker, step)
 
     def _go_on(self, worker: int, step: int) -> None:
         """Does what a share's end, or its last part, allows."""
+        own = self._workers[worker]
         if self.servers.synchronous:
             if self.grad_clip:
                 self._clip_together(step)
-            return
-        own = self._workers[worker]
-        if own.computed and not own.lost and len(own.arrived) == self._all:
+        elif own.computed and not own.lost and len(own.arrived) == self._all:
             self._apply(worker, own.computed)
 
     def _apply(self, worker: int, note: Note) -> None:
@@ -398,9 +396,7 @@ class Server:
         scale = clip_scale(square.sqrt(), self.grad_clip) if self.grad_clip else None
         for shard, part in arrived:
             shard.take(part, [worker])
-            self._update(shard, part, square, note.first, scale)
-        for shard, part in arrived:
-            self._tell([worker], shard, part)
+        self._update([worker], arrived, square, note.first, scale)
 
     def _clip_together(self, step: int) -> None:
         """Once everything has been pushed everywhere, all servers know the norm of the whole gradient."""
@@ -414,23 +410,28 @@ class Server:
         judged = torch.where(losses.isfinite().all(), square, torch.nan)
         scale, everyone = clip_scale(square.sqrt(), self.grad_clip), range(len(self.links))
         every = [(shard, part) for shard in self.shards for part in range(len(shard.message.parts))]
-        for shard, part in every:
-            found.skipped += self._update(shard, part, judged, step, scale)
-        for shard, part in every:
-            self._tell(everyone, shard, part)
+        found.skipped += self._update(everyone, every, judged, step, scale)
         found.updated = self._all
         self._lock.notify_all()
 
-    def _update(self, shard: Shard, part: int, square: Tensor, step: int, scale: Tensor | None) -> int:
-        """Updates the weights of a part, unless the norm is not finite. Returns 1 if not."""
+    def _update(
+        self,
+        workers: Sequence[int],
+        parts: Sequence[tuple[Shard, int]],
+        square: Tensor,
+        step: int,
+        scale: Tensor | None,
+    ) -> int:
+        """Updates the weights of these parts, unless the norm is not finite, and tells the workers. Returns the number of
+        parts whose update was skipped."""
         skip = (~square.isfinite()).float()
-        shard.update(part, self.rate(step), scale, skip)
-        return int(skip)
-
-    def _tell(self, workers: Sequence[int], shard: Shard, part: int) -> None:
-        for worker in workers:
-            if not self._workers[worker].lost:
-                self.links[worker].tell(Kind.UPDATED, shard.message.number, part)
+        for shard, part in parts:
+            shard.update(part, self.rate(step), scale, skip)
+        for shard, part in parts:
+            for worker in workers:
+                if not self._workers[worker].lost:
+                    self.links[worker].tell(Kind.UPDATED, shard.message.number, part)
+        return int(skip) * len(parts)
 
     def _step(self, step: int) -> _Step:
         return self._steps.setdefault(step, _Step())

@@ -24,73 +24,12 @@ from fivefold.comm.progress import Named, progress
 from fivefold.errors import CommunicationError
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.data import DataParallel
-from fivefold.parallel.link import ORDERS, TEXT_TAG, Kind, Link, Note, as_bytes, tag_of
+from fivefold.parallel.link import ORDERS, TEXT_TAG, Kind, Link, Note, tag_of
 from fivefold.schedules.priority import CREDITS, Ready
 from fivefold.sharding.sync import Message, Servers, pieces
 
 Part = tuple[int, int]
 """(number of a message, number of its part)."""
-
-
-class Pushes:
-    """Pushes the gradients of `replica` to the servers in the last backward of a share (see `data.Sum`), and makes the
-    model wait for its weights. units: the parameters of each. step: of the share that is computed."""
-
-    compressed: Sequence[CompressedSum] = ()
-
-    def __init__(self, replica: DataParallel, units: Sequence[Sequence[str]], exchange: Exchange):
-        self.exchange, self.step = exchange, 0
-        unit_of = {name: unit for unit, names in enumerate(units) for name in names}
-        self._unit_of, self._sizes = [unit_of[n] for n in replica.names], [len(names) for names in units]
-        self._missing, self._syncing = list(self._sizes), False
-        replica.on_gradient = self._gradient_ready
-
-    def enable_sync(self) -> None:
-        self._missing, self._syncing = list(self._sizes), True
-        self.exchange.begin(self.step)
-
-    def _gradient_ready(self, index: int) -> None:
-        if self._syncing:
-            unit = self._unit_of[index]
-            self._missing[unit] -= 1
-            if self._missing[unit] == 0:
-                self.exchange.push(unit)
-
-    def wait(self) -> None:
-        """All gradients are pushed, or will be. Some parameters may have got none."""
-        if self._syncing:
-            for unit, missing in enumerate(self._missing):
-                if missing:
-                    self.exchange.push(unit)
-        self._syncing = False
-
-    def kept(self) -> list[Tensor]:
-        return self.exchange.kept()
-
-
-def wait_for_weights(module: LanguageModel, units: Sequence[Sequence[str]], exchange: Exchange) -> None:
-    """Makes each part of the model wait for its weights before it runs."""
-    before, behind, need = list[int](), list[int](), exchange.need
-    for unit, (name, *_) in enumerate(units):
-        if name.startswith("blocks."):
-            block = module.blocks[name.split(".")[1]]
-            block.register_forward_pre_hook(lambda *_, unit=unit: need([unit]))
-        else:
-            (before if name.startswith("embed") else behind).append(unit)
-    begin, end = module.begin, module.end
-
-    def beginning(*arguments: Any) -> Tensor:
-        need(before)
-        return begin(*arguments)
-
-    def ending(*arguments: Any) -> Tensor:
-        need(behind)
-        loss = end(*arguments)
-        exchange.note("loss", 0)
-        return loss
-
-    setattr(module, "begin", beginning)  # noqa: B010, a type checker takes no other function
-    setattr(module, "end", ending)  # noqa: B010
 
 
 class _Way:
@@ -122,19 +61,26 @@ class _Way:
 
 
 class Exchange:
-    """Sends and receives in threads of its own: one starts messages, one waits for weights, one per server hears notes.
+    """Takes the gradients of `replica` to the servers in the last backward of a share (see `data.Sum`), and makes
+    `module` wait for its weights. Sends and receives in threads of its own: one starts messages, one waits for weights,
+    one per server hears notes.
 
     Synchronous workers pull a part once its weights are new. Others pull all weights when they get an order: what
     bounds their staleness is when the first server gives it.
 
-    orders: what the first server asks for. serial: counts the shares that were begun. waited: seconds in `need`.
-    trace: None, or a list that gets (what, unit, start, end) of what happens from now on. "need": forward waits for
-    weights; "loss": it has ended; "ready": a unit's gradients are there; "push", "pull": a part is under way.
+    units: the parameters of each. step: of the share that is computed. orders: what the first server asks for.
+    serial: counts the shares that were begun. waited: seconds in `need`. trace: None, or a list that gets (what, unit,
+    start, end) of what happens from now on. "need": forward waits for weights; "loss": it has ended; "ready": a unit's
+    gradients are there; "push", "pull": a part is under way.
     """
+
+    compressed: Sequence[CompressedSum] = ()
 
     def __init__(
         self,
         messages: Sequence[Message],
+        units: Sequence[Sequence[str]],
+        module: LanguageModel,
         replica: DataParallel,
         links: Sequence[Link],
         servers: Servers,
@@ -142,6 +88,10 @@ class Exchange:
     ):
         """pushed: dtype of gradients on their way."""
         self.messages, self.links, self.servers = list(messages), list(links), servers
+        unit_of = {name: unit for unit, names in enumerate(units) for name in names}
+        self._unit_of, self._parameters = [unit_of[n] for n in replica.names], [len(names) for names in units]
+        self._missing, self._syncing = list(self._parameters), False
+        replica.on_gradient = self._gradient_ready
         offsets = dict(zip(replica.names, replica.offsets, strict=False))
         working = replica.flat_working
         self._up = [_Way(message, offsets, replica.flat_grads, pushed) for message in messages]
@@ -162,7 +112,7 @@ class Exchange:
         self._sending: dict[Part, tuple[Started, float]] = {}  # and when that began
         self._unacknowledged = 0  # parts pushed that servers may not have yet
         self._receiving = SimpleQueue[tuple[Started, Message, int, float] | None]()
-        self._updates, self._step, self.serial = 0, 0, -1
+        self._updates, self.step, self.serial = 0, 0, -1
         self._computed: tuple[int, int, int, tuple[float, ...]] | None = None  # until servers have all parts
         self._share: tuple[int, int] | None = None  # until they have applied it
         self._error: BaseException | None = None
@@ -178,6 +128,51 @@ class Exchange:
         ]
         for thread in self._threads:
             thread.start()
+        self._wait_in(module, units)
+
+    def _wait_in(self, module: LanguageModel, units: Sequence[Sequence[str]]) -> None:
+        """Makes each part of the model wait for its weights before it runs."""
+        before, behind = list[int](), list[int]()
+        for unit, (name, *_) in enumerate(units):
+            if name.startswith("blocks."):
+                block = module.blocks[name.split(".")[1]]
+                block.register_forward_pre_hook(lambda *_, unit=unit: self.need([unit]))
+            else:
+                (before if name.startswith("embed") else behind).append(unit)
+        begin, end = module.begin, module.end
+
+        def beginning(*arguments: Any) -> Tensor:
+            self.need(before)
+            return begin(*arguments)
+
+        def ending(*arguments: Any) -> Tensor:
+            self.need(behind)
+            loss = end(*arguments)
+            self.note("loss", 0)
+            return loss
+
+        setattr(module, "begin", beginning)  # noqa: B010, a type checker takes no other function
+        setattr(module, "end", ending)  # noqa: B010
+
+    def enable_sync(self) -> None:
+        self._missing, self._syncing = list(self._parameters), True
+        with self._lock:
+            self.serial += 1
+
+    def _gradient_ready(self, index: int) -> None:
+        if self._syncing:
+            unit = self._unit_of[index]
+            self._missing[unit] -= 1
+            if self._missing[unit] == 0:
+                self._push(unit)
+
+    def wait(self) -> None:
+        """All gradients are pushed, or will be. Some parameters may have got none."""
+        if self._syncing:
+            for unit, missing in enumerate(self._missing):
+                if missing:
+                    self._push(unit)
+        self._syncing = False
 
     def kept(self) -> list[Tensor]:
         return [way.data for way in (*self._up, *self._down) if not way.direct]
@@ -236,12 +231,7 @@ class Exchange:
             self._pull_all()
         self.need(list(self._stale))
 
-    def begin(self, step: int) -> None:
-        """The next pushes are of this step."""
-        with self._lock:
-            self._step, self.serial = step, self.serial + 1
-
-    def push(self, unit: int) -> None:
+    def _push(self, unit: int) -> None:
         """The unit's gradients are complete. Its weights are old from now on."""
         self.note("ready", unit)
         with self._lock:
@@ -252,7 +242,7 @@ class Exchange:
             self._unacknowledged += self._sizes[unit]
             for message in self._of_unit[unit]:
                 for part in range(len(message.parts)):
-                    self._pushes.add((message.number, part, self._step), unit)
+                    self._pushes.add((message.number, part, self.step), unit)
             self._lock.notify_all()
 
     def computed(self, step: int, share: int, figures: tuple[float, ...]) -> None:
@@ -284,7 +274,7 @@ class Exchange:
     def report(self, step: int, text: str, figures: tuple[float, ...] = ()) -> None:
         """Answers an order of the first server."""
         link = self.links[0]
-        content = as_bytes(text) if text else torch.empty(0, dtype=torch.uint8)
+        content = torch.tensor(list(text.encode()), dtype=torch.uint8)
         link.tell(Kind.TEXT, len(content), step=step, figures=figures)
         if len(content):
             link.up.start_send(content, link.peer, TEXT_TAG)()
@@ -330,10 +320,19 @@ class Exchange:
                     return
                 self._credits[way] -= 1
                 number, part, *step = (self._pushes if way == "push" else self._pulls).pop()
-            if step:
-                self._push_part(self.messages[number], part, *step)
+            message = self.messages[number]
+            link, most = self.links[message.server], self.most[message.server]
+            tag = tag_of(number, part, most, down=way == "pull")
+            if way == "push":
+                started = link.up.start_send(self._up[number].gather(part), link.peer, tag)
+                with self._lock:
+                    self._sending[number, part] = started, time.perf_counter()
+                link.tell(Kind.PUSHED, number, part, *step)
             else:
-                self._pull_part(self.messages[number], part)
+                link.tell(Kind.PULL, number, part)
+                room = self._down[number].data[slice(*message.cuts[part])]
+                started = link.down.start_receive(room, link.peer, tag)
+                self._receiving.put((started, message, part, time.perf_counter()))
 
     def _next_way(self) -> str:
         if self._error or self._closing:
@@ -341,20 +340,6 @@ class Exchange:
         if len(self._pulls) and self._credits["pull"]:
             return "pull"
         return "push" if len(self._pushes) and self._credits["push"] else ""
-
-    def _push_part(self, message: Message, part: int, step: int) -> None:
-        link, tag = self.links[message.server], tag_of(message.number, part, self.most[message.server])
-        started = link.up.start_send(self._up[message.number].gather(part), link.peer, tag)
-        with self._lock:
-            self._sending[message.number, part] = started, time.perf_counter()
-        link.tell(Kind.PUSHED, message.number, part, step)
-
-    def _pull_part(self, message: Message, part: int) -> None:
-        link, way = self.links[message.server], self._down[message.number]
-        link.tell(Kind.PULL, message.number, part)
-        tag = tag_of(message.number, part, self.most[message.server], down=True)
-        started = link.down.start_receive(way.data[slice(*way.cuts[part])], link.peer, tag)
-        self._receiving.put((started, message, part, time.perf_counter()))
 
     def _receive(self) -> None:
         """Waits for weights, in the order in which they were asked for."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.comm.progress import Watch, watched
+from fivefold.comm.progress import Watch, progress
 from fivefold.models.base import LanguageModel
 from fivefold.models.mixture import Experts
 from fivefold.observe.number_formats import BINS, KINDS, LOWEST, Histogram
@@ -54,7 +54,7 @@ class Recorder(_Hooks):
         for stage in state.parallel.stages:
             self._attach(stage)
         state.mesh.axis("run").barrier()
-        self.watch = watched.now = Watch()
+        self.watch = progress.watch = Watch()
         self.mark("other", "start")
 
     def mark(self, kind: str, name: str) -> None:
@@ -74,7 +74,7 @@ class Recorder(_Hooks):
 
     def close(self) -> None:
         """Removes the hooks."""
-        watched.now = None
+        progress.watch = None
         self.remove()
 
     def _attach(self, stage: nn.Module) -> None:
@@ -113,7 +113,7 @@ class Recorder(_Hooks):
         self.hook(register, hook, prepend=True)
 
     def _backward(self, name: str, gradient: Tensor) -> None:
-        if watched.now is self.watch:
+        if progress.watch is self.watch:
             self.mark("backward", name)
 
 

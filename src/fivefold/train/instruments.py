@@ -20,7 +20,7 @@ from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
 from fivefold.bench.peak import busy_share, device_peak, listed_peak
-from fivefold.comm.progress import profiling, progress, span
+from fivefold.comm.progress import progress, span
 from fivefold.data.dataset import amounts, order_of, seen
 from fivefold.errors import UserError
 from fivefold.files import NO_ROOM, make_folder, own_word, remove, rename, stream
@@ -213,7 +213,7 @@ class ProfileWatch(Instrument):
                 os.environ.setdefault(*QUIET)
             self.running, self.first = profile(activities=activities, record_shapes=True), step
             self.running.start()
-            profiling.now = True
+            progress.profiling = True
         self._step.enter_context(span("step", step))
 
     def end_step(self, state: State) -> str:
@@ -234,7 +234,7 @@ class ProfileWatch(Instrument):
         """Ends a recording that has not come to its last step. It is not written."""
         self._step.close()
         if self.running is not None:
-            recorded, self.running, profiling.now = self.running, None, False
+            recorded, self.running, progress.profiling = self.running, None, False
             recorded.stop()  # waits for the GPU
 
     def _write(self, recorded: profile, last: int) -> str:

@@ -37,7 +37,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel, parallelize, rounding
 from fivefold.parallel.replica import assert_owned_once, gradient_square
 from fivefold.parallel.server import Event, Server, Shard
-from fivefold.parallel.worker import Exchange, Pushes, wait_for_weights
+from fivefold.parallel.worker import Exchange
 from fivefold.precision import torch_dtype
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.sharding.layout import Layout
@@ -347,7 +347,7 @@ class ServerHooks(RunHooks):
         super().save(step, ends, waits)
 
 
-def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State, Pushes]:
+def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State, Exchange]:
     """A worker's state, whose weights come from the servers, and what takes its gradients there."""
     servers, worker = recipe.servers, ranks.rank - recipe.servers.count
     mesh = Mesh(
@@ -358,22 +358,22 @@ def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State
     )
     working = torch_dtype(compute_mode(recipe, ranks.device).working)
     parallel = parallelize(model_of_one_rank, mesh, working, torch.float32)
-    replica, module, card = parallel.replicas[0], parallel.stages[0], card_of(recipe.model)
+    replica, card = parallel.replicas[0], card_of(recipe.model)
+    module = cast("LanguageModel", parallel.stages[0])
     assert isinstance(replica, DataParallel)
     replica.only_working()
     pushed = torch_dtype(recipe.precision.reduce)
-    exchange = Exchange(messages(card, servers), replica, links, servers, pushed)
-    replica.sum = pushes = Pushes(replica, units(card), exchange)
-    wait_for_weights(cast("LanguageModel", module), units(card), exchange)
+    exchange = Exchange(messages(card, servers), units(card), module, replica, links, servers, pushed)
+    replica.sum = exchange
     module.train()
-    return State(parallel, mesh, torch.zeros(2, dtype=torch.float64)), pushes
+    return State(parallel, mesh, torch.zeros(2, dtype=torch.float64)), exchange
 
 
 def work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
     """A worker's part: does what the first server orders. Returns True if the run is complete."""
     with progress.phase("starting"):
-        state, pushes = worker_state(job.recipe, ranks, connect(job, ranks))
-        exchange, trained, validated = pushes.exchange, False, False
+        state, exchange = worker_state(job.recipe, ranks, connect(job, ranks))
+        trained = validated = False
         if rounding(job.recipe) is not None:
             exchange.need_all(pull=True)
         settle(state, job, ranks, False)  # the first server knows whether the run is resumed
@@ -381,7 +381,7 @@ def work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
         if note.kind == Kind.TRAIN:
             slower = nullcontext() if trained else progress.phase("a slower step")  # it may compile
             with slower, names_step(state):
-                _train(job, ranks, state, pushes, note, interrupt)
+                _train(job, ranks, state, exchange, note, interrupt)
             trained = True
         elif note.kind == Kind.VALIDATE:
             with nullcontext() if validated else progress.phase("the first validation"):
@@ -403,11 +403,13 @@ def work(job: Job, ranks: Ranks, interrupt: Interrupt) -> bool:
     return bool(note.first)
 
 
-def _train(job: Job, ranks: Ranks, state: State, pushes: Pushes, order: Note, interrupt: Interrupt) -> None:
+def _train(
+    job: Job, ranks: Ranks, state: State, exchange: Exchange, order: Note, interrupt: Interrupt
+) -> None:
     """Computes the gradient of a share."""
     recipe, train = job.recipe, job.recipe.train
     begin, clock = time.time(), time.perf_counter()  # the hosts' clock may jump, the other one does not
-    step, share, before = order.first, order.second, pushes.exchange.waited
+    step, share, before = order.first, order.second, exchange.waited
     size, rows, workers = (
         train.global_batch_size,
         train.microbatch_size or 1,
@@ -415,15 +417,15 @@ def _train(job: Job, ranks: Ranks, state: State, pushes: Pushes, order: Note, in
     )
     microbatches = share_of(source_of(job), step, size, rows, state.mesh, share=(share, workers))
     read = time.perf_counter() - clock
-    state.step = pushes.step = step
+    state.step = exchange.step = step
     loss = forward_backward(state, microbatches, train.seed).item()
     square = 0.0
     if not recipe.servers.synchronous:
         square = gradient_square(state.parallel.replicas, state.mesh).item()
         if loss - loss != 0:  # not finite: then no server takes the gradient
             square = float("nan")
-    waited, memory = pushes.exchange.waited - before, float(peak_memory_bytes("cpu"))
+    waited, memory = exchange.waited - before, float(peak_memory_bytes("cpu"))
     end = begin + time.perf_counter() - clock
     figures = loss, square, float(interrupt.wanted()), begin, end, waited, read, memory
-    pushes.exchange.computed(step, share, figures)
+    exchange.computed(step, share, figures)
     progress.end_step(step + 1, time.perf_counter() - clock, read)
