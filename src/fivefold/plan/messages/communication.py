@@ -185,7 +185,7 @@ def on_hosts(group: Group, cluster: Cluster) -> Topology:
     assert machine is not None
     points = machine.links[min(machine.links)]["send"]
     near = Wire(points[0][1], (points[-1][0] - points[0][0]) / max(1e-9, points[-1][1] - points[0][1]))
-    cards = group.local * (cluster.wiring.cards or cluster.per_node) / cluster.per_node
+    cards = group.local * cluster.cards / cluster.per_node
     whole = max(1, math.floor(cards))
     far = Wire(cluster.inter.latency, cluster.rail * group.local / whole)
     return Topology(cluster.name, group.ranks, group.local, near, far, cards=whole)
