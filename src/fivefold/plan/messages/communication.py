@@ -112,18 +112,17 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
         return cluster.machine.factors["messages"] * line_through(seconds, size)
     made = ALGORITHMS["all_reduce"][name]
     shape = shape_of(group.ranks, group.local, pieces=pieces_of(made, round(size)))
-    if cluster.machine:
-        links = on_hosts(group, cluster)
-        if group.ranks > SIMULATED and made.line and (found := made.line(shape, links.levels)):
-            return found.alpha + found.beta * size
-        return simulate(build("all_reduce", name, shape), links, size).seconds
-    levels = _levels(group, cluster)
-    if formula := made.line and made.line(shape, levels):
-        return LAUNCH + formula.alpha + formula.beta * size
-    links = Topology(
-        cluster.name, group.ranks, group.local, levels.near, levels.far, pairs=cluster.intra.mesh
-    )
-    return LAUNCH + simulate(build("all_reduce", name, shape), links, size).seconds
+    if cluster.machine:  # small groups are simulated
+        links, start = on_hosts(group, cluster), 0.0
+        levels, formula = links.levels, made.line if group.ranks > SIMULATED else None
+    else:
+        levels, start, formula = _levels(group, cluster), LAUNCH, made.line
+        links = Topology(
+            cluster.name, group.ranks, group.local, levels.near, levels.far, pairs=cluster.intra.mesh
+        )
+    if formula and (price := formula(shape, levels)):
+        return start + price.alpha + price.beta * size
+    return start + simulate(build("all_reduce", name, shape), links, size).seconds
 
 
 def send(size: float, crosses: bool, cluster: Cluster) -> float:
