@@ -295,25 +295,22 @@ def resolved(recipe: Recipe) -> Recipe:
 
 def for_recipe(software: Software, recipe: Recipe) -> Software:
     """The software with a recipe's optimizer states and its dtype for sending gradients."""
-    card = OPTIMIZERS[recipe.optim.name]
-    states = {name: _with_optimizer(s, card, recipe, PRECISIONS[name]) for name, s in software.states.items()}
-    return replace(software, states=states, optimizer=card.name)
-
-
-def _with_optimizer(s: States, card: OptimizerCard, recipe: Recipe, mode: Mode) -> States:
-    """The states of a mode with a recipe's optimizer."""
-    kept = kept_in(card, mode, recipe.precision.rounding)
+    card, states = OPTIMIZERS[recipe.optim.name], dict[str, States]()
     rounded = [state for state in card.states if state.dtype == MASTER]
-    copied = DTYPES[MASTER].bytes * (2 + len(rounded)) if mode.rounds else 0.0  # of master, gradient, states
-    reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
-    if kept.uniform:
-        moments = kept.bytes
-    else:  # of the parameter that has fewest
-        shapes = card_of(recipe.model).parameters.items()
-        moments = min(
-            kept.state_bytes(name, shape) / math.prod(shape) for name, shape in shapes if math.prod(shape)
-        )
-    return replace(s, reduce=reduce, moments=moments, copied=copied)
+    for name, plain in software.states.items():
+        mode = PRECISIONS[name]
+        kept = kept_in(card, mode, recipe.precision.rounding)
+        if kept.uniform:
+            moments = kept.bytes
+        else:  # of the parameter that has fewest
+            shapes = [(n, shape) for n, shape in card_of(recipe.model).parameters.items() if math.prod(shape)]
+            moments = min(kept.state_bytes(n, shape) / math.prod(shape) for n, shape in shapes)
+        copied = (
+            DTYPES[MASTER].bytes * (2 + len(rounded)) if mode.rounds else 0.0
+        )  # of master, gradient, states
+        reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
+        states[name] = replace(plain, reduce=reduce, moments=moments, copied=copied)
+    return replace(software, states=states, optimizer=card.name)
 
 
 def with_load(software: Software, model: ModelSection, load: float | None) -> Software:

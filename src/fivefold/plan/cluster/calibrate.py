@@ -40,12 +40,6 @@ class FinishedRun:
     def documents(self) -> Documents | None:
         return documents_of(self.recipe)
 
-    def predicted(self, table: Measured) -> float:
-        """Seconds of a step on a machine with this table."""
-        cluster = of_table(table)
-        software = replace(software_of(cluster), documents=self.documents)
-        return predict(self.recipe, cluster, software).step.seconds
-
 
 @dataclass(frozen=True)
 class Fit:
@@ -84,8 +78,11 @@ def _with(table: Measured, logs: Array) -> Measured:
 
 
 def _residuals(table: Measured, logs: Array, runs: Sequence[FinishedRun]) -> Array:
-    scaled = _with(table, logs)
-    return np.log([run.predicted(scaled) / run.seconds for run in runs])
+    cluster, errors = of_table(_with(table, logs)), list[float]()
+    for run in runs:
+        software = replace(software_of(cluster), documents=run.documents)
+        errors.append(predict(run.recipe, cluster, software).step.seconds / run.seconds)
+    return np.log(errors)
 
 
 def describe(found: Fit) -> list[str]:

@@ -74,7 +74,7 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
         "name": cluster.name,
         "devices": cluster.devices or None,
         "devices_per_node": cluster.per_node if cluster.machine is None else None,
-        "cards_per_node": _cards(cluster) if cluster.connected else None,
+        "cards_per_node": cluster.cards if cluster.connected else None,
         "host_memory_bytes": cluster.host_memory if cluster.machine is None else None,
         "links": [asdict(row) for row in links(cluster)],
         "device": device_json(sheet) if sheet else own,
@@ -85,49 +85,38 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
 
 def links(cluster: Cluster) -> list[Row]:
     """Memory, the links within a node and between nodes, host memory and disk, from the device outwards."""
-    device, sheet, disk = cluster.device, _sheet(cluster), cluster.storage
-    found = [Row("memory", device.bandwidth, reached=device.bandwidth * device.streaming)]
+    device, sheet, disk, x = cluster.device, _sheet(cluster), cluster.storage, cluster.wiring
+    rows = [Row("memory", device.bandwidth, reached=device.bandwidth * device.streaming)]
     if math.isfinite(cluster.intra.bandwidth):
-        found += _within(cluster)
+        rows += _within(cluster)
     if cluster.machine is None:
         name, speed = "PCIe to the host", cluster.host_link.read
         if sheet:
             name, speed = TO_HOST[sheet.maker] if sheet.host else f"PCIe {sheet.pcie}.0 x16", sheet.to_host
-        found.append(Row(name, speed, 2 * speed, cluster.host_link.read))
-    if cluster.wiring.pcie:
-        found.append(_row("PCIe to the cards", cluster.wiring.pcie))
+        rows.append(Row(name, speed, 2 * speed, cluster.host_link.read))
+    if x.pcie:
+        rows.append(_row("PCIe to the cards", x.pcie))
     if cluster.connected:
-        found.append(_between(cluster))
+        link, cards = cluster.inter, cluster.cards
+        note = f"{link.bandwidth * 8 / 1e9:,.0f} Gb/s, {cards} card{'s' * (cards > 1)} per node"
+        note += f", {x.leaf} nodes per leaf switch" if x.leaf else ""
+        note += f", oversubscribed {x.oversubscription:g} times" if x.oversubscription > 1 else ""
+        rows.append(_row("ICI to other hosts" if link == cluster.intra else "network (RDMA)", link, note))
     if cluster.machine is None:
         note = f"{_memory(cluster.host_memory)} per node"
-        found.append(Row("host memory", cluster.host_bandwidth, note=note))
+        rows.append(Row("host memory", cluster.host_bandwidth, note=note))
     speeds = {"reading": disk.read, "writing": disk.write, "both at once": disk.both}
-    return found + [Row(f"disk, {way}", speed) for way, speed in speeds.items()]
-
-
-def _between(cluster: Cluster) -> Row:
-    link, cards, x = cluster.inter, _cards(cluster), cluster.wiring
-    note = f"{link.bandwidth * 8 / 1e9:,.0f} Gb/s, {cards} card{'s' * (cards > 1)} per node"
-    if x.leaf:
-        note += f", {x.leaf} nodes per leaf switch"
-    if x.oversubscription > 1:
-        note += f", oversubscribed {x.oversubscription:g} times"
-    name = "ICI to other hosts" if link == cluster.intra else "network (RDMA)"
-    return _row(name, link, note)
-
-
-def _row(name: str, link: Link, note: str = "") -> Row:
-    return Row(name, link.bandwidth, 2 * link.bandwidth, link.achieved, link.latency, note)
+    return rows + [Row(f"disk, {way}", speed) for way, speed in speeds.items()]
 
 
 def _within(cluster: Cluster) -> list[Row]:
-    link, sheet = cluster.intra, _sheet(cluster)
-    name, found = "links within a node", []
+    link, sheet, rows = cluster.intra, _sheet(cluster), list[Row]()
+    name = "links within a node"
     if sheet:
         name = LINKS[sheet.maker] if sheet.link and not sheet.linked else "PCIe between devices"
     if sheet and sheet.linked:
         note = f"between {sheet.linked} devices; the planner sends over PCIe"
-        found.append(Row(LINKS[sheet.maker], sheet.link, 2 * sheet.link, note=note))
+        rows.append(Row(LINKS[sheet.maker], sheet.link, 2 * sheet.link, note=note))
     note = f"{cluster.per_node} devices per node"
     if cluster.wiring.torus:
         note += f", a torus of {' x '.join(map(str, cluster.wiring.torus))}"
@@ -135,11 +124,11 @@ def _within(cluster: Cluster) -> list[Row]:
         note += f", {_gb(link.bandwidth / (cluster.per_node - 1))} GB/s to each other one"
     if link.reduce:
         note += f", the switch adds at {_gb(link.reduce)} GB/s"
-    return [*found, _row(name, link, note)]
+    return [*rows, _row(name, link, note)]
 
 
-def _cards(cluster: Cluster) -> int:
-    return cluster.wiring.cards or cluster.per_node
+def _row(name: str, link: Link, note: str = "") -> Row:
+    return Row(name, link.bandwidth, 2 * link.bandwidth, link.achieved, link.latency, note)
 
 
 def listing() -> str:
@@ -158,7 +147,7 @@ def listing() -> str:
         clusters.append(
             [
                 cluster.name, str(cluster.per_node), _gb(cluster.intra.bandwidth),
-                f"{cluster.inter.bandwidth * 8 / 1e9:,.0f}", str(_cards(cluster)), _memory(cluster.host_memory),
+                f"{cluster.inter.bandwidth * 8 / 1e9:,.0f}", str(cluster.cards), _memory(cluster.host_memory),
                 ", ".join(cluster.device.assumed),
             ]
         )  # fmt: skip

@@ -61,32 +61,13 @@ def _preset(
     None: assumed. Devices without links to a whole node send over PCIe, by way of the host."""
     sheet = BY_NAME[name]
     peak = {dtype: rate for dtype in RATED if (rate := sheet.rate(dtype))}
-    device = Device(
-        name,
-        peak,
-        matmul or _MATMUL,
-        sheet.units,
-        sheet.memory,
-        sheet.bandwidth,
-        streaming,
-        attention or _ATTENTION,
-        assumed=tuple(
-            what
-            for what, given in (("matmul", matmul), ("attention", attention), ("ring", ring))
-            if not given
-        ),
-    )
-    return Cluster(
-        name,
-        device,
-        0,
-        per_node,
-        Link((not sheet.linked and sheet.link) or PCIE[sheet.pcie], ring or _RING, _HOP, reduce, mesh),
-        network,
-        wiring=Wiring(cards),
-        host_link=copies(sheet.to_host),
-        **host,
-    )
+    shares = {"matmul": matmul, "attention": attention, "ring": ring}
+    assumed = tuple(what for what, share in shares.items() if not share)
+    rates = matmul or _MATMUL, sheet.units, sheet.memory, sheet.bandwidth, streaming, attention or _ATTENTION
+    device = Device(name, peak, *rates, assumed=assumed)
+    wire = (not sheet.linked and sheet.link) or PCIE[sheet.pcie]
+    link, to_host = Link(wire, ring or _RING, _HOP, reduce, mesh), copies(sheet.to_host)
+    return Cluster(name, device, 0, per_node, link, network, wiring=Wiring(cards), host_link=to_host, **host)
 
 
 def _tpu(name: str) -> Cluster:
@@ -159,7 +140,19 @@ def parse(text: str) -> Cluster:
     name, colon, count = (text, "", "") if text.endswith(".toml") else text.rpartition(":")
     if not colon:
         name, count = text, ""
-    cluster = _own(Path(name)) if name.endswith(".toml") else _named(name, text)
+    key = device_name(name)
+    if name.endswith(".toml"):
+        cluster, _ = _described(Path(name), "cluster")
+    elif key in PRESETS:
+        cluster = PRESETS[key]
+    elif key == LOCAL:
+        cluster = local()
+    else:
+        near = did_you_mean(key, [*PRESETS, LOCAL])
+        raise UserError(
+            f"cluster '{text}': unknown name '{name}'{near} (valid: {', '.join(PRESETS)}, {LOCAL}, with a "
+            "number of devices such as h100:64, or the path of a .toml file; `fivefold clusters` describes them)"
+        )
     if colon and not count:
         raise UserError(f"cluster '{text}': the number of devices is missing, such as {name}:8")
     return _sized(cluster, count, text) if count else cluster
@@ -177,19 +170,6 @@ def local() -> Cluster:
             "cluster 'local': this machine has not been measured; run `fivefold bench hardware` first"
         )
     return of_table(table)
-
-
-def _named(name: str, text: str) -> Cluster:
-    key = device_name(name)
-    if key == LOCAL:
-        return local()
-    if key not in PRESETS:
-        near = did_you_mean(key, [*PRESETS, LOCAL])
-        raise UserError(
-            f"cluster '{text}': unknown name '{name}'{near} (valid: {', '.join(PRESETS)}, {LOCAL}, with a "
-            "number of devices such as h100:64, or the path of a .toml file; `fivefold clusters` describes them)"
-        )
-    return PRESETS[key]
 
 
 def device_name(text: str) -> str:
@@ -284,18 +264,29 @@ _ALONE = {
 """Keys that a file without a base must have: always (), or if it has one of those."""
 
 
-def _own(path: Path) -> Cluster:
-    """Reads a cluster file: `base = "h100"` and the keys of `_KEYS` that differ from it."""
-    base, values, wiring = _read(path)
-    if base is None:
+def _described(path: Path, what: str) -> tuple[Cluster, bool]:
+    """(the cluster of a file, whether its nodes are connected). A file has `base = "h100"` and the keys of `_KEYS` that
+    differ from it. what: "cluster", or "topology", of which only the links count, so that it may have no base.
+
+    Raises:
+        UserError: the file is broken, or a link is missing.
+    """
+    base, values, torus = _read(path)
+    if base is None and what == "cluster":
         raise UserError(f"cluster '{path}': base: must be {_BASES}")
-    return _based(path, base, values, wiring)
-
-
-def _based(path: Path, base: str, values: dict[str, float], torus: tuple[int, ...]) -> Cluster:
-    """A preset or this machine, with the values of a file."""
+    if base is None:
+        for key, others in _ALONE.items():
+            because = next((other for other in others if other in values), None)
+            if key not in values and (because or not others):
+                reason = f" (there is {because})" if because else ""
+                raise UserError(
+                    f"topology '{path}': {key} is missing{reason}: give it, or a base, one of {', '.join(PRESETS)}"
+                )
+        bare = replace(PRESETS["h100"], intra=Link(0, 1, 0), inter=Link(0, 1, 0))
+        whole = {"intra_share": 1.0, "inter_share": 1.0} | values
+        return _changed(bare, whole, torus, path.stem), "inter_gb_s" in values
     if base != LOCAL:
-        return _changed(PRESETS[base], values, torus, path.stem)
+        return _changed(PRESETS[base], values, torus, path.stem), True
     if wrong := ["torus"] * bool(torus) + [key for key in values if key not in _OF_HOSTS]:
         raise UserError(
             f"cluster '{path}': {wrong[0]}: the base is this machine, as it was measured "
@@ -306,28 +297,7 @@ def _based(path: Path, base: str, values: dict[str, float], torus: tuple[int, ..
             raise UserError(f"cluster '{path}': {key} is missing: hosts like this machine need it")
     cluster = replace(local(), name=path.stem, inter=Link(0, 1, 0))
     changed = _changed(cluster, {"nics_per_node": 1} | values, (), path.stem)
-    return replace(changed, device=cluster.device)
-
-
-def links(path: Path) -> tuple[Cluster, bool]:
-    """(the cluster of a file, whether its nodes are connected). Without a base only its links count.
-
-    Raises:
-        UserError: the file is broken, or a link is missing.
-    """
-    base, values, wiring = _read(path)
-    if base is not None:
-        return _based(path, base, values, wiring), True
-    for key, others in _ALONE.items():
-        because = next((other for other in others if other in values), None)
-        if key not in values and (because or not others):
-            reason = f" (there is {because})" if because else ""
-            raise UserError(
-                f"topology '{path}': {key} is missing{reason}: give it, or a base, one of {', '.join(PRESETS)}"
-            )
-    whole = {"intra_share": 1.0, "inter_share": 1.0} | values
-    bare = replace(PRESETS["h100"], intra=Link(0, 1, 0), inter=Link(0, 1, 0))
-    return _changed(bare, whole, wiring, path.stem), "inter_gb_s" in values
+    return replace(changed, device=cluster.device), True
 
 
 def _read(path: Path) -> tuple[str | None, dict[str, float], tuple[int, ...]]:
@@ -372,15 +342,13 @@ def _number(path: Path, key: str, value: Any) -> float:
 
 def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...], name: str) -> Cluster:
     """The cluster with other values, by the parts that they set."""
-    parts: dict[str, dict[str, Any]] = {
-        part: {} for part in dict.fromkeys(key.part for key in _KEYS.values())
-    }
+    parts: dict[str, dict[str, Any]] = {key.part: {} for key in _KEYS.values()}
     for key, value in values.items():
         rule = _KEYS[key]
         parts[rule.part][rule.field] = int(value) if rule.whole else value
-    links = {}
-    for side, link in (("intra", cluster.intra), ("inter", cluster.inter)):
-        links[side] = replace(link, **parts[side], reduce=None) if parts[side] else link
+    for side in ("intra", "inter"):
+        if given := parts[side]:
+            parts[""][side] = replace(getattr(cluster, side), **given, reduce=None)
     assumed = tuple(what for what in cluster.device.assumed if _SHARES.get(what) not in values)
     peak = cluster.device.peak | parts["peak"]
     device = replace(cluster.device, name=name, peak=peak, assumed=assumed, **parts["device"])
@@ -388,30 +356,25 @@ def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...],
     wiring = replace(cluster.wiring, torus=torus, pcie=pcie, **parts["wiring"])
     if rate := parts["host"].get("rate"):  # both directions of PCIe at once
         parts[""]["host_link"] = Storage(rate, rate, 2 * rate)
-    return replace(cluster, name=name, device=device, wiring=wiring, **links, **parts[""])
+    return replace(cluster, name=name, device=device, wiring=wiring, **parts[""])
 
 
 def topology(text: str, ranks: int) -> Topology:
-    """Reads `h100`, `h100:8x4`, `my.toml` or `local` as the topology of `ranks` ranks. A file without a base describes
-    links only.
+    """Reads `h100`, `h100:8x4`, `my.toml` or `local` as the topology of `ranks` ranks.
 
     Raises:
         UserError: unknown cluster, broken file, missing link, more ranks than devices, or a machine without table.
     """
-    if text.lower() == "local":
-        return local_topology(ranks)
-    cluster, connected = links(Path(text)) if text.endswith(".toml") else (parse(text), True)
+    if text.lower() == LOCAL:
+        return of_fit(_fit(ranks), ranks)
+    file = text.endswith(".toml")
+    cluster, connected = _described(Path(text), "topology") if file else (parse(text), True)
     if cluster.machine and not cluster.connected:
-        return local_topology(ranks)
+        return of_fit(_fit(ranks), ranks)
     if 0 < cluster.devices < ranks:
         raise UserError(
             f"topology '{text}': {ranks} ranks need as many devices, but it has {cluster.devices}"
         )
-    return links_of(cluster, ranks, connected)
-
-
-def links_of(cluster: Cluster, ranks: int, connected: bool = True) -> Topology:
-    """The links of a cluster. connected: False if nothing connects its nodes."""
     x = cluster.wiring
     if cluster.machine:
         fit = _fit(min(ranks, cluster.per_node * cluster.hosts))
@@ -423,15 +386,6 @@ def links_of(cluster: Cluster, ranks: int, connected: bool = True) -> Topology:
     wiring: dict[str, Any] = vars(x) | {"pcie": x.pcie and x.pcie.wire}
     near, pairs = cluster.intra.wire, cluster.intra.mesh
     return Topology(cluster.name, ranks, cluster.per_node, near, far, pairs=pairs, **wiring)
-
-
-def local_topology(ranks: int) -> Topology:
-    """This machine, as `fivefold bench collectives` measured it.
-
-    Raises:
-        UserError: it has not been measured.
-    """
-    return of_fit(_fit(ranks), ranks)
 
 
 def _fit(ranks: int) -> dict[str, float]:

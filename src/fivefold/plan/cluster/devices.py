@@ -172,13 +172,17 @@ class Cluster:
         """Prices of messages by collective and group (`communication.py`), kept here since the search asks often."""
         return {}
 
+    @property
+    def cards(self) -> int:
+        """Network cards per node."""
+        return self.wiring.cards or self.per_node
+
     @cached_property
     def rail(self) -> float:
         """Bytes/s that each device sends to other nodes if all do so at once."""
-        x = self.wiring
-        beyond = bool(x.leaf) and self.nodes > x.leaf
-        each = self.inter.achieved * (x.cards or self.per_node) / self.per_node
-        return each / (x.oversubscription if beyond else 1)
+        beyond = bool(self.wiring.leaf) and self.nodes > self.wiring.leaf
+        each = self.inter.achieved * self.cards / self.per_node
+        return each / (self.wiring.oversubscription if beyond else 1)
 
     @property
     def oversubscription(self) -> float:

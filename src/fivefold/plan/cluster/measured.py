@@ -257,6 +257,21 @@ def assumed_table(cores: int = 2, memory: float = 16e9) -> Measured:
     for zero in (1, 2, 3):
         host |= {f"zero{zero}": 0.0, f"zero{zero} step": 0.0}
     points = [[float(size), 1e-4 + size / 1e9] for size in (4096, 1 << 20, 8 << 20)]
+    shapes = [shape for shape in combinations(SIZES, repeat=3) if math.prod(shape) <= LARGEST]
+    shares = dict[int, Share]()
+    for ranks in (n for n in (1, 2, 4) if n <= cores):
+        threads = cores // ranks
+        products = {
+            dtype: {
+                role: {f"{m}x{n}x{k}": rate * threads for m, n, k in shapes}
+                for role in ("forward", "input", "weight")
+            }
+            for dtype, rate in ASSUMED_FLOPS.items()
+        }
+        parts = {f"{T}x{d}": [2e10 * threads] * 2 for T in (128, 2048) for d in (32, 128)}
+        moved = {kind: [5e9 * threads] * 2 for kind in ASSUMED_KINDS}
+        attention, streams = dict.fromkeys(ASSUMED_FLOPS, parts), dict.fromkeys(ASSUMED_FLOPS, moved)
+        shares[ranks] = Share(ranks, threads, products, attention, attention, streams)
     return Measured(
         machine=tables.key(),
         device="cpu",
@@ -264,27 +279,10 @@ def assumed_table(cores: int = 2, memory: float = 16e9) -> Measured:
         memory=memory,
         disk=1e9,
         peak={dtype: rate * cores for dtype, rate in ASSUMED_FLOPS.items()},
-        shares={n: _assumed_share(n, cores // n) for n in (1, 2, 4) if n <= cores},
+        shares=shares,
         links={n: dict.fromkeys(ASSUMED_COLLECTIVES, points) for n in (2, 4)},
         free=0.25,
         host=host,
         axes={},
         spread=0.0,
     )
-
-
-def _assumed_share(ranks: int, threads: int) -> Share:
-    shapes = [shape for shape in combinations(SIZES, repeat=3) if shape[0] * shape[1] * shape[2] <= LARGEST]
-    products = {
-        dtype: {
-            role: {f"{m}x{n}x{k}": rate * threads for m, n, k in shapes}
-            for role in ("forward", "input", "weight")
-        }
-        for dtype, rate in ASSUMED_FLOPS.items()
-    }
-    parts = {
-        dtype: {f"{T}x{d}": [2e10 * threads] * 2 for T in (128, 2048) for d in (32, 128)}
-        for dtype in ASSUMED_FLOPS
-    }
-    moved = {dtype: {kind: [5e9 * threads] * 2 for kind in ASSUMED_KINDS} for dtype in ASSUMED_FLOPS}
-    return Share(ranks, threads, products, parts, parts, moved)

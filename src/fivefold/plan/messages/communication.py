@@ -111,18 +111,17 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
         return cluster.machine.factors["messages"] * line_through(seconds, size)
     made = ALGORITHMS["all_reduce"][name]
     shape = shape_of(group.ranks, group.local, pieces=pieces_of(made, round(size)))
-    if cluster.machine:
-        links = on_hosts(group, cluster)
-        if group.ranks > SIMULATED and made.line and (found := made.line(shape, links.levels)):
-            return found.alpha + found.beta * size
-        return simulate(build("all_reduce", name, shape), links, size).seconds
-    levels = _levels(group, cluster)
-    if formula := made.line and made.line(shape, levels):
-        return LAUNCH + formula.alpha + formula.beta * size
-    links = Topology(
-        cluster.name, group.ranks, group.local, levels.near, levels.far, pairs=cluster.intra.mesh
-    )
-    return LAUNCH + simulate(build("all_reduce", name, shape), links, size).seconds
+    if cluster.machine:  # small groups are simulated
+        links, start = on_hosts(group, cluster), 0.0
+        levels, formula = links.levels, made.line if group.ranks > SIMULATED else None
+    else:
+        levels, start, formula = _levels(group, cluster), LAUNCH, made.line
+        links = Topology(
+            cluster.name, group.ranks, group.local, levels.near, levels.far, pairs=cluster.intra.mesh
+        )
+    if formula and (price := formula(shape, levels)):
+        return start + price.alpha + price.beta * size
+    return start + simulate(build("all_reduce", name, shape), links, size).seconds
 
 
 def send(size: float, crosses: bool, cluster: Cluster) -> float:
@@ -184,7 +183,7 @@ def on_hosts(group: Group, cluster: Cluster) -> Topology:
     assert machine is not None
     points = machine.links[min(machine.links)]["send"]
     near = Wire(points[0][1], (points[-1][0] - points[0][0]) / max(1e-9, points[-1][1] - points[0][1]))
-    cards = group.local * (cluster.wiring.cards or cluster.per_node) / cluster.per_node
+    cards = group.local * cluster.cards / cluster.per_node
     whole = max(1, math.floor(cards))
     far = Wire(cluster.inter.latency, cluster.rail * group.local / whole)
     return Topology(cluster.name, group.ranks, group.local, near, far, cards=whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -155,10 +156,10 @@ def compressed_sums(s: Setting, own: Elements) -> tuple[float, float, float]:
         if compress is not None and messages:
             device = s.cluster.device
             each = device.measured.encoding(compress.text) if device.measured else None
-            passes = (
-                compress.passes * DTYPES[MASTER].bytes * computes
-            )  # memory traffic, where it is not measured
-            took = computes * each if each is not None else stream(passes, device, "copy", MASTER)
+            if each is None:  # memory traffic
+                took = stream(compress.passes * DTYPES[MASTER].bytes * computes, device, "copy", MASTER)
+            else:
+                took = computes * each
             encoding += s.cluster.oversubscription * took
     return first, later, encoding
 
@@ -192,12 +193,12 @@ def _outer_elements(s: Setting, position: int) -> tuple[int, ...]:
 def outer_seconds(s: Setting, inner: float = 0.0) -> float:
     """Seconds of all outer steps of `sites.every` inner steps. Each fragment's messages go out together, and overlap
     with `sites.overlap` inner steps of `inner` seconds. The slowest pipeline position decides."""
-    slowest, hidden, group = 0.0, inner * s.sites.overlap, s.group("sites")
+    slowest, hidden = 0.0, inner * s.sites.overlap
     for position in range(s.layout.pp if s.sites.count > 1 else 0):
         rank, total = s.layout.rank({"pp": position}), 0.0
         for number in range(s.sites.fragments):
-            messages = (one for message in volume.outer(s, rank, number) for one in message)
-            sent = sum(collective(what, size, group, s.cluster) for what, size in messages)
+            messages = itertools.chain(*volume.outer(s, rank, number))
+            sent = sum(collective(what, size, s.group("sites"), s.cluster) for what, size in messages)
             total += max(0.0, sent - hidden)
         # common weights and momentum are read and written; masters are read for the difference, and written
         moved = sum(_outer_elements(s, position)) * (2 * s.sites.kept + 4 * DTYPES[MASTER].bytes)
