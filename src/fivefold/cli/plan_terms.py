@@ -67,8 +67,7 @@ def terms(
     json: JsonOption = False,
 ) -> None:
     """Print what the totals of a plan are made of: name, formula, value and a remark of each term."""
-    from fivefold.lessons.conventions import CONVENTIONS
-    from fivefold.lessons.terms import SECTIONS, Asked
+    from fivefold.lessons.terms import CONVENTIONS, SECTIONS, Asked
     from fivefold.lessons.terms import terms as counted
     from fivefold.plan.predict import predict
 

@@ -186,7 +186,7 @@ def _block_cost(s: Setting) -> Cost:
 
 def _sent(ops: Iterable[Operation], axis: str, s: Setting) -> float:
     """Seconds of the messages of an axis in forward, beside which nothing runs."""
-    return sum(cost.message(sent, s) for op in ops for sent in op.sent_forward if sent.axis == axis)
+    return sum(cost.message(sent, s, False) for op in ops for sent in op.sent_forward if sent.axis == axis)
 
 
 def _resized(s: Setting, **fields: float) -> Setting | None:
@@ -238,7 +238,7 @@ def _context(s: Setting) -> float:
     """A ring sends keys and values beside the attention of a turn. Ulysses exchanges queries, keys and values, and then
     results. Backward has its own messages and rate; the larger ratio counts."""
     (op,) = (op for op, _ in _block(s) if op.attention)
-    forward = sum(cost.message(sent, s) for sent in op.sent_forward)
+    forward = sum(cost.message(sent, s, False) for sent in op.sent_forward)
     backward = sum(cost.message(sent, s, True) for sent in op.sent_backward)
     alone = cost.operation(replace(op, sent_forward=(), sent_backward=()), s).alone
     return max(forward / alone[0], backward / alone[1])
