@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli.main import app
 from fivefold.errors import UserError
-from fivefold.lessons.conventions import evaluate
-from fivefold.lessons.terms import Asked, part_of, terms
+from fivefold.lessons.terms import Asked, evaluate, part_of, terms
 from fivefold.models.card import card_of
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict

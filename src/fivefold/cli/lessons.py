@@ -269,7 +269,7 @@ def terms(
 ) -> None:
     """Print what the totals of a plan are made of: name, formula, value and a remark of each term."""
     from fivefold.lessons import terms as counting
-    from fivefold.lessons.conventions import CONVENTIONS
+    from fivefold.lessons.terms import CONVENTIONS
     from fivefold.plan.predict import predict
 
     sections = only.split(",") if only is not None else list(counting.SECTIONS)

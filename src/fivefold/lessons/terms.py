@@ -1,20 +1,25 @@
 """The terms behind a plan's totals, by the conventions of papers and courses: parameters by part, states, activations,
-FLOPs, messages in units of Psi, bubble. A formula is evaluated as it is printed (`conventions.evaluate`)."""
+FLOPs, messages in units of Psi, bubble. A formula is evaluated as it is printed. No prediction depends on it.
+
+Symbols: n_v vocabulary, d or h width, f feed-forward, L layers, a heads, s tokens of a sequence, b sequences of a
+microbatch, m microbatches, p pipeline ranks, v stages per rank, t tensor ranks, c context ranks, e expert ranks, k
+experts per token, N parameters that compute a token, Psi parameters whose states are kept, Psi_e those of experts, n
+ranks that share them, D tokens of the run, D_1 of a step.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from fivefold.lessons import conventions
 from fivefold.lessons.compare import data_units
-from fivefold.lessons.conventions import ADAM, BUBBLES, CONVENTIONS, WIDTH, Convention, evaluate, matching
-from fivefold.models.card import Card, card_of
+from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Sizes
 from fivefold.models.recomputation import region
 from fivefold.optim import OPTIMIZERS
@@ -23,16 +28,67 @@ from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
 from fivefold.plan.messages.volume import SENT
 from fivefold.plan.predict import Plan, price
-from fivefold.plan.setting import Setting, Software, States
+from fivefold.plan.setting import FIVEFOLD, PAPER, Setting, Software, States
 from fivefold.plan.time import stage_costs
+from fivefold.precision import DTYPES, MASTER
 from fivefold.recipe import active_parameters
 from fivefold.schedules.pipeline import few, simulate
 from fivefold.sharding.layout import Layout, groups
 
 
 @dataclass(frozen=True)
+class Convention:
+    """states: bytes per parameter. program: whose activations are counted, in 16 bits and with dropout. None: those of
+    the recipe and of this program."""
+
+    states: States | None = None
+    program: Software | None = None
+
+
+CONVENTIONS = {
+    "paper": Convention(PAPER, replace(FIVEFOLD, attention="plain", probability_dropout=True)),
+    "fivefold": Convention(),
+}
+"""paper: 2 + 2 + 12 bytes, weights and gradients in 16 bits, and in fp32 a copy, momentum and variance (arXiv
+1910.02054); activations of a block with the scores of attention in memory (arXiv 2205.05198)."""
+ADAM = ("momentum", "variance")
+SUMMED = DTYPES[MASTER].bytes
+"""Bytes that a sum of gradients over microbatches in fp32 adds to those of the papers."""
+DROPOUT = 0.1  # its value changes no size
+WIDTH = DTYPES["bf16"].bytes
+
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "embedding": ("n_v d",),
+    "positions": ("s d",),
+    "attention": ("L (4 d^2 + 4 d)", "L 4 d^2"),
+    "MLP": ("L (8 d^2 + 5 d)", "L 3 d f"),
+    "norms": ("L 4 d + 2 d", "L 4 d + 4 d", "L 2 d + d"),
+    "output layer": ("n_v d",),
+}
+"""Formulas of the parts of a model. That one is printed whose value is the part's; no other."""
+ACTIVATIONS = (
+    "10 s b h + (24 s b h + 5 a b s^2) / t",
+    "10 s b h + 24 s b h / t",
+    "(34 s b h + 5 a b s^2) / t",
+    "34 s b h / t",
+)
+"""Formulas of a block on several tensor-parallel ranks (arXiv 2205.05198, equations 2 to 6)."""
+
+
+def matching(formulas: Iterable[str], value: float, symbols: Mapping[str, float]) -> str:
+    """The first formula with this value, or ""."""
+    return next((text for text in formulas if math.isclose(evaluate(text, symbols), value)), "")
+
+
+def evaluate(formula: str, symbols: Mapping[str, float]) -> float:
+    """The value of a formula. Symbols side by side are multiplied: `n_v d + L (12 d^2 + 5 d)`."""
+    code = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula).replace("^", "**")
+    return eval(code, {"__builtins__": {}}, {**symbols})  # of formulas in this file only
+
+
+@dataclass(frozen=True)
 class Term:
-    """A named value. formula: in the symbols of conventions.py, or "". unit: "parameters", "bytes", "FLOPs", "Psi",
+    """A named value. formula: in the symbols of this file, or "". unit: "parameters", "bytes", "FLOPs", "Psi",
     "share", or a word. note: a remark. more: further values."""
 
     name: str
@@ -71,13 +127,9 @@ class Asked:
     def setting(self) -> Setting:
         return self.plan.setting
 
-    @property
-    def card(self) -> Card:
-        return self.setting.card
-
     @cached_property
     def symbols(self) -> Symbols:
-        s, model, card = self.setting, self.setting.model, self.card
+        s, model, card = self.setting, self.setting.model, self.setting.card
         layout, width = s.layout, float(model.dim)
         psi = self.psi or card.count
         routed = sum(math.prod(card.parameters[name]) for name, cut in card.cuts.items() if cut.axis == "ep")
@@ -122,18 +174,18 @@ def part_of(name: str) -> str:
 
 def parameters(asked: Asked) -> Iterator[Term]:
     """Parameters by part."""
-    card, found = asked.card, Counter[str]()
+    card, parts = asked.setting.card, Counter[str]()
     for name, shape in card.parameters.items():
-        found[part_of(name)] += math.prod(shape)
-    for part, count in found.items():
-        formula = matching(conventions.PARAMETERS.get(part, ()), count, asked.symbols)
+        parts[part_of(name)] += math.prod(shape)
+    for part, count in parts.items():
+        formula = matching(PARAMETERS.get(part, ()), count, asked.symbols)
         yield Term(part, count, "parameters", formula)
     yield Term("model", card.count, "parameters", note="all parts")
     active = active_parameters(asked.setting.model)
     if active < card.count:
         yield Term("active", active, "parameters", note="of a token: its experts only")
-    if not (card.gated or card.latent_attention):
-        yield asked.term("plain GPT", conventions.MODEL, "parameters", "the courses' formula")
+    if not (card.gated or card.latent_attention):  # biases of the MLP only, no positions, no norms
+        yield asked.term("plain GPT", "n_v d + L (12 d^2 + 5 d)", "parameters", "the courses' formula")
     if asked.psi:
         yield Term("Psi", asked.psi, "parameters", note="as given: the terms below count with it")
 
@@ -163,7 +215,7 @@ def states(asked: Asked) -> Iterator[Term]:
     yield asked.term("all states", f"{whole:g} Psi", "bytes")
     if asked.how.states:
         note = "with a sum of the gradients in fp32"
-        yield asked.term("at most", f"{whole + conventions.SUMMED:g} Psi", "bytes", note)
+        yield asked.term("at most", f"{whole + SUMMED:g} Psi", "bytes", note)
     for zero in range(4):
         where = f"a rank, n = {sharing(layout)}"
         yield asked.term(f"ZeRO {zero}", held_formula(asked, b, zero), "bytes", where)
@@ -196,11 +248,13 @@ def held_formula(asked: Asked, b: States, zero: int, kinds: Sequence[str] = KIND
 def states_by_stage(asked: Asked) -> dict[str, dict[str, float]]:
     """Bytes of each of `KINDS` on a rank, by ZeRO stage: what `states` adds up."""
     b, _ = states_of(asked)
-
-    def size(kind: str, zero: int) -> float:
-        return evaluate(held_formula(asked, b, zero, (kind,)), asked.symbols)
-
-    return {f"ZeRO {zero}": {kind: size(kind, zero) for kind in KINDS} for zero in range(4)}
+    formulas = {
+        f"ZeRO {zero}": {kind: held_formula(asked, b, zero, (kind,)) for kind in KINDS} for zero in range(4)
+    }
+    return {
+        stage: {kind: evaluate(formula, asked.symbols) for kind, formula in kinds.items()}
+        for stage, kinds in formulas.items()
+    }
 
 
 GROWS = ("s b h", "a b s^2", "a b s")
@@ -225,7 +279,6 @@ def kept_by_part(ops: list[Operation], recompute: str, software: Software) -> di
 
 
 def kept_by_block(ops: list[Operation], recompute: str, software: Software) -> Kept:
-    """The sum of its parts."""
     return [sum(sizes) for sizes in zip(*kept_by_part(ops, recompute, software).values(), strict=True)]
 
 
@@ -233,7 +286,7 @@ def kept_formula(kept: Kept, x: Symbols) -> str:
     """A formula of the papers with this value, or else multiples of `GROWS`."""
     multiples = ((size / evaluate(unit, x), unit) for size, unit in zip(kept, GROWS, strict=True))
     plain = " + ".join(f"{round(number, 9):.9g} {unit}" for number, unit in multiples if number)
-    return (matching(conventions.ACTIVATIONS, sum(kept), x) if x["t"] > 1 else "") or plain
+    return (matching(ACTIVATIONS, sum(kept), x) if x["t"] > 1 else "") or plain
 
 
 def counted_in(asked: Asked, **changes: Any) -> tuple[Sizes, Software]:
@@ -241,7 +294,7 @@ def counted_in(asked: Asked, **changes: Any) -> tuple[Sizes, Software]:
     s, program = asked.setting, asked.how.program
     if program is None:
         return replace(s.sizes, **changes), s.software
-    model = s.model.model_copy(update={"dropout": conventions.DROPOUT})
+    model = s.model.model_copy(update={"dropout": DROPOUT})
     changes = {"sp_regather": changes.get("sp", s.sizes.sp)} | changes
     return replace(s.sizes, model=model, e=WIDTH, narrow=0.0, **changes), program
 
@@ -293,17 +346,20 @@ def activations_by_way(asked: Asked) -> dict[str, float]:
 def flops(asked: Asked) -> Iterator[Term]:
     """FLOPs of a step and of the run, utilisation, and time at a given rate."""
     plan, model = asked.plan, asked.setting.model
-    x, card = asked.symbols, asked.card
+    x, card = asked.symbols, asked.setting.card
     yield asked.term("forward", "2 N D_1", "FLOPs", "a step")
     yield asked.term("backward", "4 N D_1", "FLOPs", "a step")
     attention = plan.tokens * sum(card.attention_flops(number) for number in range(model.layers))
-    formula = matching(conventions.ATTENTION_FLOPS, attention, x)
+    # scores and values, forward and backward; half of them if a token sees earlier ones only
+    formula = matching(("6 L h s D_1", "12 L h s D_1"), attention, x)
     yield Term("attention", attention, "FLOPs", formula, "a step, besides N")
     yield asked.term("run", "6 N D", "FLOPs", f"{asked.tokens:.4g} tokens")
     yield asked.term("run, full recomputation", "8 N D", "FLOPs", "+33.3%: forward runs twice")
     if not plan.service:
-        more = slower(asked.setting)
-        yield Term("time, full recomputation", more, "share", note="more for a step, predicted")
+        s = asked.setting
+        layouts = (replace(s.layout, recompute=mode) for mode in ("none", "full"))
+        none, full = (price(replace(s, layout=layout)).step.seconds for layout in layouts)
+        yield Term("time, full recomputation", full / none - 1, "share", note="more for a step, predicted")
     yield Term("MFU", plan.mfu, "share", note="of the data sheet's peak, predicted")
     yield Term("HFU", plan.hfu, "share", note="with what backward recomputes")
     rate, given = asked.flops or plan.model_flops_per_gpu, "given" if asked.flops else "predicted"
@@ -314,12 +370,6 @@ def flops(asked: Asked) -> Iterator[Term]:
     if asked.deadline:
         count = budget.devices_for(work, asked.deadline, rate)
         yield Term("devices", count, "devices", note=f"within {asked.deadline / budget.DAY:g} days")
-
-
-def slower(s: Setting) -> float:
-    """How much longer a step takes if every block is recomputed, as a share of one without."""
-    none, full = (price(replace(s, layout=replace(s.layout, recompute=mode))) for mode in ("none", "full"))
-    return full.step.seconds / none.step.seconds - 1
 
 
 TECHNIQUES = {
@@ -350,81 +400,56 @@ def messages(asked: Asked) -> Iterator[Term]:
         note = f"{once + each:g} Psi with m = 1" if each else ""
         yield Term(name, units, "Psi", formula, note, {"one_microbatch": once + each})
     yield from block_messages(asked)
-    yield from pipeline_messages(asked)
+    if s.layout.pp > 1:
+        crossed = sum(stage != following for stage, following in pairwise(s.schedule(1).rank_of))
+        size = 2 * crossed * s.microbatches * s.sizes.n * s.model.dim
+        formula = matching(["2 s b h m (p v - 1)", "2 s b h m (p v - 1) / t"], size, x)
+        note = f"of a step, there and back over {crossed} boundaries between ranks"
+        yield Term("PP", size, "elements", formula, note, {"bytes": size * s.sizes.e})
     for axis, size in asked.plan.sent.items():
         units = size / (WIDTH * x["Psi"])
         note = f"{units:.3g} Psi in 16 bits; the rank that sends most, a step"
         yield Term(f"this plan, {axis}", size, "bytes", note=note, more={"psi": units})
 
 
-@dataclass(frozen=True)
-class InBlocks:
-    """A way of sending activations within blocks. axis, what: its messages; other ones of the axis are a few numbers.
-    changes: of the sizes, for this way. units: formulas of its elements but for a factor: without a mask, and (the
-    last) with a causal one."""
-
-    axis: str
-    what: Sequence[str]
-    changes: Mapping[str, Any]
-    units: Sequence[str]
-
-
 _SUMS, _TOKENS = ("all_reduce", "all_gather", "reduce_scatter"), ("s b h (t - 1) / t",)
-IN_BLOCKS = {
-    "TP": InBlocks("tp", _SUMS, {"sp": False, "sp_regather": False}, _TOKENS),
-    "TP + SP": InBlocks("tp", _SUMS, {"sp": True, "sp_regather": False}, _TOKENS),
-    "TP + SP, sp_regather": InBlocks("tp", _SUMS, {"sp": True, "sp_regather": True}, _TOKENS),
+IN_BLOCKS: tuple[tuple[str, str, Sequence[str], Mapping[str, Any], Sequence[str]], ...] = (
+    ("TP", "tp", _SUMS, {"sp": False, "sp_regather": False}, _TOKENS),
+    ("TP + SP", "tp", _SUMS, {"sp": True, "sp_regather": False}, _TOKENS),
+    ("TP + SP, sp_regather", "tp", _SUMS, {"sp": True, "sp_regather": True}, _TOKENS),
     # under a causal mask, some keys are sent by half (schedules/ring_attention.py)
-    "CP, ring": InBlocks(
-        "cp", ("send",), {"cp_method": "ring"}, ("s b h (c - 1) / c", "s b h (6 c - 7) / c")
-    ),
-    "CP, ulysses": InBlocks("cp", ("all_to_all",), {"cp_method": "ulysses"}, ("s b h (c - 1) / c^2",)),
-    "EP": InBlocks("ep", ("all_to_all",), {}, ("k s b h (e - 1) / e",)),
-}
+    ("CP, ring", "cp", ("send",), {"cp_method": "ring"}, ("s b h (c - 1) / c", "s b h (6 c - 7) / c")),
+    ("CP, ulysses", "cp", ("all_to_all",), {"cp_method": "ulysses"}, ("s b h (c - 1) / c^2",)),
+    ("EP", "ep", ("all_to_all",), {}, ("k s b h (e - 1) / e",)),
+)
+"""Ways of sending activations within blocks: name, axis, its messages (other ones of the axis are a few numbers),
+changes of the sizes, formulas of its elements but for a factor: without a mask, and (the last) with a causal one."""
 
 
 def block_messages(asked: Asked) -> Iterator[Term]:
     """What a block sends for a microbatch over the axes of tensor, context and expert parallelism, by each of their
     ways; the rank that sends most."""
-    s, x = asked.setting, asked.symbols
-    card, axes = s.card, {"tp": s.layout.tp, "cp": s.layout.cp, "ep": s.layout.ep}
+    s, x, card = asked.setting, asked.symbols, asked.setting.card
     divided = {"tp": ["c"], "cp": ["t"], "ep": ["c", "t"] if s.sizes.sp else ["c"]}
-    for name, way in IN_BLOCKS.items():
-        if axes[way.axis] == 1:
+    for name, axis, kinds, changes, formulas in IN_BLOCKS:
+        if getattr(s.layout, axis) == 1:
             continue
-        ops = card.block_operations(replace(s.sizes, **way.changes), s.software, any(card.mixed))
-        ranks = range(min(2, s.layout.cp))  # of a ring, the second sends most
-        size, words = max(_leaving(s, ops, way, s.layout.rank({"cp": index})) for index in ranks)
-        size /= s.sizes.e
-        shared = [one for one in divided[way.axis] if x[one] > 1]
-        unit = " / ".join([way.units[-1 if card.causal else 0], *shared])
-        formula = f"{round(size / evaluate(unit, x), 4):g} {unit}"
+        ops = card.block_operations(replace(s.sizes, **changes), s.software, any(card.mixed))
+        leaving = []
+        for index in range(min(2, s.layout.cp)):  # of a ring, the second sends most
+            moments = volume.of_operations(s, s.layout.rank({"cp": index}), ops, "none", "a block", 1)
+            sent = [moment for moment in moments if moment.axis == axis and moment.what in kinds]
+            size = sum(SENT[moment.what](groups(s.layout)[axis][0]) * moment.size for moment in sent)
+            messages = (
+                f"{way} " + ", ".join(f"{m.calls} {m.what}" for m in sent if m.when.startswith(way))
+                for way in ("forward", "backward")
+            )
+            leaving.append((size, "; ".join(messages)))
+        size, words = max(leaving)
+        unit = " / ".join([formulas[-1 if card.causal else 0], *(n for n in divided[axis] if x[n] > 1)])
+        formula = f"{round(size / s.sizes.e / evaluate(unit, x), 4):g} {unit}"
         note = f"of a block and microbatch; {words}"
-        yield Term(name, size, "elements", formula, note, {"bytes": size * s.sizes.e})
-
-
-def _leaving(s: Setting, ops: Sequence[Operation], way: InBlocks, rank: int) -> tuple[float, str]:
-    """(bytes that leave a rank by these operations' messages of a way, its messages in words)."""
-    moments = volume.of_operations(s, rank, ops, "none", "a block", 1)
-    sent = [one for one in moments if one.axis == way.axis and one.what in way.what]
-    size = sum(SENT[one.what](groups(s.layout)[way.axis][0]) * one.size for one in sent)
-    words = {
-        when: ", ".join(f"{one.calls} {one.what}" for one in sent if one.when.startswith(when))
-        for when in ("forward", "backward")
-    }
-    return size, "; ".join(f"{when} {messages}" for when, messages in words.items())
-
-
-def pipeline_messages(asked: Asked) -> Iterator[Term]:
-    """What stages on different ranks send each other in a step."""
-    s = asked.setting
-    if s.layout.pp == 1:
-        return
-    crossed = sum(one != other for one, other in pairwise(s.schedule(1).rank_of))
-    size = 2 * crossed * s.microbatches * s.sizes.n * s.model.dim
-    formula = matching(["2 s b h m (p v - 1)", "2 s b h m (p v - 1) / t"], size, asked.symbols)
-    note = f"of a step, there and back over {crossed} boundaries between ranks"
-    yield Term("PP", size, "elements", formula, note, {"bytes": size * s.sizes.e})
+        yield Term(name, size / s.sizes.e, "elements", formula, note, {"bytes": size})
 
 
 def bubble(asked: Asked) -> Iterator[Term]:
@@ -438,13 +463,15 @@ def bubble(asked: Asked) -> Iterator[Term]:
     yield Term("microbatch", microbatch, "seconds", note="t_f + t_b of a rank with average stages, predicted")
     idle = (layout.pp - 1) * microbatch / layout.stages_per_rank
     yield Term("idle", idle, "seconds", note="(p - 1) (t_f + t_b) / v")
-    some = s.schedule(few(m, layout.pp))
-    timeline = simulate(some)  # F and B of equal stages take 1 and 2
+    schedule = s.schedule(few(m, layout.pp))
+    timeline = simulate(schedule)  # F and B of equal stages take 1 and 2
     busy = timeline.busy(0)
-    simulated = timeline.makespan - busy, busy / some.microbatches * m
+    simulated = timeline.makespan - busy, busy / schedule.microbatches * m
     predicted = plan.step.bubble, plan.step.seconds - plan.step.bubble
-    for way, formula in BUBBLES.items():
-        to = "of the time without it" if way == "ideal" else "of the step"
+    for way, to, formula in (
+        ("ideal", "of the time without it", "(p - 1) / (v m)"),
+        ("step", "of the step", "(p - 1) / (v m + p - 1)"),
+    ):
         yield asked.term(f"formula, {way}", formula, "share", to)
         for name, note, (waits, works) in (
             (layout.schedule, f"{to}, simulated with equal stages", simulated),

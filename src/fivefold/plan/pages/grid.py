@@ -20,19 +20,21 @@ import shlex
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.plan.cluster.clusters import canonical, parse
 from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.pages.pictures import pictures
+from fivefold.plan.pages.pictures import Pictures, pictures
 from fivefold.plan.predict import Plan, predict, resolved, with_load
 from fivefold.plan.setting import Documents, Software, documents_of, software_of
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.recipe import Recipe
-from fivefold.schedules.pipeline import DEFAULT, Timeline, shown
+from fivefold.schedules.pipeline import DEFAULT, shown
 from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
@@ -90,10 +92,9 @@ class Base:
 
     @property
     def values(self) -> Values:
-        found = {"devices": self.layout.ranks}
-        for section, names in ((self.full.model, MODEL), (self.full.train, BATCH), (self.layout, AXES)):
-            found |= {name: getattr(section, name) for name in names}
-        return found
+        sections = ((self.full.model, MODEL), (self.full.train, BATCH), (self.layout, AXES))
+        sizes = {name: getattr(section, name) for section, names in sections for name in names}
+        return {"devices": self.layout.ranks} | sizes
 
 
 def base(
@@ -116,17 +117,23 @@ def base(
 def axes(center: Base, budget: float = BUDGET) -> list[Slider]:
     """The sliders. Each starts with one value and gets more in turn, nearest first, within the budget of work."""
     own = center.values
+
+    def near(key: str, value: int) -> tuple[float, int]:
+        """Doublings from the recipe's own value, the larger of two first. ZeRO stages by how common they are."""
+        return ((1, 3, 0, 2).index(value), 0) if key == "zero" else (abs(math.log2(value / own[key])), -value)
+
     chosen = {key: [value] for key, value in own.items()}
-    waiting = {key: _nearest_first(key, _possible(center, key), own[key]) for key in TURNS}
+    waiting = {key: sorted({*_possible(center, key)} - {own[key]}, key=partial(near, key)) for key in TURNS}
     while any(waiting.values()):
         for key, values in waiting.items():
-            if not values:
-                continue
-            value = values.pop(0)
-            more = chosen | {key: [*chosen[key], value]}
-            if _work(more) <= budget:
-                chosen = more
-    return [Slider(key, tuple(sorted(found)), sorted(found).index(own[key])) for key, found in chosen.items()]
+            if values:
+                more = chosen | {key: [*chosen[key], values.pop(0)]}
+                others = math.prod(len(some) for name, some in more.items() if name != "pp")
+                if others * sum(1 + pp * pp / 40 for pp in more["pp"]) <= budget:
+                    chosen = more
+    return [
+        Slider(key, tuple(sorted(values)), sorted(values).index(own[key])) for key, values in chosen.items()
+    ]
 
 
 def cells(center: Base, sliders: Sequence[Slider]) -> Iterator[tuple[Values, Plan | str]]:
@@ -200,7 +207,10 @@ def layout_at(center: Base, values: Values) -> Layout:
 def options(center: Base, key: str, value: int) -> str:
     """The options of `fivefold plan` for this value, besides the layout."""
     if key == "devices":
-        return f"--cluster {shlex.quote(_cluster(center, value))}"
+        name, _, count = ("", "", "") if center.named.endswith(".toml") else center.named.rpartition(":")
+        per_node = center.cluster.per_node
+        sized = f"{value // per_node}x{per_node}" if "x" in count else value
+        return f"--cluster {shlex.quote(f'{name or center.named}:{sized}')}"
     if key == "microbatch_size":  # always: the recipe may leave it open, to follow from the batch
         return f"--set train.microbatch_size={value}"
     own = center.values
@@ -210,14 +220,6 @@ def options(center: Base, key: str, value: int) -> str:
         return f"--set train.global_batch_size={value}"
     before, after = model_at(center, own), model_at(center, own | {key: value})
     return " ".join(f"--set model.{name}={new}" for name, new in after.items() if new != before[name])
-
-
-def _cluster(center: Base, devices: int) -> str:
-    """The value of `--cluster` with this number of devices."""
-    name, _, count = ("", "", "") if center.named.endswith(".toml") else center.named.rpartition(":")
-    if "x" in count:
-        return f"{name}:{devices // center.cluster.per_node}x{center.cluster.per_node}"
-    return f"{name or center.named}:{devices}"
 
 
 def command(
@@ -232,36 +234,22 @@ def command(
 def _possible(center: Base, key: str) -> list[int]:
     """Possible values of a slider besides the recipe's own."""
     own, model, cluster = center.values[key], center.full.model, center.cluster
+    powers = [2**i for i in range(17)]
     if key == "zero":
         return [0, 1, 2, 3]
-    if key in ("tp", "pp"):
-        powers = [2**i for i in range(17)]
+    if key == "tp":
         heads = math.gcd(model.heads, model.kv_heads or model.heads)
-        if key == "tp":
-            return [n for n in powers if n <= cluster.per_node and heads % n == 0]
+        return [n for n in powers if n <= cluster.per_node and heads % n == 0]
+    if key == "pp":
         return [n for n in powers if n <= min(8, model.layers)]
-    found = [own * 2**i for i in range(1, 4)]
-    found += [own // 2**i for i in range(1, 4) if own % 2**i == 0]
+    sizes = [own * 2**i for i in range(1, 4)]
+    sizes += [own // 2**i for i in range(1, 4) if own % 2**i == 0]
     if key == "dim":
         given = [size for name in card_of(model).widths if (size := getattr(center.recipe.model, name))]
-        found = [value for value in found if all(size * value % model.dim == 0 for size in given)]
+        sizes = [value for value in sizes if all(size * value % model.dim == 0 for size in given)]
     if key == "devices" and "x" in center.named.rpartition(":")[2]:
-        found = [value for value in found if value % cluster.per_node == 0]
-    return found
-
-
-def _nearest_first(key: str, values: Sequence[int], own: int) -> list[int]:
-    """Values by their distance in doublings, the larger of two first. ZeRO stages by how common they are."""
-    rest = {value for value in values if value != own}
-    if key == "zero":
-        return sorted(rest, key=(1, 3, 0, 2).index)
-    return sorted(rest, key=lambda value: (abs(math.log2(value / own)), -value))
-
-
-def _work(chosen: dict[str, list[int]]) -> float:
-    """Work of a grid with these values, in cells without a pipeline."""
-    others = math.prod(len(values) for key, values in chosen.items() if key != "pp")
-    return others * sum(1 + pp * pp / 40 for pp in chosen["pp"])
+        sizes = [value for value in sizes if value % cluster.per_node == 0]
+    return sizes
 
 
 HEAD = (
@@ -276,108 +264,83 @@ WORK = ("devices", "dim", "seq_len", "microbatch_size", "tp")
 
 def as_data(center: Base, command: str, sliders: Sequence[Slider]) -> dict[str, Any]:
     """Everything that the page's script needs. command: see `command`."""
-    rows = _Rows()
+    index: list[int] = []  # of each cell: 0 where it is valid, else the number of its message, from 1
+    messages: dict[str, int] = {}
+    heads: list[list[float]] = []
+    seconds: list[dict[str, float]] = []  # of each valid cell's operations
+    work: dict[str, dict[str, tuple[float, float]]] = {}
+    schedules: dict[str, list[list[tuple[str, int, int]]]] = {}
+    shares, starts = list[str](), array("H")
     for values, plan in cells(center, sliders):
-        rows.add(values, plan)
+        if isinstance(plan, str):
+            index.append(messages.setdefault(plan, len(messages) + 1))
+            continue
+        index.append(0)
+        drawn, s = pictures(plan), plan.setting
+        heads.append(_head(plan, drawn))
+        shares, points, timeline = list(drawn.shares), drawn.roofline.points, drawn.timeline
+        seconds.append({point.name: point.seconds for point in points})
+        of_key = work.setdefault(_key(values, WORK), {})
+        of_key |= {p.name: (float(f"{p.intensity:.5g}"), float(f"{p.rate:.5g}")) for p in points}
+        if timeline:
+            if (key := f"{s.layout.pp},{shown(s.microbatches, s.layout.pp)}") not in schedules:
+                actions = [[event.action for event in row] for row in timeline.rows]
+                schedules[key] = [[(a.kind, a.stage, a.microbatch) for a in row] for row in actions]
+            scale, begin = 65535 / timeline.makespan, timeline.start
+            starts.extend(round((event.start - begin) * scale) for row in timeline.rows for event in row)
+    operations = list(dict.fromkeys(name for of_cell in seconds for name in of_cell))
+    floats = array("f")
+    for head, of_cell in zip(heads, seconds, strict=True):
+        floats.extend(head)
+        floats.extend(of_cell.get(name, 0.0) for name in operations)
     return {
-        "axes": [_slider(center, axis) for axis in sliders],
+        "axes": [
+            vars(axis)
+            | {
+                "label": LABELS[axis.key],
+                "options": [options(center, axis.key, value) for value in axis.values],
+            }
+            for axis in sliders
+        ],
         "command": command,
         "layouts": _layouts(center, sliders),
         "head": HEAD,
         "memory": MEMORY,
         "place": PLACE,
         "workKey": WORK,
-    } | rows.as_data()
-
-
-def _slider(center: Base, axis: Slider) -> dict[str, Any]:
-    return {
-        "key": axis.key,
-        "label": LABELS[axis.key],
-        "values": axis.values,
-        "at": axis.at,
-        "options": [options(center, axis.key, value) for value in axis.values],
+        "shares": shares,
+        "operations": operations,
+        "work": {key: [of_key.get(name) for name in operations] for key, of_key in work.items()},
+        "schedules": schedules,
+        "index": index,
+        "messages": list(messages),
+        "floats": _base64(floats),
+        "starts": _base64(starts),
     }
+
+
+def _head(plan: Plan, drawn: Pictures) -> list[float]:
+    """The first numbers of a cell: HEAD, seconds by share, parts of memory, seconds of each stage."""
+    s, roof = plan.setting, drawn.roofline
+    length, stages = (drawn.timeline.makespan, plan.step.costs) if drawn.timeline else (0.0, [])
+    head = [plan.step.seconds, plan.tokens_per_s, plan.mfu, plan.limit, roof.peak, roof.bandwidth]
+    head += [s.microbatches, shown(s.microbatches, s.layout.pp), length, len(stages), *drawn.shares.values()]
+    head += [getattr(held, name) for held in plan.memory for name in MEMORY]
+    return head + [seconds for c in stages for seconds in (c.forward, c.input, c.weight)]
 
 
 def _layouts(center: Base, sliders: Sequence[Slider]) -> dict[str, str]:
     """The value of `--layout` for each valid cell."""
-    found = {}
-    for sizes in itertools.product(*(axis.values for axis in sliders if axis.key in PLACE)):
-        values = dict(zip((axis.key for axis in sliders if axis.key in PLACE), sizes, strict=True))
-        try:
-            found[_key(values, PLACE)] = to_text(layout_at(center, center.values | values))
-        except UserError:
-            continue  # its cells say why
-    return found
+    layouts, places = {}, [axis for axis in sliders if axis.key in PLACE]
+    for sizes in itertools.product(*(axis.values for axis in places)):
+        values = {axis.key: size for axis, size in zip(places, sizes, strict=True)}
+        with suppress(UserError):  # its cells say why
+            layouts[_key(values, PLACE)] = to_text(layout_at(center, center.values | values))
+    return layouts
 
 
 def _key(values: Values, names: Sequence[str]) -> str:
     return ",".join(str(values[name]) for name in names)
-
-
-class _Rows:
-    """Collects cells, one after the other."""
-
-    def __init__(self) -> None:
-        self.index: list[
-            int
-        ] = []  # of each cell: 0 where it is valid, else the number of its message, from 1
-        self.messages: dict[str, int] = {}
-        self.heads: list[list[float]] = []
-        self.seconds: list[dict[str, float]] = []  # of each valid cell's operations
-        self.starts = array("H")
-        self.names: dict[str, None] = {}
-        self.shares: list[str] = []
-        self.work: dict[str, dict[str, tuple[float, float]]] = {}
-        self.schedules: dict[str, list[list[tuple[str, int, int]]]] = {}
-
-    def add(self, values: Values, plan: Plan | str) -> None:
-        if isinstance(plan, str):
-            self.index.append(self.messages.setdefault(plan, len(self.messages) + 1))
-            return
-        self.index.append(0)
-        found, s = pictures(plan), plan.setting
-        length = found.timeline.makespan if found.timeline else 0.0
-        stages = plan.step.costs if found.timeline else []
-        roof = found.roofline
-        head = [plan.step.seconds, plan.tokens_per_s, plan.mfu, plan.limit, roof.peak, roof.bandwidth]
-        head += [s.microbatches, shown(s.microbatches, s.layout.pp), length, len(stages)]
-        self.shares = list(found.shares)
-        memory = [getattr(held, name) for held in plan.memory for name in MEMORY]
-        durations = [seconds for c in stages for seconds in (c.forward, c.input, c.weight)]
-        self.heads.append([*head, *found.shares.values(), *memory, *durations])
-        points = roof.points
-        self.names |= dict.fromkeys(point.name for point in points)
-        self.seconds.append({point.name: point.seconds for point in points})
-        work = self.work.setdefault(_key(values, WORK), {})
-        work |= {p.name: (float(f"{p.intensity:.5g}"), float(f"{p.rate:.5g}")) for p in points}
-        if found.timeline:
-            self._timeline(f"{s.layout.pp},{shown(s.microbatches, s.layout.pp)}", found.timeline)
-
-    def _timeline(self, key: str, timeline: Timeline) -> None:
-        if key not in self.schedules:
-            self.schedules[key] = [
-                [(e.action.kind, e.action.stage, e.action.microbatch) for e in row] for row in timeline.rows
-            ]
-        scale, begin = 65535 / timeline.makespan, timeline.start
-        self.starts.extend(round((e.start - begin) * scale) for row in timeline.rows for e in row)
-
-    def as_data(self) -> dict[str, Any]:
-        floats = array("f")
-        for head, seconds in zip(self.heads, self.seconds, strict=True):
-            floats.extend(head)
-            floats.extend(seconds.get(name, 0.0) for name in self.names)
-        return {
-            "shares": self.shares,
-            "operations": list(self.names),
-            "work": {key: [found.get(n) for n in self.names] for key, found in self.work.items()},
-            "schedules": self.schedules,
-            "index": self.index,
-            "messages": list(self.messages),
-            "floats": _base64(floats),
-            "starts": _base64(self.starts),
-        }
 
 
 def _base64(numbers: array[Any]) -> str:

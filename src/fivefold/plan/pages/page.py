@@ -27,6 +27,11 @@ def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]
     name, words = printable(name), printable(words)
     # JSON that cannot end the HTML element around it
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    figures = "".join(
+        f'<div><dt>{label}</dt><dd><span id="{key}">–</span>'
+        f"{'<small id=room></small>' if key == 'peak' else ''}</dd></div>\n"
+        for key, label in FIGURES
+    )
     body = f"""<header>
 <p class="kicker">Plan</p>
 <h1>{escape(name)}</h1>
@@ -35,7 +40,10 @@ def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]
 <main>
 {_sliders(data["axes"])}
 <div>
-{_now()}
+<div class="now"><dl class="figures">
+{figures}</dl></div>
+<p class="alarm" id="problem" role="alert" hidden></p>
+<p class="layout needs" id="layout"></p>
 <noscript><p>The sliders need this page's own script. Below is the recipe as it is.</p>
 {"".join(f'<div class="wide">{picture}</div>' for picture in pictures)}</noscript>
 <div class="needs">
@@ -61,19 +69,6 @@ def _sliders(axes: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _now() -> str:
-    """The figures for the sliders' position."""
-    cards = "".join(
-        f'<div><dt>{label}</dt><dd><span id="{key}">–</span>'
-        f"{'<small id=room></small>' if key == 'peak' else ''}</dd></div>\n"
-        for key, label in FIGURES
-    )
-    return (
-        f'<div class="now"><dl class="figures">\n{cards}</dl></div>\n'
-        '<p class="alarm" id="problem" role="alert" hidden></p>\n<p class="layout needs" id="layout"></p>'
-    )
-
-
 def _section(title: str, note: str, body: str) -> str:
     name = title.lower().replace(" ", "-")
     words = f'<p class="aside">{note}</p>\n' if note else ""
@@ -81,44 +76,56 @@ def _section(title: str, note: str, body: str) -> str:
 
 
 def _sections(data: Mapping[str, Any]) -> str:
-    memory = _keys([(kind, kind) for kind in data["memory"]]) + '<div class="rows" id="memory"></div>'
-    return "".join(
-        (
-            _section(
-                "Memory", "One bar per place in the pipeline, for one device. Red: usable memory.", memory
-            ),
-            _section("Time of a step", "For the rank that computes longest.", _SHARES),
-            f'<div id="pipeline">{_section("Timeline", "", _timeline())}</div>',
-            _section("Roofline", _ROOFLINE, _roofline()),
-            _section("Throughput against memory", _FRONTIER, _frontier()),
-            _section("Found by the search", _SEARCH, _search(data)) if data["search"] else "",
-            _section("The same in the terminal", "", '<pre id="command" tabindex="0"></pre>'),
-            _section("What the sliders show", "", _grid(data)),
+    kinds = [("F", "forward"), ("B", "backward"), ("I", "input gradient"), ("W", "weight gradient")]
+    timeline = f'{_keys(kinds)}<div class="picture" id="timeline"></div><p class="note" id="drawn"></p>'
+    parts = [
+        _section(
+            "Memory",
+            "One bar per place in the pipeline, for one device. Red: usable memory.",
+            _keys([(kind, kind) for kind in data["memory"]]) + '<div class="rows" id="memory"></div>',
+        ),
+        _section(
+            "Time of a step",
+            "For the rank that computes longest.",
+            '<div class="rows shares" id="shares"></div>',
+        ),
+        f'<div id="pipeline">{_section("Timeline", "", timeline)}</div>',
+        _section(
+            "Roofline",
+            "Each circle is an operation of the model. Its size is its share of the step. Left of the bend operations "
+            "are memory-bound, right of it compute-bound. Both limits come from the data sheet, or for this machine "
+            "from measurements.",
+            _keys([("compute", "compute-bound"), ("memory", "memory-bound")])
+            + '<div class="picture" id="roofline"></div>'
+            + _table(("Operation", "FLOP per byte", "?Reached", "Share of step", "Bound by"), "operations"),
+        ),
+        _section(
+            "Throughput against memory",
+            "Each dot is a layout with a microbatch. The line joins the fastest layout for each memory. The ring marks "
+            "the sliders' position.",
+            '<div class="picture" id="frontier"></div><p class="note" id="reach"></p>'
+            + _table(("Layout", "Tokens/s", "Memory", '<span class="sr">Show</span>'), "best"),
+        ),
+    ]
+    if data["search"]:
+        rows = "".join(
+            f'<tr><td class="words">{escape(row["words"]).replace(",", ",<wbr>")}</td>'
+            f"<td>{row['tokens_per_s']:,.0f}</td><td>{memory_text(row['peak'])}</td></tr>\n"
+            for row in reversed(data["search"]["rows"])
         )
-    )
-
-
-_SHARES = '<div class="rows shares" id="shares"></div>'
-_ROOFLINE = (
-    "Each circle is an operation of the model. Its size is its share of the step. Left of the bend operations are "
-    "memory-bound, right of it compute-bound. Both limits come from the data sheet, or for this machine from "
-    "measurements."
-)
-_FRONTIER = (
-    "Each dot is a layout with a microbatch. The line joins the fastest layout for each memory. The ring marks the "
-    "sliders' position."
-)
-_SEARCH = "Valid layouts of the recipe's sizes. No other layout beats one of them in both memory and speed."
+        note = (
+            "Valid layouts of the recipe's sizes. No other layout beats one of them in both memory and speed."
+        )
+        table = _table(("Layout", "Tokens/s", "Memory"), "found", rows)
+        parts.append(_section("Found by the search", note, f'<div class="picture" id="search"></div>{table}'))
+    command = '<pre id="command" tabindex="0"></pre>'
+    parts.append(_section("The same in the terminal", "", command))
+    return "".join([*parts, _section("What the sliders show", "", _grid(data))])
 
 
 def _keys(kinds: Sequence[tuple[str, str]]) -> str:
     keys = "".join(f'<li><i class="{kind}"></i>{escape(words)}</li>' for kind, words in kinds)
     return f'<ul class="keys">{keys}</ul>'
-
-
-def _timeline() -> str:
-    kinds = [("F", "forward"), ("B", "backward"), ("I", "input gradient"), ("W", "weight gradient")]
-    return f'{_keys(kinds)}<div class="picture" id="timeline"></div><p class="note" id="drawn"></p>'
 
 
 def _table(columns: Sequence[str], body: str, rows: str = "") -> str:
@@ -128,28 +135,6 @@ def _table(columns: Sequence[str], body: str, rows: str = "") -> str:
         for name in columns
     )
     return f'<table><thead><tr>{head}</tr></thead><tbody id="{body}">{rows}</tbody></table>'
-
-
-def _roofline() -> str:
-    table = _table(("Operation", "FLOP per byte", "?Reached", "Share of step", "Bound by"), "operations")
-    kinds = [("compute", "compute-bound"), ("memory", "memory-bound")]
-    return f'{_keys(kinds)}<div class="picture" id="roofline"></div>{table}'
-
-
-def _frontier() -> str:
-    head = '<p class="note" id="reach"></p>'
-    columns = ("Layout", "Tokens/s", "Memory", '<span class="sr">Show</span>')
-    return f'<div class="picture" id="frontier"></div>{head}{_table(columns, "best")}'
-
-
-def _search(data: Mapping[str, Any]) -> str:
-    rows = "".join(
-        f'<tr><td class="words">{escape(row["words"]).replace(",", ",<wbr>")}</td><td>{row["tokens_per_s"]:,.0f}</td>'
-        f"<td>{memory_text(row['peak'])}</td></tr>\n"
-        for row in reversed(data["search"]["rows"])
-    )
-    table = _table(("Layout", "Tokens/s", "Memory"), "found", rows)
-    return f'<div class="picture" id="search"></div>{table}'
 
 
 def _grid(data: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,17 +89,38 @@ def pictures(plan: Plan) -> Pictures:
 
 
 def roofline(plan: Plan) -> Roofline:
-    """The operations of a step on the busiest rank, in the order of forward, merged by name over all blocks."""
-    s = plan.setting
-    device, position = s.cluster.device, busiest(plan)
-    points = [
-        _point(op, s, recompute, count * s.microbatches)
-        for ops, recompute, count in _parts(s, position)
-        for op in ops
-        if count
-    ]
-    found = [point for point in _together([*points, *_sums(s, position)]) if point.moved]  # others only send
-    return Roofline(device.peak[s.rate], device.bandwidth, found)
+    """The operations of a step on the pipeline rank that computes longest, in the order of forward, merged by name over
+    all blocks."""
+    s, layout, costs = plan.setting, plan.layout, plan.step.costs
+    position = max(range(layout.pp), key=lambda rank: sum(costs[i].seconds for i in stages_of(layout, rank)))
+    first, last = s.ends(position)
+    blocks = [(s.card.is_mixed(number), s.recompute[number]) for number in s.blocks(position)]
+    parts = [(s.work.begin, "none", int(first))]  # operations, recomputation, repeats per microbatch
+    parts += [(s.work.block[kind], mode, count) for (kind, mode), count in Counter(sorted(blocks)).items()]
+    parts.append((s.work.end, "none", int(last)))
+    points: dict[str, Point] = {}
+    for ops, recompute, count in parts:
+        for op in ops if count else ():
+            again = 1 + region(recompute, s.software).repeated(op, stage_costs.saves_late(layout))
+            forward, backward = operation(op, s).alone
+            flops, (read, written) = forward_flops(op), _moved(op, s)
+            flops *= again + (2.5 if op.attention else 2.0)
+            times, old = count * s.microbatches, points.get(op.name, Point(op.name, 0.0, 0.0, 0.0))
+            points[op.name] = Point(
+                op.name,
+                old.flops + times * flops,
+                old.moved + times * (read * again + written),
+                old.seconds + times * (forward * again + backward),
+            )
+    # of each microbatch's gradients
+    elements, _, end, tied = model_states.elements(s.model, layout)
+    summed = sum(elements[number].computes for number in s.blocks(position))
+    summed += (end.computes + tied.computes) * last
+    if seconds := s.microbatches * sync_costs.accumulate(summed, s).weight:
+        moved = seconds / stream(1.0, s.cluster.device, "copy", s.dtype)
+        points["gradient sums"] = Point("gradient sums", 0.0, moved, seconds)
+    device, drawn = s.cluster.device, [point for point in points.values() if point.moved]  # others only send
+    return Roofline(device.peak[s.rate], device.bandwidth, drawn)
 
 
 def shares(plan: Plan, found: Roofline) -> dict[str, float]:
@@ -131,43 +152,6 @@ def timeline(plan: Plan) -> Timeline | None:
     return simulate(s.schedule(shown(s.microbatches, s.layout.pp)), price)
 
 
-def busiest(plan: Plan) -> int:
-    """The pipeline rank that computes longest."""
-    layout, costs = plan.layout, plan.step.costs
-    return max(range(layout.pp), key=lambda rank: sum(costs[i].seconds for i in stages_of(layout, rank)))
-
-
-def _parts(s: Setting, position: int) -> Iterator[tuple[list[Operation], str, int]]:
-    """(operations, recomputation, repeats per microbatch) for a rank of a pipeline position."""
-    first, last = s.ends(position)
-    blocks = [(s.card.is_mixed(number), s.recompute[number]) for number in s.blocks(position)]
-    yield s.work.begin, "none", int(first)
-    for (kind, mode), count in Counter(sorted(blocks)).items():
-        yield s.work.block[kind], mode, count
-    yield s.work.end, "none", int(last)
-
-
-def _point(op: Operation, s: Setting, recompute: str, count: int) -> Point:
-    """The point of an operation that occurs `count` times."""
-    again = 1 + region(recompute, s.software).repeated(op, stage_costs.saves_late(s.layout))
-    forward, backward = operation(op, s).alone
-    flops, (read, written) = forward_flops(op), _moved(op, s)
-    flops *= again + (2.5 if op.attention else 2.0)
-    return Point(
-        op.name, count * flops, count * (read * again + written), count * (forward * again + backward)
-    )
-
-
-def _sums(s: Setting, position: int) -> Iterator[Point]:
-    """The points of accumulating each microbatch's gradients."""
-    blocks, _, end, tied = model_states.elements(s.model, s.layout)
-    own = sum(blocks[number].computes for number in s.blocks(position))
-    if s.ends(position)[1]:
-        own += end.computes + tied.computes
-    if seconds := s.microbatches * sync_costs.accumulate(own, s).weight:
-        yield Point("gradient sums", 0.0, seconds / stream(1.0, s.cluster.device, "copy", s.dtype), seconds)
-
-
 def _moved(op: Operation, s: Setting) -> tuple[float, float]:
     """Bytes of memory traffic in forward and in backward.
 
@@ -180,15 +164,6 @@ def _moved(op: Operation, s: Setting) -> tuple[float, float]:
         queries, context = s.sizes.q, s.sizes.cp  # keys and values of all context ranks are read
         size += s.sizes.N * (2 * queries + (s.sizes.qkv - queries) * context)
     return op.forward + size * s.sizes.e, op.backward + 2 * size * s.sizes.e
-
-
-def _together(points: Sequence[Point]) -> list[Point]:
-    """Merges the points of operations with the same name."""
-    found: dict[str, Point] = {}
-    for p in points:
-        old = found.get(p.name, Point(p.name, 0.0, 0.0, 0.0))
-        found[p.name] = Point(p.name, old.flops + p.flops, old.moved + p.moved, old.seconds + p.seconds)
-    return list(found.values())
 
 
 WIDTH, LEFT, RIGHT, TOP, FLOOR = 760, 84, 96, 62, 330  # pixels: margins, lower edge of two axes

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fivefold.plan.memory.memory import Memory
     from fivefold.plan.pages.pictures import Pictures, Point, Roofline
     from fivefold.plan.predict import Plan
+    from fivefold.plan.setting import Setting
+    from fivefold.schedules.pipeline import Timeline
 
 KINDS = {
     "params": ("█", "blue"),
@@ -40,8 +42,15 @@ def draw(found: Pictures, width: int, color: bool, full: bool) -> Iterator[Text]
     width = max(NARROWEST, min(width, 160))
     yield from memory_bars(found.plan.memory, found.plan.limit, width, full)
     yield Text()
-    yield from share_bars(found.shares, width)
-    yield from _pipeline(found, width, color, full)
+    total, room = sum(found.shares.values()), width - 38
+    yield Text(f"step of the busiest rank, {duration_text(total)}")
+    for name, seconds in found.shares.items():
+        if seconds >= 0.0005 * total:
+            bar = "█" * max(1, round(room * seconds / total))
+            style = next((style for word, style in SHARES.items() if word in name), "")
+            yield Text(f"  {name:27}{seconds / total:6.1%} ") + Text(bar, style)
+    if found.timeline is not None:
+        yield from pipeline(found.plan.setting, found.timeline, width, color, full)
     if full:
         yield Text()
         yield from roofline(found.roofline, found.plan.step.seconds, width)
@@ -70,29 +79,16 @@ def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) 
     yield from _left_out(len(stages), full)
 
 
-def share_bars(shares: Mapping[str, float], width: int) -> Iterator[Text]:
-    """The step of the busiest rank by share of its time."""
-    total, room = sum(shares.values()), width - 38
-    yield Text(f"step of the busiest rank, {duration_text(total)}")
-    for name, seconds in shares.items():
-        if seconds >= 0.0005 * total:
-            bar = "█" * max(1, round(room * seconds / total))
-            style = next((style for word, style in SHARES.items() if word in name), "")
-            yield Text(f"  {name:27}{seconds / total:6.1%} ") + Text(bar, style)
-
-
-def _pipeline(found: Pictures, width: int, color: bool, full: bool) -> Iterator[Text]:
-    if found.timeline is None:
-        return
-    s, shown = found.plan.setting, found.timeline
-    few = 1 + max(event.action.microbatch for event in shown.events())
-    some = f"{few} of {s.microbatches}" if few < s.microbatches else f"{few}"
+def pipeline(s: Setting, timeline: Timeline, width: int, color: bool, full: bool) -> Iterator[Text]:
+    """The timeline, a line for each rank."""
+    few = 1 + max(event.action.microbatch for event in timeline.events())
+    count = f"{few} of {s.microbatches}" if few < s.microbatches else f"{few}"
     yield Text()
-    words = f"pipeline ({s.layout.schedule}), {some} microbatches, {duration_text(shown.makespan)}"
+    words = f"pipeline ({s.layout.schedule}), {count} microbatches, {duration_text(timeline.makespan)}"
     yield Text(f"{words}: F forward, B backward")
     if few < s.microbatches:
         yield Text("  (idle shares of these microbatches; those of the whole step are smaller)", "dim")
-    lines = pipeline_text(shown, max(30, width - 26), color).splitlines()
+    lines = pipeline_text(timeline, max(30, width - 26), color).splitlines()
     for rank in _shown(len(lines), full):
         yield Text("  ") + Text.from_ansi(lines[rank])
     yield from _left_out(len(lines), full)
@@ -109,16 +105,13 @@ def roofline(found: Roofline, step: float, width: int) -> Iterator[Text]:
     yield from _plot(found, by_share, marks, width)
     yield Text(f"    {'operation':18}{'FLOP/byte':>10}{'reached':>15}{'share of step':>15}  bound by")
     for point in by_share:
-        yield _operation(found, point, marks.get(point.name, " "), step)
-
-
-def _operation(found: Roofline, point: Point, mark: str, step: float) -> Text:
-    bound = found.bound(point)
-    intensity, reached = "-", _quantity(point.moved / point.seconds, "B/s")
-    if point.flops:
-        intensity, reached = f"{point.intensity:,.0f}", _quantity(point.rate, "FLOP/s")
-    row = f"  {mark} {point.name:18.18}{intensity:>10}{reached:>15}{point.seconds / step:15.1%}  "
-    return Text(row) + Text(bound, "blue" if bound == "compute" else "yellow")
+        bound, intensity = found.bound(point), f"{point.intensity:,.0f}" if point.flops else "-"
+        reached = _quantity(point.moved / point.seconds, "B/s")
+        if point.flops:
+            reached = _quantity(point.rate, "FLOP/s")
+        row = f"  {marks.get(point.name, ' ')} {point.name:18.18}{intensity:>10}{reached:>15}"
+        style = "blue" if bound == "compute" else "yellow"
+        yield Text(f"{row}{point.seconds / step:15.1%}  ") + Text(bound, style)
 
 
 def _plot(found: Roofline, points: Sequence[Point], marks: Mapping[str, str], width: int) -> Iterator[Text]:
@@ -162,21 +155,16 @@ def frontier(plans: Sequence[Plan], width: int) -> Iterator[Text]:
         line = figures + Text(f"{bar:{room}}", "blue")
         if left + room + 1 + len(words) <= width:
             yield line + Text(f" {words}")
-        else:
-            yield line
-            yield from (Text(" " * left + part) for part in _folded(words, width - left))
-
-
-def _folded(words: str, width: int) -> Iterator[str]:
-    """The text in lines, broken after commas."""
-    line = ""
-    for part in re.findall("[^,]+,?", words):
-        if line and len(line) + len(part) > width:
-            yield line
-            line = part.lstrip()
-        else:
-            line += part
-    yield line
+            continue
+        yield line
+        folded = ""  # after commas
+        for part in re.findall("[^,]+,?", words):
+            if folded and len(folded) + len(part) > width - left:
+                yield Text(" " * left + folded)
+                folded = part.lstrip()
+            else:
+                folded += part
+        yield Text(" " * left + folded)
 
 
 def _quantity(value: float, unit: str) -> str:
