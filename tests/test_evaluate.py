@@ -375,7 +375,7 @@ def test_an_item_that_stands_twice_in_its_file_is_no_example_of_itself() -> None
         ('{"context": "a", "choices": ["b", "c"], "anwser": 0}', "unknown field 'anwser'.* did you mean 'answer'"),
         ('{"context": "a", "choices": ["b", "c"]}', "no field 'answer'"),
         ('{"context": "a\\ud800", "choices": ["b", "c"], "answer": 0}', "context holds a lone surrogate"),
-        ('{"context": "a", "choices": ["b", "c"], "answer": 1' + "0" * 60 + "}", "a whole number of 61 digits"),
+        ('{"context": "a", "choices": ["b", "c"], "answer": 1' + "0" * 60 + "}", "must be a whole number from 0 to 1"),
     ],
 )  # fmt: skip
 def test_bad_lines_are_named(tmp_path: Path, line: str, words: str) -> None:

@@ -81,7 +81,7 @@ def find(spec: str) -> Source:
         return Source(spec, [hub.file_of(spec)], hub=True)
     if not spec:
         raise UserError("data.source is empty; use a file, a folder, a glob, stdlib, tokens:PATH or hf:NAME")
-    if remote.is_address(spec):
+    if remote.ADDRESS.match(spec):
         return _of_kind(spec, [(e.name, Path(e.name), e) for e in remote.entries(spec)])
     path = Path(os.path.expanduser(spec))
     if path.is_dir():

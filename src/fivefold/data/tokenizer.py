@@ -58,23 +58,33 @@ class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer, end: str, mask: str | None, begin: str | None = None):
         inner.no_truncation()
         inner.no_padding()
-        inner.encode_special_tokens = (
-            True  # treats special tokens in the text as text; the file does not save it
-        )
+        inner.encode_special_tokens = True  # those in the text are text; the file does not save it
         self._inner = inner
         spec, vocab = json.loads(inner.to_str()), inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         self._names = {"eos_token": end} | ({} if mask is None else {"mask_token": mask})
         self.end_id = vocab[end]
         self.begin, self.begin_id = begin, vocab[begin or end]
-        self.start_ids = _before_text(spec)
+        self.start_ids: list[int] = []
+        processor = spec.get("post_processor") or {}
+        for part in [processor, *processor.get("processors", [])]:
+            if part.get("type") == "TemplateProcessing":
+                names = [next(iter(piece.items())) for piece in part["single"]]
+                before = itertools.takewhile(lambda piece: piece[0] == "SpecialToken", names)
+                self.start_ids = [i for _, t in before for i in part["special_tokens"][t["id"]]["ids"]]
+                break
         self.mask_id = None if mask is None else vocab[mask]
         self.special_tokens = {t["content"]: t["id"] for t in spec["added_tokens"] if t["special"]}
         self.chat_template = ""
-        self._is_bytes = _is_plain_bytes(spec)
+        model = spec["model"]
+        self._is_bytes = (model["type"], model.get("merges"), spec["normalizer"]) == (
+            "BPE",
+            [],
+            None,
+        ) and model["vocab"] == {letter: byte for byte, letter in byte_letters().items()}
         self._char_ids = _character_table(spec)
         self.token_bytes = self._count_bytes(spec, vocab)
-        self.prefixes = _prefixes(spec)
+        self.prefixes = not {"Metaspace", "Prepend"}.isdisjoint(_types(spec, "pre_tokenizer", "normalizer"))
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text. Raises UserError for a lone surrogate, or a character unknown to `chars`."""
@@ -91,7 +101,13 @@ class Tokenizer:
         if self._is_bytes:
             return np.frombuffer(raw, np.uint8).astype(np.uint16)
         if self._char_ids is not None:
-            return self._encode_characters(text)
+            char_ids = self._char_ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
+            if len(char_ids) and char_ids.min() < 0:
+                at = int(char_ids.argmin())
+                raise UserError(
+                    f"character {text[at]!r} at position {at} is not in the tokenizer's vocabulary"
+                )
+            return char_ids
         ids = [np.empty(0, np.int64)]
         for piece in cut_text(text):
             (encoding,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
@@ -112,9 +128,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A hash of the tokens, their ids and the merges: what gives a text its ids."""
         merges = json.loads(self._inner.to_str())["model"].get("merges", [])
-        pairs = [
-            one.split(" ") if isinstance(one, str) else one for one in merges
-        ]  # texts, in older libraries
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]  # texts, if old
         return hashlib.sha256(json.dumps([sorted(self.vocabulary().items()), pairs]).encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -129,18 +143,10 @@ class Tokenizer:
             config["chat_template"] = self.chat_template
         write_atomically(path.with_name("tokenizer_config.json"), json.dumps(config, indent=2))
 
-    def _encode_characters(self, text: str) -> np.ndarray:
-        assert self._char_ids is not None
-        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        ids = self._char_ids[code_points]
-        if len(ids) and ids.min() < 0:
-            at = int(ids.argmin())
-            raise UserError(f"character {text[at]!r} at position {at} is not in the tokenizer's vocabulary")
-        return ids
-
     def _count_bytes(self, spec: dict[str, Any], vocab: dict[str, int]) -> np.ndarray:
         counts = np.zeros(self.vocab_size, np.int64)
-        byte_level, added = _is_byte_level(spec), {t["content"] for t in spec["added_tokens"]}
+        byte_level = "ByteLevel" in _types(spec, "decoder", "pre_tokenizer")
+        added = {t["content"] for t in spec["added_tokens"]}
         continues = spec["model"].get("continuing_subword_prefix") if not byte_level else None
         for token, i in vocab.items():
             if i in self.special_tokens.values():
@@ -227,7 +233,11 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
         spec = parse_json(content)
         config = read_json(config_path) if config_path.exists() else {}
         tokenizer_check.require_harmless(path, content, spec, _is_ours(spec))
-        vocab = _vocabulary(spec)
+        vocab = spec["model"].get("vocab")
+        if isinstance(vocab, dict):
+            vocab = vocab | {token["content"]: token["id"] for token in spec.get("added_tokens") or ()}
+        else:  # the library knows
+            vocab = tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True)
         end = _find_token(path, vocab, config.get("eos_token"), KNOWN_ENDS, "end")
         named_mask = config.get("mask_token")
         mask_token = _find_token(path, vocab, named_mask, KNOWN_MASKS, "mask") if mask or named_mask else None
@@ -252,14 +262,6 @@ def with_special(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
     mask = None if tokenizer.mask_id is None else names[tokenizer.mask_id]
     return Tokenizer(inner, names[tokenizer.end_id], mask, tokenizer.begin)
-
-
-def _vocabulary(spec: dict[str, Any]) -> dict[str, int]:
-    """The tokens of a tokenizer.json and their ids."""
-    known = spec["model"].get("vocab")
-    if not isinstance(known, dict):  # the library knows
-        return tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True)
-    return known | {token["content"]: token["id"] for token in spec.get("added_tokens") or ()}
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
@@ -306,26 +308,15 @@ def _named(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _before_text(spec: dict[str, Any]) -> list[int]:
-    """The ids that the template of a tokenizer.json puts before a text."""
-    processor = spec.get("post_processor") or {}
-    for part in [processor, *processor.get("processors", [])]:
-        if part.get("type") == "TemplateProcessing":
-            names = [next(iter(piece.items())) for piece in part["single"]]
-            before = itertools.takewhile(lambda piece: piece[0] == "SpecialToken", names)
-            return [i for _, token in before for i in part["special_tokens"][token["id"]]["ids"]]
-    return []
-
-
 def _mark_special(spec: dict[str, Any], vocab: dict[str, int], tokens: list[str]) -> None:
     """Marks the tokens as special in the file's content, so that text that looks like one stays text."""
     added = {entry["content"]: entry for entry in spec.setdefault("added_tokens", [])}
     for token in tokens:
-        if token in added:
-            added[token]["special"] = True
-        else:
+        if token not in added:
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            spec["added_tokens"].append({"id": vocab[token], "content": token, **flags, "special": True})
+            added[token] = {"id": vocab[token], "content": token, **flags}
+            spec["added_tokens"].append(added[token])
+        added[token]["special"] = True
     spec["added_tokens"].sort(key=lambda entry: entry["id"])
 
 
@@ -333,21 +324,13 @@ def _is_ours(spec: Any) -> bool:
     """True if a tokenizer.json has no parts but those of `_plain`. Its vocabulary may be any."""
     parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
     plain = [json.loads(_plain(kind, models.BPE()).to_str()) for kind in ("bpe", "bytes", "chars")]
-    known = [[one[part] for part in parts] for one in plain]
+    known = [[ours[part] for part in parts] for ours in plain]
     return (
         isinstance(spec, dict)
         and isinstance(spec.get("model"), dict)
         and spec["model"].get("type") in ("BPE", "WordLevel")
         and [spec.get(part) for part in parts] in known
     )
-
-
-def _prefixes(spec: dict[str, Any]) -> bool:
-    return not {"Metaspace", "Prepend"}.isdisjoint(_types(spec, "pre_tokenizer", "normalizer"))
-
-
-def _is_byte_level(spec: dict[str, Any]) -> bool:
-    return "ByteLevel" in _types(spec, "decoder", "pre_tokenizer")
 
 
 def _types(spec: dict[str, Any], *names: str) -> set[str]:
@@ -357,14 +340,6 @@ def _types(spec: dict[str, Any], *names: str) -> set[str]:
         p for part in parts for key in ("normalizers", "pretokenizers", "decoders") for p in part.get(key, [])
     ]
     return {part.get("type", "") for part in parts}
-
-
-def _is_plain_bytes(spec: dict[str, Any]) -> bool:
-    model = spec["model"]
-    plain = {letter: b for b, letter in byte_letters().items()}
-    return (
-        model["type"] == "BPE" and not model["merges"] and model["vocab"] == plain and not spec["normalizer"]
-    )
 
 
 def _character_table(spec: dict[str, Any]) -> np.ndarray | None:
