@@ -102,7 +102,7 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
         return Found(fact, amount, None if about else amount)
     if source.hub:
-        hub.require_library(source.spec)
+        hub.require_library(hub.parse(source.spec))
         return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")
     if source.size == 0 and all(f.size == 0 for f in source.files):
         raise UserError(f"data.source: {recipe.data.source} holds no text; empty files: {len(source.files)}")

@@ -305,12 +305,11 @@ class _Unpacked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             content = self._unpacked.read(len(buffer))
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise OSError(f"cannot be decompressed: {error}") from None
         except Exception as error:
-            if type(error).__module__.startswith("zstandard"):
-                raise OSError(f"cannot be decompressed: {error}") from None
-            raise
+            broken = isinstance(error, EOFError | zlib.error | gzip.BadGzipFile)
+            if not broken and not type(error).__module__.startswith("zstandard"):
+                raise
+            raise OSError(f"cannot be decompressed: {error}") from None
         buffer[: len(content)] = content
         return len(content)
 

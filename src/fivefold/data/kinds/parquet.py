@@ -42,7 +42,9 @@ def _rows(file: Path | BinaryIO, fields: Fields, done: int) -> Iterator[tuple[in
         columns = parquet.schema_arrow.names
         wanted = [name for name in (fields.text, *((MESSAGES,) if fields.chat else ())) if name in columns]
         if not wanted:
-            yield 0, _no_column(fields.text, columns)
+            tokens = "; for its column input_ids write tokens:PATH" if "input_ids" in columns else ""
+            names = ", ".join(columns[:10])
+            yield 0, f"no column {fields.text!r} (columns: {names}); set data.text_key{tokens}"
             return
         sizes = _sizes(parquet)
     except UserError:  # it is a ValueError, and no fault of the file
@@ -88,12 +90,6 @@ def _values(batch: Any) -> Iterator[dict[str, Any] | str]:
         return
     for fields in rows:
         yield {name: value for name, value in fields.items() if name != MESSAGES or value is not None}
-
-
-def _no_column(text_key: str, columns: list[str]) -> str:
-    """Why a .parquet has no text."""
-    tokens = "; for its column input_ids write tokens:PATH" if "input_ids" in columns else ""
-    return f"no column {text_key!r} (columns: {', '.join(columns[:10])}); set data.text_key{tokens}"
 
 
 def _broken() -> tuple[type[Exception], ...]:
