@@ -15,7 +15,7 @@ from fivefold.checkpoint import store, write
 from fivefold.checkpoint.source import read_config, read_weights, tokenizer_of, weights_of
 from fivefold.data.chat import TEMPLATE_FILE, ChatTemplate, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
-from fivefold.data.tokenizer_check import MOST_BYTES as MOST_TOKENIZER
+from fivefold.data.tokenizer import MOST_BYTES as MOST_TOKENIZER
 from fivefold.errors import UserError
 from fivefold.files import MOST_JSON, flush_all, guard, make_folder, own_word, read_bytes, remove, rename
 from fivefold.files import write as write_file
