@@ -121,6 +121,10 @@ class Bad(NamedTuple):
     reason: str
 
 
+Documents = Iterator[tuple[Document | Bad, int]]
+"""Documents, and the place behind each."""
+
+
 class Fault(str):
     """In place of a row: why its file cannot be read any further, at whatever row a run begins. A fault of the content
     is a text, which whoever goes on behind it has said."""
@@ -145,9 +149,7 @@ class Kind(ABC):
     by_bytes = True
 
     @abstractmethod
-    def read(
-        self, number: int, file: File, start: int, fields: Fields, cut: int | None = None
-    ) -> Iterator[tuple[Document | Bad, int]]:
+    def read(self, number: int, file: File, start: int, fields: Fields, cut: int | None = None) -> Documents:
         """The documents of files[number] from place `start` on, and the place behind each. An unreadable one comes as
         `Bad`, and reading continues. cut: the byte at which the validation part of a text begins."""
 
@@ -177,9 +179,7 @@ class Rows(Kind):
         """Number and fields of each row, or why it cannot be read. Those before `done` need not be among them. A
         `Fault` is the last."""
 
-    def read(
-        self, number: int, file: File, start: int, fields: Fields, cut: int | None = None
-    ) -> Iterator[tuple[Document | Bad, int]]:
+    def read(self, number: int, file: File, start: int, fields: Fields, cut: int | None = None) -> Documents:
         for row, value in self.rows(file, fields, start):
             if isinstance(value, Fault):  # it may have become unreadable before this place
                 yield Bad(number, max(row, start), value), ENDED

@@ -74,12 +74,7 @@ class Npy(TokenKind):
     def shard(self, path: Path, dtype: str) -> Shard:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (
-            *BROKEN,
-            EOFError,
-            MemoryError,
-            SyntaxError,
-        ) as error:  # names the fault: magic, header or size
+        except (*BROKEN, EOFError, MemoryError, SyntaxError) as error:  # it names the fault
             raise UserError(f"data.source: {path}: not a complete .npy file: {error}") from None
         if array.ndim != 1 or array.dtype.name not in NPY_DTYPES:
             raise UserError(
@@ -100,9 +95,8 @@ class InputIds(TokenKind):
         metadata = _opened(path).metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         columns = [group.column(i) for group in groups for i in range(group.num_columns)]
-        return Shard(
-            path, "<u4", 0, sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == COLUMN)
-        )
+        count = sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == COLUMN)
+        return Shard(path, "<u4", 0, count)
 
     def pieces(self, path: Path, end: int | None) -> Iterator[np.ndarray]:
         row = 0
@@ -268,8 +262,7 @@ def write_indexed(path: Path, tokens: Tokens, vocab_size: int, end_id: int | Non
     with stream(path.with_suffix(".idx")) as file:
         file.write(HEADER.pack(MAGIC, VERSION, code, sequences, len(all_borders)))
         file.write(all_lengths.astype("<i4").tobytes())
-        file.write(
-            ((np.cumsum(all_lengths) - all_lengths) * np.dtype(dtype).itemsize).astype("<i8").tobytes()
-        )
+        begins = (np.cumsum(all_lengths) - all_lengths) * np.dtype(dtype).itemsize
+        file.write(begins.astype("<i8").tobytes())
         file.write(all_borders.astype("<i8").tobytes())
     flush(path.with_suffix(".idx"))
