@@ -186,7 +186,10 @@ def test_the_child_is_bounded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tokenizer, limit, value)
-    setup = f"from fivefold.data import tokenizer as t; t.{limit} = {value}; t.limit(); {code}"
+    setup = (
+        f"import importlib.util as u; s = u.spec_from_file_location('t', {tokenizer.__file__!r}); "
+        f"t = u.module_from_spec(s); s.loader.exec_module(t); t.{limit} = {value}; t.limit(); {code}"
+    )
     monkeypatch.setattr(
         tokenizer, "COMMAND", [tokenizer.COMMAND[0], "-c", setup.replace("; while", "\nwhile")]
     )

@@ -49,12 +49,7 @@ VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # val.bin, finew
 
 
 def prepare_source(recipe: Recipe, progress: Tell | None = None, workers: int | None = None) -> DataSet:
-    """The data of `data.source`. It is tokenized first, unless the cache has this content with these settings.
-
-    Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
-    `workers` (threads; None: one per core). progress(stage, done, total) is called with bytes. Raises UserError for
-    every fault of the source, with file and offset.
-    """
+    """The data of `data.source`, as in `preparation.prepare`."""
     tell = progress or (lambda stage, done, total: None)
     if not recipe.data.source.startswith(TOKENS):
         check_tokenizer(recipe.data, objective_of(recipe) == "mlm")
@@ -73,15 +68,15 @@ def require_vocabulary(recipe: Recipe, size: int) -> None:
     limit, data = recipe.model.vocab_size, recipe.data
     if limit is None or size <= limit:
         return
-    special = special_of(data.chat_template)
-    added = f" with {', '.join(special)} of data.chat_template" if special else ""
-    other = ', or use data.chat_template = "plain", which needs no special tokens' if special else ""
-    said, do = f"model.vocab_size = {limit}", f"Leave it unset, or set at least that{other}"
-    if (where := recipe.train.init_from) and not special:
-        said += f", that of train.init_from = {where},"
-        do = "Leave data.tokenizer out to take over its own"
+    origin, added, do = "", "", "Leave it unset, or set at least that"
+    if special := special_of(data.chat_template):
+        added = f" with {', '.join(special)} of data.chat_template"
+        do += ', or use data.chat_template = "plain", which needs no special tokens'
+    elif where := recipe.train.init_from:
+        origin, do = f", that of train.init_from = {where},", "Leave data.tokenizer out to take over its own"
     raise UserError(
-        f"{said} is smaller than the vocabulary of data.tokenizer = {data.tokenizer!r}{added}: {size} tokens. {do}"
+        f"model.vocab_size = {limit}{origin} is smaller than the vocabulary of data.tokenizer = {data.tokenizer!r}"
+        f"{added}: {size} tokens. {do}"
     )
 
 
@@ -187,12 +182,11 @@ def lookup(source: Source, data: DataSection, mask: bool, tell: Tell) -> tuple[P
         content = [[f.name, f.kind, known.get(f) or [f.url, f.size, f.version]] for f in source.files]
     tokenizer = data.tokenizer
     if tokenizer != "bytes" and not is_learned(tokenizer):
-        tokenizer = hashlib.sha256(
-            load_tokenizer(files.expanded("data.tokenizer", tokenizer), mask).to_json().encode()
-        ).hexdigest()
-    settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key] + [
-        "streams"
-    ] * data.stream
+        content_of_file = load_tokenizer(files.expanded("data.tokenizer", tokenizer), mask).to_json()
+        tokenizer = hashlib.sha256(content_of_file.encode()).hexdigest()
+    settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key]
+    if data.stream:
+        settings.append("streams")
     if data.chat_template:
         settings.append(read_template(data.chat_template, data.tokenizer))
     folder = root_of(data) / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
