@@ -421,7 +421,7 @@ def test_what_cannot_be_evaluated_is_refused(a_run: Path, tmp_path: Path) -> Non
         ("no such file: .*did you mean .*text.txt", [tmp_path / "test.txt"], [], {}, None),
         ("is not a regular file", [tmp_path], [], {}, None),
         (
-            "line 1: the field 'txt' is missing; did you mean",
+            "line 1: no field 'txt'; did you mean",
             [TASKS / "lambada.jsonl"],
             [],
             {"text_key": "txt"},
@@ -431,7 +431,7 @@ def test_what_cannot_be_evaluated_is_refused(a_run: Path, tmp_path: Path) -> Non
         with pytest.raises(UserError, match=expected):
             evaluate(a_run, texts, tasks, Evaluation(**how), step=step)
     text.write_bytes(b"a\xff")
-    with pytest.raises(UserError, match="not UTF-8: byte 0xff at 1"):
+    with pytest.raises(UserError, match="not UTF-8 text at byte 1"):
         evaluate(a_run, [text])
     text.write_text("")
     with pytest.raises(UserError, match="holds no text"):

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import heapq
 import math
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -399,53 +399,29 @@ T = TypeVar("T")
 class Prefetch(Generic[T]):
     """A thread that calls fetch(start), fetch(start + 1), ... up to stop (None: endless), at most `depth` ahead.
 
-    A thread is enough, because a batch takes far less time than a step. Close it (or use `with`) to end the thread:
+    A thread is enough, because a batch takes far less time than a step. It ends with the block:
 
         with Prefetch(lambda i: batches.batch(i, rows), step) as ready:
             (inputs, targets), waited = ready.next()
     """
 
     def __init__(self, fetch: Callable[[int], T], start: int = 0, stop: int | None = None, depth: int = 2):
-        self._fetch, self._next, self._stop_at = fetch, start, stop
-        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="fivefold-prefetch", daemon=True)
-        self._thread.start()
+        self._fetch = fetch
+        self._steps = iter(range(start, 1 << 62 if stop is None else stop))
+        self._pool = ThreadPoolExecutor(1, "fivefold-prefetch")
+        self._ready = deque(self._pool.submit(fetch, step) for step in islice(self._steps, depth))
 
     def next(self) -> tuple[T, float]:
         """The next batch, and the seconds waited for it. Raises what fetch raised, and StopIteration at the end."""
-        assert not self._closed.is_set(), "closed"
         began = time.perf_counter()
-        batch, error = self._ready.get()
-        if error is not None:
-            self.close()
-            raise error
-        return batch, time.perf_counter() - began  # type: ignore[return-value]
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
+        if not self._ready:
+            raise StopIteration
+        batch = self._ready.popleft().result()
+        self._ready.extend(self._pool.submit(self._fetch, step) for step in islice(self._steps, 1))
+        return batch, time.perf_counter() - began
 
     def __enter__(self) -> Prefetch[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _work(self) -> None:
-        while not self._closed.is_set():
-            try:
-                if self._next == self._stop_at:
-                    raise StopIteration
-                item = (self._fetch(self._next), None)
-            except BaseException as error:  # raised to the caller of next()
-                item = (None, error)
-            self._next += 1
-            while not self._closed.is_set():
-                try:
-                    self._ready.put(item, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
-            if item[1] is not None:
-                return
+        self._pool.shutdown(cancel_futures=True)
