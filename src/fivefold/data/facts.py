@@ -13,7 +13,7 @@ from fivefold.data import dataset, preparation
 from fivefold.data.batches import Batches, items_in, objective_of, steps_of
 from fivefold.data.build import require_good
 from fivefold.data.chat import open_template, special_of
-from fivefold.data.dataset import Amount, DataSet, amounts, cut_of, order_of
+from fivefold.data.dataset import Amount, DataSet, Part, amounts, cut_of, order_of
 from fivefold.data.kinds import TOKEN_KINDS, hub, kind_of
 from fivefold.data.kinds.kind import TOKENS, Bad, Fields
 from fivefold.data.one_source import check_tokenizer, headers, lookup, require_vocabulary, root_of, split
@@ -220,13 +220,14 @@ def known(recipe: Recipe) -> DataSet | None:
                 return None
             train, _ = split(headers(source, recipe), data.val_fraction)
             mask_id = (recipe.model.vocab_size or 1) - 1
-            return DataSet.of_one(train, None, None, mask_id + 1, mask_id, {})
+            return DataSet.of_one(Part("", train, None, {}), None, mask_id + 1, mask_id)
         folder, manifest = lookup(source, data, mask, _refuse)
         if manifest is not None:
             tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
             train = open_tokens(folder, manifest, "train")
             if data.packing != "best_fit" or len(train) <= MOST_PACKED:
-                return DataSet.of_one(train, None, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
+                part = Part("", train, None, {})
+                return DataSet.of_one(part, tokenizer, tokenizer.vocab_size, tokenizer.mask_id)
     return None
 
 

@@ -20,7 +20,7 @@ from fivefold import files
 from fivefold.data.batches import objective_of
 from fivefold.data.build import build, is_learned, require_few_bad
 from fivefold.data.chat import beside, read_template, special_of
-from fivefold.data.dataset import DataSet
+from fivefold.data.dataset import DataSet, Part
 from fivefold.data.kinds import TOKEN_KINDS, hub
 from fivefold.data.kinds.kind import TOKENS, Shard
 from fivefold.data.kinds.token_files import LARGEST_VOCABULARY
@@ -91,7 +91,7 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
             train, val, info = open_stream(recipe, mask, lookup(source, data, mask, tell)[0], tell)
         tokenizer = load_tokenizer(train.folder / "tokenizer.json", mask)
         info |= {"files": len(source.counted)}
-        return DataSet.of_one(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
+        return DataSet.of_one(Part("", train, val, info), tokenizer, tokenizer.vocab_size, tokenizer.mask_id)
     with files.writable(root_of(data)):
         folder, manifest = lookup(source, data, mask, tell)
         cached = manifest is not None
@@ -114,8 +114,8 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
         **facts,
     }
     info["seconds"] = round(time.perf_counter() - began, 3)
-    held_out = val if data.val_fraction > 0 else None
-    return DataSet.of_one(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
+    part = Part("", train, val if data.val_fraction > 0 else None, info)
+    return DataSet.of_one(part, tokenizer, tokenizer.vocab_size, tokenizer.mask_id)
 
 
 def _make(
@@ -280,7 +280,7 @@ def _open_files(source: Source, recipe: Recipe, tell: Tell) -> DataSet:
         "skipped": {"bad": 0, "empty": sum(s.tokens == 0 for s in shards)},
         "seconds": round(time.perf_counter() - began, 3),
     }
-    return DataSet.of_one(train, val, None, vocab_size, vocab_size - 1 if reserved else None, info)
+    return DataSet.of_one(Part("", train, val, info), None, vocab_size, vocab_size - 1 if reserved else None)
 
 
 def headers(source: Source, recipe: Recipe) -> list[Shard]:

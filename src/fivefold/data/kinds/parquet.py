@@ -40,29 +40,25 @@ def _rows(file: Path | BinaryIO, fields: Fields, done: int) -> Iterator[tuple[in
     try:
         parquet = _open(file)
         columns = parquet.schema_arrow.names
-        wanted = [name for name in (fields.text, *((MESSAGES,) if fields.chat else ())) if name in columns]
-        if not wanted:
-            tokens = "; for its column input_ids write tokens:PATH" if "input_ids" in columns else ""
-            names = ", ".join(columns[:10])
-            yield 0, f"no column {fields.text!r} (columns: {names}); set data.text_key{tokens}"
-            return
         sizes = _sizes(parquet)
-    except UserError:  # it is a ValueError, and no fault of the file
-        raise
     except _broken() as error:
         yield 0, _reason(error)
         return
+    wanted = [name for name in (fields.text, *((MESSAGES,) if fields.chat else ())) if name in columns]
+    if not wanted:
+        tokens = "; for its column input_ids write tokens:PATH" if "input_ids" in columns else ""
+        names = ", ".join(columns[:10])
+        yield 0, f"no column {fields.text!r} (columns: {names}); set data.text_key{tokens}"
+        return
     for group, stop in enumerate(accumulate(sizes)):
         row = stop - sizes[group]
-        if stop <= done:
-            continue
         try:
-            for batch in parquet.iter_batches(ROWS, [group], wanted, use_threads=False):
+            for batch in (
+                parquet.iter_batches(ROWS, [group], wanted, use_threads=False) if stop > done else ()
+            ):
                 for value in _values(batch):
                     yield row, value
                     row += 1
-        except UserError:
-            raise
         except _broken() as error:
             yield row, _reason(error)
 
@@ -73,6 +69,8 @@ def _sizes(parquet: Any) -> list[int]:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, UserError):  # it is a ValueError, and no fault of the file
+        raise error
     return str(unreadable(error)) if isinstance(error, OSError) else f"a broken parquet file: {error}"
 
 

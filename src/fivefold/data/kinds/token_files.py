@@ -13,16 +13,13 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fivefold.data.kinds.kind import Shard, TokenKind
 from fivefold.errors import UserError
 from fivefold.files import BROKEN, flush, stream
-
-if TYPE_CHECKING:
-    from fivefold.data.tokens import Tokens
 
 # llm.c: 256 int32 (magic, version, number of tokens, ...), then the ids.
 LLMC_HEADER = 256 * 4
@@ -229,9 +226,9 @@ class Megatron(TokenKind):
         return Shard(path, index.dtype, 0, count, index=(index.index, ""))
 
 
-def write_indexed(path: Path, tokens: Tokens, vocab_size: int, end_id: int | None) -> None:
-    """Writes NAME.bin and then NAME.idx. A document ends with an end token, or where the index of `tokens` says it.
-    Neither: all is one document."""
+def write_indexed(path: Path, tokens: Any, vocab_size: int, end_id: int | None) -> None:
+    """Writes `Tokens` as NAME.bin and then NAME.idx. A document ends with an end token, or where the index of the
+    tokens says it. Neither: all is one document."""
     dtype = "<u2" if vocab_size < SMALL_VOCABULARY else "<i4"
     lengths: list[Any] = []
     borders: list[Any] = [np.zeros(1, np.int64)]
