@@ -186,7 +186,7 @@ def test_prefetch_works_ahead_and_says_how_long_it_waited():
         second, waited = ready.next()
         assert second == 1
         assert waited < 0.1
-    assert not any(t.name == "fivefold-prefetch" for t in threading.enumerate())
+    assert not any(t.name.startswith("fivefold-prefetch") for t in threading.enumerate())
 
 
 def test_prefetch_raises_what_fetch_raised():

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fivefold import files
 from fivefold.cli.main import app
-from fivefold.data import prepare, stream, tokenizer_check
+from fivefold.data import prepare, stream, tokenizer
 from fivefold.data.tokenizer import bytes_tokenizer, load_tokenizer, train_bpe
 from fivefold.errors import LONGEST_MESSAGE, UserError, printable
 from fivefold.observe.metrics import last_line
@@ -143,7 +143,7 @@ def test_a_tokenizer_without_end(tmp_path: Path) -> None:
             "check", "quickstart", "--set", f"data.tokenizer={path}", "--set", f"data.source={source}"
         )
     with open(tmp_path / "tokenizer.json", "wb") as file:
-        file.truncate(tokenizer_check.MOST_BYTES + 1)
+        file.truncate(tokenizer.MOST_BYTES + 1)
     with pytest.raises(UserError, match="more than 67,108,864 bytes"):
         load_tokenizer(tmp_path)
 
@@ -153,9 +153,9 @@ def test_only_foreign_tokenizers_are_tried_in_a_child(
 ) -> None:
     """Once each: what has passed is remembered by its hash."""
     tried: list[bytes] = []
-    real = tokenizer_check._try
-    monkeypatch.setattr(tokenizer_check, "_try", lambda content: tried.append(content) or real(content))
-    monkeypatch.setattr(tokenizer_check, "_passed", set())
+    real = tokenizer._try
+    monkeypatch.setattr(tokenizer, "_try", lambda content: tried.append(content) or real(content))
+    monkeypatch.setattr(tokenizer, "_passed", set())
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
     for number, ours in enumerate((bytes_tokenizer(), train_bpe(["some text " * 50], 300))):
         write(tmp_path / f"{number}.json", ours.to_json())
@@ -165,10 +165,10 @@ def test_only_foreign_tokenizers_are_tried_in_a_child(
     for _ in range(2):
         assert load_tokenizer(path).decode(load_tokenizer(path).encode("ABC")) == "abc"
     assert len(tried) == 1
-    tokenizer_check._passed.clear()
+    tokenizer._passed.clear()
     load_tokenizer(path)
     assert len(tried) == 1, "the mark in the cache says that it has passed"
-    monkeypatch.setattr(tokenizer_check, "_try", lambda content: "too much")
+    monkeypatch.setattr(tokenizer, "_try", lambda content: "too much")
     with pytest.raises(UserError, match="is refused: too much"):
         load_tokenizer(tokenizer_json(path, normalizer={"type": "NFC"}))
 
@@ -185,12 +185,15 @@ def test_the_child_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, code: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tokenizer_check, limit, value)
-    setup = f"from fivefold.data import tokenizer_check as t; t.{limit} = {value}; t.limit(); {code}"
-    monkeypatch.setattr(
-        tokenizer_check, "COMMAND", [tokenizer_check.COMMAND[0], "-c", setup.replace("; while", "\nwhile")]
+    monkeypatch.setattr(tokenizer, limit, value)
+    setup = (
+        f"import importlib.util as u; s = u.spec_from_file_location('t', {tokenizer.__file__!r}); "
+        f"t = u.module_from_spec(s); s.loader.exec_module(t); t.{limit} = {value}; t.limit(); {code}"
     )
-    assert message in tokenizer_check._try(b"")
+    monkeypatch.setattr(
+        tokenizer, "COMMAND", [tokenizer.COMMAND[0], "-c", setup.replace("; while", "\nwhile")]
+    )
+    assert message in tokenizer._try(b"")
     assert not list(tmp_path.glob("out")) or (tmp_path / "out").stat().st_size == 0
 
 
@@ -200,7 +203,7 @@ def test_children_import_nothing_from_the_working_folder(
     """`fivefold import .` may be called in the folder of a stranger's model."""
     write(tmp_path / "base64.py", "raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
-    assert tokenizer_check._try(bytes_tokenizer().to_json().encode()) == ""
+    assert tokenizer._try(bytes_tokenizer().to_json().encode()) == ""
     assert "-P" in stream.COMMAND
 
 

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import heapq
 import math
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -104,7 +104,10 @@ class Concatenated:
             ends = self._ends(starts_R, block, flags)
             inside = ends & (block == self.end) if causal and flags is None else others
             others = ends & ~inside
-            first = _first((inside | np.roll(others, 1, axis=1))[:, : self.seq_len])
+            begins_RT = (inside | np.roll(others, 1, axis=1))[:, : self.seq_len]
+            if begins_RT[:, 1:].any():  # else every sequence is one document
+                columns_T = np.arange(self.seq_len)
+                first = np.maximum.accumulate(np.where(begins_RT & (columns_T > 0), columns_T, 0), axis=1)
         if not causal:
             return Batch(block, block, first)
         targets_RT = block[:, 1:].copy()  # of a single row it would be a view, and inputs must not change
@@ -120,18 +123,10 @@ class Concatenated:
         if not self.indexed:
             return block == self.end
         assert isinstance(self.tokens, Tokens)
-        found = np.zeros_like(block, bool)
-        for row, start in zip(found, starts_R.tolist(), strict=True):
+        ends = np.zeros_like(block, bool)
+        for row, start in zip(ends, starts_R.tolist(), strict=True):
             row[self.tokens.ends(start, start + len(row), self.end) - start] = True
-        return found
-
-
-def _first(begins_RT: np.ndarray) -> np.ndarray | None:
-    """The beginning of each token's document, given the columns at which one begins; None if none does but column 0."""
-    if not begins_RT[:, 1:].any():
-        return None
-    columns_T = np.arange(begins_RT.shape[1])
-    return np.maximum.accumulate(np.where(begins_RT & (columns_T > 0), columns_T, 0), axis=1)
+        return ends
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
@@ -209,11 +204,6 @@ class _Node(NamedTuple):
     own: int  # weight of the left child
     whole: int
 
-    def lefts(self, places: np.ndarray) -> np.ndarray:
-        """How many of the first `places` places are the left child's: exact floor(places w + 1/2)."""
-        periods, rest = np.divmod(places, self.whole)
-        return periods * self.own + (2 * rest * self.own + self.whole) // (2 * self.whole)
-
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """The weights as whole numbers with a sum of about UNIT. One that is not 0 stays so."""
@@ -279,7 +269,8 @@ class Order:
             if isinstance(node, int):
                 counts[node] = count
             else:
-                left = node.lefts(count)
+                periods, rest = np.divmod(count, node.whole)  # the left child has exact floor(count w + 1/2)
+                left = periods * node.own + (2 * rest * node.own + node.whole) // (2 * node.whole)
                 open_ += [(node.left, left), (node.right, count - left)]
         return counts
 
@@ -331,8 +322,8 @@ class Batches:
         rows = range(self.batch_size) if rows is None else rows
         assert 0 <= rows.start <= rows.stop <= self.batch_size
         places_R = self.begins(i) + np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
-        found = self._read(places_R)
-        return found if self.objective == "causal" else self._mask(found, places_R)
+        batch = self._read(places_R)
+        return batch if self.objective == "causal" else self._mask(batch, places_R)
 
     def counted(self, i: int, size: int) -> int:
         """Number of targets that count in the first `size` sequences of batch i: in all of it, for all ranks."""
@@ -367,27 +358,25 @@ class Batches:
             return cut.tokens.numbers(uses_R, partial(shuffled_window, seed_of(self.seed, source)))
         return item_numbers(uses_R, count, self.seed, source) if self.shuffle else uses_R % count
 
-    def _mask(self, found: Batch, places_R: np.ndarray) -> Batch:
+    def _mask(self, batch: Batch, places_R: np.ndarray) -> Batch:
         """Hides exactly round(0.15 T) positions of each sequence, so that every microbatch has equal weight."""
         assert self.mask_id is not None
         assert self.vocab_size is not None
-        tokens_RT = found.inputs
+        tokens_RT = batch.inputs
         hidden = predicted("mlm", self.seq_len)  # M positions per sequence
         columns_T = np.arange(self.seq_len)
         scores_RT = hash_keys(self.seed, 1, places_R[:, None], columns_T)
         at_RM = np.sort(np.argpartition(scores_RT, hidden - 1, axis=1)[:, :hidden], axis=1)
         draw_RM = hash_keys(self.seed, 2, places_R[:, None], at_RM)
         uniform_RM = draw_RM / np.float64(2**64)
-        random_RM = (hash_keys(3, draw_RM) % np.uint64(self.vocab_size)).astype(
-            np.int64
-        )  # independent enough
+        random_RM = (hash_keys(3, draw_RM) % np.uint64(self.vocab_size)).astype(np.int64)
         original_RM = np.take_along_axis(tokens_RT, at_RM, 1)
         shown_RM = np.where(uniform_RM < MASK_TO_MASK + MASK_TO_RANDOM, random_RM, original_RM)
         shown_RM = np.where(uniform_RM < MASK_TO_MASK, self.mask_id, shown_RM)
         targets_RT = np.full_like(tokens_RT, NOT_COUNTED)
         np.put_along_axis(targets_RT, at_RM, original_RM, 1)
         np.put_along_axis(tokens_RT, at_RM, shown_RM, 1)
-        return Batch(tokens_RT, targets_RT, found.first)
+        return Batch(tokens_RT, targets_RT, batch.first)
 
 
 def objective_of(recipe: Recipe) -> Objective:
@@ -410,53 +399,29 @@ T = TypeVar("T")
 class Prefetch(Generic[T]):
     """A thread that calls fetch(start), fetch(start + 1), ... up to stop (None: endless), at most `depth` ahead.
 
-    A thread is enough, because a batch takes far less time than a step. Close it (or use `with`) to end the thread:
+    A thread is enough, because a batch takes far less time than a step. It ends with the block:
 
         with Prefetch(lambda i: batches.batch(i, rows), step) as ready:
             (inputs, targets), waited = ready.next()
     """
 
     def __init__(self, fetch: Callable[[int], T], start: int = 0, stop: int | None = None, depth: int = 2):
-        self._fetch, self._next, self._stop_at = fetch, start, stop
-        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="fivefold-prefetch", daemon=True)
-        self._thread.start()
+        self._fetch = fetch
+        self._steps = iter(range(start, 1 << 62 if stop is None else stop))
+        self._pool = ThreadPoolExecutor(1, "fivefold-prefetch")
+        self._ready = deque(self._pool.submit(fetch, step) for step in islice(self._steps, depth))
 
     def next(self) -> tuple[T, float]:
         """The next batch, and the seconds waited for it. Raises what fetch raised, and StopIteration at the end."""
-        assert not self._closed.is_set(), "closed"
         began = time.perf_counter()
-        batch, error = self._ready.get()
-        if error is not None:
-            self.close()
-            raise error
-        return batch, time.perf_counter() - began  # type: ignore[return-value]
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
+        if not self._ready:
+            raise StopIteration
+        batch = self._ready.popleft().result()
+        self._ready.extend(self._pool.submit(self._fetch, step) for step in islice(self._steps, 1))
+        return batch, time.perf_counter() - began
 
     def __enter__(self) -> Prefetch[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _work(self) -> None:
-        while not self._closed.is_set():
-            try:
-                if self._next == self._stop_at:
-                    raise StopIteration
-                item = (self._fetch(self._next), None)
-            except BaseException as error:  # raised to the caller of next()
-                item = (None, error)
-            self._next += 1
-            while not self._closed.is_set():
-                try:
-                    self._ready.put(item, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
-            if item[1] is not None:
-                return
+        self._pool.shutdown(cancel_futures=True)

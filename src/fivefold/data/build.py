@@ -151,12 +151,8 @@ class Chunk(NamedTuple):
     flags: np.ndarray | None = None
 
 
-class Group(NamedTuple):
-    """A group of documents as ids. place: where reading continues behind it."""
-
-    chunks: list[Chunk]
-    summary: Summary
-    place: Place
+Group = tuple[list[Chunk], Summary, Place]
+"""A group of documents as ids, their counts, and where reading continues behind it."""
 
 
 def run(work: Work, start: Place, workers: int) -> Iterator[Group]:
@@ -235,7 +231,7 @@ def _encoded(
         if ids[split]:
             counted = np.concatenate(flags[split]) if work.template else None
             chunks.append(Chunk(split, np.concatenate(ids[split]), counted))
-    return Group(chunks, summary, place)
+    return chunks, summary, place
 
 
 def _tokens(
@@ -366,8 +362,8 @@ def learn(
         # Collect characters from all text, as nanoGPT does: those that only validation has need an id, too.
         total = Summary()
         for work, _ in texts:
-            for group in run(dataclasses.replace(work, tokenizer=None), [], workers):
-                total.add(group.summary)
+            for _, summary, _ in run(dataclasses.replace(work, tokenizer=None), [], workers):
+                total.add(summary)
                 tell("collecting characters", sum(total.bytes), work.size if len(texts) == 1 else None)
         return chars_tokenizer(total.characters, mask)
     if data.tokenizer.startswith("bpe:"):

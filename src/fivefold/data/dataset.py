@@ -70,16 +70,8 @@ class DataSet:
     validation: tuple[Part, ...] = ()
 
     @classmethod
-    def of_one(
-        cls,
-        train: Tokens | Stream,
-        val: Tokens | None,
-        tokenizer: Tokenizer | None,
-        vocab_size: int,
-        mask_id: int | None,
-        info: dict[str, Any],
-    ) -> DataSet:
-        return cls((Part("", train, val, info),), tokenizer, vocab_size, mask_id, info)
+    def of_one(cls, part: Part, tokenizer: Tokenizer | None, vocab_size: int, mask_id: int | None) -> DataSet:
+        return cls((part,), tokenizer, vocab_size, mask_id, part.info)
 
     @property
     def mixed(self) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from fivefold.data.kinds.json import objects
 from fivefold.data.sources import nearest
 from fivefold.errors import UserError, did_you_mean, shortened
-from fivefold.files import open_file
+from fivefold.files import open_file, read_text
 
 MOST_ITEMS = 1_000_000
 MOST_CHOICES = 100
@@ -238,22 +238,16 @@ def documents(path: Path, text_key: str = "text") -> Iterator[str]:
     Raises:
         UserError: the file cannot be read, is not UTF-8 or JSON, or a line has no such text.
     """
-    if path.suffix.lower() == ".jsonl":
-        for number, row in json_lines(path):
-            text = row.get(text_key)
-            if not isinstance(text, str):
-                what = "is not text" if text_key in row else f"is missing{did_you_mean(text_key, row)}"
-                raise UserError(f"{path}, line {number}: the field '{text_key}' {what}")
-            yield text
+    if path.suffix.lower() != ".jsonl":
+        require_readable(path)
+        yield read_text(path, MOST_TEXT)
         return
-    with _opened(path) as file:
-        raw = file.read(MOST_TEXT + 1)
-    if len(raw) > MOST_TEXT:
-        raise UserError(f"{path} has more than {MOST_TEXT:,} bytes, the most that one document may have")
-    try:
-        yield raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: byte 0x{raw[error.start]:02x} at {error.start:,}") from None
+    for number, row in json_lines(path):
+        try:
+            text = _text(row, text_key)
+        except UserError as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+        yield text
 
 
 def require_readable(path: Path) -> None:

@@ -13,7 +13,7 @@ from fivefold.data import dataset, preparation
 from fivefold.data.batches import Batches, items_in, objective_of, steps_of
 from fivefold.data.build import require_good
 from fivefold.data.chat import open_template, special_of
-from fivefold.data.dataset import Amount, DataSet, amounts, cut_of, order_of
+from fivefold.data.dataset import Amount, DataSet, Part, amounts, cut_of, order_of
 from fivefold.data.kinds import TOKEN_KINDS, hub, kind_of
 from fivefold.data.kinds.kind import TOKENS, Bad, Fields
 from fivefold.data.one_source import check_tokenizer, headers, lookup, require_vocabulary, root_of, split
@@ -102,11 +102,22 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
         fact = f"{several(len(shards), 'token file')}, {about}{sum(s.tokens for s in shards):,} tokens"
         return Found(fact, amount, None if about else amount)
     if source.hub:
-        hub.require_library(source.spec)
+        hub.require_library(hub.parse(source.spec))
         return Found(f"{recipe.data.source}, streamed from the hub (not checked before training)")
     if source.size == 0 and all(f.size == 0 for f in source.files):
         raise UserError(f"data.source: {recipe.data.source} holds no text; empty files: {len(source.files)}")
-    require_ids(recipe, source, mask)
+    # The model certainly has fewer ids than the tokenizer?
+    special, spec = (2 if mask else 1) + len(special_of(recipe.data.chat_template)), recipe.data.tokenizer
+    size = re.fullmatch(r"bpe:(\d+)", spec)
+    if spec == "bytes":
+        require_vocabulary(recipe, 256 + special)
+    elif size and source.size > ENOUGH * int(size[1]):
+        require_vocabulary(recipe, int(size[1]))
+    elif not size and spec != "chars":
+        loaded = load_tokenizer(expanded("data.tokenizer", spec), mask)
+        if recipe.data.chat_template:
+            loaded = open_template(recipe.data.chat_template, spec, loaded).tokenizer
+        require_vocabulary(recipe, loaded.vocab_size)
     fact = f"{several(len(source.files), 'file')}, {source.size / 1e6:,.1f} MB"
     if source.left_out:
         fact += f"\nnote: {source.left_out}"
@@ -125,10 +136,8 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
             return Found(fact, amount, amount)
     require_readable(recipe, source)
     most = source.size + len(source.files)  # at most one token per byte, and one end token per file
-    spec = recipe.data.tokenizer
-    small = (size := re.fullmatch(r"bpe:(\d+)", spec)) and int(size[1]) < 16384
     # bytes per token: for BPE a guess; bpe:4096 measured 3.7 on Python source
-    each = 1.0 if spec in ("bytes", "chars") else 3.5 if small else 4.2
+    each = 1.0 if spec in ("bytes", "chars") else 3.5 if size and int(size[1]) < 16384 else 4.2
     likely = int(most * (1 - recipe.data.val_fraction) / each)
     fact += f"\ntokens: about {likely:,} for training (not tokenized yet)"
     # what is compressed, by itself or inside, may hold more than its bytes
@@ -175,23 +184,6 @@ def require_readable(recipe: Recipe, source: Source) -> None:
                 break
 
 
-def require_ids(recipe: Recipe, source: Source, mask: bool) -> None:
-    """Raises UserError if the model certainly has fewer ids than the tokenizer."""
-    data = recipe.data
-    special = (2 if mask else 1) + len(special_of(data.chat_template))
-    if data.tokenizer == "bytes":
-        require_vocabulary(recipe, 256 + special)
-    elif data.tokenizer.startswith("bpe:"):
-        size = int(data.tokenizer.removeprefix("bpe:"))
-        if source.size > ENOUGH * size:
-            require_vocabulary(recipe, size)
-    elif data.tokenizer != "chars":
-        tokenizer = load_tokenizer(expanded("data.tokenizer", data.tokenizer), mask)
-        if data.chat_template:
-            tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
-        require_vocabulary(recipe, tokenizer.vocab_size)
-
-
 def sample(recipe: Recipe, data: DataSet) -> Sample | None:
     """Sequences from all parts of a run, evenly spaced; None: they are tokenized while it goes on, or a source has not
     even one."""
@@ -228,13 +220,14 @@ def known(recipe: Recipe) -> DataSet | None:
                 return None
             train, _ = split(headers(source, recipe), data.val_fraction)
             mask_id = (recipe.model.vocab_size or 1) - 1
-            return DataSet.of_one(train, None, None, mask_id + 1, mask_id, {})
+            return DataSet.of_one(Part("", train, None, {}), None, mask_id + 1, mask_id)
         folder, manifest = lookup(source, data, mask, _refuse)
         if manifest is not None:
             tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
             train = open_tokens(folder, manifest, "train")
             if data.packing != "best_fit" or len(train) <= MOST_PACKED:
-                return DataSet.of_one(train, None, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
+                part = Part("", train, None, {})
+                return DataSet.of_one(part, tokenizer, tokenizer.vocab_size, tokenizer.mask_id)
     return None
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from fivefold import files
 from fivefold.data.batches import objective_of
 from fivefold.data.build import build, is_learned, require_few_bad
 from fivefold.data.chat import beside, read_template, special_of
-from fivefold.data.dataset import DataSet
+from fivefold.data.dataset import DataSet, Part
 from fivefold.data.kinds import TOKEN_KINDS, hub
 from fivefold.data.kinds.kind import TOKENS, Shard
 from fivefold.data.kinds.token_files import LARGEST_VOCABULARY
@@ -39,21 +40,6 @@ from fivefold.data.tokens import (
     read_manifest,
 )
 from fivefold.errors import UserError
-from fivefold.files import (
-    cache_folder,
-    expanded,
-    flush,
-    flush_all,
-    locked,
-    make_folder,
-    open_file,
-    own_word,
-    remove,
-    rename,
-    stream,
-    writable,
-    write_atomically,
-)
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
 
@@ -63,12 +49,7 @@ VALIDATION = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")  # val.bin, finew
 
 
 def prepare_source(recipe: Recipe, progress: Tell | None = None, workers: int | None = None) -> DataSet:
-    """The data of `data.source`. It is tokenized first, unless the cache has this content with these settings.
-
-    Several processes may call it at once. One works, the others wait and read its result. The result does not depend on
-    `workers` (threads; None: one per core). progress(stage, done, total) is called with bytes. Raises UserError for
-    every fault of the source, with file and offset.
-    """
+    """The data of `data.source`, as in `preparation.prepare`."""
     tell = progress or (lambda stage, done, total: None)
     if not recipe.data.source.startswith(TOKENS):
         check_tokenizer(recipe.data, objective_of(recipe) == "mlm")
@@ -87,15 +68,15 @@ def require_vocabulary(recipe: Recipe, size: int) -> None:
     limit, data = recipe.model.vocab_size, recipe.data
     if limit is None or size <= limit:
         return
-    special = special_of(data.chat_template)
-    added = f" with {', '.join(special)} of data.chat_template" if special else ""
-    other = ', or use data.chat_template = "plain", which needs no special tokens' if special else ""
-    said, do = f"model.vocab_size = {limit}", f"Leave it unset, or set at least that{other}"
-    if (where := recipe.train.init_from) and not special:
-        said += f", that of train.init_from = {where},"
-        do = "Leave data.tokenizer out to take over its own"
+    origin, added, do = "", "", "Leave it unset, or set at least that"
+    if special := special_of(data.chat_template):
+        added = f" with {', '.join(special)} of data.chat_template"
+        do += ', or use data.chat_template = "plain", which needs no special tokens'
+    elif where := recipe.train.init_from:
+        origin, do = f", that of train.init_from = {where},", "Leave data.tokenizer out to take over its own"
     raise UserError(
-        f"{said} is smaller than the vocabulary of data.tokenizer = {data.tokenizer!r}{added}: {size} tokens. {do}"
+        f"model.vocab_size = {limit}{origin} is smaller than the vocabulary of data.tokenizer = {data.tokenizer!r}"
+        f"{added}: {size} tokens. {do}"
     )
 
 
@@ -106,17 +87,17 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
             raise UserError(f"data.stream: another process tokenizes, and cannot read {data.source}")
         if source.left_out:
             tell(f"note: {source.left_out}", 0, None)
-        with writable(root_of(data)):
+        with files.writable(root_of(data)):
             train, val, info = open_stream(recipe, mask, lookup(source, data, mask, tell)[0], tell)
         tokenizer = load_tokenizer(train.folder / "tokenizer.json", mask)
         info |= {"files": len(source.counted)}
-        return DataSet.of_one(train, val, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
-    with writable(root_of(data)):
+        return DataSet.of_one(Part("", train, val, info), tokenizer, tokenizer.vocab_size, tokenizer.mask_id)
+    with files.writable(root_of(data)):
         folder, manifest = lookup(source, data, mask, tell)
         cached = manifest is not None
         if manifest is None:
             lock = folder.with_suffix(".lock")
-            with locked(lock, lambda: tell("waiting for another process", 0, None)) as alone:
+            with files.locked(lock, lambda: tell("waiting for another process", 0, None)) as alone:
                 manifest = read_manifest(folder)  # another process may just have made it
                 cached = manifest is not None
                 manifest = manifest or _make(source, data, mask, folder, alone, workers, tell)
@@ -133,8 +114,8 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
         **facts,
     }
     info["seconds"] = round(time.perf_counter() - began, 3)
-    held_out = val if data.val_fraction > 0 else None
-    return DataSet.of_one(train, held_out, tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
+    part = Part("", train, val if data.val_fraction > 0 else None, info)
+    return DataSet.of_one(part, tokenizer, tokenizer.vocab_size, tokenizer.mask_id)
 
 
 def _make(
@@ -144,36 +125,36 @@ def _make(
 
     alone: nobody else does. Then the temporary folder stays if this is interrupted, and the next call continues it.
     """
-    temporary = folder.with_suffix(".part" if alone else f".tmp-{own_word()}")
+    temporary = folder.with_suffix(".part" if alone else f".tmp-{files.own_word()}")
     if alone:  # anything here was left by a killed run or has been damaged
         for old in [folder, *folder.parent.glob(f"{folder.name}.tmp-*")]:
-            remove(old)
-    make_folder(temporary, new=not alone)
+            files.remove(old)
+    files.make_folder(temporary, new=not alone)
     if source.left_out:
         tell(f"note: {source.left_out}", 0, None)
     try:
         manifest = build(source, data, mask, temporary, workers, tell)
         now = find(data.source) if any(file.url for file in source.files) else source
         if not source.hub and lookup(now, data, mask, tell)[0] != folder:
-            remove(temporary)
+            files.remove(temporary)
             raise UserError(f"data.source: {data.source}: a file changed while it was tokenized; run again")
-        remove(temporary / JOURNAL)
-        write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
-        flush_all(temporary)
+        files.remove(temporary / JOURNAL)
+        files.write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
+        files.flush_all(temporary)
         try:
-            rename(temporary, folder)
+            files.rename(temporary, folder)
         except OSError:
             if read_manifest(folder) is None:  # otherwise another process without a lock was first
                 raise
         return manifest
     finally:
         if not alone:
-            remove(temporary)
+            files.remove(temporary)
 
 
 def root_of(data: DataSection) -> Path:
     """The folder of the cache that holds data."""
-    return cache_folder(data.cache) / "data"
+    return files.cache_folder(data.cache) / "data"
 
 
 def lookup(source: Source, data: DataSection, mask: bool, tell: Tell) -> tuple[Path, dict[str, Any] | None]:
@@ -201,12 +182,11 @@ def lookup(source: Source, data: DataSection, mask: bool, tell: Tell) -> tuple[P
         content = [[f.name, f.kind, known.get(f) or [f.url, f.size, f.version]] for f in source.files]
     tokenizer = data.tokenizer
     if tokenizer != "bytes" and not is_learned(tokenizer):
-        tokenizer = hashlib.sha256(
-            load_tokenizer(expanded("data.tokenizer", tokenizer), mask).to_json().encode()
-        ).hexdigest()
-    settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key] + [
-        "streams"
-    ] * data.stream
+        content_of_file = load_tokenizer(files.expanded("data.tokenizer", tokenizer), mask).to_json()
+        tokenizer = hashlib.sha256(content_of_file.encode()).hexdigest()
+    settings = [FORMAT, content, tokenizer, mask, data.val_fraction, data.text_key]
+    if data.stream:
+        settings.append("streams")
     if data.chat_template:
         settings.append(read_template(data.chat_template, data.tokenizer))
     folder = root_of(data) / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
@@ -221,7 +201,7 @@ def check_tokenizer(data: DataSection, mask: bool) -> None:
         read_template(data.chat_template, spec)
     if spec.startswith("bpe:"):
         check_bpe_size(int(spec[4:]), (2 if mask else 1) + len(special_of(data.chat_template)))
-    elif spec not in ("bytes", "chars") and not (spec and expanded("data.tokenizer", spec).exists()):
+    elif spec not in ("bytes", "chars") and not (spec and files.expanded("data.tokenizer", spec).exists()):
         name = "OWNER/NAME" if not spec or spec.endswith(".json") else spec
         raise UserError(
             f"data.tokenizer = {spec!r}: no such file; must be bpe:N, bytes, chars, or the path of a tokenizer.json. "
@@ -239,11 +219,8 @@ def progress_bar() -> Iterator[Tell]:
         def line(stage: str, done: int, total: int | None) -> None:
             if stage not in seen:
                 seen.add(stage)
-                print(
-                    f"data: {stage}" + (f" ({total / 1e6:.1f} MB)" if total else ""),
-                    file=sys.stderr,
-                    flush=True,
-                )
+                size = f" ({total / 1e6:.1f} MB)" if total else ""
+                print(f"data: {stage}{size}", file=sys.stderr, flush=True)
 
         yield line
         return
@@ -257,10 +234,10 @@ def progress_bar() -> Iterator[Tell]:
         def show(stage: str, done: int, total: int | None) -> None:
             if stage.startswith("note: "):
                 bars.console.print(f"data: {stage}", markup=False, highlight=False)
-                return
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+            else:
+                if stage not in tasks:
+                    tasks[stage] = bars.add_task(stage, total=total)
+                bars.update(tasks[stage], completed=done, total=total)
 
         yield show
 
@@ -274,7 +251,7 @@ def _open_files(source: Source, recipe: Recipe, tell: Tell) -> DataSet:
     Raises UserError for truncated files and for ids beyond the vocabulary.
     """
     began, root, data = time.perf_counter(), root_of(recipe.data), recipe.data
-    with writable(root):
+    with files.writable(root):
         shards = [
             _copied(shard, file.kind, data.end_token, root, tell) if TOKEN_KINDS[file.kind].copied else shard
             for shard, file in zip(headers(source, recipe), source.files, strict=True)
@@ -303,7 +280,7 @@ def _open_files(source: Source, recipe: Recipe, tell: Tell) -> DataSet:
         "skipped": {"bad": 0, "empty": sum(s.tokens == 0 for s in shards)},
         "seconds": round(time.perf_counter() - began, 3),
     }
-    return DataSet.of_one(train, val, None, vocab_size, vocab_size - 1 if reserved else None, info)
+    return DataSet.of_one(Part("", train, val, info), None, vocab_size, vocab_size - 1 if reserved else None)
 
 
 def headers(source: Source, recipe: Recipe) -> list[Shard]:
@@ -311,7 +288,7 @@ def headers(source: Source, recipe: Recipe) -> list[Shard]:
     shards = []
     for file in source.files:
         try:
-            with open_file(file.path):  # a pipe would block
+            with files.open_file(file.path):  # a pipe would block
                 shards.append(TOKEN_KINDS[file.kind].shard(file.path, recipe.data.token_dtype))
         except OSError as error:
             raise UserError(f"data.source: {file.path}: cannot be read: {error.strerror}") from None
@@ -323,17 +300,17 @@ def _copied(shard: Shard, kind: str, end: int | None, root: Path, tell: Tell) ->
     path = shard.path
     copy = root / f"{path.stem}-{_short(f'{path} {stat_of(path)} {end}')}.bin"
     if not copy.is_file():
-        temporary, done = copy.with_suffix(f".{own_word()}"), 0
+        temporary, done = copy.with_suffix(f".{files.own_word()}"), 0
         try:
-            with stream(temporary) as target:
+            with files.stream(temporary) as target:
                 for ids in TOKEN_KINDS[kind].pieces(path, end):
                     target.write(ids.data)
                     done += ids.nbytes
                     tell(f"copying {kind}", done, 4 * shard.tokens)
-            flush(temporary)
-            rename(temporary, copy)
+            files.flush(temporary)
+            files.rename(temporary, copy)
         finally:
-            remove(temporary)
+            files.remove(temporary)
     return shard._replace(path=copy, tokens=copy.stat().st_size // 4)
 
 
@@ -364,7 +341,7 @@ def _scan(
             done += chunk.nbytes
             tell("scanning tokens", done, total)
         blocks = hasher.digests()
-        write_atomically(digests_of(path), blocks)
+        files.write_atomically(digests_of(path), blocks)
         return [top, digest.hexdigest(), hashlib.sha256(blocks).hexdigest()]
 
     def digests_of(path: Path) -> Path:

@@ -56,10 +56,8 @@ def prepare(recipe: Recipe, progress: Tell | None = None, workers: int | None = 
     Raises:
         UserError: a fault of a source, with file and offset; or there is not enough data for the run.
     """
-    if recipe.data.sources or recipe.data.validation:
-        data = _prepare_all(recipe, progress, workers)
-    else:
-        data = prepare_source(recipe, progress, workers)
+    alone = not (recipe.data.sources or recipe.data.validation)
+    data = (prepare_source if alone else _prepare_all)(recipe, progress, workers)
     require_enough(recipe, amounts(recipe, data))
     for part in data.validation:
         require_sequence(recipe, part.name, len(part.train), cut_of(recipe, data, part.train).count)

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,15 +74,21 @@ def find(spec: str) -> Source:
     files; the message names the nearest path.
     """
     if spec == "stdlib":
-        return _stdlib()
+        root = Path(sysconfig.get_path("stdlib"))
+        library = [p for p in _walk(root, STDLIB_LEFT_OUT) if p.suffix == ".py"]
+        if not library:
+            raise UserError(
+                f"data.source = stdlib: this Python has no .py files in {root}; use a path instead"
+            )
+        return _below(spec, root, [p for p in library if not p.name.startswith("_sysconfigdata")])
     if spec.startswith(TOKENS):
         return Source(spec, _token_files(spec), ids=True)
     if spec.startswith(hub.PREFIX):
         hub.parse(spec)
-        return Source(spec, [hub.file_of(spec)], hub=True)
+        return Source(spec, [File(spec, Path(spec), hub.HubRows.name, 0)], hub=True)
     if not spec:
         raise UserError("data.source is empty; use a file, a folder, a glob, stdlib, tokens:PATH or hf:NAME")
-    if remote.is_address(spec):
+    if remote.ADDRESS.match(spec):
         return _of_kind(spec, [(e.name, Path(e.name), e) for e in remote.entries(spec)])
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
@@ -149,38 +156,26 @@ def nearest(path: Path) -> str:
     return here + (f": did you mean {str(path / close[0])!r}?" if close else f" but holds no {missing!r}")
 
 
-def _stdlib() -> Source:
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        p
-        for p in _walk(root, STDLIB_LEFT_OUT)
-        if p.suffix == ".py" and not p.name.startswith("_sysconfigdata")
-    ]
-    if not paths:
-        raise UserError(f"data.source = stdlib: this Python has no .py files in {root}; use a path instead")
-    return _below("stdlib", root, paths)
-
-
 def _walk(root: Path, left_out: Iterable[str] = ()) -> list[Path]:
     def fail(error: OSError) -> None:
         raise UserError(f"data.source: cannot read the folder {error.filename}: {error.strerror}")
 
-    found = []
+    paths = []
     for folder, subfolders, names in os.walk(root, onerror=fail):
         subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in left_out]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return found
+        paths += [Path(folder, name) for name in names if not name.startswith(".")]
+    return paths
 
 
 def _below(spec: str, root: Path, paths: list[Path]) -> Source:
     return _of_kind(spec, [(p.relative_to(root).as_posix(), p, None) for p in paths])
 
 
-def _of_kind(spec: str, found: list[tuple[str, Path, remote.Entry | None]]) -> Source:
+def _of_kind(spec: str, named_files: list[tuple[str, Path, remote.Entry | None]]) -> Source:
     """The files of a known kind among (name, path, what a server says of it)."""
     files: list[File] = []
     unknown: Counter[str] = Counter()
-    for name, path, entry in found:
+    for name, path, entry in named_files:
         kind = named(name)
         if kind is None:
             unknown[_extension(name)] += 1
@@ -191,7 +186,7 @@ def _of_kind(spec: str, found: list[tuple[str, Path, remote.Entry | None]]) -> S
     if not files:
         here = _listed(unknown) or "nothing"
         raise UserError(
-            f"data.source: {spec}: no file of a known kind; found {here}; {_known(*(p for _, p, _ in found))}"
+            f"data.source: {spec}: no file of a known kind; found {here}; {_known(*(p for _, p, _ in named_files))}"
         )
     return Source(spec, sorted(files), dict(unknown))
 
@@ -281,14 +276,11 @@ class FileSplit:
         base = 0
         for number, file in enumerate(self.files):
             points = range(-base % step, max(0, file.size), step)
-            starts = [kind_of(file).near(file, point) for point in points]
+            starts = Counter(kind_of(file).near(file, point) for point in points)
             if None in starts:
-                yield from _first(self.documents(fields, [number, 0]), len(starts) * SPAN)
-            else:
-                for start, points_here in Counter(
-                    starts
-                ).items():  # a group of rows may be larger than a step
-                    yield from _first(self.documents(fields, [number, start or 0]), points_here * SPAN)
+                starts = Counter({0: len(points)})
+            for start, times in starts.items():  # a group of rows may be larger than a step
+                yield from _first(self.documents(fields, [number, start or 0]), times * SPAN)
             base += max(0, file.size)
 
 
@@ -311,10 +303,8 @@ def split_files(files: list[File], val_fraction: float, stream: bool = False) ->
     texts = [i for i, f in enumerate(files) if kind_of(f).one_document and f.size > 0]
     if val_fraction == 0 or not texts:
         return FileSplit(files)
-    if len(files) == 1 and stream:
-        return FileSplit(files, pieces=True)
     if len(files) == 1:
-        return FileSplit(files, cut=cut_at(files[0], val_fraction))
+        return FileSplit(files, cut=None if stream else cut_at(files[0], val_fraction), pieces=stream)
     if len(texts) == 1:  # the other documents are rows of files, held out one by one
         return FileSplit(files)
     budget = val_fraction * sum(files[i].size for i in texts)
@@ -335,33 +325,31 @@ def document_hash(name: str, offset: int = 0) -> int:
 
 def cut_at(file: File, val_fraction: float) -> int:
     """The byte where character int(n (1 - val_fraction)) of a UTF-8 text of n characters begins."""
+
+    def character_starts() -> Iterator[np.ndarray]:
+        with file.open() as f:
+            while chunk := f.read(1 << 22):
+                yield (np.frombuffer(chunk, np.uint8) & 0xC0) != 0x80
+
     try:
-        total = sum(int(starts.sum()) for _, starts in _character_starts(file))
+        total = sum(int(starts.sum()) for starts in character_starts())
     except OSError:
         return max(0, file.size)  # its reader will report the error
-    wanted, seen, end = int(total * (1 - val_fraction)), 0, 0
-    for offset, starts in _character_starts(file):
-        here, end = int(starts.sum()), offset + len(starts)
-        if seen + here > wanted:
-            return offset + int(np.flatnonzero(starts)[wanted - seen])
-        seen += here
-    return end
-
-
-def _character_starts(file: File) -> Iterator[tuple[int, np.ndarray]]:
-    at = 0
-    with file.open() as f:
-        while chunk := f.read(1 << 22):
-            yield at, (np.frombuffer(chunk, np.uint8) & 0xC0) != 0x80
-            at += len(chunk)
+    wanted, at = int(total * (1 - val_fraction)), 0
+    for starts in character_starts():
+        here = int(starts.sum())
+        if here > wanted:
+            return at + int(np.flatnonzero(starts)[wanted])
+        wanted, at = wanted - here, at + len(starts)
+    return at
 
 
 RACY_NS = 2_000_000_000
-Stat = list[int]  # size, mtime, ctime (ns), inode
+SAMPLED = 1 << 16  # bytes at each end of a file that stand for its content
 
 
-def stat_of(path: Path) -> Stat | None:
-    """The identity of a file that is stored with its hash, or None if the file cannot be read."""
+def stat_of(path: Path) -> list[int] | None:
+    """The identity of a file that is stored with its hash: size, mtime, ctime (ns), inode. None: it cannot be read."""
     try:
         s = path.stat()
     except OSError:
@@ -379,16 +367,13 @@ def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str
     return digest.hexdigest()
 
 
-ENDS = 1 << 16  # bytes at each end of a file that stand for its content
-
-
 def sampled_sha256(path: Path) -> str:
     """Hash of a file's size and its two ends: for streams, which begin before anybody has read all of it."""
     with open(path, "rb") as f:
         size = os.fstat(f.fileno()).st_size
-        digest = hashlib.sha256(f"{size} ".encode() + f.read(ENDS))
-        f.seek(max(0, size - ENDS))
-        digest.update(f.read(ENDS))
+        digest = hashlib.sha256(f"{size} ".encode() + f.read(SAMPLED))
+        f.seek(max(0, size - SAMPLED))
+        digest.update(f.read(SAMPLED))
     return digest.hexdigest()
 
 
@@ -401,10 +386,9 @@ def remembered(
 ) -> list[Any]:
     """compute(path) for each file, in threads. Values of files that are certainly unchanged are taken from `memo`, a
     JSON file, if they are usable."""
-    try:
-        known: dict[str, dict[str, Any]] = json.loads(memo.read_text("utf-8"))
-    except (OSError, ValueError):
-        known = {}
+    known: dict[str, dict[str, Any]] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(memo.read_text("utf-8"))
     before = dict(known)
 
     def value_of(path: Path) -> Any:

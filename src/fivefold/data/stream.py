@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold import files
 from fivefold.data.build import Chunk, Summary, Work, require_few_bad, save_tokenizer, skipped, tokenized
 from fivefold.data.kinds.kind import TRAIN, VAL
 from fivefold.data.sources import find
@@ -44,18 +45,6 @@ from fivefold.data.tokens import (
     read_journal,
 )
 from fivefold.errors import UserError
-from fivefold.files import (
-    BROKEN,
-    Lines,
-    Post,
-    held,
-    make_folder,
-    own_word,
-    parse_json,
-    posts,
-    remove,
-    write_atomically,
-)
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
 
@@ -80,12 +69,10 @@ Shuffled = Callable[[np.ndarray, int, int, int], np.ndarray]
 
 def commits(folder: Path) -> list[Commit]:
     """The borders that were noted, in the order of notes."""
-    borders, lines = [], list[bytes]()
-    with suppress(OSError):  # there are none yet
-        lines = (folder / COMMITS).read_bytes().splitlines()
-    for line in lines:
-        with suppress(*BROKEN):  # cut off
-            borders.append(Commit.of(parse_json(line)))
+    borders, path = [], folder / COMMITS
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(*files.BROKEN):  # cut off
+            borders.append(Commit.of(files.parse_json(line)))
     return borders
 
 
@@ -129,7 +116,7 @@ class Stream:
                 if total is None:
                     low = use // self._items * self._span
                     total = self._await(low, low + self._span + self.overlap).total
-                count = ENDLESS if total is None else self._items_in(total)
+                count = ENDLESS if total is None else max(0, total - self.overlap) // self.seq_len
                 if not count:
                     raise UserError(
                         f"data.source: {self.setup['source']} has {total:,} training tokens, fewer than one sequence "
@@ -159,7 +146,7 @@ class Stream:
     def begin_at(self, border: Commit) -> None:
         """Notes where a checkpoint wants to have tokens from."""
         if border not in commits(self.folder):
-            with Lines(self.folder / COMMITS) as lines:
+            with files.Lines(self.folder / COMMITS) as lines:
                 lines.write(json.dumps(border))
 
     def state(self, use: int) -> Commit:
@@ -190,13 +177,10 @@ class Stream:
             tell(stage, 0 if now is None else now.read, None)
             time.sleep(2 * POLL_S)
 
-    def _items_in(self, tokens: int) -> int:
-        return max(0, tokens - self.overlap) // self.seq_len
-
     def _low(self, use: int) -> int:
         """The first token of a use's window."""
         total = self._journal().total
-        position = use if total is None else use % max(1, self._items_in(total))
+        position = use if total is None else use % max(1, (total - self.overlap) // self.seq_len)
         return position // self._items * self._span
 
     def _rows(self, starts: np.ndarray, length: int, low: int, need: int) -> np.ndarray:
@@ -232,7 +216,7 @@ class Stream:
         """Says what this reader needs, and that it waits for it or reads it (active)."""
         if self._owner != os.getpid():  # a process of its own, perhaps forked
             self._owner = os.getpid()
-            self._posted = Post(self.folder / f"reading-{own_word()}")
+            self._posted = files.Post(self.folder / f"reading-{files.own_word()}")
         self._posted.write({"low": low, "need": need, "active": active})
 
     def _await(self, low: int, need: int) -> Journal:
@@ -264,7 +248,7 @@ class Stream:
         with suppress(OSError):  # another rank may have removed it
             raise UserError((folder / ERROR).read_text("utf-8"))
         with _starting:
-            lock = held(folder / BUILDER)
+            lock = files.held(folder / BUILDER)
             if lock is None:
                 return
             lock.close()
@@ -299,16 +283,16 @@ def open_stream(
     shard = max(LEAST_SHARD, min(MOST_SHARD, data.stream_window))
     name, host = _hash(whole.name, shard, most_val), socket.gethostname()
     folder = whole.with_name(f"{name}.stream")
-    make_folder(folder)
-    if (lock := held(folder / BUILDER)) is None and (folder / BUILDER).read_text("utf-8") not in ("", host):
-        folder = whole.with_name(
-            f"{name}.stream-{host}"
-        )  # another machine with the same disk tokenizes already
-        make_folder(folder)
-        lock = held(folder / BUILDER)
+    files.make_folder(folder)
+    lock = files.held(folder / BUILDER)
+    if lock is None and (folder / BUILDER).read_text("utf-8") not in ("", host):
+        # Another machine with the same disk tokenizes already.
+        folder = whole.with_name(f"{name}.stream-{host}")
+        files.make_folder(folder)
+        lock = files.held(folder / BUILDER)
     if lock is not None:  # else another run's process may have just written it
         with lock:
-            remove(folder / ERROR)  # of an earlier run
+            files.remove(folder / ERROR)  # of an earlier run
     setup = {"source": data.source, "mask": mask, "val": most_val, "shard": shard, "folder": str(folder)}
     stream = Stream(folder, data.stream_window, seq_len, overlap, setup | {"data": data.model_dump_json()})
     cached = read_journal(folder) is not None
@@ -349,9 +333,15 @@ def main() -> None:
     """Entry point of the process that tokenizes: a line of JSON on stdin. It ends with stdin, which is its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which then ends this
     line = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_leave_with_stdin, daemon=True).start()
+
+    def leave_with_stdin() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=leave_with_stdin, daemon=True).start()
     folder, until = Path(line["folder"]), time.monotonic() + LOCK_S
-    while (lock := held(folder / BUILDER)) is None:
+    while (lock := files.held(folder / BUILDER)) is None:
         if time.monotonic() > until:
             return
         time.sleep(POLL_S)
@@ -361,25 +351,16 @@ def main() -> None:
     try:
         data = DataSection.model_validate_json(line["data"])
         StreamWriter(folder, data, line["mask"], line["val"], line["shard"]).run()
-    except UserError as error:
-        write_atomically(folder / ERROR, str(error))
     except Exception as error:
+        if isinstance(error, UserError):
+            return files.write_atomically(folder / ERROR, str(error))
         what = f"{type(error).__name__}: {error}"
-        write_atomically(folder / ERROR, f"the process that tokenizes into {folder} failed: {what}")
+        files.write_atomically(folder / ERROR, f"the process that tokenizes into {folder} failed: {what}")
         raise
 
 
-def _leave_with_stdin() -> None:
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(0)
-
-
 class _StartAgain(Exception):
-    """Tokens from `low` on are needed, and the next ones would be others."""
-
-    def __init__(self, low: int):
-        self.low = low
+    """Tokens from this one on are needed, and the next ones would be others."""
 
 
 class StreamWriter:
@@ -414,19 +395,19 @@ class StreamWriter:
                     self._look()
                 return
             except _StartAgain as again:
-                low = again.low
+                (low,) = again.args
             finally:
                 for writer in self.writers:
                     writer.close()
             first = low // self.shard * self.shard
             self._publish(first=first, count=first, at=last_border(self.folder, low, self.shard))
             for path in [*self.folder.glob("train-*.bin"), *self.folder.glob("train-*.digests")]:
-                remove(path)
+                files.remove(path)
 
     def _tokenize(self) -> None:
         """To the end of the source. The first border in each shard is noted."""
         most_bad = self.data.max_bad_fraction
-        with Lines(self.folder / COMMITS) as lines:
+        with files.Lines(self.folder / COMMITS) as lines:
             noted = set(commits(self.folder))
             for read in tokenized(self.work, self.now, self._append, most_bad, cores()):
                 if read.at.train // self.shard > self.now.at.train // self.shard and read.at not in noted:
@@ -444,7 +425,7 @@ class StreamWriter:
         writer = self.writers[chunk.split]
         ids = chunk.ids[max(0, writer.count - before) :]
         if chunk.split == VAL:
-            writer.write(ids[: 0 if self.now.full else max(0, self.most_val - writer.count)])
+            writer.write(ids[: max(0, self.most_val - writer.count)])
             return
         for start in range(0, len(ids), self.shard):
             part = ids[start : start + self.shard]
@@ -468,7 +449,7 @@ class StreamWriter:
         """
         if time.monotonic() - self._looked < QUIET:
             return
-        self._looked, self._posts = time.monotonic(), posts(self.folder, "reading-*")
+        self._looked, self._posts = time.monotonic(), files.posts(self.folder, "reading-*")
         if self._posts:
             self._read = time.monotonic()
         lows = [post["low"] for post in self._waiting()]
@@ -510,7 +491,7 @@ class StreamWriter:
             self._publish(first=max(first, shards.stop) * self.shard)  # readers learn it before
             for index in shards:
                 for path in self.folder.glob(f"train-{index:05d}.*"):
-                    remove(path)
+                    files.remove(path)
             if not shards:
                 if self._unread():
                     raise SystemExit

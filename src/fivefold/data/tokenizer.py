@@ -3,14 +3,29 @@
 Each wraps a Hugging Face `tokenizers.Tokenizer`, so `transformers` can open a run's tokenizer.json. Text never becomes
 a special token. A document that contains "<|end|>" gets the ordinary tokens of these characters. Otherwise any web page
 could end a document, or hide a word from the loss.
+
+Tokenizer files of others are looked through, then tried in a child process with little memory and time. The library
+that reads a tokenizer.json is fast because it trusts the file. A normalizer may turn every "e" into a megabyte, and a
+process that runs out of memory is aborted, without an exception. So a file that is not made as ours are is loaded and
+used once in a process that may write nothing and must end soon. What has passed is remembered by its hash: a mark in
+the cache folder.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import itertools
 import json
+import math
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +34,9 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from fivefold.data import tokenizer_check
 from fivefold.errors import UserError
-from fivefold.files import parse_json, read_bytes, read_json, write_atomically
+from fivefold.files import cache_folder, parse_json, read_bytes, read_json, writable, write_atomically
+from fivefold.precision import MOST_IDS
 
 END, MASK = "<|end|>", "<|mask|>"
 KNOWN_ENDS = [END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]"]
@@ -35,6 +50,17 @@ WORDS = (
     r"[^\r\n\p{L}\p{N}]?\p{L}{1,64}|\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,64}"
     r"|[\r\n]{1,64}[ \t]{0,64}|\s{1,64}(?!\S)|\s{1,64}"
 )
+MOST_BYTES = 64 << 20
+"""Size of a tokenizer.json; that of Gemma 3 has 33 MB."""
+MOST_GROWTH = 256
+"""How many times longer a text may become by normalizing. NFKC makes 18 characters of one."""
+CHILD_BYTES = 6 << 30
+CHILD_SECONDS = 60
+COMMAND = [sys.executable, "-P", __file__]
+PROBE = "".join(map(chr, [*range(1, 0x3000, 3), *range(0xFB00, 0xFE00), *range(0x1F300, 0x1F600)])) + (
+    "The quick brown fox jumps over the lazy dog, 12345 times\n\n\t  " * 100 + "e" * 2000
+)
+"""Text of many scripts, and long runs."""
 PIECE = 1 << 17  # characters encoded at once; bounds memory (the library takes about 100 bytes per character)
 
 
@@ -58,23 +84,33 @@ class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer, end: str, mask: str | None, begin: str | None = None):
         inner.no_truncation()
         inner.no_padding()
-        inner.encode_special_tokens = (
-            True  # treats special tokens in the text as text; the file does not save it
-        )
+        inner.encode_special_tokens = True  # those in the text are text; the file does not save it
         self._inner = inner
         spec, vocab = json.loads(inner.to_str()), inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         self._names = {"eos_token": end} | ({} if mask is None else {"mask_token": mask})
         self.end_id = vocab[end]
         self.begin, self.begin_id = begin, vocab[begin or end]
-        self.start_ids = _before_text(spec)
+        self.start_ids: list[int] = []
+        processor = spec.get("post_processor") or {}
+        for part in [processor, *processor.get("processors", [])]:
+            if part.get("type") == "TemplateProcessing":
+                names = [next(iter(piece.items())) for piece in part["single"]]
+                before = itertools.takewhile(lambda piece: piece[0] == "SpecialToken", names)
+                self.start_ids = [i for _, t in before for i in part["special_tokens"][t["id"]]["ids"]]
+                break
         self.mask_id = None if mask is None else vocab[mask]
         self.special_tokens = {t["content"]: t["id"] for t in spec["added_tokens"] if t["special"]}
         self.chat_template = ""
-        self._is_bytes = _is_plain_bytes(spec)
+        model = spec["model"]
+        self._is_bytes = (model["type"], model.get("merges"), spec["normalizer"]) == (
+            "BPE",
+            [],
+            None,
+        ) and model["vocab"] == {letter: byte for byte, letter in byte_letters().items()}
         self._char_ids = _character_table(spec)
         self.token_bytes = self._count_bytes(spec, vocab)
-        self.prefixes = _prefixes(spec)
+        self.prefixes = not {"Metaspace", "Prepend"}.isdisjoint(_types(spec, "pre_tokenizer", "normalizer"))
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text. Raises UserError for a lone surrogate, or a character unknown to `chars`."""
@@ -91,7 +127,13 @@ class Tokenizer:
         if self._is_bytes:
             return np.frombuffer(raw, np.uint8).astype(np.uint16)
         if self._char_ids is not None:
-            return self._encode_characters(text)
+            char_ids = self._char_ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
+            if len(char_ids) and char_ids.min() < 0:
+                at = int(char_ids.argmin())
+                raise UserError(
+                    f"character {text[at]!r} at position {at} is not in the tokenizer's vocabulary"
+                )
+            return char_ids
         ids = [np.empty(0, np.int64)]
         for piece in cut_text(text):
             (encoding,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
@@ -112,9 +154,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A hash of the tokens, their ids and the merges: what gives a text its ids."""
         merges = json.loads(self._inner.to_str())["model"].get("merges", [])
-        pairs = [
-            one.split(" ") if isinstance(one, str) else one for one in merges
-        ]  # texts, in older libraries
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]  # texts, if old
         return hashlib.sha256(json.dumps([sorted(self.vocabulary().items()), pairs]).encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -129,18 +169,10 @@ class Tokenizer:
             config["chat_template"] = self.chat_template
         write_atomically(path.with_name("tokenizer_config.json"), json.dumps(config, indent=2))
 
-    def _encode_characters(self, text: str) -> np.ndarray:
-        assert self._char_ids is not None
-        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        ids = self._char_ids[code_points]
-        if len(ids) and ids.min() < 0:
-            at = int(ids.argmin())
-            raise UserError(f"character {text[at]!r} at position {at} is not in the tokenizer's vocabulary")
-        return ids
-
     def _count_bytes(self, spec: dict[str, Any], vocab: dict[str, int]) -> np.ndarray:
         counts = np.zeros(self.vocab_size, np.int64)
-        byte_level, added = _is_byte_level(spec), {t["content"] for t in spec["added_tokens"]}
+        byte_level = "ByteLevel" in _types(spec, "decoder", "pre_tokenizer")
+        added = {t["content"] for t in spec["added_tokens"]}
         continues = spec["model"].get("continuing_subword_prefix") if not byte_level else None
         for token, i in vocab.items():
             if i in self.special_tokens.values():
@@ -218,16 +250,20 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
 
     tokenizer_config.json beside it names the end and mask tokens (eos_token, mask_token). Without it the usual names
     are tried. mask: a mask token is required. Raises UserError if the file or a token is missing, or if the file takes
-    too much memory or time (`tokenizer_check.py`).
+    too much memory or time.
     """
     path = path / "tokenizer.json" if path.is_dir() else path
     config_path = path.with_name("tokenizer_config.json")
     try:
-        content = read_bytes(path, tokenizer_check.MOST_BYTES)
+        content = read_bytes(path, MOST_BYTES)
         spec = parse_json(content)
         config = read_json(config_path) if config_path.exists() else {}
-        tokenizer_check.require_harmless(path, content, spec, _is_ours(spec))
-        vocab = _vocabulary(spec)
+        require_harmless(path, content, spec, _is_ours(spec))
+        vocab = spec["model"].get("vocab")
+        if isinstance(vocab, dict):
+            vocab = vocab | {token["content"]: token["id"] for token in spec.get("added_tokens") or ()}
+        else:  # the library knows
+            vocab = tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True)
         end = _find_token(path, vocab, config.get("eos_token"), KNOWN_ENDS, "end")
         named_mask = config.get("mask_token")
         mask_token = _find_token(path, vocab, named_mask, KNOWN_MASKS, "mask") if mask or named_mask else None
@@ -252,14 +288,6 @@ def with_special(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
     mask = None if tokenizer.mask_id is None else names[tokenizer.mask_id]
     return Tokenizer(inner, names[tokenizer.end_id], mask, tokenizer.begin)
-
-
-def _vocabulary(spec: dict[str, Any]) -> dict[str, int]:
-    """The tokens of a tokenizer.json and their ids."""
-    known = spec["model"].get("vocab")
-    if not isinstance(known, dict):  # the library knows
-        return tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True)
-    return known | {token["content"]: token["id"] for token in spec.get("added_tokens") or ()}
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
@@ -306,26 +334,15 @@ def _named(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _before_text(spec: dict[str, Any]) -> list[int]:
-    """The ids that the template of a tokenizer.json puts before a text."""
-    processor = spec.get("post_processor") or {}
-    for part in [processor, *processor.get("processors", [])]:
-        if part.get("type") == "TemplateProcessing":
-            names = [next(iter(piece.items())) for piece in part["single"]]
-            before = itertools.takewhile(lambda piece: piece[0] == "SpecialToken", names)
-            return [i for _, token in before for i in part["special_tokens"][token["id"]]["ids"]]
-    return []
-
-
 def _mark_special(spec: dict[str, Any], vocab: dict[str, int], tokens: list[str]) -> None:
     """Marks the tokens as special in the file's content, so that text that looks like one stays text."""
     added = {entry["content"]: entry for entry in spec.setdefault("added_tokens", [])}
     for token in tokens:
-        if token in added:
-            added[token]["special"] = True
-        else:
+        if token not in added:
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            spec["added_tokens"].append({"id": vocab[token], "content": token, **flags, "special": True})
+            added[token] = {"id": vocab[token], "content": token, **flags}
+            spec["added_tokens"].append(added[token])
+        added[token]["special"] = True
     spec["added_tokens"].sort(key=lambda entry: entry["id"])
 
 
@@ -333,21 +350,13 @@ def _is_ours(spec: Any) -> bool:
     """True if a tokenizer.json has no parts but those of `_plain`. Its vocabulary may be any."""
     parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
     plain = [json.loads(_plain(kind, models.BPE()).to_str()) for kind in ("bpe", "bytes", "chars")]
-    known = [[one[part] for part in parts] for one in plain]
+    known = [[ours[part] for part in parts] for ours in plain]
     return (
         isinstance(spec, dict)
         and isinstance(spec.get("model"), dict)
         and spec["model"].get("type") in ("BPE", "WordLevel")
         and [spec.get(part) for part in parts] in known
     )
-
-
-def _prefixes(spec: dict[str, Any]) -> bool:
-    return not {"Metaspace", "Prepend"}.isdisjoint(_types(spec, "pre_tokenizer", "normalizer"))
-
-
-def _is_byte_level(spec: dict[str, Any]) -> bool:
-    return "ByteLevel" in _types(spec, "decoder", "pre_tokenizer")
 
 
 def _types(spec: dict[str, Any], *names: str) -> set[str]:
@@ -359,14 +368,6 @@ def _types(spec: dict[str, Any], *names: str) -> set[str]:
     return {part.get("type", "") for part in parts}
 
 
-def _is_plain_bytes(spec: dict[str, Any]) -> bool:
-    model = spec["model"]
-    plain = {letter: b for b, letter in byte_letters().items()}
-    return (
-        model["type"] == "BPE" and not model["merges"] and model["vocab"] == plain and not spec["normalizer"]
-    )
-
-
 def _character_table(spec: dict[str, Any]) -> np.ndarray | None:
     """Maps code points to ids (-1: unknown) if every token is one character. Otherwise None."""
     model, split = spec["model"], spec["pre_tokenizer"] or {}
@@ -376,3 +377,120 @@ def _character_table(spec: dict[str, Any]) -> np.ndarray | None:
     for character, i in model["vocab"].items():
         table[ord(character)] = i
     return table
+
+
+_passed: set[str] = set()
+
+
+def require_harmless(path: Path, content: bytes, spec: Any, ours: bool) -> None:
+    """Refuses a tokenizer.json that takes too much memory or time. ours: its parts are those that Fivefold writes.
+
+    Raises:
+        UserError: it does.
+        Exception: it is not a tokenizer.json.
+    """
+    problem = problem_of(spec)
+    digest = hashlib.sha256(content).hexdigest()
+    if not problem and not ours and digest not in _passed:
+        mark = cache_folder() / "tokenizers" / digest
+        if not mark.is_file():
+            problem = _try(content)
+            if not problem:
+                with suppress(UserError), writable(mark.parent):
+                    write_atomically(mark, f"{path}\n".encode("utf-8", "backslashreplace").decode())
+    if problem:
+        raise UserError(f"data.tokenizer: {path} is refused: {problem}")
+    _passed.add(digest)
+
+
+def problem_of(spec: Any) -> str:
+    """What is wrong with the content of a tokenizer.json, without loading it; "" if nothing."""
+    model = spec["model"]
+    vocab = model.get("vocab") or {}
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    highest = max([*ids, *(entry["id"] for entry in spec.get("added_tokens") or [])], default=0)
+    if not 0 <= highest < MOST_IDS:
+        return f"it has the id {highest:,}; ids must be below {MOST_IDS:,}"
+    for part in ("normalizer", "decoder"):
+        if (grows := growth(spec.get(part) or {})) > MOST_GROWTH:
+            return f"its {part} makes a text up to {grows:.0f} times as long; at most {MOST_GROWTH} times is accepted"
+    return ""
+
+
+def growth(part: dict[str, Any]) -> float:
+    """How many times longer a text may become by a normalizer or decoder."""
+    kind = part.get("type")
+    if kind == "Sequence":
+        return math.prod(map(growth, [*part.get("normalizers", ()), *part.get("decoders", ())]))
+    if kind == "Replace":
+        plain = part["pattern"].get("String")
+        return max(1.0, len(part["content"]) / len(plain) if plain else 1 + len(part["content"]))
+    if kind == "Prepend":
+        return 1.0 + len(part["prepend"])
+    if kind == "Precompiled":
+        raw = base64.b64decode(part["precompiled_charsmap"])  # of SentencePiece: a trie of so many bytes
+        (trie,) = struct.unpack_from("<I", raw)
+        return max([1, *map(len, raw[4 + trie :].split(b"\0"))])  # and behind it texts that end with zeros
+    return 1.0
+
+
+def _try(content: bytes) -> str:
+    """Lets a child load a tokenizer.json and use it. Returns what was wrong, or ""."""
+    root = str(Path(__file__).parents[2])  # the child must find the same package, installed or not
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "2",
+    }
+    try:
+        done = subprocess.run(
+            COMMAND, input=content, capture_output=True, env=environment, timeout=4 * CHILD_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"loading it takes more than {4 * CHILD_SECONDS} seconds"
+    if done.returncode == 0:
+        return json.loads(done.stdout)
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"loading it takes more than {CHILD_SECONDS} seconds"
+    last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or [""]
+    return f"loading it takes more than {CHILD_BYTES >> 30} GiB of memory, or crashes ({last[0][:200]})"
+
+
+def child() -> None:
+    """Entry point of the child: the file on stdin, a JSON text on stdout, which says what is wrong."""
+    limit()
+    try:
+        content = sys.stdin.buffer.read()
+        spec = parse_json(content)
+        inner: Any = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        inner.no_truncation()
+        inner.no_padding()
+        inner.encode_special_tokens = True
+        inner.get_vocab(with_added_tokens=True)
+        problem = ""
+        with suppress(Exception):  # some have no token for an unknown character
+            (encoding,) = inner.encode_batch_fast([PROBE], add_special_tokens=False)
+            inner.decode(encoding.ids, skip_special_tokens=True)
+    except MemoryError:
+        problem = f"loading it takes more than {CHILD_BYTES >> 30} GiB of memory"
+    except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
+        problem = f"not a tokenizer.json: {str(error)[:300]}"
+    print(json.dumps(problem))
+
+
+def limit() -> None:
+    """Bounds this process: memory, time, no file, no core dump."""
+    for what, most in (
+        (resource.RLIMIT_AS, CHILD_BYTES),
+        (resource.RLIMIT_CPU, CHILD_SECONDS),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with suppress(ValueError, OSError):  # a system that does not limit this, or limits it more
+            resource.setrlimit(what, (most, most))
+
+
+if __name__ == "__main__":
+    child()

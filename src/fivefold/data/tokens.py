@@ -59,16 +59,16 @@ class Tokens:
     def ends(self, a: int, b: int, end: int | None) -> np.ndarray:
         """Which of the tokens a .. b are the last of their document: sorted places, int64. end: the id of such a token,
         in shards without an index."""
-        found = [np.empty(0, np.int64)]
+        ends = [np.empty(0, np.int64)]
         for number, start, stop in self._spans(a, b):
             shard, base = self.shards[number], self._starts[number] - self._start
             if shard.index is not None:
                 if number not in self._indexes:
                     self._indexes[number] = DocIndex(shard.index[0])
-                found.append(self._indexes[number].ends(start, stop) + base)
+                ends.append(self._indexes[number].ends(start, stop) + base)
             elif end is not None:
-                found.append(np.flatnonzero(self._map(number)[start:stop] == end) + start + base)
-        return np.concatenate(found)
+                ends.append(np.flatnonzero(self._map(number)[start:stop] == end) + start + base)
+        return np.concatenate(ends)
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -82,11 +82,11 @@ class Tokens:
 
     def identity(self) -> str:
         """A hash that says which tokens these are: by their digests, or where they lie if those are not known."""
-        found = [
+        shards = [
             (s.digests or str(s.path), s.dtype, s.offset, s.tokens, *(s.index or ())[1:]) for s in self.shards
         ]
         flags = None if self.flags is None else self.flags.identity()
-        return hashlib.sha256(repr((found, self._start, self._stop, flags)).encode()).hexdigest()
+        return hashlib.sha256(repr((shards, self._start, self._stop, flags)).encode()).hexdigest()
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """tokens[s : s + length] for each s of starts (R,), as int64 of shape (R, length)."""
@@ -130,7 +130,14 @@ class Tokens:
             here = content[block * BLOCK : (block + 1) * BLOCK]
             known = shard.digests[block * DIGEST : (block + 1) * DIGEST]
             if hashlib.sha256(here.data).digest()[:DIGEST] != known:
-                _damaged(shard, block * BLOCK, block * BLOCK + len(here))
+                start, stop = block * BLOCK, block * BLOCK + len(here)
+                with suppress(OSError):
+                    if shard.advice == ADVICE:  # a folder of the cache, which the next run makes again
+                        write_atomically(shard.path.parent / DAMAGED, f"{shard.path.name} {start} {stop}\n")
+                raise UserError(
+                    f"data: {shard.path} is damaged: bytes {shard.offset + start:,} to {shard.offset + stop:,} are not "
+                    f"what was written. {shard.advice}"
+                )
             compared[block] = True
 
     def _map(self, index: int) -> np.ndarray:
@@ -142,16 +149,6 @@ class Tokens:
             if len(self._maps) > OPEN_MAPS:
                 self._maps.popitem(last=False)
         return mapped
-
-
-def _damaged(shard: Shard, start: int, stop: int) -> None:
-    with suppress(OSError):
-        if shard.advice == ADVICE:  # a folder of the cache, which the next run makes again
-            write_atomically(shard.path.parent / DAMAGED, f"{shard.path.name} {start} {stop}\n")
-    raise UserError(
-        f"data: {shard.path} is damaged: bytes {shard.offset + start:,} to {shard.offset + stop:,} are not what was "
-        f"written. {shard.advice}"
-    )
 
 
 COUNTED = 1
@@ -183,17 +180,13 @@ class BlockHasher:
             self._missing -= len(taken)
             content = content[len(taken) :]
             if not self._missing:
-                self._end()
-
-    def _end(self) -> None:
-        self._whole += self._current.digest()[:DIGEST]
-        self._current, self._missing = hashlib.sha256(), BLOCK
+                self._whole += self._current.digest()[:DIGEST]
+                self._current, self._missing = hashlib.sha256(), BLOCK
 
     def digests(self) -> bytes:
         """Those of all blocks, one after the other."""
-        if self._missing < BLOCK:
-            self._end()
-        return bytes(self._whole)
+        rest = self._current.digest()[:DIGEST] if self._missing < BLOCK else b""
+        return bytes(self._whole) + rest
 
 
 def read_digests(path: Path, size: int, sha256: str) -> bytes | None:
@@ -257,12 +250,12 @@ class ShardWriter:
 
     def entries(self) -> list[dict[str, Any]]:
         """File, tokens and the hash of the digests of each shard, for the manifest."""
-        found = []
+        entries = []
         for index in range(-(-self.count // self.shard_tokens)):
             tokens = min(self.shard_tokens, self.count - index * self.shard_tokens)
             digests = hashlib.sha256(_digests_of(self.path(index)).read_bytes()).hexdigest()
-            found.append({"file": self.path(index).name, "tokens": tokens, "digests": digests})
-        return found
+            entries.append({"file": self.path(index).name, "tokens": tokens, "digests": digests})
+        return entries
 
     def path(self, index: int) -> Path:
         return self.folder / f"{self.name}-{index:05d}.bin"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fivefold.data.kinds import remote
@@ -64,10 +65,6 @@ class HubRows(Rows):
                 failed += 1
 
 
-def file_of(spec: str) -> File:
-    return File(spec, Path(spec), HubRows.name, 0)
-
-
 def parse(spec: str) -> Hub:
     match = _SPEC.fullmatch(spec)
     if not match:
@@ -90,21 +87,15 @@ def fingerprint(spec: str) -> list[Any]:
     return known if hub[2:] == Hub(hub.name)[2:] else [*known, *hub[2:]]
 
 
-def require_library(spec: str) -> None:
+def require_library(hub: Hub) -> None:
     """Raises UserError if the library that reads data sets is missing."""
-    if not find_spec("datasets"):
-        raise UserError(_needs_datasets(parse(spec).name))
-
-
-def _needs_datasets(name: str) -> str:
-    return f"data.source = 'hf:{name}' needs the extra `hf`: pip install 'fivefold[hf]'"
+    if not (sys.modules.get("datasets") or find_spec("datasets")):
+        raise UserError(f"data.source = 'hf:{hub.name}' needs the extra `hf`: pip install 'fivefold[hf]'")
 
 
 def _call(function: str, hub: Hub, **options: Any) -> Any:
-    try:
-        import datasets  # type: ignore[import-not-found]  # the optional extra
-    except ImportError:
-        raise UserError(_needs_datasets(hub.name)) from None
+    require_library(hub)
+    datasets = import_module("datasets")
     try:
         return getattr(datasets, function)(hub.name, hub.config, **options)
     except Exception as error:  # not found, no network, gated, missing config: these share no base class

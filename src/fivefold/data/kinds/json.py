@@ -12,7 +12,7 @@ from fivefold.data.kinds.kind import (
     LONGEST_LINE,
     SPAN,
     Bad,
-    Document,
+    Documents,
     Fields,
     File,
     Kind,
@@ -29,9 +29,7 @@ class JsonLines(Kind):
     name = "jsonl"
     suffixes = (".jsonl",)
 
-    def read(
-        self, number: int, file: File, start: int, fields: Fields, cut: int | None = None
-    ) -> Iterator[tuple[Document | Bad, int]]:
+    def read(self, number: int, file: File, start: int, fields: Fields, cut: int | None = None) -> Documents:
         at = start
         try:
             with file.open(start) as f:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from fivefold.data.chat import ANSWER, MESSAGES, Message, NotAConversation, messages_of
-from fivefold.data.kinds.remote import open_remote
+from fivefold.data.kinds.remote import Remote
 from fivefold.errors import UserError
 from fivefold.files import open_file
 
@@ -69,13 +69,17 @@ class File(NamedTuple):
             UserError: an extra is missing, or the network failed.
             OSError: it cannot be opened. Reading raises it, too, where the compression is broken.
         """
-        file: Any = open_remote(self.url) if self.url else open_file(self.path)
-        if self.packed:
+        library = None
+        if self.packed == ".zst":
             try:
-                unpacked = gzip.GzipFile(fileobj=file) if self.packed == ".gz" else _zstd(file, self.where)
-            except BaseException:
-                file.close()
-                raise
+                import zstandard as library
+            except ImportError:
+                raise UserError(
+                    f"data.source: {self.where} needs the extra `zstd`: pip install 'fivefold[zstd]'"
+                ) from None
+        file: Any = io.BufferedReader(Remote(self.url), SPAN) if self.url else open_file(self.path)
+        if self.packed:
+            unpacked = _Frames(file, library) if library else gzip.GzipFile(fileobj=file)
             file = io.BufferedReader(_Unpacked(file, unpacked), 1 << 18)
         if file.seekable():
             file.seek(start)
@@ -117,6 +121,10 @@ class Bad(NamedTuple):
     reason: str
 
 
+Documents = Iterator[tuple[Document | Bad, int]]
+"""Documents, and the place behind each."""
+
+
 class Fault(str):
     """In place of a row: why its file cannot be read any further, at whatever row a run begins. A fault of the content
     is a text, which whoever goes on behind it has said."""
@@ -141,9 +149,7 @@ class Kind(ABC):
     by_bytes = True
 
     @abstractmethod
-    def read(
-        self, number: int, file: File, start: int, fields: Fields, cut: int | None = None
-    ) -> Iterator[tuple[Document | Bad, int]]:
+    def read(self, number: int, file: File, start: int, fields: Fields, cut: int | None = None) -> Documents:
         """The documents of files[number] from place `start` on, and the place behind each. An unreadable one comes as
         `Bad`, and reading continues. cut: the byte at which the validation part of a text begins."""
 
@@ -173,15 +179,10 @@ class Rows(Kind):
         """Number and fields of each row, or why it cannot be read. Those before `done` need not be among them. A
         `Fault` is the last."""
 
-    def read(
-        self, number: int, file: File, start: int, fields: Fields, cut: int | None = None
-    ) -> Iterator[tuple[Document | Bad, int]]:
+    def read(self, number: int, file: File, start: int, fields: Fields, cut: int | None = None) -> Documents:
         for row, value in self.rows(file, fields, start):
-            if isinstance(value, Fault):
-                yield (
-                    Bad(number, max(row, start), value),
-                    ENDED,
-                )  # it may have become unreadable before this place
+            if isinstance(value, Fault):  # it may have become unreadable before this place
+                yield Bad(number, max(row, start), value), ENDED
             elif row >= start:
                 bad = isinstance(value, str)
                 yield Bad(number, row, value) if bad else document_of(number, row, value, fields), row + 1
@@ -239,48 +240,37 @@ class TokenKind(ABC):
 
 def document_of(file: int, place: int, row: dict[str, Any], fields: Fields) -> Document | Bad:
     """The text of a row, or if it may be a conversation, its messages, as a document."""
+    text, reason = row.get(fields.text), ""
     if fields.chat and MESSAGES in row:
         try:
             messages = messages_of(row[MESSAGES])
         except NotAConversation as error:
             return Bad(file, place, str(error))
-        if not any(message["role"] == ANSWER for message in messages):
-            return Bad(file, place, f"no message has the role '{ANSWER}', so there is nothing to learn")
-        return Document(file, place, "\n".join(m["content"] for m in messages), BY_RULE, messages=messages)
-    if fields.text not in row:
+        if any(message["role"] == ANSWER for message in messages):
+            text = "\n".join(m["content"] for m in messages)
+            return Document(file, place, text, BY_RULE, messages=messages)
+        reason = f"no message has the role '{ANSWER}', so there is nothing to learn"
+    elif fields.text not in row and MESSAGES in row:
+        reason = f"no field {fields.text!r}, but {MESSAGES!r}: a conversation needs data.chat_template"
+    elif fields.text not in row:
         names = ", ".join(sorted(map(str, row))[:10])
-        if MESSAGES in row:
-            return Bad(
-                file,
-                place,
-                f"no field {fields.text!r}, but {MESSAGES!r}: a conversation needs data.chat_template",
-            )
-        return Bad(file, place, f"no field {fields.text!r} (fields: {names or 'none'}); set data.text_key")
-    text = row[fields.text]
-    if not isinstance(text, str):
-        return Bad(file, place, f"the field {fields.text!r} holds {type(text).__name__}, not text")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return Bad(file, place, f"a lone surrogate at character {error.start}: not valid Unicode")
-    return Document(file, place, text, BY_RULE)
-
-
-def _zstd(raw: BinaryIO, where: str) -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(
-            f"data.source: {where} needs the extra `zstd`: pip install 'fivefold[zstd]'"
-        ) from None
-    return _Frames(raw, zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW))
+        reason = f"no field {fields.text!r} (fields: {names or 'none'}); set data.text_key"
+    elif not isinstance(text, str):
+        reason = f"the field {fields.text!r} holds {type(text).__name__}, not text"
+    else:
+        try:
+            text.encode("utf-8")
+            return Document(file, place, text, BY_RULE)
+        except UnicodeEncodeError as error:
+            reason = f"a lone surrogate at character {error.start}: not valid Unicode"
+    return Bad(file, place, reason)
 
 
 class _Frames:
     """The content of a .zst. The library's own reader takes a file that was cut off for a shorter one."""
 
     def __init__(self, raw: BinaryIO, library: Any):
-        self._raw, self._library = raw, library
+        self._raw, self._library = raw, library.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
         self._frame: Any = None  # the one that has begun
         self._ready: deque[memoryview] = deque()
 
@@ -315,12 +305,11 @@ class _Unpacked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             content = self._unpacked.read(len(buffer))
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise OSError(f"cannot be decompressed: {error}") from None
         except Exception as error:
-            if type(error).__module__.startswith("zstandard"):
-                raise OSError(f"cannot be decompressed: {error}") from None
-            raise
+            broken = isinstance(error, EOFError | zlib.error | gzip.BadGzipFile)
+            if not broken and not type(error).__module__.startswith("zstandard"):
+                raise
+            raise OSError(f"cannot be decompressed: {error}") from None
         buffer[: len(content)] = content
         return len(content)
 

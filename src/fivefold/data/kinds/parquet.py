@@ -40,27 +40,25 @@ def _rows(file: Path | BinaryIO, fields: Fields, done: int) -> Iterator[tuple[in
     try:
         parquet = _open(file)
         columns = parquet.schema_arrow.names
-        wanted = [name for name in (fields.text, *((MESSAGES,) if fields.chat else ())) if name in columns]
-        if not wanted:
-            yield 0, _no_column(fields.text, columns)
-            return
         sizes = _sizes(parquet)
-    except UserError:  # it is a ValueError, and no fault of the file
-        raise
     except _broken() as error:
         yield 0, _reason(error)
         return
+    wanted = [name for name in (fields.text, *((MESSAGES,) if fields.chat else ())) if name in columns]
+    if not wanted:
+        tokens = "; for its column input_ids write tokens:PATH" if "input_ids" in columns else ""
+        names = ", ".join(columns[:10])
+        yield 0, f"no column {fields.text!r} (columns: {names}); set data.text_key{tokens}"
+        return
     for group, stop in enumerate(accumulate(sizes)):
         row = stop - sizes[group]
-        if stop <= done:
-            continue
         try:
-            for batch in parquet.iter_batches(ROWS, [group], wanted, use_threads=False):
+            for batch in (
+                parquet.iter_batches(ROWS, [group], wanted, use_threads=False) if stop > done else ()
+            ):
                 for value in _values(batch):
                     yield row, value
                     row += 1
-        except UserError:
-            raise
         except _broken() as error:
             yield row, _reason(error)
 
@@ -71,6 +69,8 @@ def _sizes(parquet: Any) -> list[int]:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, UserError):  # it is a ValueError, and no fault of the file
+        raise error
     return str(unreadable(error)) if isinstance(error, OSError) else f"a broken parquet file: {error}"
 
 
@@ -88,12 +88,6 @@ def _values(batch: Any) -> Iterator[dict[str, Any] | str]:
         return
     for fields in rows:
         yield {name: value for name, value in fields.items() if name != MESSAGES or value is not None}
-
-
-def _no_column(text_key: str, columns: list[str]) -> str:
-    """Why a .parquet has no text."""
-    tokens = "; for its column input_ids write tokens:PATH" if "input_ids" in columns else ""
-    return f"no column {text_key!r} (columns: {', '.join(columns[:10])}); set data.text_key{tokens}"
 
 
 def _broken() -> tuple[type[Exception], ...]:

@@ -23,7 +23,7 @@ MOST_FILES, MOST_FOLDERS, MOST_DEEP = 1 << 20, 1 << 14, 64
 DELAYS = (1.0, 2.0, 4.0, 8.0)
 """Seconds before the second, third ... attempt. A test puts its own here."""
 CHUNK = 1 << 20
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
 _USER = re.compile(r"(?<=://)[^/@\s]+@")
 _QUERY = re.compile(r"(?<=://)([^\s?#'\"]+)[?#][^\s'\"]*")
 _VERSIONS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "created")
@@ -39,17 +39,12 @@ class Entry(NamedTuple):
     version: str
 
 
-def is_address(spec: str) -> bool:
-    return _ADDRESS.match(spec) is not None
-
-
 def entries(spec: str) -> list[Entry]:
     """The files at an address: one, those of a folder (ending in / where the server has no folders), or of a glob.
 
     Raises:
         UserError: there are none, or they cannot be listed.
     """
-    _require_allowed(spec)
     system = _system(spec)
     system.invalidate_cache()  # a process may ask again after a change
 
@@ -60,51 +55,54 @@ def entries(spec: str) -> list[Entry]:
             return {info["name"]: info}
         return _linked(system, spec) if spec.startswith("http") else system.find(spec, detail=True)
 
-    found = {
+    listing = {
         name: info
         for name, info in attempted(spec, listed).items()
         if info.get("type") == "file"
         and not (spec.startswith("http") and "?" in name)  # a page in other orders
     }
-    if not found:
+    if not listing:
         raise UserError(f"data.source: no file at {shown(spec)}")
-    if len(found) > MOST_FILES:
+    if len(listing) > MOST_FILES:
         raise UserError(f"data.source: {shown(spec)} has more than {MOST_FILES:,} files")
     with ThreadPoolExecutor(16) as pool:  # a page of links says no sizes
         infos = pool.map(
-            lambda n: found[n] if found[n].get("size") else attempted(n, lambda: system.info(n)), found
+            lambda n: listing[n] if listing[n].get("size") else attempted(n, lambda: system.info(n)), listing
         )
-        urls = [system.unstrip_protocol(name) for name in found]
-    root = _root(system, spec, urls)
-    return [
-        Entry(url.removeprefix(root), url, _size_of(info), _version(info))
-        for url, info in zip(urls, infos, strict=True)
-    ]
+        urls = [system.unstrip_protocol(name) for name in listing]
+    fixed = re.split(r"[*\[]", spec, maxsplit=1)[
+        0
+    ]  # names are what is behind all that is fixed of the address
+    folder = system.unstrip_protocol(system._strip_protocol(fixed))  # as it writes its own
+    if (fixed != spec and not fixed.endswith("/")) or folder in urls:
+        folder = folder.rpartition("/")[0]
+    files = []
+    for url, info in zip(urls, infos, strict=True):
+        size = 1 if info.get("size") is None else int(info["size"])  # 1: not known, but not empty
+        version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+        files.append(Entry(url.removeprefix(folder.rstrip("/") + "/"), url, size, version))
+    return files
 
 
 def _linked(system: Any, spec: str) -> dict[str, dict[str, Any]]:
     """The files that pages link to, page by page: a server may have pages without end."""
-    found: dict[str, dict[str, Any]] = {}
+    linked: dict[str, dict[str, Any]] = {}
     for number, (_, _, files) in enumerate(system.walk(spec, maxdepth=MOST_DEEP, detail=True)):
-        found |= {info["name"]: info for info in files.values()}
-        if number >= MOST_FOLDERS or len(found) > MOST_FILES:
+        linked |= {info["name"]: info for info in files.values()}
+        if number >= MOST_FOLDERS or len(linked) > MOST_FILES:
             what = f"{MOST_FOLDERS:,} folders" if number >= MOST_FOLDERS else f"{MOST_FILES:,} files"
             raise UserError(
                 f"data.source: {shown(spec)} has more than {what}. Name a folder in it, or a file"
             )
-    return found
+    return linked
 
 
-def open_remote(url: str) -> io.BufferedReader:
-    """A file at an address, to read from the start, or from anywhere if its server lets it."""
-    _require_allowed(url)
-    return io.BufferedReader(_Remote(url), CHUNK)
-
-
-class _Remote(io.RawIOBase):
-    """Opens the address again where reading broke off."""
+class Remote(io.RawIOBase):
+    """A file at an address, to read from the start, or from anywhere if its server lets it. It opens the address again
+    where reading broke off."""
 
     def __init__(self, url: str):
+        self._system = _system(url)
         self.url, self.at = url, 0
         self._file: Any = None
 
@@ -130,7 +128,7 @@ class _Remote(io.RawIOBase):
 
     def _opened(self) -> Any:
         if self._file is None:
-            self._file = _system(self.url).open(self.url, "rb", block_size=4 * CHUNK)
+            self._file = self._system.open(self.url, "rb", block_size=4 * CHUNK)
         return self._file
 
     def _read(self, size: int) -> bytes:
@@ -192,7 +190,12 @@ def shown(text: str) -> str:
     return _QUERY.sub(r"\1", _USER.sub("", text))
 
 
-def _require_allowed(spec: str) -> None:
+def _system(spec: str) -> Any:
+    """fsspec's file system for an address.
+
+    Raises:
+        UserError: it is not allowed, or a library is missing.
+    """
     protocol = spec.partition("://")[0].lower()
     if protocol not in PROTOCOLS or "::" in spec:
         known = " ".join(f"{p}://" for p in PROTOCOLS)
@@ -202,11 +205,6 @@ def _require_allowed(spec: str) -> None:
             f"data.source: the address {shown(spec)} has a user, a password or a query, which the run folder would "
             "keep. Leave it out; credentials come from the environment (AWS_..., ~/.netrc)"
         )
-
-
-def _system(spec: str) -> Any:
-    """fsspec's file system for an address."""
-    protocol = spec.partition("://")[0].lower()
     try:
         fsspec = importlib.import_module("fsspec")
         options = {"client_kwargs": {"trust_env": True}} if protocol in ("http", "https") else {}
@@ -220,20 +218,3 @@ def _missing(spec: str, error: ImportError) -> str:
         f"data.source: {shown(spec)} needs the extra `remote`: pip install 'fivefold[remote]' "
         f"({shortened(str(error), 100)})"
     )
-
-
-def _root(system: Any, spec: str, urls: list[str]) -> str:
-    """What is before the names: all that is fixed of the address."""
-    fixed = re.split(r"[*\[]", spec, maxsplit=1)[0]
-    folder = system.unstrip_protocol(system._strip_protocol(fixed))  # as it writes its own
-    if (fixed != spec and not fixed.endswith("/")) or folder in urls:
-        folder = folder.rpartition("/")[0]
-    return folder.rstrip("/") + "/"
-
-
-def _size_of(info: dict[str, Any]) -> int:
-    return 1 if info.get("size") is None else int(info["size"])  # 1: not known, but not empty
-
-
-def _version(info: dict[str, Any]) -> str:
-    return next((str(info[key]) for key in _VERSIONS if info.get(key)), "")

@@ -12,6 +12,7 @@ from fivefold.data.kinds.kind import (
     VAL,
     Bad,
     Document,
+    Documents,
     Fields,
     File,
     Kind,
@@ -26,9 +27,7 @@ class Text(Kind):
     suffixes = (".txt", ".md", ".py")
     one_document = True
 
-    def read(
-        self, number: int, file: File, start: int, fields: Fields, cut: int | None = None
-    ) -> Iterator[tuple[Document | Bad, int]]:
+    def read(self, number: int, file: File, start: int, fields: Fields, cut: int | None = None) -> Documents:
         at = start
         try:
             with file.open(start) as f:
@@ -73,9 +72,7 @@ def _pieces(f: BinaryIO, at: int, cut: int | None) -> Iterator[tuple[bytes, bool
         behind = cut is not None and at >= cut
         low, high = (cut or 0, None) if behind else (0, cut)
         nominal = low + ((at - low) // SPAN + 1) * SPAN
-        wanted = (
-            nominal - at + LINE_SEARCH + 1
-        )  # one more than a piece can have: less means the end of the text
+        wanted = nominal - at + LINE_SEARCH + 1  # more than a piece can have: less means the end of the text
         while len(buffer) < wanted and (chunk := f.read(wanted - len(buffer))):
             buffer += chunk
         have = at + len(buffer) if high is None else min(high, at + len(buffer))

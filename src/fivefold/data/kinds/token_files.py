@@ -13,16 +13,13 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fivefold.data.kinds.kind import Shard, TokenKind
 from fivefold.errors import UserError
 from fivefold.files import BROKEN, flush, stream
-
-if TYPE_CHECKING:
-    from fivefold.data.tokens import Tokens
 
 # llm.c: 256 int32 (magic, version, number of tokens, ...), then the ids.
 LLMC_HEADER = 256 * 4
@@ -74,12 +71,7 @@ class Npy(TokenKind):
     def shard(self, path: Path, dtype: str) -> Shard:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (
-            *BROKEN,
-            EOFError,
-            MemoryError,
-            SyntaxError,
-        ) as error:  # names the fault: magic, header or size
+        except (*BROKEN, EOFError, MemoryError, SyntaxError) as error:  # it names the fault
             raise UserError(f"data.source: {path}: not a complete .npy file: {error}") from None
         if array.ndim != 1 or array.dtype.name not in NPY_DTYPES:
             raise UserError(
@@ -100,9 +92,8 @@ class InputIds(TokenKind):
         metadata = _opened(path).metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         columns = [group.column(i) for group in groups for i in range(group.num_columns)]
-        return Shard(
-            path, "<u4", 0, sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == COLUMN)
-        )
+        count = sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == COLUMN)
+        return Shard(path, "<u4", 0, count)
 
     def pieces(self, path: Path, end: int | None) -> Iterator[np.ndarray]:
         row = 0
@@ -235,9 +226,9 @@ class Megatron(TokenKind):
         return Shard(path, index.dtype, 0, count, index=(index.index, ""))
 
 
-def write_indexed(path: Path, tokens: Tokens, vocab_size: int, end_id: int | None) -> None:
-    """Writes NAME.bin and then NAME.idx. A document ends with an end token, or where the index of `tokens` says it.
-    Neither: all is one document."""
+def write_indexed(path: Path, tokens: Any, vocab_size: int, end_id: int | None) -> None:
+    """Writes `Tokens` as NAME.bin and then NAME.idx. A document ends with an end token, or where the index of the
+    tokens says it. Neither: all is one document."""
     dtype = "<u2" if vocab_size < SMALL_VOCABULARY else "<i4"
     lengths: list[Any] = []
     borders: list[Any] = [np.zeros(1, np.int64)]
@@ -268,8 +259,7 @@ def write_indexed(path: Path, tokens: Tokens, vocab_size: int, end_id: int | Non
     with stream(path.with_suffix(".idx")) as file:
         file.write(HEADER.pack(MAGIC, VERSION, code, sequences, len(all_borders)))
         file.write(all_lengths.astype("<i4").tobytes())
-        file.write(
-            ((np.cumsum(all_lengths) - all_lengths) * np.dtype(dtype).itemsize).astype("<i8").tobytes()
-        )
+        begins = (np.cumsum(all_lengths) - all_lengths) * np.dtype(dtype).itemsize
+        file.write(begins.astype("<i8").tobytes())
         file.write(all_borders.astype("<i8").tobytes())
     flush(path.with_suffix(".idx"))
