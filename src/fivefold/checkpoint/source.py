@@ -21,7 +21,7 @@ from fivefold.checkpoint import store, write
 from fivefold.checkpoint.manifest import MANIFEST, Box, Damaged
 from fivefold.data.chat import TEMPLATE_FILE, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
-from fivefold.data.tokenizer_check import MOST_BYTES as MOST_TOKENIZER
+from fivefold.data.tokenizer import MOST_BYTES as MOST_TOKENIZER
 from fivefold.errors import UserError
 from fivefold.files import (
     MOST_INDEX,
