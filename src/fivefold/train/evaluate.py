@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
@@ -116,11 +117,9 @@ def evaluate(
         )
     for path in texts:  # errors come before the weights are read
         require_readable(Path(path))
-    given = [_read_task(Path(path), how) for path in tasks]
-    device = device_for(0)
-    validated = PRECISIONS[chosen(recipe.precision.mode, has_fast_bf16(device.type))].working
-    dtype = how.dtype or validated
-    folder = store.chosen(run, step)
+    scored = [_read_task(Path(path), how) for path in tasks]
+    device, folder = device_for(0), store.chosen(run, step)
+    dtype = how.dtype or PRECISIONS[chosen(recipe.precision.mode, has_fast_bf16(device.type))].working
     module, _, tokenizer = open_run(run, checkpoint=folder, device=device, dtype=torch_dtype(dtype))
     tokenizer = require_tokenizer(run, tokenizer)
     scorer = Scorer(module, tokenizer, recipe.model, context, how.batch_tokens)
@@ -134,7 +133,7 @@ def evaluate(
         "context": context,
         "stride": stride,
         "texts": rows + ([_text_row("all files", rows)] if len(rows) > 1 else []),
-        "tasks": [_task(scorer, task, tell) for task in given],
+        "tasks": [score_task(scorer, tell) for score_task in scored],
     }
 
 
@@ -240,18 +239,8 @@ def _text_row(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Task:
-    """A task file as it was read. contexts: the prompt of each item."""
-
-    path: Path
-    schema: str
-    items: Sequence[Item]
-    contexts: Sequence[str]
-    how: Evaluation
-
-
-def _read_task(path: Path, how: Evaluation) -> _Task:
+def _read_task(path: Path, how: Evaluation) -> Callable[[Scorer, Callable[[str], None]], dict[str, Any]]:
+    """Reads a task file. Returns what scores it."""
     schema, items = read_items(path)
     pool, source, same = items, path, how.shots_from is None
     if how.shots_from is not None:
@@ -259,37 +248,37 @@ def _read_task(path: Path, how: Evaluation) -> _Task:
         pool = read_items(source)[1]
     if how.shots:
         require_enough(how.shots, source, pool, same=same)
-    chosen_ones = items[: how.limit or None]
-    contexts = list(prompts(chosen_ones, how.shots, pool, how.seed, same=same))
-    return _Task(path, schema, chosen_ones, contexts, how)
+    items = items[: how.limit or None]
+    contexts = list(prompts(items, how.shots, pool, how.seed, same=same))
+    facts = {"file": str(path), "schema": schema, "items": len(items), "shots": how.shots, "seed": how.seed}
+    return partial(_task, facts, items, contexts)
 
 
-def _task(scorer: Scorer, task: _Task, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Figures of a task. `details` has a row for each item."""
+def _task(
+    facts: dict[str, Any],
+    items: Sequence[Item],
+    contexts: Sequence[str],
+    scorer: Scorer,
+    tell: Callable[[str], None],
+) -> dict[str, Any]:
+    """Figures of a task. `details` has a row for each item. contexts: the prompt of each."""
+    path = facts["file"]
 
     def requests() -> Iterator[Request]:
-        for item, context in zip(task.items, task.contexts, strict=True):
+        for item, context in zip(items, contexts, strict=True):
             try:
                 yield from scorer.continuations(context, [item.join + choice for choice in item.choices])
             except UserError as error:
-                raise UserError(f"{task.path}, line {item.line}: {error}") from None
+                raise UserError(f"{path}, line {item.line}: {error}") from None
 
     scores = scorer.score(requests())
     details: list[dict[str, Any]] = []
-    for item in task.items:
+    for item in items:
         details.append(_judge(item, list(islice(scores, len(item.choices)))))
-        tell(f"{task.path}: {len(details):,} of {len(task.items):,} items")
-    completion = all(len(item.choices) == 1 for item in task.items)
-    row: dict[str, Any] = {
-        "file": str(task.path),
-        "schema": task.schema,
-        "items": len(task.items),
-        "shots": task.how.shots,
-        "seed": task.how.seed,
-        "cut": sum(detail["cut"] for detail in details),
-        **_mean("accuracy", [detail["right"] for detail in details]),
-    }
-    if completion:
+        tell(f"{path}: {len(details):,} of {len(items):,} items")
+    row = facts | {"cut": sum(detail["cut"] for detail in details)}
+    row |= _mean("accuracy", [detail["right"] for detail in details])
+    if all(len(item.choices) == 1 for item in items):
         row["perplexity"] = _exp(-fmean(detail["log_likelihoods"][0] for detail in details))
     else:
         row |= _mean("accuracy_norm", [detail["right_norm"] for detail in details])

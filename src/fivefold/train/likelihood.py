@@ -6,7 +6,6 @@ Shapes: B requests, T tokens, D model width, V vocabulary, N scored tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
@@ -98,10 +97,16 @@ def score(
 def _score_pool(
     module: LanguageModel, model: ModelSection, pool: list[Request], batch_tokens: int
 ) -> list[Score]:
-    scores: dict[int, Score] = {}
-    with _scoring(module):
+    """In evaluation mode, with an output layer that returns scores."""
+    scores, usual, was_training = dict[int, Score](), module.output, module.training
+    module.output = _Scores()
+    module.eval()
+    try:
         for batch in _batches(pool, batch_tokens):
             scores.update(zip(batch, _score_batch(module, model, [pool[i] for i in batch]), strict=True))
+    finally:
+        module.output = usual
+        module.train(was_training)
     return [scores[i] for i in range(len(pool))]
 
 
@@ -172,16 +177,3 @@ class _Scores(Output):
             found_2N[0, part] = logits_nV.gather(1, target_n1)[:, 0] - logits_nV.logsumexp(1)
             found_2N[1, part] = (logits_nV.argmax(1) == target_n1[:, 0]).float()
         return found_2N
-
-
-@contextmanager
-def _scoring(module: LanguageModel) -> Iterator[None]:
-    """Meanwhile the module is in evaluation mode and returns scores."""
-    usual, was_training = module.output, module.training
-    module.output = _Scores()
-    module.eval()
-    try:
-        yield
-    finally:
-        module.output = usual
-        module.train(was_training)

@@ -187,7 +187,13 @@ class Prediction(Instrument):
         """Adds the measured figures. All ranks call it; the first writes. memory_bytes: most bytes of tensors at once
         in a step, if they were tracked."""
         self.watching.close()
-        sent_bytes = self._most_sent(mesh)
+        sent_bytes = None  # by axis, of the rank that sends most
+        if self.counter is not None and self.ranks.world > 1:
+            counted = {key: (calls, size) for key, (calls, size) in self.counter.found.items()}
+            mine = leaving(counted, mesh.layout, mesh.size("sites"))
+            sizes = torch.tensor([mine.get(axis, 0) for axis in AXES])
+            mesh.axis("run").all_reduce(sizes, "max")
+            sent_bytes = {axis: int(most) for axis, most in zip(AXES, sizes, strict=True) if most}
         if not self.ranks.first:
             return
         first = max(self._first, self.fitted)
@@ -196,43 +202,33 @@ class Prediction(Instrument):
         measured = {"step_s": seconds, "memory_bytes": memory_bytes, "sent_bytes": sent_bytes}
         _save(self.job.out, prediction.read(self.job.out) | {"measured": measured})
 
-    def _most_sent(self, mesh: Mesh) -> dict[str, int] | None:
-        """Bytes by axis of the rank that sends most; None if they were not counted."""
-        if self.counter is None or self.ranks.world == 1:
-            return None
-        found = {key: (calls, size) for key, (calls, size) in self.counter.found.items()}
-        mine = leaving(found, mesh.layout, mesh.size("sites"))
-        sizes = torch.tensor([mine.get(axis, 0) for axis in AXES])
-        mesh.axis("run").all_reduce(sizes, "max")
-        return {axis: int(most) for axis, most in zip(AXES, sizes, strict=True) if most}
-
 
 def add_exact(job: Job) -> None:
     """Adds the exact figures of rank 0, and of the rank with the largest predicted memory, or `exact_why`: why there
     are none. It runs after training, on CPUs, in a process without a group, and traces only what takes about a
     second. Neither an error here nor an interrupt fails the run."""
     with suppress(Exception, KeyboardInterrupt):
-        _add_exact(job)
-
-
-def _add_exact(job: Job) -> None:
-    plan = {name: part for name, part in prediction.read(job.out).items() if not name.startswith("exact")}
-    untraced = job.module is not None or job.recipe.servers.count or not plan.get("predicted")
-    if untraced or torch.cuda.is_available() or dist.is_initialized():
-        return
-    layout = site_layout(Layout.from_recipe(job.recipe.layout), job.recipe.sites.count)
-    totals = [stage["total"] for stage in plan["predicted"]["memory"]["per_stage"]]
-    ranks = sorted({0, layout.rank({"pp": totals.index(max(totals))})})
-    if sum(blocks_traced(job.recipe, rank) for rank in ranks) > QUICK:
-        command = f"fivefold plan trace {job.out / 'recipe.toml'} --cluster {plan['predicted']['cluster']}"
-        plan["exact_why"] = f"Tracing this run takes longer than a second. This command does it: {command}"
-    else:
-        try:
-            plan["exact"] = [exact(job.recipe, rank).as_json() for rank in ranks]
-        except Exception as error:
-            plan["exact_why"] = f"The trace failed: {error}"
-    _save(job.out, plan)
-    write_report(job.out)
+        plan = {name: part for name, part in prediction.read(job.out).items() if not name.startswith("exact")}
+        untraced = job.module is not None or job.recipe.servers.count or not plan.get("predicted")
+        if untraced or torch.cuda.is_available() or dist.is_initialized():
+            return
+        layout = site_layout(Layout.from_recipe(job.recipe.layout), job.recipe.sites.count)
+        totals = [stage["total"] for stage in plan["predicted"]["memory"]["per_stage"]]
+        ranks = sorted({0, layout.rank({"pp": totals.index(max(totals))})})
+        if sum(blocks_traced(job.recipe, rank) for rank in ranks) > QUICK:
+            command = (
+                f"fivefold plan trace {job.out / 'recipe.toml'} --cluster {plan['predicted']['cluster']}"
+            )
+            plan["exact_why"] = (
+                f"Tracing this run takes longer than a second. This command does it: {command}"
+            )
+        else:
+            try:
+                plan["exact"] = [exact(job.recipe, rank).as_json() for rank in ranks]
+            except Exception as error:
+                plan["exact_why"] = f"The trace failed: {error}"
+        _save(job.out, plan)
+        write_report(job.out)
 
 
 def _save(run: Path, plan: dict[str, Any]) -> None:

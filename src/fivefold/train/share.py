@@ -42,20 +42,21 @@ def reader(
     """Reads this rank's share of each global batch ahead, in microbatches. left_out: see `State`."""
     batches = training_batches(job, left_out)
     first = mesh.axis("run").index == 0
-    for stream in streams(job):
+    waits = streams(job)
+    for stream in waits:
         stream.waiting = partial(print, file=sys.stderr, flush=True) if first else None
         stream.given_up = False
     with Prefetch(lambda i: batches(i, mesh), start, job.recipe.train.steps) as prefetch:
 
         def next_batch() -> tuple[list[Microbatch], float]:
             # Other ranks may wait for one that waits for tokens, but not for ever
-            with progress.phase("waiting for tokenized text") if streams(job) else nullcontext():
+            with progress.phase("waiting for tokenized text") if waits else nullcontext():
                 return prefetch.next()
 
         try:
             yield next_batch
         finally:
-            for stream in streams(job):  # else the end of the thread would wait for tokens, too
+            for stream in waits:  # else the end of the thread would wait for tokens, too
                 stream.given_up = True
 
 

@@ -93,7 +93,10 @@ def run(folder: Path, sweep: Sweep, jobs: int, say: Callable[[str], None]) -> in
     guard(folder)
     layouts = [Layout.from_recipe(sweep.load(folder / table.BASE, row).layout) for row in sweep.rows]
     ranks = max(layout.ranks for layout in layouts)
-    places = [environment(slot, jobs, ranks, cores(), _gpus()) for slot in range(jobs)]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # numbers or names
+    gpus = (visible.split(",") if visible else [str(number) for number in range(count)])[:count]
+    places = [environment(slot, jobs, ranks, cores(), gpus) for slot in range(jobs)]
     with owned(folder), Signals() as signals:
         return _Runs(folder, sweep, places, say, signals).all()
 
@@ -115,13 +118,6 @@ def environment(slot: int, jobs: int, ranks: int, cores: int, gpus: Sequence[str
     if "OMP_NUM_THREADS" not in os.environ:
         given["OMP_NUM_THREADS"] = str(max(1, cores // (jobs * ranks)))
     return given | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})
-
-
-def _gpus() -> list[str]:
-    """The numbers or names of the GPUs that this command may use."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    said = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (said.split(",") if said else [str(number) for number in range(count)])[:count]
 
 
 class _Runs:
@@ -198,7 +194,11 @@ class _Runs:
             row.figures |= {key: figures[key] for key in FIGURES if key in figures}
             row.status = table.FINISHED
             self.done += 1
-            said = f"{figures_text(row.figures)}, {duration(seconds)}"
+            loss = figures.get("val_loss", figures.get("loss", math.nan))
+            kind = "validation loss" if "val_loss" in figures else "loss"
+            parameters, tokens = (short_number(row.figures[name]) for name in ("parameters", "tokens"))
+            speed = short_number(figures.get("tokens_per_s", math.nan))
+            said = f"N {parameters}, D {tokens}, {kind} {loss:.4f}, {speed} tokens/s, {duration(seconds)}"
         elif code == STOPPED or self.signals.signal is not None:
             row.status = table.STOPPED
             said = "stopped; it resumes when the sweep does"
@@ -206,16 +206,6 @@ class _Runs:
             row.status, row.why = table.FAILED, row.why or f"{in_words(code)}: {last_words(run)}"
             said = f"failed, {row.why} (all of it: {run / LOG})"
         self.say(f"[{self.done}/{len(self.sweep.rows)}] {row.name}: {said}")
-
-
-def figures_text(figures: Mapping[str, Any]) -> str:
-    """The line of a finished run."""
-    loss = figures.get("val_loss", figures.get("loss", math.nan))
-    kind = "validation loss" if "val_loss" in figures else "loss"
-    return (
-        f"N {short_number(figures['parameters'])}, D {short_number(figures['tokens'])}, {kind} {loss:.4f}, "
-        f"{short_number(figures.get('tokens_per_s', math.nan))} tokens/s"
-    )
 
 
 def last_words(run: Path, tail: int = 4096) -> str:
@@ -228,20 +218,20 @@ def last_words(run: Path, tail: int = 4096) -> str:
     return printable(next(filter(None, words), "it has printed nothing"))
 
 
-def _follow_sweep() -> None:
-    """Has this run stop, and save, when the sweep's process is killed. (The server that forked it goes on.)"""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def train_row(folder: Path, name: str, here: Path, environment: Mapping[str, str]) -> None:
     """Trains a row in this process, or resumes it, and ends the process with `fivefold train`'s code. here: the folder
     in which paths of the recipe start."""
     for number in stopping_signals():
         signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_follow_sweep, name="sweep", daemon=True).start()
+    sweeping = multiprocessing.parent_process()
+
+    def follow() -> None:
+        """Has this run stop, and save, when the sweep's process is killed. (The server that forked it goes on.)"""
+        if sweeping is not None:
+            wait([sweeping.sentinel])
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, name="sweep", daemon=True).start()
     os.chdir(here)
     os.environ.clear()
     os.environ.update(environment)
