@@ -168,7 +168,15 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel
     where = recipe.train.init_from
     folder = required(where)
     guard(folder)
-    checkpoint = _checkpoint(expanded("train.init_from", where), folder)
+    path, checkpoint = expanded("train.init_from", where), None  # of a Hugging Face folder
+    if path.absolute() != folder.absolute():
+        checkpoint, folders = path, store.checkpoints(folder)
+        if path.absolute() not in [each.absolute() for each in folders]:
+            names = [each.name for each in folders]
+            listed = did_you_mean(path.name, names) or f"; there are {', '.join(names[-5:]) or 'none'}"
+            raise UserError(f"train.init_from = {path}: no such checkpoint{listed}")
+    elif (folder / "recipe.toml").is_file():
+        checkpoint = store.latest(folder)
     source, changed = Source(folder, checkpoint), tuple[str, ...]()
     if source.reader is not None and not meta_of(source.reader).sites.aligned:
         raise UserError(
@@ -180,29 +188,17 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel
             f"train.init_from = {where}: its checkpoints lack the frozen weights (checkpoint.frozen = false). Export "
             "it first (docs/own_model.md)"
         )
-    said = f"train.init_from = {where}"
+    asked = f"train.init_from = {where}"
     # A run's weights may be those of a user's own module, which its recipe does not describe
     if own is None and (source.reader is None or set(source.names()) == set(_names(_model(folder)))):
-        changed = _same_model(said, recipe.model, _model(folder))
-    new = _same_shapes(said, recipe, source, own)
-    _same_vocabulary(said, folder, recipe, tokenizer)
+        changed = _same_model(asked, recipe.model, _model(folder))
+    new = _same_shapes(asked, recipe, source, own)
+    if tokenizer is not None and (folder / "tokenizer.json").is_file():
+        _same_vocabulary(asked, folder / "tokenizer.json", recipe, tokenizer)
     at = str(checkpoint.resolve()) if checkpoint is not None else ""
     still, named = (card_of(recipe.model).frozen, str) if own is None else (own.frozen, own.card.named)
     frozen = {name: named(name) for name in sorted(still) if name not in new}
     return Initial(str(folder.resolve()), at, source.fingerprint(), new, changed, frozen)
-
-
-def _checkpoint(path: Path, folder: Path) -> Path | None:
-    """The checkpoint that is meant; None: a Hugging Face folder."""
-    if path.absolute() != folder.absolute():
-        found = store.checkpoints(folder)
-        if path.absolute() not in [one.absolute() for one in found]:
-            there = ", ".join(one.name for one in found[-5:])
-            hint = did_you_mean(path.name, [one.name for one in found])
-            listed = hint or f"; there are {there or 'none'}"
-            raise UserError(f"train.init_from = {path}: no such checkpoint{listed}")
-        return path
-    return store.latest(folder) if (folder / "recipe.toml").is_file() else None
 
 
 def _model(folder: Path) -> ModelSection:
@@ -264,10 +260,7 @@ def _same_shapes(said: str, recipe: Recipe, source: Source, own: CustomModel | N
     return tuple(new)
 
 
-def _same_vocabulary(said: str, folder: Path, recipe: Recipe, tokenizer: Tokenizer | None) -> None:
-    path = folder / "tokenizer.json"
-    if tokenizer is None or not path.is_file():
-        return
+def _same_vocabulary(said: str, path: Path, recipe: Recipe, tokenizer: Tokenizer) -> None:
     theirs = load_tokenizer(path).vocabulary()
     for token, number in tokenizer.vocabulary().items():
         if theirs.get(token) != number:
