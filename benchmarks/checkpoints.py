@@ -3,9 +3,10 @@
     python benchmarks/checkpoints.py [--layers 12] [--saves 5] [--out benchmarks/results/checkpoints.json]
 
 One rank trains a Llama of about 51M parameters (612 MB of weights and moments). In turns its state is saved at once and
-beside the steps. What a step waits is counted in the trainer's own calls: `Saver.save`, `begin_update`, `begin_step`. Beside
-the steps, hashing and writing share the processor with training, so the steps under which a save is written are timed,
-too. Loading is timed beside `torch.load` of the same tensors in one file, page cache warm, and copied into the state.
+beside the steps. What a step waits is counted in the trainer's own calls: `Saver.save`, `begin_update`, `begin_step`.
+Beside the steps, hashing and writing share the processor with training, so the steps under which a save is written are
+timed, too. Loading is timed beside `torch.load` of the same tensors in one file, page cache warm, and copied into the
+state.
 """
 
 from __future__ import annotations
@@ -55,12 +56,8 @@ def main() -> None:
         began = time.perf_counter()
         if saver is not None:
             saver.begin_step(state, [])
-        done = take_step(
-            state,
-            recipe,
-            [Microbatch(tokens, tokens)],
-            inspect=lambda: saver.begin_update(state) if saver else {},
-        )
+        inspect = (lambda: saver.begin_update(state)) if saver is not None else dict
+        done = take_step(state, recipe, [Microbatch(tokens, tokens)], inspect=inspect)
         done.wait()
         if saver is not None:
             saver.figures(done.more)

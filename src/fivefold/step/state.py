@@ -181,22 +181,15 @@ def build_state(
     state = with_optimizer(parallel, mesh, recipe, mode, own, embeddings, functions, memory)
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
-    state.outer = _outer(state, recipe)
+    if sites.count > 1:
+        optimizer, sync = OUTER[recipe.sync.method], recipe.sync
+        fields = {name: getattr(sync, f"outer_{name}") for name in optimizer.fields}
+        assert sync.outer_lr, "a resolved recipe has the outer fields"
+        assert None not in fields.values(), "a resolved recipe has the outer fields"
+        state.outer = Outer(parallel.replicas, mesh.axis("outer"), sites, optimizer, sync.outer_lr, fields)
     if memory is None:
         assert_owned_once(parallel.replicas, mesh, total)
     return state
-
-
-def _outer(state: State, recipe: Recipe) -> Outer | None:
-    """The outer loop of a resolved recipe with several sites."""
-    sites, sync = recipe.sites, recipe.sync
-    if sites.count == 1:
-        return None
-    optimizer = OUTER[sync.method]
-    fields = {name: getattr(sync, f"outer_{name}") for name in optimizer.fields}
-    assert sync.outer_lr, "a resolved recipe has the outer fields"
-    assert None not in fields.values(), "a resolved recipe has the outer fields"
-    return Outer(state.parallel.replicas, state.mesh.axis("outer"), sites, optimizer, sync.outer_lr, fields)
 
 
 def with_optimizer(

@@ -104,11 +104,11 @@ def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> F
     """What ends the run as it is, if anything in a step's figures does. skipped: as in `step.Done`."""
     step = figures["step"]
     if skipped >= MAX_SKIPPED and faults.on_nonfinite == "skip":
-        said = (
+        diverged = (
             f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step {step}: the run has "
             f"diverged. These steps did not change the weights. Resume with {ADVICE}, or from an older checkpoint"
         )
-        return Fault(step, said, "abort", step - skipped)
+        return Fault(step, diverged, "abort", step - skipped)
     for kind in found_in(figures):
         if (act := policy(faults, kind)) in ("rollback", "abort"):
             said = f"step {step}: {described(kind, figures)}"

@@ -32,8 +32,9 @@ def train_loop(
 ) -> bool:
     """Trains to the recipe's last step. Returns False if it was stopped before; the state is saved either way.
 
-    hooks: what happens around the steps. It does not change what is trained. behind: number of steps that may run on while the figures of an earlier one are not read. None: 1, but 0 on CPUs,
-    where reading does not wait. take: in place of `take_step`, where other ranks compute.
+    hooks: what happens around the steps. It does not change what is trained. behind: number of steps that may run on
+    while the figures of an earlier one are not read. None: 1, but 0 on CPUs, where reading does not wait. take: in
+    place of `take_step`, where other ranks compute.
 
     Raises:
         Fault: a number that is not finite, a spike, or a difference between ranks. What the recipe wants is to go back,

@@ -113,7 +113,7 @@ def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
     call it together.
 
     resumed: rank 0's counts."""
-    lines, axis, mode = list[str](), everyone(ranks), PRECISIONS[job.recipe.precision.mode]
+    lines, axis = list[str](), everyone(ranks)
     if ranks.device.type == "cpu":  # rank 0's checkpoint decides, or else its machine
         mine = (state.products or fastest.table()) if ranks.first else fastest.UNMEASURED
         text = told(json.dumps(mine._asdict(), indent=1), 0, axis)
@@ -126,6 +126,7 @@ def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
             lines.append(f"this run began on another processor ({began}), so its last bits may differ here")
     if job.module is not None or rounding(job.recipe) is None:
         return lines
+    mode = PRECISIONS[job.recipe.precision.mode]
     if (failed := _read(axis, job, resumed)) is not None:
         fall_back(state, failed)
         before = f"{mode.name}, except in {', '.join(sorted(failed))}, as before"

@@ -142,10 +142,25 @@ class _Runs:
     def all(self) -> int:
         try:
             while (self.waiting and self.signals.signal is None) or self.running:
-                self._start()
+                while self.waiting and self.free and self.signals.signal is None:
+                    row, place = self.waiting.pop(0), self.free.pop()
+                    given = self.folder.absolute(), row.name, Path.cwd(), {**os.environ, **place[1]}
+                    process = self.context.Process(target=train_row, args=given, name=row.name, daemon=False)
+                    process.start()
+                    self.running[process] = row, place, time.monotonic()
                 wait([self.signals.reader, *(process.sentinel for process in self.running)])
-                self._pass_on()
-                self._collect()
+                with suppress(BlockingIOError):
+                    os.read(self.signals.reader, 4096)
+                if self.signals.news:  # the runs save and stop; a second Ctrl-C ends them at once
+                    self.signals.news = 0
+                    for process in self.running:
+                        process.kill() if self.signals.impatient else process.terminate()
+                for process in [process for process in self.running if process.exitcode is not None]:
+                    row, place, began = self.running.pop(process)
+                    process.join()
+                    self.free.append(place)
+                    self._ended(row, process.exitcode, time.monotonic() - began)
+                    table.write(self.folder, self.sweep)
         finally:
             for process in self.running:  # an error here: the runs save
                 process.terminate()
@@ -155,31 +170,6 @@ class _Runs:
         ends = {row.status for row in self.sweep.rows}
         stopped = self.signals.signal is not None or table.STOPPED in ends
         return DONE if ends <= {table.FINISHED} else STOPPED if stopped else FAILED
-
-    def _start(self) -> None:
-        while self.waiting and self.free and self.signals.signal is None:
-            row, place = self.waiting.pop(0), self.free.pop()
-            arguments = (self.folder.absolute(), row.name, Path.cwd(), {**os.environ, **place[1]})
-            process = self.context.Process(target=train_row, args=arguments, name=row.name, daemon=False)
-            process.start()
-            self.running[process] = row, place, time.monotonic()
-
-    def _pass_on(self) -> None:
-        """Tells the runs to save and stop; a second Ctrl-C ends them at once."""
-        with suppress(BlockingIOError):
-            os.read(self.signals.reader, 4096)
-        if self.signals.news:
-            self.signals.news = 0
-            for process in self.running:
-                process.kill() if self.signals.impatient else process.terminate()
-
-    def _collect(self) -> None:
-        for process in [one for one in self.running if one.exitcode is not None]:
-            row, place, began = self.running.pop(process)
-            process.join()
-            self.free.append(place)
-            self._ended(row, process.exitcode, time.monotonic() - began)
-            table.write(self.folder, self.sweep)
 
     def _ended(self, row: Row, code: int, seconds: float) -> None:
         """Notes the end of a run in the table, and says it."""
@@ -198,14 +188,14 @@ class _Runs:
             kind = "validation loss" if "val_loss" in figures else "loss"
             parameters, tokens = (short_number(row.figures[name]) for name in ("parameters", "tokens"))
             speed = short_number(figures.get("tokens_per_s", math.nan))
-            said = f"N {parameters}, D {tokens}, {kind} {loss:.4f}, {speed} tokens/s, {duration(seconds)}"
+            end = f"N {parameters}, D {tokens}, {kind} {loss:.4f}, {speed} tokens/s, {duration(seconds)}"
         elif code == STOPPED or self.signals.signal is not None:
             row.status = table.STOPPED
-            said = "stopped; it resumes when the sweep does"
+            end = "stopped; it resumes when the sweep does"
         else:
             row.status, row.why = table.FAILED, row.why or f"{in_words(code)}: {last_words(run)}"
-            said = f"failed, {row.why} (all of it: {run / LOG})"
-        self.say(f"[{self.done}/{len(self.sweep.rows)}] {row.name}: {said}")
+            end = f"failed, {row.why} (all of it: {run / LOG})"
+        self.say(f"[{self.done}/{len(self.sweep.rows)}] {row.name}: {end}")
 
 
 def last_words(run: Path, tail: int = 4096) -> str:
