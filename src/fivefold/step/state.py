@@ -62,7 +62,7 @@ class State:
     limit: Tensor | None = None
     left_out: LeftOut = ()
     rollbacks: Sequence[tuple[int, int]] = ()
-    # Numerator and denominator averages of the noise scale (train/noise.py)
+    # Numerator and denominator averages of the noise scale (`train.instruments`)
     noise: tuple[float, float] = (0.0, 0.0)
     elsewhere: Elsewhere | None = None  # where the frozen weights are that checkpoints leave out
     functions: UserFunctions = NOTHING  # the user's own in place of the recipe's

@@ -70,7 +70,7 @@ class RunHooks:
     def __post_init__(self) -> None:
         self.next_batch: Callable[[], tuple[list[Microbatch], float]]
         recipe = self.job.recipe
-        self.inspected = -1
+        self.inspected = -1  # from when a step's gradient is whole until its update is done: this step
         self.right = self.state.step  # the last one in which ranks were found to be alike
         self.memory = MemoryWatch(self.job, self.ranks, self.state.step)
         wanted, self.stop_wanted = self.stop_wanted, lambda: bool(self.callbacks.stopped) or wanted()
@@ -94,7 +94,8 @@ class RunHooks:
 
     def save_due(self, step: int) -> bool:
         """True if the state is saved after this step; the same on all ranks."""
-        return due(self.job.recipe.checkpoint.every, step) or self.saver.tries_again(step)
+        again = self.saver.retry_at is not None and step >= self.saver.retry_at
+        return again or due(self.job.recipe.checkpoint.every, step)
 
     def save_wanted(self) -> bool:
         """True on the first rank if a checkpoint is due by time."""
@@ -104,11 +105,6 @@ class RunHooks:
         """This rank's microbatches are there; the step is about to run."""
         for instrument in self.instruments:
             instrument.begin_step(self.state, microbatches)
-
-    @property
-    def updating(self) -> bool:
-        """True from when a step's gradient is whole until its update is done: then no consistent state can be saved."""
-        return self.inspected == self.state.step
 
     def inspect(self) -> dict[str, Tensor]:
         """Returns further figures of the step: see `step.take_step`."""

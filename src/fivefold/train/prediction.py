@@ -65,34 +65,38 @@ class Prediction(Instrument):
         self.assumed: Measured | None = None  # the table, if nobody has measured this machine
         self.seconds: list[float] = []  # of the run's first steps
         self.fitted = 0  # the last step to which the prediction was fitted
+        self.steps, smaller = job.recipe.train.steps or 0, sum(steps for _, steps in ramp(job.recipe.train))
+        self.first = max(start, smaller)  # the step before the run's first full batch
+        # The steps before those that are like all others: sums are not compressed yet, or batches are smaller
+        self.whole = max(job.recipe.layout.compress_after or 0, smaller)
 
     def write(self) -> str:
         """Writes the prediction, which takes milliseconds: nothing is measured for it. Returns a line that summarises
         it, or says why there is none."""
         try:
-            found = self._predicted()
+            predicted = self._predicted()
         except UserError as error:
-            said = f"no prediction: {error}"
-            _save(self.job.out, {"predicted": None, "why": said})
-            return said
-        peak = size(found["memory"]["peak_bytes"])
+            why = f"no prediction: {error}"
+            _save(self.job.out, {"predicted": None, "why": why})
+            return why
+        peak = size(predicted["memory"]["peak_bytes"])
         if self.assumed is None:
-            _save(self.job.out, {"predicted": found})
-            return f"predicted: {found['time']['step_s']:.3g} s per step, {peak} of tensors per rank"
-        step, after = self._first + FITTED, "no time per step"
-        if step < self._steps:
+            _save(self.job.out, {"predicted": predicted})
+            return f"predicted: {predicted['time']['step_s']:.3g} s per step, {peak} of tensors per rank"
+        step, after = self.first + FITTED, "no time per step"
+        if step < self.steps:
             after = f"the time per step follows after step {step}"
-        said = (
+        why = (
             f"predicted: {peak} of tensors per rank; {after}, because this machine has not been measured "
             "(`fivefold bench hardware` does it, in two minutes)"
         )
-        _save(self.job.out, {"predicted": None, "why": said})
-        return said
+        _save(self.job.out, {"predicted": None, "why": why})
+        return why
 
     def learn(self, step: int, seconds: float) -> str:
         """Takes a step's seconds. Once the run has FITTED steps on a machine without a table, it writes a prediction
         that is scaled to them, and returns a line that summarises it."""
-        if self.assumed is None or self.plan is None or self.fitted or step <= self._first:
+        if self.assumed is None or self.plan is None or self.fitted or step <= self.first:
             return ""
         self.seconds.append(seconds)
         if len(self.seconds) < FITTED:
@@ -100,22 +104,13 @@ class Prediction(Instrument):
         usual, self.fitted = median(self.seconds[WARM:]), step
         scale = usual / self.plan.step.seconds
         self.assumed = replace(self.assumed, factors=dict.fromkeys(FACTORS, scale))
-        found = self._predicted()
+        predicted = self._predicted()
         since = step - FITTED + WARM + 1
-        found["fitted"] = {"from_step": since, "to_step": step, "step_s": usual}
-        _save(self.job.out, prediction.read(self.job.out) | {"predicted": found, "why": None})
-        whole = duration(found["time"]["step_s"] * self._steps)
-        each = f"{found['time']['step_s']:.3g} s per step, {whole} for {self._steps:,} steps"
+        predicted["fitted"] = {"from_step": since, "to_step": step, "step_s": usual}
+        _save(self.job.out, prediction.read(self.job.out) | {"predicted": predicted, "why": None})
+        whole = duration(predicted["time"]["step_s"] * self.steps)
+        each = f"{predicted['time']['step_s']:.3g} s per step, {whole} for {self.steps:,} steps"
         return f"predicted from steps {since} to {step}: {each}"
-
-    @property
-    def _steps(self) -> int:
-        return self.job.recipe.train.steps or 0
-
-    @property
-    def _first(self) -> int:
-        """The step before the run's first full batch."""
-        return max(self.start, sum(steps for _, steps in ramp(self.job.recipe.train)))
 
     def _predicted(self) -> dict[str, Any]:
         if self.job.module is not None:
@@ -133,12 +128,6 @@ class Prediction(Instrument):
     def _documents(self) -> Documents | None:
         found = documents_of(self.job)
         return Documents("data", found) if found else None
-
-    @property
-    def whole(self) -> int:
-        """The steps before those that are like all others: sums are not compressed yet, or batches are smaller."""
-        recipe = self.job.recipe
-        return max(recipe.layout.compress_after or 0, sum(steps for _, steps in ramp(recipe.train)))
 
     def _cluster(self) -> Cluster:
         """The machine of this run, as a cluster of the planner."""
@@ -196,7 +185,7 @@ class Prediction(Instrument):
             sent_bytes = {axis: int(most) for axis, most in zip(AXES, sizes, strict=True) if most}
         if not self.ranks.first:
             return
-        first = max(self._first, self.fitted)
+        first = max(self.first, self.fitted)
         lines = [line for line in read_metrics(self.job.out / "metrics.jsonl") if line["step"] > first]
         seconds = prediction.step_seconds(lines)
         measured = {"step_s": seconds, "memory_bytes": memory_bytes, "sent_bytes": sent_bytes}

@@ -17,7 +17,9 @@ from fivefold.checkpoint import keep, store
 from fivefold.checkpoint.manifest import DTYPES, MANIFEST, Box, Damaged
 from fivefold.checkpoint.source import Elsewhere, Source
 from fivefold.comm import all_or_none
+from fivefold.data.stream import Commit
 from fivefold.errors import UserError
+from fivefold.files import BROKEN
 from fivefold.optim.card import COMPENSATION
 from fivefold.recipe import sequences_before
 from fivefold.sharding.parts import Ranges, boxes, local_shape
@@ -25,7 +27,7 @@ from fivefold.step.state import State
 from fivefold.train.checked import Meta, assert_same, check_files, damaged_together, meta_of
 from fivefold.train.job import FINGERPRINT, STAGES, Initial, Job, identity
 from fivefold.train.saver import OUTER, compression, moments_at, weights_at
-from fivefold.train.share import begin_streams
+from fivefold.train.share import STREAMS, streams
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,10 @@ def resume(state: State, job: Job) -> Resumed | None:
             f"{job.out} has no valid checkpoint. Start a new run, or put a copy back\n"
             + "\n".join(f"  {text}" for text in damages.values())
         )
-    begin_streams(job, checkpoint.meta)
+    # Streams whose tokens are not in the cache are tokenized from where the checkpoint wants to have them
+    with suppress(*BROKEN):  # then they begin at the beginning
+        for stream, begin in zip(streams(job), checkpoint.meta.get(STREAMS, ()), strict=False):
+            stream.hint = Commit.of(begin)
     if state.step > steps:
         raise UserError(
             f"train.steps = {steps}, but {checkpoint.folder} is beyond it; set at least {state.step}"

@@ -345,7 +345,8 @@ def _explains_memory(job: Job, ranks: Ranks, base: int) -> Iterator[list[RunHook
     lines = [message, *advice(job, ranks.local_world, base)]
     for hooks in running:
         step, saved = hooks.state.step, "Nothing that was saved is lost"
-        if ranks.local_world == 1 and hooks.state.mesh.axis("run").size == 1 and not hooks.updating:
+        alone = ranks.local_world == 1 and hooks.state.mesh.axis("run").size == 1
+        if alone and hooks.inspected != step:  # in an update no consistent state can be saved
             saved = f"Step {step} could not be saved"
             with suppress(Exception):
                 hooks.save(step, ends=True, waits=False)

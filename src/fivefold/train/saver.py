@@ -193,10 +193,6 @@ class Saver(Instrument):
         minutes = self.job.recipe.checkpoint.minutes
         return minutes > 0 and self.under_way is None and time.monotonic() - self._began >= 60 * minutes
 
-    def tries_again(self, step: int) -> bool:
-        """True if a save that has failed is tried again after this step."""
-        return self.retry_at is not None and step >= self.retry_at
-
     def close(self) -> None:
         """The run ends, perhaps by an error: a part that is being written is finished, but nobody waits for others."""
         if self.under_way is not None:

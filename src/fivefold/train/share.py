@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -19,9 +19,8 @@ from fivefold.data.batches import objective_of
 from fivefold.data.facts import sample
 from fivefold.data.mixture import amounts, order_of
 from fivefold.data.packing import cut_of
-from fivefold.data.stream import Commit, Stream
+from fivefold.data.stream import Stream
 from fivefold.errors import UserError
-from fivefold.files import BROKEN
 from fivefold.kernels.documents import Documents
 from fivefold.kernels.tiling import Sample
 from fivefold.models.base import LanguageModel
@@ -84,13 +83,6 @@ def stream_states(job: Job, step: int, left_out: LeftOut) -> dict[str, Any]:
     uses = order_of(recipe, amounts(recipe, data)).before(place(recipe.train, step, left_out))
     sources = zip(data.sources.values(), uses, strict=True)
     return {STREAMS: [tokens.state(use) for tokens, use in sources if isinstance(tokens, Stream)]}
-
-
-def begin_streams(job: Job, meta: Mapping[str, Any]) -> None:
-    """Tells streams whose tokens are not in the cache where a checkpoint wants to have them from."""
-    with suppress(*BROKEN):  # then they begin at the beginning
-        for stream, state in zip(streams(job), meta.get(STREAMS, ()), strict=False):
-            stream.hint = Commit.of(state)
 
 
 def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[[int, Mesh], Share]:
