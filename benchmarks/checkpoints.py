@@ -3,9 +3,10 @@
     python benchmarks/checkpoints.py [--layers 12] [--saves 5] [--out benchmarks/results/checkpoints.json]
 
 One rank trains a Llama of about 51M parameters (612 MB of weights and moments). In turns its state is saved at once and
-beside the steps. What a step waits is counted in the trainer's own calls: `Saver.save`, `before_update`, `poll`. Beside
-the steps, hashing and writing share the processor with training, so the steps under which a save is written are timed,
-too. Loading is timed beside `torch.load` of the same tensors in one file, page cache warm, and copied into the state.
+beside the steps. What a step waits is counted in the trainer's own calls: `Saver.save`, `begin_update`, `begin_step`.
+Beside the steps, hashing and writing share the processor with training, so the steps under which a save is written are
+timed, too. Loading is timed beside `torch.load` of the same tensors in one file, page cache warm, and copied into the
+state.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step
 from fivefold.train.job import Job
 from fivefold.train.resume import load_checkpoint
-from fivefold.train.saver import BUSY, FAILED, Saver
+from fivefold.train.saver import Saver
 
 
 def main() -> None:
@@ -54,11 +55,12 @@ def main() -> None:
         """Seconds of a step."""
         began = time.perf_counter()
         if saver is not None:
-            saver.poll()
-        done = take_step(state, recipe, [Microbatch(tokens, tokens)], inspect=lambda: inspect(saver))
+            saver.begin_step(state, [])
+        inspect = (lambda: saver.begin_update(state)) if saver is not None else dict
+        done = take_step(state, recipe, [Microbatch(tokens, tokens)], inspect=inspect)
         done.wait()
         if saver is not None:
-            saver.answer(done.more.get(FAILED), done.more.get(BUSY))
+            saver.figures(done.more)
         return time.perf_counter() - began
 
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
@@ -74,13 +76,6 @@ def main() -> None:
     if args.out:
         command = f"python benchmarks/checkpoints.py --layers {args.layers} --saves {args.saves}"
         args.out.write_text(json.dumps({"command": command, **found, "machine": describe()}, indent=1) + "\n")
-
-
-def inspect(saver: Saver | None) -> dict[str, torch.Tensor]:
-    if saver is None:
-        return {}
-    saver.before_update()
-    return saver.figures()
 
 
 def saves(state: State, job: Job, step: Callable[..., float], count: int) -> dict[str, Any]:

@@ -121,4 +121,4 @@ def serve(ranks: Ranks, recipe: Recipe, out: Path, who: int, step: int, how: str
     Shard.update = hooked(Shard.update)
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
-    run_rank(Job(recipe, out, data, resume_command="resume"), ranks)
+    run_rank(Job(recipe, out, data), ranks)

@@ -37,7 +37,7 @@ def train_rank(
     """A run's part on this rank; None: it is complete. data: None: the recipe's."""
     data = data or prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
-    job = Job(recipe, out, data, resume=resume, resume_command="resume", own=own)
+    job = Job(recipe, out, data, resume=resume, own=own)
     return run_rank(job, ranks_of(rank, world))
 
 

@@ -173,7 +173,7 @@ def _read_on_rank(rank: int, world: int, recipe: Recipe, out: Path, steps: int, 
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     train = recipe.train.model_copy(update={"steps": steps})
-    job = Job(recipe.model_copy(update={"train": train}), out, data, resume=resume, resume_command="resume")
+    job = Job(recipe.model_copy(update={"train": train}), out, data, resume=resume)
     run_rank(job, ranks_of(rank, world))
     for tokens in data.sources.values():
         if isinstance(tokens, Stream):

@@ -21,11 +21,9 @@ from fivefold.errors import UserError
 from fivefold.models.base import build
 from fivefold.recipe import ModelSection, Recipe, TrainSection, load, resolve, resolve_model, to_toml
 from fivefold.step.state import build_state
-from fivefold.train import likelihood
 from fivefold.train.api import Run
-from fivefold.train.evaluate import Evaluation, Scorer, evaluate
+from fivefold.train.evaluate import Evaluation, Request, Score, Scorer, _Scores, evaluate, score, windows
 from fivefold.train.generate import open_run
-from fivefold.train.likelihood import Request, score, windows
 from fivefold.train.saver import prepare
 
 TASKS = Path(__file__).parent / "tasks"
@@ -130,7 +128,7 @@ def test_scores_are_those_of_the_models_logits(arch: str) -> None:
     assert wanted[-2][1]
     assert not wanted[-1][1]
     assert module.training
-    assert type(module.output) is not likelihood._Scores
+    assert type(module.output) is not _Scores
 
 
 def test_batches_hold_no_more_tokens_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +138,9 @@ def test_batches_hold_no_more_tokens_than_allowed(monkeypatch: pytest.MonkeyPatc
     def note(module, model, batch):
         shapes.append((len(batch), max(len(r.tokens) for r in batch) - 1))
         assert len({r.shared for r in batch}) == 1
-        return [likelihood.Score(float(r.tokens[0]), False) for r in batch]
+        return [Score(float(r.tokens[0]), False) for r in batch]
 
-    monkeypatch.setattr(likelihood, "_score_batch", note)
+    monkeypatch.setattr("fivefold.train.evaluate._score_batch", note)
     front = np.arange(10)
     requests = [Request(np.append(n, draw.integers(0, 9, draw.integers(1, 60))), 1) for n in range(300)]
     requests += [Request(np.append(front, draw.integers(0, 9, 5)), 1, shared=10) for _ in range(30)]

@@ -22,8 +22,7 @@ from fivefold.errors import UserError
 from fivefold.observe.report import page
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.recipe.resolve import warnings
-from fivefold.train.initial import initial
-from fivefold.train.job import Job
+from fivefold.train.job import Job, initial
 from fivefold.train.run import run_rank
 from fivefold.train.start import run_command
 

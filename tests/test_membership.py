@@ -27,8 +27,7 @@ from fivefold.errors import BusyError, CommunicationError, UserError
 from fivefold.launch.ranks import Ranks
 from fivefold.recipe import Recipe, change
 from fivefold.train import run as running
-from fivefold.train.initial import Initial, write
-from fivefold.train.job import Job
+from fivefold.train.job import Initial, Job, write_initial
 
 FITS = {"model.dim": 8}
 
@@ -261,7 +260,7 @@ def test_sites_compare_contents_not_paths(tmp_path: Path, monkeypatch: pytest.Mo
     assert said("there", "a hash") == ours
     assert said("there", "other weights") != ours
     assert said("there", "a hash", "optim.lr=0.5") != ours
-    write(tmp_path / "resumed", Initial("there", "", "a hash"))
+    write_initial(tmp_path / "resumed", Initial("there", "", "a hash"))
     assert said("resumed", "a hash", fresh=False) == ours, "a site that resumes knows it from its run folder"
 
 

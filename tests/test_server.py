@@ -107,7 +107,7 @@ def rank_of_run(
         slow = ""
     data = prepare(recipe)
     batches = _Slow(recipe, data, slow) if slow and rank == world - 1 else None
-    job = Job(recipe, out, data, batches=batches, resume=resume, resume_command="resume")
+    job = Job(recipe, out, data, batches=batches, resume=resume)
     return run_rank(job, ranks_of(rank, world))
 
 

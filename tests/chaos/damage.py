@@ -127,7 +127,7 @@ class Harness:
             run_ranks(ranks, train_rank, shared, self.intact, timeout_s=60)
         data = prepare(recipe)
         alone = change(resolve(recipe, vocab_size=data.vocab_size), [f"train.steps={NEWEST}"])
-        self.job = Job(alone, self.run, data, resume=True, resume_command="")
+        self.job = Job(alone, self.run, data, resume=True)
         self.state = build_state(alone, ranks_of(0, 1))
         self.older = self._values_of(OLDER)
         self.newest = self._values_of(NEWEST)

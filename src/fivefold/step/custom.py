@@ -63,12 +63,12 @@ class UserFunctions:
             UserError: it fails, or gives no learning rate.
         """
         assert self.schedule is not None
-        found = called("schedule", self.schedule, step, steps)
-        if not isinstance(found, int | float) or not 0 <= found < math.inf:
+        rate = called("schedule", self.schedule, step, steps)
+        if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise UserError(
-                f"schedule({step}, {steps}) = {found!r:.60}: a learning rate must be a number >= 0 and finite"
+                f"schedule({step}, {steps}) = {rate!r:.60}: a learning rate must be a number >= 0 and finite"
             )
-        return float(found)
+        return float(rate)
 
 
 NOTHING = UserFunctions()
@@ -109,12 +109,16 @@ def _with_loss(output: Output, loss: Loss) -> Any:
         logits_NV, targets_N = logits.reshape(-1, logits.shape[-1]), targets.long().flatten()
         value = called("loss(logits, targets)", loss, logits_NV, targets_N)
         if not isinstance(value, Tensor) or value.dim() > 0 or not value.requires_grad:
-            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
-            must = "must be a scalar tensor that depends on the logits"
-            raise UserError(f"loss(logits, targets) = {shown}: {must}")
+            raise UserError(
+                f"loss(logits, targets) = {_shown(value)}: must be a scalar tensor that depends on the logits"
+            )
         return value.float()
 
     return forward
+
+
+def _shown(value: object) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
 
 
 @contextmanager
@@ -150,16 +154,16 @@ def _measured(plain: Callable[..., Tensor], metrics: Mapping[str, Metric], sums:
         for row in range(len(x)):
             part = slice(row, row + 1)
             logits = plain(x[part], weight, None, bias).flatten(0, -2)  # (N, V)
-            own = targets[part].flatten()
-            counted = own >= 0
+            targets_N = targets[part].flatten()
+            counted = targets_N >= 0
             if n := int(counted.sum()):
                 for place, (name, metric) in enumerate(metrics.items()):
-                    value = called(f"metric {name}", metric, logits[counted], own[counted].long())
+                    value = called(f"metric {name}", metric, logits[counted], targets_N[counted].long())
                     try:
                         sums[place, 0] += float(value) * n
                     except (TypeError, ValueError, RuntimeError):
-                        said = f"metric {name}(logits, targets) = {value!r:.60}: must be one number"
-                        raise UserError(said) from None
+                        wrong = f"metric {name}(logits, targets) = {value!r:.60}: must be one number"
+                        raise UserError(wrong) from None
                     sums[place, 1] += n
         return plain(x, weight, targets, bias)
 
@@ -181,7 +185,7 @@ def custom_model(recipe: Recipe, module: nn.Module, card: ModuleCard | None = No
         UserError: it does not train with this recipe and layout. The message says what to change.
     """
     model = CustomModel(module, card, recipe.model.freeze)
-    for problem in _problems(recipe, model, card is not None):
+    if problem := next(_problems(recipe, model, card is not None), None):
         raise UserError(problem)
     return model
 
@@ -238,17 +242,16 @@ def try_out(module: nn.Module, batches: Any, train: TrainSection) -> None:
         return
     with torch.random.fork_rng():
         for row in range(0, train.global_batch_size, B)[:2]:
-            found = Batch(*batches.batch(0, range(row, row + B)))
-            inputs, targets = (torch.as_tensor(x).long() for x in (found.inputs, found.targets))
+            batch = Batch(*batches.batch(0, range(row, row + B)))
+            inputs, targets = (torch.as_tensor(x).long() for x in (batch.inputs, batch.targets))
             more: dict[str, Any] = {}
-            if found.first is not None:
-                more["documents"] = Documents(np.asarray(found.first), inputs.device)
+            if batch.first is not None:
+                more["documents"] = Documents(np.asarray(batch.first), inputs.device)
             call = f"{name}(inputs, targets) with tokens {inputs.min()} to {inputs.max()} of shape {(*inputs.shape,)}"
             loss = called(call, partial(copied, inputs, targets, **more))
             if not isinstance(loss, Tensor) or loss.dim():
-                given = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
                 raise UserError(
-                    f"{name}(inputs, targets) = {given:.60}: must be the mean loss, a scalar tensor"
+                    f"{name}(inputs, targets) = {_shown(loss)}: must be the mean loss, a scalar tensor"
                 )
             called(f"backward of the loss of {name}", loss.backward)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fivefold.comm.progress import Watch, progress
 from fivefold.models.base import LanguageModel
@@ -25,21 +26,7 @@ Mark = tuple[float, str, str]
 """(time, kind, name) of a computation that begins."""
 
 
-class _Hooks:
-    """Hooks on modules, until they are removed."""
-
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-
-    def hook(self, register: Callable[..., Any], function: Callable[..., None], **options: Any) -> None:
-        self._handles.append(register(function, **options))
-
-    def remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-
-class Recorder(_Hooks):
+class Recorder:
     """Measures forward and backward of each block, the update, and all messages beside them, from now until `stop`. All
     ranks begin together: call it at the same time.
 
@@ -49,7 +36,7 @@ class Recorder(_Hooks):
     """
 
     def __init__(self, state: State):
-        super().__init__()
+        self._handles: list[RemovableHandle] = []
         self.rank, self.marks = state.mesh.axis("run").rank, list[Mark]()
         for stage in state.parallel.stages:
             self._attach(stage)
@@ -75,7 +62,8 @@ class Recorder(_Hooks):
     def close(self) -> None:
         """Removes the hooks."""
         progress.watch = None
-        self.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _attach(self, stage: nn.Module) -> None:
         if not isinstance(stage, LanguageModel):
@@ -87,7 +75,8 @@ class Recorder(_Hooks):
         if blocks and stage.first:
             self._on_gradient(blocks[0][1].register_forward_pre_hook, begin, lambda inputs: inputs[0])
         if blocks and stage.last:
-            self._after(blocks[-1][1], end)
+            mark = lambda *_: self.mark("forward", end)  # noqa: E731
+            self._handles.append(blocks[-1][1].register_forward_hook(mark))
             self._on_gradient(stage.register_forward_hook, end, lambda inputs, output: output)
 
     def _around(self, module: nn.Module, name: str) -> None:
@@ -96,10 +85,8 @@ class Recorder(_Hooks):
         self._on_gradient(module.register_forward_hook, name, lambda inputs, output: output)
 
     def _before(self, module: nn.Module, name: str) -> None:
-        self.hook(module.register_forward_pre_hook, lambda *_: self.mark("forward", name), prepend=True)
-
-    def _after(self, module: nn.Module, name: str) -> None:
-        self.hook(module.register_forward_hook, lambda *_: self.mark("forward", name))
+        mark = lambda *_: self.mark("forward", name)  # noqa: E731
+        self._handles.append(module.register_forward_pre_hook(mark, prepend=True))
 
     def _on_gradient(self, register: Callable[..., Any], name: str, of: Callable[..., Any]) -> None:
         """Notes when the gradient of a tensor is there that `of` finds among a hook's arguments."""
@@ -107,14 +94,12 @@ class Recorder(_Hooks):
         def hook(module: nn.Module, *arguments: Any) -> None:
             x = of(*arguments)
             if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-                x.register_hook(partial(self._backward, name))
+                x.register_hook(
+                    lambda _: self.mark("backward", name) if progress.watch is self.watch else None
+                )
 
         # Before FSDP2's hooks, which wait for weights, and start to gather others.
-        self.hook(register, hook, prepend=True)
-
-    def _backward(self, name: str, gradient: Tensor) -> None:
-        if progress.watch is self.watch:
-            self.mark("backward", name)
+        self._handles.append(register(hook, prepend=True))
 
 
 def _computed(marks: list[Mark], waits: list[Span], end: float) -> Iterator[Span]:
@@ -141,7 +126,7 @@ def count(x: Tensor) -> Tensor:
     return torch.bincount(exponent, minlength=BINS)
 
 
-class Counter(_Hooks):
+class Counter:
     """Counts the numbers of a step by their exponent, from now until `take`: weights, activations, and the gradients of
     both. All ranks begin and end together.
 
@@ -151,7 +136,7 @@ class Counter(_Hooks):
     """
 
     def __init__(self, state: State):
-        super().__init__()
+        self._handles: list[RemovableHandle] = []
         self.state, self.mesh = state, state.mesh
         # Counts what tensor ranks have in common
         self.once = self.mesh.layout.sp or self.mesh.index("tp") == 0
@@ -172,15 +157,16 @@ class Counter(_Hooks):
                     self._count("weights", replica.masters[name])
                     if not part.frozen:
                         self._count("weight gradients", replica.gradients[name])
-        self.remove()
+        for handle in self._handles:
+            handle.remove()
         self.eager.close()
         counts = self.mesh.axis("all").all_reduce(self.counts).tolist()
         return Histogram(dict(zip(KINDS, counts, strict=True)))
 
     def _attach(self, stage: nn.Module, parts: Mapping[str, Part]) -> None:
-        set_forward = partial(setattr, self, "forward")
-        self.hook(stage.register_forward_pre_hook, lambda *_: set_forward(True), prepend=True)
-        self.hook(stage.register_forward_hook, lambda *_: set_forward(False))
+        set_forward, hooks = partial(setattr, self, "forward"), self._handles
+        hooks.append(stage.register_forward_pre_hook(lambda *_: set_forward(True), prepend=True))
+        hooks.append(stage.register_forward_hook(lambda *_: set_forward(False)))
         blocks = isinstance(stage, LanguageModel)
         for name, module in stage.named_modules():
             if blocks and not name.startswith("blocks."):
@@ -188,9 +174,9 @@ class Counter(_Hooks):
             if isinstance(module, nn.Linear | CutLinear | Experts):
                 rows, columns = _cut(parts.get(f"{name}.weight"))
                 if columns or self.once:
-                    self.hook(module.register_forward_pre_hook, self._input)
+                    hooks.append(module.register_forward_pre_hook(self._input))
                 if rows or self.once:
-                    self.hook(module.register_forward_hook, self._output)
+                    hooks.append(module.register_forward_hook(self._output))
 
     def _input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if self.forward and torch.is_grad_enabled():

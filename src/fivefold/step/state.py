@@ -60,7 +60,7 @@ class State:
     limit: Tensor | None = None
     left_out: LeftOut = ()
     rollbacks: Sequence[tuple[int, int]] = ()
-    # Numerator and denominator averages of the noise scale (train/noise.py)
+    # Numerator and denominator averages of the noise scale (`train.instruments`)
     noise: tuple[float, float] = (0.0, 0.0)
     elsewhere: Elsewhere | None = None  # where the frozen weights are that checkpoints leave out
     functions: UserFunctions = NOTHING  # the user's own in place of the recipe's
@@ -179,22 +179,15 @@ def build_state(
     state = with_optimizer(parallel, mesh, recipe, mode, own, embeddings, functions, memory)
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
-    state.outer = _outer(state, recipe)
+    if sites.count > 1:
+        optimizer, sync = OUTER[recipe.sync.method], recipe.sync
+        fields = {name: getattr(sync, f"outer_{name}") for name in optimizer.fields}
+        assert sync.outer_lr, "a resolved recipe has the outer fields"
+        assert None not in fields.values(), "a resolved recipe has the outer fields"
+        state.outer = Outer(parallel.replicas, mesh.axis("outer"), sites, optimizer, sync.outer_lr, fields)
     if memory is None:
         assert_owned_once(parallel.replicas, mesh, total)
     return state
-
-
-def _outer(state: State, recipe: Recipe) -> Outer | None:
-    """The outer loop of a resolved recipe with several sites."""
-    sites, sync = recipe.sites, recipe.sync
-    if sites.count == 1:
-        return None
-    optimizer = OUTER[sync.method]
-    fields = {name: getattr(sync, f"outer_{name}") for name in optimizer.fields}
-    assert sync.outer_lr, "a resolved recipe has the outer fields"
-    assert None not in fields.values(), "a resolved recipe has the outer fields"
-    return Outer(state.parallel.replicas, state.mesh.axis("outer"), sites, optimizer, sync.outer_lr, fields)
 
 
 def with_optimizer(

@@ -146,10 +146,10 @@ class Run:
         if samples is not None and samples < 1:
             raise UserError(f"samples = {samples}: must be 1 or more")
         sampling, tokenizer, model = Sampling(**how), self.tokenizer, self.recipe.model
-        several = [prompts] if isinstance(prompts, str) else list(prompts)
-        texts = [samples_of(self.model, model, tokenizer, one, sampling, samples or 1) for one in several]
-        found = texts if samples is not None else [each[0] for each in texts]
-        return found[0] if isinstance(prompts, str) else found
+        several = [prompts] if isinstance(prompts, str) else prompts
+        texts = [samples_of(self.model, model, tokenizer, each, sampling, samples or 1) for each in several]
+        written = texts if samples is not None else [each[0] for each in texts]
+        return written[0] if isinstance(prompts, str) else written
 
     def evaluate(
         self,
@@ -293,16 +293,13 @@ def resume(
 def _quietly(wanted: bool | None) -> Generator[None]:
     """Inside the block the console prints little, if that is wanted. Ranks inherit it."""
     before = os.environ.get(QUIET)
-    if (_in_notebook() if wanted is None else wanted) and not before:
+    if wanted is None:  # True in a notebook. The shells of hosted ones derive from Jupyter's
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        wanted = any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
+    if wanted and not before:
         os.environ[QUIET] = VALIDATIONS
     try:
         yield
     finally:
         if before is None:
             os.environ.pop(QUIET, None)
-
-
-def _in_notebook() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    # Hosted ones derive from it
-    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)

@@ -4,14 +4,14 @@ ranks together, before anything is set by them."""
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.manifest import MANIFEST, Damaged
@@ -22,87 +22,56 @@ from fivefold.host import machine_id
 from fivefold.kernels.native import Table
 from fivefold.parallel.mesh import Mesh
 
+Count = Annotated[int, Field(strict=True, ge=1)]
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class SavedSites:
+    """count: how many the run has. aligned: all have the common weights. every: steps between outer steps."""
+
+    count: Count = 1
+    every: Count = 1
+    fragments: Count = 1
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class SavedCompression:
+    """layout: the one whose residuals are saved."""
+
+    layout: str
+
 
 @dataclass(frozen=True)
 class Meta:
-    """step: optimizer steps. updates: those that changed the weights. noise, usual, left_out, loss_scale: as in
-    `step.State`; None: not saved. sites: how many the run has, whether all have the common weights, steps between outer
-    steps, fragments. compression: the layout whose residuals are saved. products: which library multiplies; None: not
-    saved."""
+    """step: optimizer steps. updates: those that changed the weights. noise, usual, left_out (flat), loss_scale: as in
+    `step.State`; None: not saved. products: which library multiplies; None: not saved."""
 
-    step: int
-    updates: int
-    noise: tuple[float, float] | None
-    usual: list[float] | None
-    left_out: tuple[tuple[int, int], ...]
-    loss_scale: list[float] | None
-    sites: int
-    aligned: bool
-    every: int
-    fragments: int
-    compression: str | None
-    products: Table | None
+    step: Whole
+    updates: Whole
+    noise: Annotated[list[Number], Field(min_length=2, max_length=2)] | None = None
+    usual: Annotated[list[Number], Field(min_length=6, max_length=6)] | None = None
+    left_out: list[Whole] = field(default_factory=list[Whole])
+    loss_scale: Annotated[list[Number], Field(min_length=2, max_length=3)] | None = None
+    sites: SavedSites = SavedSites()
+    compression: SavedCompression | None = None
+    products: Table | None = None
+
+
+_META = TypeAdapter(Meta)
 
 
 def meta_of(checkpoint: Reader) -> Meta:
     """Raises Damaged: something is missing, or not of its type or range."""
-
-    def checked(name: str, default: Any, valid: Callable[[Any], bool], must: str) -> Any:
-        value = checkpoint.meta.get(name, default)
-        if value != default and not valid(value):
-            where = f"{checkpoint.folder / MANIFEST} is damaged"
-            raise Damaged(f"{where}: meta.{name} must be {must}, not {value!r:.80}")
-        return value
-
-    step = checked("step", "missing", lambda value: type(value) is int, "a number")
-    if step == "missing":
-        raise Damaged(f"{checkpoint.folder / MANIFEST} is damaged: meta.step is missing")
-    noise = checked("noise", None, lambda value: _finite(value, 2), "2 finite numbers")
-    flat = checked("left_out", [], _pairs, "pairs of whole numbers")
-    sites = checked("sites", {}, _sites, "whole numbers >= 1 by name")
-    compression = checked("compression", None, _layout, "a layout")
-    products = checked("products", None, _products, "a processor and a list of matmuls")
-    return Meta(
-        step,
-        int(checkpoint.meta.get("updates", step)),
-        noise and (noise[0], noise[1]),
-        checked("usual", None, lambda value: _finite(value, 6), "6 finite numbers"),
-        tuple(zip(flat[::2], flat[1::2], strict=True)),
-        checked("loss_scale", None, lambda value: _finite(value, 2, 3), "2 finite numbers"),
-        sites.get("count", 1),
-        bool(sites.get("aligned", True)),
-        sites.get("every", 1),
-        sites.get("fragments", 1),
-        compression and compression["layout"],
-        products and Table(**products),
-    )
-
-
-def _finite(value: Any, *counts: int) -> bool:
-    numbers = isinstance(value, list) and len(value) in counts
-    return numbers and all(type(n) in (int, float) and math.isfinite(n) for n in value)
-
-
-def _pairs(value: Any) -> bool:
-    return isinstance(value, list) and len(value) % 2 == 0 and all(type(n) is int and n >= 0 for n in value)
-
-
-def _sites(value: Any) -> bool:
-    counts = (
-        [value.get(name, 1) for name in ("count", "every", "fragments")] if isinstance(value, dict) else []
-    )
-    return bool(counts) and all(type(n) is int and n >= 1 for n in counts)
-
-
-def _layout(value: Any) -> bool:
-    return isinstance(value, dict) and type(value.get("layout")) is str
-
-
-def _products(value: Any) -> bool:
-    match value:
-        case {"processor": str(), "onednn": [*names], **more}:
-            return not more and all(type(name) is str for name in names)
-    return False
+    meta = checkpoint.meta
+    try:
+        return _META.validate_python({"updates": meta.get("step"), **meta})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, ("meta", *wrong["loc"])))
+        raise Damaged(f"{checkpoint.folder / MANIFEST} is damaged: {where}: {wrong['msg']}") from None
 
 
 def assert_same(folders: list[Path], mesh: Mesh) -> None:

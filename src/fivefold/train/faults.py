@@ -22,7 +22,6 @@ from fivefold.files import read_json
 from fivefold.kernels.hashing import digest, keys
 from fivefold.observe.faults import GROWTH, described, found_in
 from fivefold.recipe import FaultsSection
-from fivefold.sharding.parts import Ranges
 from fivefold.step.state import State
 from fivefold.step.step import last_update
 from fivefold.train.restart import newest
@@ -105,11 +104,11 @@ def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> F
     """What ends the run as it is, if anything in a step's figures does. skipped: as in `step.Done`."""
     step = figures["step"]
     if skipped >= MAX_SKIPPED and faults.on_nonfinite == "skip":
-        said = (
+        diverged = (
             f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step {step}: the run has "
             f"diverged. These steps did not change the weights. Resume with {ADVICE}, or from an older checkpoint"
         )
-        return Fault(step, said, "abort", step - skipped)
+        return Fault(step, diverged, "abort", step - skipped)
     for kind in found_in(figures):
         if (act := policy(faults, kind)) in ("rollback", "abort"):
             said = f"step {step}: {described(kind, figures)}"
@@ -157,7 +156,14 @@ def corrupted(state: State) -> str:
     of memory, of a processor, of a message. It stays in the tensor in which it happened, as gradients are the same for
     all.
     """
-    run, tensors = state.mesh.axis("run"), _shared_tensors(state)
+    run, parts, tensors = state.mesh.axis("run"), state.parts(), dict[str, Tensor]()
+    common = state.outer.weights if state.outer is not None else {}
+    # This rank's part of each parameter. Its key is the same on ranks that must have the same bits
+    for whose, weights in ((f"site{state.mesh.site}", state.masters()), ("common", common)):
+        for name, weight in weights.items():
+            if weight.numel():
+                place = ",".join("+".join(f"{a}:{b}" for a, b in dim) for dim in parts[name].keeps)
+                tensors[f"{whose} {name}[{place}]"] = weight
     size = int(run.all_reduce(torch.tensor(len(tensors), device=run.device), "max"))
     hashes = torch.zeros(1, size, 2, dtype=torch.int64, device=run.device)
     for row, (text, tensor) in enumerate(tensors.items()):
@@ -177,20 +183,6 @@ def corrupted(state: State) -> str:
     name = told(name.partition(" ")[2], teller, run)
     more = f" (and {len(wrong) - 1} other tensors)" if len(wrong) > 1 else ""
     return f"after step {state.step} ranks differ in {name}{more}: {_odd(holders[first])}"
-
-
-def _shared_tensors(state: State) -> dict[str, Tensor]:
-    """This rank's part of each parameter. Its key is the same on ranks that must have the same bits."""
-    parts = state.parts()
-    tensors = {f"site{state.mesh.site} {_named(n, parts[n].keeps)}": w for n, w in state.masters().items()}
-    if state.outer is not None:
-        tensors |= {f"common {_named(n, parts[n].keeps)}": w for n, w in state.outer.weights.items()}
-    return {text: tensor for text, tensor in tensors.items() if tensor.numel()}
-
-
-def _named(name: str, keeps: Ranges) -> str:
-    """A part of a parameter: `blocks.0.mlp.up.weight[0:16,0:32]`."""
-    return f"{name}[{','.join('+'.join(f'{a}:{b}' for a, b in dim) for dim in keeps)}]"
 
 
 def _odd(values: dict[int, int]) -> str:

@@ -283,7 +283,19 @@ class Chat:
         Raises:
             UserError: it is longer than the model's context, or the chat template refuses it.
         """
-        prompt, ends, stop = self._hear(said)
+        ends, stop, template = frozenset[int](), list[str](), self.template
+        if template is None:
+            text = f"{self.text}\n{said}" if self.text else said
+            prompt = self.tokenizer.encode(text)
+            self.text = text
+        else:
+            self.messages.append({"role": "user", "content": said})
+            try:
+                prompt = self._fit(template)
+            except (NotAConversation, UserError) as error:
+                self.messages.pop()
+                raise UserError(str(error)) from None
+            ends, stop = template.end_ids, [template.end_text] if template.end_text else []
         room = self.model.seq_len - len(prompt) if self.template else self.sampling.max_tokens
         how = replace(
             self.sampling,
@@ -304,35 +316,20 @@ class Chat:
             self.text += answer
             self.messages.append({"role": ANSWER, "content": answer.strip()})
 
-    def _hear(self, said: str) -> tuple[list[int], frozenset[int], Sequence[str]]:
-        """The prompt's ids, the tokens and the texts that end the answer."""
-        if self.template is None:
-            text = f"{self.text}\n{said}" if self.text else said
-            prompt = self.tokenizer.encode(text)
-            self.text = text
-            return prompt, frozenset(), ()
-        self.messages.append({"role": "user", "content": said})
-        try:
-            prompt = self._fit(self.template)
-        except (NotAConversation, UserError) as error:
-            self.messages.pop()
-            raise UserError(str(error)) from None
-        return prompt, self.template.end_ids, [self.template.end_text] if self.template.end_text else []
-
     def _fit(self, template: ChatTemplate) -> list[int]:
         """The prompt, without the oldest questions and answers if there would be no room for an answer."""
         most = self.model.seq_len - min(self.sampling.max_tokens, self.model.seq_len // 2)
         first = [{"role": "system", "content": self.system}] if self.system else []
-        kept = self.messages
-        prompt = template.prompt([*first, *kept])
-        while len(prompt) > most and len(kept) > 1:
-            kept = kept[2:]
-            prompt = template.prompt([*first, *kept])
+        messages = self.messages
+        prompt = template.prompt([*first, *messages])
+        while len(prompt) > most and len(messages) > 1:
+            messages = messages[2:]
+            prompt = template.prompt([*first, *messages])
         if len(prompt) >= self.model.seq_len:
             raise UserError(
                 f"this has {len(prompt):,} tokens; the model sees at most {self.model.seq_len:,}, its answer included"
             )
-        self.messages = kept
+        self.messages = messages
         return prompt
 
 

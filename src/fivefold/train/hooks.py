@@ -42,9 +42,8 @@ from fivefold.train.instruments import (
     TimelineWatch,
 )
 from fivefold.train.job import Job, identity
-from fivefold.train.loop import due
 from fivefold.train.prediction import Prediction
-from fivefold.train.saver import BUSY, FAILED, Saver
+from fivefold.train.saver import Saver
 from fivefold.train.share import stream_states, validation_sets
 from fivefold.train.user_hooks import WITHOUT, Callbacks
 
@@ -54,9 +53,10 @@ MAX_SAMPLED = 1_000_000_000  # parameters of a divided model that rank 0 puts to
 
 @dataclass
 class RunHooks:
-    """The hooks of `train_loop` on one rank (see `loop.Hooks`).
+    """What `train_loop` calls around its steps on one rank.
 
-    Only rank 0 writes files and the console. `metrics` is None on the others."""
+    Only rank 0 writes files and the console. `metrics` is None on the others. next_batch: this rank's microbatches, and
+    the seconds waited for them; set where training begins. stop_wanted: was this rank asked to stop?"""
 
     state: State
     job: Job
@@ -67,12 +67,15 @@ class RunHooks:
     predicted: Prediction
 
     def __post_init__(self) -> None:
-        self.next_batch: Callable[[], tuple[list[Microbatch], float]]  # set where training begins
+        self.next_batch: Callable[[], tuple[list[Microbatch], float]]
         recipe = self.job.recipe
-        self.inspected = -1
+        self.inspected = -1  # from when a step's gradient is whole until its update is done: this step
         self.right = self.state.step  # the last one in which ranks were found to be alike
         self.memory = MemoryWatch(self.job, self.ranks, self.state.step)
+        wanted, self.stop_wanted = self.stop_wanted, lambda: bool(self.callbacks.stopped) or wanted()
+        self.saver = Saver(self.state, self.job, self.alarm, self.flush, wanted, self.ranks.local_world)
         self.instruments: list[Instrument] = [
+            self.saver,
             Speed(self.job, self.ranks, self.state),
             self.predicted,
             self.memory,
@@ -87,41 +90,37 @@ class RunHooks:
         own = self.job.own if self.ranks.first else WITHOUT
         self.callbacks = Callbacks(own, self.job.out, recipe.train.steps or 0)
         self.unsaid: list[int] = []  # steps that are being saved, of which callbacks do not know yet
-        wanted = self.stop_wanted
-        self.stop_wanted = lambda: bool(self.callbacks.stopped) or wanted()
-        self.saver = Saver(self.state, self.job, self.alarm, self.flush, wanted, self.ranks.local_world)
 
     def save_due(self, step: int) -> bool:
-        return due(self.job.recipe.checkpoint.every, step) or self.saver.tries_again(step)
+        """True if the state is saved after this step; the same on all ranks."""
+        again = self.saver.retry_at is not None and step >= self.saver.retry_at
+        return again or due(self.job.recipe.checkpoint.every, step)
 
     def save_wanted(self) -> bool:
+        """True on the first rank if a checkpoint is due by time."""
         return self.ranks.first and self.saver.is_time()
 
     def begin_step(self, microbatches: list[Microbatch]) -> None:
-        self.saver.poll()
+        """This rank's microbatches are there; the step is about to run."""
         for instrument in self.instruments:
             instrument.begin_step(self.state, microbatches)
 
-    @property
-    def updating(self) -> bool:
-        """True from when a step's gradient is whole until its update is done: then no consistent state can be saved."""
-        return self.inspected == self.state.step
-
     def inspect(self) -> dict[str, Tensor]:
-        self.inspected = self.state.step
-        self.saver.before_update()
-        figures = self.saver.figures()
+        """Returns further figures of the step: see `step.take_step`."""
+        self.inspected, figures = self.state.step, dict[str, Tensor]()
         for instrument in self.instruments:
             figures |= instrument.begin_update(self.state)
         return figures
 
     def end_step(self) -> dict[str, Any]:
+        """The step is queued. Returns the figures that the host knows already."""
         for instrument in self.instruments:
             for text in instrument.end_step(self.state).splitlines():
                 self.console.note(text)
         return {"peak_memory_bytes": peak_memory_bytes(str(self.ranks.device))}
 
     def compare(self, step: int) -> Fault | None:
+        """Compares ranks that must have the same bits, in steps in which this is due."""
         faults = self.job.recipe.faults
         if self.state.mesh.size("run") == 1 or not due(faults.hash_every, step):
             return None
@@ -131,10 +130,10 @@ class RunHooks:
         return None
 
     def record(self, line: dict[str, Any]) -> None:
-        self.saver.answer(line.pop(FAILED, None), line.pop(BUSY, None))
-        said = note(self.job.recipe.faults, line)
+        """Records the figures of a step, in order of steps."""
+        fault = note(self.job.recipe.faults, line)
         for name in (*KINDS, *USUAL):
-            if not said or not line.get(name):
+            if not fault or not line.get(name):
                 line.pop(name, None)
         for instrument in self.instruments:
             line |= instrument.figures(line)
@@ -148,8 +147,8 @@ class RunHooks:
         self._tell_of_saves()
         if slow:
             self.console.warn(f"step {line['step']}: {slow}")
-        if said:
-            self.console.warn(said)
+        if fault:
+            self.console.warn(fault)
 
     def validate(self, step: int) -> None:
         job = self.job
@@ -193,6 +192,8 @@ class RunHooks:
         return self.state.outer.common() if self.state.outer else nullcontext()
 
     def save(self, step: int, ends: bool, waits: bool = True) -> None:
+        """Saves the state. ends: no step follows, so it is saved when this returns, or this raises UserError. waits: it
+        is tried until it works."""
         with progress.phase("saving"):
             known = stream_states(self.job, step, self.state.left_out) if self.ranks.first else {}
             tokens = {"tokens": tokens_before(self.job.recipe, step)}
@@ -204,7 +205,6 @@ class RunHooks:
         """The run ends, perhaps by an error."""
         for instrument in self.instruments:
             instrument.close()
-        self.saver.close()
 
     def settle(self) -> None:
         """Waits for the save under way, on all ranks."""
@@ -250,15 +250,20 @@ class RunHooks:
 
 
 def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:
-    """A sample of the model as it is now.
+    """A sample of the model as it is now; where ranks divide it, of this step's checkpoint.
 
     Raises:
-        UserError: the model has diverged, is divided and not saved, or there is no memory for it.
+        UserError: the model has diverged, is divided and not saved or too large for a rank, or there is no memory.
     """
-    train = job.recipe.train
+    train, folder = job.recipe.train, store.folder_of(job.out, step)
     sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
+    if state.mesh.divided and folder not in store.checkpoints(job.out):
+        raise UserError("the model is divided between ranks, so only saved steps can write samples")
+    if state.mesh.divided and count_parameters(job.recipe.model) > MAX_SAMPLED:
+        raise UserError("the model is divided between ranks and too large for one; use `fivefold generate`")
     try:
-        module = _whole_model(state, job, step)
+        whole = not state.mesh.divided
+        module = state.module if whole else open_run(job.out, checkpoint=folder, device=state.mesh.device)[0]
         if tokenizer.chat_template:
             template = ChatTemplate(tokenizer.chat_template, tokenizer)
             chat = Chat(module, job.recipe.model, tokenizer, template, sampling)
@@ -285,17 +290,6 @@ def out_of_memory(error: BaseException) -> bool:
     return known or any(words in str(error) for words in NO_MEMORY)
 
 
-def _whole_model(state: State, job: Job, step: int) -> nn.Module:
-    """The whole model on one rank: its own, or if ranks divide it, that of this step's checkpoint.
-
-    Raises:
-        UserError: the model is divided, and this step is not saved or the model too large for one rank.
-    """
-    layout = state.mesh.layout
-    if not layout.divided:
-        return state.module
-    if store.folder_of(job.out, step) not in store.checkpoints(job.out):
-        raise UserError("the model is divided between ranks, so only saved steps can write samples")
-    if count_parameters(job.recipe.model) > MAX_SAMPLED:
-        raise UserError("the model is divided between ranks and too large for one; use `fivefold generate`")
-    return open_run(job.out, checkpoint=store.folder_of(job.out, step), device=state.mesh.device)[0]
+def due(every: int, step: int) -> bool:
+    """True if something that happens every `every` steps happens after this one. 0: never."""
+    return every > 0 and step % every == 0

@@ -1,23 +1,36 @@
-"""The job that every rank of a run gets, with the user's own batches and module if there are any; and what all of its
-ranks, and the runs that resume it, must have in common."""
+"""The job that every rank of a run gets, with the user's own batches and module if there are any; what all of its
+ranks, and the runs that resume it, must have in common; and the weights to start from (`train.init_from`), found and
+checked before any rank starts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
-from fivefold.checkpoint.source import TOKENIZER
+from fivefold.checkpoint import store
+from fivefold.checkpoint.source import TOKENIZER, Elsewhere, Source
 from fivefold.comm.membership import Seat
 from fivefold.data import DataSet
 from fivefold.data.dataset import amounts, order_of
-from fivefold.data.tokenizer import Tokenizer
-from fivefold.files import expanded
-from fivefold.models.custom import ModuleCard
-from fivefold.recipe import Recipe
-from fivefold.train.initial import Initial, recorded
+from fivefold.data.tokenizer import Tokenizer, load_tokenizer
+from fivefold.errors import UserError, did_you_mean
+from fivefold.files import expanded, guard, make_folder, read_json, write_atomically
+from fivefold.models.card import card_of, resolve_model
+from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
+from fivefold.models.rules import differences
+from fivefold.models.section import ModelSection
+from fivefold.observe.report import INITIAL
+from fivefold.recipe import Recipe, load
+from fivefold.recipe.load import hf_model, required
+from fivefold.sharding.parts import Shape
+from fivefold.train.checked import meta_of
 from fivefold.train.user_hooks import WITHOUT, UserHooks
 
 FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpoints
@@ -25,6 +38,26 @@ STAGES = "data.stages"  # [place at which it begins, weight of each source] of e
 OWN = ("data", "checkpoint", "observe", "launch", "train.init_from", "layout.offload_dir", "layout.recompute")
 """Sections and fields in which the machines of a run may differ: paths (their contents count), what is kept and shown,
 how long ranks wait, and what is computed again, which each site may choose by its own speed."""
+
+
+@dataclass(frozen=True)
+class Initial:
+    """where: the folder that was asked for. checkpoint: its checkpoint; "": a Hugging Face folder. fingerprint: a hash
+    of all weights. new: parameters that it lacks, which keep their own initial values. changed: fields of the model
+    that differ on purpose, in words. frozen: {a parameter that is not trained: its name there}."""
+
+    where: str
+    checkpoint: str
+    fingerprint: str
+    new: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    frozen: Mapping[str, str] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """Where the weights come from, for people."""
+        more = f"; {len(self.new)} parameters are new, such as {self.new[0]}" if self.new else ""
+        other = f"; {', '.join(self.changed)}" if self.changed else ""
+        return f"weights from {self.checkpoint or self.where} (sha256 {self.fingerprint[:12]}){more}{other}"
 
 
 class BatchSource(Protocol):
@@ -58,13 +91,21 @@ class Job:
     batches: BatchSource | None = None
     val_batches: BatchSource | None = None
     resume: bool = False
-    resume_command: str = ""
     seat: Seat | None = None
     resume_from: Path | None = None
     asked: Recipe | None = None
     initial: Initial | None = None
     card: ModuleCard | None = None
     own: UserHooks = WITHOUT
+
+    @property
+    def resume_command(self) -> str:
+        if (
+            self.module is not None or self.batches is not None or self.own.everything
+        ):  # which only Python has
+            return f"fivefold.resume({str(self.out)!r}, ...)"
+        options = self.seat.options if self.seat else ()
+        return shlex.join(["fivefold", "train", str(self.out), "--resume", *options])
 
 
 def tokenizer_to_keep(job: Job) -> Tokenizer | None:
@@ -115,3 +156,131 @@ def identity(job: Job) -> dict[str, Any]:
             stages = order_of(recipe, amounts(recipe, job.data)).stages
             found[STAGES] = [[stage.begin, *stage.weights] for stage in stages]
     return found | job.own.identity()
+
+
+def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel | None = None) -> Initial:
+    """Finds and checks `train.init_from` of a resolved recipe. tokenizer: of the run's data, if it has one. own: the
+    user's own module.
+
+    Raises:
+        UserError: there is no such folder or checkpoint, or its model or vocabulary is another.
+    """
+    where = recipe.train.init_from
+    folder = required(where)
+    guard(folder)
+    path, checkpoint = expanded("train.init_from", where), None  # of a Hugging Face folder
+    if path.absolute() != folder.absolute():
+        checkpoint, folders = path, store.checkpoints(folder)
+        if path.absolute() not in [each.absolute() for each in folders]:
+            names = [each.name for each in folders]
+            listed = did_you_mean(path.name, names) or f"; there are {', '.join(names[-5:]) or 'none'}"
+            raise UserError(f"train.init_from = {path}: no such checkpoint{listed}")
+    elif (folder / "recipe.toml").is_file():
+        checkpoint = store.latest(folder)
+    source, changed = Source(folder, checkpoint), tuple[str, ...]()
+    if source.reader is not None and not meta_of(source.reader).sites.aligned:
+        raise UserError(
+            f"train.init_from = {checkpoint} lies between outer steps: its sites have different weights. Take the "
+            "checkpoint of an outer step, or the last one"
+        )
+    if source.reader is not None and Elsewhere.of(source.reader.folder, source.reader.meta):
+        raise UserError(
+            f"train.init_from = {where}: its checkpoints lack the frozen weights (checkpoint.frozen = false). Export "
+            "it first (docs/own_model.md)"
+        )
+    asked = f"train.init_from = {where}"
+    # A run's weights may be those of a user's own module, which its recipe does not describe
+    if own is None and (source.reader is None or set(source.names()) == set(_names(_model(folder)))):
+        changed = _same_model(asked, recipe.model, _model(folder))
+    new = _same_shapes(asked, recipe, source, own)
+    if tokenizer is not None and (folder / "tokenizer.json").is_file():
+        _same_vocabulary(asked, folder / "tokenizer.json", recipe, tokenizer)
+    at = str(checkpoint.resolve()) if checkpoint is not None else ""
+    still, named = (card_of(recipe.model).frozen, str) if own is None else (own.frozen, own.card.named)
+    frozen = {name: named(name) for name in sorted(still) if name not in new}
+    return Initial(str(folder.resolve()), at, source.fingerprint(), new, changed, frozen)
+
+
+def _model(folder: Path) -> ModelSection:
+    """The model of the folder, with every field set."""
+    if (folder / "recipe.toml").is_file():
+        model = load(str(folder / "recipe.toml")).model
+    else:
+        model = ModelSection(**hf_model(folder))
+    return resolve_model(model, vocab_size=model.vocab_size or 2)
+
+
+def _names(model: ModelSection) -> dict[str, Shape]:
+    card = card_of(model)
+    return card.parameters | card.buffers
+
+
+def _same_model(said: str, mine: ModelSection, theirs: ModelSection) -> tuple[str, ...]:
+    """Fields that differ on purpose, in words.
+
+    Raises:
+        UserError: another field differs. The message has the first one, with both values.
+    """
+    changed, wrong = differences(mine, theirs)
+    if wrong:
+        ours, other = getattr(mine, wrong), getattr(theirs, wrong)
+        raise UserError(
+            f"{said}: its model has {wrong} = {other}, and this recipe model.{wrong} = {ours}. Leave [model] out of "
+            f"the recipe to take over the folder's (the recipe `continue` does), or set model.{wrong}={other}"
+        )
+    return tuple(f"model.{name} = {getattr(mine, name)} (there {getattr(theirs, name)})" for name in changed)
+
+
+def _same_shapes(said: str, recipe: Recipe, source: Source, own: CustomModel | None) -> tuple[str, ...]:
+    """The parameters that the source lacks; only a user's own module may have any.
+
+    Raises:
+        UserError: a weight has another shape, or only one side has it.
+    """
+    mine, named = (_names(recipe.model), str) if own is None else (own.tensors, own.card.named)
+    known, used, new = set(source.names()), set[str](), []
+    for name, shape in mine.items():
+        there = named(name)
+        if there not in known:
+            new.append(name)
+            continue
+        used.add(there)
+        if source.shape(there) != shape:
+            raise UserError(f"{said}: {there} has the shape {source.shape(there)} there, and {shape} here")
+    left = sorted(known - used - ({named(name) for name in buffers_of(own.module)[1]} if own else set()))
+    if (left and own is None) or len(left) == len(known):
+        raise UserError(f"{said}: the model here has no parameter {left[0]}" + did_you_mean(left[0], mine))
+    if left:
+        raise UserError(
+            f"{said}: your module has no parameter {left[0]}{did_you_mean(left[0], mine)}. It may have more parameters "
+            "than the folder, and must have all of these. `named` of its card translates names"
+        )
+    if new and own is None:
+        raise UserError(f"{said}: it has no weight {new[0]}" + did_you_mean(new[0], known))
+    return tuple(new)
+
+
+def _same_vocabulary(said: str, path: Path, recipe: Recipe, tokenizer: Tokenizer) -> None:
+    theirs = load_tokenizer(path).vocabulary()
+    for token, number in tokenizer.vocabulary().items():
+        if theirs.get(token) != number:
+            other = theirs.get(token, "not a token")
+            raise UserError(
+                f"{said}: its vocabulary is another: {token!r:.60} is token {number} of data.tokenizer = "
+                f"{recipe.data.tokenizer}, and there {other}. Leave data.tokenizer out of the recipe, or set "
+                f"data.tokenizer={path}"
+            )
+
+
+def write_initial(out: Path, found: Initial) -> None:
+    """Notes in the run folder where its weights came from."""
+    make_folder(out)
+    told = {key: value for key, value in asdict(found).items() if key != "frozen"}
+    write_atomically(out / INITIAL, json.dumps(told, indent=2) + "\n")
+
+
+def recorded(out: Path) -> str | None:
+    """The hash of the weights with which the run in this folder began; None: they were random."""
+    with suppress(UserError, OSError, KeyError, TypeError):
+        return str(read_json(out / INITIAL)["fingerprint"])
+    return None

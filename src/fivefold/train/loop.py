@@ -9,75 +9,32 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from fivefold.comm.progress import progress, span
 from fivefold.errors import UserError
-from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import FaultsSection, Recipe, batch_size
 from fivefold.recipe.entries import steps
 from fivefold.step.state import State
 from fivefold.step.step import Done, take_step
 from fivefold.train.faults import Fault, judged, weights_fault
-
-
-class Hooks(Protocol):
-    """Calls of the loop around its steps. They do not change what is trained. `record` may average figures."""
-
-    next_batch: Callable[[], tuple[list[Microbatch], float]]  # this rank's microbatches, seconds waited
-    stop_wanted: Callable[[], bool]  # was this rank asked to stop?
-
-    def save_due(self, step: int) -> bool:
-        """True if the state is saved after this step; the same on all ranks."""
-        ...
-
-    def save_wanted(self) -> bool:
-        """True on the first rank if a checkpoint is due by time."""
-        ...
-
-    def begin_step(self, microbatches: list[Microbatch]) -> None:
-        """This rank's microbatches are there; the step is about to run."""
-        ...
-
-    def inspect(self) -> Mapping[str, Tensor]:
-        """Returns further figures of the step: see `step.take_step`."""
-        ...
-
-    def end_step(self) -> dict[str, Any]:
-        """The step is queued. Returns the figures that the host knows already."""
-        ...
-
-    def record(self, line: dict[str, Any]) -> None:
-        """Records the figures of a step, in order of steps."""
-        ...
-
-    def compare(self, step: int) -> Fault | None:
-        """Compares ranks that must have the same bits, in steps in which this is due."""
-        ...
-
-    def validate(self, step: int) -> None: ...
-    def sample(self, step: int) -> None: ...
-    def save(self, step: int, ends: bool, waits: bool = True) -> None:
-        """Saves the state. ends: no step follows, so it is saved when this returns, or this raises UserError. waits: it
-        is tried until it works."""
-        ...
+from fivefold.train.hooks import RunHooks, due
 
 
 def train_loop(
     state: State,
     recipe: Recipe,
-    hooks: Hooks,
+    hooks: RunHooks,
     behind: int | None = None,
     take: Callable[..., Done] | None = None,
 ) -> bool:
     """Trains to the recipe's last step. Returns False if it was stopped before; the state is saved either way.
 
-    behind: number of steps that may run on while the figures of an earlier one are not read. None: 1, but 0 on CPUs,
-    where reading does not wait. take: in place of `take_step`, where other ranks compute.
+    hooks: what happens around the steps. It does not change what is trained. behind: number of steps that may run on
+    while the figures of an earlier one are not read. None: 1, but 0 on CPUs, where reading does not wait. take: in
+    place of `take_step`, where other ranks compute.
 
     Raises:
         Fault: a number that is not finite, a spike, or a difference between ranks. What the recipe wants is to go back,
@@ -118,7 +75,7 @@ def train_loop(
     return True
 
 
-def _raise_fault(state: State, recipe: Recipe, hooks: Hooks, late: _Late, look: bool) -> None:
+def _raise_fault(state: State, recipe: Recipe, hooks: RunHooks, late: _Late, look: bool) -> None:
     """Raises what is wrong after a step, if anything is. An end that leaves good weights saves them first. look: at the
     weights, too, because they are about to be saved."""
     fault = late.fault or hooks.compare(state.step)
@@ -153,7 +110,7 @@ class _Late:
     that was read were not finite. save: a checkpoint is due by time, in a step that was read last.
     """
 
-    def __init__(self, hooks: Hooks, behind: int, faults: FaultsSection) -> None:
+    def __init__(self, hooks: RunHooks, behind: int, faults: FaultsSection) -> None:
         self.hooks, self.behind, self.faults, self.began = hooks, behind, faults, 0.0
         self.queued: deque[tuple[dict[str, Any], Done]] = deque()
         self.stop, self.save, self.bad = False, False, False
@@ -212,8 +169,3 @@ def is_slower(recipe: Recipe, step: int) -> bool:
     measured = step + 1 in (observe.trace_step, observe.memory_step, observe.histogram_step)
     profiled = step + 1 in steps(observe.profile_steps)
     return measured or profiled or batch_size(train, step) != batch_size(train, max(0, step - 1))
-
-
-def due(every: int, step: int) -> bool:
-    """True if something that happens every `every` steps happens after this one. 0: never."""
-    return every > 0 and step % every == 0

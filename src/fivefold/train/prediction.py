@@ -62,34 +62,38 @@ class Prediction(Instrument):
         self.assumed: Measured | None = None  # the table, if nobody has measured this machine
         self.seconds: list[float] = []  # of the run's first steps
         self.fitted = 0  # the last step to which the prediction was fitted
+        self.steps, smaller = job.recipe.train.steps or 0, sum(steps for _, steps in ramp(job.recipe.train))
+        self.first = max(start, smaller)  # the step before the run's first full batch
+        # The steps before those that are like all others: sums are not compressed yet, or batches are smaller
+        self.whole = max(job.recipe.layout.compress_after or 0, smaller)
 
     def write(self) -> str:
         """Writes the prediction, which takes milliseconds: nothing is measured for it. Returns a line that summarises
         it, or says why there is none."""
         try:
-            found = self._predicted()
+            predicted = self._predicted()
         except UserError as error:
-            said = f"no prediction: {error}"
-            _save(self.job.out, {"predicted": None, "why": said})
-            return said
-        peak = size(found["memory"]["peak_bytes"])
+            why = f"no prediction: {error}"
+            _save(self.job.out, {"predicted": None, "why": why})
+            return why
+        peak = size(predicted["memory"]["peak_bytes"])
         if self.assumed is None:
-            _save(self.job.out, {"predicted": found})
-            return f"predicted: {found['time']['step_s']:.3g} s per step, {peak} of tensors per rank"
-        step, after = self._first + FITTED, "no time per step"
-        if step < self._steps:
+            _save(self.job.out, {"predicted": predicted})
+            return f"predicted: {predicted['time']['step_s']:.3g} s per step, {peak} of tensors per rank"
+        step, after = self.first + FITTED, "no time per step"
+        if step < self.steps:
             after = f"the time per step follows after step {step}"
-        said = (
+        why = (
             f"predicted: {peak} of tensors per rank; {after}, because this machine has not been measured "
             "(`fivefold bench hardware` does it, in two minutes)"
         )
-        _save(self.job.out, {"predicted": None, "why": said})
-        return said
+        _save(self.job.out, {"predicted": None, "why": why})
+        return why
 
     def learn(self, step: int, seconds: float) -> str:
         """Takes a step's seconds. Once the run has FITTED steps on a machine without a table, it writes a prediction
         that is scaled to them, and returns a line that summarises it."""
-        if self.assumed is None or self.plan is None or self.fitted or step <= self._first:
+        if self.assumed is None or self.plan is None or self.fitted or step <= self.first:
             return ""
         self.seconds.append(seconds)
         if len(self.seconds) < FITTED:
@@ -97,22 +101,13 @@ class Prediction(Instrument):
         usual, self.fitted = median(self.seconds[WARM:]), step
         scale = usual / self.plan.step.seconds
         self.assumed = replace(self.assumed, factors=dict.fromkeys(FACTORS, scale))
-        found = self._predicted()
+        predicted = self._predicted()
         since = step - FITTED + WARM + 1
-        found["fitted"] = {"from_step": since, "to_step": step, "step_s": usual}
-        _save(self.job.out, prediction.read(self.job.out) | {"predicted": found, "why": None})
-        whole = duration(found["time"]["step_s"] * self._steps)
-        each = f"{found['time']['step_s']:.3g} s per step, {whole} for {self._steps:,} steps"
+        predicted["fitted"] = {"from_step": since, "to_step": step, "step_s": usual}
+        _save(self.job.out, prediction.read(self.job.out) | {"predicted": predicted, "why": None})
+        whole = duration(predicted["time"]["step_s"] * self.steps)
+        each = f"{predicted['time']['step_s']:.3g} s per step, {whole} for {self.steps:,} steps"
         return f"predicted from steps {since} to {step}: {each}"
-
-    @property
-    def _steps(self) -> int:
-        return self.job.recipe.train.steps or 0
-
-    @property
-    def _first(self) -> int:
-        """The step before the run's first full batch."""
-        return max(self.start, sum(steps for _, steps in ramp(self.job.recipe.train)))
 
     def _predicted(self) -> dict[str, Any]:
         if self.job.module is not None:
@@ -130,12 +125,6 @@ class Prediction(Instrument):
     def _documents(self) -> Documents | None:
         found = documents_of(self.job)
         return Documents("data", found) if found else None
-
-    @property
-    def whole(self) -> int:
-        """The steps before those that are like all others: sums are not compressed yet, or batches are smaller."""
-        recipe = self.job.recipe
-        return max(recipe.layout.compress_after or 0, sum(steps for _, steps in ramp(recipe.train)))
 
     def _cluster(self) -> Cluster:
         """The machine of this run, as a cluster of the planner."""
@@ -184,24 +173,20 @@ class Prediction(Instrument):
         """Adds the measured figures. All ranks call it; the first writes. memory_bytes: most bytes of tensors at once
         in a step, if they were tracked."""
         self.watching.close()
-        sent_bytes = self._most_sent(mesh)
+        sent_bytes = None  # by axis, of the rank that sends most
+        if self.counter is not None and self.ranks.world > 1:
+            counted = {key: (calls, size) for key, (calls, size) in self.counter.found.items()}
+            mine = leaving(counted, mesh.layout, mesh.size("sites"))
+            sizes = torch.tensor([mine.get(axis, 0) for axis in AXES])
+            mesh.axis("run").all_reduce(sizes, "max")
+            sent_bytes = {axis: int(most) for axis, most in zip(AXES, sizes, strict=True) if most}
         if not self.ranks.first:
             return
-        first = max(self._first, self.fitted)
+        first = max(self.first, self.fitted)
         lines = [line for line in read_metrics(self.job.out / "metrics.jsonl") if line["step"] > first]
         seconds = prediction.step_seconds(lines)
         measured = {"step_s": seconds, "memory_bytes": memory_bytes, "sent_bytes": sent_bytes}
         _save(self.job.out, prediction.read(self.job.out) | {"measured": measured})
-
-    def _most_sent(self, mesh: Mesh) -> dict[str, int] | None:
-        """Bytes by axis of the rank that sends most; None if they were not counted."""
-        if self.counter is None or self.ranks.world == 1:
-            return None
-        found = {key: (calls, size) for key, (calls, size) in self.counter.found.items()}
-        mine = leaving(found, mesh.layout, mesh.size("sites"))
-        sizes = torch.tensor([mine.get(axis, 0) for axis in AXES])
-        mesh.axis("run").all_reduce(sizes, "max")
-        return {axis: int(most) for axis, most in zip(AXES, sizes, strict=True) if most}
 
 
 def add_exact(job: Job) -> None:
@@ -209,27 +194,27 @@ def add_exact(job: Job) -> None:
     are none. It runs after training, on CPUs, in a process without a group, and traces only what takes about a
     second. Neither an error here nor an interrupt fails the run."""
     with suppress(Exception, KeyboardInterrupt):
-        _add_exact(job)
-
-
-def _add_exact(job: Job) -> None:
-    plan = {name: part for name, part in prediction.read(job.out).items() if not name.startswith("exact")}
-    untraced = job.module is not None or job.recipe.servers.count or not plan.get("predicted")
-    if untraced or torch.cuda.is_available() or dist.is_initialized():
-        return
-    layout = site_layout(Layout.from_recipe(job.recipe.layout), job.recipe.sites.count)
-    totals = [stage["total"] for stage in plan["predicted"]["memory"]["per_stage"]]
-    ranks = sorted({0, layout.rank({"pp": totals.index(max(totals))})})
-    if sum(blocks_traced(job.recipe, rank) for rank in ranks) > QUICK:
-        command = f"fivefold plan trace {job.out / 'recipe.toml'} --cluster {plan['predicted']['cluster']}"
-        plan["exact_why"] = f"Tracing this run takes longer than a second. This command does it: {command}"
-    else:
-        try:
-            plan["exact"] = [exact(job.recipe, rank).as_json() for rank in ranks]
-        except Exception as error:
-            plan["exact_why"] = f"The trace failed: {error}"
-    _save(job.out, plan)
-    write_report(job.out)
+        plan = {name: part for name, part in prediction.read(job.out).items() if not name.startswith("exact")}
+        untraced = job.module is not None or job.recipe.servers.count or not plan.get("predicted")
+        if untraced or torch.cuda.is_available() or dist.is_initialized():
+            return
+        layout = site_layout(Layout.from_recipe(job.recipe.layout), job.recipe.sites.count)
+        totals = [stage["total"] for stage in plan["predicted"]["memory"]["per_stage"]]
+        ranks = sorted({0, layout.rank({"pp": totals.index(max(totals))})})
+        if sum(blocks_traced(job.recipe, rank) for rank in ranks) > QUICK:
+            command = (
+                f"fivefold plan trace {job.out / 'recipe.toml'} --cluster {plan['predicted']['cluster']}"
+            )
+            plan["exact_why"] = (
+                f"Tracing this run takes longer than a second. This command does it: {command}"
+            )
+        else:
+            try:
+                plan["exact"] = [exact(job.recipe, rank).as_json() for rank in ranks]
+            except Exception as error:
+                plan["exact_why"] = f"The trace failed: {error}"
+        _save(job.out, plan)
+        write_report(job.out)
 
 
 def _save(run: Path, plan: dict[str, Any]) -> None:

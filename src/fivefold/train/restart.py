@@ -58,7 +58,8 @@ class Restarts:
         saved, died_after = newest(self.job.out), last_step(self.job.out)
         if failure is None:
             following = self.attempt(replace(self.job, resume=True))
-            self._record("ranks", "another number of ranks goes on", following.world, died_after, saved, 0.0)
+            why = "another number of ranks goes on"
+            _record(self.job.out, "ranks", why, following.world, died_after, saved)
             return 0.0, following
         self.failed(failure, saved > self.saved)
         if saved > self.saved:
@@ -75,28 +76,18 @@ class Restarts:
             return None
         wait_s = 0.0 if self.deaths == 1 else min(LONGEST_S, 2.0 ** (self.deaths - 2))
         following = self.attempt(replace(self.job, resume=True))
-        self._say(failure, following.world, wait_s)
-        return wait_s, following
-
-    def _say(self, failure: Failure, ranks: int, wait_s: float) -> None:
         if failure.more and failure.more != self.shown:
             print(printable(f"rank {failure.rank} failed:\n{failure.more}"), file=sys.stderr)
             self.shown = failure.more
         source = f"the checkpoint of step {self.saved}" if self.saved else "step 0"
         waiting = f" in {wait_s:g} s" if wait_s else ""
-        said = (
-            f"{failure.text}, after step {self.died_after}. Starting {several(ranks, 'rank')} again{waiting} from "
+        line = (
+            f"{failure.text}, after step {died_after}. Starting {several(following.world, 'rank')} again{waiting} from "
             f"{source} ({self.spent} of launch.restarts = {self.budget} used)"
         )
-        print(printable(said), file=sys.stderr, flush=True)
-        self._record(failure.kind, failure.text, ranks, self.died_after, self.saved, wait_s)
-
-    def _record(self, kind: str, why: str, ranks: int, after: int | None, saved: int, wait_s: float) -> None:
-        out = self.job.out
-        with suppress(OSError):
-            add_restart(
-                out, kind=kind, why=why, died_after=after, from_step=saved, ranks=ranks, wait_s=wait_s
-            )
+        print(printable(line), file=sys.stderr, flush=True)
+        _record(self.job.out, failure.kind, failure.text, following.world, died_after, saved, wait_s)
+        return wait_s, following
 
     def conclude(self, outcome: Outcome, advice: Callable[[bool], str]) -> int | None:
         """Returns the signal that stopped the run with everything saved, or None if it is complete. advice: what to do,
@@ -115,11 +106,11 @@ class Restarts:
             if trained <= saved:
                 print(f"stopped by {name}; nothing is lost: step {saved} is saved", file=sys.stderr)
                 raise SystemExit(STOPPED)
-            said = (
+            line = (
                 f"stopped by {name}, but not saved: {failure.text}. The newest checkpoint is of step {saved}; "
                 f"{trained} were trained"
             )
-            print(printable(said), file=sys.stderr)
+            print(printable(line), file=sys.stderr)
             raise SystemExit(unsaved(outcome.signal))
         more = "" if failure.kind == "error" else advice(failure.kind == "memory")
         if self.deaths > 1:
@@ -130,11 +121,16 @@ class Restarts:
         raise as_error(replace(failure, more="") if failure.more == self.shown else failure, more)
 
 
+def _record(
+    run: Path, kind: str, why: str, ranks: int, after: int | None, saved: int, wait_s: float = 0.0
+) -> None:
+    with suppress(OSError):
+        add_restart(run, kind=kind, why=why, died_after=after, from_step=saved, ranks=ranks, wait_s=wait_s)
+
+
 def note_restart(run: Path, launcher: str, ranks: int) -> None:
     """Records that a foreign launcher has started the ranks again."""
-    why, after = f"{launcher} started the ranks again", last_step(run)
-    with suppress(OSError):
-        add_restart(run, kind="launcher", why=why, died_after=after, from_step=newest(run), ranks=ranks)
+    _record(run, "launcher", f"{launcher} started the ranks again", ranks, last_step(run), newest(run))
 
 
 def go_back_once(run: Path, chosen: Path) -> None:
@@ -234,18 +230,18 @@ class Elastic:
         self.recipe, self.slots, self._attempt = job.recipe, Slots(job.out, least, most), attempt
         self.used: tuple[int, ...] = ()
         self._fits: dict[int, Fit] = {}
-        self._said = ""
+        self._printed = ""
 
     def attempt(self, job: Job) -> Attempt:
         """The next attempt of a job."""
         usable = self.slots.usable()
         fit = self._fit(len(usable))
-        if self._said != fit.line:
+        if self._printed != fit.line:
             print(fit.line or f"{fit.ranks} ranks, as asked for", file=sys.stderr, flush=True)
-            self._said = fit.line
+            self._printed = fit.line
         self.used = usable[: fit.ranks]
-        own = replace(job, recipe=fit.recipe, asked=self.recipe)
-        return replace(self._attempt(fit.ranks, own), slots=self.used, reform=self.reform)
+        fitting = replace(job, recipe=fit.recipe, asked=self.recipe)
+        return replace(self._attempt(fit.ranks, fitting), slots=self.used, reform=self.reform)
 
     def reform(self) -> bool:
         """True if another number of ranks is to go on now."""
@@ -253,21 +249,19 @@ class Elastic:
         ranks = self._fit(len(usable)).ranks
         if ranks == len(self.used):
             return False
-        what = f"there are {len(usable)} slots for ranks ({self.slots.file})"
-        said = f"{what}: the ranks save, then {ranks} instead of {len(self.used)} go on"
-        print(said, file=sys.stderr, flush=True)
+        slots = f"there are {len(usable)} slots for ranks ({self.slots.file})"
+        line = f"{slots}: the ranks save, then {ranks} instead of {len(self.used)} go on"
+        print(line, file=sys.stderr, flush=True)
         return True
 
     def failed(self, failure: Failure, progress: bool) -> None:
         """A rank has failed. progress: a step has been saved since the failure before."""
-        if failure.kind in OF_A_SLOT:
-            slot = self.used[failure.rank]
-            if self.slots.fail(slot, progress):
-                said = (
-                    f"slot {slot} is given up: its rank failed again and again. Write the number of ranks that may run "
-                    f"into {self.slots.file} when it is mended"
-                )
-                print(said, file=sys.stderr, flush=True)
+        if failure.kind in OF_A_SLOT and self.slots.fail(slot := self.used[failure.rank], progress):
+            line = (
+                f"slot {slot} is given up: its rank failed again and again. Write the number of ranks that may run "
+                f"into {self.slots.file} when it is mended"
+            )
+            print(line, file=sys.stderr, flush=True)
 
     def _fit(self, slots: int) -> Fit:
         if slots not in self._fits:

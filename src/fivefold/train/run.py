@@ -46,12 +46,10 @@ from fivefold.step.state import State, build_state, compute_mode
 from fivefold.train.checked import anywhere, assert_same
 from fivefold.train.faults import ROLLBACKS, Fault, goes_back, read_rollbacks
 from fivefold.train.hooks import RunHooks, out_of_memory
-from fivefold.train.initial import load_initial
-from fivefold.train.initial import write as write_initial
-from fivefold.train.job import Job, shared, tokenizer_to_keep
+from fivefold.train.job import Job, shared, tokenizer_to_keep, write_initial
 from fivefold.train.loop import train_loop
 from fivefold.train.prediction import Prediction, advice, foreseen
-from fivefold.train.resume import Resumed, load_newest, resume
+from fivefold.train.resume import Resumed, load_initial, load_newest, resume
 from fivefold.train.self_test import settle
 from fivefold.train.server_run import ServerHooks, build_server, work
 from fivefold.train.share import reader
@@ -347,7 +345,8 @@ def _explains_memory(job: Job, ranks: Ranks, base: int) -> Iterator[list[RunHook
     lines = [message, *advice(job, ranks.local_world, base)]
     for hooks in running:
         step, saved = hooks.state.step, "Nothing that was saved is lost"
-        if ranks.local_world == 1 and hooks.state.mesh.axis("run").size == 1 and not hooks.updating:
+        alone = ranks.local_world == 1 and hooks.state.mesh.axis("run").size == 1
+        if alone and hooks.inspected != step:  # in an update no consistent state can be saved
             saved = f"Step {step} could not be saved"
             with suppress(Exception):
                 hooks.save(step, ends=True, waits=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from fivefold.comm import Started, all_or_none
 from fivefold.errors import UserError
 from fivefold.host.machine import available
 from fivefold.parallel.diloco import Outer
+from fivefold.parallel.mesh import Microbatch
 from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import to_text
@@ -35,6 +36,7 @@ from fivefold.sharding.parts import Part, boxes
 from fivefold.sharding.tiers import NOT_OFFLOADED
 from fivefold.step.state import State
 from fivefold.train.checked import anywhere
+from fivefold.train.instruments import Instrument
 from fivefold.train.job import Job
 
 COPY_ROOM = 1.25
@@ -45,7 +47,7 @@ FAILED, BUSY = "save_failed", "save_under_way"
 """Figures of a step: the numbers of ranks whose part of the save has failed, or is not complete."""
 
 
-class Saver:
+class Saver(Instrument):
     """The saves of a run: at most one on its way. All ranks call these methods together.
 
     alarm: says on the console and in the report what failed in a step. flush: forces to the disk what a checkpoint
@@ -88,13 +90,13 @@ class Saver:
         """
         self.settle()
         self._began, self.retry_at = time.monotonic(), None  # this one is the next try
-        kept = self.job.recipe.checkpoint
-        hooks = {"before": self.flush, "after": partial(prune, self.job.out, kept.keep_last, kept.keep_every)}
-        writing = replace(prepare(self.state, self.job.out, meta), **hooks)
+        keeps = self.job.recipe.checkpoint
+        pruned = partial(prune, self.job.out, keeps.keep_last, keeps.keep_every)
+        writing = replace(prepare(self.state, self.job.out, meta), before=self.flush, after=pruned)
         try:
             if ends or not self._beside(writing):
                 writing.save()
-                self._succeeded()
+                self.retry_at, self._failures = None, 0
             else:
                 writing.begin()
                 self.under_way = self._start(writing)
@@ -130,14 +132,9 @@ class Saver:
                     error = again
         raise error
 
-    def before_update(self) -> None:
-        """The state is about to change: waits until it is copied."""
-        if self.under_way is not None:
-            self.seconds += self.under_way.wait_for_copy()
-
-    def poll(self) -> None:
+    def begin_step(self, state: State, microbatches: Sequence[Microbatch]) -> None:
         """Between steps: learns what became of the save under way. The ranks ask each other in one step. The answer
-        comes to the host with the figures of that step (`answer`), so nobody waits, and no host for its device."""
+        comes to the host with the figures of that step, so nobody waits, and no host for its device."""
         if self.under_way is None:
             return
         if self._answer is not None:
@@ -148,21 +145,24 @@ class Saver:
                 return
         if self._awaited:
             return
-        said = self.under_way.error is not None, not self.under_way.ended.is_set()
-        flags = [torch.full((), float(flag), device=self.axis.device) for flag in said]
+        answers = self.under_way.error is not None, not self.under_way.ended.is_set()
+        flags = [torch.full((), float(flag), device=self.axis.device) for flag in answers]
         self._asked, self._awaited = self.axis.start_all_reduce(torch.stack(flags)), True
 
-    def figures(self) -> dict[str, Tensor]:
-        """What the ranks have asked each other in this step."""
+    def begin_update(self, state: State) -> Mapping[str, Tensor]:
+        """The state is about to change: waits until it is copied. Returns what the ranks have asked each other."""
+        if self.under_way is not None:
+            self.seconds += self.under_way.wait_for_copy()
         if self._asked is None:
             return {}
         asked, self._asked = self._asked, None
         return dict(zip((FAILED, BUSY), asked().unbind(), strict=True))
 
-    def answer(self, failed: float | None, busy: float | None) -> None:
-        """The host has read the figures of a step; None: it had none of these."""
+    def figures(self, line: dict[str, Any]) -> Mapping[str, Any]:
+        failed, busy = line.pop(FAILED, None), line.pop(BUSY, None)
         if self._awaited and failed is not None and busy is not None:
             self._answer, self._awaited = (failed, busy), False
+        return {}
 
     def settle(self) -> None:
         """Waits for the save under way. Says so if it failed."""
@@ -180,7 +180,7 @@ class Saver:
             save.join()  # of the first rank, which waits for parts that are all there
             with all_or_none(self.axis):
                 _raise(save)
-            self._succeeded()
+            self.retry_at, self._failures = None, 0
         except UserError as error:
             save.cancel()
             save.join()
@@ -191,10 +191,6 @@ class Saver:
         """True if a save is due by time. Ranks differ in this: the first one decides."""
         minutes = self.job.recipe.checkpoint.minutes
         return minutes > 0 and self.under_way is None and time.monotonic() - self._began >= 60 * minutes
-
-    def tries_again(self, step: int) -> bool:
-        """True if a save that has failed is tried again after this step."""
-        return self.retry_at is not None and step >= self.retry_at
 
     def close(self) -> None:
         """The run ends, perhaps by an error: a part that is being written is finished, but nobody waits for others."""
@@ -228,9 +224,6 @@ class Saver:
         self.retry_at = self.state.step + 2**self._failures
         self._failures += 1
         self.alarm(self.state.step, f"{error}. Training goes on; step {self.retry_at} tries again")
-
-    def _succeeded(self) -> None:
-        self.retry_at, self._failures = None, 0
 
     def _beside(self, writing: Writing) -> bool:
         """True if this save is written beside the steps that follow. The same on all ranks."""

@@ -113,38 +113,32 @@ def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
     call it together.
 
     resumed: rank 0's counts."""
-    return [*_settle_library(state, job, ranks), *_settle_rounded(state, job, ranks, resumed)]
-
-
-def _settle_library(state: State, job: Job, ranks: Ranks) -> list[str]:
-    """Rank 0's checkpoint decides, or else its machine."""
-    if ranks.device.type != "cpu":
-        return []
-    mine = (state.products or native.table()) if ranks.first else native.UNMEASURED
-    text = told(json.dumps(mine._asdict(), indent=1), 0, everyone(ranks))
-    native.hold(now := native.Table(**json.loads(text)))
-    state.products = now
-    if ranks.first:
-        write_atomically(job.out / LIBRARY, text + "\n")
-    if now.processor == native.place():
-        return []
-    began = now.processor.rpartition(", ")[0]
-    return [f"this run began on another processor ({began}), so its last bits may differ here"]
-
-
-def _settle_rounded(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
+    lines, axis = list[str](), everyone(ranks)
+    if ranks.device.type == "cpu":  # rank 0's checkpoint decides, or else its machine
+        mine = (state.products or native.table()) if ranks.first else native.UNMEASURED
+        text = told(json.dumps(mine._asdict(), indent=1), 0, axis)
+        state.products = native.Table(**json.loads(text))
+        native.hold(state.products)
+        if ranks.first:
+            write_atomically(job.out / LIBRARY, text + "\n")
+        if state.products.processor != native.place():
+            began = state.products.processor.rpartition(", ")[0]
+            lines.append(f"this run began on another processor ({began}), so its last bits may differ here")
     if job.module is not None or rounding(job.recipe) is None:
-        return []
-    axis = everyone(ranks)
-    if (kept := _read(axis, job, resumed)) is not None:
-        fall_back(state, kept)
-        mode = job.recipe.precision.mode
-        return [f"{mode}, except in {', '.join(sorted(kept))}, as before"] if kept else []
+        return lines
+    mode = PRECISIONS[job.recipe.precision.mode]
+    if (failed := _read(axis, job, resumed)) is not None:
+        fall_back(state, failed)
+        before = f"{mode.name}, except in {', '.join(sorted(failed))}, as before"
+        return [*lines, before] if failed else lines
     tested = self_test(state, job.recipe, axis)
     fall_back(state, set(tested.failed))
     if ranks.first:
-        _write(job, tested)
-    return _lines(tested, PRECISIONS[job.recipe.precision.mode])
+        make_folder(job.out)
+        errors = {n: [str(e) if e == math.inf else e for e in each] for n, each in tested.errors.items()}
+        facts = {"products": PRODUCTS, "allowed": tested.allowed, "errors": errors, "in_bf16": tested.failed}
+        write_atomically(job.out / FILE, json.dumps(facts, indent=1) + "\n")
+    return [*lines, *_lines(tested, mode)]
 
 
 def _lines(tested: Tested, mode: Mode) -> list[str]:
@@ -160,13 +154,6 @@ def _lines(tested: Tested, mode: Mode) -> list[str]:
     return [*lines, *(f"WARNING: {name} {failed}: {why}" for name, why in tested.failed.items())]
 
 
-def _write(job: Job, tested: Tested) -> None:
-    make_folder(job.out)
-    errors = {n: [str(e) if e == math.inf else e for e in each] for n, each in tested.errors.items()}
-    facts = {"products": PRODUCTS, "allowed": tested.allowed, "errors": errors, "in_bf16": tested.failed}
-    write_atomically(job.out / FILE, json.dumps(facts, indent=1) + "\n")
-
-
 def _read(axis: Axis, job: Job, resumed: bool) -> set[str] | None:
     """The layers that an earlier part of the run computes in bf16, as rank 0 reads them; None: there is no file, or no
     such part."""
@@ -175,10 +162,10 @@ def _read(axis: Axis, job: Job, resumed: bool) -> set[str] | None:
     path = job.out / FILE
     if axis.rank == 0 and resumed and path.is_file():
         with understood(path):
-            kept = {str(name) for name in read_json(path)["in_bf16"]}
+            failed = {str(name) for name in read_json(path)["in_bf16"]}
         flags[-1] = 1
         for place, name in enumerate(names):
-            flags[place] = name.rpartition(".")[0] in kept
+            flags[place] = name.rpartition(".")[0] in failed
     flags = axis.all_reduce(flags).tolist()
     if not flags[-1]:
         return None

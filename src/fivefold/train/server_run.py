@@ -46,9 +46,9 @@ from fivefold.sharding.sync import Shares, messages, units
 from fivefold.step.state import State, compute_mode, updater_arguments
 from fivefold.step.step import SAVE, STOP, Done, forward_backward, last_update, rate, validate
 from fivefold.train.faults import ROLLBACKS, Fault, destroyed_after, read_rollbacks, weights_fault
-from fivefold.train.hooks import RunHooks, sampled
+from fivefold.train.hooks import RunHooks, due, sampled
 from fivefold.train.job import Job, shared
-from fivefold.train.loop import due, names_step, train_loop
+from fivefold.train.loop import names_step, train_loop
 from fivefold.train.saver import Saver
 from fivefold.train.self_test import settle
 from fivefold.train.share import share_of, source_of, validation_sets
@@ -135,8 +135,8 @@ class ServerHooks(RunHooks):
         super().__post_init__()
         recipe, stopped = self.job.recipe, partial(self.server.keep_alive, self.stop_wanted)
         self.next_batch = lambda: ([], 0.0)  # workers read the batches
-        self.instruments = []
         self.saver = Saver(self.state, self.job, self.alarm, self.flush, stopped, beside=False)
+        self.instruments = [self.saver]
         self.workers = self.ranks.world - recipe.servers.count
         self.shares = Shares(self.workers, self.state.step, self.state.step, recipe.servers.staleness)
         self.idle = set(range(self.workers))
@@ -161,7 +161,7 @@ class ServerHooks(RunHooks):
                 self._oversee()
                 if not leaving:
                     recipe = self.job.recipe
-                    complete = train_loop(self.state, recipe, self, take=self.take)  # pyright: ignore[reportArgumentType]
+                    complete = train_loop(self.state, recipe, self, take=self.take)
         except Fault as fault:
             raise fault.ended(self.job.out) from None
         progress.overseen = frozenset()  # they end now, one after the other

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -19,9 +19,7 @@ from fivefold.data.batches import objective_of
 from fivefold.data.dataset import amounts, cut_of, order_of
 from fivefold.data.facts import sample
 from fivefold.data.stream import Stream
-from fivefold.data.tokens import Commit
 from fivefold.errors import UserError
-from fivefold.files import BROKEN
 from fivefold.kernels.blockwise_attention import Documents
 from fivefold.kernels.tiling import Sample
 from fivefold.models.base import LanguageModel
@@ -41,20 +39,21 @@ def reader(
     """Reads this rank's share of each global batch ahead, in microbatches. left_out: see `State`."""
     batches = training_batches(job, left_out)
     first = mesh.axis("run").index == 0
-    for stream in streams(job):
+    waits = streams(job)
+    for stream in waits:
         stream.waiting = partial(print, file=sys.stderr, flush=True) if first else None
         stream.given_up = False
     with Prefetch(lambda i: batches(i, mesh), start, job.recipe.train.steps) as prefetch:
 
         def next_batch() -> tuple[list[Microbatch], float]:
             # Other ranks may wait for one that waits for tokens, but not for ever
-            with progress.phase("waiting for tokenized text") if streams(job) else nullcontext():
+            with progress.phase("waiting for tokenized text") if waits else nullcontext():
                 return prefetch.next()
 
         try:
             yield next_batch
         finally:
-            for stream in streams(job):  # else the end of the thread would wait for tokens, too
+            for stream in waits:  # else the end of the thread would wait for tokens, too
                 stream.given_up = True
 
 
@@ -82,13 +81,6 @@ def stream_states(job: Job, step: int, left_out: LeftOut) -> dict[str, Any]:
     uses = order_of(recipe, amounts(recipe, data)).before(place(recipe.train, step, left_out))
     sources = zip(data.sources.values(), uses, strict=True)
     return {STREAMS: [tokens.state(use) for tokens, use in sources if isinstance(tokens, Stream)]}
-
-
-def begin_streams(job: Job, meta: Mapping[str, Any]) -> None:
-    """Tells streams whose tokens are not in the cache where a checkpoint wants to have them from."""
-    with suppress(*BROKEN):  # then they begin at the beginning
-        for stream, state in zip(streams(job), meta.get(STREAMS, ()), strict=False):
-            stream.begin_at(Commit.of(state))
 
 
 def training_batches(job: Job, left_out: LeftOut = ()) -> Callable[[int, Mesh], Share]:

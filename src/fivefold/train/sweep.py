@@ -93,7 +93,10 @@ def run(folder: Path, sweep: Sweep, jobs: int, say: Callable[[str], None]) -> in
     guard(folder)
     layouts = [Layout.from_recipe(sweep.load(folder / table.BASE, row).layout) for row in sweep.rows]
     ranks = max(layout.ranks for layout in layouts)
-    places = [environment(slot, jobs, ranks, cores(), _gpus()) for slot in range(jobs)]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # numbers or names
+    gpus = (visible.split(",") if visible else [str(number) for number in range(count)])[:count]
+    places = [environment(slot, jobs, ranks, cores(), gpus) for slot in range(jobs)]
     with owned(folder), Signals() as signals:
         return _Runs(folder, sweep, places, say, signals).all()
 
@@ -115,13 +118,6 @@ def environment(slot: int, jobs: int, ranks: int, cores: int, gpus: Sequence[str
     if "OMP_NUM_THREADS" not in os.environ:
         given["OMP_NUM_THREADS"] = str(max(1, cores // (jobs * ranks)))
     return given | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})
-
-
-def _gpus() -> list[str]:
-    """The numbers or names of the GPUs that this command may use."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    said = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (said.split(",") if said else [str(number) for number in range(count)])[:count]
 
 
 class _Runs:
@@ -146,10 +142,25 @@ class _Runs:
     def all(self) -> int:
         try:
             while (self.waiting and self.signals.signal is None) or self.running:
-                self._start()
+                while self.waiting and self.free and self.signals.signal is None:
+                    row, place = self.waiting.pop(0), self.free.pop()
+                    given = self.folder.absolute(), row.name, Path.cwd(), {**os.environ, **place[1]}
+                    process = self.context.Process(target=train_row, args=given, name=row.name, daemon=False)
+                    process.start()
+                    self.running[process] = row, place, time.monotonic()
                 wait([self.signals.reader, *(process.sentinel for process in self.running)])
-                self._pass_on()
-                self._collect()
+                with suppress(BlockingIOError):
+                    os.read(self.signals.reader, 4096)
+                if self.signals.news:  # the runs save and stop; a second Ctrl-C ends them at once
+                    self.signals.news = 0
+                    for process in self.running:
+                        process.kill() if self.signals.impatient else process.terminate()
+                for process in [process for process in self.running if process.exitcode is not None]:
+                    row, place, began = self.running.pop(process)
+                    process.join()
+                    self.free.append(place)
+                    self._ended(row, process.exitcode, time.monotonic() - began)
+                    table.write(self.folder, self.sweep)
         finally:
             for process in self.running:  # an error here: the runs save
                 process.terminate()
@@ -159,31 +170,6 @@ class _Runs:
         ends = {row.status for row in self.sweep.rows}
         stopped = self.signals.signal is not None or table.STOPPED in ends
         return DONE if ends <= {table.FINISHED} else STOPPED if stopped else FAILED
-
-    def _start(self) -> None:
-        while self.waiting and self.free and self.signals.signal is None:
-            row, place = self.waiting.pop(0), self.free.pop()
-            arguments = (self.folder.absolute(), row.name, Path.cwd(), {**os.environ, **place[1]})
-            process = self.context.Process(target=train_row, args=arguments, name=row.name, daemon=False)
-            process.start()
-            self.running[process] = row, place, time.monotonic()
-
-    def _pass_on(self) -> None:
-        """Tells the runs to save and stop; a second Ctrl-C ends them at once."""
-        with suppress(BlockingIOError):
-            os.read(self.signals.reader, 4096)
-        if self.signals.news:
-            self.signals.news = 0
-            for process in self.running:
-                process.kill() if self.signals.impatient else process.terminate()
-
-    def _collect(self) -> None:
-        for process in [one for one in self.running if one.exitcode is not None]:
-            row, place, began = self.running.pop(process)
-            process.join()
-            self.free.append(place)
-            self._ended(row, process.exitcode, time.monotonic() - began)
-            table.write(self.folder, self.sweep)
 
     def _ended(self, row: Row, code: int, seconds: float) -> None:
         """Notes the end of a run in the table, and says it."""
@@ -198,24 +184,18 @@ class _Runs:
             row.figures |= {key: figures[key] for key in FIGURES if key in figures}
             row.status = table.FINISHED
             self.done += 1
-            said = f"{figures_text(row.figures)}, {duration(seconds)}"
+            loss = figures.get("val_loss", figures.get("loss", math.nan))
+            kind = "validation loss" if "val_loss" in figures else "loss"
+            parameters, tokens = (short_number(row.figures[name]) for name in ("parameters", "tokens"))
+            speed = short_number(figures.get("tokens_per_s", math.nan))
+            end = f"N {parameters}, D {tokens}, {kind} {loss:.4f}, {speed} tokens/s, {duration(seconds)}"
         elif code == STOPPED or self.signals.signal is not None:
             row.status = table.STOPPED
-            said = "stopped; it resumes when the sweep does"
+            end = "stopped; it resumes when the sweep does"
         else:
             row.status, row.why = table.FAILED, row.why or f"{in_words(code)}: {last_words(run)}"
-            said = f"failed, {row.why} (all of it: {run / LOG})"
-        self.say(f"[{self.done}/{len(self.sweep.rows)}] {row.name}: {said}")
-
-
-def figures_text(figures: Mapping[str, Any]) -> str:
-    """The line of a finished run."""
-    loss = figures.get("val_loss", figures.get("loss", math.nan))
-    kind = "validation loss" if "val_loss" in figures else "loss"
-    return (
-        f"N {short_number(figures['parameters'])}, D {short_number(figures['tokens'])}, {kind} {loss:.4f}, "
-        f"{short_number(figures.get('tokens_per_s', math.nan))} tokens/s"
-    )
+            end = f"failed, {row.why} (all of it: {run / LOG})"
+        self.say(f"[{self.done}/{len(self.sweep.rows)}] {row.name}: {end}")
 
 
 def last_words(run: Path, tail: int = 4096) -> str:
@@ -228,20 +208,20 @@ def last_words(run: Path, tail: int = 4096) -> str:
     return printable(next(filter(None, words), "it has printed nothing"))
 
 
-def _follow_sweep() -> None:
-    """Has this run stop, and save, when the sweep's process is killed. (The server that forked it goes on.)"""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def train_row(folder: Path, name: str, here: Path, environment: Mapping[str, str]) -> None:
     """Trains a row in this process, or resumes it, and ends the process with `fivefold train`'s code. here: the folder
     in which paths of the recipe start."""
     for number in stopping_signals():
         signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_follow_sweep, name="sweep", daemon=True).start()
+    sweeping = multiprocessing.parent_process()
+
+    def follow() -> None:
+        """Has this run stop, and save, when the sweep's process is killed. (The server that forked it goes on.)"""
+        if sweeping is not None:
+            wait([sweeping.sentinel])
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, name="sweep", daemon=True).start()
     os.chdir(here)
     os.environ.clear()
     os.environ.update(environment)

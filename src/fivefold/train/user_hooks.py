@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from inspect import isclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -104,41 +105,33 @@ class Ref:
         Raises:
             UserError: it cannot. The message says what to do.
         """
-        if why := self._stays():
-            raise UserError(
-                f"{self.what} = {self.word}: ranks are processes of their own, and {why}, or train with nproc=1"
-            )
-
-    def _stays(self) -> str:
-        """Why another process cannot import it; "": it can."""
         module, _, name = self.name.partition(":")
         main = getattr(sys.modules["__main__"], "__file__", None)
+        kind, why = type(self.value).__name__, ""
         if not name and isinstance(self.value, Callback):
-            kind = type(self.value).__name__
-            return (
+            why = (
                 f"this object cannot travel to them. Pass the class {kind}, or partial({kind}, ...) of functools with "
                 "numbers and texts"
             )
-        if not name:
-            return (
-                "this object cannot travel to them. Assign it at the top of a module and pass 'module:name'"
-            )
-        if "<lambda>" in name:
-            return "a lambda has no name to import. Write a function at the top of a module"
-        if "<locals>" in name:
-            return "what is defined inside a function cannot be imported. Move it to the top of its module"
-        if module == "__main__" and not (main and Path(main).is_file()):
-            return (
+        elif not name:
+            why = "this object cannot travel to them. Assign it at the top of a module and pass 'module:name'"
+        elif "<lambda>" in name:
+            why = "a lambda has no name to import. Write a function at the top of a module"
+        elif "<locals>" in name:
+            why = "what is defined inside a function cannot be imported. Move it to the top of its module"
+        elif module == "__main__" and not (main and Path(main).is_file()):
+            why = (
                 "what is defined in a notebook or at the prompt cannot be imported. Put it into a file, such as "
                 f"mine.py, and pass 'mine:{name}'"
             )
-        try:
-            json.dumps(self.bound)
-        except (TypeError, ValueError):
-            return "what its partial binds is no number, text or list of them. Bind such values only"
-        if imported(self.what, self.name) is not getattr(self.value, "func", self.value):
-            return f"'{self.name}' is another object. Pass the name of this one"
-        return ""
+        elif not _is_plain(self.bound):
+            why = "what its partial binds is no number, text or list of them. Bind such values only"
+        elif imported(self.what, self.name) is not getattr(self.value, "func", self.value):
+            why = f"'{self.name}' is another object. Pass the name of this one"
+        if why:
+            raise UserError(
+                f"{self.what} = {self.word}: ranks are processes of their own, and {why}, or train with nproc=1"
+            )
 
     @property
     def word(self) -> str:
@@ -146,6 +139,12 @@ class Ref:
         args, named = self.bound
         bound = [*map(repr, args), *(f"{key}={value!r}" for key, value in named.items())]
         return (self.name or type(self.value).__name__) + (f"({', '.join(bound)})" if bound else "")
+
+
+def _is_plain(bound: object) -> bool:
+    with suppress(TypeError, ValueError):
+        return bool(json.dumps(bound))
+    return False
 
 
 def ref(what: str, given: Any) -> Ref:
@@ -320,9 +319,9 @@ class Callbacks:
         self.run, self.steps, self.stopped = run, steps, ""
         self._all: list[tuple[str, Any]] = []
         for one in own.callbacks:
-            found: Any = one.get()
-            build = isclass(found) or hasattr(found, "func")  # a class, or a partial of one
-            self._all.append((one.word, called(f"callbacks: {one.word}()", found) if build else found))
+            callback: Any = one.get()
+            build = isclass(callback) or hasattr(callback, "func")  # a class, or a partial of one
+            self._all.append((one.word, called(f"callbacks: {one.word}()", callback) if build else callback))
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -333,29 +332,24 @@ class Callbacks:
         Raises:
             UserError: a callback has failed, or its figures are none.
         """
-        found: dict[str, float] = {}
-        for name, one in self._all:
+        added: dict[str, float] = {}
+        for name, callback in self._all:
             event = Event(step, self.steps, self.run, stop=partial(self._stop, name), **more)
-            call = getattr(one, moment, None)
+            call, who = getattr(callback, moment, None), f"callback {name}.{moment}"
             if call is None:
                 continue
             with progress.phase("a callback"):
-                figures = called(f"callback {name}.{moment} in step {step}", call, event)
-            if figures is not None:
-                found |= _figures(f"{name}.{moment}", figures, {*event.figures, *found})
-        return found
+                figures: Any = called(f"{who} in step {step}", call, event)
+            if not isinstance(figures, Mapping | None):
+                raise UserError(f"{who} returned {figures!r:.60}: must be None or numbers by name")
+            for key, value in cast("Mapping[Any, Any]", figures or {}).items():
+                taken = key in event.figures or key in added or key in RUNS_OWN
+                if taken or not isinstance(key, str) or not key.isidentifier():
+                    raise UserError(f"{who}: a figure's name must be a new word; {key!r:.60} is not")
+                if not isinstance(value, int | float):
+                    raise UserError(f"{who}: {key} = {value!r:.60} must be a number")
+                added[key] = value
+        return added
 
     def _stop(self, name: str, why: str = "") -> None:
         self.stopped = self.stopped or (f"{name}: {why}" if why else name)
-
-
-def _figures(who: str, figures: Any, taken: set[str]) -> dict[str, float]:
-    if not isinstance(figures, Mapping):
-        raise UserError(f"callback {who} returned {figures!r:.60}: must be None or numbers by name")
-    given: dict[Any, Any] = dict(figures)  # pyright: ignore[reportUnknownArgumentType]
-    for key, value in given.items():
-        if not isinstance(key, str) or not key.isidentifier() or key in taken or key in RUNS_OWN:
-            raise UserError(f"callback {who}: a figure's name must be a new word; {key!r:.60} is not")
-        if not isinstance(value, int | float):
-            raise UserError(f"callback {who}: {key} = {value!r:.60} must be a number")
-    return given

@@ -81,14 +81,13 @@ class Figure:
     def passed(self) -> bool:
         return self.max_rel <= self.allowed
 
-    @property
-    def share(self) -> float:
-        """The difference as a share of the tolerance."""
-        return self.max_rel / self.allowed if self.allowed else math.inf if self.max_rel else 0.0
-
     def worse(self, other: Figure) -> Figure:
         """Returns the figure that is worse relative to its tolerance."""
-        return other if not self.worst or other.share > self.share else self
+        mine, theirs = (
+            figure.max_rel / figure.allowed if figure.allowed else math.inf if figure.max_rel else 0.0
+            for figure in (self, other)
+        )
+        return other if not self.worst or theirs > mine else self
 
 
 @dataclass
@@ -115,13 +114,11 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The object that `fivefold verify --json` prints. `tolerance` is the one at each figure's worst place."""
-        figures = {
-            name: {"max_rel": f.max_rel, "worst": f.worst, "passed": f.passed}
-            for name, f in self.figures.items()
-        }
-        tolerance = {name: figure.allowed for name, figure in self.figures.items()}
-        facts = {k: v for k, v in asdict(self).items() if k not in figures}
-        return {"passed": self.passed, **figures, "tolerance": tolerance, **facts}
+        facts, tolerance = {"passed": self.passed, **asdict(self)}, dict[str, float]()
+        for name, figure in self.figures.items():
+            tolerance[name] = facts[name].pop("allowed")
+            facts[name]["passed"] = figure.passed
+        return facts | {"tolerance": tolerance}
 
 
 def verify(
@@ -166,10 +163,8 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
     changes, notes = [f"precision.mode={mode}"], []
     if mode != recipe.precision.mode:
         changes += [f"precision.{key}={getattr(PLAIN.precision, key)}" for key in FIELDS]
-    if recipe.sync.method != PLAIN.sync.method:
-        notes.append(
-            f'all ranks sum gradients in every step here (the recipe has sync.method = "{recipe.sync.method}")'
-        )
+    if (method := recipe.sync.method) != PLAIN.sync.method:
+        notes.append(f'all ranks sum gradients in every step here (the recipe has sync.method = "{method}")')
         recipe = synchronous(recipe)
     if recipe.model.dropout:
         changes.append("model.dropout=0.0")
@@ -185,18 +180,16 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
         )
     if recipe.train.steps and recipe.train.steps < steps:
         changes.append(f"train.steps={steps}")
-    found = change(recipe, changes, layout)
-    if found.layout.compress != NONE:
-        notes.append(
-            f"gradients are summed whole here: layout.compress = {found.layout.compress} is not exact"
-        )
-        found = change(found, [f"layout.compress={NONE}"])
-    plus = zeropp(found.layout.zeropp)
+    exact, inexact = change(recipe, changes, layout), list[str]()
+    if (compress := exact.layout.compress) != NONE:
+        notes.append(f"gradients are summed whole here: layout.compress = {compress} is not exact")
+        inexact.append(f"layout.compress={NONE}")
+    plus = zeropp(exact.layout.zeropp)
     if plus.weights or plus.gradients:
-        exact = "hier" if plus.hier else NONE
-        notes.append(f'layout.zeropp = "{exact}" here: quantised weights and gradients are not exact')
-        found = change(found, [f"layout.zeropp={exact}"])
-    return found, notes
+        weaker = "hier" if plus.hier else NONE
+        inexact.append(f"layout.zeropp={weaker}")
+        notes.append(f'layout.zeropp = "{weaker}" here: quantised weights and gradients are not exact')
+    return change(exact, inexact) if inexact else exact, notes
 
 
 def alone() -> Ranks:
@@ -212,7 +205,7 @@ def compute(
     into `folder`."""
     train, batches = recipe.train, batches_of(recipe, data)
     state = reference_state(recipe, ranks) if reference else build_state(recipe, ranks)
-    found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    figures: dict[str, list[float]] = {"loss": [], "grad_norm": []}
 
     def write_first_gradient() -> None:
         if state.step == 0:
@@ -223,12 +216,12 @@ def compute(
         for step in range(steps):
             share = share_of(batches, step, batch_size(train, step), train.microbatch_size or 1, state.mesh)
             done = take_step(state, recipe, share, inspect=write_first_gradient)
-            found["loss"].append(done.loss)
-            found["grad_norm"].append(done.norm)
+            figures["loss"].append(done.loss)
+            figures["grad_norm"].append(done.norm)
         moments = moment_pieces(state)
         weights = owned_pieces(state, state.masters()) + buffer_pieces(state)
         # What diverged is compared, too
-        write.save(folder / "end", weights, moments, found, axis=state.mesh.axis("run"), finite=False)
+        write.save(folder / "end", weights, moments, figures, axis=state.mesh.axis("run"), finite=False)
     finally:
         state.parallel.close()
 
@@ -249,15 +242,12 @@ class Plain(Replica):
             p.data = p.data.to(working)
             p.requires_grad_(not parts[name].frozen)
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._adder(name))
+                p.register_post_accumulate_grad_hook(partial(self._add, name))
 
-    def _adder(self, name: str) -> Callable[[Tensor], None]:
-        def add(p: Tensor) -> None:
-            assert p.grad is not None
-            self.gradients[name] += p.grad
-            p.grad = None
-
-        return add
+    def _add(self, name: str, p: Tensor) -> None:
+        assert p.grad is not None
+        self.gradients[name] += p.grad
+        p.grad = None
 
     def start_step(self) -> None:
         for gradient in self.gradients.values():
@@ -318,23 +308,12 @@ def compare_with_one_process(recipe: Recipe, data: DataSet, steps: int, folder: 
 def _differences(
     side: Path, reference: Path, second: str | None, together: bool
 ) -> Iterator[tuple[tuple[str, str], float]]:
-    """((kind, where), relative difference) of everything that both sides wrote. second: the optimizer's second moment.
-    together: see _weight_differences."""
-    mine, theirs = (store.Reader(one / "end", finite=False) for one in (side, reference))
+    """((kind, where), relative difference) of everything that both sides wrote. second: the optimizer's second moment,
+    by which elements of weights count. together: all weights together, and all elements alike."""
+    mine, theirs = (store.Reader(folder / "end", finite=False) for folder in (side, reference))
     for kind in ("loss", "grad_norm"):
         for step, (a, b) in enumerate(zip(mine.meta[kind], theirs.meta[kind], strict=True), 1):
             yield (kind, f"step {step}"), _relative(torch.tensor(a), torch.tensor(b))
-    yield from _weight_differences(mine, theirs, second, together)
-    mine, theirs = (store.Reader(one / "first", finite=False) for one in (side, reference))
-    for name in _names(mine, theirs):
-        yield ("gradients", name), _relative(mine.read("model", name), theirs.read("model", name))
-
-
-def _weight_differences(
-    mine: store.Reader, theirs: store.Reader, second: str | None, together: bool
-) -> Iterator[tuple[tuple[str, str], float]]:
-    """The difference of each tensor, with elements weighted by the size of their gradients; or of all tensors together,
-    unweighted."""
     difference = size = 0.0
     for name in _names(mine, theirs):
         a, b = mine.read("model", name), theirs.read("model", name)
@@ -342,23 +321,22 @@ def _weight_differences(
             difference += (a.double() - b.double()).square().sum().item()
             size += b.double().square().sum().item()
             continue
-        root = torch.maximum(*(_root(s, second, name, a) for s in (mine, theirs)))
+        # About the size of each element's gradients: of both sides, as one may have rounding noise where it is zero
+        moments = [s.read("optimizer", f"{second}.{name}") for s in (mine, theirs) if _has(s, second, name)]
+        root = torch.stack(moments).amax(0).sqrt() if moments else torch.ones_like(a)
         root = torch.where(root > 0, root, root.max().clamp(min=1e-30))  # no gradient: counts fully
         yield ("weights", name), _relative(a * root, b * root)
     if together:
-        yield (
-            ("weights", "all together"),
-            math.sqrt(difference / size) if difference == difference else math.inf,
-        )
+        whole = math.sqrt(difference / size) if difference == difference else math.inf
+        yield ("weights", "all together"), whole
+    mine, theirs = (store.Reader(folder / "first", finite=False) for folder in (side, reference))
+    for name in _names(mine, theirs):
+        yield ("gradients", name), _relative(mine.read("model", name), theirs.read("model", name))
 
 
-def _root(side: store.Reader, second: str | None, name: str, like: Tensor) -> Tensor:
-    """About the size of each element's gradients. Ones for a buffer, and with an optimizer without a second moment. The
-    caller takes the larger of both sides: if a gradient is truly zero, one side may have rounding noise for it."""
-    moment = f"{second}.{name}"
-    if second is None or moment not in side.names("optimizer"):
-        return torch.ones_like(like)
-    return side.read("optimizer", moment).sqrt()
+def _has(side: store.Reader, second: str | None, name: str) -> bool:
+    """False for a buffer, and with an optimizer without a second moment."""
+    return second is not None and f"{second}.{name}" in side.names("optimizer")
 
 
 def _names(mine: store.Reader, theirs: store.Reader) -> list[str]:
