@@ -31,7 +31,7 @@ from fivefold.errors import UserError
 from fivefold.files import guard
 from fivefold.host.machine import has_fast_bf16
 from fivefold.kernels import matmul
-from fivefold.kernels.loss import rows_at_once
+from fivefold.kernels.matmul import rows_at_once
 from fivefold.launch.ranks import device_for
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
