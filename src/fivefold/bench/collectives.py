@@ -167,17 +167,17 @@ def single_messages(axis: Axis, local: int = 0) -> dict[str, Any]:
         def across(at=at) -> None:
             axis.start_moves([(arena[at()], (r + local) % n)], [(other[at()], (r - local) % n)])()
 
+        def add(name: str, run: Callable[[], object], messages: int = 1, size=size) -> None:
+            found.setdefault(name, []).append([size, _timed(run, axis) / messages])
+
         if local > 1:
-            found.setdefault("pair", []).append(
-                [size, _timed(lambda at=at: _ping_pong(axis, arena[at()], 1), axis) / 2]
-            )
-            found.setdefault("ring", []).append([size, _timed(around, axis)])
+            add("pair", lambda at=at: _ping_pong(axis, arena[at()], 1), 2)
+            add("ring", around)
         if local < n:
-            far = _timed(lambda at=at: _ping_pong(axis, arena[at()], local), axis) / 2
-            found.setdefault("far", []).append([size, far])
-            found.setdefault("far both", []).append([size, _timed(both, axis)])
+            add("far", lambda at=at: _ping_pong(axis, arena[at()], local), 2)
+            add("far both", both)
             if size == MESSAGES[0]:
-                found["far all"] = [[size, _timed(across, axis)]]
+                add("far all", across)
     if 1 < local < n:
         found["queue"] = _queue(axis, arena[: MESSAGES[-1] // 4], local)
     return found | {"gamma": _timed(lambda: arena.add_(other), axis) / ARENA}
