@@ -128,13 +128,6 @@ def test_bytes_survive_the_way_in_and_out(pair, tmp_path):
     assert from_hf_config(json.loads((tmp_path / "out" / "config.json").read_text())) == model
 
 
-def test_the_routers_bias_stays_fp32_in_an_export(pair, tmp_path):
-    folder = pair[3]
-    export_run(import_folder(folder, tmp_path / "run"), tmp_path / "out", dtype="bf16")
-    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
-        assert (tensor.dtype == torch.float32) == name.endswith("e_score_correction_bias"), name
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

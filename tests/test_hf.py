@@ -115,13 +115,6 @@ def test_sharded_export_is_read_by_transformers_and_by_us(tmp_path):
     assert (tmp_path / "joined" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_export_converts_to_bf16_on_request(tmp_path):
-    run, _ = make_run(tmp_path / "run")
-    export_run(run, tmp_path / "hf", dtype="bf16")
-    assert {t.dtype for t in load_file(tmp_path / "hf" / "model.safetensors").values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-
-
 def test_a_folder_saved_by_transformers_is_imported(tmp_path):
     config = transformers.LlamaConfig(
         vocab_size=77, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -118,14 +119,9 @@ def fitted(found: dict[str, Any], ranks: int, local: int = 0, machine: int = 0) 
 
 def _line(points: list[list[float]]) -> tuple[float, float]:
     """(alpha, beta) with the least sum of squared relative errors."""
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    mean_size = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
-    mean_seconds = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
-    both = zip(weights, points, strict=True)
-    slopes = [(w * (x - mean_size) * (y - mean_seconds), w * (x - mean_size) ** 2) for w, (x, y) in both]
-    beta = max(1e-15, sum(a for a, _ in slopes) / sum(b for _, b in slopes))
-    alpha = mean_seconds - beta * mean_size
+    sizes, seconds = np.array(points).T
+    beta = max(1e-15, float(np.polyfit(sizes, seconds, 1, w=1 / seconds)[0]))
+    alpha = float(np.average(seconds - beta * sizes, weights=1 / seconds**2))
     return (alpha, beta) if alpha > 0 else (min(y for _, y in points), beta)
 
 
@@ -167,17 +163,17 @@ def single_messages(axis: Axis, local: int = 0) -> dict[str, Any]:
         def across(at=at) -> None:
             axis.start_moves([(arena[at()], (r + local) % n)], [(other[at()], (r - local) % n)])()
 
+        def add(name: str, run: Callable[[], object], messages: int = 1, size=size) -> None:
+            found.setdefault(name, []).append([size, _timed(run, axis) / messages])
+
         if local > 1:
-            found.setdefault("pair", []).append(
-                [size, _timed(lambda at=at: _ping_pong(axis, arena[at()], 1), axis) / 2]
-            )
-            found.setdefault("ring", []).append([size, _timed(around, axis)])
+            add("pair", lambda at=at: _ping_pong(axis, arena[at()], 1), 2)
+            add("ring", around)
         if local < n:
-            far = _timed(lambda at=at: _ping_pong(axis, arena[at()], local), axis) / 2
-            found.setdefault("far", []).append([size, far])
-            found.setdefault("far both", []).append([size, _timed(both, axis)])
+            add("far", lambda at=at: _ping_pong(axis, arena[at()], local), 2)
+            add("far both", both)
             if size == MESSAGES[0]:
-                found["far all"] = [[size, _timed(across, axis)]]
+                add("far all", across)
     if 1 < local < n:
         found["queue"] = _queue(axis, arena[: MESSAGES[-1] // 4], local)
     return found | {"gamma": _timed(lambda: arena.add_(other), axis) / ARENA}

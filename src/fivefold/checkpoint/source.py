@@ -40,7 +40,6 @@ from fivefold.files import write as write_file
 from fivefold.models.card import card_of
 from fivefold.models.hf import INDEX, WEIGHTS, from_hf, from_hf_config, hf_config, made_from_hf, to_hf
 from fivefold.models.section import ModelSection
-from fivefold.precision import torch_dtype
 from fivefold.recipe import DataSection, Recipe, TrainSection, load, to_toml
 from fivefold.recipe.load import hf_model
 from fivefold.sharding.parts import Shape
@@ -247,7 +246,6 @@ def export_run(
     *,
     checkpoint: Path | None = None,
     weights: Mapping[str, Tensor] | None = None,
-    dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Writes a run's weights as a folder that `transformers` loads: config.json, generation_config.json,
@@ -256,7 +254,6 @@ def export_run(
     Args:
         checkpoint: folder of the checkpoint; None: the run's latest.
         weights: by name, to be written instead, such as merged ones.
-        dtype: "fp32" or "bf16" to convert to; None: as stored.
 
     Raises:
         UserError: the run has no checkpoint, or `out` exists and is not empty.
@@ -265,11 +262,6 @@ def export_run(
     recipe = load(run / "recipe.toml")
     checkpoint = checkpoint or store.latest(run)
     state = dict(weights) if weights is not None else weights_of(checkpoint)
-    if dtype is not None:
-        state = {
-            name: tensor if name in card_of(recipe.model).buffers else tensor.to(torch_dtype(dtype))
-            for name, tensor in state.items()
-        }
     theirs = to_hf(state, recipe.model)
     tokenizer = None
     with suppress(NoSuchToken):  # without an end token it is exported as it is

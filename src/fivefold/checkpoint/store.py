@@ -230,10 +230,9 @@ def latest(run: Path) -> Path:
     Raises:
         UserError: the run has none, or its folder cannot be read.
     """
-    found = checkpoints(run)
-    if not found:
-        raise UserError(f"{run} has no checkpoint yet: {run / 'checkpoints'} holds none")
-    return found[-1]
+    if folders := checkpoints(run):
+        return folders[-1]
+    raise UserError(f"{run} has no checkpoint yet: {run / 'checkpoints'} holds none")
 
 
 def chosen(run: Path, step: int | None) -> Path:

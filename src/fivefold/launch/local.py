@@ -249,7 +249,14 @@ class Supervisor:
                 for rank, process in self.running.items():
                     if self._said(rank) and now - self.spoke_at.setdefault(rank, now) > LEAVE_S:
                         self._kill({rank: process})
-                self._wait_for_those_that_get_on()
+                if self.stop_at < math.inf and self.attempt.grace_s is not None:
+                    # All ranks have the grace time again when one has got something done since the last look
+                    moved = self.moved
+                    for file in self.folder.glob(f"{verdict.MOVED}-*"):
+                        with suppress(OSError):
+                            moved = max(moved, file.stat().st_mtime_ns)
+                    if moved != self.moved:
+                        self.moved, self.stop_at = moved, time.monotonic() + self.attempt.grace_s()
                 if time.monotonic() >= min(self.kill_at, self.stop_at) or self.signals.impatient:
                     self.kill_at = self.stop_at = math.inf
                     self._kill(self.running)
@@ -295,17 +302,6 @@ class Supervisor:
 
     def _grace_s(self) -> float:
         return self.attempt.grace_s() if self.attempt.grace_s is not None else 0.0
-
-    def _wait_for_those_that_get_on(self) -> None:
-        """Gives all ranks the grace time again when one has got something done since the last look."""
-        if self.stop_at == math.inf or self.attempt.grace_s is None:
-            return
-        moved = 0
-        for file in self.folder.glob(f"{verdict.MOVED}-*"):
-            with suppress(OSError):
-                moved = max(moved, file.stat().st_mtime_ns)
-        if moved != self.moved:
-            self.moved, self.stop_at = moved, time.monotonic() + self._grace_s()
 
     def _collect(self) -> None:
         """Notes the ranks that have ended."""

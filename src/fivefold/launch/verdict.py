@@ -284,8 +284,7 @@ class Leaving(ContextDecorator):
             atexit.register(ignore_signals)
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
-        for other in self._before:
-            signal.signal(other, signal.SIG_IGN)
+        ignore_signals()
         if self.code == STOPPED:
             say(f"stopped by {signal.Signals(number).name} before training; nothing is lost")
         raise SystemExit(self.code)

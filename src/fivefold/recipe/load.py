@@ -354,9 +354,7 @@ class _Draft:
                 for message in messages.bad_entries(key, value):
                     self._problem(key, value, message)
                 continue
-            self._problem(
-                key, value, (messages.bad_value if key in KEYS else messages.unknown_key)(key, value)
-            )
+            self._problem(key, value, messages.bad_field(key, value))
         return cls.model_validate({name: v for name, v in values.items() if name not in names})
 
 

@@ -139,8 +139,15 @@ def explain(recipe: Sections) -> list[Explained]:
     return rows
 
 
-def bad_value(key: str, value: Any) -> str:
-    """A known key with a value of the wrong type or out of range."""
+def bad_field(key: str, value: Any) -> str:
+    """A key that its section does not have, or a known one with a value of the wrong type or out of range."""
+    if key not in KEYS:
+        section, _, name = key.partition(".")
+        fields = SECTIONS[section].model_fields
+        near = (
+            _home(name) or did_you_mean(name, fields) or f"; valid keys in [{section}]: {', '.join(fields)}"
+        )
+        return f"{shortened(key, LONGEST_WORD)} = {short(value)}: unknown key{near}"
     hint, type_ = "", plain_type(KEYS[key])
     if isinstance(value, str):
         hint = did_you_mean(value, [choice for choice in get_args(type_) if isinstance(choice, str)])
@@ -179,16 +186,6 @@ def bad_entries(key: str, value: Any) -> list[str]:
                 else:
                     found.append(f"{said}: {name} is missing: {allowed(field)}")
     return found
-
-
-def unknown_key(key: str, value: Any) -> str:
-    """A key that its section does not have."""
-    section, _, name = key.partition(".")
-    key = shortened(key, LONGEST_WORD)
-    near = _home(name) or did_you_mean(name, SECTIONS[section].model_fields)
-    return f"{key} = {short(value)}: unknown key" + (
-        near or f"; valid keys in [{section}]: {', '.join(SECTIONS[section].model_fields)}"
-    )
 
 
 def unknown_section(name: str, value: Any) -> str:

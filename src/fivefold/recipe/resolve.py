@@ -28,10 +28,9 @@ def total_steps(recipe: Recipe) -> int:
     Raises:
         UserError: the recipe gives neither.
     """
-    steps = run_steps(recipe)
-    if steps is None:
-        raise UserError("recipe: set train.steps or train.tokens, the length of the run")
-    return steps
+    if steps := run_steps(recipe):
+        return steps
+    raise UserError("recipe: set train.steps or train.tokens, the length of the run")
 
 
 def tokens_per_step(recipe: Recipe) -> int:

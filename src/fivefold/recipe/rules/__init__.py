@@ -7,40 +7,31 @@ from typing import Any, TypeVar
 
 from fivefold.models.card import Contradiction
 from fivefold.models.rules import model_rules
+from fivefold.recipe.rules import layout as layouts
+from fivefold.recipe.rules import texts
 from fivefold.recipe.rules.combinations import combinations, refused
-from fivefold.recipe.rules.layout import (
-    batch,
-    experts,
-    layout_rules,
-    length,
-    optimizer,
-    recomputation,
-    servers,
-    sites,
-)
-from fivefold.recipe.rules.texts import documents, mixture, observed, texts, vocabulary, weights
 from fivefold.recipe.schema import Sections
 from fivefold.sharding.layout import Layout
 
 R = TypeVar("R", bound=Sections)
 
 RULES = (
-    texts,
-    vocabulary,
-    mixture,
-    documents,
-    experts,
-    length,
-    optimizer,
-    recomputation,
-    observed,
+    texts.texts,
+    texts.vocabulary,
+    texts.mixture,
+    texts.documents,
+    layouts.experts,
+    layouts.length,
+    layouts.optimizer,
+    layouts.recomputation,
+    texts.observed,
     refused,
-    batch,
-    servers,
+    layouts.batch,
+    layouts.servers,
     combinations,
-    sites,
-    weights,
-    layout_rules,
+    layouts.sites,
+    texts.weights,
+    layouts.layout_rules,
 )
 """Each yields what a recipe breaks; the first is what a user reads first."""
 
