@@ -10,8 +10,7 @@ from fivefold.errors import printable
 from fivefold.lessons import pictures
 from fivefold.lessons.compare import TECHNIQUES, Row, Technique, alike, by_dimension
 from fivefold.lessons.criteria import words
-from fivefold.observe.document import asset, document
-from fivefold.observe.format import short_number, size
+from fivefold.observe.format import asset, document, short_number, size
 from fivefold.observe.layout_picture import icons
 from fivefold.observe.timelines import pipeline_svg, step_svg
 from fivefold.plan.pages.pictures import timeline as pipeline_timeline

@@ -14,7 +14,7 @@ from fivefold.optim.card import planned_ways
 from fivefold.plan.memory.model_states import Elements, elements
 from fivefold.plan.setting import Setting
 from fivefold.precision import DTYPES, MASTER
-from fivefold.schedules.collectives.messages import messages_of
+from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.registry import AUTO, LIBRARY, chosen
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout, groups

@@ -29,7 +29,7 @@ from fivefold.plan.setting import Setting, stages
 from fivefold.plan.software import Partition
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules import ring_attention
-from fivefold.schedules.collectives.messages import messages_of
+from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.registry import LIBRARY, chosen
 from fivefold.schedules.compression import Compressor, compressor
 from fivefold.sharding import sites
