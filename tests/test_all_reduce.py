@@ -30,7 +30,7 @@ from fivefold.plan.predict import predict
 from fivefold.recipe import change, load, resolve
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.collectives import ALGORITHMS, shape_of
-from fivefold.schedules.collectives.messages import messages_of
+from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.registry import ALL_REDUCES, all_reduce_problem, chosen, fastest, resolved
 from fivefold.sharding.layout import Layout, on_node, summing_groups
 from fivefold.sharding.layout import parse as parse_layout

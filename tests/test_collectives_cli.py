@@ -13,7 +13,7 @@ from fivefold.cli.main import main
 from fivefold.cli.options import bytes_of
 from fivefold.errors import UserError
 from fivefold.observe.collective_picture import page
-from fivefold.observe.document import asset
+from fivefold.observe.format import asset
 from fivefold.schedules.collectives import build
 
 

@@ -59,32 +59,23 @@ def lanes(
         canvas.text(left, top + 10, name)
         top += 20 * bool(name)
         for lane in group:
-            top = _lane(canvas, lane, left, top, scale, time)
+            high = lane.high * len(lane.rows)
+            middle, thin = top + high / 2 + 4, lane.high < 20
+            canvas.text(left - 10, middle, lane.name, "soft end")
+            canvas.rect("idle", left, top, lane.end * scale, high)
+            for box, y in ((box, top + i * lane.high) for i, row in enumerate(lane.rows) for box in row):
+                wide = (box.end - box.start) * scale
+                wide = max(0.3, wide - 0.6 if wide > 2 else wide)
+                tip = f"{box.name or box.label}: {time(box.start)} to {time(box.end)}"
+                canvas.box(box.kind, left + box.start * scale, y, wide, lane.high - thin, tip, box.label)
+            canvas.text(left + lane.end * scale + 8, middle, lane.words, "soft")
+            top += high + GAP
         top += 12 * bool(name)
     for mark in ticks(0.0, seconds, count=10):
         x = left + mark * scale
         canvas.path("grid", f"M{x:.2f} {top - 4}v4")
         canvas.text(x, top + 14, time(mark), "soft middle")
     return canvas.svg()
-
-
-def _lane(
-    canvas: Canvas, lane: Lane, left: float, top: float, scale: float, time: Callable[[float], str]
-) -> float:
-    """Draws a lane, and returns where the next one begins."""
-    high = lane.high * len(lane.rows)
-    middle, thin = top + high / 2 + 4, lane.high < 20
-    canvas.text(left - 10, middle, lane.name, "soft end")
-    canvas.rect("idle", left, top, lane.end * scale, high)
-    for number, row in enumerate(lane.rows):
-        for box in row:
-            wide = (box.end - box.start) * scale
-            wide = max(0.3, wide - 0.6 if wide > 2 else wide)
-            at = left + box.start * scale, top + number * lane.high
-            tip = f"{box.name or box.label}: {time(box.start)} to {time(box.end)}"
-            canvas.box(box.kind, *at, wide, lane.high - thin, tip, box.label)
-    canvas.text(left + lane.end * scale + 8, middle, lane.words, "soft")
-    return top + high + GAP
 
 
 def time_text(seconds: float, whole: float = 0.0, digits: int = 3) -> str:

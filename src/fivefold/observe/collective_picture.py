@@ -13,7 +13,7 @@ from html import escape
 from itertools import pairwise
 
 from fivefold.draw.canvas import Canvas
-from fivefold.observe.document import asset, document
+from fivefold.observe.format import asset, document
 from fivefold.schedules.collectives import Collective, prove
 from fivefold.schedules.collectives.collective import Round, State, ranges
 

@@ -14,8 +14,16 @@ from fivefold.draw.canvas import LIGHT, css
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, understood
 from fivefold.observe.chart import STRETCHES, Chart, Series, draw, smooth
-from fivefold.observe.document import asset, document, html_table, section
-from fivefold.observe.format import aligned, duration, short_number, size
+from fivefold.observe.format import (
+    aligned,
+    asset,
+    document,
+    duration,
+    html_table,
+    section,
+    short_number,
+    size,
+)
 from fivefold.observe.metrics import FILE, read_metrics
 from fivefold.observe.report import run_recipe
 from fivefold.observe.summary import by_name, column, summarize

@@ -15,7 +15,7 @@ from statistics import median, median_low
 from typing import Any
 
 from fivefold.files import MOST_JSON, Lines, read_bytes
-from fivefold.observe.document import table
+from fivefold.observe.format import table
 from fivefold.observe.metrics import json_object
 from fivefold.sharding.layout import Layout, index_in
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from fivefold.errors import UserError, printable
 from fivefold.files import in_use
-from fivefold.observe.document import asset, document
+from fivefold.observe.format import asset, document
 from fivefold.observe.metrics import FILE, last_line
 from fivefold.observe.report import page, run_recipe
 

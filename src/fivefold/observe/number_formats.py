@@ -59,16 +59,8 @@ def table() -> list[dict[str, object]]:
 
 def to_text() -> str:
     """The formats as a table for terminals."""
-    titles: tuple[str, ...] = (
-        "format",
-        "bits",
-        "sign, exponent, fraction",
-        "largest",
-        "smallest normal",
-        "smallest",
-        "epsilon",
-    )
-    rows = [list(titles)]
+    titles = "format|bits|sign, exponent, fraction|largest|smallest normal|smallest|epsilon"
+    rows: list[list[str]] = [[*titles.split("|")]]
     for form in FORMATS.values():
         parts = f"{int(form.signed)} + {form.exponent} + {form.fraction}"
         limits = map(_number, (form.largest, form.smallest_normal, form.smallest, form.epsilon))

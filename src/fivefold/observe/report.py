@@ -20,8 +20,7 @@ from fivefold.files import guard, read_bytes, read_json, understood, write_atomi
 from fivefold.models.card import card_of
 from fivefold.observe import faults, memory_picture, prediction, timelines
 from fivefold.observe.chart import Chart, Series, draw, smooth
-from fivefold.observe.document import asset, document, section, table
-from fivefold.observe.format import duration, short_number, size
+from fivefold.observe.format import asset, document, duration, section, short_number, size, table
 from fivefold.observe.metrics import FILE, read_facts, read_metrics
 from fivefold.observe.summary import BUSY, by_name, column, finite, summarize
 from fivefold.observe.trackers import FILE_STORE

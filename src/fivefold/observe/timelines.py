@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fivefold.draw.canvas import stacked
 from fivefold.draw.lanes import Box, Lane, lanes, strip, time_text
 from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write_atomically
-from fivefold.observe.document import table
+from fivefold.observe.format import table
 from fivefold.observe.metrics import read_metrics, write_trace
 from fivefold.schedules.pipeline import Costs, Schedule, Timeline, simulate
 from fivefold.schedules.priority import Simulation

@@ -28,7 +28,7 @@ from fivefold.plan.messages.communication import best_all_reduces, summed_by
 from fivefold.plan.setting import Partition, Setting, stages
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules import ring_attention
-from fivefold.schedules.collectives.messages import messages_of
+from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.registry import LIBRARY, chosen
 from fivefold.schedules.compression import Compressor, compressor
 from fivefold.sharding.layout import Layout, first_names, groups, index_in, summing_groups

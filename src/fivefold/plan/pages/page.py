@@ -12,8 +12,7 @@ from html import escape
 from typing import Any
 
 from fivefold.errors import printable
-from fivefold.observe.document import asset, document
-from fivefold.observe.format import memory_text
+from fivefold.observe.format import asset, document, memory_text
 
 FIGURES = (("step", "Step"), ("speed", "Tokens per second"), ("mfu", "MFU"), ("peak", "Memory per device"))
 

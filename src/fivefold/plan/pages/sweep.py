@@ -16,8 +16,7 @@ from fivefold.errors import printable
 from fivefold.files import guard, write_atomically
 from fivefold.observe import compare
 from fivefold.observe.compare import ComparedRun
-from fivefold.observe.document import asset, document, section
-from fivefold.observe.format import short_number
+from fivefold.observe.format import asset, document, section, short_number
 from fivefold.plan.advice.budget import BESIROGLU, FLOPS, HOFFMANN
 from fivefold.plan.advice.scaling import COUNTED, Curve, Results, iso_flops
 from fivefold.recipe import sweep as sweep_table

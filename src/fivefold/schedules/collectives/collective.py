@@ -1,5 +1,5 @@
-"""Collectives as data: rounds of moves between ranks, the algorithms that make them, and the proof that they compute
-what their primitive promises.
+"""Collectives as data: rounds of moves between ranks, the algorithms that make them, the proof that they compute what
+their primitive promises, and the messages of a rank with their places in memory.
 
 All messages of training are made of moves. Each has two halves: the source sends, the target receives. A receive is a
 copy (it replaces what the target has) or a reduce (it adds to it). A move of no chunks is a signal, and receiving it is
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
@@ -323,3 +323,98 @@ def _after(where: str, moves: Round, before: State, barrier: bool) -> State:
             order = hash((min(held[1], arrived[1]), max(held[1], arrived[1])))
             after[target][chunk] = held[0] | arrived[0], order
     return after
+
+
+Span = tuple[int, int]
+"""(first element, element after the last)"""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a rank sends to a peer in one round, or receives from it, to be added (`reduce`) or copied. spans: where it
+    is in the work tensor. packed: its place in the scratch tensor, None if it is sent from or received into the work
+    tensor itself."""
+
+    peer: int
+    spans: tuple[Span, ...]
+    reduce: bool
+    packed: Span | None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return sum(stop - start for start, stop in self.spans)
+
+
+class Step(NamedTuple):
+    """The messages of a rank in one round."""
+
+    sends: list[Message]
+    receives: list[Message]
+
+
+class Messages(NamedTuple):
+    """All messages of a rank in a collective. places: where each chunk is in the work tensor. scratch: elements of the
+    scratch tensor."""
+
+    steps: list[Step]
+    places: dict[int, Span]
+    scratch: int
+
+
+@lru_cache(maxsize=1024)
+def messages_of(collective: Collective, rank: int, size: int) -> Messages:
+    """The messages of a rank, round by round: the executor runs them (`comm/execute.py`), and the planner counts them.
+
+    size: elements of the tensor that it gives; in an all-gather or gather, that it gets. Elements count from the start
+    of the flat tensor that a rank works in.
+    """
+    places, steps, most = _places(collective, rank, size), list[Step](), 0
+    for group in collective.rows[rank]:
+        used, step = 0, Step([], [])
+        for receives, moves in enumerate((group.sends, group.receives)):
+            parts: dict[tuple[int, bool], list[Move]] = {}
+            for move in moves:
+                parts.setdefault((move.source if receives else move.target, move.reduce), []).append(move)
+            for (peer, reduce), moved in parts.items():
+                spans: list[Span] = []
+                for start, stop in (places[chunk] for move in moved for chunk in move.chunks):
+                    if spans and spans[-1][1] == start:
+                        spans[-1] = spans[-1][0], stop
+                    elif start < stop:
+                        spans.append((start, stop))
+                if length := sum(stop - start for start, stop in spans):
+                    direct = len(spans) == 1 and not (receives and reduce)
+                    packed = None if direct else (used, used + length)
+                    used = packed[1] if packed else used
+                    step[receives].append(Message(peer, tuple(spans), reduce, packed))
+        if step.sends or step.receives:
+            steps.append(step)
+        most = max(most, used)
+    return Messages(steps, places, most)
+
+
+def _places(x: Collective, rank: int, size: int) -> dict[int, Span]:
+    """Where each chunk is in the work tensor."""
+    n = x.ranks
+    if x.primitive == "barrier":
+        return dict.fromkeys(range(x.chunks), (0, 1))
+    if x.primitive == "all_to_all":
+        part, slots = size // n, 2 * n
+        places = {}
+        passing = {c for g in x.rows[rank] for m in (*g.sends, *g.receives) for c in m.chunks}
+        for chunk in sorted(passing | {*x.holds(rank), *x.wants(rank)}):
+            source, target = divmod(chunk, n)
+            slot = target if source == rank else n + source if target == rank else slots
+            slots += slot == slots
+            places[chunk] = slot * part, (slot + 1) * part
+        places[-1] = size, 2 * size  # what arrives is there even if nothing passes by
+        return places
+    blocks = n if x.primitive in ("all_gather", "gather", "reduce_scatter", "scatter") else 1
+    part, width = size // blocks, x.chunks // blocks
+
+    def bound(chunk: int, end: int) -> int:
+        block, within = divmod(chunk, width)
+        return block * part + (within + end) * part // width
+
+    return {chunk: (bound(chunk, 0), bound(chunk, 1)) for chunk in range(x.chunks)}
