@@ -16,7 +16,7 @@ from fivefold.optim.card import planned_ways
 from fivefold.optim.card import state_bytes as all_state_bytes
 from fivefold.plan.setting import Partition, Setting, States, stages
 from fivefold.precision import DTYPES, MASTER
-from fivefold.schedules.collectives.messages import messages_of
+from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.registry import AUTO, LIBRARY, chosen
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout, changed, groups
