@@ -129,7 +129,7 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
         return figures
     count = microbatches_per_step(recipe)
     site = site_layout(layout, recipe.sites.count)
-    layers, counts = _sizes(recipe, site, rank)
+    layers, counts = sizes(recipe.model, site, in_site(site, rank)[1], count, recipe.sites.fragments)
     models = {L: recipe.model_copy(update={"model": _deep(recipe.model, L)}) for L in layers}
     steps = {(L, m): trace(models[L], rank, m, device) for L in layers for m in counts}
     tokens = count * (recipe.train.microbatch_size or 1) * layout.dp * recipe.model.seq_len
@@ -185,30 +185,25 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
 def blocks_traced(recipe: Recipe, rank: int) -> int:
     """Number of blocks times microbatches that `exact` traces; each takes about 25 ms on one core."""
     layout = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
-    layers, counts = _sizes(recipe, layout, rank)
-    position = layout.coordinates(in_site(layout, rank)[1])["pp"]
+    number, count = in_site(layout, rank)[1], microbatches_per_step(recipe)
+    layers, counts = sizes(recipe.model, layout, number, count, recipe.sites.fragments)
+    position = layout.coordinates(number)["pp"]
     blocks = sum(sum(map(sum, _stages(_deep(recipe.model, L), layout, position))) for L in layers)
     return blocks * sum(counts)
-
-
-def _sizes(recipe: Recipe, site: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`sizes` of a recipe. Blocks with different modes of recomputation are all traced. rank: of the whole run."""
-    count, number = microbatches_per_step(recipe), in_site(site, rank)[1]
-    layers, counts = sizes(recipe.model, site, number, count, recipe.sites.fragments)
-    if len(layers) > 1 and len(set(of_blocks(site.recompute, recipe.model.layers))) > 1:
-        layers = (recipe.model.layers,)
-    return layers, counts
 
 
 def sizes(
     model: ModelSection, layout: Layout, rank: int, microbatches: int, fragments: int = 1
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work.
-    fragments: of the outer step, if there are several sites."""
+    """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work. Blocks
+    with different modes of recomputation are all traced. fragments: of the outer step, if there are several sites."""
     position = layout.coordinates(rank)["pp"]
     if sum(map(sum, _stages(model, layout, position))) * microbatches <= AS_IT_IS:
         return (model.layers,), (microbatches,)
-    return depths(model, layout, position, fragments), fewer(microbatches, layout)
+    layers = depths(model, layout, position, fragments)
+    if len(layers) > 1 and len(set(of_blocks(layout.recompute, model.layers))) > 1:
+        layers = (model.layers,)
+    return layers, fewer(microbatches, layout)
 
 
 def depths(model: ModelSection, layout: Layout, position: int, fragments: int = 1) -> tuple[int, ...]:

@@ -115,11 +115,6 @@ def size_of(arg: Any) -> int:
     return sum(map(size_of, arg)) if isinstance(arg, list | tuple) else 0
 
 
-def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Each row of a (M, K) times one matrix of b (E, K, N); or (K, M) times (M, N) in groups of M."""
-    return 2 * math.prod(a.shape[-2:]) * b.shape[-1]
-
-
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     """q k^T and p v, (B, H, T, d), without counting hidden keys as saved."""
     return 4 * math.prod(q.shape) * k.shape[2]
@@ -130,14 +125,10 @@ def _attention_backward(dout: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -
     return 10 * math.prod(q.shape) * k.shape[2]
 
 
-def _linear(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """x (..., D) times weight^T (D, F)."""
-    return 2 * math.prod(x.shape) * weight.shape[0]
-
-
 FORMULAS: dict[Any, Any] = {
     **flop_registry,
-    torch.ops.aten._grouped_mm: _grouped,
+    # Each row of a (M, K) times one matrix of b (E, K, N); or (K, M) times (M, N) in groups of M.
+    torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * math.prod(a.shape[-2:]) * b.shape[-1],
     # PyTorch's refuses groups of heads before torch 2.13.
     torch.ops.aten._scaled_dot_product_flash_attention: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward: _attention_backward,
@@ -145,7 +136,8 @@ FORMULAS: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 if torch.backends.mkldnn.is_available():
-    FORMULAS[torch.ops.mkldnn._linear_pointwise] = _linear
+    # x (..., D) times weight^T (D, F)
+    FORMULAS[torch.ops.mkldnn._linear_pointwise] = lambda x, w, *_, **__: 2 * math.prod(x.shape) * w.shape[0]
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
