@@ -366,10 +366,8 @@ class Rounded(Updater):
             if self._rounder.how == "kahan":
                 for name in inner.masters:
                     key, weight = f"{COMPENSATION}.{name}", self.masters[name]
-                    found = tensors.get(key)
-                    self.rounded[key] = (
-                        torch.zeros_like(weight) if found is None else found.to(weight, copy=True)
-                    )
+                    compensation = tensors.get(key, torch.zeros_like(weight))
+                    self.rounded[key] = compensation.to(weight, copy=True)
 
     def begin(self, number: int) -> None:
         self.rounded.clear()
