@@ -170,8 +170,8 @@ def attend_backward(
 def _tiles(q: Tensor, k: Tensor, causal: bool) -> Sequence[Tile]:
     """The tiles of queries that see all keys, or those of a causal mask."""
     Q, S = q.shape[2], k.shape[2]
-    found = whole_tiles(q.shape[0], Q, causal, q.element_size())
-    return found if causal else [tile._replace(high=S) for tile in found]
+    tiles = whole_tiles(q.shape[0], Q, causal, q.element_size())
+    return tiles if causal else [tile._replace(high=S) for tile in tiles]
 
 
 def _softmax(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> Tensor:

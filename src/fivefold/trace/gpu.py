@@ -99,7 +99,7 @@ def timelines_on_gpu(recipe: Recipe, rank: int) -> list[tuple[str, MemoryTimelin
     Raises:
         UserError: the layout is not valid, or has no such rank.
     """
-    return [(name, from_json(found)) for name, found in _one_on_gpu(recipe, rank, True)["timelines"]]
+    return [(name, from_json(timeline)) for name, timeline in _one_on_gpu(recipe, rank, True)["timelines"]]
 
 
 def _one_on_gpu(recipe: Recipe, rank: int, over_time: bool = False) -> dict[str, Any]:

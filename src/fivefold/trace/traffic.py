@@ -91,8 +91,8 @@ class Collectives(DispatchMode):
         name = next((name for arg in args if (name := self._axis(arg))), None)
         if name is None:  # e.g. a wait
             return
-        for found in (self.found, self.other):
-            _add(found, OPS.get(op, op), name, max(map(size_of, args)))
+        for table in (self.found, self.other):
+            _add(table, OPS.get(op, op), name, max(map(size_of, args)))
 
     def _axis(self, arg: Any) -> str | None:
         if isinstance(arg, str):
@@ -102,8 +102,8 @@ class Collectives(DispatchMode):
         return None
 
 
-def _add(found: dict[tuple[str, str], list[int]], operation: str, name: str, size: int) -> None:
-    entry = found.setdefault((operation, name), [0, 0])
+def _add(table: dict[tuple[str, str], list[int]], operation: str, name: str, size: int) -> None:
+    entry = table.setdefault((operation, name), [0, 0])
     entry[0] += 1
     entry[1] += size
 
