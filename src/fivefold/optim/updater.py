@@ -192,15 +192,7 @@ class Updater:
             self._count()
             return
         self.begun = True
-        rest, self.written = list(gradients.values()), False
-        if isinstance(self.optimizer, AdamW) and self.optimizer.one_pass:  # it scales on its way
-            rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
-            self.optimizer.scale = scale
-            if self.working is not None and self.fused.keys() == self.working.keys():
-                self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
-                self.written = True
-        if scale is not None and rest:
-            torch._foreach_mul_(rest, scale)
+        self._scale(gradients, scale)
         if self.optimizer is not None:
             self.optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             for name, weight in self.fused.items():
@@ -223,6 +215,18 @@ class Updater:
         if known is None:
             return largest([*masters.values()])
         return largest([known, *(w for name, w in masters.items() if name not in self.fused)])
+
+    def _scale(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
+        """Scales the gradients, or has them scaled by a kernel that does so on its way."""
+        rest, self.written = list(gradients.values()), False
+        if isinstance(self.optimizer, AdamW) and self.optimizer.one_pass:
+            rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
+            self.optimizer.scale = scale
+            if self.working is not None and self.fused.keys() == self.working.keys():
+                self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
+                self.written = True
+        if scale is not None and rest:
+            torch._foreach_mul_(rest, scale)
 
     def _count(self) -> None:
         if self.rules is not None:
