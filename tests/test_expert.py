@@ -17,8 +17,8 @@ from fivefold.checkpoint import store
 from fivefold.comm import Axis
 from fivefold.data import prepare
 from fivefold.errors import UserError
-from fivefold.kernels.mixture import grouped_linear
 from fivefold.models.card import card_of
+from fivefold.models.mixture import grouped_linear
 from fivefold.parallel.expert import AllToAll, Turns
 from fivefold.parallel.mesh import Mesh
 from fivefold.recipe import Recipe, change, load, resolve

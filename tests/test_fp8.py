@@ -16,9 +16,9 @@ from fivefold.comm import everyone
 from fivefold.errors import UserError
 from fivefold.kernels import fp8, matmul, native
 from fivefold.kernels.fp8 import Fp8, encode
-from fivefold.kernels.mixture import grouped_linear
 from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles, rounded_matmuls
 from fivefold.models.base import init_part
+from fivefold.models.mixture import grouped_linear
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel import parallelize as parallelize_
 from fivefold.parallel.parallelize import rounded_layers

@@ -11,7 +11,7 @@ from fivefold.host.machine import has_cpu_bf16
 from fivefold.kernels import elementwise, matmul, native, partial_attention, sizes
 from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.matmul import linear_cross_entropy, widened
-from fivefold.kernels.mixture import grouped_linear
+from fivefold.models.mixture import grouped_linear
 from fivefold.trace.memory import Tracker
 
 # bf16 keeps 8 bits: an operation rounds by up to 2^-9, and the longest chain here (PyTorch's own attention with

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fivefold.errors import UserError
-from fivefold.kernels.mixture import assign, combine, dispatch, evened, grouped_linear
 from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.layers import Cache
-from fivefold.models.mixture import Mixture, balance_loss
+from fivefold.models.mixture import Mixture, assign, balance_loss, combine, dispatch, evened, grouped_linear
 from fivefold.models.moe.module import Model as MoE
 from fivefold.observe.metrics import read_metrics
 from fivefold.parallel import recompute

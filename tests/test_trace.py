@@ -270,7 +270,7 @@ def test_host_syncs_are_counted_where_they_are() -> None:
     mixed = trace(recipe_of("dp=1", "fp32", *MOE, "model.capacity_factor=1.0"), 0, 3).syncs
     assert {
         (op, at.split(":")[0]): times for (op, at), times in mixed.items() if at.startswith("kernels/")
-    } == {("index", "kernels/mixture.py"): 3 * 4}
+    } == {("index", "models/mixture.py"): 3 * 4}
 
 
 def test_figures_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

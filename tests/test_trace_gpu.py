@@ -212,7 +212,7 @@ def expected(recipe: Recipe) -> dict[tuple[str, str], int]:
     if layout.ep > 1:
         found["item", "parallel/expert.py"] = blocks * repeated
     if model.arch == "moe" and model.capacity_factor:
-        found["index", "kernels/mixture.py"] = blocks * repeated
+        found["index", "models/mixture.py"] = blocks * repeated
     return found | of_offload(recipe)
 
 

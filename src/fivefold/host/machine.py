@@ -45,7 +45,7 @@ def keep_few_primitives() -> None:
 
     Experts that ranks share get other numbers of rows in each step. So each of their matmuls is compiled anew, and used
     once; 1024 of them take hundreds of megabytes. The matmuls whose shapes come again are fewer than 128 apart, also
-    where a rank has all experts (`kernels.mixture.evened`).
+    where a rank has all experts (`models.mixture.evened`).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 

@@ -176,8 +176,8 @@ def qkv_attention(
     cuda = torch.backends.cuda  # fused attention keeps no probabilities
     fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
     if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not fused:
-        kept = checkpoint(attention, q, k, v, causal, documents, use_reentrant=False)
-        return kept.flatten(2)
+        attended = checkpoint(attention, q, k, v, causal, documents, use_reentrant=False)
+        return attended.flatten(2)
     return attention(q, k, v, causal, documents).flatten(2)
 
 

@@ -94,11 +94,11 @@ def digest(x: Tensor) -> Tensor:
     key_a, key_b = keys("digest")
     step = chunk_on(words.device)
     for start in range(0, words.numel(), step):
-        some = words[start : start + step].to(torch.int32)
-        whole = some.numel() // ROW * ROW
-        sums = [(some[:whole].view(-1, ROW) * factors).sum(1)]  # int64
-        if whole < some.numel():
-            rest = some[whole:]
+        part = words[start : start + step].to(torch.int32)
+        whole = part.numel() // ROW * ROW
+        sums = [(part[:whole].view(-1, ROW) * factors).sum(1)]  # int64
+        if whole < part.numel():
+            rest = part[whole:]
             sums.append((rest * factors[: rest.numel()]).sum().view(1))
         rows = torch.cat(sums)
         number = torch.arange(start // ROW, start // ROW + len(rows), device=rows.device)

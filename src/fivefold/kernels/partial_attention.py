@@ -142,7 +142,21 @@ def attend_backward(
         q_rows, do_rows = wide(_stack(part.q, K)), wide(_stack(part.dout, K))  # (B K, G q, d)
         p = torch.bmm(q_rows, keys.transpose(1, 2))
         ds = torch.bmm(do_rows, _flat(_keys(v, tile)).transpose(1, 2))
-        _softmax_backward(p, ds, part, tile, causal)
+        # Scores become probabilities, and ds the gradient of the scores, in place.
+        heads, d, lse, delta = (
+            part.q.shape[1],
+            part.q.shape[3],
+            part.lse.contiguous(),
+            part.delta.contiguous(),
+        )
+        if native.usable(p, ds):
+            shape = softmax_shape(p, tile, heads, causal, d)
+            native.call("softmax_lse_backward", ds.dtype, p, ds, lse, delta, *shape)
+        else:
+            lse, delta = (x.view(p.shape[0], -1, 1) for x in (lse, delta))
+            exact = (_masked(p.float() * d**-0.5, tile, heads, causal) - lse).exp_()
+            ds.copy_(exact * (ds.float() - delta) * d**-0.5)
+            p.copy_(exact)
         dq[block] = torch.bmm(ds, keys).view(part.q.shape)
         dk_block = torch.bmm(ds.transpose(1, 2), q_rows)
         dv_block = torch.bmm(p.transpose(1, 2), do_rows)
@@ -156,8 +170,8 @@ def attend_backward(
 def _tiles(q: Tensor, k: Tensor, causal: bool) -> Sequence[Tile]:
     """The tiles of queries that see all keys, or those of a causal mask."""
     Q, S = q.shape[2], k.shape[2]
-    found = whole_tiles(q.shape[0], Q, causal, q.element_size())
-    return found if causal else [tile._replace(high=S) for tile in found]
+    tiles = whole_tiles(q.shape[0], Q, causal, q.element_size())
+    return tiles if causal else [tile._replace(high=S) for tile in tiles]
 
 
 def _softmax(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> Tensor:
@@ -173,20 +187,6 @@ def _softmax(scores: Tensor, tile: Tile, heads: int, causal: bool, d: int) -> Te
     shift = lse if tile.bounds is None else lse.clamp(min=LOWEST)  # a row without keys is -inf all along
     scores.copy_((exponents - shift[..., None]).exp_())
     return lse
-
-
-def _softmax_backward(scores: Tensor, dp: Tensor, rows: Queries, tile: Tile, causal: bool) -> None:
-    """Turns scores (B K, G q, S) into probabilities, and their gradient dp into that of the scores, in place."""
-    heads, d = rows.q.shape[1], rows.q.shape[3]
-    lse, delta = rows.lse.contiguous(), rows.delta.contiguous()
-    if native.usable(scores, dp):
-        shape = softmax_shape(scores, tile, heads, causal, d)
-        native.call("softmax_lse_backward", dp.dtype, scores, dp, lse, delta, *shape)
-        return
-    lse, delta = (x.view(scores.shape[0], -1, 1) for x in (lse, delta))
-    p = (_masked(scores.float() * d**-0.5, tile, heads, causal) - lse).exp_()
-    dp.copy_(p * (dp.float() - delta) * d**-0.5)
-    scores.copy_(p)
 
 
 def _masked(scores: Tensor, tile: Tile, heads: int, causal: bool) -> Tensor:

@@ -63,21 +63,21 @@ class Tiling:
 def shared_spans(lows: list[int], highs: list[int]) -> list[tuple[int, int, int, int]]:
     """Joins the spans of keys [low, high) of neighbouring sequences: (first, behind the last, low, high) of each tile.
     Sequences with an empty span are in none."""
-    found: list[tuple[int, int, int, int]] = []
+    tiles: list[tuple[int, int, int, int]] = []
     needed = 0  # by the sequences of the last tile
     for row, (low, high) in enumerate(zip(lows, highs, strict=True)):
         if high <= low:
             continue
-        if found and found[-1][1] == row:
-            first, _, least, most = found[-1]
+        if tiles and tiles[-1][1] == row:
+            first, _, least, most = tiles[-1]
             least, most = min(least, low), max(most, high)
             if (row + 1 - first) * (most - least) <= WASTE * (needed + high - low):
-                found[-1] = first, row + 1, least, most
+                tiles[-1] = first, row + 1, least, most
                 needed += high - low
                 continue
-        found.append((row, row + 1, low, high))
+        tiles.append((row, row + 1, low, high))
         needed = high - low
-    return found
+    return tiles
 
 
 class Sample:
@@ -115,8 +115,8 @@ class Sample:
         if asked not in self._computed:
             whole = _scores(Tiling(np.zeros((1, T), np.int64)), ranks, causal, element_size)
             rows = [self.tiling.first_BT[at : at + B] for at in range(0, self.tiling.shape[0], B)]
-            found = sum(_scores(Tiling(one), ranks, causal, element_size) for one in rows)
-            self._computed[asked] = found / (whole * self.tiling.shape[0])
+            scores = sum(_scores(Tiling(first_BT), ranks, causal, element_size) for first_BT in rows)
+            self._computed[asked] = scores / (whole * self.tiling.shape[0])
         return self._computed[asked]
 
 

@@ -171,10 +171,8 @@ def problems(model: CustomModel, layout: Layout, given: bool) -> Iterator[str]:
         )
     for axis in ("pp", "cp"):
         if (size := getattr(layout, axis)) > 1 and not (full and given):
-            need = (
-                "must be a fivefold.LanguageModel" if given else "needs a card: fivefold.train(..., card=...)"
-            )
-            why = f"{custom}, and {need} (docs/own_model.md)"
+            card = "must be a fivefold.LanguageModel", "needs a card: fivefold.train(..., card=...)"
+            why = f"{custom}, and {card[not given]} (docs/own_model.md)"
             yield refused(axis, why, f"--layout dp={size},zero=3")
     partly = {*of_blocks(layout.recompute, model.blocks)} - {"none", "full"} if model.blocks else set()
     if layout.recompute != "none" and not model.blocks:

@@ -49,9 +49,9 @@ class Rounder:
         key_a, key_b = keys(f"{self.seed}/{self.steps}/{key}")
         rest = exact.view(-1)
         for ranges in stretches(part.keeps, start, start + rest.numel()):
-            some, rest = rest[: size_of(ranges)].view(local_shape(ranges)), rest[size_of(ranges) :]
+            piece, rest = rest[: size_of(ranges)].view(local_shape(ranges)), rest[size_of(ranges) :]
             for where, box in boxes(ranges):
-                round_stochastic_(some[where], part.shape, box, key_a, key_b)
+                round_stochastic_(piece[where], part.shape, box, key_a, key_b)
         return exact.to(dtype)
 
 
@@ -85,10 +85,10 @@ def round_stochastic_(
             )
         return
     for rows, index in indices(shape, box, x.device, chunk_on(x.device)):
-        some = x[rows]
-        bits = hash_(index.int(), key_a, key_b).bitwise_and_(0xFFFF).view(some.shape)
-        bits.masked_fill_(some.isnan(), 0)  # else NaN may become -0
-        some.copy_(bits.add_(some.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32))
+        part = x[rows]
+        bits = hash_(index.int(), key_a, key_b).bitwise_and_(0xFFFF).view(part.shape)
+        bits.masked_fill_(part.isnan(), 0)  # else NaN may become -0
+        part.copy_(bits.add_(part.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32))
 
 
 def cut_off(exact: Tensor, rounded: Tensor) -> Tensor:

@@ -152,12 +152,12 @@ class Updater:
         self.card, self.masters, self.rates = card, masters, dict(rates or {})
         each = weight_decay if isinstance(weight_decay, Mapping) else dict.fromkeys(masters, weight_decay)
         decays = {name: each[name] if w.dim() >= 2 else 0.0 for name, w in masters.items()}
-        own = {name: w for name, w in masters.items() if card.of(name, tuple(w.shape)) is card}
+        ruled = {name: w for name, w in masters.items() if card.of(name, tuple(w.shape)) is card}
         self.rules: Rules | None = None
         fused, kernel = masters, card
         if card.rule is not None:
-            self.rules = Rules(card, own, decays, fields, compute, gathering, tokens)
-            fused = {name: w for name, w in masters.items() if name not in own}
+            self.rules = Rules(card, ruled, decays, fields, compute, gathering, tokens)
+            fused = {name: w for name, w in masters.items() if name not in ruled}
             kernel = card.rest
         self.optimizer: torch.optim.Optimizer | None = None
         if fused:
@@ -167,8 +167,8 @@ class Updater:
             for name, weight in fused.items():
                 groups.setdefault((decays[name], self.rates.get(name, 1.0)), []).append(weight)
             params = [
-                {"params": some, "weight_decay": decay, "rate": rate}
-                for (decay, rate), some in groups.items()
+                {"params": weights, "weight_decay": decay, "rate": rate}
+                for (decay, rate), weights in groups.items()
             ]
             self.optimizer = kernel.build(params, lr, **{name: fields[name] for name in kernel.fields})
         self.fused = fused
@@ -192,15 +192,7 @@ class Updater:
             self._count()
             return
         self.begun = True
-        rest, self.written = list(gradients.values()), False
-        if isinstance(self.optimizer, AdamW) and self.optimizer.one_pass:  # it scales on its way
-            rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
-            self.optimizer.scale = scale
-            if self.working is not None and self.fused.keys() == self.working.keys():
-                self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
-                self.written = True
-        if scale is not None and rest:
-            torch._foreach_mul_(rest, scale)
+        self._scale(gradients, scale)
         if self.optimizer is not None:
             self.optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             for name, weight in self.fused.items():
@@ -211,9 +203,9 @@ class Updater:
         if self.rules is not None:
             on_host = skip is not None and skip.device.type == "cpu" and not getattr(skip, "fake", False)
             if not (on_host and skip is not None and skip.item()):
-                own = {name: gradients[name] for name in self.rules.masters}
-                rates = {name: lr * self.rates.get(name, 1.0) for name in own}
-                self.rules.step(own, rates, None if on_host else skip)
+                ruled = {name: gradients[name] for name in self.rules.masters}
+                rates = {name: lr * self.rates.get(name, 1.0) for name in ruled}
+                self.rules.step(ruled, rates, None if on_host else skip)
         self.largest = self._largest(self.masters)
         self._count()
 
@@ -223,6 +215,18 @@ class Updater:
         if known is None:
             return largest([*masters.values()])
         return largest([known, *(w for name, w in masters.items() if name not in self.fused)])
+
+    def _scale(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
+        """Scales the gradients, or has them scaled by a kernel that does so on its way."""
+        rest, self.written = list(gradients.values()), False
+        if isinstance(self.optimizer, AdamW) and self.optimizer.one_pass:
+            rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
+            self.optimizer.scale = scale
+            if self.working is not None and self.fused.keys() == self.working.keys():
+                self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
+                self.written = True
+        if scale is not None and rest:
+            torch._foreach_mul_(rest, scale)
 
     def _count(self) -> None:
         if self.rules is not None:
@@ -323,7 +327,7 @@ class Rounded(Updater):
         self.rounded: dict[str, Tensor] = {}  # states, by their checkpoint names
         sizes = {name: math.prod(self.parts[name].shape) for name in masters}
         self.inner = [
-            make({name: _no_memory(masters[name]) for name in some}) for some in updated_together(sizes)
+            make({name: _no_memory(masters[name]) for name in names}) for names in updated_together(sizes)
         ]
 
     def step(
@@ -354,8 +358,8 @@ class Rounded(Updater):
         self._count()
 
     def states(self) -> dict[str, Tensor]:
-        kept = {name: t for inner in self.inner for name, t in inner.states().items()}
-        return kept | self.rounded
+        exact = {name: t for inner in self.inner for name, t in inner.states().items()}
+        return exact | self.rounded
 
     def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
         """Without a compensation, it starts from zero."""
@@ -366,10 +370,8 @@ class Rounded(Updater):
             if self._rounder.how == "kahan":
                 for name in inner.masters:
                     key, weight = f"{COMPENSATION}.{name}", self.masters[name]
-                    found = tensors.get(key)
-                    self.rounded[key] = (
-                        torch.zeros_like(weight) if found is None else found.to(weight, copy=True)
-                    )
+                    compensation = tensors.get(key, torch.zeros_like(weight))
+                    self.rounded[key] = compensation.to(weight, copy=True)
 
     def begin(self, number: int) -> None:
         self.rounded.clear()

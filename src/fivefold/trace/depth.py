@@ -102,16 +102,16 @@ class Exact:
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any], seconds: float) -> Exact:
+    def from_json(cls, figures: Mapping[str, Any], seconds: float) -> Exact:
         """Inverse of `as_json`. Raises KeyError or TypeError for anything else."""
-        memory = found["memory"]
-        sent = {(e["operation"], e["axis"]): (e["calls"], e["bytes"]) for e in found["communication"]}
-        syncs = {(e["operation"], e["at"]): e["times"] for e in found["host_syncs"]}
+        memory = figures["memory"]
+        sent = {(e["operation"], e["axis"]): (e["calls"], e["bytes"]) for e in figures["communication"]}
+        syncs = {(e["operation"], e["at"]): e["times"] for e in figures["host_syncs"]}
         peak = Peak(memory["peak_bytes"], memory["at_peak"], memory["highest"], memory["away"])
-        traced = [(e["layers"], e["microbatches"]) for e in found["traced"]]
-        step = Traced(peak, sent, found["flops"], syncs)
-        layout, rank, device = found["layout"], found["rank"], found["device"]
-        return cls(layout, rank, step, traced, found["flops_formula"], seconds, device)
+        traced = [(e["layers"], e["microbatches"]) for e in figures["traced"]]
+        step = Traced(peak, sent, figures["flops"], syncs)
+        layout, rank, device = figures["layout"], figures["rank"], figures["device"]
+        return cls(layout, rank, step, traced, figures["flops_formula"], seconds, device)
 
 
 def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device = CPU) -> Exact:
@@ -128,7 +128,7 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
         return figures
     count = microbatches_per_step(recipe)
     site = site_layout(layout, recipe.sites.count)
-    layers, counts = _sizes(recipe, site, rank)
+    layers, counts = sizes(recipe.model, site, in_site(site, rank)[1], count, recipe.sites.fragments)
     models = {L: recipe.model_copy(update={"model": _deep(recipe.model, L)}) for L in layers}
     steps = {(L, m): trace(models[L], rank, m, device) for L in layers for m in counts}
     tokens = count * (recipe.train.microbatch_size or 1) * layout.dp * recipe.model.seq_len
@@ -149,17 +149,17 @@ def timelines(recipe: Recipe, rank: int = 0, device: torch.device = CPU) -> list
         UserError: the layout is not valid, or has no such rank.
     """
     layout = check_rank(recipe, rank)
-    all_of_them = microbatches_per_step(recipe)
+    whole = microbatches_per_step(recipe)
     site = site_layout(layout, recipe.sites.count)
-    position, count = site.coordinates(in_site(site, rank)[1])["pp"], all_of_them
+    position, count = site.coordinates(in_site(site, rank)[1])["pp"], whole
     if sum(map(sum, _stages(recipe.model, site, position))) * count > DRAWN:
         count = max(fewer(count, site))
-    told = "" if count == all_of_them else f", the first {count} of {all_of_them} microbatches"
-    found = []
+    which = "" if count == whole else f", the first {count} of {whole} microbatches"
+    drawn = []
     for name, first in (("first step", True), ("a later step", False)):
         timeline = probe(recipe, rank, count, device, first).timeline(timed=False, rank=rank, step=2 - first)
-        found.append((f"{name}, rank {rank}{told}", timeline))
-    return found
+        drawn.append((f"{name}, rank {rank}{which}", timeline))
+    return drawn
 
 
 def check_rank(recipe: Recipe, rank: int) -> Layout:
@@ -184,47 +184,42 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
 def blocks_traced(recipe: Recipe, rank: int) -> int:
     """Number of blocks times microbatches that `exact` traces; each takes about 25 ms on one core."""
     layout = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
-    layers, counts = _sizes(recipe, layout, rank)
-    position = layout.coordinates(in_site(layout, rank)[1])["pp"]
+    number, count = in_site(layout, rank)[1], microbatches_per_step(recipe)
+    layers, counts = sizes(recipe.model, layout, number, count, recipe.sites.fragments)
+    position = layout.coordinates(number)["pp"]
     blocks = sum(sum(map(sum, _stages(_deep(recipe.model, L), layout, position))) for L in layers)
     return blocks * sum(counts)
-
-
-def _sizes(recipe: Recipe, site: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`sizes` of a recipe. Blocks with different modes of recomputation are all traced. rank: of the whole run."""
-    count, number = microbatches_per_step(recipe), in_site(site, rank)[1]
-    layers, counts = sizes(recipe.model, site, number, count, recipe.sites.fragments)
-    if len(layers) > 1 and len(set(of_blocks(site.recompute, recipe.model.layers))) > 1:
-        layers = (recipe.model.layers,)
-    return layers, counts
 
 
 def sizes(
     model: ModelSection, layout: Layout, rank: int, microbatches: int, fragments: int = 1
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work.
-    fragments: of the outer step, if there are several sites."""
+    """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work. Blocks
+    with different modes of recomputation are all traced. fragments: of the outer step, if there are several sites."""
     position = layout.coordinates(rank)["pp"]
     if sum(map(sum, _stages(model, layout, position))) * microbatches <= AS_IT_IS:
         return (model.layers,), (microbatches,)
-    return depths(model, layout, position, fragments), fewer(microbatches, layout)
+    layers = depths(model, layout, position, fragments)
+    if len(layers) > 1 and len(set(of_blocks(layout.recompute, model.layers))) > 1:
+        layers = (model.layers,)
+    return layers, fewer(microbatches, layout)
 
 
 def depths(model: ModelSection, layout: Layout, position: int, fragments: int = 1) -> tuple[int, ...]:
     """Two small numbers of layers to extrapolate from, or the model's own if there are none. With them, every stage at
     this pipeline position, and every fragment, loses the same number of blocks."""
-    own = _stages(model, layout, position)
+    stages = _stages(model, layout, position)
     everywhere = layout.pp * layout.stages_per_rank
-    found: list[int] = []
+    layers: list[int] = []
     least = LEAST_SHARDED if layout.zero and layout.shards > 1 else LEAST_BLOCKS
-    for less in range(min(map(sum, own)) - least, 0, -1):
+    for less in range(min(map(sum, stages)) - least, 0, -1):
         small = _deep(model, model.layers - less * everywhere)
         if less * everywhere % fragments or small.layers < fragments:
             continue
-        if _stages(small, layout, position) == [(dense, other - less) for dense, other in own]:
-            found.append(small.layers)
-        if len(found) == 2:
-            return tuple(found)
+        if _stages(small, layout, position) == [(dense, other - less) for dense, other in stages]:
+            layers.append(small.layers)
+        if len(layers) == 2:
+            return tuple(layers)
     return (model.layers,)
 
 
@@ -243,7 +238,7 @@ def fewer(microbatches: int, layout: Layout) -> tuple[int, ...]:
 def extrapolate(steps: Mapping[tuple[int, int], Traced], layers: int, microbatches: int) -> Traced:
     """Extrapolates to a depth and a number of microbatches, from one or two of each."""
     at_depth = {
-        depth: _follow({m: step for (own, m), step in steps.items() if own == depth}, microbatches)
+        depth: _follow({m: step for (L, m), step in steps.items() if depth == L}, microbatches)
         for depth, _ in steps
     }
     return _follow(at_depth, layers)
@@ -272,11 +267,11 @@ def _stages(model: ModelSection, layout: Layout, position: int) -> list[tuple[in
     """(leading dense blocks, other blocks) of each stage at a pipeline position."""
     card = card_of(model)
     blocks, mixed = stage_blocks(card, layout), card.is_mixed
-    found = []
+    stages = []
     for stage in stages_of(layout, position):
         before = sum(not mixed(number) for number in blocks[stage]) if card.has_experts else 0
-        found.append((before, len(blocks[stage]) - before))
-    return found
+        stages.append((before, len(blocks[stage]) - before))
+    return stages
 
 
 def _deep(model: ModelSection, layers: int) -> ModelSection:
@@ -328,10 +323,10 @@ class CachedFigures:
 @cache
 def _source() -> str:
     """A hash of the package's code."""
-    folder, found = Path(__file__).parents[1], hashlib.sha256()
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c"), *folder.rglob("*.cpp")]):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def beside(plan: Plan, exact: Exact) -> Iterator[str]:

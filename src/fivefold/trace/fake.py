@@ -155,7 +155,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Fake]) -> torch.device | None:
     """Sends the result to "meta". Returns the device that it claims to be on; None: neither arguments nor result are
-    fake."""
+    fake.
+
+    Raises:
+        RuntimeError: the arguments are on several devices, or on another than the operation's.
+    """
     device = kwargs.get("device")
     if device is not None:
         if device.type == "meta" and not owners:
@@ -169,23 +173,15 @@ def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Fak
         if any(argument.name == "device" for argument in func._schema.arguments):
             kwargs["device"] = META
         return CPU
-    return _common(func, args, owners)
-
-
-def _common(func: Any, args: Any, owners: dict[int, Fake]) -> torch.device:
-    """The device of an operation's arguments. A number of the CPU, a tensor without dims, goes anywhere.
-
-    Raises:
-        RuntimeError: they are on several, or on another than the operation's.
-    """
-    found = [tensor.on for tensor in owners.values()]
-    if all(on == CPU for on in found) or func in COPIES:
-        return found[0]
+    # A number of the CPU, a tensor without dims, goes anywhere.
+    places = [tensor.on for tensor in owners.values()]
+    if all(on == CPU for on in places) or func in COPIES:
+        return places[0]
     wide = {tensor.on for tensor in owners.values() if tensor.dim()}
     wide |= {CPU for arg in args if type(arg) is Tensor and arg.dim() and arg.device == CPU}
     if len(wide) > 1 or func.namespace == "mkldnn" or "_for_cpu" in func.__name__:
-        raise RuntimeError(f"{func} does not take tensors on {', '.join(sorted(map(str, {*found, *wide})))}")
-    return next(iter(wide), next(on for on in found if on != CPU))
+        raise RuntimeError(f"{func} does not take tensors on {', '.join(sorted(map(str, {*places, *wide})))}")
+    return next(iter(wide), next(on for on in places if on != CPU))
 
 
 def _bare(arg: Any, owners: dict[int, Fake]) -> Any:

@@ -100,8 +100,8 @@ def timelines_on_gpu(recipe: Recipe, rank: int) -> list[tuple[str, MemoryTimelin
         UserError: the layout is not valid, or has no such rank.
     """
     return [
-        (name, MemoryTimeline.from_json(found))
-        for name, found in _one_on_gpu(recipe, rank, True)["timelines"]
+        (name, MemoryTimeline.from_json(timeline))
+        for name, timeline in _one_on_gpu(recipe, rank, True)["timelines"]
     ]
 
 

@@ -187,7 +187,7 @@ class Tracker(DispatchMode):
             highest[category] = max(highest[category], now[category])
             if total > most:
                 most, at_peak = total, dict(now)
-        device, besides = ({name: one[name] for name in CATEGORIES} for one in (at_peak, highest))
+        device, besides = ({name: sizes[name] for name in CATEGORIES} for sizes in (at_peak, highest))
         return Peak(most, device, besides, {name: highest[name] for name in AWAY})
 
     def begin_update(self) -> None:
@@ -258,19 +258,19 @@ class Tracker(DispatchMode):
                 if memory.category in (None, "activations") or category == "disk":
                     memory.category = category
 
-    def _walk(self, found: Any, made: bool) -> None:
+    def _walk(self, value: Any, made: bool) -> None:
         """Sees all tensors in nested tuples, lists and dictionaries."""
-        kind = type(found)
+        kind = type(value)
         if kind is Fake:
-            if found.on.type in (self.on, self.host):
-                self._count(found.meta.untyped_storage(), made, found.on.type)
+            if value.on.type in (self.on, self.host):
+                self._count(value.meta.untyped_storage(), made, value.on.type)
         elif kind is tuple or kind is list:
-            for item in found:
+            for item in value:
                 self._walk(item, made)
-        elif isinstance(found, Tensor):
-            self._see(found, made)
+        elif isinstance(value, Tensor):
+            self._see(value, made)
         elif kind is dict:
-            for item in found.values():
+            for item in value.values():
                 self._walk(item, made)
 
     def _see(self, tensor: Tensor, made: bool) -> list[_Memory]:
@@ -323,15 +323,15 @@ def _settled(out: Any, tensors: list[Tensor], wait: bool) -> Any:
     return done_work(tensors)
 
 
-def tensors_in(found: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in nested tuples, lists and dictionaries."""
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, tuple | list):
-        for item in found:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
             yield from tensors_in(item)
-    elif isinstance(found, dict):
-        yield from tensors_in(tuple(found.values()))
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:

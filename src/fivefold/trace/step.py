@@ -253,7 +253,7 @@ def _even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
     _, chunks, ranks = rows_2CG.shape
     rows_2CG.tolist()  # as the method that this replaces does: a host sync
     each = [rows * (i + 1) // chunks - rows * i // chunks for i in range(chunks)]
-    return [[[some // ranks + (index < some % ranks) for index in range(ranks)] for some in each]] * 2
+    return [[[count // ranks + (index < count % ranks) for index in range(ranks)] for count in each]] * 2
 
 
 def _chosen(model: ModelSection, T: int, mask: Tensor) -> int:

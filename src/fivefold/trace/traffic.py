@@ -91,8 +91,8 @@ class Collectives(DispatchMode):
         name = next((name for arg in args if (name := self._axis(arg))), None)
         if name is None:  # e.g. a wait
             return
-        for found in (self.found, self.other):
-            _add(found, OPS.get(op, op), name, max(map(size_of, args)))
+        for table in (self.found, self.other):
+            _add(table, OPS.get(op, op), name, max(map(size_of, args)))
 
     def _axis(self, arg: Any) -> str | None:
         if isinstance(arg, str):
@@ -102,8 +102,8 @@ class Collectives(DispatchMode):
         return None
 
 
-def _add(found: dict[tuple[str, str], list[int]], operation: str, name: str, size: int) -> None:
-    entry = found.setdefault((operation, name), [0, 0])
+def _add(table: dict[tuple[str, str], list[int]], operation: str, name: str, size: int) -> None:
+    entry = table.setdefault((operation, name), [0, 0])
     entry[0] += 1
     entry[1] += size
 
@@ -113,11 +113,6 @@ def size_of(arg: Any) -> int:
     if isinstance(arg, Tensor):
         return arg.nbytes
     return sum(map(size_of, arg)) if isinstance(arg, list | tuple) else 0
-
-
-def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Each row of a (M, K) times one matrix of b (E, K, N); or (K, M) times (M, N) in groups of M."""
-    return 2 * math.prod(a.shape[-2:]) * b.shape[-1]
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
@@ -130,14 +125,10 @@ def _attention_backward(dout: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -
     return 10 * math.prod(q.shape) * k.shape[2]
 
 
-def _linear(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """x (..., D) times weight^T (D, F)."""
-    return 2 * math.prod(x.shape) * weight.shape[0]
-
-
 FORMULAS: dict[Any, Any] = {
     **flop_registry,
-    torch.ops.aten._grouped_mm: _grouped,
+    # Each row of a (M, K) times one matrix of b (E, K, N); or (K, M) times (M, N) in groups of M.
+    torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * math.prod(a.shape[-2:]) * b.shape[-1],
     # PyTorch's refuses groups of heads before torch 2.13.
     torch.ops.aten._scaled_dot_product_flash_attention: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward: _attention_backward,
@@ -145,7 +136,8 @@ FORMULAS: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 if torch.backends.mkldnn.is_available():
-    FORMULAS[torch.ops.mkldnn._linear_pointwise] = _linear
+    # x (..., D) times weight^T (D, F)
+    FORMULAS[torch.ops.mkldnn._linear_pointwise] = lambda x, w, *_, **__: 2 * math.prod(x.shape) * w.shape[0]
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -49,13 +49,22 @@ FIELDS: Fields = llama.FIELDS | {
 
 def entries(model: ModelSection) -> list[Entry]:
     table, w = [], widths_of(model)
+    width = (model.expert_ffn_dim or 0) * (model.shared_experts or 0)
     for entry in llama.entries(model):
         block = int(entry.ours.split(".")[1]) if entry.ours.startswith("blocks.") else 0
         if ".attention.qkv" in entry.ours:
             table += _attention(f"blocks.{block}.attention", f"model.layers.{block}.self_attn", w.query_rank,
                                 w.kv_rank + w.rope)  # fmt: skip
         elif ".mlp.gate_up" in entry.ours and block >= model.dense_layers:
-            table += _mixture(model, f"blocks.{block}.mlp", f"model.layers.{block}.mlp")
+            ours, theirs = f"blocks.{block}.mlp", f"model.layers.{block}.mlp"
+            both = tuple(f"{theirs}.shared_experts.{kind}_proj.weight" for kind in ("gate", "up"))
+            table += [
+                *same(f"{ours}.router", f"{theirs}.gate"),
+                Entry(f"{ours}.router.bias", (f"{theirs}.gate.e_score_correction_bias",)),
+                *experts(f"{ours}.experts", f"{theirs}.experts", model),
+                Entry(f"{ours}.shared.gate_up.weight", both, (width, width)),
+                *same(f"{ours}.shared.down", f"{theirs}.shared_experts.down_proj"),
+            ]
         elif ".mlp." not in entry.ours or block < model.dense_layers:
             table.append(entry)
     return table
@@ -78,18 +87,6 @@ def _attention(ours: str, theirs: str, query: int, key_value: int) -> list[Entry
     ]
 
 
-def _mixture(model: ModelSection, ours: str, theirs: str) -> list[Entry]:
-    width, shared = (model.expert_ffn_dim or 0) * (model.shared_experts or 0), f"{theirs}.shared_experts"
-    both = tuple(f"{shared}.{kind}_proj.weight" for kind in ("gate", "up"))
-    return [
-        *same(f"{ours}.router", f"{theirs}.gate"),
-        Entry(f"{ours}.router.bias", (f"{theirs}.gate.e_score_correction_bias",)),
-        *experts(f"{ours}.experts", f"{theirs}.experts", model),
-        Entry(f"{ours}.shared.gate_up.weight", both, (width, width)),
-        *same(f"{ours}.shared.down", f"{shared}.down_proj"),
-    ]
-
-
 def to_config(model: ModelSection) -> dict[str, Any]:
     config, w = llama.decoder(model), widths_of(model)
     if model.rope_factor > 1 and model.rope_scaling == "yarn":
@@ -108,10 +105,8 @@ def to_config(model: ModelSection) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    fields, rope = (
-        llama.from_config(config),
-        config.get("rope_scaling") or config.get("rope_parameters") or {},
-    )
+    fields = llama.from_config(config)
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if "rope_mscale" in fields:
         fields["rope_mscale"] = float(rope.get("mscale_all_dim") or 0)
     return fields | {"head_dim": None, "query_rank": config.get("q_lora_rank", 1536) or 0}
