@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -276,7 +276,7 @@ class Watchdog:
         idle = own.wait is None and not own.phase and self.board is not None
         judges, limit_s = own.wait is not None or idle, self.limit_s
         if self.board is not None:
-            self.board.post(json.dumps(own.to_json()))
+            self.board.post(json.dumps(asdict(own)))
             overseen = progress.overseen
             asked = bool(overseen) or (judges and self._still_s >= limit_s / 2)
             self._asked_s = self._asked_s + seconds if asked else 0.0

@@ -190,20 +190,12 @@ class DataParallel(Replica):
         self._seen = lambda index, gradient: seen(gradient) if self.names[index] in names else None
 
 
-class Bucket:
-    """Parameters whose gradients one all-reduce sums: elements start .. end of the flat buffer. waiting: the number of
-    gradients still missing."""
-
-    def __init__(self, indices: range, offsets: list[int]):
-        self.indices, self.waiting = indices, 0
-        self.start, self.end = offsets[indices.start], offsets[indices.stop]
-
-
 class GradientSum:
     """Sums the gradients of a replica over the ranks of an axis, by buckets, in dtype `reduce`.
 
     Use: `enable_sync()` before the last backward of a step, `wait()` after it. With one rank both do nothing.
 
+    buckets: the indices of parameters whose gradients one message sums. spans: their elements in the flat buffer.
     compressor: None sums all bits. compressed: the compressed sum of each bucket, if there is a compressor.
     """
 
@@ -217,23 +209,26 @@ class GradientSum:
     ):
         self.flat, self.sums, self.axis, self.reduce = replica.flat_grads, sums, sums.axis, reduce
         shapes = [tuple(p.shape) for p in replica.params]
-        some = buckets([p.numel() for p in replica.params], bucket_bytes)
-        self.buckets = [Bucket(indices, replica.offsets) for indices in some]
+        self.buckets = buckets([p.numel() for p in replica.params], bucket_bytes)
+        self.spans = [
+            (replica.offsets[bucket.start], replica.offsets[bucket.stop]) for bucket in self.buckets
+        ]
         self.compressed: Sequence[CompressedSum] = ()
         if compressor is not None and self.axis.size > 1:
             self.compressed = [
                 compressed_sum(
                     compressor,
-                    shapes[indices.start : indices.stop],
+                    shapes[bucket.start : bucket.stop],
                     self.axis.for_purpose(f"bucket {number}"),
                     number,
                 )
-                for number, indices in enumerate(some)
+                for number, bucket in enumerate(self.buckets)
             ]
         else:
-            for bucket in self.buckets:
-                sums.reserve(bucket.end - bucket.start, reduce)
-        self._bucket_of = [bucket for bucket in self.buckets for _ in bucket.indices]
+            for start, stop in self.spans:
+                sums.reserve(stop - start, reduce)
+        self._bucket_of = [number for number, bucket in enumerate(self.buckets) for _ in bucket]
+        self._missing: list[int] = []  # gradients of each bucket
         self._started: list[tuple[Messages, Started]] = []
         self._syncing = False
         replica.on_gradient = self._gradient_ready
@@ -241,9 +236,7 @@ class GradientSum:
     def enable_sync(self) -> None:
         """Marks the next backward as the last of the step: buckets are sent as they become ready."""
         self._syncing = self.axis.size > 1
-        self._started = []
-        for bucket in self.buckets:
-            bucket.waiting = len(bucket.indices)
+        self._started, self._missing = [], [len(bucket) for bucket in self.buckets]
 
     def wait(self) -> None:
         """Waits until every bucket is summed. Buckets with parameters that got no gradient are sent now."""
@@ -266,15 +259,14 @@ class GradientSum:
     def _gradient_ready(self, index: int) -> None:
         if not self._syncing:
             return
-        self._bucket_of[index].waiting -= 1
+        self._missing[self._bucket_of[index]] -= 1
         # In order only: all ranks must issue the same collectives in the same order.
-        while len(self._started) < len(self.buckets) and self.buckets[len(self._started)].waiting == 0:
+        while len(self._started) < len(self.buckets) and self._missing[len(self._started)] == 0:
             self._start()
 
     def _start(self) -> None:
         number = len(self._started)
-        bucket = self.buckets[number]
-        part = self.flat[bucket.start : bucket.end]
+        part = self.flat[slice(*self.spans[number])]
         messages = self.compressed[number].sum(part) if self.compressed else self._sum(part, number)
         self._started.append((messages, next(messages)))
 

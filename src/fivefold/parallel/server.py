@@ -422,8 +422,8 @@ class Server:
         step: int,
         scale: Tensor | None,
     ) -> int:
-        """Updates the weights of these parts, unless the norm is not finite, and tells the workers. Returns the number of
-        parts whose update was skipped."""
+        """Updates the weights of these parts, unless the norm is not finite, and tells the workers. Returns the number
+        of parts whose update was skipped."""
         skip = (~square.isfinite()).float()
         for shard, part in parts:
             shard.update(part, self.rate(step), scale, skip)

@@ -170,23 +170,16 @@ def validate(layout: Layout, ranks: int, allowed: Callable[[Layout], bool] = lam
     if layout.ranks != ranks:
         product = equation(layout).removesuffix("s").removesuffix(" rank")
         found.insert(0, f"{product}, but there are {ranks} rank{'s' * (ranks != 1)}")
-    if found:
-        raise UserError(f"layout '{to_text(layout)}': {'; '.join(found)}{_proposal(layout, ranks, allowed)}")
-
-
-def _proposal(layout: Layout, ranks: int, allowed: Callable[[Layout], bool]) -> str:
-    """The nearest valid layouts with `ranks` ranks; if there are none, the nearest with fewer."""
-    powers = (2**k for k in range(ranks.bit_length() - 1, -1, -1))
+    if not found:
+        return
+    proposal, powers = "", (2**k for k in range(ranks.bit_length() - 1, -1, -1))
     for fewer in (*range(ranks, max(0, ranks - 9), -1), *powers):
         if near := nearest(layout, fewer, 3 if fewer == ranks else 1, allowed):
-            text = " or ".join(to_text(candidate) for candidate in near)
-            other = (
-                ""
-                if fewer == ranks
-                else f" ({fewer} rank{'s' * (fewer != 1)}; the model has no layout for {ranks})"
-            )
-            return f". Nearest valid: {text}{other}"
-    return ""
+            proposal = f". Nearest valid: {' or '.join(to_text(candidate) for candidate in near)}"
+            if fewer != ranks:
+                proposal += f" ({fewer} rank{'s' * (fewer != 1)}; the model has no layout for {ranks})"
+            break
+    raise UserError(f"layout '{to_text(layout)}': {'; '.join(found)}{proposal}")
 
 
 def nearest(

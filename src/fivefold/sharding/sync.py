@@ -92,11 +92,6 @@ def in_site(site: Layout, rank: int) -> tuple[int, int]:
     return divmod(rank, site.ranks)
 
 
-def counterparts(site: Layout, count: int) -> list[list[int]]:
-    """For each rank of a site, the ranks of the run with its place in all `count` sites."""
-    return [list(range(rank, count * site.ranks, site.ranks)) for rank in range(site.ranks)]
-
-
 def outer_messages(names: Iterable[str], fragments: int) -> list[list[tuple[str, ...]]]:
     """The outer messages of each fragment: the parameters of each, from those that a rank has.
 

@@ -93,29 +93,21 @@ class Sum(CompressedSum):
         """Writes a chunk (C, B) into R bytes. counts (C): elements of each block that exist."""
         if self.quantizer:
             self.quantizer.encode(x.view(1, -1), out[None])
-        else:
-            _encode_signs(x, counts, self._elements(out), self._scales(out))
+            return
+        # bit j of byte i is the sign of element j B / 8 + i: so eight passes over whole rows pack a block
+        self._scales(out).copy_(x.abs().sum(-1)).div_(counts)
+        bits = (x >= 0).view(torch.uint8).view(len(x), 8, -1)  # (C, B) -> (C, 8, B / 8)
+        packed = self._elements(out).view(len(x), -1)
+        packed.copy_(bits[:, 0])
+        for j in range(1, 8):
+            packed.bitwise_or_(bits[:, j] << j)
 
     def _decode(self, encoded: Tensor) -> Tensor:
         """(R) -> (C, B), fp32."""
-        if self.quantizer is None:
-            return _decode_signs(self._elements(encoded), self._scales(encoded))
-        found = self.residual.new_empty(self.C, self.blocks.block)
-        self.quantizer.decode(encoded[None], found.view(1, -1))
-        return found
-
-
-def _encode_signs(x: Tensor, counts: Tensor, elements: Tensor, scales: Tensor) -> None:
-    """Bit j of byte i is the sign of element j B / 8 + i: so eight passes over whole rows pack a block."""
-    scales.copy_(x.abs().sum(-1)).div_(counts)
-    bits = (x >= 0).view(torch.uint8).view(len(x), 8, -1)  # (C, B) -> (C, 8, B / 8)
-    packed = elements.view(len(x), -1)
-    packed.copy_(bits[:, 0])
-    for j in range(1, 8):
-        packed.bitwise_or_(bits[:, j] << j)
-
-
-def _decode_signs(elements: Tensor, scales: Tensor) -> Tensor:
-    packed, C = elements.view(len(scales), -1), len(scales)
-    bits = torch.stack([packed >> j for j in range(8)], 1).bitwise_and_(1)  # (C, 8, B / 8)
-    return bits.view(C, -1).float().mul_(2).sub_(1).mul_(scales[:, None])
+        if self.quantizer:
+            found = self.residual.new_empty(self.C, self.blocks.block)
+            self.quantizer.decode(encoded[None], found.view(1, -1))
+            return found
+        packed, scales = self._elements(encoded).view(self.C, -1), self._scales(encoded)
+        bits = torch.stack([packed >> j for j in range(8)], 1).bitwise_and_(1)  # (C, 8, B / 8)
+        return bits.view(self.C, -1).float().mul_(2).sub_(1).mul_(scales[:, None])

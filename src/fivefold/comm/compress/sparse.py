@@ -25,17 +25,28 @@ class Sum(CompressedSum):
 
     def _sum(self, gradients: Tensor) -> Messages:
         self._add(gradients.split(self.sizes))
-        if self.top:
-            yield from self._sum_largest(gradients)
-        else:
-            yield from self._sum_random(gradients)
-
-    def _sum_largest(self, gradients: Tensor) -> Messages:
-        found = [
+        if not self.top:
+            where = self._drawn()
+            values = self.residual[where]
+            # whatever is not finite must arrive, though it may not be drawn
+            values[:1].add_(torch.linalg.vector_norm(self.residual, torch.inf), alpha=0)
+            started = self.axis.start_all_reduce(values)
+            self.residual.index_fill_(0, where, 0)
+            total = yield started
+            gradients.zero_()
+            gradients.index_copy_(0, where, total)
+            self._keep_if(total.isfinite().all())
+            return
+        largest = [
             stretch.abs().topk(count, sorted=False).indices  # NaN counts as the largest
             for stretch, count in zip(self.residual.split(self.stretches), self.counts, strict=True)
         ]
-        local, firsts = torch.cat(found), self._firsts()
+        lengths, counts = (
+            torch.tensor(each, device=gradients.device) for each in (self.stretches, self.counts)
+        )
+        # for each element that is sent (K) the first one of its stretch
+        firsts = (lengths.cumsum(0) - lengths).repeat_interleave(counts, output_size=sum(self.counts))
+        local = torch.cat(largest)
         where = local + firsts
         values = self.residual[where].bfloat16()
         message = torch.cat([values.view(torch.int16), local.to(torch.int16)])  # (2 K)
@@ -47,24 +58,6 @@ class Sum(CompressedSum):
             indices = firsts + (local.long() & 0xFFFF)
             gradients.index_add_(0, indices, values.view(torch.bfloat16).float())
         self._keep_if(gathered[:, 0].view(torch.bfloat16).isfinite().all())
-
-    def _firsts(self) -> Tensor:
-        """For each element that is sent (K) the first one of its stretch."""
-        lengths = torch.tensor(self.stretches, device=self.residual.device)
-        counts = torch.tensor(self.counts, device=self.residual.device)
-        return (lengths.cumsum(0) - lengths).repeat_interleave(counts, output_size=sum(self.counts))
-
-    def _sum_random(self, gradients: Tensor) -> Messages:
-        where = self._drawn()
-        values = self.residual[where]
-        # whatever is not finite must arrive, though it may not be drawn
-        values[:1].add_(torch.linalg.vector_norm(self.residual, torch.inf), alpha=0)
-        started = self.axis.start_all_reduce(values)
-        self.residual.index_fill_(0, where, 0)
-        total = yield started
-        gradients.zero_()
-        gradients.index_copy_(0, where, total)
-        self._keep_if(total.isfinite().all())
 
     def _drawn(self) -> Tensor:
         """The elements (K) of this step, the same on all ranks: one out of each of `count` equal parts of a parameter.
