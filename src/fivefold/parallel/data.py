@@ -9,7 +9,7 @@ and frees it.
 The order of the buffers is roughly the order in which backward finishes. A bucket (sharding/layout.py) is a slice of
 the gradient buffer. In the last backward of a step each bucket is summed over the ranks once its gradients are there,
 so communication overlaps with the rest of backward (Li et al., arXiv 2006.15704). Earlier microbatches communicate
-nothing. `layout.compress` sums buckets with fewer bytes (comm/compress).
+nothing. `layout.compress` sums buckets with fewer bytes (comm/compress.py).
 """
 
 from __future__ import annotations

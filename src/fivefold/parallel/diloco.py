@@ -235,8 +235,10 @@ class Outer:
     def common(self) -> Iterator[None]:
         """The module computes with the common weights inside. They are the run's model: validation, samples and
         checkpoints use them."""
-        exact = [name for name, master in self.masters.items() if master.dtype != self.weights[name].dtype]
-        kept = {name: self.weights[name].clone() for name in exact}  # an exchange would round them
+        # an exchange would round these
+        kept = {
+            n: self.weights[n].clone() for n, m in self.masters.items() if m.dtype != self.weights[n].dtype
+        }
         self._exchange()
         try:
             yield
