@@ -1,10 +1,8 @@
 """Data parallelism (DDP): every rank has the whole model and a share of the batch; gradients are summed.
 
-Master weights, working weights and gradient sums each lie in one flat buffer. The optimizer updates the masters, and a
-checkpoint holds them. The module computes with working weights: the masters themselves, or a copy of them in another
-dtype (refreshed once per step, so forward casts nothing). Gradients are summed over microbatches in the masters' dtype,
-fp32 in most modes (`precision`): a hook adds each parameter's gradient to the flat buffer as soon as backward has it,
-and frees it.
+Master weights, working weights and gradient sums each lie in one flat buffer. The module computes with working weights:
+the masters themselves, or a copy of them in another dtype (refreshed once per step, so forward casts nothing). A hook
+adds each parameter's gradient to the flat buffer as soon as backward has it, and frees it.
 
 The order of the buffers is roughly the order in which backward finishes. A bucket (sharding/layout.py) is a slice of
 the gradient buffer. In the last backward of a step each bucket is summed over the ranks once its gradients are there,

@@ -31,8 +31,6 @@ from fivefold.sharding.sync import OWN_SHARE, Sites, outer_messages
 
 ARRIVING = "arriving"
 """In checkpoints, the name of a mean outer gradient that has not changed the weights yet."""
-
-
 Flats = Mapping[tuple[str, ...], Tensor]
 """The outer gradient of each message, by the names of its parameters."""
 

@@ -78,7 +78,7 @@ class Pipeline:
         if in_turns and self.schedule(1).paired and mesh.size("ep") > 1:
             device = mesh.device
             self.turns = Turns(
-                (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else lambda: None
+                partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
             )
             for module in (module for stage in self.stages.values() for module in stage.modules()):
                 if isinstance(module, AllToAll):
@@ -196,9 +196,8 @@ class _Run:
             else:
                 do[action.kind](action)
         self._wait_for_sends(0)
-        assert not any((self.kept, self.owed, self.inputs, self.gradients, self.to_send)), (
-            "nothing is left over"
-        )
+        left_over = self.kept, self.owed, self.inputs, self.gradients, self.to_send
+        assert not any(left_over), "nothing is left over"
 
     def _forward(self, action: Action) -> None:
         key = stage, index = action.stage, action.microbatch
@@ -239,9 +238,8 @@ class _Run:
         gradient = torch.full_like(y, weighted) if last else self._arrived(self.gradients, key)
         if last and self.factor is not None:
             gradient *= self.factor
-        backward = (
-            partial(torch.autograd.backward, y, gradient) if y.requires_grad else lambda: None
-        )  # a frozen first stage
+        # a frozen first stage needs none
+        backward = partial(torch.autograd.backward, y, gradient) if y.requires_grad else lambda: None
         self.begin_backward(index)
         with self._timed(action):
             if action.kind == "I":

@@ -9,9 +9,6 @@ Forward has one sum behind attention and one behind the feed-forward; backward h
 The embedding and the loss are sharded over the vocabulary. The loss never gathers logits: for each token a rank sends
 its largest logit, its sum of exponentials and the target's logit, three numbers instead of V.
 
-All tensors are local, not DTensors. The cuts of the model's card say which part of a parameter a rank has, and the data
-axes shard the rest as plain parameters.
-
 Legend: B batch, T sequence, N tokens, D input features or the model, F output features, V vocabulary, v = V/tp.
 """
 

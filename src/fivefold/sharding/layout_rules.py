@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations, islice
 
@@ -63,11 +63,7 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     yield from _zeropp_problems(layout)
     yield from _offload_problems(layout)
     if layout.all_reduce not in ALL_REDUCES:
-        near = did_you_mean(layout.all_reduce, ALL_REDUCES)
-        yield (
-            {"all_reduce"},
-            f"all_reduce={layout.all_reduce} is unknown{near} (valid: {', '.join(ALL_REDUCES)})",
-        )
+        yield _unknown("all_reduce", layout.all_reduce, ALL_REDUCES)
     else:
         for name in summing_groups(layout):
             if message := choose.problem(layout.all_reduce, groups(layout)[name][0]):
@@ -79,10 +75,13 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         yield {"schedule", "virtual_stages"}, str(error).removeprefix("layout.")
 
 
+def _unknown(field: str, value: str, valid: Iterable[str]) -> tuple[set[str], str]:
+    return {field}, f"{field}={value} is unknown{did_you_mean(value, valid)} (valid: {', '.join(valid)})"
+
+
 def _offload_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     if layout.offload not in OFFLOADS:
-        near = did_you_mean(layout.offload, OFFLOADS)
-        yield {"offload"}, f"offload={layout.offload} is unknown{near} (valid: {', '.join(OFFLOADS)})"
+        yield _unknown("offload", layout.offload, OFFLOADS)
         return
     away = OFFLOADS[layout.offload]
     if away.divided and away.stays and not partitions(layout.offload, layout.recompute, layout.tp, layout.sp):
@@ -92,12 +91,9 @@ def _offload_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             f"recompute=full and tp > 1 without sp. Nearest valid: offload={NOT_OFFLOADED}",
         )
     if away.working != "device" and (layout.zero or layout.pp > 1):
-        other = f"zero={layout.zero}" if layout.zero else f"pp={layout.pp}"
-        why = (
-            "gathers weights from rows in memory"
-            if layout.zero
-            else "has several microbatches in every block"
-        )
+        other, why = f"pp={layout.pp}", "has several microbatches in every block"
+        if layout.zero:
+            other, why = f"zero={layout.zero}", "gathers weights from rows in memory"
         yield (
             {"offload", "zero", "pp"},
             f"offload={layout.offload} does not combine with {other}, which {why}. Nearest valid: offload=states:disk",
@@ -221,9 +217,9 @@ def _sizes(layout: Layout, ranks: int) -> Iterator[tuple[int, ...]]:
         for first, second in combinations(range(len(AXES)), 2):
             kept = math.prod(size for axis, size in enumerate(base) if axis not in (first, second))
             if ranks % kept == 0:
-                for one, other in _factor(ranks // kept, 2):
+                for sizes_of_two in _factor(ranks // kept, 2):
                     sizes = list(base)
-                    sizes[first], sizes[second] = one, other
+                    sizes[first], sizes[second] = sizes_of_two
                     found.add(tuple(sizes))
     yield from sorted(found)
 

@@ -1,8 +1,7 @@
 """What `[sync]` adds to a layout, as data: sites that train apart, and parameter servers. No torch.
 
-A site (DiLoCo) is a run of its own, with a layout of its own: its ranks sum gradients among themselves only, and the
-sites synchronise their weights every few steps. So inner steps need no code here: only which ranks form a site, which
-parameters synchronise after which inner step, in which messages, of how many bytes.
+A site (DiLoCo) is a run with a layout of its own: its ranks sum gradients among themselves only, and the sites
+synchronise their weights every few steps.
 
 Servers keep the master weights and the optimizer's states; each has a share of the rows of every parameter, as a rank
 of ZeRO 1 has. Workers have the whole model. They push the gradients of a unit (a block, or what lies before or behind
