@@ -21,7 +21,7 @@ from fivefold.train.job import Job
 from fivefold.train.share import reader
 
 ROOT = Path(fivefold.__file__).parent
-MOST = 20
+MOST = 18
 AHEAD = 4  # batches, of which 3 may have been read before they are asked for
 
 

@@ -47,6 +47,8 @@ Counter = Callable[["Axis", str, int], None]
 """A counter gets the axis, the operation, and the bytes of its input or output, whichever is larger."""
 counters: list[Counter] = []
 """The counters of this process. Each is called before a message starts."""
+Message = tuple[Callable[..., Any], str, Tensor, int]
+"""(function, operation, tensor, the other's index) of a send or a receive."""
 
 
 class _HandingOver(threading.local):
@@ -204,7 +206,8 @@ class Axis:
     ) -> Started:
         """Sends and receives tensors (contiguous) to and from ranks by index, all at once, as one group with NCCL. At
         least one. Between two ranks, messages are matched by their order."""
-        messages = [(dist.isend, "send", *x) for x in sends] + [(dist.irecv, "receive", *x) for x in receives]
+        messages: list[Message] = [(dist.isend, "send", *x) for x in sends]
+        messages += [(dist.irecv, "receive", *x) for x in receives]
         if counters:
             for _, operation, x, _ in messages[:-1]:
                 _count(self, operation, x)
@@ -269,7 +272,7 @@ class Axis:
             started.work = watch.follow(self, operation, started.work, began)
         return started
 
-    def _move(self, messages: list[tuple[Callable[..., Any], str, Tensor, int]]) -> Work:
+    def _move(self, messages: list[Message]) -> Work:
         # gloo asks a peer for data once a receive is posted. Behind a send that is already under way, the request would
         # wait in the socket, and both directions would take turns. So receives are posted first.
         ordered = sorted(messages, key=lambda message: message[0] is dist.isend)
@@ -291,15 +294,11 @@ class Axis:
             for tensor, rows in ((x, given), (out, taken))
         )
         others = [(index + i) % n for i in range(1, n)]  # ranks begin with different ones
-        sends = [(dist.isend, "send", leaving[rank], rank) for rank in others if leaving[rank].numel()]
-        receives = [
-            (dist.irecv, "receive", arriving[rank], rank)
-            for rank in reversed(others)
-            if arriving[rank].numel()
-        ]
-        both = self._move([*sends, *receives]) if sends or receives else None
+        both: list[Message] = [(dist.isend, "send", leaving[i], i) for i in others if leaving[i].numel()]
+        both += [(dist.irecv, "receive", arriving[i], i) for i in reversed(others) if arriving[i].numel()]
+        work = self._move(both) if both else None
         arriving[index].copy_(leaving[index])
-        return both
+        return work
 
 
 def _count(axis: Axis, operation: str, larger: Tensor | None) -> None:

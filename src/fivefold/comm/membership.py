@@ -255,12 +255,14 @@ class Membership:
 
     def _fits(self, wish: Mapping[str, Any]) -> bool:
         """True if a site that asks to join trains the same. Otherwise it is told why not."""
-        both = {key: (wish["said"].get(key), value) for key, value in self.said.items()}
-        other = [f"{key} = {theirs!r}, not {own!r}" for key, (theirs, own) in both.items() if theirs != own]
+        theirs = wish["said"]
+        other = [
+            f"{k} = {theirs.get(k)!r}, not {own!r}" for k, own in self.said.items() if theirs.get(k) != own
+        ]
         if other:
             self._tokens[wish["site"]] = wish["token"]
-            said = f"it does not fit site 0: {', '.join(other[:5])}"
-            self._set(f"seat/{wish['site']}", token=wish["token"], refused=said)
+            text = f"it does not fit site 0: {', '.join(other[:5])}"
+            self._set(f"seat/{wish['site']}", token=wish["token"], refused=text)
         return not other
 
     def _seat(self, site: int, wish: Mapping[str, Any], meeting: Meeting) -> None:

@@ -265,18 +265,15 @@ def verdict(
     return f"{what}, at {place}, {said}. The backend said: {backend_words(error)}"
 
 
-_OFF = nullcontext()
-
-
 def span(*words: object) -> AbstractContextManager[object]:
     """Inside the block, the profiler's trace has a range with this name. It costs one look while none records."""
-    return record_function(" ".join(map(str, words))) if progress.profiling else _OFF
+    return record_function(" ".join(map(str, words))) if progress.profiling else nullcontext()
 
 
 def message(operation: str, axis: Label, wait: bool = False) -> AbstractContextManager[object]:
     """The range of a message: of its start, or of a wait for it."""
     if not progress.profiling:
-        return _OFF
+        return nullcontext()
     begin, purpose = "wait for " * wait, f", {axis.purpose}" * bool(axis.purpose)
     return record_function(f"{begin}{operation} over {axis.name}{purpose}")
 

@@ -11,11 +11,9 @@ rank that waits for nobody and gets nothing done, after twice the time: perhaps 
 in the launch of a kernel. The first rank with a verdict collects the stacks of all ranks of its machine, says it, and
 all leave (`launch/verdict.py`). gloo's own time-out (`launch.timeout`) stays the last resort.
 
-A message may take `hang_s`, or three usual steps if they are longer. Work that ranks do apart has more time
-(`Progress.phase`). Time counts only while this thread runs, so a machine that sleeps finds no hang when it wakes up.
-
-After SIGTERM or Ctrl-C a message has a third of the time: a rank that cannot reach the end of its step, because
-another one is missing, leaves with 128 + signal.
+A message may take `hang_s`, or three usual steps if they are longer; after SIGTERM or Ctrl-C a third of that. Work that
+ranks do apart has more time (`Progress.phase`). Time counts only while this thread runs, so a machine that sleeps finds
+no hang when it wakes up.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,9 +57,8 @@ STACKS_S = 0.5  # for other ranks to write their stacks
 LEAVE_S = 2.0  # for the rank with the verdict to write it
 MOST = 1 << 16  # bytes of a post
 HEAD = 8  # digits of its length
-_SIGNAL = (
-    signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-)  # batch systems send the usual ones
+# batch systems send the usual ones
+_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 
 class Files:
@@ -107,8 +104,8 @@ class Files:
 
 class Store:
     """Keys of the store in which the ranks met. A thread of its own talks to it, because a store that cannot be reached
-    never answers. every_s: seconds between posts. It reads only what is asked
-    for: rank 0's post at first, everybody's when something hangs. The store keeps the posts of hosts that are lost."""
+    never answers. every_s: seconds between posts. It reads only what is asked for. The store keeps the posts of hosts
+    that are lost."""
 
     def __init__(self, store: dist.Store, rank: int, every_s: float):
         self.store, self.rank, self.every_s, self.answers = store, rank, every_s, 0
@@ -151,9 +148,7 @@ class Store:
                     self._claimed = store.add("claimed", 1) == 1
                     self._over.set()
                 wanted, self._wanted = self._wanted, set[int]()
-                there = [
-                    str(rank) for rank in sorted(wanted) if rank in self._found or store.check([str(rank)])
-                ]
+                there = [str(r) for r in sorted(wanted) if r in self._found or store.check([str(r)])]
                 if there:
                     for rank, content in zip(there, store.multi_get(there), strict=True):
                         with suppress(ValueError):
@@ -276,7 +271,7 @@ class Watchdog:
         idle = own.wait is None and not own.phase and self.board is not None
         judges, limit_s = own.wait is not None or idle, self.limit_s
         if self.board is not None:
-            self.board.post(json.dumps(own.to_json()))
+            self.board.post(json.dumps(asdict(own)))
             overseen = progress.overseen
             asked = bool(overseen) or (judges and self._still_s >= limit_s / 2)
             self._asked_s = self._asked_s + seconds if asked else 0.0
@@ -366,10 +361,8 @@ class Watchdog:
             with suppress(OSError):
                 stack = Path(post.stack).read_text() if post in here else ""
             last = "".join(f"  {place}\n" for place in post.at)
-            parts.append(
-                f"rank {post.rank}, process {post.pid}\n"
-                + (stack or f"last posted, innermost first:\n{last}")
-            )
+            stack = stack or f"last posted, innermost first:\n{last}"
+            parts.append(f"rank {post.rank}, process {post.pid}\n{stack}")
         make_folder(self.traces)
         several = len({post.host for post in posts}) > 1
         name = f"hang-step-{progress.step}" + f"-{self.host.split(' ')[0]}" * several
@@ -401,10 +394,8 @@ class Sending:
                 file = int(name)
                 self._length.value = _SIZE
                 given = self._info, ctypes.byref(self._length)
-                if (
-                    self._libc.getsockopt(file, socket.IPPROTO_TCP, _TCP_INFO, *given)
-                    or self._length.value < _SIZE
-                ):
+                failed = self._libc.getsockopt(file, socket.IPPROTO_TCP, _TCP_INFO, *given)
+                if failed or self._length.value < _SIZE:
                     continue
                 busy, unread, unsent = _TIMES.unpack(self._info.raw)
                 self._before[file] = busy - unread - unsent

@@ -89,10 +89,8 @@ def whole_gradients(unit: FSDPModule) -> list[Tensor]:
         found.append(parameter.unsharded_accumulated_grad)
         if hasattr(parameter, "_unsharded_param"):
             found.append(parameter._unsharded_param.grad)
-    found = [gradient for gradient in found if gradient is not None]
-    return list(
-        {id(gradient): gradient for gradient in found}.values()
-    )  # since torch 2.15 both are one tensor
+    # since torch 2.15 both are one tensor
+    return list({id(gradient): gradient for gradient in found if gradient is not None}.values())
 
 
 def take_deferred_gradients(unit: FSDPModule) -> None:

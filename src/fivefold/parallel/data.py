@@ -1,15 +1,13 @@
 """Data parallelism (DDP): every rank has the whole model and a share of the batch; gradients are summed.
 
-Master weights, working weights and gradient sums each lie in one flat buffer. The optimizer updates the masters, and a
-checkpoint holds them. The module computes with working weights: the masters themselves, or a copy of them in another
-dtype (refreshed once per step, so forward casts nothing). Gradients are summed over microbatches in the masters' dtype,
-fp32 in most modes (`precision`): a hook adds each parameter's gradient to the flat buffer as soon as backward has it,
-and frees it.
+Master weights, working weights and gradient sums each lie in one flat buffer. The module computes with working weights:
+the masters themselves, or a copy of them in another dtype (refreshed once per step, so forward casts nothing). A hook
+adds each parameter's gradient to the flat buffer as soon as backward has it, and frees it.
 
 The order of the buffers is roughly the order in which backward finishes. A bucket (sharding/layout.py) is a slice of
 the gradient buffer. In the last backward of a step each bucket is summed over the ranks once its gradients are there,
 so communication overlaps with the rest of backward (Li et al., arXiv 2006.15704). Earlier microbatches communicate
-nothing. `layout.compress` sums buckets with fewer bytes (comm/compress).
+nothing. `layout.compress` sums buckets with fewer bytes (comm/compress.py).
 """
 
 from __future__ import annotations
@@ -190,20 +188,12 @@ class DataParallel(Replica):
         self._seen = lambda index, gradient: seen(gradient) if self.names[index] in names else None
 
 
-class Bucket:
-    """Parameters whose gradients one all-reduce sums: elements start .. end of the flat buffer. waiting: the number of
-    gradients still missing."""
-
-    def __init__(self, indices: range, offsets: list[int]):
-        self.indices, self.waiting = indices, 0
-        self.start, self.end = offsets[indices.start], offsets[indices.stop]
-
-
 class GradientSum:
     """Sums the gradients of a replica over the ranks of an axis, by buckets, in dtype `reduce`.
 
     Use: `enable_sync()` before the last backward of a step, `wait()` after it. With one rank both do nothing.
 
+    buckets: the indices of parameters whose gradients one message sums. spans: their elements in the flat buffer.
     compressor: None sums all bits. compressed: the compressed sum of each bucket, if there is a compressor.
     """
 
@@ -217,23 +207,26 @@ class GradientSum:
     ):
         self.flat, self.sums, self.axis, self.reduce = replica.flat_grads, sums, sums.axis, reduce
         shapes = [tuple(p.shape) for p in replica.params]
-        some = buckets([p.numel() for p in replica.params], bucket_bytes)
-        self.buckets = [Bucket(indices, replica.offsets) for indices in some]
+        self.buckets = buckets([p.numel() for p in replica.params], bucket_bytes)
+        self.spans = [
+            (replica.offsets[bucket.start], replica.offsets[bucket.stop]) for bucket in self.buckets
+        ]
         self.compressed: Sequence[CompressedSum] = ()
         if compressor is not None and self.axis.size > 1:
             self.compressed = [
                 compressed_sum(
                     compressor,
-                    shapes[indices.start : indices.stop],
+                    shapes[bucket.start : bucket.stop],
                     self.axis.for_purpose(f"bucket {number}"),
                     number,
                 )
-                for number, indices in enumerate(some)
+                for number, bucket in enumerate(self.buckets)
             ]
         else:
-            for bucket in self.buckets:
-                sums.reserve(bucket.end - bucket.start, reduce)
-        self._bucket_of = [bucket for bucket in self.buckets for _ in bucket.indices]
+            for start, stop in self.spans:
+                sums.reserve(stop - start, reduce)
+        self._bucket_of = [number for number, bucket in enumerate(self.buckets) for _ in bucket]
+        self._missing: list[int] = []  # gradients of each bucket
         self._started: list[tuple[Messages, Started]] = []
         self._syncing = False
         replica.on_gradient = self._gradient_ready
@@ -241,9 +234,7 @@ class GradientSum:
     def enable_sync(self) -> None:
         """Marks the next backward as the last of the step: buckets are sent as they become ready."""
         self._syncing = self.axis.size > 1
-        self._started = []
-        for bucket in self.buckets:
-            bucket.waiting = len(bucket.indices)
+        self._started, self._missing = [], [len(bucket) for bucket in self.buckets]
 
     def wait(self) -> None:
         """Waits until every bucket is summed. Buckets with parameters that got no gradient are sent now."""
@@ -266,15 +257,14 @@ class GradientSum:
     def _gradient_ready(self, index: int) -> None:
         if not self._syncing:
             return
-        self._bucket_of[index].waiting -= 1
+        self._missing[self._bucket_of[index]] -= 1
         # In order only: all ranks must issue the same collectives in the same order.
-        while len(self._started) < len(self.buckets) and self.buckets[len(self._started)].waiting == 0:
+        while len(self._started) < len(self.buckets) and self._missing[len(self._started)] == 0:
             self._start()
 
     def _start(self) -> None:
         number = len(self._started)
-        bucket = self.buckets[number]
-        part = self.flat[bucket.start : bucket.end]
+        part = self.flat[slice(*self.spans[number])]
         messages = self.compressed[number].sum(part) if self.compressed else self._sum(part, number)
         self._started.append((messages, next(messages)))
 

@@ -31,8 +31,6 @@ from fivefold.sharding.sync import OWN_SHARE, Sites, outer_messages
 
 ARRIVING = "arriving"
 """In checkpoints, the name of a mean outer gradient that has not changed the weights yet."""
-
-
 Flats = Mapping[tuple[str, ...], Tensor]
 """The outer gradient of each message, by the names of its parameters."""
 
@@ -235,8 +233,10 @@ class Outer:
     def common(self) -> Iterator[None]:
         """The module computes with the common weights inside. They are the run's model: validation, samples and
         checkpoints use them."""
-        exact = [name for name, master in self.masters.items() if master.dtype != self.weights[name].dtype]
-        kept = {name: self.weights[name].clone() for name in exact}  # an exchange would round them
+        # an exchange would round these
+        kept = {
+            n: self.weights[n].clone() for n, m in self.masters.items() if m.dtype != self.weights[n].dtype
+        }
         self._exchange()
         try:
             yield

@@ -100,9 +100,8 @@ class AllToAll(Exchange):
             rows_RD = sent(one.wait, partial(one.start, backward=True), token)
             # The rows arrive sorted by source, then expert. Experts need them sorted by expert, then source.
             experts = torch.arange(chosen_Ge.shape[1], device=rows_MD.device).repeat(len(chosen_Ge))
-            order = experts.repeat_interleave(chosen_Ge.flatten(), output_size=len(rows_RD)).argsort(
-                stable=True
-            )
+            each = experts.repeat_interleave(chosen_Ge.flatten(), output_size=len(rows_RD))
+            order = each.argsort(stable=True)
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(len(order), device=order.device)
             results_RD = compute(_permuted(rows_RD, order, inverse), chosen_Ge.sum(0))

@@ -91,17 +91,13 @@ class Link:
 def links(ranks: Ranks, servers: int) -> list[Link]:
     """A server's link to each worker, or a worker's to each server. The first ranks are the servers. All ranks call it
     at the same time, before anything else makes groups."""
-    found = []
+    found = list[Link]()
     for worker in range(servers, ranks.world):
-        members = [*range(servers), worker]
-        axes = [
-            axis
-            for name in ("notes", "push", "pull")
-            if (axis := axis_between(name, members, ranks, apart=True, everywhere=True))
-        ]
-        if axes:
+        members, names = [*range(servers), worker], ("notes", "push", "pull")
+        notes, up, down = (axis_between(n, members, ranks, apart=True, everywhere=True) for n in names)
+        if notes and up and down:
             peers = [servers] if ranks.rank < servers else range(servers)
-            found += [Link(*axes, peer=peer) for peer in peers]
+            found += [Link(notes, up, down, peer) for peer in peers]
     return found
 
 

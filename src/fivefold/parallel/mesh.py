@@ -23,7 +23,7 @@ from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node, to_text
 from fivefold.sharding.layout_rules import on_nodes
 from fivefold.sharding.parts import token_spans
-from fivefold.sharding.sync import counterparts, in_site, site_layout
+from fivefold.sharding.sync import in_site, site_layout
 
 
 class Mesh:
@@ -69,7 +69,7 @@ class Mesh:
             self._axes[name] = Axis(name, members, index, ranks.device, made[key], ranks.timeout_s)
 
         together = sites > 1 and not self.apart
-        every = counterparts(self.layout, sites)
+        every = [list(range(rank, sites * own.ranks, own.ranks)) for rank in range(own.ranks)]
         # Before the others, of which ranks may make different numbers: see `axis_between`.
         alone = None
         for members in every if together and overlap else ():

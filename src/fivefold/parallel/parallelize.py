@@ -90,10 +90,8 @@ class Parallel:
     def settle(self) -> None:
         """Waits until all updates that run beside the next step are done. Then raises the first one's error."""
         with ExitStack() as stack:  # also those behind one that fails: nothing may run on in closed files
-            for (
-                offload
-            ) in self.offloads.values():  # the first is the last to settle, so its error comes through
-                if offload.updater is not None:
+            for offload in self.offloads.values():
+                if offload.updater is not None:  # the first is the last to settle, so its error comes through
                     stack.callback(offload.updater.settle)
 
     def close(self) -> None:
@@ -149,10 +147,10 @@ def parallelize(
     for parameter in (p for stage in stages for p in stage.parameters()):
         parameter.data = parameter.data.to(masters)
     kept = keepings(card, layout, list(numbered))
-    units = _shard(numbered, kept, mesh, compute_dtype, reduce)
     builder = _ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, parallel, filled=own is not None)
+    builder.shard(numbered, kept)
     with memory or nullcontext():
-        of_stage = builder.replicas(numbered, kept, units)
+        of_stage = builder.replicas(numbered, kept)
     parallel.activations = _activations(stages, mesh, parallel.disk)
     if parallel.pipeline is not None:
         parallel.pipeline.replicas = of_stage
@@ -222,27 +220,6 @@ def _compile_blocks(stages: Sequence[nn.Module], stack: str) -> None:
                 block.compile()
 
 
-def _shard(
-    numbered: dict[int, Any],
-    kept: Sequence[Keeping],
-    mesh: Mesh,
-    compute_dtype: torch.dtype,
-    reduce: torch.dtype,
-) -> dict[int, list[UnitMessages]]:
-    """Shards the units of FSDP2 and returns their messages, by stage. The units have no memory yet, so no rank ever
-    holds all the weights in fp32."""
-    if not any(keeping.units for keeping in kept):
-        return {}
-    from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
-
-    messages: dict[int, list[UnitMessages]] = {}
-    for keeping in kept:
-        for number in keeping.stages:
-            units = [unit for unit in keeping.units if unit.stage == number]
-            messages[number] = zero.shard(numbered[number], units, mesh, compute_dtype, reduce)
-    return messages
-
-
 def _activations(stages: Sequence[nn.Module], mesh: Mesh, disk: Disk | None) -> Activations | Parts | None:
     """Where activations lie in host memory or in parts; None: whole on the device."""
     layout = mesh.layout
@@ -308,7 +285,8 @@ def sum_tied(replicas: Sequence[Replica], mesh: Mesh, rank_of: Sequence[int]) ->
 @dataclass
 class _ReplicaBuilder:
     """Makes a rank's replicas: its stages on "meta" get memory and initial weights, and something that sums their
-    gradients and updates them. into: gets them. filled: parameters have memory and values already."""
+    gradients and updates them. into: gets them. filled: parameters have memory and values already. messages: of the
+    units of each stage."""
 
     recipe: Recipe
     mesh: Mesh
@@ -317,11 +295,20 @@ class _ReplicaBuilder:
     reduce: torch.dtype
     into: Parallel
     filled: bool
+    messages: dict[int, list[UnitMessages]] = field(default_factory=dict)
 
-    def replicas(
-        self, numbered: dict[int, Any], kept: Sequence[Keeping], messages: dict[int, list[UnitMessages]]
-    ) -> dict[int, list[Replica]]:
-        """The replicas of each stage, by its number. messages: of the stages' units."""
+    def shard(self, numbered: dict[int, Any], kept: Sequence[Keeping]) -> None:
+        """Shards the units of FSDP2, which have no memory yet, so no rank ever holds all the weights in fp32."""
+        for keeping in kept if any(keeping.units for keeping in kept) else ():
+            from fivefold.parallel import zero  # here: importing FSDP2 takes half a second
+
+            for number in keeping.stages:
+                units = [unit for unit in keeping.units if unit.stage == number]
+                sharded = zero.shard(numbered[number], units, self.mesh, self.compute_dtype, self.reduce)
+                self.messages[number] = sharded
+
+    def replicas(self, numbered: dict[int, Any], kept: Sequence[Keeping]) -> dict[int, list[Replica]]:
+        """The replicas of each stage, by its number."""
         of_stage: dict[int, list[Replica]] = {}
         if not self.filled:
             for module in (module for stage in numbered.values() for module in stage.modules()):
@@ -331,7 +318,7 @@ class _ReplicaBuilder:
             stages = [numbered[number] for number in keeping.stages]
             made: list[Replica] = []
             if keeping.units:
-                made.append(self._sharded(stages, [m for number in keeping.stages for m in messages[number]]))
+                made.append(self._sharded(stages, [m for n in keeping.stages for m in self.messages[n]]))
             made += [self._whole(stages, buffer) for buffer in keeping.buffers]
             if keeping.frozen:
                 frozen, _, _ = self._parameters(stages, keeping.frozen, None)

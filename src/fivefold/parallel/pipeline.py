@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
@@ -77,7 +78,7 @@ class Pipeline:
         if in_turns and self.schedule(1).paired and mesh.size("ep") > 1:
             device = mesh.device
             self.turns = Turns(
-                (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else lambda: None
+                partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
             )
             for module in (module for stage in self.stages.values() for module in stage.modules()):
                 if isinstance(module, AllToAll):
@@ -140,32 +141,33 @@ class Pipeline:
         return executed(schedule, self.in_order)[self.mesh.index("pp")]
 
 
+@dataclass
 class _Run:
-    """One pass through this rank's list of actions. Dictionaries are keyed by (stage, microbatch)."""
+    """One pass through this rank's list of actions. Dictionaries are keyed by (stage, microbatch).
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        microbatches: Sequence[Microbatch],
-        positions_T: Tensor | None,
-        scale: float,
-        seed: Seed,
-        factor: Tensor | None = None,
-        backward: Callable[[int], None] = lambda microbatch: None,
-    ):
-        self.begin_backward = backward
-        self.pipeline, self.mesh, self.microbatches = pipeline, pipeline.mesh, microbatches
-        self.axis = pipeline.mesh.axis("pp")
-        self.scale, self.seed, self.positions_T, self.factor = scale, seed, positions_T, factor
-        self.synchronize = pipeline.recording and pipeline.mesh.device.type == "cuda"
-        self.losses: dict[int, Tensor] = {}  # by microbatch
-        self.events: list[Event] = []
-        self.kept: dict[Key, tuple[Tensor, Tensor]] = {}  # input and output, until backward
-        self.owed: dict[Key, deque[WeightGradient]] = {}  # weight gradients, from I until W
-        self.inputs: dict[Key, Arrival] = {}
-        self.gradients: dict[Key, Arrival] = {}  # of outputs
-        self.to_send: dict[Action, Tensor] = {}
-        self.sends: deque[Started] = deque()
+    losses: by microbatch. kept: input and output, until backward. owed: weight gradients, from I until W. gradients: of
+    outputs.
+    """
+
+    pipeline: Pipeline
+    microbatches: Sequence[Microbatch]
+    positions_T: Tensor | None
+    scale: float
+    seed: Seed
+    factor: Tensor | None = None
+    begin_backward: Callable[[int], None] = lambda microbatch: None
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    kept: dict[Key, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    owed: dict[Key, deque[WeightGradient]] = field(default_factory=dict)
+    inputs: dict[Key, Arrival] = field(default_factory=dict)
+    gradients: dict[Key, Arrival] = field(default_factory=dict)
+    to_send: dict[Action, Tensor] = field(default_factory=dict)
+    sends: deque[Started] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.mesh, self.axis = self.pipeline.mesh, self.pipeline.mesh.axis("pp")
+        self.synchronize = self.pipeline.recording and self.mesh.device.type == "cuda"
 
     def __call__(self, actions: Sequence[Action], pairs: Mapping[Action, Action] | None = None) -> None:
         pairs = pairs or {}
@@ -194,9 +196,8 @@ class _Run:
             else:
                 do[action.kind](action)
         self._wait_for_sends(0)
-        assert not any((self.kept, self.owed, self.inputs, self.gradients, self.to_send)), (
-            "nothing is left over"
-        )
+        left_over = self.kept, self.owed, self.inputs, self.gradients, self.to_send
+        assert not any(left_over), "nothing is left over"
 
     def _forward(self, action: Action) -> None:
         key = stage, index = action.stage, action.microbatch
@@ -237,9 +238,8 @@ class _Run:
         gradient = torch.full_like(y, weighted) if last else self._arrived(self.gradients, key)
         if last and self.factor is not None:
             gradient *= self.factor
-        backward = (
-            partial(torch.autograd.backward, y, gradient) if y.requires_grad else lambda: None
-        )  # a frozen first stage
+        # a frozen first stage needs none
+        backward = partial(torch.autograd.backward, y, gradient) if y.requires_grad else lambda: None
         self.begin_backward(index)
         with self._timed(action):
             if action.kind == "I":

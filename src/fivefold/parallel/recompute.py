@@ -11,10 +11,8 @@ and repeats is a table (`models/recomputation.py`).
   tensor that is. (Layers that communicate or defer their weight gradient save their input only after the matmul, so
   there it is repeated.) "norm": the norm before a sublayer runs again from its own input, which it keeps anyway.
 
-The random state of forward is restored, so dropout drops the same elements, and gradients equal those of "none" bit for
-bit. Collectives inside a block (tensor, sequence, context, expert parallelism) run again with "full", "attention" and
-"gate"; all ranks reach them in the same order, that of their backward. Collectives of the data axes around a block
-(gathering its weights) stay outside.
+The random state of forward is restored, so gradients equal those of "none" bit for bit. Collectives inside a block run
+again with "full", "attention" and "gate"; those of the data axes around it (gathering its weights) stay outside.
 """
 
 from __future__ import annotations

@@ -113,10 +113,8 @@ def gradient_square(replicas: Sequence[Replica], mesh: Mesh) -> Tensor:
     for owned in (True, False):
         mine, found = list[Tensor](), list[Norms]()
         for replica in replicas:
-            names = [
-                n for n in replica.gradients if (not mesh.layout.divided or replica.parts[n].owned) == owned
-            ]
-            known = replica.norms()
+            whole, known = not mesh.layout.divided, replica.norms()
+            names = [name for name in replica.gradients if (whole or replica.parts[name].owned) == owned]
             if known is None:
                 mine += [replica.gradients[name] for name in names]
             else:

@@ -15,8 +15,10 @@ import os
 import signal
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -184,7 +186,7 @@ class Server:
         self._lock = threading.Condition(threading.RLock())
         self._workers = [_Worker() for _ in links]
         self._payloads = [SimpleQueue[tuple[Started, Note] | None]() for _ in links]
-        self._steps: dict[int, _Step] = {}
+        self._steps = defaultdict[int, _Step](_Step)
         self._error: BaseException | None = None
         self._threads = [
             threading.Thread(target=self._guarded, args=(worker, target), daemon=True)
@@ -216,7 +218,7 @@ class Server:
         """Waits until a synchronous step has changed all weights: (this server's sum of squares of its gradient, number
         of parts whose update was skipped)."""
         with self._lock:
-            self._lock.wait_for(lambda: self._error or self._step(step).updated == self._all, timeout_s)
+            self._lock.wait_for(lambda: self._error or self._steps[step].updated == self._all, timeout_s)
             if self._error:
                 raise self._error
             found = self._steps.pop(step)
@@ -370,7 +372,7 @@ class Server:
         else:
             shard.missing[part] -= 1
             if shard.missing[part] == 0:
-                shard.missing[part], found = len(self.links), self._step(step)
+                shard.missing[part], found = len(self.links), self._steps[step]
                 square = shard.take(part, everyone)
                 found.squares[shard.message.number, part] = square
                 if not self.grad_clip:
@@ -400,7 +402,7 @@ class Server:
 
     def _clip_together(self, step: int) -> None:
         """Once everything has been pushed everywhere, all servers know the norm of the whole gradient."""
-        found, computed = self._step(step), [own.computed for own in self._workers]
+        found, computed = self._steps[step], [own.computed for own in self._workers]
         if len(found.squares) < self._all or found.updated:
             return
         if any(note is None or note.first != step for note in computed):
@@ -433,31 +435,29 @@ class Server:
                     self.links[worker].tell(Kind.UPDATED, shard.message.number, part)
         return int(skip) * len(parts)
 
-    def _step(self, step: int) -> _Step:
-        return self._steps.setdefault(step, _Step())
 
-
+@dataclass
 class _Worker:
     """What a server knows of a worker. computed: the end of its share, until all weights have it. heard: the last such
     note. applied: the number of the worker's last share that the weights have. arrived: the parts that it has pushed.
     sending: those on their way to it."""
 
-    def __init__(self) -> None:
-        self.lost = False
-        self.computed: Note | None = None
-        self.heard: Note | None = None
-        self.applied = -1
-        self.arrived: list[tuple[Shard, int]] = []
-        self.sending: dict[tuple[int, int], Started] = {}
+    lost: bool = False
+    computed: Note | None = None
+    heard: Note | None = None
+    applied: int = -1
+    arrived: list[tuple[Shard, int]] = field(default_factory=list)
+    sending: dict[tuple[int, int], Started] = field(default_factory=dict)
 
 
+@dataclass
 class _Step:
     """A synchronous step. squares: of the parts that have arrived from all workers. updated: parts whose weights have
     changed. skipped: those whose weights have not, for their gradient is not finite."""
 
-    def __init__(self) -> None:
-        self.squares: dict[tuple[int, int], Tensor] = {}
-        self.updated = self.skipped = 0
+    squares: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    updated: int = 0
+    skipped: int = 0
 
     @property
     def square(self) -> Tensor:

@@ -9,9 +9,6 @@ Forward has one sum behind attention and one behind the feed-forward; backward h
 The embedding and the loss are sharded over the vocabulary. The loss never gathers logits: for each token a rank sends
 its largest logit, its sum of exponentials and the target's logit, three numbers instead of V.
 
-All tensors are local, not DTensors. The cuts of the model's card say which part of a parameter a rank has, and the data
-axes shard the rest as plain parameters.
-
 Legend: B batch, T sequence, N tokens, D input features or the model, F output features, V vocabulary, v = V/tp.
 """
 
@@ -84,15 +81,19 @@ def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
                 stage.set_submodule(name, other)
     if any(cut.kind == "vocab" for cut in table.values()):
         assert isinstance(stage, LanguageModel)
-        if sp and stage.last:
-            _gather_before(stage, card.whole_sequences, axis)
+        if sp and stage.last and card.whole_sequences:  # gathered before the first module that needs them
+            first = stage.get_submodule(card.whole_sequences[0].removesuffix("."))
+            first.register_forward_pre_hook(lambda _, inputs: (whole(inputs[0], axis), *inputs[1:]))
         assert type(stage.output) is Output, "replaced before"
         stage.output = VocabularyOutput(replace(axis, sp=sp and not card.whole_sequences))
     _cut_parameters(
         stage, {n: p.computes for n, p in parts(card, mesh.layout, mesh.rank).items() if n in table}
     )
-    if mesh.device.type == "cuda":
-        _compile_around(stage)
+    if mesh.device.type == "cuda":  # code between the layers that communicate is compiled
+        for module in stage.modules():
+            if isinstance(module, CutLinear | CutRMSNorm | Region):
+                as_it_is: Any = torch.compiler.disable(module.forward)
+                module.forward = as_it_is
     return summed_over_tp(card, mesh.layout, [name for name, _ in stage.named_parameters()])
 
 
@@ -122,13 +123,6 @@ def _attends(stage: nn.Module, name: str) -> bool:
     return False
 
 
-def _gather_before(stage: LanguageModel, whole_sequences: tuple[str, ...], axis: TensorAxis) -> None:
-    """Gathers the sequence before the first module that computes with whole sequences."""
-    if whole_sequences:
-        first = stage.get_submodule(whole_sequences[0].removesuffix("."))
-        first.register_forward_pre_hook(lambda _, inputs: (whole(inputs[0], axis), *inputs[1:]))
-
-
 def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
     """Replaces parameters by this rank's part of them."""
     for name, parameter in list(stage.named_parameters()):
@@ -141,14 +135,6 @@ def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
             setattr(stage.get_submodule(owner), leaf, nn.Parameter(local))
 
 
-def _compile_around(stage: nn.Module) -> None:
-    """Excludes the layers that communicate from compilation; the code between them is compiled."""
-    for module in stage.modules():
-        if isinstance(module, CutLinear | CutRMSNorm | Region):
-            as_it_is: Any = torch.compiler.disable(module.forward)
-            module.forward = as_it_is
-
-
 def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: Mesh) -> Callable[[], None]:
     """Returns the reduction over the tensor axis for the messages of `parts.tensor_sums`."""
 
@@ -156,18 +142,16 @@ def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: 
         axis, gradients = mesh.axis("tp"), {n: g for r in replicas for n, g in r.gradients.items()}
         started: list[tuple[Started, list[Tensor]]] = []
         for names in messages:
-            found = [gradients[name] for name in names]
-            if sum(gradient.numel() for gradient in found):
-                flat = (
-                    found[0] if len(found) == 1 else torch.cat([gradient.reshape(-1) for gradient in found])
-                )
+            parts = [gradients[name] for name in names]
+            if sum(part.numel() for part in parts):
+                flat = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
                 # Offloaded gradients come to the device for the sum: NCCL sends nothing else.
-                started.append((axis.start_all_reduce(flat.to(mesh.device)), found))
-        for wait, found in started:
+                started.append((axis.start_all_reduce(flat.to(mesh.device)), parts))
+        for wait, parts in started:
             total = wait()
-            if total is not found[0]:
-                for gradient, part in zip(found, total.split([g.numel() for g in found]), strict=True):
-                    gradient.copy_(part.view(gradient.shape))
+            if total is not parts[0]:
+                for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+                    part.copy_(summed.view(part.shape))
 
     return reduction
 

@@ -99,10 +99,8 @@ class Exchange:
         self._of_unit: dict[int, list[Message]] = {}
         for message in messages:
             self._of_unit.setdefault(message.unit, []).append(message)
-        self.most = [
-            max((len(m.parts) for m in messages if m.server == server), default=1)
-            for server in range(len(links))
-        ]
+        count = range(len(links))
+        self.most = [max((len(m.parts) for m in messages if m.server == s), default=1) for s in count]
         self._lock = threading.Condition()
         self._pushes, self._pulls = (Ready(servers.order.name) for _ in range(2))
         self._parts = {(m.number, part): m.unit for m in messages for part in range(len(m.parts))}
@@ -283,9 +281,8 @@ class Exchange:
         """Says goodbye to all servers, once nothing is under way."""
         with self._lock:
             with self._waiting("the end of what is under way", range(len(self.links))):
-                self._lock.wait_for(
-                    lambda: self._error or not (self._unacknowledged or any(self._stale.values()))
-                )
+                under_way = lambda: self._unacknowledged or any(self._stale.values())  # noqa: E731
+                self._lock.wait_for(lambda: self._error or not under_way())
             if self._error:
                 raise self._error
             self._closing = True

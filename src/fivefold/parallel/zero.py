@@ -12,8 +12,7 @@ scattered to the owners of the rows. The stages are one engine with two switches
 | 3 | are freed after a block's forward, and gathered again for its backward | in every microbatch | 3 m Psi |
 
 Psi is the number of parameters; a gather or a scatter of all of them counts Psi, as in the paper. In a hybrid, the
-replicas sum their shards once per step, in fp32. In a pipeline, every stage of ZeRO scatters gradients once per step,
-as stage 1 does, because microbatches overlap and may defer weight gradients.
+replicas sum their shards once per step, in fp32. In a pipeline, every stage scatters as stage 1 (`scattered_once`).
 
 FSDP2's units send their messages over our axes. ZeRO++ (arXiv 2306.10209) sends fewer bytes of ZeRO 3 between nodes. A
 unit's weights are gathered in two messages: across the nodes, between ranks with the same place on each; then inside
@@ -191,9 +190,8 @@ class Sharded(Replica):
                 messages.gathers.copy = None
 
     def kept(self) -> dict[str, list[Tensor]]:
-        """Tensors by category; see `Replica.kept`. Gathered weights stay for the step, except under stage 3, which
-        may keep a node's share of them (ZeRO++). Without a cast the rows compute themselves. Gradients are those that
-        add up before they are summed."""
+        """Gathered weights stay for the step, except under stage 3, which may keep a node's share of them (ZeRO++).
+        Without a cast the rows compute themselves. Gradients are those that add up before they are summed."""
         adding = [messages.arrived for messages in self.messages if messages.arrived is not None]
         if self.defer:
             adding += [gradient for unit in self.units for gradient in private.whole_gradients(unit)]
@@ -237,8 +235,8 @@ def _prefetch(stage: nn.Module) -> None:
 
 
 class UnitMessages:
-    """The messages of one unit. sent: dtype of gradient messages. masters: dtype of weights and gradients. gathers,
-    scatters: those of ZeRO++, which take the place of the axis' own.
+    """The messages of one unit. sent: dtype of gradient messages. gathers, scatters: those of ZeRO++,
+    which take the place of the axis' own.
 
     In a hybrid the replicas sum their gradients once per step: in the `last` microbatch, together with the gradients
     that earlier microbatches have scattered (stages 2 and 3). FSDP2 adds these up in the buffer that `arrived` first;
@@ -250,7 +248,7 @@ class UnitMessages:
 
     def __init__(self, mesh: Mesh, unit: FsdpUnit, sent: torch.dtype):
         self.name = name = unit.module or "outside of blocks"
-        self.axis, self.replicas = mesh.axis(unit.group).of_unit(name), mesh.axis("replicate").of_unit(name)
+        self.axis, self.replicas = (mesh.axis(n).of_unit(name) for n in (unit.group, "replicate"))
         self.mesh, self.table, self.sent, self.last = mesh, unit, sent, True
         self.sums = mesh.sums("replicate")
         self.seen: Callable[[Tensor], None] | None = None

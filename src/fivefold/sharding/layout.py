@@ -155,10 +155,7 @@ def _groups(sizes: tuple[int, ...], ep: int, per_node: int) -> dict[str, tuple[i
         "all": (pp * batch * tp, 1),
         # Expert weights divide "batch" again: neighbours hold different experts.
         "ep": (ep, tp),
-        "edp": (
-            max(1, batch // ep),
-            ep * tp,
-        ),  # ranks with the same experts: their gradients are summed over them
+        "edp": (max(1, batch // ep), ep * tp),  # ranks with the same experts sum gradients over them
         "eshard": (shard // ep if shard % ep == 0 else 1, ep * tp),  # those of "edp" that share states
         # Those of "shard" on one node, and those with the same place on each node.
         "inside": (inside, tp),

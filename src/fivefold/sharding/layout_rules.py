@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations, islice
 
@@ -62,11 +62,7 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     yield from _zeropp_problems(layout)
     yield from _offload_problems(layout)
     if layout.all_reduce not in ALL_REDUCES:
-        near = did_you_mean(layout.all_reduce, ALL_REDUCES)
-        yield (
-            {"all_reduce"},
-            f"all_reduce={layout.all_reduce} is unknown{near} (valid: {', '.join(ALL_REDUCES)})",
-        )
+        yield _unknown("all_reduce", layout.all_reduce, ALL_REDUCES)
     else:
         for name in summing_groups(layout):
             if message := all_reduce_problem(layout.all_reduce, groups(layout)[name][0]):
@@ -78,10 +74,13 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         yield {"schedule", "virtual_stages"}, str(error).removeprefix("layout.")
 
 
+def _unknown(field: str, value: str, valid: Iterable[str]) -> tuple[set[str], str]:
+    return {field}, f"{field}={value} is unknown{did_you_mean(value, valid)} (valid: {', '.join(valid)})"
+
+
 def _offload_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     if layout.offload not in OFFLOADS:
-        near = did_you_mean(layout.offload, OFFLOADS)
-        yield {"offload"}, f"offload={layout.offload} is unknown{near} (valid: {', '.join(OFFLOADS)})"
+        yield _unknown("offload", layout.offload, OFFLOADS)
         return
     away = OFFLOADS[layout.offload]
     if away.divided and away.stays and not partitions(layout.offload, layout.recompute, layout.tp, layout.sp):
@@ -91,12 +90,9 @@ def _offload_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             f"recompute=full and tp > 1 without sp. Nearest valid: offload={NOT_OFFLOADED}",
         )
     if away.working != "device" and (layout.zero or layout.pp > 1):
-        other = f"zero={layout.zero}" if layout.zero else f"pp={layout.pp}"
-        why = (
-            "gathers weights from rows in memory"
-            if layout.zero
-            else "has several microbatches in every block"
-        )
+        other, why = f"pp={layout.pp}", "has several microbatches in every block"
+        if layout.zero:
+            other, why = f"zero={layout.zero}", "gathers weights from rows in memory"
         yield (
             {"offload", "zero", "pp"},
             f"offload={layout.offload} does not combine with {other}, which {why}. Nearest valid: offload=states:disk",
@@ -169,23 +165,16 @@ def validate(layout: Layout, ranks: int, allowed: Callable[[Layout], bool] = lam
     if layout.ranks != ranks:
         product = equation(layout).removesuffix("s").removesuffix(" rank")
         found.insert(0, f"{product}, but there are {ranks} rank{'s' * (ranks != 1)}")
-    if found:
-        raise UserError(f"layout '{to_text(layout)}': {'; '.join(found)}{_proposal(layout, ranks, allowed)}")
-
-
-def _proposal(layout: Layout, ranks: int, allowed: Callable[[Layout], bool]) -> str:
-    """The nearest valid layouts with `ranks` ranks; if there are none, the nearest with fewer."""
-    powers = (2**k for k in range(ranks.bit_length() - 1, -1, -1))
+    if not found:
+        return
+    proposal, powers = "", (2**k for k in range(ranks.bit_length() - 1, -1, -1))
     for fewer in (*range(ranks, max(0, ranks - 9), -1), *powers):
         if near := nearest(layout, fewer, 3 if fewer == ranks else 1, allowed):
-            text = " or ".join(to_text(candidate) for candidate in near)
-            other = (
-                ""
-                if fewer == ranks
-                else f" ({fewer} rank{'s' * (fewer != 1)}; the model has no layout for {ranks})"
-            )
-            return f". Nearest valid: {text}{other}"
-    return ""
+            proposal = f". Nearest valid: {' or '.join(to_text(candidate) for candidate in near)}"
+            if fewer != ranks:
+                proposal += f" ({fewer} rank{'s' * (fewer != 1)}; the model has no layout for {ranks})"
+            break
+    raise UserError(f"layout '{to_text(layout)}': {'; '.join(found)}{proposal}")
 
 
 def nearest(
@@ -227,9 +216,9 @@ def _sizes(layout: Layout, ranks: int) -> Iterator[tuple[int, ...]]:
         for first, second in combinations(range(len(AXES)), 2):
             kept = math.prod(size for axis, size in enumerate(base) if axis not in (first, second))
             if ranks % kept == 0:
-                for one, other in _factor(ranks // kept, 2):
+                for sizes_of_two in _factor(ranks // kept, 2):
                     sizes = list(base)
-                    sizes[first], sizes[second] = one, other
+                    sizes[first], sizes[second] = sizes_of_two
                     found.add(tuple(sizes))
     yield from sorted(found)
 

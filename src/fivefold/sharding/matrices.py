@@ -118,12 +118,24 @@ def _plan(
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
     """Of each matrix whose pieces come together: what `_over` says, and its owner as its index in each group."""
     over = {
-        name: groups
+        name: dims
         for name, part in table.items()
-        if (groups := _over(model, layout, name, part, needs.get(name, "elements")))
+        if (dims := _over(model, layout, name, part, needs.get(name, "elements")))
     }
     sizes = {name: math.prod(table[name].shape) for name in over}
-    return over, _owners({name: tuple(groups) for name, groups in over.items()}, sizes, layout)
+    # the largest first, each to the ranks that have least of those that come together over the same groups
+    heaps: dict[tuple[str, ...], list[tuple[int, tuple[int, ...]]]] = {}
+    owners = {}
+    for name in sorted(over, key=lambda name: -sizes[name]):
+        names = tuple(over[name])
+        if names not in heaps:
+            heaps[names] = [
+                (0, index) for index in product(*(range(groups(layout)[group][0]) for group in names))
+            ]
+        load, index = heapq.heappop(heaps[names])
+        heapq.heappush(heaps[names], (load + sizes[name], index))
+        owners[name] = dict(zip(names, index, strict=True))
+    return over, owners
 
 
 def _over(model: Model, layout: Layout, name: str, part: Part, needs: Needs) -> dict[str, int]:
@@ -141,25 +153,6 @@ def _over(model: Model, layout: Layout, name: str, part: Part, needs: Needs) -> 
         dim, _ = kept_rows(local_shape(part.computes), 0, ranks)
         if dim >= first:
             found[group] = dim
-    return found
-
-
-def _owners(
-    over: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], layout: Layout
-) -> dict[str, dict[str, int]]:
-    """The owner of each matrix, as its index in each group: the largest first, each to the ranks that have least of
-    those that come together over the same groups."""
-    heaps: dict[tuple[str, ...], list[tuple[int, tuple[int, ...]]]] = {}
-    found = {}
-    for name in sorted(over, key=lambda name: -sizes[name]):
-        some = over[name]
-        if some not in heaps:
-            heaps[some] = [
-                (0, index) for index in product(*(range(groups(layout)[group][0]) for group in some))
-            ]
-        load, index = heapq.heappop(heaps[some])
-        heapq.heappush(heaps[some], (load + sizes[name], index))
-        found[name] = dict(zip(some, index, strict=True))
     return found
 
 

@@ -1,8 +1,7 @@
 """What `[sync]` adds to a layout, as data: sites that train apart, and parameter servers. No torch.
 
-A site (DiLoCo) is a run of its own, with a layout of its own: its ranks sum gradients among themselves only, and the
-sites synchronise their weights every few steps. So inner steps need no code here: only which ranks form a site, which
-parameters synchronise after which inner step, in which messages, of how many bytes.
+A site (DiLoCo) is a run with a layout of its own: its ranks sum gradients among themselves only, and the sites
+synchronise their weights every few steps.
 
 Servers keep the master weights and the optimizer's states; each has a share of the rows of every parameter, as a rank
 of ZeRO 1 has. Workers have the whole model. They push the gradients of a unit (a block, or what lies before or behind
@@ -90,11 +89,6 @@ def site_layout(layout: Layout, count: int) -> Layout:
 def in_site(site: Layout, rank: int) -> tuple[int, int]:
     """(number of the site, rank in it) of a rank of the run. site: the layout of a site."""
     return divmod(rank, site.ranks)
-
-
-def counterparts(site: Layout, count: int) -> list[list[int]]:
-    """For each rank of a site, the ranks of the run with its place in all `count` sites."""
-    return [list(range(rank, count * site.ranks, site.ranks)) for rank in range(site.ranks)]
 
 
 def outer_messages(names: Iterable[str], fragments: int) -> list[list[tuple[str, ...]]]:

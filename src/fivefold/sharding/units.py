@@ -7,9 +7,8 @@ the sequence (Megatron-LM, arXiv 1909.08053 and 2205.05198). Where a region begi
 messages of the passes are `Collective`s: `parallel` sends them, the operations of a model (`models/work.py`) count
 them.
 
-Without ZeRO every rank has its parameters whole. Gradients lie in flat buffers, which are summed in buckets. With ZeRO
-they are divided by rows, and FSDP2 gathers and scatters them in units: a block, its experts if fewer ranks share
-these, and the rest of the stage. `parallel` builds both from these tables, and the planner counts them.
+Without ZeRO gradients lie in flat buffers, which are summed in buckets. With ZeRO parameters are divided by rows, and
+FSDP2 gathers and scatters them in units: a block, its experts if fewer ranks share these, and the rest of the stage.
 
 `Sync` is a message of parameters. ZeRO++ (arXiv 2306.10209) sends some of ZeRO 3 with fewer bytes between nodes.
 """

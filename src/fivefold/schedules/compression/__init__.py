@@ -1,5 +1,5 @@
 """Compression of gradient sums as data: what each compressor puts on the wire and keeps, by the shapes of a bucket's
-parameters. `comm/compress` executes these sizes, and the planner reads them. No torch.
+parameters. `comm/compress.py` executes these sizes, and the planner reads them. No torch.
 
 Each file of a family has a table of its own: {an example of the text: constructor}.
 """

@@ -1,6 +1,6 @@
 """What a compressor is to everyone who does not run it.
 
-Each file beside this one has a family of compressors, and `comm/compress` has a file of the same name that runs it.
+Each file beside this one has a family of compressors, and `comm/compress.py` has a class that runs it.
 Parameters are compressed one by one, never together. So a parameter that several tensor-parallel ranks have whole gets
 the same bits on each of them.
 """
@@ -56,7 +56,7 @@ class Compressor(ABC):
 
     @property
     def family(self) -> str:
-        """Name of the file that has its class, here and in `comm/compress`."""
+        """Name of the file that has its class, by which `comm/compress.py` finds what runs it."""
         return type(self).__module__.rpartition(".")[2]
 
 
