@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fivefold.comm.axis import Axis, Started
-from fivefold.kernels.quantize import Quantizer
+from fivefold.kernels.rounded import Quantizer
 from fivefold.schedules.compression import Compressor
 from fivefold.schedules.compression.blocks import LARGEST, Blocks
 from fivefold.schedules.compression.compressor import sizes
