@@ -16,7 +16,7 @@ from fivefold.plan.memory import model_states
 from fivefold.plan.messages import volume
 from fivefold.plan.messages.volume import Moment
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import stage_costs, sync_costs, time
+from fivefold.plan.time import stage_costs, time
 from fivefold.plan.time.cost import Cost, forward_flops, operation
 from fivefold.plan.time.time import Step
 from fivefold.sharding.layout import Layout
@@ -119,7 +119,7 @@ def _work_by_name(ops: Sequence[Operation]) -> dict[str, float]:
 def _sums(found: dict[str, float], s: Setting) -> None:
     """Adds the seconds in which a rank adds a microbatch's gradients to their sums."""
     mine, one = (_summed(s, layout) for layout in (s.layout, Layout()))
-    seconds = sum(sync_costs.accumulate(elements, s).weight for elements in mine)
+    seconds = sum(stage_costs.accumulate(elements, s).weight for elements in mine)
     ranks = s.layout.tp * s.layout.cp
     useful = min(1.0, sum(one) / (ranks * sum(mine)))
     found["useful"] += useful * seconds

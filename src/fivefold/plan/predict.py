@@ -12,7 +12,7 @@ from fivefold.errors import UserError
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.recomputation import budget_of
 from fivefold.models.section import ModelSection
-from fivefold.optim import OPTIMIZERS, OptimizerCard, kept_in
+from fivefold.optim import OPTIMIZERS, kept_in
 from fivefold.plan.cluster.clusters import of_gpu, parse
 from fivefold.plan.cluster.devices import Cluster, of_table
 from fivefold.plan.cluster.measured import load as load_table
@@ -34,7 +34,7 @@ from fivefold.plan.setting import (
 from fivefold.plan.time import offload, servers
 from fivefold.plan.time.stage_costs import Parts, parts, recomputed
 from fivefold.plan.time.time import SlowLinks, Stalls, Step, slow_links, stalls, step
-from fivefold.precision import DTYPES, MASTER, PRECISIONS, Mode, sent
+from fivefold.precision import DTYPES, MASTER, PRECISIONS, sent
 from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microbatches_per_step, resolve
 from fivefold.recipe.rules import allows
 from fivefold.sharding.layout import Layout

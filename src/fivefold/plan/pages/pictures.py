@@ -19,7 +19,7 @@ from fivefold.observe.memory_picture import COLORS
 from fivefold.plan.memory import model_states
 from fivefold.plan.predict import Plan
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import stage_costs, sync_costs
+from fivefold.plan.time import stage_costs
 from fivefold.plan.time.cost import forward_flops, operation, stream
 from fivefold.schedules.pipeline import Timeline, shown, simulate
 from fivefold.sharding.parts import stages_of
@@ -165,7 +165,7 @@ def _sums(s: Setting, position: int) -> Iterator[Point]:
     own = sum(blocks[number].computes for number in s.blocks(position))
     if s.ends(position)[1]:
         own += end.computes + tied.computes
-    if seconds := s.microbatches * sync_costs.accumulate(own, s).weight:
+    if seconds := s.microbatches * stage_costs.accumulate(own, s).weight:
         yield Point("gradient sums", 0.0, seconds / stream(1.0, s.cluster.device, "copy", s.dtype), seconds)
 
 

@@ -13,7 +13,7 @@ from fivefold.plan.memory.model_states import Buffers
 from fivefold.plan.search.shared_costs import Costs, Position, Share, SharedCosts, within_block
 from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.setting import Setting, Software
-from fivefold.plan.time import sync_costs, time
+from fivefold.plan.time import stage_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.schedules.overlap import exposed_in_pieces
 from fivefold.schedules.pipeline import ends_upwards, most_live, splits_backward
@@ -119,7 +119,7 @@ class Bounds:
         elements = model_states.elements(self.model, c.layout).blocks
         for kind in set(self.shared.mixed):
             own, cost = elements[self.shared.mixed.index(kind)], micro.alone[kind]
-            blocks[kind] = (cost + sync_costs.per_microbatch(own, cost, s)).slowed(micro.slower)
+            blocks[kind] = (cost + stage_costs.per_microbatch(own, cost, s)).slowed(micro.slower)
         return micro.costs._replace(plain=blocks[False], mixed=blocks[True])
 
     def _ends(self, c: Choice, costs: Costs) -> tuple[list[tuple[float, Position, float, float]], float]:
@@ -178,7 +178,7 @@ class Bounds:
         if key not in self._sums:
             own = self.shared.elements(x, part)
             s = replace(self.setting(c), software=self.bare)
-            self._sums[key] = (*sync_costs.per_step(s, own, 0.0, 0.0), time.optimizer(s, own))
+            self._sums[key] = (*stage_costs.per_step(s, own, 0.0, 0.0), time.optimizer(s, own))
         return self._sums[key]
 
     def _fixed(self, c: Choice) -> float:

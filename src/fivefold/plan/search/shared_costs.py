@@ -16,7 +16,7 @@ from fivefold.plan.memory.memory import MicrobatchBytes, Sums
 from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.search.space import Choice
 from fivefold.plan.setting import Setting, Software, setting, stages
-from fivefold.plan.time import stage_costs, sync_costs
+from fivefold.plan.time import stage_costs
 from fivefold.plan.time.cost import Cost, slowest
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.sharding.layout import Layout
@@ -129,7 +129,7 @@ class SharedCosts:
 
     def _summed(self, s: Setting, elements: float) -> Cost:
         """The cost of adding up gradients; none on this machine, where it depends on who shares them."""
-        return Cost() if s.cluster.machine else sync_costs.accumulate(elements, s)
+        return Cost() if s.cluster.machine else stage_costs.accumulate(elements, s)
 
     def elements(self, layout: Layout, part: Share) -> Elements:
         """Elements of a part of the model."""
