@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -144,7 +144,9 @@ def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
     costs[-1] += accumulate(elements.behind.computes + elements.tied.computes, s)
     for position in range(s.layout.pp if s.layout.zero > 1 else 0):
         mine = stages_of(s.layout, position)
-        costs[0 if 0 in mine else mine[-1]] += outside_blocks(s, position)
+        costs[0 if 0 in mine else mine[-1]] += per_microbatch(
+            model_states.outside_blocks(s, position), Cost(), s
+        )
     if s.cluster.on_cpu:
         costs = [cost + _host_of_stage(s, stage, len(costs)) for stage, cost in enumerate(costs)]
     slower = slowest(s.layout.ranks, s.cluster.device.spread)
@@ -153,12 +155,6 @@ def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
         wait = max(seconds for (a, b), seconds in transfers(s).items() if b == a + 1)
         costs = [cost + Cost(wait, wait, 0, wait, wait) for cost in costs]
     return costs
-
-
-def outside_blocks(s: Setting, position: int) -> Cost:
-    """Cost of the messages of data parallelism that a rank of a pipeline position sends in every microbatch for
-    parameters outside of blocks."""
-    return per_microbatch(model_states.outside_blocks(s, position), Cost(), s)
 
 
 def _host_of_stage(s: Setting, stage: int, stages: int) -> Cost:
@@ -174,10 +170,6 @@ def _host_of_stage(s: Setting, stage: int, stages: int) -> Cost:
         ends += machine.overhead("stage") * s.layout.pp / stages
         ends += 2 * held(send, s.group("pp"), s.cluster)
     return Cost(0.4 * ends, 0.6 * ends)
-
-
-PipelineTimer = Callable[[Setting, Sequence[Cost]], tuple[float, list[float], list[float]]]
-"""(setting, costs of the stages) -> (makespan of the schedule, end of each rank, compute time of each), seconds."""
 
 
 def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], list[float]]:

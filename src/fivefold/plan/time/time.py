@@ -23,7 +23,7 @@ from fivefold.plan.messages import volume
 from fivefold.plan.setting import Setting
 from fivefold.plan.time import offload, stage_costs
 from fivefold.plan.time.cost import Cost, products, slowest, stream
-from fivefold.plan.time.stage_costs import Parts, PipelineTimer, pipeline
+from fivefold.plan.time.stage_costs import Parts
 from fivefold.precision import PRECISIONS, token_bytes
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.schedules.compression import NONE
@@ -88,10 +88,10 @@ def whole_matrices(s: Setting, position: int) -> float:
     return s.cluster.oversubscription * seconds + stage_costs.message_seconds(volume.matrices(s, rank), s)
 
 
-def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None) -> Step:
-    """The time of an optimizer step. run: the function that times the schedule. shared: as in `stage_costs`."""
+def step(s: Setting, shared: Parts | None = None) -> Step:
+    """The time of an optimizer step. shared: as in `stage_costs`."""
     costs = stage_costs.stage_costs(s, shared)
-    makespan, ends, busy = run(s, costs)
+    makespan, ends, busy = stage_costs.pipeline(s, costs)
     p, m = s.layout.pp, s.microbatches
     extra, waits = 0.0, [0.0] * p
     slower = slowest(s.layout.ranks, s.cluster.device.spread)
@@ -149,7 +149,8 @@ def _behind(
     """Seconds that gradient sums, weight gathers, the update and I/O add to a rank's step. mine: the costs of its
     stages."""
     backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
-    forward -= stage_costs.outside_blocks(s, position).sent_forward
+    outside = model_states.outside_blocks(s, position)
+    forward -= stage_costs.per_microbatch(outside, Cost(), s).sent_forward
     r, g = stage_costs.per_step(s, own, backward, forward)
     u, away = on_device(s, own, position), 0.0
     if not offload.of(s).stays:
