@@ -31,7 +31,7 @@ from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
 from fivefold.plan.setting import FIVEFOLD, Setting, setting
-from fivefold.plan.time import cost, stage_costs, sync_costs, time
+from fivefold.plan.time import cost, stage_costs, time
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, load, resolve_model
 from fivefold.schedules.timelines import COMPUTE, WAIT
@@ -181,7 +181,7 @@ def test_context_ranks_add_up_whole_gradients() -> None:
     s = of("cp=4")
     blocks, _, end, _ = model_states.elements(s.model, s.layout)
     size = sum(block.computes for block in blocks) + end.computes
-    assert redundant(s).sums == pytest.approx(3 / 4 * s.microbatches * sync_costs.accumulate(size, s).weight)
+    assert redundant(s).sums == pytest.approx(3 / 4 * s.microbatches * stage_costs.accumulate(size, s).weight)
 
 
 @pytest.mark.parametrize(("m", "passes"), [(1, (2, 2, 2, 3)), (4, (2, 2, 5, 12))])
@@ -317,7 +317,9 @@ def test_replicas_hide_from_the_threshold_on() -> None:
     for share, more in ((0.85, True), (1.15, False)):
         s, _ = tokens("dp=8", share)
         (own,) = model_states.rank_elements(s)
-        last = sum(seconds for _, seconds, _ in sync_costs.synced(own, s)) / sync_costs.summed_pieces(s, own)
+        last = sum(seconds for _, seconds, _ in stage_costs.synced(own, s)) / stage_costs.summed_pieces(
+            s, own
+        )
         waited = timeline(s).waited  # pyright: ignore[reportOptionalMemberAccess]
         assert (waited > 1.05 * last) is more, share
 

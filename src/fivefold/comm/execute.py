@@ -30,7 +30,7 @@ from fivefold.comm.axis import Axis, Started
 from fivefold.comm.progress import Handle, Work, progress
 from fivefold.errors import CommunicationError
 from fivefold.schedules.collectives import Collective, prove
-from fivefold.schedules.collectives.collective import Message, messages_of
+from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO, LIBRARY, Best, chosen
 
 TABLE = 64  # most sizes of a measured table

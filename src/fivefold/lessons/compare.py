@@ -25,7 +25,7 @@ from fivefold.plan.messages import volume
 from fivefold.plan.messages.volume import Moment
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import stage_costs, sync_costs, time
+from fivefold.plan.time import stage_costs, time
 from fivefold.plan.time.cost import Cost, forward_flops, operation
 from fivefold.recipe import Recipe
 from fivefold.recipe.resolve import in_layout
@@ -304,7 +304,7 @@ def redundant(s: Setting) -> Redundant:
         [*(block.computes for block in blocks), behind.computes + tied.computes]
         for blocks, _, behind, tied in (model_states.elements(s.model, x) for x in (s.layout, Layout()))
     )
-    adding = sum(sync_costs.accumulate(elements, s).weight for elements in summed)
+    adding = sum(stage_costs.accumulate(elements, s).weight for elements in summed)
     useful = min(1.0, sum(whole) / (s.layout.tp * s.layout.cp * sum(summed)))
     seconds["useful"] += useful * adding
     seconds["sums"] += (1 - useful) * adding

@@ -15,7 +15,7 @@ from typing import Any
 from fivefold.models.operations import Operation
 from fivefold.plan.memory import model_states
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import cost, stage_costs, sync_costs, time
+from fivefold.plan.time import cost, stage_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.sharding.parts import stages_of
 from fivefold.sharding.units import scattered_once
@@ -206,7 +206,7 @@ def _data(s: Setting) -> float:
         elements, stages = model_states.rank_elements(s)[0], stage_costs.stage_costs(s)
         costs = [stages[stage] for stage in stages_of(s.layout, 0)]
     beside_forward = beside_backward = 0.0
-    for sync, seconds, _ in sync_costs.synced(elements, s):
+    for sync, seconds, _ in stage_costs.synced(elements, s):
         gathers = sync.what == "gather"
         beside_forward += seconds * gathers
         beside_backward += seconds * (not gathers or sync.each > 1)

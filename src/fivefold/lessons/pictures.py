@@ -16,8 +16,7 @@ from fivefold.lessons.compare import TECHNIQUES, alike
 from fivefold.lessons.compare import words as message_words
 from fivefold.lessons.overlap import count_text
 from fivefold.lessons.terms import decimal
-from fivefold.observe.format import asset, document
-from fivefold.observe.format import memory_text, short_number, size
+from fivefold.observe.format import asset, document, memory_text, short_number, size
 from fivefold.observe.layout_picture import icons
 from fivefold.observe.memory_picture import COLORS
 from fivefold.observe.timelines import pipeline_svg, step_svg

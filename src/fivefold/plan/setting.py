@@ -330,25 +330,13 @@ def setting(
 ) -> Setting:
     """Builds a setting. B: sequences per microbatch. sequences: see `Setting`. The cluster is resized to the layout's
     ranks."""
-    card, documents = PRECISIONS[mode], software.documents
-    e = DTYPES[card.working].bytes
-    sizes = Sizes(
-        model,
-        B,
-        layout.tp,
-        layout.cp,
-        layout.ep,
-        layout.sp,
-        e,
-        layout.cp_method,
-        software.expert_load,
-        layout.sp_regather,
-        layout.expert_chunks if layout.ep > 1 else 1,
-        DTYPES[card.rate_on(cluster.device.peak)].bytes
-        if card.kernel
-        else 0.0,  # emulated: the working dtype
-        documents.seen(model, layout, B, e, software) if documents else WHOLE_SEQUENCES,
-    )
+    x, card, documents, load = layout, PRECISIONS[mode], software.documents, software.expert_load
+    e, chunks = DTYPES[card.working].bytes, x.expert_chunks if x.ep > 1 else 1
+    narrow = (
+        DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0
+    )  # emulated: the working dtype
+    seen = documents.seen(model, x, B, e, software) if documents else WHOLE_SEQUENCES
+    sizes = Sizes(model, B, x.tp, x.cp, x.ep, x.sp, e, x.cp_method, load, x.sp_regather, chunks, narrow, seen)
     cluster = cluster.for_ranks(layout.ranks)
     layout = on_nodes(layout, cluster.per_node)
     return Setting(model, layout, cluster, software, sizes, mode, microbatches, sequences=sequences)

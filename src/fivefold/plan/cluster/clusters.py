@@ -242,9 +242,9 @@ _KEYS = {
     "host_gb_s": _Key("host", "rate", GB),
     "host_memory_gb": _Key("", "host_memory", GB),
     "host_bandwidth_gb_s": _Key("", "host_bandwidth", GB),
-    "disk_read_gb_s": _Key("", "disk_read", GB),
-    "disk_write_gb_s": _Key("", "disk", GB),
-    "disk_both_gb_s": _Key("", "disk_both", GB),
+    "disk_read_gb_s": _Key("disk", "read", GB),
+    "disk_write_gb_s": _Key("disk", "write", GB),
+    "disk_both_gb_s": _Key("disk", "both", GB),
 }
 _SHARES = {"matmul": "matmul_share", "ring": "intra_share"}
 """Keys that replace what a preset assumes."""
@@ -356,6 +356,9 @@ def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...],
     wiring = replace(cluster.wiring, torus=torus, pcie=pcie, **parts["wiring"])
     if rate := parts["host"].get("rate"):  # both directions of PCIe at once
         parts[""]["host_link"] = Storage(rate, rate, 2 * rate)
+    if disk := parts["disk"]:
+        alike = dict.fromkeys(("read", "both"), disk.get("write", cluster.storage.write))
+        parts[""]["storage"] = replace(cluster.storage, **(alike | disk))
     return replace(cluster, name=name, device=device, wiring=wiring, **parts[""])
 
 

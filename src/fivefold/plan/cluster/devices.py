@@ -122,9 +122,8 @@ class Cluster:
 
     0 devices means as many as a layout has ranks. intra, inter: a device's links within a node and between nodes.
     machine: the table of a measured machine, which each node is like, or on which `hosts` nodes are (namespaces,
-    containers). disk: bytes/s that a node writes. disk_read: that it reads; 0: as many. disk_both: both at once; 0: as
-    many as it writes. host_link: between a device and host memory (PCIe). host_memory: bytes per node. host_bandwidth:
-    bytes/s of it, by which the update on CPUs is bounded.
+    containers). storage: the disk of a node. host_link: between a device and host memory (PCIe). host_memory: bytes per
+    node. host_bandwidth: bytes/s of it, by which the update on CPUs is bounded.
     """
 
     name: str
@@ -134,19 +133,12 @@ class Cluster:
     intra: Link
     inter: Link
     machine: Measured | None = None
-    disk: float = DISK
+    storage: Storage = Storage(DISK, DISK, DISK)
     wiring: Wiring = Wiring()
     hosts: int = 1
-    disk_read: float = 0.0
-    disk_both: float = 0.0
     host_link: Storage = PINNED
     host_memory: float = 1024 * GIB
     host_bandwidth: float = 300 * GB
-
-    @property
-    def storage(self) -> Storage:
-        """The disk of a node."""
-        return Storage(self.disk_read or self.disk, self.disk, self.disk_both or self.disk)
 
     @property
     def on_cpu(self) -> bool:
@@ -212,9 +204,8 @@ def shared(cluster: Cluster, ranks: int, devices: int | None = None) -> Cluster:
     """The cluster shared by `ranks` ranks. Each gets its share of its machine's cores and memory."""
     assert cluster.machine is not None
     table, count = cluster.machine, ranks if devices is None else devices
-    sized = replace(
-        cluster, disk=table.disk, disk_read=table.disk_read, disk_both=table.disk_both, devices=count
-    )
+    storage = Storage(table.disk_read or table.disk, table.disk, table.disk_both or table.disk)
+    sized = replace(cluster, storage=storage, devices=count)
     return replace(sized, device=_device(table, min(ranks, cluster.per_node * cluster.hosts)))
 
 

@@ -9,18 +9,8 @@ from typing import NamedTuple
 
 from fivefold.models.operations import Operation, Role
 from fivefold.models.recomputation import region
-from fivefold.plan.memory.model_states import (
-    Buffers,
-    alike,
-    buffers,
-    compression,
-    node_copies,
-    rank_elements,
-    rank_states,
-    rounding_scratch,
-    sum_scratch,
-    uneven_states,
-)
+from fivefold.plan.memory import model_states
+from fivefold.plan.memory.model_states import Buffers, node_copies, rank_states, uneven_states
 from fivefold.plan.setting import Setting, Software, schedule
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
 from fivefold.schedules.timelines import CATEGORIES
@@ -241,16 +231,16 @@ class Predictor:
         self._modes: dict[str, MicrobatchBytes] = {}
         self.schedule, self.times = live_schedule(s.layout, s.microbatches)
         self.always = transfers(self.microbatch("none"), s.layout, s.microbatches)
-        ranks, same = rank_elements(s), alike(s)
-        besides = {ends: buffers(s, *ends) for ends in {s.ends(number) for number in same}}
+        ranks, same = model_states.rank_elements(s), model_states.alike(s)
+        besides = {ends: model_states.buffers(s, *ends) for ends in {s.ends(number) for number in same}}
         held = dict[int, tuple[Memory, Buffers, float, float]]()
         for number in dict.fromkeys(same):
             params, gradients, optimizer = rank_states(s, ranks[number])
-            unsent, summing = compression(s, number)
+            unsent, summing = model_states.compression(s, number)
             more, matrices = uneven_states(s.software.optimizer, s.model, s.layout, number, s.states.moments)
-            after = max(summing, rounding_scratch(s, number), matrices)
+            after = max(summing, model_states.rounding_scratch(s, number), matrices)
             states = Memory(params + node_copies(s, number), gradients + unsent, optimizer + more, 0.0, 0.0)
-            held[number] = states, besides[s.ends(number)], after, sum_scratch(s, number)
+            held[number] = states, besides[s.ends(number)], after, model_states.sum_scratch(s, number)
         self.held = [held[number] for number in same]
         """(states, buffers, bytes behind backward, scratch of sums) of each position, whatever it recomputes."""
 

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from operator import add
+from typing import NamedTuple, cast
 
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
@@ -25,6 +26,7 @@ from fivefold.sharding.parts import TIED, held, local_parameters, sharing_group,
 from fivefold.sharding.tiers import OFFLOADS
 from fivefold.sharding.units import buffer_order, scattered_once, syncs, updated_together, zeropp
 
+Four = tuple[float, float, float, float]
 Group = tuple[float, float, bool, float, float]
 """(elements computed with, elements stored, whether of experts, frozen ones of both) of parameters that the same ranks
 share."""
@@ -43,7 +45,7 @@ class Elements(NamedTuple):
     largest: float = 0
     experts: float = 0
     experts_keep: float = 0
-    frozen: tuple[float, float, float, float] = (0, 0, 0, 0)
+    frozen: Four = (0, 0, 0, 0)
 
     def __add__(self, other: Elements) -> Elements:  # pyright: ignore[reportIncompatibleMethodOverride]
         return Elements(
@@ -52,18 +54,14 @@ class Elements(NamedTuple):
             max(self.largest, other.largest),
             self.experts + other.experts,
             self.experts_keep + other.experts_keep,
-            self.frozen
-            if not any(other.frozen)
-            else tuple(a + b for a, b in zip(self.frozen, other.frozen, strict=True)),  # pyright: ignore
+            cast("Four", tuple(map(add, self.frozen, other.frozen))) if any(other.frozen) else self.frozen,
         )
 
     def times(self, number: float) -> Elements:
         """So many parts of a model with these elements each."""
-        a, b, c, d = (number * size for size in self.frozen)
-        computes, keeps, experts, experts_keep = (
-            number * size for size in (self.computes, self.keeps, self.experts, self.experts_keep)
-        )
-        return Elements(computes, keeps, self.largest, experts, experts_keep, (a, b, c, d))
+        frozen = cast("Four", tuple(number * size for size in self.frozen))
+        blocks = self._replace(computes=number * self.computes, keeps=number * self.keeps, frozen=frozen)
+        return blocks._replace(experts=number * self.experts, experts_keep=number * self.experts_keep)
 
     def groups(self) -> tuple[Group, Group]:
         """Dense parameters, and experts."""
@@ -74,18 +72,12 @@ class Elements(NamedTuple):
 
 
 def state_bytes(
-    bytes_per_parameter: States,
-    zero: int,
-    computes: float,
-    keeps: float,
-    microbatches: int = 2,
-    pp: int = 1,
+    b: States, zero: int, computes: float, keeps: float, microbatches: int = 2, pp: int = 1
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer states. Each is whole (`computes` elements) below the ZeRO stage that
     shards it, and `keeps` elements from that stage on (arXiv 1910.02054, figure 1). FSDP2 (`States.cast`) differs in
     two ways: the gathered weights of stage 3 are buffers, and gradients that are scattered once per step are whole
-    until then."""
-    b = bytes_per_parameter
+    until then. b: bytes per parameter."""
     if b.cast and zero:
         whole = scattered_once(zero, pp) and microbatches > 1
         gathered = computes if zero < 3 else 0.0
@@ -293,14 +285,12 @@ def sum_scratch(s: Setting, position: int) -> float:
     if layout.all_reduce in (LIBRARY, AUTO):
         return 0.0
     for keeping in s.keepings(position):
-        parts = [
-            ("replicate", unit.trained // sharing_group(layout, unit.group == "eshard")[1], b.gradient)
-            for unit in keeping.units
-        ]
-        parts += [
-            (buffer.group, size, b.reduce) for buffer in keeping.buffers for size in buffer.bucket_sizes
-        ]
-        for name, size, each in parts:
+        sums = list[tuple[str, int, float]]()
+        for unit in keeping.units:
+            sharing = sharing_group(layout, unit.group == "eshard")[1]
+            sums.append(("replicate", unit.trained // sharing, b.gradient))
+        sums += [(buffer.group, size, b.reduce) for buffer in keeping.buffers for size in buffer.bucket_sizes]
+        for name, size, each in sums:
             ranks = groups(layout)[name][0]
             schedule = chosen(layout.all_reduce, ranks, ranks, round(size * each))
             if schedule is not None:
@@ -316,14 +306,16 @@ def rounding_scratch(s: Setting, position: int) -> float:
         return 0.0
     local, whole = local_parameters(card, layout), card.parameters
     for keeping in s.keepings(position):
-        held = {name for unit in keeping.units for name in unit.names}
-        replicas = [[name for name in whole if name in held and name not in card.frozen]]
+        in_units = {name for unit in keeping.units for name in unit.names}
+        replicas = [[name for name in whole if name in in_units and name not in card.frozen]]
         replicas += [buffer_order(list(buffer.names)) for buffer in keeping.buffers]
         for names in replicas:
-            for some in updated_together({name: math.prod(whole[name]) for name in names}):
-                expert = {name: layout.ep > 1 and local[name].axis == "ep" for name in some}
-                kept = (local[name].share(sharing_group(layout, expert[name])[1]) for name in some)
-                most = max(most, s.states.copied * sum(kept))
+            for together in updated_together({name: math.prod(whole[name]) for name in names}):
+                size = 0
+                for name in together:
+                    expert = layout.ep > 1 and local[name].axis == "ep"
+                    size += local[name].share(sharing_group(layout, expert)[1])
+                most = max(most, s.states.copied * size)
     return most
 
 

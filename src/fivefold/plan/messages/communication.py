@@ -19,7 +19,7 @@ from fivefold.plan.cluster.measured import line_through
 from fivefold.schedules.collectives import ALGORITHMS, Levels, Line, Primitive, Wire, build, shape_of
 from fivefold.schedules.collectives.cost import Topology, line, simulate
 from fivefold.schedules.collectives.registry import AUTO, LIBRARY, fastest, pieces_of, resolved
-from fivefold.sharding.layout import Layout, groups, on_node
+from fivefold.sharding.layout import Layout, changed, groups, on_node
 
 # Seconds of a collective besides its algorithm: kernels start, ranks meet. All-reduces of 32 KiB take 39.8 us on 8
 # H200, 43.8 on 8 A100, 47.8 on 8 B200 (stas00/ml-engineering, network/README.md). Of these the best algorithm
@@ -43,17 +43,17 @@ class Group:
 def group(layout: Layout, cluster: Cluster, name: str) -> Group:
     """The group with this name, in the order of ranks of `sharding/layout.py`."""
     x = layout
-    axes = (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp)
-    return _group(name, axes, x.ep, cluster.per_node, x.ranks_per_node)
+    axes = (x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, x.ranks_per_node)
+    return _group(name, axes, cluster.per_node)
+
+
+SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "ranks_per_node")
 
 
 @lru_cache(maxsize=2**16)
-def _group(name: str, axes: tuple[int, ...], ep: int, per_node: int, node: int | None) -> Group:
-    """The group with this name. axes: sizes of the axes in the order of AXES. node: the layout's `ranks_per_node`."""
-    pp, dp_replicate, dp_shard, cp, tp = axes
-    layout = Layout(
-        pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep, ranks_per_node=node
-    )
+def _group(name: str, sizes: tuple[int | None, ...], per_node: int) -> Group:
+    """The group with this name. sizes: what a layout has of `SIZES`."""
+    layout = changed(Layout(), **dict(zip(SIZES, sizes, strict=True)))
     return Group(groups(layout)[name][0], on_node(layout, name, per_node))
 
 

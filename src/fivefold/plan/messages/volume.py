@@ -238,7 +238,18 @@ def _gradients(s: Setting, rank: int, position: int) -> Iterator[Moment]:
     for keeping in s.keepings(position):
         for unit in keeping.units:
             for sync, size in synced(s, unit.padded, unit.group == "eshard", unit.shares, unit.trained):
-                yield from _of_unit(s, rank, sync, size, unit.module)
+                name = "a block" if unit.module else "the rest of the model"  # which no block has
+                if sync.what == "sum":
+                    yield from _together(f"{GRADIENTS} of {name}", _sum(s, rank, sync, size), 1)
+                    continue
+                if sync.what == "gather":
+                    what = "all_gather"
+                    ways = ("forward", "backward")[: sync.each] or ("first forward",)
+                else:
+                    what = "all_to_all" if sync.blocks else s.software.scatter
+                    ways = ("backward",) if sync.each else (GRADIENTS,)
+                times = s.microbatches if sync.each else 1
+                yield from (Moment(f"{way} of {name}", what, sync.group, size, 1, times) for way in ways)
         for buffer in keeping.buffers:
             sums = (
                 piece
@@ -247,22 +258,6 @@ def _gradients(s: Setting, rank: int, position: int) -> Iterator[Moment]:
                 for piece in _sum(s, rank, sync, size)
             )
             yield from _together(GRADIENTS, sums, 1)
-
-
-def _of_unit(s: Setting, rank: int, sync: Sync, size: float, module: str) -> Iterator[Moment]:
-    """A message of an FSDP unit. module: "" is what no block has."""
-    name = "a block" if module else "the rest of the model"
-    if sync.what == "sum":
-        yield from _together(f"{GRADIENTS} of {name}", _sum(s, rank, sync, size), 1)
-        return
-    if sync.what == "gather":
-        what = "all_gather"
-        ways = ("forward", "backward")[: sync.each] or ("first forward",)
-    else:
-        what = "all_to_all" if sync.blocks else s.software.scatter
-        ways = ("backward",) if sync.each else (GRADIENTS,)
-    for way in ways:
-        yield Moment(f"{way} of {name}", what, sync.group, size, 1, s.microbatches if sync.each else 1)
 
 
 def _sum(s: Setting, rank: int, sync: Sync, size: float) -> Iterator[Piece]:

@@ -18,7 +18,7 @@ from fivefold.observe.memory_picture import COLORS
 from fivefold.plan.memory import model_states
 from fivefold.plan.predict import Plan
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import stage_costs, sync_costs
+from fivefold.plan.time import stage_costs
 from fivefold.plan.time.cost import forward_flops, operation, stream
 from fivefold.schedules.pipeline import Timeline, shown, simulate
 from fivefold.sharding.parts import stages_of
@@ -116,7 +116,7 @@ def roofline(plan: Plan) -> Roofline:
     elements, _, end, tied = model_states.elements(s.model, layout)
     summed = sum(elements[number].computes for number in s.blocks(position))
     summed += (end.computes + tied.computes) * last
-    if seconds := s.microbatches * sync_costs.accumulate(summed, s).weight:
+    if seconds := s.microbatches * stage_costs.accumulate(summed, s).weight:
         moved = seconds / stream(1.0, s.cluster.device, "copy", s.dtype)
         points["gradient sums"] = Point("gradient sums", 0.0, moved, seconds)
     device, drawn = s.cluster.device, [point for point in points.values() if point.moved]  # others only send

@@ -17,7 +17,7 @@ from fivefold.plan.memory.memory import MicrobatchBytes, Sums
 from fivefold.plan.memory.model_states import Buffers, Elements
 from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.setting import Setting, Software, setting, stages
-from fivefold.plan.time import stage_costs, sync_costs, time
+from fivefold.plan.time import stage_costs, time
 from fivefold.plan.time.cost import Cost, slowest
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.schedules.pipeline import ends_upwards, most_live, splits_backward
@@ -135,7 +135,7 @@ class SharedCosts:
 
     def _summed(self, s: Setting, elements: float) -> Cost:
         """The cost of adding up gradients; none on this machine, where it depends on who shares them."""
-        return Cost() if s.cluster.machine else sync_costs.accumulate(elements, s)
+        return Cost() if s.cluster.machine else stage_costs.accumulate(elements, s)
 
     def elements(self, layout: Layout, part: Share) -> Elements:
         """Elements of a part of the model."""
@@ -270,7 +270,7 @@ class Bounds:
             elements = model_states.elements(self.model, c.layout).blocks
             for kind in set(self.shared.mixed):
                 block, cost = elements[self.shared.mixed.index(kind)], micro.alone[kind]
-                blocks[kind] = (cost + sync_costs.per_microbatch(block, cost, s)).slowed(micro.slower)
+                blocks[kind] = (cost + stage_costs.per_microbatch(block, cost, s)).slowed(micro.slower)
             costs = costs._replace(plain=blocks[False], mixed=blocks[True])
         ends, turned = self._ends(c, costs)
         longest = turned
@@ -331,7 +331,7 @@ class Bounds:
         if key not in self._sums:
             own = self.shared.elements(x, part)
             s = replace(self.setting(c), software=self.bare)
-            self._sums[key] = (*sync_costs.per_step(s, own, 0.0, 0.0), time.optimizer(s, own))
+            self._sums[key] = (*stage_costs.per_step(s, own, 0.0, 0.0), time.optimizer(s, own))
         return self._sums[key]
 
     def _fixed(self, c: Choice) -> float:

@@ -13,8 +13,7 @@ from fivefold.optim import OPTIMIZERS, rounding_traffic
 from fivefold.plan.memory.memory import Memory, microbatch, sums
 from fivefold.plan.memory.model_states import Elements, elements, outside_blocks, rank_elements
 from fivefold.plan.setting import Setting
-from fivefold.plan.time.stage_costs import stage_costs
-from fivefold.plan.time.sync_costs import outer_buffers
+from fivefold.plan.time.stage_costs import outer_buffers, stage_costs
 from fivefold.schedules.offload import WAYS, Unit, simulate
 from fivefold.schedules.timelines import StepTimeline
 from fivefold.sharding.tiers import (

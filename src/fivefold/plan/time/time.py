@@ -21,23 +21,9 @@ from fivefold.plan.memory import model_states
 from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.messages import volume
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import offload
+from fivefold.plan.time import offload, stage_costs
 from fivefold.plan.time.cost import Cost, products, slowest, stream
-from fivefold.plan.time.stage_costs import (
-    Parts,
-    PipelineTimer,
-    hidden_by_pairs,
-    outside_blocks,
-    pipeline,
-    stage_costs,
-)
-from fivefold.plan.time.sync_costs import (
-    compressed_sums,
-    message_seconds,
-    outer_seconds,
-    per_step,
-    shared_sums,
-)
+from fivefold.plan.time.stage_costs import Parts
 from fivefold.precision import PRECISIONS, token_bytes
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.schedules.compression import NONE
@@ -63,14 +49,14 @@ class Step:
 
 def optimizer(s: Setting, own: Elements) -> float:
     """Seconds of the norm, the update, refreshing the weights and checking them, and of what all ranks agree on."""
-    return update(s, own) + message_seconds(volume.control(s), s)
+    return update(s, own) + stage_costs.message_seconds(volume.control(s), s)
 
 
 def on_device(s: Setting, own: Elements, position: int) -> float:
     """Seconds of the update on the device of a pipeline rank. If the host updates, only what all ranks agree on; on a
     CPU both are the same cores."""
     if offload.of(s).streams and not s.cluster.on_cpu:
-        return message_seconds(volume.control(s), s)
+        return stage_costs.message_seconds(volume.control(s), s)
     return optimizer(s, own) + whole_matrices(s, position)
 
 
@@ -99,13 +85,13 @@ def whole_matrices(s: Setting, position: int) -> float:
             one = Matmul(min(r, c), min(r, c), max(r, c), weight=False)
             takes, *_ = products(one, s.cluster.device, s.rate, s.sizes.e)
             seconds += flops / (2 * one.m * one.n * one.k) * takes
-    return s.cluster.oversubscription * seconds + message_seconds(volume.matrices(s, rank), s)
+    return s.cluster.oversubscription * seconds + stage_costs.message_seconds(volume.matrices(s, rank), s)
 
 
-def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None) -> Step:
-    """The time of an optimizer step. run: the function that times the schedule. shared: as in `stage_costs`."""
-    costs = stage_costs(s, shared)
-    makespan, ends, busy = run(s, costs)
+def step(s: Setting, shared: Parts | None = None) -> Step:
+    """The time of an optimizer step. shared: as in `stage_costs`."""
+    costs = stage_costs.stage_costs(s, shared)
+    makespan, ends, busy = stage_costs.pipeline(s, costs)
     p, m = s.layout.pp, s.microbatches
     extra, waits = 0.0, [0.0] * p
     slower = slowest(s.layout.ranks, s.cluster.device.spread)
@@ -117,17 +103,21 @@ def step(s: Setting, run: PipelineTimer = pipeline, shared: Parts | None = None)
         if key not in known:
             known[key] = _behind(s, ranks[position], mine, position)
         r, g, u, away = known[key]
-        hidden = hidden_by_pairs(s, costs, position) if p > 1 else 0.0
+        hidden = stage_costs.hidden_by_pairs(s, costs, position) if p > 1 else 0.0
         waits[position] = m * (sum(c.sent for c in mine) - hidden)
         late = ends[position] + r + g + u + away - makespan
         if late > extra:
             extra, reduced, gathered, updated, moved = late, r, g, u, away
-    tensor_sums, tied_sums = max((shared_sums(s, position) for position in dict.fromkeys(same)), key=sum)
+    tensor_sums, tied_sums = max(
+        (stage_costs.shared_sums(s, position) for position in dict.fromkeys(same)), key=sum
+    )
     worst = max(range(p), key=lambda position: busy[position])
-    encoding = max(compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
+    encoding = (
+        max(stage_costs.compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
+    )
     besides = fixed(s)
     inner = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides
-    apart = outer_seconds(s, inner) / s.sites.every
+    apart = stage_costs.outer_seconds(s, inner) / s.sites.every
     seconds = inner + apart
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
     exposed = {"model": waits[worst] + tensor_sums, "data": data} | ({"sites": apart} if apart else {})
@@ -159,8 +149,9 @@ def _behind(
     """Seconds that gradient sums, weight gathers, the update and I/O add to a rank's step. mine: the costs of its
     stages."""
     backward, forward = sum(c.input + c.weight for c in mine), sum(c.forward for c in mine)
-    forward -= outside_blocks(s, position).sent_forward
-    r, g = per_step(s, own, backward, forward)
+    outside = model_states.outside_blocks(s, position)
+    forward -= stage_costs.per_microbatch(outside, Cost(), s).sent_forward
+    r, g = stage_costs.per_step(s, own, backward, forward)
     u, away = on_device(s, own, position), 0.0
     if not offload.of(s).stays:
         away = offload.seconds(s, forward, backward, u, own) - (s.microbatches * (forward + backward) + u)
@@ -298,7 +289,7 @@ def slow_links(apart: Setting, together: Setting) -> SlowLinks:
         wire = replace(getattr(s.cluster, which), bandwidth=speed, reduce=None)
         return step(replace(s, cluster=replace(s.cluster, **{which: wire}))).seconds
 
-    outer, both = outer_seconds(apart), (step(apart).seconds, step(together).seconds)
+    outer, both = stage_costs.outer_seconds(apart), (step(apart).seconds, step(together).seconds)
     if apart.cluster.machine and not across:  # its table prices messages, whatever the link
         return SlowLinks(outer, *both, None, None)
     even = crossing(lambda speed: seconds(together, speed) / seconds(apart, speed))

@@ -14,7 +14,7 @@ from fivefold.models.operations import Operation
 from fivefold.plan.memory import model_states
 from fivefold.plan.messages import communication
 from fivefold.plan.setting import Setting
-from fivefold.plan.time import cost, offload, stage_costs, sync_costs, time
+from fivefold.plan.time import cost, offload, stage_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.ring_attention import messages
@@ -73,19 +73,25 @@ class _Step:
         self.loads = offload.loads(s, self.whole.input + self.whole.weight, self.own)
 
     def timeline(self) -> StepTimeline:
-        once = [one for one in sync_costs.synced(self.own, self.s) if not one[0].each]
+        once = [one for one in stage_costs.synced(self.own, self.s) if not one[0].each]
         gathers = [one for one in once if one[0].what == "gather"]
         self.compute("other", "copies", sum(copied for _, _, copied in gathers))
-        unplaced = self._unplaced()
-        self.slower = cost.slowest(self.s.layout.ranks, self.s.cluster.device.spread)
-        self.slower *= self.s.cluster.oversubscription
+        # Python between the parts, and sums of gradients outside of blocks: what a stage costs besides its parts
+        whole, placed = self.whole, sum((part.cost for part in self.parts), Cost())
+        slow = cost.slowest(self.s.layout.ranks, self.s.cluster.device.spread)
+        each = [self.outside, *(part.each for part in self.parts)]
+        into, out = sum(one.into for one in each), sum(one.out for one in each)
+        forward = (whole.forward - whole.sent_forward) / slow - placed.forward + placed.sent_forward - into
+        backward = (whole.input - whole.sent_backward + whole.weight) / slow
+        backward -= placed.input + placed.weight - placed.sent_backward + into + out
+        self.slower = slow * self.s.cluster.oversubscription
         self._load("update", self.loads.alone, self.done)
         first = self.done
         for number in range(self.shown):
             first = self.done
             if number == 0 and self.loads.hidden:
                 self.compute("update", "update", time.on_device(self.s, self.own, 0))
-            self.compute("forward", "host", unplaced.forward)
+            self.compute("forward", "host", max(0.0, forward))
             queue = EACH if number else ONCE
             self._zero("all_gather, outside of blocks", self.outside.gathers, queue=queue)
             self.compute("forward", "copies", self.outside.into)
@@ -101,7 +107,7 @@ class _Step:
             for index in reversed(range(len(self.parts))):
                 self._phase(index, backward=True)
             self._zero("reduce_scatter, outside of blocks", self.outside.scatters)
-            self.compute("backward", "host", unplaced.input + unplaced.weight)
+            self.compute("backward", "host", max(0.0, backward))
             self._load("backward", self.loads.backward[number > 0], first)
         self.slower = 1.0
         self._ending([one for one in once if one[0].what != "gather"], first)
@@ -133,25 +139,14 @@ class _Step:
         own = model_states.elements(s.model, s.layout).blocks[number]
         operations = list(zip(*self.shared.operations[mixed], strict=True))
         again = self.shared.block(mixed, s, mode).sent_backward - sum(c.sent_backward for _, c in operations)
-        whole += sync_costs.accumulate(own.computes, s)
+        whole += stage_costs.accumulate(own.computes, s)
         return _Part(f"blocks.{number}", operations, whole, again, self._each(own))
 
     def _each(self, own: model_states.Elements) -> _Each:
-        synced = [message for message in sync_costs.synced(own, self.s) if message[0].each]
+        synced = [message for message in stage_costs.synced(own, self.s) if message[0].each]
         ways = [[sent for sent in synced if (sent[0].what == "gather") is way] for way in (True, False)]
         gathers, scatters = (tuple((sync.group, seconds) for sync, seconds, _ in way) for way in ways)
         return _Each(gathers, scatters, *(sum(copied for *_, copied in way) for way in ways))
-
-    def _unplaced(self) -> Cost:
-        """Python between the parts, and sums of gradients outside of blocks: what a stage costs besides its parts."""
-        s, whole, placed = self.s, self.whole, sum((part.cost for part in self.parts), Cost())
-        slow = cost.slowest(s.layout.ranks, s.cluster.device.spread)
-        each = [self.outside, *(part.each for part in self.parts)]
-        into, out = sum(one.into for one in each), sum(one.out for one in each)
-        forward = (whole.forward - whole.sent_forward) / slow - placed.forward + placed.sent_forward - into
-        backward = (whole.input - whole.sent_backward + whole.weight) / slow
-        backward -= placed.input + placed.weight - placed.sent_backward + into + out
-        return Cost(max(0.0, forward), max(0.0, backward))
 
     def _phase(self, index: int, backward: bool) -> None:
         """A part's forward or backward: its operations with their messages, and ZeRO's messages beside it. Backward
@@ -236,9 +231,9 @@ class _Step:
 
     def _ending(self, once: list[tuple[Sync, float, float]], first: float) -> None:
         """Adds the sums of gradients that the last backward, since `first`, makes ready, and what follows them."""
-        s, pieces = self.s, sync_costs.summed_pieces(self.s, self.own)
+        s, pieces = self.s, stage_costs.summed_pieces(self.s, self.own)
         if s.layout.compress != NONE:
-            summed, later, encoding = sync_costs.compressed_sums(s, self.own)
+            summed, later, encoding = stage_costs.compressed_sums(s, self.own)
             self._spread([("bucket {} of {}", "batch", summed)], first, False, pieces)
             self._add("batch", "later messages", later, queue=ONCE)
             self.compute("other", "encoding", encoding)
@@ -247,13 +242,13 @@ class _Step:
             sent = [(names.get(sync.what, SCATTER), sync.group, seconds) for sync, seconds, _ in once]
             self._spread(sent, first, False, pieces)
             self.compute("other", "copies", sum(copied for *_, copied in once))
-        tensor, tied = sync_costs.shared_sums(s, 0)
+        tensor, tied = stage_costs.shared_sums(s, 0)
         self._add("tp", "sums of shared gradients", tensor)
         self._add("pp", "sum of the tied embedding", tied)
         if not self.loads.hidden:
             self.compute("update", "update", time.on_device(s, self.own, 0))
         self.compute("other", "fixed", time.fixed(s))
-        self._add("sites", "outer step, on average", sync_costs.outer_seconds(s) / s.sites.every)
+        self._add("sites", "outer step, on average", stage_costs.outer_seconds(s) / s.sites.every)
 
 
 def _way(price: Cost, backward: bool) -> tuple[float, float, float]:
