@@ -259,16 +259,15 @@ def print_pictures(plan: Plan | None, full: bool, frontier: Sequence[Plan] = ())
     """Prints in the terminal's width, with colours only on a terminal. `plan` is None to draw the frontier alone."""
     from rich.console import Console
 
-    from fivefold.plan.pages import text as plan_text
-    from fivefold.plan.pages.pictures import pictures
+    from fivefold.plan.pages import pictures as drawn
 
-    width = max(plan_text.NARROWEST, shutil.get_terminal_size().columns)
+    width = max(drawn.NARROWEST, shutil.get_terminal_size().columns)
     console = Console(file=sys.stdout, width=width, highlight=False)
     lines = []
     if frontier:
-        lines += ["", *plan_text.frontier(frontier, width)]
+        lines += ["", *drawn.frontier(frontier, width)]
     if plan is not None:
-        lines += ["", *plan_text.draw(pictures(plan), width, console.color_system is not None, full)]
+        lines += ["", *drawn.draw(drawn.pictures(plan), width, console.color_system is not None, full)]
     for line in lines:
         console.print(line, soft_wrap=True)
 
