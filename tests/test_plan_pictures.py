@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.observe.format import memory_text
 from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.pages import text as plan_text
+from fivefold.plan.pages import pictures as plan_text
 from fivefold.plan.pages.pictures import Pictures, frontier_svg, memory_svg, pictures, roofline_svg
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search.search import as_rows, frontier, search

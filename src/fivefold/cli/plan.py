@@ -245,14 +245,13 @@ def draw_plan(
     if wanted or (sys.stdout.isatty() and not json):
         from rich.console import Console
 
-        from fivefold.plan.pages import text as plan_text
-        from fivefold.plan.pages.pictures import pictures
+        from fivefold.plan.pages import pictures as drawn
 
-        width = max(plan_text.NARROWEST, shutil.get_terminal_size().columns)
+        width = max(drawn.NARROWEST, shutil.get_terminal_size().columns)
         console = Console(file=sys.stdout, width=width, highlight=False)  # colours only on a terminal
-        lines = ["", *plan_text.frontier(frontier, width)] if frontier else []
+        lines = ["", *drawn.frontier(frontier, width)] if frontier else []
         if wanted or not frontier:
-            lines += ["", *plan_text.draw(pictures(plan), width, console.color_system is not None, wanted)]
+            lines += ["", *drawn.draw(drawn.pictures(plan), width, console.color_system is not None, wanted)]
         for line in lines:
             console.print(line, soft_wrap=True)
     if html is not None:

@@ -7,7 +7,7 @@ from a threshold on the messages hide. docs/compare.md has the formulas that pap
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,8 @@ from fivefold.sharding.units import scattered_once
 
 FACTORS = tuple(2.0**k for k in range(-4, 5))
 """Sizes beside the recipe's own for which the planner is asked, too."""
+Ratio = Callable[[Setting], float]
+Resized = Callable[[Setting, float], Setting | None]
 IDLE = 0.1
 """Share of a step that a pipeline may be idle by its rule."""
 
@@ -87,91 +89,36 @@ def count_text(value: float) -> str:
 
 def rules(s: Setting) -> list[Rule]:
     """The rules for the axes that a layout has."""
-    return [*_of_data(s), *_of_blocks(s), *_of_pipeline(s)]
-
-
-def _rule(
-    s: Setting,
-    ratio: Callable[[Setting], float],
-    size: Callable[[Setting], float],
-    resized: Callable[[Setting, float], Setting | None],
-    limit: float = 1.0,
-    **fields: Any,
-) -> Rule:
-    """ratio: seconds of messages over those of computing. size: the value of the variable. resized: the setting with
-    the size times a factor, or None if that is not possible. fields: the other ones of the rule."""
-    sized = [other for factor in FACTORS if (other := resized(s, factor))]
-    points = tuple(sorted((size(other), ratio(other)) for other in sized))
-    return Rule(now=size(s), planned=ratio(s), limit=limit, points=points, **fields)
-
-
-def _of_data(s: Setting) -> Iterator[Rule]:
-    layout = s.layout
-    if layout.dp * layout.cp == 1:
-        return
-    technique = "DDP" if layout.dp > 1 else "gradients of CP"
-    yield _rule(
-        s, _data, lambda s: s.sizes.N, _more_tokens,
-        technique=f"ZeRO-{layout.zero}" if layout.shards > 1 else technique,
-        axis="dp",
-        what="gradients behind backward" + ", weights behind forward" * (layout.shards > 1),
-        variable="tokens per device and microbatch",
-        overlaps=s.software.overlap_data and (s.software.overlap_scatter or not layout.zero),
-    )  # fmt: skip
-
-
-def _of_blocks(s: Setting) -> Iterator[Rule]:
-    layout, ring = s.layout, s.layout.cp_method == "ring"
-    if layout.tp > 1:
-        yield _rule(
-            s, _tensor, lambda s: s.model.dim, _wider,
-            technique="TP + SP" if layout.sp else "TP",
-            axis="tp",
-            what="sums of activations behind a block's forward",
-            variable="width of the model",
-            overlaps=False,
-        )  # fmt: skip
-    if layout.cp > 1:
-        # one of Ulysses' all-to-alls comes before attention and one behind it: they hide only behind other heads
-        turns = "keys and values behind the attention of a turn"
-        yield _rule(
-            s, _context, lambda s: s.model.seq_len, _longer,
-            technique="CP",
-            axis="cp",
-            what=turns if ring else "heads on their way behind the attention of others",
-            variable="tokens of a sequence",
-            overlaps=ring,
-        )  # fmt: skip
-    if layout.ep > 1:
-        yield _rule(
-            s, _experts, lambda s: s.card.expert_features()[1], _wider_experts,
-            technique="EP",
-            axis="ep",
-            what="rows on their way behind the experts' matmuls",
-            variable="width of an expert",
-            overlaps=layout.expert_chunks > 1,
-        )  # fmt: skip
-
-
-def _of_pipeline(s: Setting) -> Iterator[Rule]:
-    if s.layout.pp == 1:
-        return
-    yield _rule(
-        s, _bubble, lambda s: s.microbatches, _more_microbatches, IDLE / (1 - IDLE),
-        technique="PP",
-        axis="pp",
-        what=f"idle time of at most {IDLE:.0%} of the step",
-        variable="microbatches per step",
-        overlaps=True,
-    )  # fmt: skip
-    yield _rule(
-        s, _transfer, _per_stage, _deeper,
-        technique="PP",
-        axis="pp",
-        what="an activation's transfer behind a stage's forward",
-        variable="blocks per stage",
-        overlaps=s.software.overlap_pipeline,
-    )  # fmt: skip
+    x, program, ring = s.layout, s.software, s.layout.cp_method == "ring"
+    data = f"ZeRO-{x.zero}" if x.shards > 1 else "DDP" if x.dp > 1 else "gradients of CP"
+    gradients = "gradients behind backward" + ", weights behind forward" * (x.shards > 1)
+    in_backward = program.overlap_data and (program.overlap_scatter or not x.zero)
+    # one of Ulysses' all-to-alls comes before attention and one behind it: they hide only behind other heads
+    heads = "heads on their way behind the attention of others"
+    sent = "keys and values behind the attention of a turn" if ring else heads
+    # technique, axis, what is sent, what decides, whether it overlaps; seconds of messages over those of computing, the
+    # value of what decides, the setting with it times a factor (None if that is not possible), the ratio's limit
+    table: list[tuple[str, str, str, str, bool, Ratio, Ratio, Resized, float]] = [
+        (data, "dp", gradients, "tokens per device and microbatch", in_backward,
+         _data, lambda s: s.sizes.N, _more_tokens, 1.0),
+        ("TP + SP" if x.sp else "TP", "tp", "sums of activations behind a block's forward", "width of the model", False,
+         _tensor, lambda s: s.model.dim, _wider, 1.0),
+        ("CP", "cp", sent, "tokens of a sequence", ring,
+         _context, lambda s: s.model.seq_len, _longer, 1.0),
+        ("EP", "ep", "rows on their way behind the experts' matmuls", "width of an expert", x.expert_chunks > 1,
+         _experts, lambda s: s.card.expert_features()[1], _wider_experts, 1.0),
+        ("PP", "pp", f"idle time of at most {IDLE:.0%} of the step", "microbatches per step", True,
+         _bubble, lambda s: s.microbatches, _more_microbatches, IDLE / (1 - IDLE)),
+        ("PP", "pp", "an activation's transfer behind a stage's forward", "blocks per stage", program.overlap_pipeline,
+         _transfer, _per_stage, _deeper, 1.0),
+    ]  # fmt: skip
+    ranks, rules = {"dp": x.dp * x.cp, "tp": x.tp, "cp": x.cp, "ep": x.ep, "pp": x.pp}, []
+    for technique, axis, what, variable, overlaps, ratio, size, resized, limit in table:
+        if ranks[axis] > 1:
+            sized = [other for factor in FACTORS if (other := resized(s, factor))]
+            points = tuple(sorted((size(other), ratio(other)) for other in sized))
+            rules.append(Rule(technique, axis, what, variable, size(s), ratio(s), limit, overlaps, points))
+    return rules
 
 
 def _block(s: Setting) -> list[tuple[Operation, Cost]]:

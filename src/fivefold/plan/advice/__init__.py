@@ -1,1 +1,1 @@
-"""What a plan says besides its figures: bottlenecks, remedies, budgets, scaling laws."""
+"""What a plan says besides its figures: every term, bottlenecks, remedies, budgets, scaling laws."""

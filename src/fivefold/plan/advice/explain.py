@@ -112,11 +112,8 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _operations(plan: Plan) -> Iterator[str]:
     s, ms = plan.setting, 1e3
     yield "operations, ms            forward   d input  d weight  messages  what"
-    for where, ops in {
-        "begin": s.work.begin,
-        "block": s.work.block[any(s.card.mixed)],
-        "end": s.work.end,
-    }.items():
+    block = s.work.block[any(s.card.mixed)]
+    for where, ops in (("begin", s.work.begin), ("block", block), ("end", s.work.end)):
         for op in ops:
             c, p = operation(op, s), op.matmul
             what = f"{p.count:g} x ({p.m:g}, {p.k:g}) ({p.k:g}, {p.n:g})" if p else ""
@@ -128,7 +125,6 @@ def _operations(plan: Plan) -> Iterator[str]:
                 f"  {where:6}{op.name:16}{c.forward * ms:9.3f} {c.input * ms:9.3f} {c.weight * ms:9.3f} "
                 f"{c.sent * ms:9.3f}  {what}"
             )
-
     if s.card.has_experts:
         load = s.software.expert_load
         assumed = " (assumed; set it with --expert-load)" if load == 1 else ""

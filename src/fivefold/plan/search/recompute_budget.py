@@ -10,7 +10,7 @@ microbatches, keep more. All ranks of a position compute the same choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -44,10 +44,8 @@ class Budget:
 
 def candidates() -> list[str]:
     """All modes of a block."""
-    names = [
-        "+".join(some) for count in range(1, len(OPERATIONS) + 1) for some in combinations(OPERATIONS, count)
-    ]
-    return [*MODES, *(PREFIX + name for name in names)]
+    counts = range(1, len(OPERATIONS) + 1)
+    return [*MODES, *(PREFIX + "+".join(ops) for count in counts for ops in combinations(OPERATIONS, count))]
 
 
 def resolve(s: Setting, bytes: int, margin: float = MARGIN) -> Budget:
@@ -105,37 +103,28 @@ def _first(held: Callable[[Sequence[int]], list[Memory]], last: Sequence[int], r
 def _way(s: Setting, predictor: Predictor, position: int) -> list[tuple[int, str]]:
     """The steps of a pipeline position from keeping everything to keeping least: (block, its next mode)."""
     shared, blocks = stage_costs.parts(s), s.blocks(position)
-    curves: dict[bool, list[tuple[float, str]]] = {}
+    curves: dict[bool, list[tuple[float, str]]] = {}  # by kind of block, (seconds per freed byte, mode)
     for number in blocks:
-        if (kind := predictor.mixed(number)) not in curves:
-            curves[kind] = list(_curve(s, predictor, shared, number))
+        if (kind := predictor.mixed(number)) in curves:
+            continue
+        points = {
+            mode: (predictor.kept(mode, number), stage_costs.computed(s, kind, shared, mode).seconds)
+            for mode in candidates()
+        }
+        (kept, seconds), curve = points["none"], []
+        while ahead := [
+            ((t - seconds) / (kept - size), size, mode) for mode, (size, t) in points.items() if size < kept
+        ]:
+            price, kept, mode = min(ahead)  # of equal prices the one that frees most
+            seconds = points[mode][1]
+            curve.append((max(price, 0.0), mode))
+        curves[kind] = curve
     steps = [
         (price, order, number, mode)
         for number in blocks
         for order, (price, mode) in enumerate(curves[predictor.mixed(number)])
     ]
     return [(number, mode) for _, _, number, mode in sorted(steps, key=lambda step: step[:3])]
-
-
-def _curve(
-    s: Setting, predictor: Predictor, shared: stage_costs.Parts, number: int
-) -> Iterator[tuple[float, str]]:
-    """The corners of a block's curve behind "none": (seconds per freed byte, mode), cheapest first."""
-    kind = predictor.mixed(number)
-    points = {
-        mode: (predictor.kept(mode, number), stage_costs.computed(s, kind, shared, mode).seconds)
-        for mode in candidates()
-    }
-    kept, seconds = points["none"]
-    while True:
-        ahead = [
-            ((t - seconds) / (kept - size), size, mode) for mode, (size, t) in points.items() if size < kept
-        ]
-        if not ahead:
-            return
-        price, kept, mode = min(ahead)  # of equal prices the one that frees most
-        seconds = points[mode][1]
-        yield max(price, 0.0), mode
 
 
 def _modes(s: Setting, ways: Sequence[Sequence[tuple[int, str]]], counts: Sequence[int]) -> list[str]:

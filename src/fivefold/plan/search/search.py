@@ -283,29 +283,23 @@ def apply(recipe: Recipe, plan: Plan) -> Recipe:
 
 
 def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
-    """The message for layouts that do not fit: memory of the smallest, and a number of devices that is enough."""
-    most, s = limit(space.cluster), near.setting
+    """The message for layouts that do not fit: memory of the smallest, and a number of devices that is enough with full
+    recomputation and one sequence at a time."""
+    cluster, most, s = space.cluster, limit(space.cluster), near.setting
     if most <= 0:
         return (
-            f"no layout fits: a device of {space.cluster.name} has {space.cluster.device.memory / GIB:.2f} GiB, and "
-            f"the runtime takes {space.cluster.device.reserve / GIB:.1f} GiB"
+            f"no layout fits: a device of {cluster.name} has {cluster.device.memory / GIB:.2f} GiB, and "
+            f"the runtime takes {cluster.device.reserve / GIB:.1f} GiB"
         )
-    return (
+    smallest = (
         f"no layout fits: the smallest of {space.size}, {to_text(near.layout)} with microbatches of {s.sizes.B} in "
         f"{s.mode}, needs {near.peak_bytes / GIB:.1f} GiB of {most / GIB:.1f} GiB per device. "
-        + _enough_devices(space, bounds)
     )
-
-
-def _enough_devices(space: Space, bounds: Bounds) -> str:
-    """A number of devices with a layout that fits, with full recomputation and one sequence at a time."""
-    name, most = space.cluster.name, limit(space.cluster)
-    states = min(
-        sum(model_states.state_bytes(bounds.software.states[mode], 3, 1.0, 1.0)) for mode in space.precisions
-    )
+    by_mode = bounds.software.states
+    states = min(sum(model_states.state_bytes(by_mode[mode], 3, 1.0, 1.0)) for mode in space.precisions)
     least = math.ceil(states * count_parameters(space.recipe.model) / most)
-    for devices in _numbers(max(least, space.cluster.devices + 1), space.cluster.per_node):
-        larger = replace(space, cluster=replace(space.cluster, devices=devices))
+    for devices in _numbers(max(least, cluster.devices + 1), cluster.per_node):
+        larger = replace(space, cluster=replace(cluster, devices=devices))
         choices = [
             larger.choice(replace(layout, recompute="full"), 1, mode)
             for shape in larger.shapes
@@ -314,8 +308,9 @@ def _enough_devices(space: Space, bounds: Bounds) -> str:
         ]
         for c in heapq.nsmallest(SMALLEST, choices, key=bounds.bytes.of):
             if max(m.total for m in held(bounds.setting(c))) <= most:
-                return f"{name}:{devices} would be enough ({to_text(c.layout)})"
-    return f"No tried number of devices up to {MOST_DEVICES} is enough: the batch or the blocks are too large"
+                return f"{smallest}{cluster.name}:{devices} would be enough ({to_text(c.layout)})"
+    many = f"No tried number of devices up to {MOST_DEVICES} is enough: the batch or the blocks are too large"
+    return smallest + many
 
 
 def _numbers(first: int, per_node: int) -> Iterator[int]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
@@ -79,14 +80,13 @@ class Space:
     @cached_property
     def shapes(self) -> list[Layout]:
         """Sizes of all axes, and options of the tensor, context and expert axes. Data-parallel ranks are replicas."""
-        return list(self._shapes())
-
-    def _shapes(self) -> Iterator[Layout]:
-        for way in self.ways():
-            for pp in self.stages(way):
-                dp = self.cluster.devices // (way.tp * way.cp * pp)
-                if dp <= self.batch:
-                    yield replace(way, pp=pp, dp_replicate=dp)
+        devices = self.cluster.devices
+        return [
+            replace(way, pp=pp, dp_replicate=dp)
+            for way in self.ways()
+            for pp in self.stages(way)
+            if (dp := devices // (way.tp * way.cp * pp)) <= self.batch
+        ]
 
     def stages(self, way: Layout) -> list[int]:
         """Pipeline sizes that leave whole ranks for the other axes."""
@@ -105,22 +105,21 @@ class Space:
             yield from (Layout(tp=tp, sp=length % tp == 0) for tp in tensor if tp <= most)
             return
         context = [
-            Layout(cp=cp, cp_method=method)
+            layout
             for cp in divisors(devices)
             for method in (("ring", "ulysses") if cp > 1 else ("ring",))
-            if self._allowed(Layout(cp=cp, cp_method=method))
+            if self._allowed(layout := Layout(cp=cp, cp_method=method))
         ]
-        for tp in tensor:
-            for one in context:
-                if devices % (tp * one.cp):
-                    continue
-                dp = devices // (tp * one.cp)
-                for sp, regather in SEQUENCES if tp > 1 else SEQUENCES[:1]:
-                    for ep in divisors(math.gcd(experts, dp * one.cp)):
-                        way = replace(one, tp=tp, sp=sp, sp_regather=regather, ep=ep, dp_replicate=dp)
-                        checked = (tp == 1 or one.cp == 1) and not sp and ep == 1
-                        if plain[tp] if checked else self._allowed(way):
-                            yield way
+        for tp, layout in product(tensor, context):
+            dp, left = divmod(devices, tp * layout.cp)
+            if left:
+                continue
+            for sp, regather in SEQUENCES if tp > 1 else SEQUENCES[:1]:
+                for ep in divisors(math.gcd(experts, dp * layout.cp)):
+                    way = replace(layout, tp=tp, sp=sp, sp_regather=regather, ep=ep, dp_replicate=dp)
+                    checked = (tp == 1 or layout.cp == 1) and not sp and ep == 1
+                    if plain[tp] if checked else self._allowed(way):
+                        yield way
 
     def sharings(self, shape: Layout) -> tuple[Layout, ...]:
         """The shape with every sharding of states: none, or each ZeRO stage over each divisor of the data ranks."""
@@ -145,23 +144,21 @@ class Space:
 
     def schedules(self, pp: int) -> tuple[tuple[str, int], ...]:
         """(name, virtual stages) of every schedule for `pp` ranks."""
-        return self._by_ranks[pp]
+        return self._schedules[pp]
 
     @cached_property
-    def _by_ranks(self) -> dict[int, tuple[tuple[str, int], ...]]:
-        return {pp: tuple(self._schedules(pp)) for pp in {shape.pp for shape in self.shapes}}
-
-    def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
-        if pp == 1:
-            yield DEFAULT, 1
-            return
-        for name, made in SCHEDULES.items():
-            if made.paired:
-                continue  # the bounds count all messages of a block, which pairs hide
-            least, most = made.stages
-            for virtual in range(least, (most or self.recipe.model.layers // pp) + 1):
-                if self._allowed(Layout(pp=pp, schedule=name, virtual_stages=virtual)):
-                    yield name, virtual
+    def _schedules(self) -> dict[int, tuple[tuple[str, int], ...]]:
+        found: dict[int, tuple[tuple[str, int], ...]] = {1: ((DEFAULT, 1),)}
+        # the bounds count all messages of a block, which paired schedules hide
+        unpaired = {name: made.stages for name, made in SCHEDULES.items() if not made.paired}
+        for pp in {shape.pp for shape in self.shapes} - {1}:
+            found[pp] = tuple(
+                (name, virtual)
+                for name, (least, most) in unpaired.items()
+                for virtual in range(least, (most or self.recipe.model.layers // pp) + 1)
+                if self._allowed(Layout(pp=pp, schedule=name, virtual_stages=virtual))
+            )
+        return found
 
     def microbatches(self, shape: Layout) -> list[int]:
         """Sizes of a microbatch, in sequences, that give no rank more of them than single sequences would, and none
@@ -180,10 +177,9 @@ class Space:
     def starts(self) -> Iterator[Choice]:
         """The starting choices of a search: everything but schedules and shardings of states."""
         for shape in self.shapes:
-            modes = [replace(shape, recompute=recompute) for recompute in self.modes]
-            for B in self.microbatches(shape):
-                for one in modes:
-                    yield from (self.choice(one, B, mode) for mode in self.precisions)
+            layouts = [replace(shape, recompute=recompute) for recompute in self.modes]
+            for B, layout, mode in product(self.microbatches(shape), layouts, self.precisions):
+                yield self.choice(layout, B, mode)
 
     @cached_property
     def size(self) -> int:
