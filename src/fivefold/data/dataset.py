@@ -372,16 +372,15 @@ def stages_in_words(recipe: Recipe, amounts: Mapping[str, Amount]) -> list[str]:
 def facts(recipe: Recipe, data: DataSet) -> dict[str, Any]:
     """What RUN/data.json keeps: how much there was of each source and validation set."""
     known, specs = amounts(recipe, data), recipe.data.specs
-    infos = {part.name: part.info for part in data.parts}
     sources = [
         {
-            "name": name,
-            "source": specs[name],
-            "fingerprint": infos[name].get("fingerprint"),
+            "name": part.name,
+            "source": specs[part.name],
+            "fingerprint": part.info.get("fingerprint"),
             **amount._asdict(),
             **({"tokens": None, "items": None} if amount.tokens == ENDLESS else {}),  # a stream's end
         }
-        for name, amount in known.items()
+        for part, amount in zip(data.parts, known.values(), strict=True)
     ]
     sets = [{"name": name, "tokens": len(tokens)} for name, tokens in data.validation_sets.items()]
     return {
@@ -400,10 +399,7 @@ def require_enough(recipe: Recipe, amounts: Mapping[str, Amount], limited: bool 
     """
     T, B, data = recipe.model.seq_len, recipe.train.global_batch_size, recipe.data
     specs, tokens = data.specs, sum(amount.tokens for amount in amounts.values())
-    named = {
-        name: f"data.sources, {name}: {specs[name]}" if name else f"data.source: {specs[name]}"
-        for name in specs
-    }
+    named = {n: f"data.sources, {n}: {spec}" if n else f"data.source: {spec}" for n, spec in specs.items()}
     sequences = sum(amount.items for amount in amounts.values())
     if sequences < B:
         raise UserError(
