@@ -380,7 +380,7 @@ class StreamWriter:
             try:
                 if now.total is None or now.count < now.total:
                     self._tokenize()
-                while self.now.first and not self._unread():
+                while self.now.first and time.monotonic() - self._read <= UNREAD_S:
                     time.sleep(QUIET)
                     self._look()
                 return
@@ -458,9 +458,6 @@ class StreamWriter:
             post for post in self._posts if post["active"] and not self.now.has(post["low"], post["need"])
         ]
 
-    def _unread(self) -> bool:
-        return time.monotonic() - self._read > UNREAD_S
-
     def _make_room(self, size: int) -> None:
         """Waits until there is room for so many bytes, and removes shards that all readers have behind them."""
         while self.most_bytes:
@@ -483,6 +480,6 @@ class StreamWriter:
                 for path in self.folder.glob(f"train-{index:05d}.*"):
                     files.remove(path)
             if not shards:
-                if self._unread():
+                if time.monotonic() - self._read > UNREAD_S:
                     raise SystemExit
                 time.sleep(POLL_S)
