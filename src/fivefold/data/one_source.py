@@ -40,6 +40,7 @@ from fivefold.data.tokens import (
     read_manifest,
 )
 from fivefold.errors import UserError
+from fivefold.files import rename
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
 
@@ -142,7 +143,7 @@ def _make(
         files.write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
         files.flush_all(temporary)
         try:
-            files.rename(temporary, folder)
+            rename(temporary, folder)
         except OSError:
             if read_manifest(folder) is None:  # otherwise another process without a lock was first
                 raise
@@ -308,7 +309,7 @@ def _copied(shard: Shard, kind: str, end: int | None, root: Path, tell: Tell) ->
                     done += ids.nbytes
                     tell(f"copying {kind}", done, 4 * shard.tokens)
             files.flush(temporary)
-            files.rename(temporary, copy)
+            rename(temporary, copy)
         finally:
             files.remove(temporary)
     return shard._replace(path=copy, tokens=copy.stat().st_size // 4)
