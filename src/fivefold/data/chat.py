@@ -368,7 +368,4 @@ def open_template(spec: str, tokenizer_spec: str, tokenizer: Tokenizer) -> ChatT
     Raises:
         UserError: there is none, or it is not a Jinja template that answers a question.
     """
-    if spec in TEMPLATES:
-        named = TEMPLATES[spec]
-        return ChatTemplate(named.source, with_special(tokenizer, named.special))
-    return ChatTemplate(read_template(spec, tokenizer_spec), tokenizer)
+    return ChatTemplate(read_template(spec, tokenizer_spec), with_special(tokenizer, special_of(spec)))

@@ -19,18 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.data.batches import (
-    NOT_COUNTED,
-    Batch,
-    Concatenated,
-    Cut,
-    Order,
-    Stage,
-    items_in,
-    objective_of,
-    steps_of,
-    whole_weights,
-)
+from fivefold.data import batches
 from fivefold.data.stream import ENDLESS, Stream
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.tokens import COUNTED, ENDS, Tokens
@@ -123,9 +112,9 @@ class Packed:
         self.count = int(self.bins[-1]) + 1 if len(self.bins) else 0
         self.fill = len(tokens) / max(1, self.count * seq_len)
 
-    def read(self, numbers_R: np.ndarray) -> Batch:
+    def read(self, numbers_R: np.ndarray) -> batches.Batch:
         shape = len(numbers_R), self.seq_len
-        inputs, targets = np.full(shape, self.end, np.int64), np.full(shape, NOT_COUNTED, np.int64)
+        inputs, targets = np.full(shape, self.end, np.int64), np.full(shape, batches.NOT_COUNTED, np.int64)
         first = np.tile(np.arange(self.seq_len), (len(numbers_R), 1))
         for row, number in enumerate(numbers_R.tolist()):
             pieces = slice(*np.searchsorted(self.bins, (number, number + 1)))
@@ -140,12 +129,12 @@ class Packed:
                 targets[row, here], first[row, here] = seen[-length:], at
                 if self.tokens.flags is not None:
                     counted = self.tokens.flags[start : start + length] & COUNTED > 0
-                    targets[row, here][~counted] = NOT_COUNTED
+                    targets[row, here][~counted] = batches.NOT_COUNTED
                 at += length
-        return Batch(inputs, targets, first if self.masked else None)
+        return batches.Batch(inputs, targets, first if self.masked else None)
 
 
-def cut_of(recipe: Recipe, data: DataSet, tokens: Tokens | Stream, apart: bool = True) -> Cut:
+def cut_of(recipe: Recipe, data: DataSet, tokens: Tokens | Stream, apart: bool = True) -> batches.Cut:
     """How tokens of a recipe become sequences. apart: False: documents are one text, whatever the recipe says."""
     section, seq_len = recipe.data, recipe.model.seq_len
     end, apart = end_of(recipe, data), apart and section.document_masks
@@ -154,7 +143,9 @@ def cut_of(recipe: Recipe, data: DataSet, tokens: Tokens | Stream, apart: bool =
         assert isinstance(tokens, Tokens), "so is this for streams"
         return Packed(tokens, seq_len, end, apart, cache_folder(section.cache) / "packing")
     indexed = isinstance(tokens, Tokens) and tokens.indexed
-    return Concatenated(tokens, seq_len, objective_of(recipe), end, apart and (end is not None or indexed))
+    return batches.Concatenated(
+        tokens, seq_len, batches.objective_of(recipe), end, apart and (end is not None or indexed)
+    )
 
 
 def end_of(recipe: Recipe, data: DataSet) -> int | None:
@@ -301,14 +292,14 @@ def amounts(recipe: Recipe, data: DataSet) -> dict[str, Amount]:
     }
 
 
-def order_of(recipe: Recipe, amounts: Mapping[str, Amount]) -> Order:
+def order_of(recipe: Recipe, amounts: Mapping[str, Amount]) -> batches.Order:
     """The order of a run over its sources.
 
     Raises:
         UserError: weights are those of documents, and a source does not know its own.
     """
     if not recipe.data.sources:
-        return Order()
+        return batches.Order()
     per_weight: list[float] = []
     if recipe.data.weigh_by == "documents":
         for name, amount in amounts.items():
@@ -318,12 +309,12 @@ def order_of(recipe: Recipe, amounts: Mapping[str, Amount]) -> Order:
                     'weigh_by = "tokens"'
                 )
             per_weight.append(amount.tokens / amount.documents)
-    steps = steps_of(recipe)
+    steps = batches.steps_of(recipe)
     begins = recipe.data.first_steps(steps) if steps else [0]
     stages = weights_of(recipe, [float(amount.items) for amount in amounts.values()], per_weight)
-    return Order(
+    return batches.Order(
         [
-            Stage(sequences_before(recipe.train, begin), whole_weights(shares))
+            batches.Stage(sequences_before(recipe.train, begin), batches.whole_weights(shares))
             for begin, (_, shares) in zip(begins, stages, strict=False)
         ]
     )
@@ -343,7 +334,7 @@ def seen(
     amounts: Mapping[str, Amount],
     step: int,
     left_out: LeftOut = (),
-    order: Order | None = None,
+    order: batches.Order | None = None,
 ) -> dict[str, Seen]:
     """What the first `step` steps of a run see of each source. order: of `order_of`, if it is known."""
     order = order or order_of(recipe, amounts)
@@ -364,7 +355,7 @@ def seen(
 
 def stages_in_words(recipe: Recipe, amounts: Mapping[str, Amount]) -> list[str]:
     """A line per stage: its first step, and the share of each source."""
-    order, steps = order_of(recipe, amounts), steps_of(recipe)
+    order, steps = order_of(recipe, amounts), batches.steps_of(recipe)
     begins = recipe.data.first_steps(steps) if steps else [0]
     lines = []
     for begin, stage in zip(begins, order.stages, strict=True):
@@ -381,16 +372,15 @@ def stages_in_words(recipe: Recipe, amounts: Mapping[str, Amount]) -> list[str]:
 def facts(recipe: Recipe, data: DataSet) -> dict[str, Any]:
     """What RUN/data.json keeps: how much there was of each source and validation set."""
     known, specs = amounts(recipe, data), recipe.data.specs
-    infos = {part.name: part.info for part in data.parts}
     sources = [
         {
-            "name": name,
-            "source": specs[name],
-            "fingerprint": infos[name].get("fingerprint"),
+            "name": part.name,
+            "source": specs[part.name],
+            "fingerprint": part.info.get("fingerprint"),
             **amount._asdict(),
             **({"tokens": None, "items": None} if amount.tokens == ENDLESS else {}),  # a stream's end
         }
-        for name, amount in known.items()
+        for part, amount in zip(data.parts, known.values(), strict=True)
     ]
     sets = [{"name": name, "tokens": len(tokens)} for name, tokens in data.validation_sets.items()]
     return {
@@ -409,10 +399,7 @@ def require_enough(recipe: Recipe, amounts: Mapping[str, Amount], limited: bool 
     """
     T, B, data = recipe.model.seq_len, recipe.train.global_batch_size, recipe.data
     specs, tokens = data.specs, sum(amount.tokens for amount in amounts.values())
-    named = {
-        name: f"data.sources, {name}: {specs[name]}" if name else f"data.source: {specs[name]}"
-        for name in specs
-    }
+    named = {n: f"data.sources, {n}: {spec}" if n else f"data.source: {spec}" for n, spec in specs.items()}
     sequences = sum(amount.items for amount in amounts.values())
     if sequences < B:
         raise UserError(
@@ -422,7 +409,7 @@ def require_enough(recipe: Recipe, amounts: Mapping[str, Amount], limited: bool 
             + (f"Use at most {sequences} sequences per batch" if sequences else "Use a shorter model.seq_len")
             + ", or more text"
         )
-    steps = steps_of(recipe)
+    steps = batches.steps_of(recipe)
     limits = {entry.name: entry.max_epochs for entry in data.sources}
     for name, row in seen(recipe, amounts, steps or 0).items():
         amount, count = amounts[name], row.items
@@ -442,7 +429,7 @@ def require_enough(recipe: Recipe, amounts: Mapping[str, Amount], limited: bool 
                 )
                 + f"Use train.steps <= {int((steps or 0) * limit * amount.items / count):,}"
             )
-        if amount.held_out is not None and items_in(recipe, amount.held_out) < 1:
+        if amount.held_out is not None and batches.items_in(recipe, amount.held_out) < 1:
             what = f"the validation part of {name}" if name else "the validation part"
             raise UserError(
                 f"data.source: {what} has {amount.held_out:,} tokens, fewer than one sequence of "

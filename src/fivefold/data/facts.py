@@ -175,12 +175,11 @@ def require_readable(recipe: Recipe, source: Source) -> None:
         if file.url:  # `check` uses no network but to list them
             continue
         by_bytes = kind_of(file).by_bytes
-        plain = by_bytes and file.plain
         fields = Fields(data.text_key, bool(data.chat_template))
         for count, (document, behind) in enumerate(FileSplit(files).read(number, fields), 1):
             require_good(files, [document] if isinstance(document, Bad) else [], 0)
             far = by_bytes and behind >= each
-            if (far and not whole) if plain else (far or count >= ROWS):
+            if (far and not whole) if by_bytes and file.plain else (far or count >= ROWS):
                 break
 
 

@@ -40,6 +40,7 @@ from fivefold.data.tokens import (
     read_manifest,
 )
 from fivefold.errors import UserError
+from fivefold.files import rename
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
 
@@ -142,7 +143,7 @@ def _make(
         files.write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
         files.flush_all(temporary)
         try:
-            files.rename(temporary, folder)
+            rename(temporary, folder)
         except OSError:
             if read_manifest(folder) is None:  # otherwise another process without a lock was first
                 raise
@@ -308,7 +309,7 @@ def _copied(shard: Shard, kind: str, end: int | None, root: Path, tell: Tell) ->
                     done += ids.nbytes
                     tell(f"copying {kind}", done, 4 * shard.tokens)
             files.flush(temporary)
-            files.rename(temporary, copy)
+            rename(temporary, copy)
         finally:
             files.remove(temporary)
     return shard._replace(path=copy, tokens=copy.stat().st_size // 4)
@@ -393,26 +394,12 @@ def _refuse(shard: Shard, vocab_size: int, reserved: int) -> None:
     raise AssertionError("the scan found an id that the file does not hold")
 
 
-def require_one_split(source: Source) -> None:
-    """Raises UserError if the files of a validation set are some for validation and others for training: nobody can say
-    which are meant."""
-    paths = [file.path for file in source.files if source.ids]
-    held_out = [path for path in paths if VALIDATION.search(path.stem)]
-    if held_out and len(held_out) < len(paths):
-        other = next(path for path in paths if path not in held_out)
-        raise UserError(
-            f"data.source = {source.spec!r}: all of a validation set is validated on, and {other.name} does not "
-            f"look like it, beside {held_out[0].name}. Nearest valid: {f'tokens:{held_out[0]}'!r}"
-        )
-
-
 def split(shards: list[Shard], val_fraction: float) -> tuple[Tokens, Tokens | None]:
     held_out = [s for s in shards if VALIDATION.search(s.path.stem)]
     training = [s for s in shards if s not in held_out]
     if held_out and training:
         return Tokens(training), Tokens(held_out) if val_fraction > 0 else None
-    total = sum(s.tokens for s in shards)
     if val_fraction == 0:
         return Tokens(shards), None
-    cut = int(total * (1 - val_fraction))
+    cut = int(sum(s.tokens for s in shards) * (1 - val_fraction))
     return Tokens(shards, 0, cut), Tokens(shards, cut)

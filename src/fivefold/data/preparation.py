@@ -29,7 +29,7 @@ from fivefold.data.dataset import (
 )
 from fivefold.data.kinds.kind import TOKENS
 from fivefold.data.kinds.token_files import write_indexed
-from fivefold.data.one_source import check_tokenizer, lookup, prepare_source, require_one_split, root_of
+from fivefold.data.one_source import VALIDATION, check_tokenizer, lookup, prepare_source, root_of
 from fivefold.data.sources import find
 from fivefold.data.stream import Stream
 from fivefold.data.tokens import Tell, Tokens
@@ -125,9 +125,17 @@ def validation_of(recipe: Recipe) -> dict[str, Recipe]:
     for entry in recipe.data.validation:
         key = f"data.validation, {entry.name}"
         recipes[key] = _of_entry(recipe, entry, val_fraction=0.0, stream=False)
-        if entry.source.startswith(TOKENS):
-            with named(key):
-                require_one_split(find(entry.source))
+        if not entry.source.startswith(TOKENS):
+            continue
+        with named(key):
+            paths = [file.path for file in find(entry.source).files]
+            held_out = [path for path in paths if VALIDATION.search(path.stem)]
+            if held_out and len(held_out) < len(paths):
+                other = next(path for path in paths if path not in held_out)
+                raise UserError(
+                    f"data.source = {entry.source!r}: all of a validation set is validated on, and {other.name} does "
+                    f"not look like it, beside {held_out[0].name}. Nearest valid: {f'tokens:{held_out[0]}'!r}"
+                )
     return recipes
 
 

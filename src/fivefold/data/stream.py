@@ -30,20 +30,10 @@ from typing import Any
 import numpy as np
 
 from fivefold import files
+from fivefold.data import tokens
 from fivefold.data.build import Chunk, Summary, Work, require_few_bad, save_tokenizer, skipped, tokenized
 from fivefold.data.kinds.kind import TRAIN, VAL
 from fivefold.data.sources import find
-from fivefold.data.tokens import (
-    SHARD_TOKENS,
-    Commit,
-    Journal,
-    ShardWriter,
-    Tell,
-    Tokens,
-    continued,
-    growing_shards,
-    read_journal,
-)
 from fivefold.errors import UserError
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
@@ -67,18 +57,18 @@ Shuffled = Callable[[np.ndarray, int, int, int], np.ndarray]
 """The items at some positions of a window, of which it has so many; (positions, items, epoch, window)."""
 
 
-def commits(folder: Path) -> list[Commit]:
+def commits(folder: Path) -> list[tokens.Commit]:
     """The borders that were noted, in the order of notes."""
     borders, path = [], folder / COMMITS
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(*files.BROKEN):  # cut off
-            borders.append(Commit.of(files.parse_json(line)))
+            borders.append(tokens.Commit.of(files.parse_json(line)))
     return borders
 
 
-def last_border(folder: Path, token: int, shard: int) -> Commit:
+def last_border(folder: Path, token: int, shard: int) -> tokens.Commit:
     """The last noted border before the shard of a token."""
-    return max((c for c in commits(folder) if c.train <= token // shard * shard), default=Commit())
+    return max((c for c in commits(folder) if c.train <= token // shard * shard), default=tokens.Commit())
 
 
 class Stream:
@@ -143,22 +133,22 @@ class Stream:
                 out_RT[here] = self._rows(starts[here], length, low, need)
         return out_RT
 
-    def begin_at(self, border: Commit) -> None:
+    def begin_at(self, border: tokens.Commit) -> None:
         """Notes where a checkpoint wants to have tokens from."""
         if border not in commits(self.folder):
             with files.Lines(self.folder / COMMITS) as lines:
                 lines.write(json.dumps(border))
 
-    def state(self, use: int) -> Commit:
+    def state(self, use: int) -> tokens.Commit:
         """Where tokenizing has to begin for this and all later uses, if nothing is cached."""
         return last_border(self.folder, self._low(use), self._journal().shard)
 
-    def whole(self, tell: Tell) -> tuple[Tokens, dict[str, int]]:
+    def whole(self, tell: tokens.Tell) -> tuple[tokens.Tokens, dict[str, int]]:
         """Waits until everything is tokenized. Returns all tokens, and how many each split has."""
         now = self.wait(lambda now: now.total is not None, "tokenizing", tell)
         assert now.total is not None
-        shards = growing_shards(self.folder, "train", now, now.total, now.shard)
-        return Tokens(shards), {"train": now.total, "val": now.val}
+        shards = tokens.growing_shards(self.folder, "train", now, now.total, now.shard)
+        return tokens.Tokens(shards), {"train": now.total, "val": now.val}
 
     def stop(self) -> None:
         """Ends the tokenizing process, if this process has started it."""
@@ -167,11 +157,11 @@ class Stream:
             builder.terminate()
             builder.wait()
 
-    def wait(self, ready: Callable[[Journal], bool], stage: str, tell: Tell) -> Journal:
+    def wait(self, ready: Callable[[tokens.Journal], bool], stage: str, tell: tokens.Tell) -> tokens.Journal:
         """Waits, while a process tokenizes, until what there is is enough."""
         while True:
             self._keep_alive()
-            now = read_journal(self.folder)
+            now = tokens.read_journal(self.folder)
             if now is not None and ready(now):
                 return now
             tell(stage, 0 if now is None else now.read, None)
@@ -205,9 +195,9 @@ class Stream:
             except FileNotFoundError:  # it has made room for another reader
                 time.sleep(POLL_S)
 
-    def _journal(self) -> Journal:
+    def _journal(self) -> tokens.Journal:
         """What is there now. The end does not change once it is known."""
-        now = read_journal(self.folder)
+        now = tokens.read_journal(self.folder)
         if now is None:
             raise UserError(f"{self.folder} has been removed while it was read")
         return now
@@ -219,7 +209,7 @@ class Stream:
             self._posted = files.Post(self.folder / f"reading-{files.own_word()}")
         self._posted.write({"low": low, "need": need, "active": active})
 
-    def _await(self, low: int, need: int) -> Journal:
+    def _await(self, low: int, need: int) -> tokens.Journal:
         """Waits until tokens low .. need are there, as far as there are so many."""
         began = looked = time.monotonic()
         self._post(low, need, active=True)
@@ -273,8 +263,8 @@ _starting = threading.Lock()
 
 
 def open_stream(
-    recipe: Recipe, mask: bool, whole: Path, tell: Tell
-) -> tuple[Stream, Tokens | None, dict[str, Any]]:
+    recipe: Recipe, mask: bool, whole: Path, tell: tokens.Tell
+) -> tuple[Stream, tokens.Tokens | None, dict[str, Any]]:
     """A stream and its validation tokens, as soon as these are there and training has a beginning; and what is known of
     it. whole: where they were if they were tokenized before."""
     data, seq_len, overlap = recipe.data, recipe.model.seq_len, int(not mask)
@@ -295,9 +285,9 @@ def open_stream(
             files.remove(folder / ERROR)  # of an earlier run
     setup = {"source": data.source, "mask": mask, "val": most_val, "shard": shard, "folder": str(folder)}
     stream = Stream(folder, data.stream_window, seq_len, overlap, setup | {"data": data.model_dump_json()})
-    cached = read_journal(folder) is not None
+    cached = tokens.read_journal(folder) is not None
 
-    def enough(now: Journal) -> bool:
+    def enough(now: tokens.Journal) -> bool:
         window = max(data.stream_window, seq_len) + 1
         # Two windows: while one rank waits for the next, others still read this one.
         least = (2 * window + 2 * now.shard + most_val) * now.item / 2**30
@@ -314,7 +304,7 @@ def open_stream(
             f"data.source: no document of {data.source} was held out by data.val_fraction = {data.val_fraction}, which "
             "data.stream chooses by their hashes. Increase it, or set it to 0"
         )
-    val = growing_shards(folder, "val", now, min(wanted, now.val), SHARD_TOKENS)
+    val = tokens.growing_shards(folder, "val", now, min(wanted, now.val), tokens.SHARD_TOKENS)
     info = {
         "source": data.source,
         "fingerprint": _hash(whole.name, data.stream_window),
@@ -322,7 +312,7 @@ def open_stream(
         "cached": cached,
         "tokens": {"train": now.count - now.first, "val": now.val},
     }
-    return stream, Tokens(val) if wanted else None, info
+    return stream, tokens.Tokens(val) if wanted else None, info
 
 
 def _hash(*parts: object) -> str:
@@ -373,7 +363,7 @@ class StreamWriter:
         if not (folder / "tokenizer.json").exists():
             save_tokenizer(data, mask, work, folder, cores(), lambda *_: None)
         self.work = work.with_tokenizer(folder)
-        self.now = continued(folder) or Journal(self.work.dtype, shard, full=not most_val)
+        self.now = tokens.continued(folder) or tokens.Journal(self.work.dtype, shard, full=not most_val)
         self._looked = self._published = 0.0
         self._posts: list[dict[str, Any]] = []
         self._read = time.monotonic()  # when somebody last was there to read
@@ -384,13 +374,13 @@ class StreamWriter:
         while True:
             now = self.now
             self.writers = [
-                ShardWriter(self.folder, "train", now.dtype, self.shard, now.count),
-                ShardWriter(self.folder, "val", now.dtype, count=now.val),
+                tokens.ShardWriter(self.folder, "train", now.dtype, self.shard, now.count),
+                tokens.ShardWriter(self.folder, "val", now.dtype, count=now.val),
             ]
             try:
                 if now.total is None or now.count < now.total:
                     self._tokenize()
-                while self.now.first and not self._unread():
+                while self.now.first and time.monotonic() - self._read <= UNREAD_S:
                     time.sleep(QUIET)
                     self._look()
                 return
@@ -468,9 +458,6 @@ class StreamWriter:
             post for post in self._posts if post["active"] and not self.now.has(post["low"], post["need"])
         ]
 
-    def _unread(self) -> bool:
-        return time.monotonic() - self._read > UNREAD_S
-
     def _make_room(self, size: int) -> None:
         """Waits until there is room for so many bytes, and removes shards that all readers have behind them."""
         while self.most_bytes:
@@ -493,6 +480,6 @@ class StreamWriter:
                 for path in self.folder.glob(f"train-{index:05d}.*"):
                     files.remove(path)
             if not shards:
-                if self._unread():
+                if time.monotonic() - self._read > UNREAD_S:
                     raise SystemExit
                 time.sleep(POLL_S)

@@ -371,9 +371,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def open_tokens(folder: Path, manifest: dict[str, Any], split: str) -> Tokens:
-    flags = None
-    if "flags" in manifest:
-        flags = Tokens(_shards(folder, manifest["flags"][split], "|u1"))
+    flags = Tokens(_shards(folder, manifest["flags"][split], "|u1")) if "flags" in manifest else None
     return Tokens(_shards(folder, manifest["shards"][split], manifest["dtype"]), flags=flags)
 
 
