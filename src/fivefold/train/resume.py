@@ -17,7 +17,7 @@ from fivefold.checkpoint import keep, store
 from fivefold.checkpoint.manifest import DTYPES, MANIFEST, Box, Damaged
 from fivefold.checkpoint.source import Elsewhere, Source
 from fivefold.comm import all_or_none
-from fivefold.data.stream import Commit
+from fivefold.data.tokens import Commit
 from fivefold.errors import UserError
 from fivefold.files import BROKEN
 from fivefold.optim.card import COMPENSATION
