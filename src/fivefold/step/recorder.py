@@ -170,10 +170,12 @@ class Counter:
             if blocks and not name.startswith("blocks."):
                 continue
             if isinstance(module, nn.Linear | CutLinear | Experts):
-                rows, columns = _cut(parts.get(f"{name}.weight"))
-                if columns or self.once:
+                part = parts.get(f"{name}.weight")
+                local, whole = (local_shape(part.computes), part.shape) if part else ((), ())
+                matrix = len(whole) == 2  # of which a rank may have a part of the features only
+                if self.once or (matrix and local[1] < whole[1]):
                     hooks.append(module.register_forward_pre_hook(self._input))
-                if rows or self.once:
+                if self.once or (matrix and local[0] < whole[0]):
                     hooks.append(module.register_forward_hook(self._output))
 
     def _input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -186,11 +188,3 @@ class Counter:
 
     def _count(self, kind: str, x: Tensor) -> None:
         self.counts[KINDS.index(kind)] += count(x).to(self.counts.device)
-
-
-def _cut(part: Part | None) -> tuple[bool, bool]:
-    """Does a rank have a part of the output features only, of the input features only?"""
-    if part is None or len(part.shape) != 2:
-        return False, False
-    rows, columns = local_shape(part.computes)
-    return rows < part.shape[0], columns < part.shape[1]
