@@ -171,11 +171,13 @@ class Counter:
                 continue
             if isinstance(module, nn.Linear | CutLinear | Experts):
                 part = parts.get(f"{name}.weight")
-                local, whole = (local_shape(part.computes), part.shape) if part else ((), ())
-                matrix = len(whole) == 2  # of which a rank may have a part of the features only
-                if self.once or (matrix and local[1] < whole[1]):
+                rows = columns = False  # has this rank a part of the output, of the input features only?
+                if part is not None and len(part.shape) == 2:
+                    local = local_shape(part.computes)
+                    rows, columns = local[0] < part.shape[0], local[1] < part.shape[1]
+                if columns or self.once:
                     hooks.append(module.register_forward_pre_hook(self._input))
-                if self.once or (matrix and local[0] < whole[0]):
+                if rows or self.once:
                     hooks.append(module.register_forward_hook(self._output))
 
     def _input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
