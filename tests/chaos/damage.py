@@ -137,7 +137,7 @@ class Harness:
         shutil.copytree(self.intact, self.run)
         for other in {OLDER, NEWEST} - {step}:
             shutil.rmtree(store.folder_of(self.run, other))
-        assert resume(self.state, self.job)
+        assert resume(self.state, self.job) is not None
         assert self.state.step == step
         return values(self.state)
 

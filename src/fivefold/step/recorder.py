@@ -172,7 +172,11 @@ class Counter:
             if blocks and not name.startswith("blocks."):
                 continue
             if isinstance(module, nn.Linear | CutLinear | Experts):
-                rows, columns = _cut(parts.get(f"{name}.weight"))
+                part = parts.get(f"{name}.weight")
+                rows = columns = False  # has this rank a part of the output, of the input features only?
+                if part is not None and len(part.shape) == 2:
+                    local = local_shape(part.computes)
+                    rows, columns = local[0] < part.shape[0], local[1] < part.shape[1]
                 if columns or self.once:
                     hooks.append(module.register_forward_pre_hook(self._input))
                 if rows or self.once:
@@ -188,11 +192,3 @@ class Counter:
 
     def _count(self, kind: str, x: Tensor) -> None:
         self.counts[KINDS.index(kind)] += count(x).to(self.counts.device)
-
-
-def _cut(part: Part | None) -> tuple[bool, bool]:
-    """Does a rank have a part of the output features only, of the input features only?"""
-    if part is None or len(part.shape) != 2:
-        return False, False
-    rows, columns = local_shape(part.computes)
-    return rows < part.shape[0], columns < part.shape[1]

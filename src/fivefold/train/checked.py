@@ -71,7 +71,7 @@ def meta_of(checkpoint: Reader) -> Meta:
     except ValidationError as error:
         wrong = error.errors()[0]
         where = ".".join(map(str, ("meta", *wrong["loc"])))
-        raise Damaged(f"{checkpoint.folder / MANIFEST} is damaged: {where}: {wrong['msg']}") from None
+        raise Damaged(f"{checkpoint.folder / MANIFEST} is damaged: {where:.80}: {wrong['msg']}") from None
 
 
 def assert_same(folders: list[Path], mesh: Mesh) -> None:

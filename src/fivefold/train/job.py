@@ -100,9 +100,8 @@ class Job:
 
     @property
     def resume_command(self) -> str:
-        if (
-            self.module is not None or self.batches is not None or self.own.everything
-        ):  # which only Python has
+        # Only Python has the user's own model, data, callbacks
+        if self.module is not None or self.batches is not None or self.own.everything:
             return f"fivefold.resume({str(self.out)!r}, ...)"
         options = self.seat.options if self.seat else ()
         return shlex.join(["fivefold", "train", str(self.out), "--resume", *options])
@@ -118,7 +117,7 @@ def tokenizer_to_keep(job: Job) -> Tokenizer | None:
 def shared(job: Job) -> dict[str, Any]:
     """What all ranks of a run must have in common, its sites and servers included, by name: the recipe's fields but
     those of `OWN`, and the contents of data and first weights, wherever they lie."""
-    found = {
+    settings = {
         f"{section}.{key}": value
         for section, fields in job.recipe.model_dump(mode="json").items()
         if section not in OWN
@@ -126,7 +125,7 @@ def shared(job: Job) -> dict[str, Any]:
         if f"{section}.{key}" not in OWN
     }
     first = job.initial.fingerprint if job.initial else recorded(job.out)
-    return found | {"the first weights": first} | identity(job)
+    return settings | {"the first weights": first} | identity(job)
 
 
 def identity(job: Job) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def identity(job: Job) -> dict[str, Any]:
     A run cannot resume exactly if one of them has changed.
     """
     recipe = job.recipe
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "model.seq_len": recipe.model.seq_len,
         "train.global_batch_size": recipe.train.global_batch_size,
         "train.batch_ramp": recipe.train.batch_ramp,
@@ -143,19 +142,19 @@ def identity(job: Job) -> dict[str, Any]:
         "optim.name": recipe.optim.name,
     }
     if job.data is not None:
-        found[FINGERPRINT] = job.data.info.get("fingerprint")
-        found["data.packing"] = recipe.data.packing
+        facts[FINGERPRINT] = job.data.info.get("fingerprint")
+        facts["data.packing"] = recipe.data.packing
         if (tokenizer := tokenizer_to_keep(job)) is not None:
-            found[TOKENIZER] = tokenizer.fingerprint
+            facts[TOKENIZER] = tokenizer.fingerprint
         # The fingerprint is the files', and not that of the tokens which are taken of them
         if recipe.data.token_files:
-            found["data.val_fraction"] = recipe.data.val_fraction
+            facts["data.val_fraction"] = recipe.data.val_fraction
             if recipe.data.packing == "best_fit":
-                found["data.end_token"] = recipe.data.end_token
+                facts["data.end_token"] = recipe.data.end_token
         if job.data.mixed:
             stages = order_of(recipe, amounts(recipe, job.data)).stages
-            found[STAGES] = [[stage.begin, *stage.weights] for stage in stages]
-    return found | job.own.identity()
+            facts[STAGES] = [[stage.begin, *stage.weights] for stage in stages]
+    return facts | job.own.identity()
 
 
 def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel | None = None) -> Initial:
@@ -191,7 +190,15 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel
     asked = f"train.init_from = {where}"
     # A run's weights may be those of a user's own module, which its recipe does not describe
     if own is None and (source.reader is None or set(source.names()) == set(_names(_model(folder)))):
-        changed = _same_model(asked, recipe.model, _model(folder))
+        here, there = recipe.model, _model(folder)
+        different, wrong = differences(here, there)
+        if wrong:
+            ours, theirs = getattr(here, wrong), getattr(there, wrong)
+            raise UserError(
+                f"{asked}: its model has {wrong} = {theirs}, and this recipe model.{wrong} = {ours}. Leave [model] out "
+                f"of the recipe to take over the folder's (the recipe `continue` does), or set model.{wrong}={theirs}"
+            )
+        changed = tuple(f"model.{n} = {getattr(here, n)} (there {getattr(there, n)})" for n in different)
     new = _same_shapes(asked, recipe, source, own)
     if tokenizer is not None and (folder / "tokenizer.json").is_file():
         _same_vocabulary(asked, folder / "tokenizer.json", recipe, tokenizer)
@@ -213,22 +220,6 @@ def _model(folder: Path) -> ModelSection:
 def _names(model: ModelSection) -> dict[str, Shape]:
     card = card_of(model)
     return card.parameters | card.buffers
-
-
-def _same_model(said: str, mine: ModelSection, theirs: ModelSection) -> tuple[str, ...]:
-    """Fields that differ on purpose, in words.
-
-    Raises:
-        UserError: another field differs. The message has the first one, with both values.
-    """
-    changed, wrong = differences(mine, theirs)
-    if wrong:
-        ours, other = getattr(mine, wrong), getattr(theirs, wrong)
-        raise UserError(
-            f"{said}: its model has {wrong} = {other}, and this recipe model.{wrong} = {ours}. Leave [model] out of "
-            f"the recipe to take over the folder's (the recipe `continue` does), or set model.{wrong}={other}"
-        )
-    return tuple(f"model.{name} = {getattr(mine, name)} (there {getattr(theirs, name)})" for name in changed)
 
 
 def _same_shapes(said: str, recipe: Recipe, source: Source, own: CustomModel | None) -> tuple[str, ...]:

@@ -42,14 +42,18 @@ def train_loop(
     """
     train, first = recipe.train, True
     assert train.steps, "a resolved recipe has steps"
-    progress.step = state.step
+    progress.step, observe = state.step, recipe.observe
+    looked_into = {observe.memory_step, observe.histogram_step, *steps(observe.profile_steps)}
     if behind is None:
         behind = int(state.mesh.device.type != "cpu")
     with _Late(hooks, behind, recipe.faults) as late, names_step(state):
         while state.step < train.steps:
             late.start()
             traced = state.step + 1 == recipe.observe.trace_step
-            slower = first or is_slower(recipe, state.step)
+            # It is measured, or compiles for batches of another size
+            slower = first or traced or state.step + 1 in looked_into
+            if train.batch_ramp:
+                slower = slower or batch_size(train, state.step) != batch_size(train, max(0, state.step - 1))
             with progress.phase("a slower step") if slower else nullcontext():
                 with span("wait for data"):
                     microbatches, waited = hooks.next_batch()  # the first may open files
@@ -161,11 +165,3 @@ class _Late:
         """An error in a step must not lose the line of the one before."""
         with suppress(Exception):
             self._record(0)
-
-
-def is_slower(recipe: Recipe, step: int) -> bool:
-    """True if a step (0, 1, ...) is measured, or compiles for batches of another size."""
-    observe, train = recipe.observe, recipe.train
-    measured = step + 1 in (observe.trace_step, observe.memory_step, observe.histogram_step)
-    profiled = step + 1 in steps(observe.profile_steps)
-    return measured or profiled or batch_size(train, step) != batch_size(train, max(0, step - 1))

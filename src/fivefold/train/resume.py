@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,17 +29,9 @@ from fivefold.train.saver import OUTER, compression, moments_at, weights_at
 from fivefold.train.share import STREAMS, streams
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """folder: the checkpoint that was loaded. alarms: what there is to say about others that were damaged."""
-
-    folder: Path
-    alarms: list[str]
-
-
-def resume(state: State, job: Job) -> Resumed | None:
-    """Loads the newest valid checkpoint, but none after the one that the user chose. Returns None if there is none yet.
-    All ranks call it.
+def resume(state: State, job: Job) -> list[str] | None:
+    """Loads the newest valid checkpoint, but none after the one that the user chose. Returns what there is to say about
+    others that were damaged; None if there is no checkpoint yet. All ranks call it.
 
     A damaged one is set aside, and the one before it is loaded.
 
@@ -85,7 +76,7 @@ def resume(state: State, job: Job) -> Resumed | None:
             except OSError as error:
                 where = f", which cannot be renamed ({error.strerror})"
         alarms.append(f"{text}. Resumed from step {state.step} instead of {folder.name}{where}")
-    return Resumed(checkpoint.folder, alarms)
+    return alarms
 
 
 def load_newest(state: State, job: Job, folders: list[Path]) -> tuple[store.Reader | None, dict[Path, str]]:

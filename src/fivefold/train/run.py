@@ -49,7 +49,7 @@ from fivefold.train.hooks import RunHooks, out_of_memory
 from fivefold.train.job import Job, shared, tokenizer_to_keep, write_initial
 from fivefold.train.loop import train_loop
 from fivefold.train.prediction import Prediction, advice, foreseen
-from fivefold.train.resume import Resumed, load_initial, load_newest, resume
+from fivefold.train.resume import load_initial, load_newest, resume
 from fivefold.train.self_test import settle
 from fivefold.train.server_run import ServerHooks, build_server, work
 from fivefold.train.share import reader
@@ -73,7 +73,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             membership = join(state, job) if job.seat else None
             predicted = Prediction(job, ranks, state.step)
             console, metrics = _opened(job, ranks, state.step, stack)
-            for note in _introduction(state, job, ranks, resumed):
+            for note in _introduction(state, job, ranks, resumed is not None):
                 console.note(note)
             if ranks.first:
                 console.note(predicted.write())
@@ -88,7 +88,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             hooks = RunHooks(*given) if server is None else ServerHooks(*given, server)
             running.append(hooks)
             stack.callback(hooks.close)
-            for text in resumed.alarms if resumed else ():
+            for text in resumed or ():
                 hooks.alarm(state.step, text)
             # It may have joined in the last outer step
             if membership is not None and state.step == recipe.train.steps:
@@ -185,9 +185,9 @@ def _go_back(hooks: RunHooks, fault: Fault) -> None:
         hooks.console.warn(line)
 
 
-def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Server | None, Resumed | None]:
-    """The state to train from: of a checkpoint, if the run resumes, else with initial weights; and the parameter
-    server that has it, if it is one's."""
+def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Server | None, list[str] | None]:
+    """The state to train from: of a checkpoint, if the run resumes, else with initial weights; the parameter server
+    that has it, if it is one's; and what `resume` returns."""
     site, frozen, server = job.seat.site if job.seat else None, job.recipe.checkpoint.frozen, None
     if job.recipe.servers.count:
         state, server = build_server(job, ranks)
@@ -197,7 +197,7 @@ def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Serve
     resumed = resume(state, job) if job.resume else None
     if frozen:
         state.elsewhere = None
-    if job.initial is not None and not resumed:
+    if job.initial is not None and resumed is None:
         load_initial(state, job.initial, job.card.named if job.card else str, frozen)
     if server is not None:
         server.start()  # workers may test the weights before the first step
@@ -249,7 +249,7 @@ def _opened(job: Job, ranks: Ranks, step: int, stack: ExitStack) -> tuple[Consol
     return console, metrics
 
 
-def _introduction(state: State, job: Job, ranks: Ranks, resumed: Resumed | None) -> Iterator[str]:
+def _introduction(state: State, job: Job, ranks: Ranks, resumed: bool) -> Iterator[str]:
     """What is trained, where, from which step and with which weights; and what to know of it."""
     recipe, module = job.recipe, job.module
     owned = sum(w.numel() for w in state.masters().values())
@@ -269,7 +269,7 @@ def _introduction(state: State, job: Job, ranks: Ranks, resumed: Resumed | None)
         yield f"WARNING: {untried}"
     if ranks.device.type == "cpu" and native.why_not():
         yield f"fused CPU kernels are off, so training is slower: {native.why_not()}"
-    if resumed is not None:
+    if resumed:
         yield f"resuming after step {state.step}"
     elif job.resume:
         yield "no checkpoint yet: starting from step 0"

@@ -117,11 +117,11 @@ class Saver(Instrument):
         """The last save has failed with this error: tries again until it works, or raises the error."""
         every = (piece for pieces in writing.pieces.values() for piece in pieces)
         odd, waited = any(odd_numbers(piece.tensor, piece.buffer) for piece in every), 0
-        said = f"The run waits with what it has trained, and tries again every {AGAIN_S} s. Ctrl-C or SIGTERM ends it"
+        waits = f"The run waits with what it has trained, and tries again every {AGAIN_S} s. Ctrl-C or SIGTERM ends it"
         deaf = threading.current_thread() is not threading.main_thread()  # no signal could end the wait
         while self.state.step and not anywhere(odd or deaf or self.stopped(), self.axis):
             if not waited:
-                self.alarm(self.state.step, f"{error}. {said} without this save")
+                self.alarm(self.state.step, f"{error}. {waits} without this save")
             time.sleep(1)
             waited += 1
             if waited % AGAIN_S == 0:
@@ -174,12 +174,13 @@ class Saver(Instrument):
         if save is None:
             return
         try:
-            save.written.wait()
-            with all_or_none(self.axis):
-                _raise(save)
-            save.join()  # of the first rank, which waits for parts that are all there
-            with all_or_none(self.axis):
-                _raise(save)
+            for wait in (save.written.wait, save.join):  # the first rank's thread waits for all parts
+                wait()
+                with all_or_none(self.axis):
+                    if isinstance(save.error, UserError):
+                        raise save.error
+                    if save.error is not None:
+                        raise UserError(f"cannot write the checkpoint {save.writing.folder}: {save.error!r}")
             self.retry_at, self._failures = None, 0
         except UserError as error:
             save.cancel()
@@ -200,17 +201,14 @@ class Saver(Instrument):
 
     def _start(self, writing: Writing) -> Background:
         """Raises UserError: a rank has no memory or thread for the copy. On all ranks."""
-        save, why = None, ""
-        try:
-            save = Background(writing)
-        except (OSError, MemoryError, RuntimeError) as error:
-            why = str(error)
+        save = None
         try:
             with all_or_none(self.axis):
-                if save is None:
-                    raise UserError(
-                        f"cannot write the checkpoint {writing.folder}: no room for a copy: {why}"
-                    )
+                try:
+                    save = Background(writing)
+                except (OSError, MemoryError, RuntimeError) as error:
+                    wrong = f"cannot write the checkpoint {writing.folder}: no room for a copy: {error}"
+                    raise UserError(wrong) from None
         except UserError:
             if save is not None:
                 save.cancel()
@@ -229,16 +227,9 @@ class Saver(Instrument):
         """True if this save is written beside the steps that follow. The same on all ranks."""
         if not self.beside:
             return False
-        own = sum(piece.tensor.nbytes for pieces in writing.pieces.values() for piece in pieces)
+        copied = sum(piece.tensor.nbytes for pieces in writing.pieces.values() for piece in pieces)
         room = available()
-        return not anywhere(room is not None and own * COPY_ROOM * self.local_ranks > room, self.axis)
-
-
-def _raise(save: Background) -> None:
-    if isinstance(save.error, UserError):
-        raise save.error
-    if save.error is not None:
-        raise UserError(f"cannot write the checkpoint {save.writing.folder}: {save.error!r}")
+        return not anywhere(room is not None and copied * COPY_ROOM * self.local_ranks > room, self.axis)
 
 
 OUTER = "outer."  # prefix of the outer optimizer's states

@@ -26,7 +26,7 @@ from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
 from fivefold.parallel.parallelize import rounded_layers, rounding
-from fivefold.precision import PRECISIONS, Mode, torch_dtype
+from fivefold.precision import PRECISIONS, torch_dtype
 from fivefold.recipe import Recipe
 from fivefold.step.state import State
 from fivefold.train.job import Job
@@ -47,14 +47,14 @@ class Tested:
     @property
     def failed(self) -> dict[str, str]:
         """The layers that are too far from the working dtype, and why."""
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for name, errors in self.errors.items():
             for product, error, bound in zip(PRODUCTS, errors, self.allowed, strict=True):
                 if error > bound:
                     off = f"the {product} is {error:.1%} off, allowed {bound:.1%}"
                     why = off if math.isfinite(error) else f"its {product} is not finite"
-                    found.setdefault(name.rpartition(".")[0], why)
-        return found
+                    reasons.setdefault(name.rpartition(".")[0], why)
+        return reasons
 
 
 def self_test(state: State, recipe: Recipe, axis: Axis) -> Tested:
@@ -127,10 +127,10 @@ def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
     if job.module is not None or rounding(job.recipe) is None:
         return lines
     mode = PRECISIONS[job.recipe.precision.mode]
-    if (failed := _read(axis, job, resumed)) is not None:
-        fall_back(state, failed)
-        before = f"{mode.name}, except in {', '.join(sorted(failed))}, as before"
-        return [*lines, before] if failed else lines
+    if (layers := _read(axis, job, resumed)) is not None:
+        fall_back(state, layers)
+        before = f"{mode.name}, except in {', '.join(sorted(layers))}, as before"
+        return [*lines, before] if layers else lines
     tested = self_test(state, job.recipe, axis)
     fall_back(state, set(tested.failed))
     if ranks.first:
@@ -138,18 +138,15 @@ def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
         errors = {n: [str(e) if e == math.inf else e for e in each] for n, each in tested.errors.items()}
         facts = {"products": PRODUCTS, "allowed": tested.allowed, "errors": errors, "in_bf16": tested.failed}
         write_atomically(job.out / FILE, json.dumps(facts, indent=1) + "\n")
-    return [*lines, *_lines(tested, mode)]
-
-
-def _lines(tested: Tested, mode: Mode) -> list[str]:
     if not tested.errors:
-        return [f"WARNING: precision.fp8_skip_first and fp8_skip_last leave no block in {mode.name}"]
+        empty = f"WARNING: precision.fp8_skip_first and fp8_skip_last leave no block in {mode.name}"
+        return [*lines, empty]
     largest = [max(errors) for errors in zip(*tested.errors.values(), strict=True)]
-    errors = ", ".join(
+    each = ", ".join(
         f"{product} {error:.1%} (allowed {bound:.1%})"
         for product, error, bound in zip(PRODUCTS, largest, tested.allowed, strict=True)
     )
-    lines = [f"self-test of {mode.name} in {len(tested.errors)} weights, largest relative errors: {errors}"]
+    lines.append(f"self-test of {mode.name} in {len(tested.errors)} weights, largest relative errors: {each}")
     failed = f"failed the self-test of {mode.name} and computes in {mode.working}"
     return [*lines, *(f"WARNING: {name} {failed}: {why}" for name, why in tested.failed.items())]
 
