@@ -108,6 +108,7 @@ def compared(
 
 def planned(args: argparse.Namespace, parts: list[float], disk: dict[str, float], offload: str) -> float:
     from fivefold.plan.cluster.clusters import parse
+    from fivefold.plan.cluster.devices import Storage
     from fivefold.plan.memory.model_states import rank_elements
     from fivefold.plan.predict import resolved
     from fivefold.plan.setting import setting
@@ -118,9 +119,7 @@ def planned(args: argparse.Namespace, parts: list[float], disk: dict[str, float]
     m = args.batch // args.microbatch
     s = setting(recipe.model, layout, parse("h100"), args.microbatch, m)
     machine: Any = SimpleNamespace(on_cpu=True)
-    cluster = replace(
-        s.cluster, machine=machine, disk=disk["write"], disk_read=disk["read"], disk_both=disk["both"]
-    )
+    cluster = replace(s.cluster, machine=machine, storage=Storage(disk["read"], disk["write"], disk["both"]))
     s = replace(s, cluster=cluster)
     forward, backward, update = parts
     return prices.seconds(s, forward / m, backward / m, update, rank_elements(s)[0])

@@ -87,7 +87,7 @@ def test_a_faster_disk_hides_more():
     slow, fast = (
         predict(
             load("quickstart", [*LARGE, "layout.offload=all:disk"], "dp=1"),
-            replace(parse("h100"), disk=rate, disk_read=rate, disk_both=rate),
+            replace(parse("h100"), storage=Storage(rate, rate, rate)),
         ).step
         for rate in (1e9, 1e13)
     )
@@ -100,7 +100,10 @@ def test_a_faster_disk_hides_more():
 def test_a_phase_takes_as_long_as_its_computing_or_its_io():
     plan = plan_of("all:disk", sets=("train.global_batch_size=4",))
     cluster = replace(
-        plan.setting.cluster, host_link=Storage(1e15, 1e15, 1e15), disk=1e9, host_bandwidth=1e15
+        plan.setting.cluster,
+        host_link=Storage(1e15, 1e15, 1e15),
+        storage=Storage(1e9, 1e9, 1e9),
+        host_bandwidth=1e15,
     )
     s = replace(plan.setting, cluster=cluster)
     own = plan_of("none").memory[0].params / 2
@@ -125,7 +128,7 @@ def test_a_second_update_fills_what_backward_leaves_idle(monkeypatch):
     own = plan_of("none").memory[0].params / 2
     rate = own / 1.0  # a second per byte per parameter
     cluster = replace(
-        plan.setting.cluster, machine=SimpleNamespace(on_cpu=True), disk=rate, disk_read=rate, disk_both=rate
+        plan.setting.cluster, machine=SimpleNamespace(on_cpu=True), storage=Storage(rate, rate, rate)
     )
     s, elements = replace(plan.setting, cluster=cluster), offload.Elements(own, own)
 

@@ -179,12 +179,11 @@ class Software(Program):
     """A training program: its way of computing, communicating and storing.
 
     overlap_data: gradient sums and weight gathers overlap with computation. overlap_scatter: so do ZeRO's scatters of
-    gradients. overlap_pipeline: so do transfers between
-    stages. scatters_transfers: each tensor-parallel rank sends its slice of the replicated activation, and the
-    receivers gather it. partition: how blocks are divided between stages. expert_load: load of the busiest expert rank
-    relative to an even split; it is not known before the run. scatter: the collective that adds up shards of gradients.
-    kernel: seconds between two kernels of the device. host: seconds the host takes to issue a block's forward
-    (`host_tensor` more for each of its collectives), and as long again for its backward. step: fixed seconds per step.
+    gradients. overlap_pipeline: so do transfers between stages. scatters_transfers: each tensor-parallel rank sends its
+    slice of the replicated activation, and the receivers gather it. partition: how blocks are divided between stages.
+    expert_load: load of the busiest expert rank relative to an even split; it is not known before the run. scatter: the
+    collective that adds up shards of gradients. kernel: seconds between two kernels of the device. host: seconds the
+    host takes to issue a block's forward, and as long again for its backward. step: fixed seconds per step.
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
     checked: each update is checked by the largest weight (step/step.py).
     documents: those that attention does not cross; None: sequences are whole.
@@ -200,7 +199,6 @@ class Software(Program):
     scatter: Literal["reduce_scatter", "all_to_all"] = "reduce_scatter"
     kernel: float = 1.5e-6
     host: float = 0.3e-3
-    host_tensor: float = 0.0
     step: float = 5e-3
     optimizer_passes: float = 1.0
     optimizer: str = OPTIMIZER

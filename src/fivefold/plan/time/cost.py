@@ -103,7 +103,7 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
     """Seconds of a part of the model for one microbatch: forward, input gradient, weight gradient.
 
     sent_*: the part of each that waits for messages. rows_*: the part of these that waits for experts' rows, which a
-    pipeline's pairs hide. host: seconds to issue forward. Backward takes as long again.
+    pipeline's pairs hide.
     """
 
     forward: float = 0.0
@@ -111,7 +111,6 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
     weight: float = 0.0
     sent_forward: float = 0.0
     sent_backward: float = 0.0
-    host: float = 0.0
     rows_forward: float = 0.0
     rows_backward: float = 0.0
 
@@ -205,7 +204,6 @@ def operation(op: Operation, s: Setting) -> Cost:
         weight,
         sent_forward,
         sent_backward,
-        s.software.host_tensor * (len(op.sent_forward) + len(op.sent_backward)) / 2,
         _exposed(rows[0], ahead, s, False) if rows[0] else 0.0,
         _exposed(rows[1], back, s, True) if rows[1] else 0.0,
     )
@@ -233,12 +231,11 @@ def together(
 ) -> Cost:
     """Cost of several operations, with what backward recomputes (`models/recomputation.py`)."""
     again, total = region(recompute, s.software), Cost()
-    repeated = resent = host = 0.0
+    repeated = resent = 0.0
     for op, cost in zip(ops, costs, strict=True):
         total += cost
         if times := again.repeated(op, saves_late):
             repeated += times * (cost.forward - cost.sent_forward)
-            host += times * cost.host
         if again.repeats_messages(op):
             resent += cost.sent_forward
             total = total._replace(rows_backward=total.rows_backward + cost.rows_forward)
@@ -247,8 +244,4 @@ def together(
                 message(m, s, True) for m in op.sent_backward if m.axis == "tp"
             )  # nothing runs beside
             resent += max(0.0, alone - cost.sent_backward)
-    return total._replace(
-        input=total.input + repeated + resent,
-        sent_backward=total.sent_backward + resent,
-        host=total.host + host / 2,
-    )
+    return total._replace(input=total.input + repeated + resent, sent_backward=total.sent_backward + resent)

@@ -66,7 +66,7 @@ def parts(s: Setting) -> Parts:
     if s.software.loss == "chunks":  # which computes its gradients in forward
         loss = part([op for op in s.work.end if op.name != "norm"], s)
         end = part([op for op in s.work.end if op.name == "norm"], s)
-        end += Cost(loss.seconds, sent_forward=loss.sent, host=loss.host)
+        end += Cost(loss.seconds, sent_forward=loss.sent)
     return Parts(blocks, part(s.work.begin, s), end)
 
 
@@ -88,12 +88,10 @@ def computed(s: Setting, mixed: bool, shared: Parts, mode: str) -> Cost:
         seconds = message(Message("all_gather", "tp", s.activation), s, True)
         cost += Cost(input=seconds, sent_backward=seconds)
     if not (machine and machine.on_cpu):  # issuing operations may take longer than computing them
-        host = cost.host + s.software.host
-        backward = cost.input + cost.weight
+        host, backward = s.software.host, cost.input + cost.weight
         scale = max(1.0, host / backward) if backward else 1.0
-        return cost._replace(
-            forward=max(cost.forward, host), input=cost.input * scale, weight=cost.weight * scale, host=host
-        )
+        ahead = max(cost.forward, host)
+        return cost._replace(forward=ahead, input=cost.input * scale, weight=cost.weight * scale)
     # Python and dispatch on a CPU that also computes; and measured time of a block's axes beyond the sum of its
     # operations and messages: ranks wait for each other, and on oversubscribed cores others compute meanwhile. About
     # two fifths of both is in forward.
