@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import versions
 
 from fivefold import files, host
@@ -25,6 +26,7 @@ from fivefold.host.machine import (
     peak_memory_bytes,
     untried_torch,
 )
+from fivefold.kernels import matmul
 from fivefold.observe import report
 from fivefold.observe.console import summary_rows
 from fivefold.observe.summary import summarize
@@ -176,15 +178,16 @@ def test_a_disturbed_measurement_is_repeated_after_some_time_and_the_best_counts
 
 def test_the_fastest_lap_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others take the cores in most laps: the peak, MFU's denominator, stays."""
-    now = [0.0]
-    laps = iter([9.0, 9.0, 0.3, 0.1, 0.3, 0.3])
+    now, seconds = [0.0], iter([9.0, 9.0, 0.3, 0.1, 0.3] * 2)
     clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0] / 2)
     monkeypatch.setattr(peak, "time", clock)
 
-    def work() -> None:
-        now[0] += next(laps)
+    def multiplies(x: torch.Tensor, weight: torch.Tensor) -> None:
+        now[0] += next(seconds)
 
-    assert peak._time(work, lambda: None, 1) == pytest.approx((0.1, 0.5))
+    monkeypatch.setattr(matmul, "linear", multiplies)
+    found = peak._measure("cpu", "bf16", 1)
+    assert found == {"rate": pytest.approx(2 * 2048**3 / 0.1), "size": 2048, "share": pytest.approx(0.5)}
 
 
 def test_a_peak_measured_on_a_busy_machine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,12 +305,12 @@ def _lines(found: dict[str, list[Term]]) -> Iterator[str]:
 
 def _value(term: Term) -> str:
     """A value with its unit. Bytes are decimal, as in the papers, and binary, as in the rest of a plan."""
-    from fivefold.lessons.terms import decimal, scaled
+    from fivefold.lessons.pictures import scaled
 
     value = term.value
     match term.unit:
         case "bytes":
-            return f"{decimal(value)} ({scaled(value, 1024, 'iB')})"
+            return f"{scaled(value)} ({scaled(value, 1024, 'iB')})"
         case "share":
             return f"{100 * value:.1f}%"
         case "FLOP/s":

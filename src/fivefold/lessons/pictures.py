@@ -15,7 +15,6 @@ from fivefold.errors import printable
 from fivefold.lessons.compare import TECHNIQUES, alike
 from fivefold.lessons.compare import words as message_words
 from fivefold.lessons.overlap import count_text
-from fivefold.lessons.terms import decimal
 from fivefold.observe.format import asset, document, memory_text, short_number, size
 from fivefold.observe.layout_picture import icons
 from fivefold.observe.memory_picture import COLORS
@@ -167,10 +166,10 @@ def terms(rows: Mapping[str, Mapping[str, float]], kinds: Mapping[str, str], tit
         y = (60 if len(kinds) > 1 else 40) + TERM * number
         canvas.text(20, y + 15, name)
         parts = [
-            (COLORS[kind], row[kind] * scale, f"{name}: {words} {decimal(row[kind])}")
+            (COLORS[kind], row[kind] * scale, f"{name}: {words} {scaled(row[kind])}")
             for kind, words in kinds.items()
         ]
-        canvas.bar(left, y, 20, parts, decimal(sum(row.values())))
+        canvas.bar(left, y, 20, parts, scaled(sum(row.values())))
     return canvas.svg()
 
 
@@ -310,3 +309,12 @@ def _timeline(row: Row) -> str:
     step = timeline.timeline(s, 1)
     words = "one microbatch and the update" if s.microbatches > 1 else "a step"
     return step_svg([(words, step)], title) if step else ""
+
+
+def scaled(size: float, base: int = 1000, unit: str = "B") -> str:
+    """Bytes with a prefix, decimal (base 1000, unit "B") or binary (1024, "iB"). Giga stays until ten tera: the papers'
+    states are thousands of GB."""
+    for prefix, power, least in (("T", 4, 10), ("G", 3, 1), ("M", 2, 0.1), ("K", 1, 0)):
+        if size >= least * base**power:
+            return f"{size / base**power:,.1f} {prefix}{unit}"
+    raise AssertionError(size)

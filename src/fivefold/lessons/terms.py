@@ -497,16 +497,3 @@ SECTIONS: dict[str, Callable[[Asked], Iterator[Term]]] = {
 def terms(asked: Asked, sections: Sequence[str] = tuple(SECTIONS)) -> dict[str, list[Term]]:
     """The terms of these sections."""
     return {name: list(SECTIONS[name](asked)) for name in SECTIONS if name in sections}
-
-
-def scaled(size: float, base: int, unit: str) -> str:
-    """Bytes with a prefix, decimal (base 1000, unit "B") or binary (1024, "iB"). Giga stays until ten tera: the papers'
-    states are thousands of GB."""
-    for prefix, power, least in (("T", 4, 10), ("G", 3, 1), ("M", 2, 0.1), ("K", 1, 0)):
-        if size >= least * base**power:
-            return f"{size / base**power:,.1f} {prefix}{unit}"
-    raise AssertionError(size)
-
-
-def decimal(size: float) -> str:
-    return scaled(size, 1000, "B")
