@@ -1,5 +1,5 @@
-r"""Training on two sites that synchronise every 50 steps (DiLoCo) beside summing gradients in every step: bytes that
-leave a rank, and the validation loss after the same tokens from the same initial weights.
+r"""Training on two replica groups that synchronise every 50 steps (DiLoCo) beside summing gradients in every step:
+bytes that leave a rank, and the validation loss after the same tokens from the same initial weights.
 
     python benchmarks/low_communication.py [--seeds 0 1 2] [--steps 1000] [--only METHOD ...] [--out FILE.json]
 
@@ -8,9 +8,9 @@ The default of `sync.outer_momentum` is what this chose, with seeds that no othe
     python benchmarks/low_communication.py --seeds 3 4 5 --only "diloco, momentum 0.3" "diloco, momentum 0.6" \
         "diloco, momentum 0.9" --set model.layers=2 model.dim=64 model.heads=2 model.kv_heads=2 model.ffn_dim=176
 
-Bytes are counted over the whole run, also those of the figures that ranks agree on. Both sites run on this machine; how
-fast links between them would have to be is the planner's to say. Runs of the same length that FILE.json has already are
-kept, so it can be filled piece by piece.
+Bytes are counted over the whole run, also those of the figures that ranks agree on. Both replica groups run on this
+machine; how fast links between them would have to be is the planner's to say. Runs of the same length that FILE.json
+has already are kept, so it can be filled piece by piece.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def rank(recipe: Recipe, data: DataSet, out: Path, ranks: Ranks) -> int | None:
     # the run ends with an outer step, so these are the common weights
     found = validate(state, validation_sets(job, state.mesh))
     counted = {key: (calls, size) for key, (calls, size) in sent.found.items()}
-    found["sent_bytes"] = sum(leaving(counted, state.mesh.layout, state.mesh.size("sites")).values())
+    found["sent_bytes"] = sum(leaving(counted, state.mesh.layout, state.mesh.size("replica_groups")).values())
     found["messages"] = sum(calls for calls, _ in counted.values())
     found["train_loss"] = mean(losses[-50:])
     if ranks.first:

@@ -334,9 +334,9 @@ PROOFS = (
         "test_zeropp", "test_gradients_are_off_by_the_quantisation",
         lambda p: ([_mode(p)], f"dp=4,zero=3,ranks_per_node=2,zeropp={p['text']}"),
     ),
-    Proof("test_sites", "test_equals_the_simulation", lambda p: (p["sync"], p["layout"])),
+    Proof("test_replica_groups", "test_equals_the_simulation", lambda p: (p["sync"], p["layout"])),
     Proof(
-        "test_sites", "test_local_sgd_in_every_step_is_data_parallelism",
+        "test_replica_groups", "test_local_sgd_in_every_step_is_data_parallelism",
         lambda p: (["sync.method=local", "sync.every=1", "optim.name=sgd", _mode(p)], "dp=2"),
     ),
     Proof(

@@ -173,4 +173,4 @@ def planned(recipe: Recipe) -> Setting:
     count = recipe.train.global_batch_size // (layout.dp * B)
     software = for_recipe(FIVEFOLD_CPU, recipe)
     whole = setting(recipe.model, layout, parse("h100"), B, count, recipe.precision.mode, software)
-    return apart(whole, recipe.sites) if recipe.sites.count > 1 else whole
+    return apart(whole, recipe.replica_groups) if recipe.replica_groups.count > 1 else whole

@@ -143,7 +143,7 @@ def test_a_copy_that_cannot_be_made_is_an_alarm(recipe, whole, tmp_path, monkeyp
 
 
 SAVES_BY_TIME = {
-    "dp=2": [], "dp=2,zero=3": [], "pp=2": ["model.layers=2"], "sites": ["sync.method=diloco", "sync.every=4"],
+    "dp=2": [], "dp=2,zero=3": [], "pp=2": ["model.layers=2"], "replica_groups": ["sync.method=diloco", "sync.every=4"],
 }  # fmt: skip
 
 
@@ -153,7 +153,7 @@ SAVES_BY_TIME = {
 def test_saves_are_due_by_time_on_all_ranks_at_once(recipe, tmp_path, layout, asynchronous):
     """The first rank's time decides. A run resumes exactly from such a save."""
     sets = ["checkpoint.every=0", "train.microbatch_size=1", f"checkpoint.asynchronous={asynchronous}"]
-    base = change(recipe, [*sets, *SAVES_BY_TIME[layout]], layout.replace("sites", "dp=2"))
+    base = change(recipe, [*sets, *SAVES_BY_TIME[layout]], layout.replace("replica_groups", "dp=2"))
     timed = change(base, ["checkpoint.minutes=1e-9"])
     out, plain = tmp_path / "run", tmp_path / "plain"
     run_ranks(2, with_another_clock, timed, out)
@@ -393,8 +393,8 @@ def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(recipe, whole, 
     [
         {"noise": [1, "x"]},
         {"usual": [1]},
-        {"sites": []},
-        {"sites": {"count": 0}},
+        {"replica_groups": []},
+        {"replica_groups": {"count": 0}},
         {"loss_scale": 3},
         {"products": []},
         {"products": {"processor": "x", "onednn": [1]}},

@@ -436,7 +436,7 @@ def test_where_it_does_not_work_or_has_no_effect() -> None:
         load("quickstart", ["observe.noise_scale=true"], "dp=2,compress=int8")
     assert notes(load("quickstart", [], "dp=1,compress=int8")) == [
         'layout.compress = "int8" has no effect in this layout: gradients are summed with dp > 1 or cp > 1 only '
-        "(within a site)"
+        "(within a replica group)"
     ]
     assert any(
         "layout.compress says what is sent" in n

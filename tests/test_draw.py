@@ -111,14 +111,19 @@ def test_the_sequence_is_pictured_as_divided():
     assert sum(width for _, width in boxes("whole", svg)) == pytest.approx(2 * 74)
 
 
-def test_sites_are_consecutive_ranks():
-    """As the mesh numbers them: a site has a whole pipeline."""
+def test_replica_groups_are_consecutive_ranks():
+    """As the mesh numbers them: a replica group has a whole pipeline."""
     recipe, wanted = recipe_of("pp=2,dp_replicate=2", "sync.method=diloco")
     ranks = [holding(recipe, wanted, rank) for rank in range(4)]
-    assert [(found.site, found.coordinates["pp"]) for found in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(found.replica_group, found.coordinates["pp"]) for found in ranks] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     assert [found.rows for found in ranks] == [(0, 8), (0, 8), (8, 16), (8, 16)]
     assert [found.first for found in ranks] == [True, False, True, False]
-    assert "site 1, pp 0, dp_replicate 1" in to_text(recipe, wanted)
+    assert "replica group 1, pp 0, dp_replicate 1" in to_text(recipe, wanted)
 
 
 def test_large_layouts_are_cut_short():

@@ -172,7 +172,7 @@ def test_a_spare_rank_leaves_no_mark(room: Path, tmp_path: Path, monkeypatch: py
     assert run_command(recipe, out=tmp_path, resume_from="auto") == tmp_path
 
 
-def test_sites_are_not_elastic() -> None:
+def test_replica_groups_are_not_elastic() -> None:
     recipe = load("quickstart", ["sync.method=diloco"], "dp=4")
     with pytest.raises(UserError, match="their number changes what is trained"):
         nearest_layout(recipe, 3)

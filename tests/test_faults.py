@@ -453,7 +453,7 @@ def test_a_run_goes_back_over_a_flipped_bit(base: Recipe, tmp_path: Path) -> Non
             ("dp=2", ["precision.mode=bf16", "layout.recompute=full"]),
             ("dp=2", ["precision.mode=bf16", "layout.compress=powersgd:2"]),
             ("dp=2", ["precision.mode=bf16_pure"]),
-            ("dp=4", ["sync.method=diloco", "sync.sites=2", "sync.every=3"]),
+            ("dp=4", ["sync.method=diloco", "sync.replica_groups=2", "sync.every=3"]),
             ("dp=2", ["optim.name=muon"]),
         ),
     ],

@@ -61,7 +61,7 @@ def test_layouts_of_many_ranks(layout: str) -> None:
         (["data.tokenizer=bpe:" + "9" * 5000], "N must be a whole number"),
         (["layout.recompute=budget:" + "9" * 5000 + "GiB"], "layout.recompute"),
         (["layout.compress=powersgd:" + "9" * 5000], "must be a number"),
-        (["sync.method=diloco", "sync.sites=999983"], "sync.sites = 999983 must divide"),
+        (["sync.method=diloco", "sync.replica_groups=999983"], "sync.replica_groups = 999983 must divide"),
         (["model.arch=moe", "model.experts=16383", "layout.ep=8"], "layout.ep = 8 must divide"),
         (["model.arch=moe", "model.expert_groups=16384"], "expert_groups = 8|expert_groups = 4"),
         (["optim.lr=\x1b]0;owned\x07"], r"optim.lr = \"\\u001b]0;owned|optim.lr = .*u001b"),

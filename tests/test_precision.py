@@ -453,8 +453,9 @@ def test_ranks_decide_on_the_loss_scale_together(one_process, tmp_path, layout):
 
 
 @pytest.mark.slow
-def test_sites(tmp_path):
-    """The common weights are fp32, the sites' own bf16: a resumed run validates and goes on with the same bits."""
+def test_replica_groups(tmp_path):
+    """The common weights are fp32, the replica groups' own bf16: a resumed run validates and goes on with the same
+    bits."""
     recipe = tiny(tmp_path, "dp=1", "precision.mode=bf16_pure", *RESUMED, mode="bf16_pure")
     recipe = change(recipe, ["sync.method=diloco", "sync.every=2", "train.val_every=1"], "dp=2")
     whole_run = trained(recipe, "dp=2", tmp_path / "whole", 4)

@@ -392,7 +392,7 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
     allowed |= {f"optim.{name}" for name in FIELDS if name not in OPTIMIZERS[recipe.optim.name].fields}
     outer = OUTER.get(recipe.sync.method)
     own = {"lr", *outer.fields} if outer else set()
-    allowed |= {"sync.sites"} | {f"sync.outer_{name}" for name in {"lr", "momentum"} - own}
+    allowed |= {"sync.replica_groups"} | {f"sync.outer_{name}" for name in {"lr", "momentum"} - own}
     allowed |= {"optim.lr_embeddings", "optim.lr_vectors"}  # those of optim.lr
     allowed |= {"optim.restart_steps"} if recipe.optim.schedule != "restarts" else set()
     allowed |= {"data.end_token"}  # only token files have it

@@ -30,7 +30,7 @@ FILES = [
     "pipeline",
     "expert",
     "moe",
-    "sites",
+    "replica_groups",
     "server",
     "offload",
     "precision",

@@ -29,7 +29,7 @@ from fivefold.launch.verdict import STOPPED, Leaving, run_complete
 from fivefold.precision import PRECISIONS
 
 if TYPE_CHECKING:
-    from fivefold.comm.membership import Seat
+    from fivefold.comm.membership import Endpoint
     from fivefold.recipe import Recipe
 
 
@@ -66,7 +66,7 @@ HoldOutOption = Annotated[
         "--hold-out",
     ),
 ]
-GROUPS = {"Ranks": ("nproc", "site", "meet"), "Run folder": ("out", "resume", "resume_from")}
+GROUPS = {"Ranks": ("nproc", "replica_group", "meet"), "Run folder": ("out", "resume", "resume_from")}
 
 
 @Leaving()
@@ -76,15 +76,13 @@ def train(
     layout: LayoutOption = None,
     nproc: NprocOption = None,
     out: Annotated[Path | None, option("DIR", "Run folder. [default: a new one under runs/]")] = None,
-    site: Annotated[
+    replica_group: Annotated[
         int | None,
-        option(
-            "N",
-            "Train this site of the recipe's only. Each is started by itself, and may leave and return.",
-            min=0,
-        ),
+        option("N", "Train this one only. Each is started by itself, may leave and return.", min=0),
     ] = None,
-    meet: Annotated[str | None, option("HOST:PORT", "With --site: where site 0 serves the others.")] = None,
+    meet: Annotated[
+        str | None, option("HOST:PORT", "With --replica-group: where replica group 0 serves the others.")
+    ] = None,
     resume: Annotated[bool, flag("Resume from the run's last checkpoint.", "--resume")] = False,
     resume_from: Annotated[
         str | None,
@@ -116,8 +114,10 @@ def train(
     from fivefold.launch import ranks
     from fivefold.train.start import run_command
 
-    seat = seat_of(loaded, site, meet)
-    run = partial(run_command, loaded, ranks_wanted, out, resume, resume_from, name=path.stem, seat=seat)
+    endpoint = endpoint_of(loaded, replica_group, meet)
+    run = partial(
+        run_command, loaded, ranks_wanted, out, resume, resume_from, name=path.stem, endpoint=endpoint
+    )
     if not json and not quiet:
         run()
         return
@@ -154,40 +154,41 @@ def _quiet(wanted: bool) -> Iterator[None]:
             del os.environ[QUIET]
 
 
-def seat_of(recipe: Recipe, site: int | None, address: str | None) -> Seat | None:
-    """The seat that `--site` and `--meet` name; None without them.
+def endpoint_of(recipe: Recipe, replica_group: int | None, address: str | None) -> Endpoint | None:
+    """The endpoint that `--replica-group` and `--meet` name; None without them.
 
     Raises:
-        UserError: the recipe has no such site, or one of the options is missing.
+        UserError: the recipe has no such replica group, or one of the options is missing.
     """
-    if site is None and address is None:
+    if replica_group is None and address is None:
         return None
-    if site is None or address is None:
+    if replica_group is None or address is None:
         raise UserError(
-            "--site N and --meet HOST:PORT go together: the number of the site, and where site 0 serves"
+            "--replica-group N and --meet HOST:PORT go together: the group's number, and where group 0 serves"
         )
-    from fivefold.comm.membership import Seat
+    from fivefold.comm.membership import Endpoint
     from fivefold.train.faults import goes_back
 
-    count = recipe.sites.count
+    count = recipe.replica_groups.count
     if count == 1:
         raise UserError(
-            "--site: the recipe has one site. Add --layout dp=2 and --set sync.method=diloco, for example"
+            "--replica-group: the recipe has one. Add --layout dp=2 and --set sync.method=diloco, for example"
         )
-    if site >= count:
+    if replica_group >= count:
         raise UserError(
-            f"--site {site}: the recipe has {count} sites, 0 to {count - 1}. Nearest valid: {count - 1}"
+            f"--replica-group {replica_group}: the recipe has {count}, 0 to {count - 1}. Nearest valid: {count - 1}"
         )
     if goes_back(recipe.faults):
         raise UserError(
-            'faults: "rollback" is not supported with --site: a site cannot go back without the others. Nearest valid: '
-            '"skip" or "abort"'
+            'faults: "rollback" is not supported with --replica-group: no group can go back without the others. '
+            'Nearest valid: "skip" or "abort"'
         )
     if recipe.sync.overlap:
         raise UserError(
-            f"sync.overlap = {recipe.sync.overlap} is not supported with --site. Nearest valid: sync.overlap = 0"
+            f"sync.overlap = {recipe.sync.overlap} is not supported with --replica-group. "
+            "Nearest valid: sync.overlap = 0"
         )
-    return Seat.parse(site, address)
+    return Endpoint.parse(replica_group, address)
 
 
 def between(text: str) -> int | tuple[int, int]:

@@ -23,7 +23,7 @@ def gloo_group(
     store: dist.Store, name: str, index: int, size: int, address: str, timeout_s: float
 ) -> dist.ProcessGroup:
     """A process group of gloo that does not belong to the launch's world: `size` processes that share a store. address:
-    of this host, where gloo listens. Without it: sites cannot be launches of their own."""
+    of this host, where gloo listens. Without it: replica groups cannot be launches of their own."""
     inside = dist.PrefixStore(name, store)
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=timeout_s)

@@ -39,9 +39,7 @@ from fivefold.files import own_word
 DONE = 0  # the last step was reached
 FAILED = 1  # a rank failed and the run could not be restarted, or a check failed
 USER = 2  # an error that the user can fix; trying again does not help
-BUSY = (
-    74  # EX_IOERR: a full disk, a folder in use, a host or site that does not answer: trying again may help
-)
+BUSY = 74  # EX_IOERR: a full disk, a folder in use, a host or replica group that does not answer: trying again may help
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal with everything saved: start it again to go on
 HUNG = 76  # of a rank: a message did not end; its launcher restarts all ranks
 PATIENCE_S = 5  # a launcher repeats the signal that the terminal sent; both count as one

@@ -21,7 +21,7 @@ from fivefold.sharding.parts import (
     stages_of,
     token_spans,
 )
-from fivefold.sharding.sync import in_site, site_layout
+from fivefold.sharding.sync import in_replica_group, replica_group_layout
 
 MOST = 64  # ranks drawn; the first ones of larger layouts
 COLUMNS = 6  # ranks side by side, if groups can be broken
@@ -60,11 +60,12 @@ def _rest(layout: Layout) -> str:
 
 
 def _place(holds: Holding, layout: Layout, without: str = "") -> str:
-    """The rank's indices on the axes that are used, such as `pp 1, tp 0`, behind its site if there are several."""
+    """The rank's indices on the axes that are used, such as `pp 1, tp 0`, behind its replica group if there are
+    several."""
     axes = [
         f"{axis} {i}" for axis, i in holds.coordinates.items() if layout.sizes[axis] > 1 and axis != without
     ]
-    return ", ".join([f"site {holds.site}"] * (holds.site is not None) + axes)
+    return ", ".join([f"replica group {holds.replica_group}"] * (holds.replica_group is not None) + axes)
 
 
 def _part(part: tuple[int, int]) -> str:
@@ -196,7 +197,8 @@ def _batch(canvas: Canvas, holds: Holding, recipe: Recipe, layout: Layout, left:
 class Holding:
     """The parts of model and batch that one rank computes and stores.
 
-    site: its number, None if there is one site. coordinates: on the axes of the site; `dp_replicate` on the run's.
+    replica_group: its number, None if there is one replica group. coordinates: on the axes of the replica group;
+    `dp_replicate` on the run's.
     stages: its pipeline stages and the blocks of each. first, last: it has the beginning or the end of the model.
     tensor: its part of every cut matrix, (index, number of parts). shard: its part of sharded states; expert_shard: of
     its experts'. rows: sequences [start, stop) of the global batch. tokens: spans of each sequence. between: those that
@@ -205,7 +207,7 @@ class Holding:
     """
 
     rank: int
-    site: int | None
+    replica_group: int | None
     coordinates: dict[str, int]
     stages: dict[int, range]
     first: bool
@@ -224,16 +226,16 @@ class Holding:
 def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
     """The holding of a rank, for a resolved recipe. layout: of the whole run."""
     model, T, whole = recipe.model, recipe.model.seq_len, layout
-    layout, number = site_layout(whole, recipe.sites.count), rank
-    site, rank = in_site(layout, number)
+    layout, number = replica_group_layout(whole, recipe.replica_groups.count), rank
+    replica_group, rank = in_replica_group(layout, number)
     blocks = stage_blocks(card_of(model), layout) if layout.pp > 1 else (range(model.layers),)
     stages = stages_of(layout, index_in(layout, "pp", rank))
     parts = held(card_of(model), layout, rank)
     B = recipe.train.microbatch_size or 1
-    dp = site * layout.dp + index_in(layout, "dp", rank)
+    dp = replica_group * layout.dp + index_in(layout, "dp", rank)
     microbatches = share(recipe.train.global_batch_size // B, dp, whole.dp)
     coordinates = layout.coordinates(rank)
-    coordinates["dp_replicate"] += site * layout.dp_replicate
+    coordinates["dp_replicate"] += replica_group * layout.dp_replicate
     experts = model.experts
     ep = index_in(layout, "ep", rank)
     tp = index_in(layout, "tp", rank), layout.tp
@@ -241,7 +243,7 @@ def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
     group, sharers = sharing_group(layout, expert=True)
     return Holding(
         rank=number,
-        site=site if recipe.sites.count > 1 else None,
+        replica_group=replica_group if recipe.replica_groups.count > 1 else None,
         coordinates=coordinates,
         stages={stage: blocks[stage] for stage in stages},
         first=0 in stages,

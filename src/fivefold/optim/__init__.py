@@ -21,8 +21,9 @@ FIELDS = tuple(dict.fromkeys(name for card in OPTIMIZERS.values() for name in ca
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """An optimizer of training on several sites. The outer gradient is the mean over sites of (common weights - a
-    site's own weights). card: of the optimizer over the common weights. lr, fields: its defaults."""
+    """An optimizer of training on several replica groups. The outer gradient is the mean over replica groups of (common
+    weights - a replica group's own weights). card: of the optimizer over the common weights. lr, fields: its
+    defaults."""
 
     card: OptimizerCard
     lr: float

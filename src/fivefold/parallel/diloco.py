@@ -1,9 +1,10 @@
-"""The outer loop of training on several sites (local SGD, DiLoCo: arXiv 2311.08105, streaming: arXiv 2501.18512).
+"""The outer loop of training on several replica groups (local SGD, DiLoCo: arXiv 2311.08105, streaming: arXiv
+2501.18512).
 
-Between outer steps a site trains by itself. In an outer step the sites sum their outer gradients, common weights less
-own weights, fragment by fragment; each runs the same outer optimizer on the mean, and continues from the new common
-weights. Every site computes the same bits, so nothing else is sent. Moments of the inner optimizer stay with the site.
-With `sync.overlap` the sites train on while a sum is under way.
+Between outer steps a replica group trains by itself. In an outer step the replica groups sum their outer gradients,
+common weights less own weights, fragment by fragment; each runs the same outer optimizer on the mean, and continues
+from the new common weights. Every replica group computes the same bits, so nothing else is sent. Moments of the inner
+optimizer stay with the replica group. With `sync.overlap` the replica groups train on while a sum is under way.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.replica import Replica
 from fivefold.precision import torch_dtype
 from fivefold.schedules.compression.blocks import INT8
-from fivefold.sharding.sync import OWN_SHARE, Sites, outer_messages
+from fivefold.sharding.sync import OWN_SHARE, ReplicaGroups, outer_messages
 
 ARRIVING = "arriving"
 """In checkpoints, the name of a mean outer gradient that has not changed the weights yet."""
@@ -39,35 +40,35 @@ class Outer:
     """The outer loop on one rank.
 
     weights: the common weights by name, fp32: this rank's part, as in the masters. axis: this rank's counterparts in
-    all sites; if sums overlap, with a process group that nothing else uses. fields: values of the outer optimizer's
-    fields. under_way: of each fragment whose sum has started, what waits for its mean outer gradients.
+    all replica groups; if sums overlap, with a process group that nothing else uses. fields: values of the outer
+    optimizer's fields. under_way: of each fragment whose sum has started, what waits for its mean outer gradients.
     """
 
     def __init__(
         self,
         replicas: Sequence[Replica],
         axis: Axis,
-        sites: Sites,
+        replica_groups: ReplicaGroups,
         optimizer: OuterOptimizer,
         lr: float,
         fields: Mapping[str, Any],
     ):
-        self.replicas, self.axis, self.sites, self.lr = replicas, axis, sites, lr
+        self.replicas, self.axis, self.replica_groups, self.lr = replicas, axis, replica_groups, lr
         self.masters = {name: w for replica in replicas for name, w in replica.masters.items()}
         self.weights = {name: w.detach().to(torch.float32, copy=True) for name, w in self.masters.items()}
-        self.messages = outer_messages(self.masters, sites.fragments)
-        self.aligned = True  # all sites have the common weights
-        self.state_names = (*optimizer.card.state_names, *[ARRIVING] * bool(sites.overlap))
+        self.messages = outer_messages(self.masters, replica_groups.fragments)
+        self.aligned = True  # all replica groups have the common weights
+        self.state_names = (*optimizer.card.state_names, *[ARRIVING] * bool(replica_groups.overlap))
         self.under_way: dict[int, Callable[[], dict[str, Tensor]]] = {}
         self._beside = Beside(axis)
-        self.membership: Membership | None = None  # of a site that is a launch of its own
+        self.membership: Membership | None = None  # of a replica group that is a launch of its own
         self.updaters: dict[int, Updater] = {}
         for number, fragment in enumerate(self.messages):
             if mine := {name: self.weights[name] for names in fragment for name in names}:
                 self.updaters[number] = Updater(optimizer.card, mine, lr, 0.0, fields)
 
     def start_from_masters(self) -> None:
-        """Takes the masters as common weights. They must be the same in all sites."""
+        """Takes the masters as common weights. They must be the same in all replica groups."""
         for name, weight in self.weights.items():
             weight.copy_(self.masters[name])
 
@@ -75,27 +76,27 @@ class Outer:
     def step(self, step: int, last: int) -> None:
         """Starts the sums that are due after inner step `step` of `last`, and takes the outer steps of those that
         arrive."""
-        self.aligned, ends = self.sites.aligned(step, last), step == last
+        self.aligned, ends = self.replica_groups.aligned(step, last), step == last
         if self.membership is not None:
-            if due := self.sites.due(step, last):
+            if due := self.replica_groups.due(step, last):
                 self._hold(self.membership.meet(step), due, self._flats(due))
             return
         arriving = [*sorted(self.under_way)] if ends else []  # of a run that was to be longer
         with progress.phase("an outer step"):  # over a slow network, perhaps
             for fragment in arriving:
                 self._apply(fragment, 0.0)
-            for fragment in self.sites.due(step, last):
+            for fragment in self.replica_groups.due(step, last):
                 self.under_way[fragment] = self._start(fragment)
-            for fragment in self.sites.arriving(step, last):
+            for fragment in self.replica_groups.arriving(step, last):
                 if fragment in self.under_way:
-                    self._apply(fragment, OWN_SHARE if self.sites.overlap and not ends else 0.0)
+                    self._apply(fragment, OWN_SHARE if self.replica_groups.overlap and not ends else 0.0)
                     arriving.append(fragment)
         if arriving:
             self._refresh()
 
     def _apply(self, fragment: int, own: float) -> None:
-        """Takes the outer step of a fragment whose sum has started. own: the share of its own weights that a site
-        keeps."""
+        """Takes the outer step of a fragment whose sum has started. own: the share of its own weights that a replica
+        group keeps."""
         gradients = self.under_way.pop(fragment)()
         if fragment in self.updaters:
             self.updaters[fragment].step(gradients, self.lr)
@@ -107,15 +108,16 @@ class Outer:
             self.masters[name].copy_(common)
 
     def _start(self, fragment: int) -> Callable[[], dict[str, Tensor]]:
-        """Starts the sum of a fragment's outer gradients over the sites. Returns what waits for their means."""
+        """Starts the sum of a fragment's outer gradients over the replica groups. Returns what waits for their
+        means."""
         flats = self._flats([fragment])
-        if not self.sites.overlap:
-            means = self._means(flats, self.axis, self.sites.count)
+        if not self.replica_groups.overlap:
+            means = self._means(flats, self.axis, self.replica_groups.count)
             return lambda: means
         found: dict[str, Tensor] = {}
         started = Started.here(self.axis, "sum of outer gradients", torch.empty(0))
         started.work = self._beside.start(
-            lambda: found.update(self._means(flats, self.axis, self.sites.count)), *flats.values()
+            lambda: found.update(self._means(flats, self.axis, self.replica_groups.count)), *flats.values()
         )
 
         def wait() -> dict[str, Tensor]:
@@ -128,7 +130,7 @@ class Outer:
         return wait
 
     def _means(self, flats: Flats, axis: Axis, count: int) -> dict[str, Tensor]:
-        """The mean outer gradients of `count` sites, by name. Changes `flats`."""
+        """The mean outer gradients of `count` replica groups, by name. Changes `flats`."""
         sums = [(names, self._sum(flat, axis)) for names, flat in flats.items()]
         found: dict[str, Tensor] = {}
         for names, finish in sums:
@@ -148,30 +150,30 @@ class Outer:
         }
 
     def _sum(self, flat: Tensor, axis: Axis) -> Callable[[], Tensor]:
-        """Starts the sum of an outer gradient over the sites. Returns what waits for it: flat, fp32."""
+        """Starts the sum of an outer gradient over the replica groups. Returns what waits for it: flat, fp32."""
         if not flat.numel():  # ZeRO left this rank no rows, nor its counterparts
             return lambda: flat
-        if self.sites.dtype == "int8":
+        if self.replica_groups.dtype == "int8":
             return lambda: sum_int8(flat, axis)
-        started = axis.start_all_reduce(flat.to(torch_dtype(self.sites.dtype)))
+        started = axis.start_all_reduce(flat.to(torch_dtype(self.replica_groups.dtype)))
         return lambda: started().float()
 
-    # Sites that are launches of their own: comm/membership.py
+    # Replica groups that are launches of their own: comm/membership.py
 
     @torch.no_grad()
     def join(self, membership: Membership, step: int, last: int) -> int:
-        """Joins the other sites, with what was built or resumed after inner step `step` of `last`. A site that comes
-        late gets the common weights and the outer optimizer's states, and takes part in the others' next outer step.
-        Returns the step after which it trains."""
+        """Joins the other replica groups, with what was built or resumed after inner step `step` of `last`. A replica
+        group that comes late gets the common weights and the outer optimizer's states, and takes part in the others'
+        next outer step. Returns the step after which it trains."""
         self.membership = membership
         digest = hashlib.sha256()  # of the common weights and the outer optimizer's states
         for tensor in (*self.weights.values(), *self.states().values()):
             digest.update(tensor.cpu().contiguous().numpy().data)
         meeting = membership.come(step, digest.hexdigest())
-        due = () if meeting.first else self.sites.due(meeting.step, last)
+        due = () if meeting.first else self.replica_groups.due(meeting.step, last)
         flats = {names: torch.zeros_like(flat) for names, flat in self._flats(due).items()}
         self._hold(meeting, due, flats)
-        if membership.seat.site in meeting.new:
+        if membership.endpoint.group in meeting.new:
             self.aligned = True
         return meeting.step
 
@@ -179,7 +181,7 @@ class Outer:
         """Holds a meeting until an attempt counts, then takes the outer step."""
         membership, means, state = self.membership, {}, {}
         assert membership is not None
-        with progress.phase("meeting the other sites", math.inf):  # which have their own patience
+        with progress.phase("meeting the other replica groups", math.inf):  # which have their own patience
             while True:
                 try:
                     axis, received = membership.axis(meeting), True
@@ -191,7 +193,7 @@ class Outer:
                 if membership.vote(meeting, received):
                     break
                 meeting = membership.again(meeting)
-        if membership.seat.site in meeting.new:
+        if membership.endpoint.group in meeting.new:
             for updater in self.updaters.values():
                 updater.clear()
             self.load({name: tensor for name, tensor in state.items() if name not in self.weights})

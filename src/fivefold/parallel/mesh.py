@@ -23,26 +23,32 @@ from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node, to_text
 from fivefold.sharding.layout_rules import on_nodes
 from fivefold.sharding.parts import token_spans
-from fivefold.sharding.sync import in_site, site_layout
+from fivefold.sharding.sync import in_replica_group, replica_group_layout
 
 
 class Mesh:
-    """The axes of a site's layout as this rank sees them, by the names of `layout.groups`. All ranks must build it at
-    the same time.
+    """The axes of a replica group's layout as this rank sees them, by the names of `layout.groups`. All ranks must
+    build it at the same time.
 
-    layout: of the whole run. sites: their number; one site is the whole run. Three more axes leave the site: "sites",
-    this rank's counterparts in all of them, "outer", the same for outer gradients, and "run", all ranks. Attribute
-    `layout` is the site's, as `divided` and `in_step` are, and `rank` the number in it. site: this launch's, if each
-    site is a launch of its own: its mesh then has no other site (`apart`). overlap: the axis "outer" has a group of
-    its own: its sums are under way on a thread while a step's figures are summed over "sites".
+    layout: of the whole run. replica_groups: their number; one replica group is the whole run. Three more axes leave
+    the replica group: "replica_groups", this rank's counterparts in all of them, "outer", the same for outer gradients,
+    and "run", all ranks. Attribute `layout` is the replica group's, as `divided` and `in_step` are, and `rank` the
+    number in it. replica_group: this launch's, if each replica group is a launch of its own: its mesh then has no other
+    replica group (`apart`). overlap: the axis "outer" has a group of its own: its sums are under way on a thread while
+    a step's figures are summed over "replica_groups".
     """
 
     def __init__(
-        self, layout: Layout, ranks: Ranks, sites: int = 1, site: int | None = None, overlap: bool = False
+        self,
+        layout: Layout,
+        ranks: Ranks,
+        replica_groups: int = 1,
+        replica_group: int | None = None,
+        overlap: bool = False,
     ):
         """Raises UserError if ZeRO++ needs other nodes."""
-        own = site_layout(layout, sites)
-        here = layout if site is None else own
+        own = replica_group_layout(layout, replica_groups)
+        here = layout if replica_group is None else own
         assert here.ranks == ranks.world, f"{here.ranks} ranks in the layout, {ranks.world} in the launch"
         self.layout, self.device = on_nodes(own, ranks.local_world), ranks.device
         self.divided, self.in_step = own.divided, own.in_step
@@ -53,10 +59,12 @@ class Mesh:
                 f"layout '{to_text(self.layout)}': ranks_per_node={node} must divide the {local} ranks on a node "
                 "of this run"
             )
-        index, self.rank = in_site(self.layout, ranks.rank)
-        self.sites, self.apart = sites, site is not None
-        self.site = site if site is not None else index if sites > 1 else 0
-        first = ranks.rank - self.rank  # the site's
+        index, self.rank = in_replica_group(self.layout, ranks.rank)
+        self.replica_groups, self.apart = replica_groups, replica_group is not None
+        self.replica_group = (
+            replica_group if replica_group is not None else index if replica_groups > 1 else 0
+        )
+        first = ranks.rank - self.rank  # the replica group's
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # axes with the same ranks share a group
         self._axes: dict[str, Axis] = {}
         self._device_meshes: dict[str, DeviceMesh] = {}
@@ -68,17 +76,17 @@ class Mesh:
                 made[key] = _new_group(members, ranks)
             self._axes[name] = Axis(name, members, index, ranks.device, made[key], ranks.timeout_s)
 
-        together = sites > 1 and not self.apart
-        every = [list(range(rank, sites * own.ranks, own.ranks)) for rank in range(own.ranks)]
+        together = replica_groups > 1 and not self.apart
+        every = [list(range(rank, replica_groups * own.ranks, own.ranks)) for rank in range(own.ranks)]
         # Before the others, of which ranks may make different numbers: see `axis_between`.
         alone = None
         for members in every if together and overlap else ():
-            alone = axis_between("sites", members, ranks, apart=True, everywhere=True) or alone
+            alone = axis_between("replica_groups", members, ranks, apart=True, everywhere=True) or alone
         for name in groups(self.layout):
             members = [first + own for own in group_of(self.layout, name, self.rank)]
             add(name, members, index_in(self.layout, name, self.rank))
-        add("sites", every[self.rank] if together else [ranks.rank], index if together else 0)
-        self._axes["outer"] = alone or self._axes["sites"]
+        add("replica_groups", every[self.rank] if together else [ranks.rank], index if together else 0)
+        self._axes["outer"] = alone or self._axes["replica_groups"]
         self._axes["run"] = self._axes["all"]
         if together:
             add("run", list(range(ranks.world)), ranks.rank)
@@ -182,7 +190,7 @@ class Share(list[Microbatch]):
     """The microbatches of a rank, which may have fewer than others (sharding/layout.py).
 
     counted: how many of them count. Empty ones follow, without targets, where ranks exchange something in every
-    microbatch. total: those that count on all data-parallel ranks of the site. A microbatch's
+    microbatch. total: those that count on all data-parallel ranks of the replica group. A microbatch's
     `weight` is relative to their average.
     """
 

@@ -39,7 +39,7 @@ from fivefold.recipe import Recipe, expected_vocab_size, flops_per_token, microb
 from fivefold.recipe.rules import allows
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
-from fivefold.sharding.sync import Sites, site_layout
+from fivefold.sharding.sync import ReplicaGroups, replica_group_layout
 
 STAND_IN = "h100"
 FRAGMENTS = 0.04
@@ -49,7 +49,8 @@ FRAGMENTS = 0.04
 @dataclass(frozen=True)
 class Plan:
     """A prediction. memory: per rank, at each pipeline position. stalls: only for a whole recipe. together: for
-    several sites, the same run as one. service: of parameter servers; then memory is a worker's and a server's."""
+    several replica groups, the same run as one. service: of parameter servers; then memory is a worker's and a
+    server's."""
 
     setting: Setting
     memory: list[Memory]
@@ -72,7 +73,7 @@ class Plan:
     def layout(self) -> Layout:
         """The layout of the whole run."""
         s = self.setting
-        return replace(s.layout, dp_replicate=s.layout.dp_replicate * s.sites.count)
+        return replace(s.layout, dp_replicate=s.layout.dp_replicate * s.replica_groups.count)
 
     @property
     def ranks(self) -> int:
@@ -137,7 +138,7 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """The object that `fivefold plan --json` prints."""
         s, step, own = self.setting, self.step, self.setting.software.documents
-        sites = {"sites": self.slow_links.as_json()} if self.slow_links else {}
+        replica_groups = {"replica_groups": self.slow_links.as_json()} if self.slow_links else {}
         return {
             "layout": to_text(self.layout),
             "cluster": f"{s.cluster.name}:{self.ranks}",
@@ -169,7 +170,7 @@ class Plan:
             "tokens_per_s_per_gpu": self.tokens_per_s / self.ranks,
             "model_tflops_per_gpu": self.model_flops_per_gpu / 1e12,
             "communication": {"bytes_per_rank": self.sent},
-        } | sites
+        } | replica_groups
 
 
 def limit(cluster: Cluster) -> int:
@@ -203,7 +204,7 @@ def predict(
     if full.servers.count:
         served = servers.service(together, full.servers, full.optim.grad_clip, full.precision.reduce)
         return Plan(together, servers.held(served), servers.step(served), service=served)
-    s = apart(together, full.sites)
+    s = apart(together, full.replica_groups)
     if (bytes := budget_of(s.layout.recompute)) is not None:
         s = recomputing(s, resolve_budget(s, bytes))
     together = replace(together, layout=replace(together.layout, recompute=s.layout.recompute))
@@ -214,11 +215,11 @@ def predict(
         known[key] = shared
     plan = price(s, shared)
     wait = stalls(full, plan.setting, plan.step.seconds)
-    return replace(plan, stalls=wait, together=together if full.sites.count > 1 else None)
+    return replace(plan, stalls=wait, together=together if full.replica_groups.count > 1 else None)
 
 
 def _together(recipe: Recipe, cluster: Cluster, software: Software | None) -> tuple[Recipe, Setting]:
-    """(the resolved recipe, its setting, as if all sites trained together)."""
+    """(the resolved recipe, its setting, as if all replica groups trained together)."""
     full, layout = resolved(recipe), Layout.from_recipe(recipe.layout)
     B, batch = full.train.microbatch_size, full.train.global_batch_size
     assert B is not None
@@ -228,11 +229,13 @@ def _together(recipe: Recipe, cluster: Cluster, software: Software | None) -> tu
     return full, setting(full.model, layout, cluster, B, count, mode, software, sequences)
 
 
-def apart(whole: Setting, sites: Sites) -> Setting:
-    """The setting of one site, where several train apart."""
-    if sites.count == 1:
+def apart(whole: Setting, replica_groups: ReplicaGroups) -> Setting:
+    """The setting of one replica group, where several train apart."""
+    if replica_groups.count == 1:
         return whole
-    return replace(whole, layout=site_layout(whole.layout, sites.count), sites=sites)
+    return replace(
+        whole, layout=replica_group_layout(whole.layout, replica_groups.count), replica_groups=replica_groups
+    )
 
 
 def price(s: Setting, shared: Parts | None = None) -> Plan:
@@ -256,7 +259,7 @@ def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -
     if bytes is None:
         return None
     full, together = _together(recipe, cluster, software)
-    return resolve_budget(apart(together, full.sites), bytes)
+    return resolve_budget(apart(together, full.replica_groups), bytes)
 
 
 def priced_here(gpu: str = "", measured: bool = True) -> tuple[Cluster, Software]:

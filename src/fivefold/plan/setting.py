@@ -26,7 +26,7 @@ from fivefold.schedules.pipeline import DEFAULT, Schedule, build, stages_per_ran
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import on_nodes
 from fivefold.sharding.parts import Shape, ring_columns, stage_blocks, stages_of
-from fivefold.sharding.sync import ONE_SITE, Sites
+from fivefold.sharding.sync import ONE_REPLICA_GROUP, ReplicaGroups
 from fivefold.sharding.units import Keeping, compressed_buckets, keepings
 
 if TYPE_CHECKING:
@@ -234,7 +234,8 @@ def software_of(cluster: Cluster) -> Software:
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that a price depends on. layout: of one site, where several train apart. cluster: of all of them.
+    """Everything that a price depends on. layout: of one replica group, where several train apart. cluster: of all of
+    them.
     microbatches: of the rank that has most. sequences: of the global batch, if ranks have unequally many."""
 
     model: ModelSection
@@ -244,7 +245,7 @@ class Setting:
     sizes: Sizes
     mode: str
     microbatches: int
-    sites: Sites = ONE_SITE
+    replica_groups: ReplicaGroups = ONE_REPLICA_GROUP
     sequences: int | None = None
 
     @property
@@ -308,10 +309,11 @@ class Setting:
         return schedule(self.layout.schedule, self.layout.pp, microbatches, self.layout.virtual_stages)
 
     def group(self, axis: str) -> Group:
-        """The ranks of an axis, "sites" included."""
-        if axis == "sites":
+        """The ranks of an axis, "replica_groups" included."""
+        if axis == "replica_groups":
             return Group(
-                self.sites.count, max(1, min(self.sites.count, self.cluster.per_node // self.layout.ranks))
+                self.replica_groups.count,
+                max(1, min(self.replica_groups.count, self.cluster.per_node // self.layout.ranks)),
             )
         return group(self.layout, self.cluster, axis)
 

@@ -162,7 +162,7 @@ def nearest_layout(recipe: Recipe, ranks: int) -> Fit:
     asked = Layout.from_recipe(recipe.layout)
     if asked.ranks == ranks:
         return Fit(recipe, ranks, "")
-    if recipe.sites.count > 1 or recipe.servers.count:
+    if recipe.replica_groups.count > 1 or recipe.servers.count:
         raise UserError(
             f'the recipe has {asked.ranks} ranks and not {ranks}: with sync.method = "{recipe.sync.method}" their '
             "number changes what is trained"

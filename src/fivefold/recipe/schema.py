@@ -21,7 +21,7 @@ from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDER, ORDERS, PRIORITY, Order
 from fivefold.sharding.layout import BUCKET_BYTES, Counts
 from fivefold.sharding.layout_rules import MOST_RANKS
-from fivefold.sharding.sync import ONE_SITE, SERVER, UNBOUNDED, Servers, Sites
+from fivefold.sharding.sync import ONE_REPLICA_GROUP, SERVER, UNBOUNDED, ReplicaGroups, Servers
 from fivefold.sharding.tiers import NOT_OFFLOADED
 
 if TYPE_CHECKING:  # a type checker reads no tables
@@ -287,21 +287,23 @@ class SyncSection(Section):
     method: SyncMethod = "all"
     """When ranks synchronise. `all`: all of them, in every step. `server`: the replicas (`dp_replicate`) are workers.
     They push gradients to parameter servers, which keep the master weights, and pull weights (Li et al., OSDI 2014).
-    `local` and `diloco`: the replicas are sites that train apart. Every so many steps they take their mean weights
-    (local SGD, arXiv 1805.09767), or a step of an outer optimizer with Nesterov's momentum towards them (DiLoCo, arXiv
-    2311.08105)."""
+    `local` and `diloco`: the replicas are replica groups that train apart. Every so many steps they take their mean
+    weights (local SGD, arXiv 1805.09767), or a step of an outer optimizer with Nesterov's momentum towards them
+    (DiLoCo, arXiv 2311.08105)."""
     every: int = Field(default=50, ge=1, le=LARGEST)
     """Inner steps between two outer steps. `local` and `diloco` only."""
-    sites: int | None = Field(default=None, ge=1, le=MOST_RANKS)
-    """Number of sites. Replicas within a site sum gradients in every step. Unset: each replica is a site."""
+    replica_groups: int | None = Field(default=None, ge=1, le=MOST_RANKS)
+    """Number of replica groups. Replicas within a replica group sum gradients in every step. Unset: each replica is a
+    replica group."""
     fragments: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """Parts of the model that synchronise in turn, each once in `every` steps (streaming DiLoCo, arXiv 2501.18512)."""
     overlap: int = Field(default=0, ge=0, le=LARGEST)
-    """Inner steps that a site takes while the sum of an outer gradient is under way. It then takes the mean of its own
-    and the common weights (arXiv 2501.18512). 0: it waits."""
+    """Inner steps that a replica group takes while the sum of an outer gradient is under way. It then takes the mean of
+    its own and the common weights (arXiv 2501.18512). 0: it waits."""
     patience: float = Field(default=60.0, gt=0, le=MOST_SECONDS)
-    """Seconds that sites which are launches of their own (`fivefold train --site`) wait for each other in an outer
-    step. It must suffice for each of its messages. The ranks of a site wait for each other for longer."""
+    """Seconds that replica groups which are launches of their own (`fivefold train --replica-group`) wait for each
+    other in an outer step. It must suffice for each of its messages. The ranks of a replica group wait for each other
+    for longer."""
     outer_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Dtype in which outer gradients are sent. `int8` has a scale per 256 elements, and is summed in fp32."""
     outer_lr: float | None = Field(default=None, gt=0)
@@ -452,14 +454,14 @@ class Sections(Section):
     launch: LaunchSection = LaunchSection()
 
     @property
-    def sites(self) -> Sites:
-        """The sites of the run: one, unless replicas train apart."""
+    def replica_groups(self) -> ReplicaGroups:
+        """The replica groups of the run: one, unless replicas train apart."""
         sync = self.sync
         if sync.method not in OUTER:
-            return ONE_SITE
+            return ONE_REPLICA_GROUP
         kept = DTYPES[MASTER].bytes + OUTER[sync.method].card.bytes
-        count = sync.sites or self.layout.dp_replicate
-        return Sites(count, sync.every, sync.fragments, sync.outer_dtype, kept, sync.overlap)
+        count = sync.replica_groups or self.layout.dp_replicate
+        return ReplicaGroups(count, sync.every, sync.fragments, sync.outer_dtype, kept, sync.overlap)
 
     @property
     def servers(self) -> Servers:

@@ -1,7 +1,7 @@
-"""What `[sync]` adds to a layout, as data: sites that train apart, and parameter servers. No torch.
+"""What `[sync]` adds to a layout, as data: replica groups that train apart, and parameter servers. No torch.
 
-A site (DiLoCo) is a run with a layout of its own: its ranks sum gradients among themselves only, and the sites
-synchronise their weights every few steps.
+A replica group (DiLoCo) is a run with a layout of its own: its ranks sum gradients among themselves only, and the
+replica groups synchronise their weights every few steps.
 
 Servers keep the master weights and the optimizer's states; each has a share of the rows of every parameter, as a rank
 of ZeRO 1 has. Workers have the whole model. They push the gradients of a unit (a block, or what lies before or behind
@@ -25,15 +25,15 @@ from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import TIED, Model, Span, parts
 
 OWN_SHARE = 0.5
-"""What a site keeps of its own weights when a sum arrives that overlapped with inner steps (alpha of arXiv 2501.18512):
-the common weights do not know these steps yet."""
+"""What a replica group keeps of its own weights when a sum arrives that overlapped with inner steps (alpha of arXiv
+2501.18512): the common weights do not know these steps yet."""
 
 
 @dataclass(frozen=True)
-class Sites:
-    """How `count` sites synchronise: each of `fragments` parts of the model once in `every` inner steps, by outer
-    gradients sent as `dtype` ("fp32", "bf16" or "int8"). kept: bytes per parameter of the common weights and the outer
-    optimizer's states. overlap: inner steps that a site takes while a sum is under way."""
+class ReplicaGroups:
+    """How `count` replica groups synchronise: each of `fragments` parts of the model once in `every` inner steps, by
+    outer gradients sent as `dtype` ("fp32", "bf16" or "int8"). kept: bytes per parameter of the common weights and the
+    outer optimizer's states. overlap: inner steps that a replica group takes while a sum is under way."""
 
     count: int = 1
     every: int = 1
@@ -70,25 +70,25 @@ class Sites:
         return min(self.fragments, self.overlap * self.fragments // self.every + 1)
 
     def aligned(self, step: int, last: int) -> bool:
-        """True if all sites have the same weights after this step. 0: before the first."""
+        """True if all replica groups have the same weights after this step. 0: before the first."""
         if step in (0, last):
             return True
         return not self.overlap and len(self.due(step, last)) == self.fragments
 
 
-ONE_SITE = Sites()
+ONE_REPLICA_GROUP = ReplicaGroups()
 
 
-def site_layout(layout: Layout, count: int) -> Layout:
-    """The layout of one of `count` sites. They divide the replicas, and consecutive ranks form a site, so that it stays
-    within as few machines as it can (`in_site`)."""
-    assert layout.dp_replicate % count == 0, f"{layout.dp_replicate} replicas in {count} sites"
+def replica_group_layout(layout: Layout, count: int) -> Layout:
+    """The layout of one of `count` replica groups. They divide the replicas, and consecutive ranks form a replica
+    group, so that it stays within as few machines as it can (`in_replica_group`)."""
+    assert layout.dp_replicate % count == 0, f"{layout.dp_replicate} replicas in {count} replica groups"
     return layout if count == 1 else replace(layout, dp_replicate=layout.dp_replicate // count)
 
 
-def in_site(site: Layout, rank: int) -> tuple[int, int]:
-    """(number of the site, rank in it) of a rank of the run. site: the layout of a site."""
-    return divmod(rank, site.ranks)
+def in_replica_group(replica_group: Layout, rank: int) -> tuple[int, int]:
+    """(number of the replica group, rank in it) of a rank of the run. replica_group: the layout of a replica group."""
+    return divmod(rank, replica_group.ranks)
 
 
 def outer_messages(names: Iterable[str], fragments: int) -> list[list[tuple[str, ...]]]:
@@ -115,8 +115,8 @@ Sent = tuple[str, float]
 
 
 def outer_sent(elements: int, count: int, dtype: str) -> list[Sent]:
-    """The collectives by which `count` sites sum an outer gradient. In int8 each site sums its share of the elements,
-    and sends the others its sum (as in ZeRO++, arXiv 2306.10209)."""
+    """The collectives by which `count` replica groups sum an outer gradient. In int8 each replica group sums its share
+    of the elements, and sends the others its sum (as in ZeRO++, arXiv 2306.10209)."""
     if not elements:
         return []
     if dtype != "int8":

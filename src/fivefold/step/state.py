@@ -45,7 +45,7 @@ class State:
     counts: (2) fp64, on the device, because the host learns of a step's result while a later one runs: the steps that
     changed the weights, and the steps skipped in a row since then (with loss scaling only those at its lowest factor).
     usual: statistics of loss and norm up to now (step/step.py). limit: of the largest weight of this rank
-    (`step.destroyed`); None: not known. outer: the outer loop, if there are several sites.
+    (`step.destroyed`); None: not known. outer: the outer loop, if there are several replica groups.
     loss_scale: if the mode needs one. left_out: data that the run has left out: (step, sequences) says how many come
     between the batches of this step and the next. rollbacks: (step of a fault, step that the run went back to).
     """
@@ -153,19 +153,19 @@ def build_state(
     recipe: Recipe,
     ranks: Ranks,
     module: nn.Module | None = None,
-    site: int | None = None,
+    replica_group: int | None = None,
     card: ModuleCard | None = None,
     functions: UserFunctions = NOTHING,
     memory: AbstractContextManager[object] | None = None,
 ) -> State:
-    """Builds this rank's part of a resolved recipe's model, master weights and optimizer, at step 0. site: as in
-    `Mesh`. module, card: the user's own. functions: the user's own in place of the recipe's. memory: see `parallelize`;
-    with one nothing is checked."""
-    layout, sites = Layout.from_recipe(recipe.layout), recipe.sites
+    """Builds this rank's part of a resolved recipe's model, master weights and optimizer, at step 0. replica_group: as
+    in `Mesh`. module, card: the user's own. functions: the user's own in place of the recipe's. memory: see
+    `parallelize`; with one nothing is checked."""
+    layout, replica_groups = Layout.from_recipe(recipe.layout), recipe.replica_groups
     if memory is None and module is None and functions.card is None and ranks.device.type == "cpu":
         _fits(recipe, layout, ranks)
     total = count_parameters(recipe.model) if module is None else sum(p.numel() for p in module.parameters())
-    mesh = Mesh(layout, ranks, sites.count, site, overlap=bool(sites.overlap))
+    mesh = Mesh(layout, ranks, replica_groups.count, replica_group, overlap=bool(replica_groups.overlap))
     mode = compute_mode(recipe, ranks.device, module is not None)
     dtype, masters = torch_dtype(mode.working), torch_dtype(mode.master)
     if ranks.device.type == "cuda":
@@ -179,12 +179,14 @@ def build_state(
     state = with_optimizer(parallel, mesh, recipe, mode, own, embeddings, functions, memory)
     for one in state.compressed():
         one.after = mesh.layout.compress_after or 0
-    if sites.count > 1:
+    if replica_groups.count > 1:
         optimizer, sync = OUTER[recipe.sync.method], recipe.sync
         fields = {name: getattr(sync, f"outer_{name}") for name in optimizer.fields}
         assert sync.outer_lr, "a resolved recipe has the outer fields"
         assert None not in fields.values(), "a resolved recipe has the outer fields"
-        state.outer = Outer(parallel.replicas, mesh.axis("outer"), sites, optimizer, sync.outer_lr, fields)
+        state.outer = Outer(
+            parallel.replicas, mesh.axis("outer"), replica_groups, optimizer, sync.outer_lr, fields
+        )
     if memory is None:
         assert_owned_once(parallel.replicas, mesh, total)
     return state
@@ -259,7 +261,7 @@ def updater_arguments(
         "weight_decay": {n: optim.weight_decay * factors(optim.groups, n)[1] for n in shapes},
         "fields": fields,
         "rates": {name: rate_of(optim, name, shape, embeddings) for name, shape in shapes.items()},
-        "tokens": targets_per_step(recipe) // recipe.sites.count,
+        "tokens": targets_per_step(recipe) // recipe.replica_groups.count,
     }
 
 

@@ -76,7 +76,7 @@ class Done:
 
     @property
     def norm(self) -> float:
-        """The norm of the whole gradient; the mean norm of the sites."""
+        """The norm of the whole gradient; the mean norm of the replica groups."""
         return self._figures["norm"]
 
     @property
@@ -96,7 +96,7 @@ class Done:
 
     @property
     def seconds(self) -> list[list[float]]:
-        """A row of `SECONDS` for each rank of the site, in every SHARED_EVERY-th step; else none."""
+        """A row of `SECONDS` for each rank of the replica group, in every SHARED_EVERY-th step; else none."""
         self.wait()
         return self._host[len(self._names) :].view(self._ranks, len(SECONDS)).tolist() if self._ranks else []
 
@@ -115,7 +115,7 @@ def take_step(
     save_wanted: Callable[[], bool] = lambda: False,
 ) -> Done:
     """Takes one step of a resolved recipe: gradients, clipping, update, and the outer steps that are due. The host
-    waits for no result. A site clips by its own norm.
+    waits for no result. A replica group clips by its own norm.
 
     stop_wanted: returns True if this rank was asked to stop. inspect: called when `state` has the whole gradient,
     before it is clipped. It may return further figures of the step: scalars on the device, equal on all ranks.
@@ -131,9 +131,11 @@ def take_step(
     if scaling is not None:
         own_norm = own_norm / scaling.factor
         more["loss_scale"] = scaling.factor
-    norm, sites = own_norm, state.mesh.axis("sites")
-    if sites.size > 1:  # one that is not finite makes the mean not finite, so all sites skip the same updates
-        means = sites.all_reduce(torch.stack([loss, norm, asked, ruined])) / sites.size
+    norm, replica_groups = own_norm, state.mesh.axis("replica_groups")
+    if (
+        replica_groups.size > 1
+    ):  # one that is not finite makes the mean not finite, so all replica groups skip the same updates
+        means = replica_groups.all_reduce(torch.stack([loss, norm, asked, ruined])) / replica_groups.size
         loss, norm, asked, ruined = means.unbind()
     verdict = judge(state.usual, loss, norm, recipe.faults, ruined)
     state.usual = verdict.usual
@@ -161,12 +163,12 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
 
     # Ranks of a tensor axis drop the same elements of activations that each has whole. With sp each has its own piece
     rank = mesh.axis("run").rank if mesh.layout.sp else mesh.axis("tp").ranks[0]
-    rank += mesh.size("all") * mesh.site * mesh.apart
+    rank += mesh.size("all") * mesh.replica_group * mesh.apart
 
     def seeds(microbatch: int, stage: int = 0) -> None:
         """Sets the random state from the position in the run, so a resumed run draws the same numbers. stage: which of
         this rank's."""
-        number = rank + stage * mesh.sites * mesh.size("all")
+        number = rank + stage * mesh.replica_groups * mesh.size("all")
         mixed = (seed * 1_000_003 + state.step) * 1_000_003 + microbatch * 65_537 + number
         torch.manual_seed(mixed % 2**63)
 
@@ -289,7 +291,7 @@ def agree(
     state: State, share: Tensor, asks: float, seconds: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(mean loss, norm of the whole gradient, the sum of what ranks ask for: STOP, SAVE; > 0 if the last update has
-    destroyed weights of any rank), equal on all ranks of a site: fp64 scalars.
+    destroyed weights of any rank), equal on all ranks of a replica group: fp64 scalars.
 
     share: this rank's share of the loss. seconds: is summed, too. One message sums everything. Where states are not
     divided, all ranks have the same norm already, and take the mean: no rank may decide by a norm of its own.

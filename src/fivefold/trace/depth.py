@@ -41,7 +41,7 @@ from fivefold.schedules.timelines import AWAY, CATEGORIES, MemoryTimeline
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.parts import stage_blocks, stages_of
-from fivefold.sharding.sync import in_site, site_layout
+from fivefold.sharding.sync import in_replica_group, replica_group_layout
 from fivefold.step.state import compute_mode
 from fivefold.trace.fake import CPU
 from fivefold.trace.memory import Peak
@@ -127,8 +127,14 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
     if entry and (figures := entry.read()):
         return figures
     count = microbatches_per_step(recipe)
-    site = site_layout(layout, recipe.sites.count)
-    layers, counts = sizes(recipe.model, site, in_site(site, rank)[1], count, recipe.sites.fragments)
+    replica_group = replica_group_layout(layout, recipe.replica_groups.count)
+    layers, counts = sizes(
+        recipe.model,
+        replica_group,
+        in_replica_group(replica_group, rank)[1],
+        count,
+        recipe.replica_groups.fragments,
+    )
     models = {L: recipe.model_copy(update={"model": _deep(recipe.model, L)}) for L in layers}
     steps = {(L, m): trace(models[L], rank, m, device) for L in layers for m in counts}
     tokens = count * (recipe.train.microbatch_size or 1) * layout.dp * recipe.model.seq_len
@@ -150,10 +156,10 @@ def timelines(recipe: Recipe, rank: int = 0, device: torch.device = CPU) -> list
     """
     layout = check_rank(recipe, rank)
     whole = microbatches_per_step(recipe)
-    site = site_layout(layout, recipe.sites.count)
-    position, count = site.coordinates(in_site(site, rank)[1])["pp"], whole
-    if sum(map(sum, _stages(recipe.model, site, position))) * count > DRAWN:
-        count = max(fewer(count, site))
+    replica_group = replica_group_layout(layout, recipe.replica_groups.count)
+    position, count = replica_group.coordinates(in_replica_group(replica_group, rank)[1])["pp"], whole
+    if sum(map(sum, _stages(recipe.model, replica_group, position))) * count > DRAWN:
+        count = max(fewer(count, replica_group))
     which = "" if count == whole else f", the first {count} of {whole} microbatches"
     drawn = []
     for name, first in (("first step", True), ("a later step", False)):
@@ -183,9 +189,9 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
 
 def blocks_traced(recipe: Recipe, rank: int) -> int:
     """Number of blocks times microbatches that `exact` traces; each takes about 25 ms on one core."""
-    layout = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
-    number, count = in_site(layout, rank)[1], microbatches_per_step(recipe)
-    layers, counts = sizes(recipe.model, layout, number, count, recipe.sites.fragments)
+    layout = replica_group_layout(Layout.from_recipe(recipe.layout), recipe.replica_groups.count)
+    number, count = in_replica_group(layout, rank)[1], microbatches_per_step(recipe)
+    layers, counts = sizes(recipe.model, layout, number, count, recipe.replica_groups.fragments)
     position = layout.coordinates(number)["pp"]
     blocks = sum(sum(map(sum, _stages(_deep(recipe.model, L), layout, position))) for L in layers)
     return blocks * sum(counts)
@@ -195,7 +201,8 @@ def sizes(
     model: ModelSection, layout: Layout, rank: int, microbatches: int, fragments: int = 1
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work. Blocks
-    with different modes of recomputation are all traced. fragments: of the outer step, if there are several sites."""
+    with different modes of recomputation are all traced. fragments: of the outer step, if there are several replica
+    groups."""
     position = layout.coordinates(rank)["pp"]
     if sum(map(sum, _stages(model, layout, position))) * microbatches <= AS_IT_IS:
         return (model.layers,), (microbatches,)
@@ -286,7 +293,7 @@ class CachedFigures:
     """The figures of one rank of a resolved recipe. device: "cpu" or "cuda", whose path of the code is traced."""
 
     def __init__(self, recipe: Recipe, rank: int, device: str = "cpu") -> None:
-        world, sites = Layout.from_recipe(recipe.layout).ranks, recipe.sites
+        world, replica_groups = Layout.from_recipe(recipe.layout).ranks, recipe.replica_groups
         steps = recipe.train.steps or 1
         key = {
             "recipe": {name: getattr(recipe, name).model_dump(mode="json") for name in SECTIONS},
@@ -296,7 +303,7 @@ class CachedFigures:
             if device == "cpu"
             else recipe.precision.mode,
             "rank": rank,
-            "outer": sites.due(sites.traced(steps), steps),  # what the traced step sends
+            "outer": replica_groups.due(replica_groups.traced(steps), steps),  # what the traced step sends
             "device": device,
             "threads": threads_of(world),  # some kernels have workspace per thread
             "native": not native.why_not(),
@@ -336,8 +343,8 @@ def beside(plan: Plan, exact: Exact) -> Iterator[str]:
     if exact.extrapolated:
         models = ", ".join(f"{layers} layers x {count} microbatches" for layers, count in exact.traced)
         how = f"the trainer's own step as {where} computes it, extrapolated from {models}"
-    sites, several = plan.setting.sites, plan.setting.sites.count > 1
-    outer = f"; the last of {sites.every} inner steps, with its outer step" if several else ""
+    replica_groups, several = plan.setting.replica_groups, plan.setting.replica_groups.count > 1
+    outer = f"; the last of {replica_groups.every} inner steps, with its outer step" if several else ""
     yield f"exact figures of rank {exact.rank}, {exact.seconds:.1f} s: {how}{outer}"
     yield from _memory(plan, exact)
     # Messages by operation and axis; their bytes are the larger of input and output.
@@ -358,8 +365,8 @@ def beside(plan: Plan, exact: Exact) -> Iterator[str]:
 
 
 def _memory(plan: Plan, exact: Exact) -> Iterator[str]:
-    site = plan.setting.layout
-    position = site.coordinates(in_site(site, exact.rank)[1])["pp"]
+    replica_group = plan.setting.layout
+    position = replica_group.coordinates(in_replica_group(replica_group, exact.rank)[1])["pp"]
     predicted, memory = plan.memory[position], exact.step.memory
     away = [name for name in AWAY if memory.away[name]]
     names = (*CATEGORIES, "total", *away)

@@ -86,8 +86,8 @@ class Traced:
 
 def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU) -> Traced:
     """Traces a step of a resolved recipe on a rank of its layout. It is the second step: the first one creates the
-    optimizer's states. Of several sites it is one that ends with an outer step (`Sites.traced`). device: another than
-    the CPU only in a process of gpu.py."""
+    optimizer's states. Of several replica groups it is one that ends with an outer step (`Replica groups.traced`).
+    device: another than the CPU only in a process of gpu.py."""
     return probe(recipe, rank, microbatches, device).found()
 
 
@@ -112,7 +112,7 @@ def probe(
             with fake:
                 if not first:
                     _prime(state)
-                    state.step = recipe.sites.traced(recipe.train.steps or 1) - 1
+                    state.step = recipe.replica_groups.traced(recipe.train.steps or 1) - 1
                 for replica in state.parallel.replicas:
                     updater = replica.updater
                     if first or updater.streamed:

@@ -55,7 +55,7 @@ class Meta:
     usual: Annotated[list[Number], Field(min_length=6, max_length=6)] | None = None
     left_out: list[Whole] = field(default_factory=list[Whole])
     loss_scale: Annotated[list[Number], Field(min_length=2, max_length=3)] | None = None
-    sites: SavedSites = SavedSites()
+    replica_groups: SavedSites = SavedSites()
     compression: SavedCompression | None = None
     products: Table | None = None
 

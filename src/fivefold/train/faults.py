@@ -159,7 +159,7 @@ def corrupted(state: State) -> str:
     run, parts, tensors = state.mesh.axis("run"), state.parts(), dict[str, Tensor]()
     common = state.outer.weights if state.outer is not None else {}
     # This rank's part of each parameter. Its key is the same on ranks that must have the same bits
-    for whose, weights in ((f"site{state.mesh.site}", state.masters()), ("common", common)):
+    for whose, weights in ((f"replica_group{state.mesh.replica_group}", state.masters()), ("common", common)):
         for name, weight in weights.items():
             if weight.numel():
                 place = ",".join("+".join(f"{a}:{b}" for a, b in dim) for dim in parts[name].keeps)

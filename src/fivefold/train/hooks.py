@@ -188,7 +188,8 @@ class RunHooks:
         self.console.sample(text, step)
 
     def _common_weights(self) -> AbstractContextManager[None]:
-        """The sites' common weights, if there are several sites; otherwise there is nothing to change."""
+        """The replica groups' common weights, if there are several replica groups; otherwise there is nothing to
+        change."""
         return self.state.outer.common() if self.state.outer else nullcontext()
 
     def save(self, step: int, ends: bool, waits: bool = True) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.source import TOKENIZER, Elsewhere, Source
-from fivefold.comm.membership import Seat
+from fivefold.comm.membership import Endpoint
 from fivefold.data import DataSet
 from fivefold.data.dataset import amounts, order_of
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
@@ -37,7 +37,7 @@ FINGERPRINT = "the data's fingerprint"  # a key of `identity`, stored in checkpo
 STAGES = "data.stages"  # [place at which it begins, weight of each source] of each stage
 OWN = ("data", "checkpoint", "observe", "launch", "train.init_from", "layout.offload_dir", "layout.recompute")
 """Sections and fields in which the machines of a run may differ: paths (their contents count), what is kept and shown,
-how long ranks wait, and what is computed again, which each site may choose by its own speed."""
+how long ranks wait, and what is computed again, which each replica group may choose by its own speed."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,10 @@ class Job:
 
     recipe: resolved. data: the recipe's data set, or None if the user brings `batches`. module: the user's own model,
     in fp32 on the CPU, the same on every rank. resume: goes on from the newest valid checkpoint; without one it starts
-    from step 0. resume_from: the checkpoint to go on from instead, while the run has no newer one. seat: this launch's
-    site, if each site is a launch of its own. asked: the recipe with the layout that was asked for, if there are not as
-    many ranks now: what the run folder keeps. initial: the weights to start from, if they are not random.
+    from step 0. resume_from: the checkpoint to go on from instead, while the run has no newer one. endpoint: this
+    launch's replica group, if each replica group is a launch of its own. asked: the recipe with the layout that was
+    asked for, if there are not as many ranks now: what the run folder keeps. initial: the weights to start from, if
+    they are not random.
     card: of the module, if its user gave one. own: callbacks, metrics and the like."""
 
     recipe: Recipe
@@ -91,7 +92,7 @@ class Job:
     batches: BatchSource | None = None
     val_batches: BatchSource | None = None
     resume: bool = False
-    seat: Seat | None = None
+    endpoint: Endpoint | None = None
     resume_from: Path | None = None
     asked: Recipe | None = None
     initial: Initial | None = None
@@ -103,7 +104,7 @@ class Job:
         # Only Python has the user's own model, data, callbacks
         if self.module is not None or self.batches is not None or self.own.everything:
             return f"fivefold.resume({str(self.out)!r}, ...)"
-        options = self.seat.options if self.seat else ()
+        options = self.endpoint.options if self.endpoint else ()
         return shlex.join(["fivefold", "train", str(self.out), "--resume", *options])
 
 
@@ -115,8 +116,8 @@ def tokenizer_to_keep(job: Job) -> Tokenizer | None:
 
 
 def shared(job: Job) -> dict[str, Any]:
-    """What all ranks of a run must have in common, its sites and servers included, by name: the recipe's fields but
-    those of `OWN`, and the contents of data and first weights, wherever they lie."""
+    """What all ranks of a run must have in common, its replica groups and servers included, by name: the recipe's
+    fields but those of `OWN`, and the contents of data and first weights, wherever they lie."""
     settings = {
         f"{section}.{key}": value
         for section, fields in job.recipe.model_dump(mode="json").items()
@@ -177,10 +178,10 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel
     elif (folder / "recipe.toml").is_file():
         checkpoint = store.latest(folder)
     source, changed = Source(folder, checkpoint), tuple[str, ...]()
-    if source.reader is not None and not meta_of(source.reader).sites.aligned:
+    if source.reader is not None and not meta_of(source.reader).replica_groups.aligned:
         raise UserError(
-            f"train.init_from = {checkpoint} lies between outer steps: its sites have different weights. Take the "
-            "checkpoint of an outer step, or the last one"
+            f"train.init_from = {checkpoint} lies between outer steps: its replica groups have different weights. Take "
+            "the checkpoint of an outer step, or the last one"
         )
     if source.reader is not None and Elsewhere.of(source.reader.folder, source.reader.meta):
         raise UserError(

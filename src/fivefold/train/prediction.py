@@ -36,7 +36,7 @@ from fivefold.plan.time.timeline import timeline
 from fivefold.recipe.rules.texts import ramp
 from fivefold.schedules.timelines import CATEGORIES, StepTimeline
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.sync import site_layout
+from fivefold.sharding.sync import replica_group_layout
 from fivefold.step.state import State
 from fivefold.trace.depth import blocks_traced, exact
 from fivefold.trace.traffic import Collectives
@@ -118,7 +118,9 @@ class Prediction(Instrument):
         cluster = self._cluster()
         found = self.plan = predict(recipe, cluster, replace(software_of(cluster), documents=self._documents))
         counted = max(self.start, self.whole) + 1
-        first = recipe.sites.due(counted, recipe.train.steps or 0)  # what the counted step synchronises
+        first = recipe.replica_groups.due(
+            counted, recipe.train.steps or 0
+        )  # what the counted step synchronises
         return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True, fragments=first)}
 
     @cached_property
@@ -176,7 +178,7 @@ class Prediction(Instrument):
         sent_bytes = None  # by axis, of the rank that sends most
         if self.counter is not None and self.ranks.world > 1:
             counted = {key: (calls, size) for key, (calls, size) in self.counter.found.items()}
-            mine = leaving(counted, mesh.layout, mesh.size("sites"))
+            mine = leaving(counted, mesh.layout, mesh.size("replica_groups"))
             sizes = torch.tensor([mine.get(axis, 0) for axis in AXES])
             mesh.axis("run").all_reduce(sizes, "max")
             sent_bytes = {axis: int(most) for axis, most in zip(AXES, sizes, strict=True) if most}
@@ -198,7 +200,7 @@ def add_exact(job: Job) -> None:
         untraced = job.module is not None or job.recipe.servers.count or not plan.get("predicted")
         if untraced or torch.cuda.is_available() or dist.is_initialized():
             return
-        layout = site_layout(Layout.from_recipe(job.recipe.layout), job.recipe.sites.count)
+        layout = replica_group_layout(Layout.from_recipe(job.recipe.layout), job.recipe.replica_groups.count)
         totals = [stage["total"] for stage in plan["predicted"]["memory"]["per_stage"]]
         ranks = sorted({0, layout.rank({"pp": totals.index(max(totals))})})
         if sum(blocks_traced(job.recipe, rank) for rank in ranks) > QUICK:

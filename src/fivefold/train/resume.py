@@ -252,7 +252,7 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
             else:
                 replica.updater.begin(state.step)
         if state.outer is not None:
-            state.outer.aligned = meta.sites.aligned
+            state.outer.aligned = meta.replica_groups.aligned
             state.outer.load({name: saved.read() for name, saved in outer.items()})
 
 
@@ -263,7 +263,7 @@ def _weights(
     are that the checkpoint lacks.
 
     Raises:
-        UserError: the checkpoint has sites with different weights, and another number of them than this run.
+        UserError: the checkpoint has replica groups with different weights, and another number of them than this run.
         KeyError, ValueError: the checkpoint lacks a tensor, or it has another shape.
     """
     masters, parts, buffers = state.masters(), state.parts(), state.buffers()
@@ -278,10 +278,10 @@ def _weights(
             wrong.append(name)
     if wrong:
         raise ValueError(f"these weights do not fit the model: {', '.join(wrong[:5])}")
-    site, sites = state.mesh.index("sites"), state.mesh.size("sites")
-    if meta.sites.count != sites and not meta.sites.aligned:
-        raise UserError(_between(checkpoint.folder, meta, sites))
-    kind, prefix = ("model", "") if meta.sites.aligned else ("optimizer", weights_at(site))
+    replica_group, replica_groups = state.mesh.index("replica_groups"), state.mesh.size("replica_groups")
+    if meta.replica_groups.count != replica_groups and not meta.replica_groups.aligned:
+        raise UserError(_between(checkpoint.folder, meta, replica_groups))
+    kind, prefix = ("model", "") if meta.replica_groups.aligned else ("optimizer", weights_at(replica_group))
     copies = list[tuple[Tensor, Saved]]()
     for name, weight in masters.items():
         if name not in gone:
@@ -310,8 +310,8 @@ def _states(state: State, checkpoint: store.Reader, meta: Meta) -> tuple[dict[st
     """The optimizer's states, and the outer optimizer's. They have none before the first step."""
     tensors, outer = checkpoint.manifest.tensors["optimizer"], state.outer
     prefix = moments_at(
-        state.mesh.index("sites") % meta.sites.count
-    )  # a site that joins takes those of another
+        state.mesh.index("replica_groups") % meta.replica_groups.count
+    )  # a replica group that joins takes those of another
     moments = dict[str, Saved]()
     for (moment, name), part in state.moment_parts().items() if meta.updates else ():
         there = f"{prefix}{moment}.{name}"
@@ -328,9 +328,9 @@ def _states(state: State, checkpoint: store.Reader, meta: Meta) -> tuple[dict[st
     return moments, common
 
 
-def _between(folder: Path, meta: Meta, sites: int) -> str:
-    """The message for a checkpoint whose sites have different weights."""
-    saved, every = meta.sites, meta.sites.every
+def _between(folder: Path, meta: Meta, replica_groups: int) -> str:
+    """The message for a checkpoint whose replica groups have different weights."""
+    saved, every = meta.replica_groups, meta.replica_groups.every
     near = [n for n in (meta.step // every * every, (meta.step // every + 1) * every) if n]
     where = (
         f"{' or '.join(map(str, near))} (multiples of sync.every = {every})"
@@ -338,7 +338,7 @@ def _between(folder: Path, meta: Meta, sites: int) -> str:
         else f"0 or the last, as sync.fragments = {saved.fragments} never synchronise together"
     )
     return (
-        f"{folder} lies between outer steps: its {saved.count} sites have different weights, so it resumes with as "
-        f"many sites only, and now there are {sites}. Nearest valid: {saved.count} sites, or a checkpoint of step "
-        f"{where}"
+        f"{folder} lies between outer steps: its {saved.count} replica groups have different weights, so it resumes "
+        f"with as many only, and now there are {replica_groups}. Nearest valid: {saved.count} replica groups, or a "
+        f"checkpoint of step {where}"
     )

@@ -70,7 +70,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
             return None if work(job, ranks, interrupt) else interrupt.signal or 15
         with progress.phase("starting"):
             state, server, resumed = _first_state(job, ranks, stack)
-            membership = join(state, job) if job.seat else None
+            membership = join(state, job) if job.endpoint else None
             predicted = Prediction(job, ranks, state.step)
             console, metrics = _opened(job, ranks, state.step, stack)
             for note in _introduction(state, job, ranks, resumed is not None):
@@ -188,11 +188,15 @@ def _go_back(hooks: RunHooks, fault: Fault) -> None:
 def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Server | None, list[str] | None]:
     """The state to train from: of a checkpoint, if the run resumes, else with initial weights; the parameter server
     that has it, if it is one's; and what `resume` returns."""
-    site, frozen, server = job.seat.site if job.seat else None, job.recipe.checkpoint.frozen, None
+    replica_group, frozen, server = (
+        job.endpoint.group if job.endpoint else None,
+        job.recipe.checkpoint.frozen,
+        None,
+    )
     if job.recipe.servers.count:
         state, server = build_server(job, ranks)
     else:
-        state = build_state(job.recipe, ranks, job.module, site, job.card, job.own.functions())
+        state = build_state(job.recipe, ranks, job.module, replica_group, job.card, job.own.functions())
     stack.callback(state.parallel.close)
     resumed = resume(state, job) if job.resume else None
     if frozen:
@@ -205,19 +209,23 @@ def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Serve
 
 
 def join(state: State, job: Job) -> Membership:
-    """Joins the other sites (`--site`, `--meet`), and sets the state to theirs if they are further.
+    """Joins the other replica groups (`--replica-group`, `--meet`), and sets the state to theirs if they are further.
 
     Raises:
         BusyError: the others cannot be reached.
         UserError: they train something else.
     """
-    seat, recipe, inside = job.seat, job.recipe, state.mesh.axis("all")
-    assert seat is not None
+    endpoint, recipe, inside = job.endpoint, job.recipe, state.mesh.axis("all")
+    assert endpoint is not None
     assert state.outer is not None
-    count = recipe.sites.count
+    count = recipe.replica_groups.count
     if inside.index == 0:
-        print(f"site {seat.site} of {count}: meets the others at {seat}", file=sys.stderr, flush=True)
-    membership = Membership(seat, count, inside, recipe.sync.patience, shared(job))
+        print(
+            f"replica group {endpoint.group} of {count}: meets the others at {endpoint}",
+            file=sys.stderr,
+            flush=True,
+        )
+    membership = Membership(endpoint, count, inside, recipe.sync.patience, shared(job))
     state.step = state.outer.join(membership, state.step, recipe.train.steps or 0)
     return membership
 

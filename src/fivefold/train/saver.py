@@ -265,11 +265,13 @@ def prepare(state: State, out: Path, meta: Mapping[str, Any]) -> write.Writing:
         kept = {name: w for name, w in masters.items() if name not in gone}
         model, optimizer = owned_pieces(state, kept), moment_pieces(state)
     else:
-        model, optimizer = _pieces_of_site(state, state.outer)
-        whole["sites"] = {
-            "count": state.mesh.size("sites"),  # a site that is a launch of its own saves for itself
-            "every": state.outer.sites.every,
-            "fragments": state.outer.sites.fragments,
+        model, optimizer = _pieces_of_replica_group(state, state.outer)
+        whole["replica_groups"] = {
+            "count": state.mesh.size(
+                "replica_groups"
+            ),  # a replica group that is a launch of its own saves for itself
+            "every": state.outer.replica_groups.every,
+            "fragments": state.outer.replica_groups.fragments,
             "aligned": state.outer.aligned,
         }
     optimizer += _copies(write.whole_pieces(state.unsent()))
@@ -283,27 +285,27 @@ def _copies(pieces: list[write.Piece]) -> list[write.Piece]:
     return [replace(piece, tensor=piece.tensor.detach().clone()) for piece in pieces]
 
 
-def _pieces_of_site(state: State, outer: Outer) -> tuple[list[write.Piece], list[write.Piece]]:
-    """What this rank owns of the common weights, and of everything else. The first site writes what all sites have: the
-    common weights and the states of the outer optimizer. Every site writes its moments, and its weights if they
-    differ."""
-    site = state.mesh.index("sites")
-    optimizer = moment_pieces(state, moments_at(site))
+def _pieces_of_replica_group(state: State, outer: Outer) -> tuple[list[write.Piece], list[write.Piece]]:
+    """What this rank owns of the common weights, and of everything else. The first replica group writes what all
+    replica groups have: the common weights and the states of the outer optimizer. Every replica group writes its
+    moments, and its weights if they differ."""
+    replica_group = state.mesh.index("replica_groups")
+    optimizer = moment_pieces(state, moments_at(replica_group))
     if not outer.aligned:
-        optimizer += owned_pieces(state, state.masters(), before=weights_at(site))
-    if site:
+        optimizer += owned_pieces(state, state.masters(), before=weights_at(replica_group))
+    if replica_group:
         return [], optimizer
     optimizer += owned_pieces(state, outer.states(), outer.state_names, OUTER)
     return owned_pieces(state, outer.weights), optimizer
 
 
-def moments_at(site: int) -> str:
-    """The prefix of a site's moments. The first has none, so that a run of one site reads them."""
-    return f"site{site}." if site else ""
+def moments_at(replica_group: int) -> str:
+    """The prefix of a replica group's moments. The first has none, so that a run of one replica group reads them."""
+    return f"replica_group{replica_group}." if replica_group else ""
 
 
-def weights_at(site: int) -> str:
-    return f"site{site}.weight."
+def weights_at(replica_group: int) -> str:
+    return f"replica_group{replica_group}.weight."
 
 
 def owned_pieces(
@@ -356,11 +358,15 @@ def compression(state: State) -> dict[str, Any]:
         "all_reduce": AUTO,
         "compress_after": None,
     }
-    same, sites = to_text(replace(layout, **idle)), state.mesh.size("sites")
-    return {"compression": {"layout": f"{same} in {sites} sites" if sites > 1 else same}}
+    same, replica_groups = to_text(replace(layout, **idle)), state.mesh.size("replica_groups")
+    return {
+        "compression": {
+            "layout": f"{same} in {replica_groups} replica groups" if replica_groups > 1 else same
+        }
+    }
 
 
 def buffer_pieces(state: State) -> list[write.Piece]:
     """The buffers that this rank writes. All ranks of a pipeline stage have the same; the first writes them."""
-    first = not any(state.mesh.index(axis) for axis in ("sites", "batch", "tp"))
+    first = not any(state.mesh.index(axis) for axis in ("replica_groups", "batch", "tp"))
     return write.whole_pieces(state.buffers(), buffers=True) if first else []

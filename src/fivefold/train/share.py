@@ -109,7 +109,7 @@ def validation_sets(job: Job, mesh: Mesh) -> list[ValidationSet]:
     """This rank's share of each validation set."""
     recipe, size, data = job.recipe, job.recipe.train.val_sequences, job.data
     dp, rows = mesh.axis("dp"), recipe.train.microbatch_size or 1
-    # A launch that is one site of several validates by itself
+    # A launch that is one replica group of several validates by itself
     alone = (dp.index, dp.size) if mesh.apart else None
     if job.val_batches is not None:
         microbatches = rows_of(job.val_batches, size, rows, mesh, mesh.divided, alone)
@@ -239,7 +239,7 @@ def rows_of(
 def _place(mesh: Mesh) -> tuple[int, int]:
     """This rank's number among all data-parallel ranks of the run, and their number."""
     dp = mesh.axis("dp")
-    return mesh.site * dp.size + dp.index, mesh.sites * dp.size
+    return mesh.replica_group * dp.size + dp.index, mesh.replica_groups * dp.size
 
 
 def _rows(batches: BatchSource, i: int, rows: range, mesh: Mesh) -> tuple[Microbatch, int]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fivefold.bench.peak import matmul_rate
 from fivefold.checkpoint import store
-from fivefold.comm.membership import Seat
+from fivefold.comm.membership import Endpoint
 from fivefold.data import DataSet, prepare, progress_bar
 from fivefold.errors import CommunicationError, UserError, several
 from fivefold.files import expanded, guard, numbered_folder, owned
@@ -44,7 +44,7 @@ from fivefold.recipe.rules import allows
 from fivefold.recipe.rules.texts import wrong_patterns
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
-from fivefold.sharding.sync import site_layout
+from fivefold.sharding.sync import replica_group_layout
 from fivefold.sharding.tiers import OFFLOADS
 from fivefold.step.custom import custom_model, try_out
 from fivefold.step.state import compute_mode
@@ -71,7 +71,7 @@ def run_command(
     card: ModuleCard | None = None,
     batches: BatchSource | None = None,
     val_batches: BatchSource | None = None,
-    seat: Seat | None = None,
+    endpoint: Endpoint | None = None,
     brings: UserHooks = WITHOUT,
 ) -> Path:
     """Trains a recipe and returns its run folder.
@@ -82,8 +82,8 @@ def run_command(
     ranks that another launcher may have started before (`launch/launchers.py`). A path: from this checkpoint. fork:
     forks local ranks. This is quick, but only safe in a process that has used neither torch's threads nor a GPU, such
     as the command line's. Otherwise ranks are spawned, and their arguments are pickled. module, card, batches,
-    val_batches: the user's own model and data instead of the recipe's. seat: trains one site of the recipe's, which
-    meets the others there. brings: callbacks, metrics and the like of the user's.
+    val_batches: the user's own model and data instead of the recipe's. endpoint: trains one replica group of the
+    recipe's, which meets the others there. brings: callbacks, metrics and the like of the user's.
 
     Raises:
         UserError: the layout, data, folder or checkpoint is not valid.
@@ -100,7 +100,7 @@ def run_command(
     if recipe.train.init_from:  # the absolute path: the run may resume elsewhere
         path = str(expanded("train.init_from", recipe.train.init_from).absolute())
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"init_from": path})})
-    recipe, asked = _for_ranks(recipe, nproc, caller, resume_from is not None, seat)
+    recipe, asked = _for_ranks(recipe, nproc, caller, resume_from is not None, endpoint)
     brings.check(recipe, module, world is None and (bool(span) or recipe.layout.ranks > 1))
     tries = not (resumes or recipe.data.stream or torch.cuda.is_available())
     recipe, data, own = _with_data(recipe, module, card, batches, caller, tries)
@@ -113,7 +113,7 @@ def run_command(
         if folder is not None:
             guard(folder, look=caller.first)
     users = module, batches, val_batches
-    job = Job(recipe, out, data, *users, resumes, seat, chosen, asked, starts_from, card, brings)
+    job = Job(recipe, out, data, *users, resumes, endpoint, chosen, asked, starts_from, card, brings)
     _run(job, caller, span, fork)
     return out
 
@@ -139,8 +139,8 @@ def _run(job: Job, caller: Caller, span: tuple[int, int] | None, fork: bool) -> 
         SystemExit: a signal stopped the run.
     """
     recipe, layout = job.recipe, Layout.from_recipe(job.recipe.layout)
-    # The ranks that train here: of all sites, or of this one
-    layout = site_layout(layout, recipe.sites.count) if job.seat else layout
+    # The ranks that train here: of all replica groups, or of this one
+    layout = replica_group_layout(layout, recipe.replica_groups.count) if job.endpoint else layout
     world = layout.ranks + recipe.servers.count
     return_large_memory() if OFFLOADS[layout.offload].disk else keep_freed_memory()
     let_segments_grow()
@@ -169,7 +169,11 @@ def _run(job: Job, caller: Caller, span: tuple[int, int] | None, fork: bool) -> 
 
 
 def _for_ranks(
-    recipe: Recipe, nproc: int | tuple[int, int] | None, caller: Caller, may_resume: bool, seat: Seat | None
+    recipe: Recipe,
+    nproc: int | tuple[int, int] | None,
+    caller: Caller,
+    may_resume: bool,
+    endpoint: Endpoint | None,
 ) -> tuple[Recipe, Recipe | None]:
     """The recipe with a layout for the ranks that there are, and the one that was asked for if a later start may return
     to it."""
@@ -178,16 +182,21 @@ def _for_ranks(
     ensure_open_files(caller.world or most or Layout.from_recipe(recipe.layout).ranks)
     if isinstance(nproc, tuple) and caller.world is None:
         nearest_layout(recipe, nproc[0])  # refuses what cannot be elastic
-    elif caller.world is not None and may_resume and recipe.sites.count == 1 and not recipe.servers.count:
+    elif (
+        caller.world is not None
+        and may_resume
+        and recipe.replica_groups.count == 1
+        and not recipe.servers.count
+    ):
         fit = nearest_layout(recipe, caller.world)
         if fit.line:
             if caller.first:
                 print(fit.line, file=sys.stderr)
             return fit.recipe, recipe
-    elif seat is None:
+    elif endpoint is None:
         return _fit_layout(recipe, given, caller.world), None
     else:
-        own = site_layout(Layout.from_recipe(recipe.layout), recipe.sites.count)
+        own = replica_group_layout(Layout.from_recipe(recipe.layout), recipe.replica_groups.count)
         validate(own, caller.world or given or own.ranks)
     return recipe, None
 
@@ -316,7 +325,7 @@ def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Reci
         world = layout.ranks if rest > 1 or max(gpus, cores() if not gpus else 1) > 1 else 1
     if world == layout.ranks:
         return recipe
-    if recipe.sites.count > 1 or recipe.servers.staleness:  # their number changes what is trained
+    if recipe.replica_groups.count > 1 or recipe.servers.staleness:  # their number changes what is trained
         validate(layout, world, partial(allows, recipe))
     size = world // rest if world % rest == 0 else getattr(layout, axis)
     wanted = replace(layout, **{axis: size}, microbatches=None)

@@ -63,7 +63,7 @@ def summary(plan: Plan) -> list[str]:
         lines.insert(3, f"offloaded     {', '.join(offloaded)}")
     sent = ", ".join(f"{axis} {size / GIB:.3g} GiB" for axis, size in plan.sent.items())
     if plan.slow_links:
-        lines.append(f"sites         {plan.slow_links.line(s.sites.count, s.sites.every)}")
+        lines.append(f"groups        {plan.slow_links.line(s.replica_groups.count, s.replica_groups.every)}")
     return [*lines, f"sent per step {sent or 'nothing'} (the rank that sends most)"]
 
 

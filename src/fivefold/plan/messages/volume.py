@@ -49,7 +49,7 @@ from fivefold.sharding.units import Sync, syncs
 
 DATA = ("shard", "replicate", "batch", "edp", "eshard", "inside", "across")
 """Groups that gather states and sum gradients. A plan reports them as one axis, "dp"."""
-AXES = ("tp", "cp", "pp", "ep", "dp", "sites")
+AXES = ("tp", "cp", "pp", "ep", "dp", "replica_groups")
 """The axes whose bytes a plan reports."""
 SENT = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -69,7 +69,7 @@ def counted(s: Setting, rank: int = 0) -> Counted:
     """Messages that a counter on this rank sees in a step: forward and backward of all microbatches, gradient sums, the
     norm, the update, and the agreement on the loss. Groups with the same ranks are merged. Outer steps are apart
     (`outer`)."""
-    names = first_names(s.layout) | {"sites": "sites"}
+    names = first_names(s.layout) | {"replica_groups": "replica_groups"}
     return _added_up(moment._replace(axis=names[moment.axis]) for moment in moments(s, rank))
 
 
@@ -83,30 +83,33 @@ def _added_up(messages: Iterable[Moment]) -> Counted:
 
 
 def outer_elements(s: Setting, rank: int, fragment: int) -> list[int]:
-    """Elements of the outer gradients in each message by which sites synchronise a fragment, from a rank of a site."""
+    """Elements of the outer gradients in each message by which replica groups synchronise a fragment, from a rank of a
+    replica group."""
     position, by_stage = index_in(s.layout, "pp", rank), stage_parameters(s.card, s.stages)
     mine = dict.fromkeys(name for stage in stages_of(s.layout, position) for name in by_stage[stage])
-    found = outer_messages(mine, s.sites.fragments)[fragment]
+    found = outer_messages(mine, s.replica_groups.fragments)[fragment]
     return [kept_elements(s.card, s.layout, rank, names) for names in found]
 
 
 def outer(s: Setting, rank: int, fragment: int) -> list[list[tuple[str, float]]]:
     """The collectives of these messages: (operation, bytes)."""
     sizes = outer_elements(s, rank, fragment)
-    return [outer_sent(size, s.sites.count, s.sites.dtype) for size in sizes]
+    return [outer_sent(size, s.replica_groups.count, s.replica_groups.dtype) for size in sizes]
 
 
 def outer_counted(s: Setting, rank: int, fragments: Iterable[int]) -> Counted:
     """What a counter on this rank sees of the outer steps of these fragments."""
     sent = (message for fragment in fragments for message in itertools.chain(*outer(s, rank, fragment)))
-    return _added_up(Moment("", what, "sites", size) for what, size in sent)
+    return _added_up(Moment("", what, "replica_groups", size) for what, size in sent)
 
 
 def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None = None) -> dict[str, int]:
     """Bytes that leave a rank, by axis: the largest of all ranks on each axis. as_counted: groups with the same ranks
     are merged, as a counter of real messages does. fragments: those that synchronise in this step; None: an average
     step."""
-    summed, every = (range(s.sites.fragments), s.sites.every) if fragments is None else (fragments, 1)
+    summed, every = (
+        (range(s.replica_groups.fragments), s.replica_groups.every) if fragments is None else (fragments, 1)
+    )
     most: Counter[str] = Counter()
     by = s.layout.all_reduce
     equal = all(  # otherwise a rank may send more than another
@@ -118,10 +121,10 @@ def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None =
         for index, (i, j) in product(range(min(2, s.layout.cp) if equal else s.layout.cp), replicas):
             rank = s.layout.rank({"pp": position, "dp_replicate": i, "dp_shard": j, "cp": index})
             found = counted(s, rank) if as_counted else _added_up(moments(s, rank))
-            sizes = Counter(leaving(found, s.layout, s.sites.count))
-            if s.sites.count > 1:
-                between = leaving(outer_counted(s, rank, summed), s.layout, s.sites.count)
-                sizes["sites"] += round(between.get("sites", 0) / every)
+            sizes = Counter(leaving(found, s.layout, s.replica_groups.count))
+            if s.replica_groups.count > 1:
+                between = leaving(outer_counted(s, rank, summed), s.layout, s.replica_groups.count)
+                sizes["replica_groups"] += round(between.get("replica_groups", 0) / every)
             for axis, size in sizes.items():
                 most[axis] = max(most[axis], size)
     return {axis: most[axis] for axis in AXES if most[axis]}
@@ -129,8 +132,8 @@ def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None =
 
 def leaving(found: Counted, layout: Layout, count: int = 1) -> dict[str, int]:
     """Bytes that leave a rank, by axis, from counted ones. The few numbers that ranks of several axes agree on are left
-    out. layout: of one of `count` sites."""
-    shapes, total = groups(layout) | {"sites": (count, layout.ranks)}, Counter[str]()
+    out. layout: of one of `count` replica groups."""
+    shapes, total = groups(layout) | {"replica_groups": (count, layout.ranks)}, Counter[str]()
     for (what, name), (_, size) in found.items():
         if name != "all" and what in SENT:  # others, as a barrier, send nothing
             total["dp" if name in DATA else name] += int(SENT[what](shapes[name][0]) * size)
@@ -363,9 +366,9 @@ def matrices(s: Setting, rank: int) -> list[Sent]:
 
 def control(s: Setting) -> list[Sent]:
     """The numbers that all ranks agree on once per step, in fp64: the loss, whether to stop or save, the squared norm,
-    and whether the last update has destroyed weights; and expert loads (with four more numbers per block). Sites agree
-    on the means of the first four."""
-    apart = [("all_reduce", "sites", 32.0)] if s.sites.count > 1 else []
+    and whether the last update has destroyed weights; and expert loads (with four more numbers per block). Replica
+    groups agree on the means of the first four."""
+    apart = [("all_reduce", "replica_groups", 32.0)] if s.replica_groups.count > 1 else []
     if s.layout.ranks == 1:
         return apart
     sizes = [32.0, 8.0 * math.prod(s.card.load_sums)] if s.card.has_experts else [32.0]

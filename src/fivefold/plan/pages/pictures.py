@@ -144,7 +144,7 @@ def shares(plan: Plan, found: Roofline) -> dict[str, float]:
         "optimizer (memory-bound)": update,
         "other computation": step.compute - bound["compute"] - bound["memory"] - update,
         "communication in the model": sent["model"],
-        "gradient and weight traffic": sent["data"] + sent.get("sites", 0.0),
+        "gradient and weight traffic": sent["data"] + sent.get("replica_groups", 0.0),
         "waiting for other stages": step.bubble,
     }
 

@@ -256,10 +256,10 @@ def space_of(recipe: Recipe, cluster: Cluster, modes: tuple[str, ...] = ()) -> S
         raise UserError(
             f"cluster '{cluster.name}': a search needs a number of devices, such as {cluster.name}:64"
         )
-    if recipe.sites.count > 1 or recipe.sync.method != PLAIN.sync.method:
+    if recipe.replica_groups.count > 1 or recipe.sync.method != PLAIN.sync.method:
         raise UserError(
             f'a search compares layouts that train the same; with sync.method = "{recipe.sync.method}" the number of '
-            "sites changes it. Plan one layout at a time, or search with --set sync.method=all"
+            "replica groups changes it. Plan one layout at a time, or search with --set sync.method=all"
         )
     mode_of(recipe.precision.mode, cluster)
     asked = tuple(dict.fromkeys(mode_of(mode, cluster) for mode in modes))

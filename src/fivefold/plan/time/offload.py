@@ -68,18 +68,18 @@ def _masters_apart(s: Setting) -> float:
 
 
 def held(s: Setting, ranks: list[Memory]) -> list[Memory]:
-    """The memory of each pipeline position: without what is offloaded, with the outer loop of sites that train
+    """The memory of each pipeline position: without what is offloaded, with the outer loop of replica groups that train
     apart."""
-    stays, apart, moved = of(s).stays, s.sites.count > 1, list[Memory]()
+    stays, apart, moved = of(s).stays, s.replica_groups.count > 1, list[Memory]()
     if stays and not apart:
         return ranks
     for position, (one, own) in enumerate(zip(ranks, rank_elements(s), strict=True)):
         one = one if stays else _moved(s, position, one, own)
         if apart:
             sent = outer_buffers(s, position)
-            if not s.sites.overlap:  # messages go out when no activation is left
+            if not s.replica_groups.overlap:  # messages go out when no activation is left
                 sent = max(0.0, sent - one.activations - one.buffers)
-            states = one.optimizer + s.sites.kept * own.keeps
+            states = one.optimizer + s.replica_groups.kept * own.keeps
             one = replace(one, optimizer=states, buffers=one.buffers + sent)
         moved.append(one)
     return moved

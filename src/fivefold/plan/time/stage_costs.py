@@ -410,21 +410,23 @@ def message_seconds(messages: Iterable[volume.Sent], s: Setting) -> float:
 def _outer_elements(s: Setting, position: int) -> tuple[int, ...]:
     """Elements of each fragment on the first rank of a pipeline position, which has most."""
     rank = s.layout.rank({"pp": position})
-    return tuple(sum(volume.outer_elements(s, rank, number)) for number in range(s.sites.fragments))
+    return tuple(sum(volume.outer_elements(s, rank, number)) for number in range(s.replica_groups.fragments))
 
 
 def outer_seconds(s: Setting, inner: float = 0.0) -> float:
-    """Seconds of all outer steps of `sites.every` inner steps. Each fragment's messages go out together, and overlap
-    with `sites.overlap` inner steps of `inner` seconds. The slowest pipeline position decides."""
-    longest, hidden = 0.0, inner * s.sites.overlap
-    for position in range(s.layout.pp if s.sites.count > 1 else 0):
+    """Seconds of all outer steps of `replica groups.every` inner steps. Each fragment's messages go out together, and
+    overlap with `replica groups.overlap` inner steps of `inner` seconds. The slowest pipeline position decides."""
+    longest, hidden = 0.0, inner * s.replica_groups.overlap
+    for position in range(s.layout.pp if s.replica_groups.count > 1 else 0):
         rank, total = s.layout.rank({"pp": position}), 0.0
-        for number in range(s.sites.fragments):
+        for number in range(s.replica_groups.fragments):
             messages = itertools.chain(*volume.outer(s, rank, number))
-            sent = sum(collective(what, size, s.group("sites"), s.cluster) for what, size in messages)
+            sent = sum(
+                collective(what, size, s.group("replica_groups"), s.cluster) for what, size in messages
+            )
             total += max(0.0, sent - hidden)
         # common weights and momentum are read and written; masters are read for the difference, and written
-        moved = sum(_outer_elements(s, position)) * (2 * s.sites.kept + 4 * DTYPES[MASTER].bytes)
+        moved = sum(_outer_elements(s, position)) * (2 * s.replica_groups.kept + 4 * DTYPES[MASTER].bytes)
         update = stream(moved, s.cluster.device, "optimizer", s.dtype)
         longest = max(longest, total + s.cluster.oversubscription * update)
     return longest
@@ -432,6 +434,6 @@ def outer_seconds(s: Setting, inner: float = 0.0) -> float:
 
 def outer_buffers(s: Setting, position: int) -> float:
     """Bytes of the outer gradients that are under way at once: a fragment's, or with overlap those of several."""
-    if s.sites.count == 1:
+    if s.replica_groups.count == 1:
         return 0.0
-    return DTYPES[MASTER].bytes * sum(sorted(_outer_elements(s, position))[-s.sites.at_once :])
+    return DTYPES[MASTER].bytes * sum(sorted(_outer_elements(s, position))[-s.replica_groups.at_once :])

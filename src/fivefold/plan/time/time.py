@@ -1,6 +1,6 @@
 """Predicts the step time: the model's parts, data parallelism, and the pipeline, whose schedule the simulator runs. And
-what a run costs besides its steps: stalls (writing checkpoints, reading data, the slowest device). For sites that train
-apart, the link speed from which on that is faster than summing gradients in every step."""
+what a run costs besides its steps: stalls (writing checkpoints, reading data, the slowest device). For replica groups
+that train apart, the link speed from which on that is faster than summing gradients in every step."""
 
 from __future__ import annotations
 
@@ -117,10 +117,12 @@ def step(s: Setting, shared: Parts | None = None) -> Step:
     )
     besides = fixed(s)
     inner = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides
-    apart = stage_costs.outer_seconds(s, inner) / s.sites.every
+    apart = stage_costs.outer_seconds(s, inner) / s.replica_groups.every
     seconds = inner + apart
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
-    exposed = {"model": waits[worst] + tensor_sums, "data": data} | ({"sites": apart} if apart else {})
+    exposed = {"model": waits[worst] + tensor_sums, "data": data} | (
+        {"replica_groups": apart} if apart else {}
+    )
     if not offload.of(s).stays:
         exposed[offload.EXPOSED] = moved
     compute = busy[worst] - waits[worst] + updated + besides
@@ -138,7 +140,7 @@ def step(s: Setting, shared: Parts | None = None) -> Step:
         ("gradient sums over the tensor axis", tensor_sums),
         ("sum of tied embeddings", tied_sums),
         ("fixed per step", besides),
-        *([("outer steps of the sites, on average", apart)] if apart else []),
+        *([("outer steps of the replica groups, on average", apart)] if apart else []),
     ]
     return Step(seconds, compute, exposed, max(0.0, bubble), terms, costs)
 
@@ -248,8 +250,8 @@ class SlowLinks:
     """Training apart beside summing gradients in every step.
 
     outer: seconds of an outer step of every fragment. apart, together: seconds per inner step. even: bytes/s of the
-    link between sites at which both are equally fast (`EVEN`); above, training apart saves no time. None: it is not
-    faster at any speed, or always. link: bytes/s of the cluster's.
+    link between replica groups at which both are equally fast (`EVEN`); above, training apart saves no time. None: it
+    is not faster at any speed, or always. link: bytes/s of the cluster's.
     """
 
     outer: float
@@ -267,21 +269,22 @@ class SlowLinks:
             "link_bytes_per_s": self.link,
         }
 
-    def line(self, sites: int, every: int) -> str:
+    def line(self, replica_groups: int, every: int) -> str:
         ratio = self.together / self.apart
-        text = f"{sites}, an outer step of {self.outer:.3g} s every {every}; summing in every step takes {ratio:.3g}x"
+        text = f"{replica_groups}, an outer step of {self.outer:.3g} s every {every}; "
+        text += f"summing in every step takes {ratio:.3g}x"
         if self.even is None:
             return text
         speed = 8e-9 * self.even
         return (
-            f"{text}. Sites win (over {EVEN:g}x) where links between them are slower than {speed:.3g} Gbit/s"
+            f"{text}. They win (over {EVEN:g}x) where links between them are slower than {speed:.3g} Gbit/s"
         )
 
 
 def slow_links(apart: Setting, together: Setting) -> SlowLinks:
-    """together: the same run without sites."""
+    """together: the same run without replica groups."""
 
-    across = apart.group("sites").nodes > 1
+    across = apart.group("replica_groups").nodes > 1
     which = "inter" if across else "intra"
     link: Link = getattr(apart.cluster, which)
 

@@ -248,7 +248,9 @@ class _Step:
         if not self.loads.hidden:
             self.compute("update", "update", time.on_device(s, self.own, 0))
         self.compute("other", "fixed", time.fixed(s))
-        self._add("sites", "outer step, on average", stage_costs.outer_seconds(s) / s.sites.every)
+        self._add(
+            "replica_groups", "outer step, on average", stage_costs.outer_seconds(s) / s.replica_groups.every
+        )
 
 
 def _way(price: Cost, backward: bool) -> tuple[float, float, float]:

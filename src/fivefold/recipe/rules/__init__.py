@@ -29,7 +29,7 @@ RULES = (
     layouts.batch,
     layouts.servers,
     combinations,
-    layouts.sites,
+    layouts.replica_groups,
     texts.weights,
     layouts.layout_rules,
 )
@@ -50,7 +50,7 @@ def with_layout(recipe: R, layout: Layout, **train: Any) -> R:
 
 
 def synchronous(recipe: R) -> R:
-    """The recipe with all ranks as one site."""
+    """The recipe with all ranks as one replica group."""
     return recipe.model_copy(update={"sync": type(recipe.sync)()})
 
 

@@ -36,8 +36,8 @@ def _servers(recipe: Sections) -> bool:
     return recipe.servers.count > 0
 
 
-def _sites(recipe: Sections) -> bool:
-    return recipe.sites.count > 1
+def _replica_groups(recipe: Sections) -> bool:
+    return recipe.replica_groups.count > 1
 
 
 def _queues(recipe: Sections) -> bool:
@@ -115,15 +115,15 @@ REFUSED = (
             "an expert's queue would span several ranks", "capacity_factor = 0"),
     Refused("model.capacity_factor", "layout.sp", lambda r: _queues(r) and r.layout.sp,
             "an expert's queue would span several ranks", "capacity_factor = 0"),
-    # Several sites
-    Refused("sync.method", "model.arch", lambda r: _sites(r) and card_of(r.model).has_experts,
-            "each site would balance its experts by itself", NO_SERVERS),
-    Refused("observe.noise_scale", "sync.method", lambda r: _sites(r) and r.observe.noise_scale,
+    # Several replica groups
+    Refused("sync.method", "model.arch", lambda r: _replica_groups(r) and card_of(r.model).has_experts,
+            "each replica group would balance its experts by itself", NO_SERVERS),
+    Refused("observe.noise_scale", "sync.method", lambda r: _replica_groups(r) and r.observe.noise_scale,
             "no step has the gradient of the whole batch", NOISELESS),
     Refused("precision.rounding", "sync.method",
-            lambda r: _sites(r) and _mode(r).rounds and r.precision.rounding == "kahan",
+            lambda r: _replica_groups(r) and _mode(r).rounds and r.precision.rounding == "kahan",
             "outer steps replace the weights that the compensation belongs to", 'rounding = "stochastic"'),
-    Refused("layout.offload", "sync.method", lambda r: _sites(r) and _streams(r),
+    Refused("layout.offload", "sync.method", lambda r: _replica_groups(r) and _streams(r),
             "outer steps change weights in memory", 'layout.offload = "activations"'),
     Refused("sync.outer_momentum", "sync.method",
             lambda r: r.sync.outer_momentum is not None and r.sync.method in OUTER
@@ -225,18 +225,20 @@ class Unused(NamedTuple):
 
 def _summing(recipe: Sections) -> bool:
     """True if several ranks sum gradients in every step."""
-    return recipe.layout.dp * recipe.layout.cp > recipe.sites.count
+    return recipe.layout.dp * recipe.layout.cp > recipe.replica_groups.count
 
 
 def _all_reduces(recipe: Sections) -> bool:
-    """True if ranks of a site sum gradients by all-reduce."""
+    """True if ranks of a replica group sum gradients by all-reduce."""
     layout = Layout.from_recipe(recipe.layout)
     return bool(
-        summing_groups(replace(layout, dp_replicate=max(1, layout.dp_replicate // recipe.sites.count)))
+        summing_groups(
+            replace(layout, dp_replicate=max(1, layout.dp_replicate // recipe.replica_groups.count))
+        )
     )
 
 
-NO_SUM = "gradients are summed with dp > 1 or cp > 1 only (within a site)"
+NO_SUM = "gradients are summed with dp > 1 or cp > 1 only (within a replica group)"
 ALONE = "one rank shares its states with nobody"
 UNUSED = (
     Unused("data", "stream_window stream_gib", lambda r: not r.data.stream,
@@ -245,7 +247,7 @@ UNUSED = (
            and all(stage.weights is None for stage in r.data.stages), "no source has a weight", "data.sources"),
     Unused("data", "end_token", lambda r: not r.data.token_files,
            "the tokenizer says it where text is tokenized", "data.source"),
-    # Replicas, sites (weights of the last outer step), and the norms on a tensor axis are kept twice
+    # Replicas, replica groups (weights of the last outer step), and the norms on a tensor axis are kept twice
     Unused("faults", "hash_every", lambda r: r.layout.dp_replicate == r.layout.tp == 1
            and (r.layout.zero > 0 or r.layout.dp_shard * r.layout.cp == 1), "no two ranks keep the same weights"),
     Unused("faults", "on_spike", lambda r: not r.faults.spike_limit,
@@ -270,9 +272,9 @@ UNUSED = (
            "layout.compress says what is sent"),
     Unused("layout", "bucket_mib", lambda r: not _summing(r) or r.layout.zero > 0 or r.servers.count > 0,
            "only replicas sum gradients in buckets (zero = 0 with dp > 1 or cp > 1)"),
-    Unused("sync", "method", lambda r: r.sync.method in OUTER and r.sites.count == 1,
-           "one site has nobody to synchronise with"),
-    Unused("sync", "every sites fragments overlap patience outer_dtype outer_lr outer_momentum",
+    Unused("sync", "method", lambda r: r.sync.method in OUTER and r.replica_groups.count == 1,
+           "one replica group has nobody to synchronise with"),
+    Unused("sync", "every replica_groups fragments overlap patience outer_dtype outer_lr outer_momentum",
            lambda r: r.sync.method not in OUTER, "every step sums gradients", "sync.method"),
     Unused("sync", "servers staleness order", lambda r: not r.servers.count,
            f'it needs sync.method = "{SERVER}"', "sync.method"),

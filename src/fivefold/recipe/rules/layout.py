@@ -1,5 +1,5 @@
-"""Rules between the layout and the model, of the length of a run, the sizes of its batches, and how often sites
-synchronise; numbers of the optimizer."""
+"""Rules between the layout and the model, of the length of a run, the sizes of its batches, and how often replica
+groups synchronise; numbers of the optimizer."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
     dp = recipe.layout.dp
     sizes = {name: getattr(recipe.layout, name) for name in ("dp_replicate", "dp_shard")}
     ranks = " x ".join(f"layout.{name} {n}" for name, n in sizes.items() if n > 1)
-    equal = count or recipe.servers.count or recipe.sites.count > 1
+    equal = count or recipe.servers.count or recipe.replica_groups.count > 1
     factors = {
         "layout.dp_replicate": (dp if equal else 1, ranks),
         "train.microbatch_size": (micro or 1, f"train.microbatch_size {micro}"),
@@ -238,16 +238,17 @@ def batch(recipe: Sections) -> Iterator[Contradiction]:
             )
 
 
-def sites(recipe: Sections) -> Iterator[Contradiction]:
-    """Sites are whole replicas. Each fragment synchronises once between two outer steps."""
+def replica_groups(recipe: Sections) -> Iterator[Contradiction]:
+    """Replica groups are whole replicas. Each fragment synchronises once between two outer steps."""
     sync, model, replicas = recipe.sync, recipe.model, recipe.layout.dp_replicate
     if sync.method not in OUTER:
         return
-    if sync.sites and replicas % sync.sites:
+    if sync.replica_groups and replicas % sync.replica_groups:
         yield (
-            {"sync.sites", "layout.dp_replicate"},
-            f"sync.sites = {sync.sites} must divide layout.dp_replicate = {replicas}: a site has whole replicas. "
-            f"Nearest valid: sync.sites = {largest_divisor(replicas, sync.sites)}",
+            {"sync.replica_groups", "layout.dp_replicate"},
+            f"sync.replica_groups = {sync.replica_groups} must divide layout.dp_replicate = {replicas}: a replica "
+            "group has whole replicas. Nearest valid: "
+            f"sync.replica_groups = {largest_divisor(replicas, sync.replica_groups)}",
         )
         return
     most = min(sync.every, model.layers)

@@ -1,4 +1,5 @@
-"""Training on sites that synchronise every few steps: equals a simulation in one process, resumes exactly, counted."""
+"""Training on replica groups that synchronise every few steps: equals a simulation in one process, resumes exactly,
+counted."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.compression.blocks import INT8
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.sync import Sites, outer_messages
+from fivefold.sharding.sync import ReplicaGroups, outer_messages
 from fivefold.step.step import take_step
 from fivefold.trace.depth import depths, exact
 from fivefold.trace.traffic import Collectives
@@ -44,11 +45,11 @@ DILOCO = ["sync.method=diloco", "sync.every=3"]
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("sites")
+    return tmp_path_factory.mktemp("replica_groups")
 
 
 def resolved(room: Path, layout: str, *overrides: str) -> Recipe:
-    """verify's tiny model on sites: 9 steps."""
+    """verify's tiny model on replica groups: 9 steps."""
     recipe = sited(room, layout, "train.steps=9", "optim.schedule=constant", *overrides)
     return resolve(recipe, vocab_size=prepare(recipe).vocab_size)
 
@@ -64,16 +65,16 @@ def source_of(recipe: Recipe):
 
 
 def trained(rank: int, world: int, recipe: Recipe, count: int) -> dict[str, Any]:
-    """Loss and norm of each step, the site's weights and the common ones after the last."""
+    """Loss and norm of each step, the replica group's weights and the common ones after the last."""
     state, source = state_of(rank, world, recipe), source_of(recipe)
-    outer, sites = state.mesh.axis("outer"), state.mesh.axis("sites")
-    assert (outer.group is sites.group) == (not recipe.sites.overlap), (
+    outer, replica_groups = state.mesh.axis("outer"), state.mesh.axis("replica_groups")
+    assert (outer.group is replica_groups.group) == (not recipe.replica_groups.overlap), (
         "sums that overlap share no group with others"
     )
     done = [take_step(state, recipe, share(state, recipe, source, step)) for step in range(count)]
     common = state.outer.weights if state.outer else state.masters()
     return {
-        "site": state.mesh.index("sites"),
+        "replica_group": state.mesh.index("replica_groups"),
         "loss": [d.loss for d in done],
         "norm": [d.norm for d in done],
         "own": pieces(state, state.masters()),
@@ -82,12 +83,17 @@ def trained(rank: int, world: int, recipe: Recipe, count: int) -> dict[str, Any]
 
 
 def simulated(
-    recipe: Recipe, sites: int, count: int, away: Callable[[int, int], bool] = lambda site, step: False
+    recipe: Recipe,
+    replica_groups: int,
+    count: int,
+    away: Callable[[int, int], bool] = lambda replica_group, step: False,
 ) -> dict[str, Any]:
-    """The same in one process, written out: site after site in plain PyTorch, then an outer step by hand. away: True if
-    a site does not take this step, nor part in the outer step after it."""
+    """The same in one process, written out: replica group after replica group in plain PyTorch, then an outer step by
+    hand. away: True if a replica group does not take this step, nor part in the outer step after it."""
     source, optim, sync = source_of(recipe), recipe.optim, recipe.sync
-    modules = [build(recipe.model, device="cpu", seed=recipe.train.seed).train() for _ in range(sites)]
+    modules = [
+        build(recipe.model, device="cpu", seed=recipe.train.seed).train() for _ in range(replica_groups)
+    ]
     inner = []
     for module in modules:
         decayed = [p for p in module.parameters() if p.dim() >= 2]
@@ -102,16 +108,19 @@ def simulated(
     velocity: dict[str, Tensor] = {}
     sent: dict[str, Tensor] = {}
     found: dict[str, Any] = {"loss": [], "norm": []}
-    rows = recipe.train.global_batch_size // sites
+    rows = recipe.train.global_batch_size // replica_groups
     last = recipe.train.steps or 0
     for step in range(count):
         losses, norms = [], []
-        for site, module in enumerate(modules):
-            if away(site, step):
+        for replica_group, module in enumerate(modules):
+            if away(replica_group, step):
                 continue
-            x, y = (torch.as_tensor(t) for t in source.batch(step, range(site * rows, (site + 1) * rows))[:2])
+            x, y = (
+                torch.as_tensor(t)
+                for t in source.batch(step, range(replica_group * rows, (replica_group + 1) * rows))[:2]
+            )
             loss = module(x, y)
-            inner[site].zero_grad()
+            inner[replica_group].zero_grad()
             loss.backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
             if optim.grad_clip and norm > optim.grad_clip:
@@ -120,20 +129,22 @@ def simulated(
             lr = learning_rate(
                 step, total=last, warmup=0, lr=optim.lr, min_lr=optim.lr, schedule=optim.schedule
             )
-            for group in inner[site].param_groups:
+            for group in inner[replica_group].param_groups:
                 group["lr"] = lr
-            inner[site].step()
+            inner[replica_group].step()
             losses.append(loss.item())
             norms.append(norm.item())
-        found["loss"].append(sum(losses) / sites)
-        found["norm"].append(sum(norms) / sites)
+        found["loss"].append(sum(losses) / replica_groups)
+        found["norm"].append(sum(norms) / replica_groups)
         parts = [[n for names in some for n in names] for some in outer_messages(common, sync.fragments)]
         ends = step + 1 == last
         with torch.no_grad():
-            for fragment in recipe.sites.due(step + 1, last):
-                there = [module for site, module in enumerate(modules) if not away(site, step)]
+            for fragment in recipe.replica_groups.due(step + 1, last):
+                there = [
+                    module for replica_group, module in enumerate(modules) if not away(replica_group, step)
+                ]
                 sent |= outer_gradients(there, common, parts[fragment])
-            for fragment in recipe.sites.arriving(step + 1, last):
+            for fragment in recipe.replica_groups.arriving(step + 1, last):
                 own = 0.5 if sync.overlap and not ends else 0.0
                 due = {name: sent.pop(name) for name in parts[fragment]}
                 outer_step(modules, common, velocity, due, sync.outer_lr, sync.outer_momentum, own)
@@ -147,7 +158,7 @@ def outer_gradients(modules, common, names: list[str]) -> dict[str, Tensor]:
 
 
 def outer_step(modules, common, velocity, sent: dict[str, Tensor], lr, momentum, share: float) -> None:
-    """share: of a site's own weights that it keeps."""
+    """share: of a replica group's own weights that it keeps."""
     for name, gradient in sent.items():
         weight = common[name]
         if momentum is not None:
@@ -163,10 +174,12 @@ def assert_simulated(answers: list[dict[str, Any]], wanted: dict[str, Any]) -> N
     for answer in answers:
         assert answer["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
         assert answer["norm"] == pytest.approx(wanted["norm"], rel=1e-4)
-    for site, own in enumerate(wanted["own"]):
-        mine = [answer for answer in answers if answer["site"] == site]
-        assert_close_tensors(joined(mine, "own"), own, f"site {site}:")
-        assert_close_tensors(joined(mine, "common"), wanted["common"], f"common weights in site {site}:")
+    for replica_group, own in enumerate(wanted["own"]):
+        mine = [answer for answer in answers if answer["replica_group"] == replica_group]
+        assert_close_tensors(joined(mine, "own"), own, f"replica group {replica_group}:")
+        assert_close_tensors(
+            joined(mine, "common"), wanted["common"], f"common weights in replica group {replica_group}:"
+        )
 
 
 @only("dp=2-sync0", "dp=2-sync2", "dp_replicate=*", "dp=2,pp=2*")
@@ -177,18 +190,18 @@ def assert_simulated(answers: list[dict[str, Any]], wanted: dict[str, Any]) -> N
         ("dp=2", ["sync.method=local", "sync.every=2"]),
         ("dp=2", [*DILOCO, "sync.fragments=3"]),  # streaming
         ("dp=2", [*DILOCO, "sync.fragments=3", "sync.overlap=2"]),  # a sum is always under way
-        ("dp_replicate=2,dp_shard=2,zero=2", DILOCO),  # a site shards its states
-        ("dp=4", [*DILOCO, "sync.sites=2"]),  # a site has two replicas
+        ("dp_replicate=2,dp_shard=2,zero=2", DILOCO),  # a replica group shards its states
+        ("dp=4", [*DILOCO, "sync.replica_groups=2"]),  # a replica group has two replicas
         ("dp=2,pp=2", DILOCO),  # its ranks are not neighbours
         pytest.param("dp=2,tp=2,sp=true", DILOCO, marks=pytest.mark.slow),
         pytest.param("dp=4", DILOCO, marks=pytest.mark.slow),
     ],
 )
 def test_equals_the_simulation(room: Path, layout: str, sync: list[str]) -> None:
-    """Seven steps: the last outer step lies behind, and the sites have parted again."""
+    """Seven steps: the last outer step lies behind, and the replica groups have parted again."""
     recipe = resolved(room, layout, *sync, "optim.eps=1e-4", "optim.weight_decay=0.05")
     answers = run_ranks(Layout.from_recipe(recipe.layout).ranks, trained, recipe, 7)
-    assert_simulated(answers, simulated(recipe, recipe.sites.count, 7))
+    assert_simulated(answers, simulated(recipe, recipe.replica_groups.count, 7))
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp8"])
@@ -210,7 +223,7 @@ def _pieces(answer: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def test_what_is_due_when() -> None:
-    one, four = Sites(2, 10), Sites(2, 10, 4)
+    one, four = ReplicaGroups(2, 10), ReplicaGroups(2, 10, 4)
     assert [step for step in range(1, 36) if one.due(step, 35)] == [10, 20, 30, 35]
     assert {step: four.due(step, 99) for step in range(1, 21) if four.due(step, 99)} == {
         2: (0,), 5: (1,), 7: (2,), 10: (3,), 12: (0,), 15: (1,), 17: (2,), 20: (3,),
@@ -221,7 +234,7 @@ def test_what_is_due_when() -> None:
     assert not one.aligned(11, 35)
     assert not four.aligned(10, 99)
     assert four.aligned(99, 99)
-    late = Sites(2, 10, overlap=4)
+    late = ReplicaGroups(2, 10, overlap=4)
     assert [(step, late.due(step, 22), late.arriving(step, 22)) for step in (10, 14, 20, 22)] == [
         (10, (0,), ()), (14, (), (0,)), (20, (), ()), (22, (0,), (0,)),
     ], "what starts at 20 would arrive after the end"  # fmt: skip
@@ -253,7 +266,7 @@ def test_fragments_divide_the_parameters() -> None:
 
 
 def test_streaming_leaves_fragments_that_are_not_due(room: Path) -> None:
-    """After step 1 of 2 only the first of two fragments is common to both sites."""
+    """After step 1 of 2 only the first of two fragments is common to both replica groups."""
     recipe = resolved(room, "dp=2", "sync.method=diloco", "sync.every=2", "sync.fragments=2")
     one, other = (_pieces(answer) for answer in run_ranks(2, trained, recipe, 1))
     first = {name for message in outer_messages(one, 2)[0] for name in message}
@@ -262,7 +275,7 @@ def test_streaming_leaves_fragments_that_are_not_due(room: Path) -> None:
 
 def summed(rank: int, world: int, size: int) -> tuple[Tensor, Tensor]:
     """(the int8 sum, this rank's summand)."""
-    axis = Mesh(Layout(dp_replicate=world), ranks_of(rank, world), world).axis("sites")
+    axis = Mesh(Layout(dp_replicate=world), ranks_of(rank, world), world).axis("replica_groups")
     x = torch.randn(size, generator=torch.Generator().manual_seed(rank))
     return sum_int8(x.clone(), axis), x
 
@@ -278,7 +291,7 @@ def test_int8_sums_have_the_same_bits_on_all_ranks(size: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_outer_gradients_may_be_rounded(room: Path, dtype: str) -> None:
-    """The outer step is off by what rounding the outer gradient allows, and sites stay equal."""
+    """The outer step is off by what rounding the outer gradient allows, and replica groups stay equal."""
     recipe = resolved(room, "dp=2", "sync.method=diloco", "sync.every=2")
     exact = run_ranks(2, trained, recipe, 2)[0]
     rounded, other = run_ranks(2, trained, change(recipe, [f"sync.outer_dtype={dtype}"]), 2)
@@ -290,7 +303,7 @@ def test_outer_gradients_may_be_rounded(room: Path, dtype: str) -> None:
 
 
 def poisoned(rank: int, world: int, recipe: Recipe) -> dict[str, Any]:
-    """A step in which only the second site's gradient is not finite, then a good one."""
+    """A step in which only the second replica group's gradient is not finite, then a good one."""
     state, source = state_of(rank, world, recipe), source_of(recipe)
 
     def poison() -> None:
@@ -304,7 +317,7 @@ def poisoned(rank: int, world: int, recipe: Recipe) -> dict[str, Any]:
     return {"kept": kept, "norms": [first.norm, second.norm], "updates": state.updates}
 
 
-def test_all_sites_skip_a_step_that_one_cannot_take(room: Path) -> None:
+def test_all_replica_groups_skip_a_step_that_one_cannot_take(room: Path) -> None:
     for answer in run_ranks(2, poisoned, resolved(room, "dp=2", *DILOCO)):
         assert answer["kept"]
         assert answer["norms"][0] != answer["norms"][0], "not a number"
@@ -337,7 +350,7 @@ def counted(rank: int, world: int, recipe: Recipe, steps: int) -> list[dict]:
     [
         ("dp=2", DILOCO),
         ("dp=2", [*DILOCO, "sync.outer_dtype=int8", "sync.fragments=2", "sync.overlap=1"]),
-        ("dp=4", [*DILOCO, "sync.outer_dtype=bf16", "sync.sites=2"]),
+        ("dp=4", [*DILOCO, "sync.outer_dtype=bf16", "sync.replica_groups=2"]),
         ("dp_replicate=2,dp_shard=2,zero=3", [*DILOCO, "sync.outer_dtype=int8"]),
         ("dp=2,pp=2", ["sync.method=local", "sync.every=3"]),
     ],
@@ -346,17 +359,17 @@ def test_bytes_are_those_counted(room: Path, layout: str, sync: list[str]) -> No
     """Of every step: inner ones, and those that synchronise. And of the states that the outer loop keeps."""
     recipe = resolved(room, layout, *sync)
     s = planned(recipe)
-    for rank, steps in enumerate(run_ranks(s.layout.ranks * s.sites.count, counted, recipe, 4)):
+    for rank, steps in enumerate(run_ranks(s.layout.ranks * s.replica_groups.count, counted, recipe, 4)):
         own = rank % s.layout.ranks
         for step, found in enumerate(steps[:-1], 1):
-            between = volume.outer_counted(s, own, recipe.sites.due(step, 9))
+            between = volume.outer_counted(s, own, recipe.replica_groups.due(step, 9))
             wanted = dict(volume.counted(s, own))
             for key, (calls, size) in between.items():
                 before = wanted.get(key, (0, 0))
                 wanted[key] = before[0] + calls, before[1] + size
             assert found == wanted, f"rank {rank}, step {step}"
-        elements = sum(sum(volume.outer_elements(s, own, f)) for f in range(recipe.sites.fragments))
-        assert steps[-1]["kept"] == elements * s.sites.kept
+        elements = sum(sum(volume.outer_elements(s, own, f)) for f in range(recipe.replica_groups.fragments))
+        assert steps[-1]["kept"] == elements * s.replica_groups.kept
 
 
 def test_a_trace_has_the_outer_step(room: Path) -> None:
@@ -368,20 +381,20 @@ def test_a_trace_has_the_outer_step(room: Path) -> None:
     alone = exact(resolved(room, "dp=1"), kept=False).step
     elements = sum(sum(volume.outer_elements(s, 0, f)) for f in range(2))
     more = found.memory.highest["optimizer"] - alone.memory.highest["optimizer"]
-    assert more == elements * s.sites.kept
+    assert more == elements * s.replica_groups.kept
     assert depths(load("llama-7b", []).model, Layout(), 0, 5) == (7, 12)
 
 
 def test_an_average_step_sends_its_share(room: Path) -> None:
-    """Two sites: a ring sends as many bytes as it sums. Fragments change when, and int8 how much."""
+    """Two replica groups: a ring sends as many bytes as it sums. Fragments change when, and int8 how much."""
     s = planned(resolved(room, "dp=2", "sync.method=diloco", "sync.every=8"))
     every = planned(resolved(room, "dp=2"))
     size, control = 4 * sum(volume.outer_elements(s, 0, 0)), 32
     assert volume.sent(every)["dp"] == size
-    assert volume.sent(s) == {"sites": control + size // 8}
-    assert volume.sent(replace(s, sites=replace(s.sites, fragments=4))) == volume.sent(s)
-    int8 = volume.sent(replace(s, sites=replace(s.sites, dtype="int8")))
-    assert int8["sites"] == pytest.approx(size / 4 / 8 * INT8.per_element, rel=0.05)
+    assert volume.sent(s) == {"replica_groups": control + size // 8}
+    assert volume.sent(replace(s, replica_groups=replace(s.replica_groups, fragments=4))) == volume.sent(s)
+    int8 = volume.sent(replace(s, replica_groups=replace(s.replica_groups, dtype="int8")))
+    assert int8["replica_groups"] == pytest.approx(size / 4 / 8 * INT8.per_element, rel=0.05)
 
 
 def plan_of(*sets: str, cluster: Cluster | None = None) -> Plan:
@@ -436,7 +449,7 @@ def saved(run: Path, step: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(room: Path, tmp_path_factory) -> tuple[Recipe, Path]:
-    """A run of two streaming sites to its end, saved on its way."""
+    """A run of two streaming replica groups to its end, saved on its way."""
     sync = [
         "sync.method=diloco",
         "sync.every=4",
@@ -465,7 +478,8 @@ def cut_off(out: Path, step: int, to: Path) -> Path:
 @only("9")
 @pytest.mark.parametrize("step", [3, 9])
 def test_resumes_with_the_same_bits(whole: tuple[Recipe, Path], tmp_path: Path, step: int) -> None:
-    """Between outer steps: every site has weights and moments of its own, and one fragment may have no momentum yet."""
+    """Between outer steps: every replica group has weights and moments of its own, and one fragment may have no
+    momentum yet."""
     recipe, out = whole
     again = cut_off(out, step, tmp_path / "run")
     run(recipe, "dp=2", again, 10, resume=True)
@@ -473,16 +487,16 @@ def test_resumes_with_the_same_bits(whole: tuple[Recipe, Path], tmp_path: Path, 
     assert lines(again, "val_loss")[-1] == lines(out, "val_loss")[-1]
     names = saved(out, 3)
     assert {
-        "site0.weight.embed.weight",
-        "site1.weight.embed.weight",
-        "site1.exp_avg.embed.weight",
+        "replica_group0.weight.embed.weight",
+        "replica_group1.weight.embed.weight",
+        "replica_group1.exp_avg.embed.weight",
     } <= names.keys()
     assert "outer.momentum_buffer.embed.weight" in names
     assert "outer.momentum_buffer.norm.weight" not in names
-    assert "site0.weight.embed.weight" not in saved(out, 10), "the last step makes them equal"
+    assert "replica_group0.weight.embed.weight" not in saved(out, 10), "the last step makes them equal"
 
 
-def test_resumes_in_another_layout_of_the_sites(whole: tuple[Recipe, Path], tmp_path: Path) -> None:
+def test_resumes_in_another_layout_of_the_replica_groups(whole: tuple[Recipe, Path], tmp_path: Path) -> None:
     recipe, out = whole
     again = cut_off(out, 9, tmp_path / "run")
     run(recipe, "dp=2,tp=2", again, 10, resume=True)
@@ -490,20 +504,21 @@ def test_resumes_in_another_layout_of_the_sites(whole: tuple[Recipe, Path], tmp_
 
 
 @pytest.mark.slow
-def test_sites_join_and_leave_at_an_outer_step_only(room: Path, tmp_path: Path) -> None:
-    """A checkpoint in which all sites are equal resumes with any number of them, also with all ranks as one."""
+def test_replica_groups_join_and_leave_at_an_outer_step_only(room: Path, tmp_path: Path) -> None:
+    """A checkpoint in which all replica groups are equal resumes with any number of them, also with all ranks as
+    one."""
     recipe, out = sited(room, "dp=2", *RUN, "optim.schedule=constant", *DILOCO), tmp_path / "run"
     run(recipe, "dp=2", out, 4, "checkpoint.every=3", "checkpoint.keep_last=9")
     aligned = cut_off(out, 3, tmp_path / "aligned")
     run(recipe, "dp=4", aligned, 6, resume=True)  # two join
     meta = store.Reader(store.latest(aligned)).meta
-    assert meta["sites"] == {"count": 4, "every": 3, "fragments": 1, "aligned": True}
+    assert meta["replica_groups"] == {"count": 4, "every": 3, "fragments": 1, "aligned": True}
     run(recipe, "dp=2", aligned, 8, resume=True)  # two leave
     run(recipe, "dp=1", aligned, 9, resume=True)
     assert len(lines(aligned, "loss")) == 9
     run(change(recipe, ["sync.method=all", "sync.every=50"]), "dp=2", aligned, 10, resume=True)
-    run(recipe, "dp=2", aligned, 12, resume=True)  # from a run that had no sites
-    assert store.Reader(store.latest(aligned)).meta["sites"]["count"] == 2
+    run(recipe, "dp=2", aligned, 12, resume=True)  # from a run that had no replica groups
+    assert store.Reader(store.latest(aligned)).meta["replica_groups"]["count"] == 2
 
 
 def refused(rank: int, world: int, recipe: Recipe, out: Path) -> str:
@@ -514,17 +529,15 @@ def refused(rank: int, world: int, recipe: Recipe, out: Path) -> str:
     return ""
 
 
-def test_other_sites_cannot_resume_between_outer_steps(
+def test_other_replica_groups_cannot_resume_between_outer_steps(
     whole: tuple[Recipe, Path], room: Path, tmp_path: Path
 ) -> None:
     recipe, out = whole
     again = cut_off(out, 9, tmp_path / "run")
     for message in run_ranks(4, refused, change(recipe, ["train.steps=10"], "dp=4"), again):
-        assert (
-            "its 2 sites have different weights, so it resumes with as many sites only, and now there are 4"
-            in message
-        )
-        assert "Nearest valid: 2 sites, or a checkpoint of step 0 or the last" in message
+        wanted = "its 2 replica groups have different weights, so it resumes with as many only, and now there are 4"
+        assert wanted in message
+        assert "Nearest valid: 2 replica groups, or a checkpoint of step 0 or the last" in message
     plain, out = (
         sited(room, "dp=2", *RUN, *DILOCO, "checkpoint.every=4", "checkpoint.keep_last=9"),
         tmp_path / "plain",
@@ -533,7 +546,7 @@ def test_other_sites_cannot_resume_between_outer_steps(
     again = cut_off(out, 4, tmp_path / "again")
     message = refused(0, 1, change(plain, ["train.steps=6"], "dp=1"), again)
     assert message.endswith(
-        "Nearest valid: 2 sites, or a checkpoint of step 3 or 6 (multiples of sync.every = 3)"
+        "Nearest valid: 2 replica groups, or a checkpoint of step 3 or 6 (multiples of sync.every = 3)"
     )
 
 
@@ -557,7 +570,7 @@ def test_recipes(room: Path) -> None:
     for sets, words in (
         (["sync.every=4"], "sync.every = 4 has no effect: every step sums gradients"),
         (["sync.method=local", "sync.outer_momentum=0.5"], 'sync.method = "local": it takes the mean weights'),
-        (["sync.method=diloco", "sync.sites=3"], "must divide layout.dp_replicate = 2"),
+        (["sync.method=diloco", "sync.replica_groups=3"], "must divide layout.dp_replicate = 2"),
         (["sync.method=diloco", "sync.fragments=5"], "sync.fragments = 5 must be at most sync.every = 50"),
         (["sync.method=diloco", "sync.overlap=50"], "sync.overlap = 50 must be less than sync.every = 50"),
         (["sync.method=diloco", "observe.noise_scale=true"], "no step has the gradient of the whole batch"),
@@ -569,7 +582,7 @@ def test_recipes(room: Path) -> None:
         tiny(room, "dp=2", "model.arch=moe", "sync.method=local")
     one = change(base, ["sync.method=diloco"], "dp=1")
     assert notes(one) == [
-        'sync.method = "diloco" has no effect in this layout: one site has nobody to synchronise with'
+        'sync.method = "diloco" has no effect in this layout: one replica group has nobody to synchronise with'
     ]
     assert notes(change(base, ["sync.method=diloco"])) == []
     assert resolved(room, "dp=2", "sync.method=local").sync.outer_lr == 1.0
