@@ -10,15 +10,15 @@ ranks that share them, D tokens of the run, D_1 of a step.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from fivefold.lessons.compare import data_units
+from fivefold.lessons.formulas import ACTIVATIONS, PARAMETERS, evaluate, matching
 from fivefold.models.card import card_of
 from fivefold.models.operations import Operation, Sizes
 from fivefold.models.recomputation import region
@@ -56,34 +56,6 @@ SUMMED = DTYPES[MASTER].bytes
 """Bytes that a sum of gradients over microbatches in fp32 adds to those of the papers."""
 DROPOUT = 0.1  # its value changes no size
 WIDTH = DTYPES["bf16"].bytes
-
-PARAMETERS: dict[str, tuple[str, ...]] = {
-    "embedding": ("n_v d",),
-    "positions": ("s d",),
-    "attention": ("L (4 d^2 + 4 d)", "L 4 d^2"),
-    "MLP": ("L (8 d^2 + 5 d)", "L 3 d f"),
-    "norms": ("L 4 d + 2 d", "L 4 d + 4 d", "L 2 d + d"),
-    "output layer": ("n_v d",),
-}
-"""Formulas of the parts of a model. That one is printed whose value is the part's; no other."""
-ACTIVATIONS = (
-    "10 s b h + (24 s b h + 5 a b s^2) / t",
-    "10 s b h + 24 s b h / t",
-    "(34 s b h + 5 a b s^2) / t",
-    "34 s b h / t",
-)
-"""Formulas of a block on several tensor-parallel ranks (arXiv 2205.05198, equations 2 to 6)."""
-
-
-def matching(formulas: Iterable[str], value: float, symbols: Mapping[str, float]) -> str:
-    """The first formula with this value, or ""."""
-    return next((text for text in formulas if math.isclose(evaluate(text, symbols), value)), "")
-
-
-def evaluate(formula: str, symbols: Mapping[str, float]) -> float:
-    """The value of a formula. Symbols side by side are multiplied: `n_v d + L (12 d^2 + 5 d)`."""
-    code = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula).replace("^", "**")
-    return eval(code, {"__builtins__": {}}, {**symbols})  # of formulas in this file only
 
 
 @dataclass(frozen=True)
