@@ -16,7 +16,7 @@ from runs import ranks_of
 
 from fivefold.cli.main import main
 from fivefold.errors import UserError
-from fivefold.lessons.optimizer_paths import SURFACES, contours, path, to_svg, to_text, tuned
+from fivefold.lessons.optimizer_paths import FAMILIES, SURFACES, contours, path, to_svg, to_text, tuned
 from fivefold.models.card import card_of, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, learning_rate
@@ -514,6 +514,10 @@ def test_the_command(capsys):
         assert (stop.value.code or 0) == code
         printed = capsys.readouterr()
         assert text in printed.out + printed.err
+
+
+def test_every_optimizer_is_drawn() -> None:
+    assert sorted(name for family in FAMILIES.values() for name in family) == sorted(OPTIMIZERS)
 
 
 def test_the_command_writes_a_picture_and_json(tmp_path, capsys):
