@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ class Board:
     def read(self, ranks: Any) -> dict[int, dict[str, Any]]:
         self.answers += 1
         self.posts = {rank: replace(one, beat=one.beat + 1) for rank, one in self.posts.items()}
-        return {rank: one.to_json() for rank, one in self.posts.items()}
+        return {rank: asdict(one) for rank, one in self.posts.items()}
 
     def claim(self) -> bool:
         return True

@@ -269,7 +269,7 @@ def test_host_syncs_are_counted_where_they_are() -> None:
     assert (operation, place.split(":")[0], found[operation, place]) == ("item", "step/step.py", 1)
     mixed = trace(recipe_of("dp=1", "fp32", *MOE, "model.capacity_factor=1.0"), 0, 3).syncs
     assert {
-        (op, at.split(":")[0]): times for (op, at), times in mixed.items() if at.startswith("kernels/")
+        (op, at.split(":")[0]): times for (op, at), times in mixed.items() if at.startswith("models/")
     } == {("index", "models/mixture.py"): 3 * 4}
 
 

@@ -265,15 +265,18 @@ def verdict(
     return f"{what}, at {place}, {said}. The backend said: {backend_words(error)}"
 
 
+NOTHING = nullcontext()
+
+
 def span(*words: object) -> AbstractContextManager[object]:
     """Inside the block, the profiler's trace has a range with this name. It costs one look while none records."""
-    return record_function(" ".join(map(str, words))) if progress.profiling else nullcontext()
+    return record_function(" ".join(map(str, words))) if progress.profiling else NOTHING
 
 
 def message(operation: str, axis: Label, wait: bool = False) -> AbstractContextManager[object]:
     """The range of a message: of its start, or of a wait for it."""
     if not progress.profiling:
-        return nullcontext()
+        return NOTHING
     begin, purpose = "wait for " * wait, f", {axis.purpose}" * bool(axis.purpose)
     return record_function(f"{begin}{operation} over {axis.name}{purpose}")
 

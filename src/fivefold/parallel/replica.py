@@ -172,7 +172,9 @@ class Gathered:
                     pieces.append(whole.new_empty(local_shape(ranges)))
                     for inner, outer in placed(ranges, hops[name].whole):
                         pieces[-1][inner] = whole[outer]
-            arrived = axis.all_to_all(self._flat(pieces), exchange.given, exchange.taken)
+            leaving = self._flat(pieces)
+            del pieces  # the messages need their memory
+            arrived = axis.all_to_all(leaving, exchange.given, exchange.taken)
             back = {name: hop.pieces[axis.index] for name, hop in hops.items()}
             flat = arrived.split([size_of(ranges) for ranges in back.values()])
             for (name, ranges), part in zip(back.items(), flat, strict=True):
