@@ -181,10 +181,8 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         colon = path.suffix != ".toml" or re.match(r"\s*[\w-]+\s*:", text.split("\n")[int(line) - 1])
         like = ". A recipe is TOML: a line [train], below it lines such as steps = 100" if colon else ""
         raise UserError(f"{path}:{line}:{column}: not valid TOML: {message}{like}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ):  # beyond what Python reads: numbers of 4300 digits, 1000 nested lists
+    except (ValueError, RecursionError):
+        # Beyond what Python reads: numbers of 4300 digits, 1000 nested lists
         counts = [len(re.findall(r"[\w\[{]", line)) for line in text.splitlines()]
         line = counts.index(max(counts)) + 1  # with the most digits or brackets
         raise UserError(f"{path}:{line}: a number is too long, or lists are nested too deeply") from None
