@@ -144,10 +144,8 @@ def _text(table: Measured) -> Iterator[str]:
     ]
     if waits:
         yield "ranks wait for each other, ms per block, small / large: " + ", ".join(waits)
-    disk, peaks = (
-        of_table(table).storage,
-        [f"{d} peak {rate / 1e9:.0f} GFLOP/s" for d, rate in table.peak.items()],
-    )
+    disk = of_table(table).storage
+    peaks = [f"{d} peak {rate / 1e9:.0f} GFLOP/s" for d, rate in table.peak.items()]
     yield (
         f"memory {table.memory / 2**30:.1f} GiB, disk writes {disk.write / 1e9:.2f}, reads {disk.read / 1e9:.2f}, "
         f"both at once {disk.both / 1e9:.2f} GB/s, {', '.join(peaks)}"

@@ -216,12 +216,9 @@ def collectives(
         if svg:
             save_as("--svg", svg, to_svg(collective))
         if html:
+            ends = [time_text(end) for end in simulate(collective, net, message).ends]
             note = f"{size_text(message)} on {net.name}, simulated."
-            save_as(
-                "--html",
-                html,
-                page(collective, [time_text(end) for end in simulate(collective, net, message).ends], note),
-            )
+            save_as("--html", html, page(collective, ends, note))
         found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}
         lines += found["pictures"].values()
     if json:

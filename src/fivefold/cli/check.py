@@ -85,6 +85,7 @@ def check(
 
 def summary(recipe: Recipe) -> dict[str, Any]:
     """The numbers of a recipe, as `check --json` prints them. Those that need an unknown vocabulary are None."""
+    from fivefold.models.recomputation import budget_of
     from fivefold.recipe import (
         active_parameters,
         count_parameters,
@@ -108,7 +109,13 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     else:
         model = recipe.model.model_copy(update={"vocab_size": size})
         parameters, active, flops = count_parameters(model), active_parameters(model), flops_per_token(model)
-        recompute = _recompute(recipe.model_copy(update={"model": model}))
+        if budget_of(asked := recipe.layout.recompute) is not None:  # what it comes to on this machine's CPUs
+            from fivefold.plan.predict import budget, priced_here
+
+            found = budget(recipe.model_copy(update={"model": model}), *priced_here())
+            assert found is not None
+            line = f"{found.line(asked)}, on CPUs; `fivefold plan` has GPUs"
+            recompute = {"blocks": found.recompute, "predicted_peak_bytes": round(found.peak), "line": line}
     return {
         "arch": recipe.model.arch,
         "vocab_size": size,
@@ -150,21 +157,6 @@ def _memory(recipe: Recipe) -> dict[str, Any] | None:
     )
     line += "" if fits else ": too little"
     return {"rank_bytes": each, "here_bytes": here.bytes, "fits": fits, "line": line}
-
-
-def _recompute(recipe: Recipe) -> dict[str, Any] | None:
-    """What a budget of recomputation comes to on this machine's CPUs; None if the recipe has none."""
-    from fivefold.models.recomputation import budget_of
-
-    asked = recipe.layout.recompute
-    if budget_of(asked) is None:
-        return None
-    from fivefold.plan.predict import budget, priced_here
-
-    found = budget(recipe, *priced_here())
-    assert found is not None
-    line = f"{found.line(asked)}, on CPUs; `fivefold plan` has GPUs"
-    return {"blocks": found.recompute, "predicted_peak_bytes": round(found.peak), "line": line}
 
 
 def _summary_text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
@@ -251,9 +243,8 @@ def recipes(
     for name, recipe in ((name, load(name)) for name in found):
         size = None if recipe.train.init_from else expected_vocab_size(recipe)
         model = recipe.model.model_copy(update={"vocab_size": size})
-        sizes[name] = (
-            count_parameters(model) if size else None
-        )  # its folder's, or they depend on the vocabulary
+        # None: its folder's, or they depend on the vocabulary
+        sizes[name] = count_parameters(model) if size else None
     groups = {
         family: sorted(names, key=lambda name: (name != FIRST, sizes[name] or inf))
         for family, names in families().items()

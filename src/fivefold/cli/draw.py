@@ -214,7 +214,10 @@ def context(recipe: Recipe, layout: Layout, title: str) -> tuple[str, dict[str, 
     found, causal = layout_picture.ring_plans(layout), card_of(recipe.model).causal
     if not found:
         return "", {}
-    text = "\n" + layout_picture.ring_text(found, causal)
+    text = "\n"
+    for name, owners in found.items():
+        shares = ", ".join(f"{part:.0%}" for part in layout_picture.ring_work(owners, causal))
+        text += f"attention of a sequence, share of each rank, {name}: {shares}\n"
     if layout.cp > layout_picture.MOST_RING:
         return text, {}
     words = f"{title}: attention of a sequence on {layout.cp} ranks of the ring"

@@ -150,9 +150,8 @@ def criteria_table(rows: list[Row], title: str) -> list[str]:
     head = ["", "layout", "redundant", "memory", "sent", "exposed", "idle", "step s", "MFU", "fits"]
     head += ["memory here", "sent here", "step s here"] * measured
     lines = [f"{title}: three criteria of each layout, predicted per device and step"]
-    if settings := [
-        row.plan.setting for row in rows if row.plan
-    ]:  # what they have in common, or several values
+    # What they have in common, or several values
+    if settings := [row.plan.setting for row in rows if row.plan]:
         sizes = sorted({s.sizes.B for s in settings})
         words = f"microbatches of {' or '.join(map(str, sizes))} sequence{'s' * (sizes != [1])}"
         words += "".join({f" of {s.model.seq_len:,} tokens in {s.mode}" for s in settings})

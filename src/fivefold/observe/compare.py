@@ -243,39 +243,37 @@ def curves(runs: Sequence[ComparedRun]) -> str:
     sets = dict.fromkeys(name for run in runs for line in run.lines for name in by_name(line, "val_losses"))
     wanted = [(kind, key, axis) for kind, key in LOSSES for axis in AXES]
     wanted += [(f"Loss on {printable(name)}", f"val_losses/{name}", "tokens") for name in sets]
-    charts = "".join(_chart(runs, kind, key, axis) for kind, key, axis in wanted)
+    charts = ""
+    for kind, key, axis in wanted:
+        # Both kinds of loss have the same x axis
+        ends = [x for run in runs for loss in ("loss", "val_loss") for x in run.along(axis, loss)[0] if x > 0]
+        if not ends:
+            continue
+        last = [max(x) for run in runs if (x := run.along(axis, "loss")[0])]
+        log = bool(last) and max(last) > SPREAD * min(last)
+        low = min(ends) if not log else max(min(ends), min(last) / 20)
+        series = []
+        for run in runs:
+            places, values = run.along(axis, key)
+            if key == "loss":
+                values = smooth(values, len(values) // 50 | 1)
+            points = [(x, y) for x, y in zip(places, values, strict=True) if not log or x >= low]
+            xs, ys = [x for x, _ in points], [y for _, y in points]
+            series.append(Series(run.name, xs, ys, _style(run), dots=key != "loss"))
+        charts += draw(
+            Chart(
+                re.sub(r"[^A-Za-z0-9_-]", "-", f"{key}-{axis}"),
+                f"{kind} over {axis}",
+                series,
+                (low, max(ends)),
+                log=True,
+                axis=axis,
+                log_axis=log,
+                stretches=max(40, STRETCHES // len(runs)),
+            )
+        )
     legend = "".join(f'<li><span class="swatch {_style(run)}"></span>{escape(run.name)}</li>' for run in runs)
     return f'<ul class="legend runs">{legend}</ul>\n<div class="charts">\n{charts}</div>' if charts else ""
-
-
-def _chart(runs: Sequence[ComparedRun], kind: str, key: str, axis: str) -> str:
-    """One chart; "" if no run has the values. Both kinds of loss have the same x axis."""
-    ends = [x for run in runs for loss in ("loss", "val_loss") for x in run.along(axis, loss)[0] if x > 0]
-    if not ends:
-        return ""
-    last = [max(x) for run in runs if (x := run.along(axis, "loss")[0])]
-    log = bool(last) and max(last) > SPREAD * min(last)
-    low = min(ends) if not log else max(min(ends), min(last) / 20)
-    series = []
-    for run in runs:
-        places, values = run.along(axis, key)
-        if key == "loss":
-            values = smooth(values, len(values) // 50 | 1)
-        points = [(x, y) for x, y in zip(places, values, strict=True) if not log or x >= low]
-        xs, ys = [x for x, _ in points], [y for _, y in points]
-        series.append(Series(run.name, xs, ys, _style(run), dots=key != "loss"))
-    return draw(
-        Chart(
-            re.sub(r"[^A-Za-z0-9_-]", "-", f"{key}-{axis}"),
-            f"{kind} over {axis}",
-            series,
-            (low, max(ends)),
-            log=True,
-            axis=axis,
-            log_axis=log,
-            stretches=max(40, STRETCHES // len(runs)),
-        )
-    )
 
 
 def _style(run: ComparedRun) -> str:

@@ -287,7 +287,6 @@ def span_words(span: Span) -> str:
 
 MOST_RING = 16  # ranks of the ring that are drawn
 CELL, LEFT, TOP, SIDE = 22, 40, 70, 130  # pixels: a pair of chunks, margins, room for words beside a picture
-RingPlans = Mapping[str, Sequence[int]]
 
 
 def ring_plans(layout: Layout) -> dict[str, list[int]]:
@@ -316,17 +315,7 @@ def ring_work(owners: Sequence[int], causal: bool) -> list[float]:
     return [computed / sum(pairs) for computed in pairs]
 
 
-def ring_text(plans: RingPlans, causal: bool) -> str:
-    """`attention, share of each rank: zig-zag 25%, 25%, ...`, a line for each plan."""
-    return "".join(
-        f"attention of a sequence, share of each rank, {name}: "
-        + ", ".join(f"{part:.0%}" for part in ring_work(owners, causal))
-        + "\n"
-        for name, owners in plans.items()
-    )
-
-
-def ring_svg(plans: RingPlans, causal: bool, title: str) -> str:
+def ring_svg(plans: Mapping[str, Sequence[int]], causal: bool, title: str) -> str:
     """Queries down, keys across, a square for each pair of chunks that attention computes, in the colour of its rank;
     paler where half of the pairs are seen."""
     canvas, left, chunks = Canvas(title), LEFT, len(next(iter(plans.values())))

@@ -62,40 +62,38 @@ def to_text(timelines: Named, columns: int = 100, rows: int = 12) -> str:
 def to_svg(timelines: Named, title: str = "") -> str:
     """Timelines under each other on one scale of bytes. What is offloaded is a line: it is not part of the sum."""
     most = max((max(t.peak, *map(max, t.away.values()), 0) for _, t in timelines), default=0) or 1
+    unit = next(u for u in (2**40, 2**30, 2**20, 2**10, 1) if most >= u)
+    scale = linear_scale(0.0, most / unit, zero=True)
     canvas, top = Canvas(title, LEFT, WIDTH), float(TOP)
     away = {name for _, timeline in timelines for name in timeline.away}
     shown = [(COLORS[name], words) for name, words in CATEGORIES.items()]
     canvas.legend(LEFT, 43, shown + [(AWAY_COLORS[name], AWAY[name]) for name in AWAY if name in away])
     for name, timeline in timelines:
         canvas.text(LEFT, top + 12, f"{name}: {summary(timeline)}")
-        _timeline(canvas, timeline, top + 22, most)
-        top += 22 + HIGH + BAND + GAP
+        top += 22
+        axes = Axes(LEFT, top, WIDTH - RIGHT, top + HIGH, linear_scale(0.0, 1.0, zero=True), scale)
+        canvas.levels(axes, [size(tick * unit) for tick in scale.ticks])
+        below = [0] * len(timeline.totals)
+        for category, sizes in timeline.bytes.items():
+            above = [a + b for a, b in zip(below, sizes, strict=True)]
+            if any(sizes):
+                outline = (*_steps(above, unit), *reversed(_steps(below, unit)))
+                tip = f"{CATEGORIES[category]}: at most {size(max(sizes))}"
+                canvas.line(f"area {COLORS[category]}", map(axes.at, outline), tip)
+            below = above
+        for place, sizes in timeline.away.items():
+            canvas.line(AWAY_COLORS[place], map(axes.at, _steps(sizes, unit)), AWAY[place])
+        peak = axes.y(timeline.peak / unit)
+        canvas.line("line ink dashed", [(axes.left, peak), (axes.right, peak)])
+        for phase in timeline.phases:
+            x, end = (axes.x(at / timeline.length) for at in (phase.start, phase.end))
+            color = PHASE_COLORS[phase.kind]
+            canvas.box(color, x, axes.bottom + 3, max(0.2, end - x), BAND, phase.kind, phase.kind)
+        in_seconds = timeline.unit == "s"
+        length = f"{timeline.length:.3g} s" if in_seconds else f"{timeline.length:,.0f} {timeline.unit}"
+        canvas.text(axes.right, axes.bottom + BAND + 17, length, "soft end")
+        top += HIGH + BAND + GAP
     return canvas.svg()
-
-
-def _timeline(canvas: Canvas, timeline: MemoryTimeline, top: float, most: int) -> None:
-    unit = next(u for u in (2**40, 2**30, 2**20, 2**10, 1) if most >= u)
-    scale = linear_scale(0.0, most / unit, zero=True)
-    axes = Axes(LEFT, top, WIDTH - RIGHT, top + HIGH, linear_scale(0.0, 1.0, zero=True), scale)
-    canvas.levels(axes, [size(tick * unit) for tick in scale.ticks])
-    below = [0] * len(timeline.totals)
-    for name, sizes in timeline.bytes.items():
-        above = [a + b for a, b in zip(below, sizes, strict=True)]
-        if any(sizes):
-            outline = (*_steps(above, unit), *reversed(_steps(below, unit)))
-            tip = f"{CATEGORIES[name]}: at most {size(max(sizes))}"
-            canvas.line(f"area {COLORS[name]}", map(axes.at, outline), tip)
-        below = above
-    for name, sizes in timeline.away.items():
-        canvas.line(AWAY_COLORS[name], map(axes.at, _steps(sizes, unit)), AWAY[name])
-    peak = axes.y(timeline.peak / unit)
-    canvas.line("line ink dashed", [(axes.left, peak), (axes.right, peak)])
-    for phase in timeline.phases:
-        x, end = (axes.x(at / timeline.length) for at in (phase.start, phase.end))
-        color = PHASE_COLORS[phase.kind]
-        canvas.box(color, x, axes.bottom + 3, max(0.2, end - x), BAND, phase.kind, phase.kind)
-    words = f"{timeline.length:.3g} s" if timeline.unit == "s" else f"{timeline.length:,.0f} {timeline.unit}"
-    canvas.text(axes.right, axes.bottom + BAND + 17, words, "soft end")
 
 
 def _steps(values: Sequence[float], unit: int) -> list[tuple[float, float]]:

@@ -188,7 +188,17 @@ def histogram_text(found: Histogram, columns: int = 100) -> str:
             for p in places
         )
         lines.append(f"{form.name:>{width}}  {marks}".rstrip())
-    return "\n".join([*lines, "", *aligned(_fates(found)), ""])
+    rows = [["share of the numbers that become", *KINDS]]
+    for form in RANGES:
+        fates = [found.fate(kind, form) for kind in KINDS]
+        for what, word in (("zero", "zero"), ("subnormal", "subnormal"), ("large", "too large")):
+            shares = [getattr(fate, what) for fate in fates]
+            if any(shares):
+                rows.append([f"{form.name}: {word}", *map(_share, shares)])
+        powers = {kind: found.headroom(kind, form) for kind in KINDS}
+        cells = [f"{_share(found.fate(kind, form, by).zero)} (x 2^{by})" for kind, by in powers.items()]
+        rows.append([f"{form.name}: zero, with the best scale", *cells])
+    return "\n".join([*lines, "", *aligned(rows), ""])
 
 
 def histogram_svg(found: Histogram, title: str) -> str:
@@ -235,21 +245,6 @@ def _ends(found: Histogram) -> tuple[int, int]:
         drawn = [e for e, n in exponents.items() if _height(n / total) > 0]
         low, high = min([low, *drawn]), max([high, *drawn])
     return low - 1, high + 1
-
-
-def _fates(found: Histogram) -> list[list[str]]:
-    """Shares that formats round to zero, make subnormal and cannot hold, without a scale and with the best one."""
-    rows = [["share of the numbers that become", *KINDS]]
-    for form in RANGES:
-        fates = [found.fate(kind, form) for kind in KINDS]
-        for what, word in (("zero", "zero"), ("subnormal", "subnormal"), ("large", "too large")):
-            shares = [getattr(fate, what) for fate in fates]
-            if any(shares):
-                rows.append([f"{form.name}: {word}", *map(_share, shares)])
-        powers = {kind: found.headroom(kind, form) for kind in KINDS}
-        cells = [f"{_share(found.fate(kind, form, by).zero)} (x 2^{by})" for kind, by in powers.items()]
-        rows.append([f"{form.name}: zero, with the best scale", *cells])
-    return rows
 
 
 def _height(share: float) -> float:

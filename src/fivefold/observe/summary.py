@@ -70,24 +70,6 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
             figures[f"best_{key}"], best_step = min(pairs)
             if key == "val_loss":
                 figures["best_val_step"] = best_step
-    figures |= _speed(lines)
-    for key in ("noise_scale", "loss_scale", "skipped_steps"):
-        if values := finite(column(lines, key)[1]):
-            figures[key] = values[-1]
-    for key in ("val_losses", "source_tokens"):
-        if named := [values for line in lines if (values := by_name(line, key))]:
-            figures[key] = named[-1]
-    if alarms := [(line["step"], str(line["alarm"])) for line in lines if "alarm" in line]:
-        figures["alarms"] = alarms
-    if wrong := counts(lines):
-        figures["faults"] = wrong
-    if memory := finite(column(lines, "peak_memory_bytes")[1]):
-        figures["peak_memory_bytes"] = max(memory)
-    return figures
-
-
-def _speed(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
     for key in ("tokens_per_s", "mfu"):
         if values := finite(column(lines, key)[1]):
             figures[key] = median(values[len(values) // 10 :])
@@ -100,4 +82,16 @@ def _speed(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         # Where only each n-th step was written, the others took as long.
         written = len(steps) / max(1, steps[-1] - steps[0] + 1)
         figures["train_s"] = total * (1 if written > 0.9 else 1 / written)
+    for key in ("noise_scale", "loss_scale", "skipped_steps"):
+        if values := finite(column(lines, key)[1]):
+            figures[key] = values[-1]
+    for key in ("val_losses", "source_tokens"):
+        if named := [values for line in lines if (values := by_name(line, key))]:
+            figures[key] = named[-1]
+    if alarms := [(line["step"], str(line["alarm"])) for line in lines if "alarm" in line]:
+        figures["alarms"] = alarms
+    if wrong := counts(lines):
+        figures["faults"] = wrong
+    if memory := finite(column(lines, "peak_memory_bytes")[1]):
+        figures["peak_memory_bytes"] = max(memory)
     return figures

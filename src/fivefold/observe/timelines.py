@@ -76,9 +76,8 @@ def _lane(timeline: StepTimeline, lane: str) -> Lane:
             if x.kind != WAIT
         ]
         return Lane(lane, [boxes], timeline.seconds)
-    rows: list[
-        list[Box]
-    ] = []  # messages side by side where they overlap; the last row takes what is too much
+    # Messages side by side where they overlap; the last row takes what is too much
+    rows: list[list[Box]] = []
     for span in spans:
         row = next((row for row in rows if row[-1].end <= span.start), None)
         if row is None and len(rows) < MOST:

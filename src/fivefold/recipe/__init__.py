@@ -3,7 +3,7 @@
 from fivefold.models.card import active_parameters, count_parameters, flops_per_token, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.recipe.load import Recipe, change, families, load, shipped, source
-from fivefold.recipe.messages import Explained, explain, to_toml
+from fivefold.recipe.messages import explain, to_toml
 from fivefold.recipe.resolve import (
     microbatches_per_step,
     resolve,
@@ -21,12 +21,9 @@ from fivefold.recipe.rules.texts import (
     sequences_before,
 )
 from fivefold.recipe.schema import (
-    CheckpointSection,
     DataSection,
     FaultsSection,
     LayoutSection,
-    ObserveSection,
     OptimSection,
-    PrecisionSection,
     TrainSection,
 )

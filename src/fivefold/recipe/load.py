@@ -142,8 +142,21 @@ def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         UserError: the file is not valid TOML, or its base is no shipped recipe.
     """
     text = read_text(path, MOST_BYTES)
-    table, origins = _parse(text, path), _lines(text)
-    files = _files()
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message, _, place = str(error).partition(" (at ")
+        # the place is "line 3, column 5", or "end of document"
+        line, column = re.findall(r"\d+", place) or (text.count("\n") + 1, len(text) - text.rfind("\n"))
+        colon = path.suffix != ".toml" or re.match(r"\s*[\w-]+\s*:", text.split("\n")[int(line) - 1])
+        like = ". A recipe is TOML: a line [train], below it lines such as steps = 100" if colon else ""
+        raise UserError(f"{path}:{line}:{column}: not valid TOML: {message}{like}") from None
+    except (ValueError, RecursionError):
+        # Beyond what Python reads: numbers of 4300 digits, 1000 nested lists
+        counts = [len(re.findall(r"[\w\[{]", line)) for line in text.splitlines()]
+        line = counts.index(max(counts)) + 1  # with the most digits or brackets
+        raise UserError(f"{path}:{line}: a number is too long, or lists are nested too deeply") from None
+    origins, files = _lines(text), _files()
     if path in files.values():
         origins = {f"{section}.{name}": OURS for section, fields in table.items() for name in fields}
     if "base" not in table:
@@ -169,25 +182,6 @@ def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             table[section] = fields | own
             origins |= {f"{section}.{name}": OURS for name in fields.keys() - own.keys()}
     return table, origins
-
-
-def _parse(text: str, path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        message, _, place = str(error).partition(" (at ")
-        # the place is "line 3, column 5", or "end of document"
-        line, column = re.findall(r"\d+", place) or (text.count("\n") + 1, len(text) - text.rfind("\n"))
-        colon = path.suffix != ".toml" or re.match(r"\s*[\w-]+\s*:", text.split("\n")[int(line) - 1])
-        like = ". A recipe is TOML: a line [train], below it lines such as steps = 100" if colon else ""
-        raise UserError(f"{path}:{line}:{column}: not valid TOML: {message}{like}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ):  # beyond what Python reads: numbers of 4300 digits, 1000 nested lists
-        counts = [len(re.findall(r"[\w\[{]", line)) for line in text.splitlines()]
-        line = counts.index(max(counts)) + 1  # with the most digits or brackets
-        raise UserError(f"{path}:{line}: a number is too long, or lists are nested too deeply") from None
 
 
 def _lines(text: str) -> dict[str, str]:

@@ -63,12 +63,21 @@ class StepTimeline:
 
     def under_way(self, lane: str | None = None) -> float:
         """Seconds in which some message is under way (on an axis)."""
-        return _length(self._messages(lane))
+        return sum(end - start for start, end in self._messages(lane))
 
     def overlapped(self, lane: str | None = None) -> float:
         """Seconds in which the rank computes while some message (of an axis) is under way."""
         computed = _union((s.start, s.end) for s in self.of(COMPUTE) if s.kind != WAIT)
-        return _length(_common(self._messages(lane), computed))
+        messages, common, i, j = self._messages(lane), [], 0, 0
+        while i < len(messages) and j < len(computed):  # both are in order and without overlap
+            start, end = max(messages[i][0], computed[j][0]), min(messages[i][1], computed[j][1])
+            if start < end:
+                common.append(end - start)
+            if messages[i][1] < computed[j][1]:
+                i += 1
+            else:
+                j += 1
+        return sum(common)
 
     def hidden(self, lane: str | None = None) -> float:
         """Share of the time of messages in which the rank computes, 0..1; 1 without messages."""
@@ -102,26 +111,6 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             union.append((start, end))
     return union
-
-
-def _common(
-    some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """The times in both; each is in order and without overlap."""
-    common, i, j = [], 0, 0
-    while i < len(some) and j < len(others):
-        start, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
-        if start < end:
-            common.append((start, end))
-        if some[i][1] < others[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
-def _length(spans: Iterable[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in spans)
 
 
 class Work(NamedTuple):
@@ -313,9 +302,8 @@ def of_changes(
             largest[part] = total, dict(now)
 
     for change in changes:
-        while part < min(
-            BINS - 1, int(change.at / width)
-        ):  # a part without changes shows what was there before it
+        # A part without changes shows what was there before it
+        while part < min(BINS - 1, int(change.at / width)):
             part += 1
             note()
         now[change.category] += change.size

@@ -231,11 +231,8 @@ def _summing(recipe: Sections) -> bool:
 def _all_reduces(recipe: Sections) -> bool:
     """True if ranks of a replica group sum gradients by all-reduce."""
     layout = Layout.from_recipe(recipe.layout)
-    return bool(
-        summing_groups(
-            replace(layout, dp_replicate=max(1, layout.dp_replicate // recipe.replica_groups.count))
-        )
-    )
+    replicas = max(1, layout.dp_replicate // recipe.replica_groups.count)
+    return bool(summing_groups(replace(layout, dp_replicate=replicas)))
 
 
 NO_SUM = "gradients are summed with dp > 1 or cp > 1 only (within a replica group)"

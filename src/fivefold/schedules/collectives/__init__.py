@@ -1,15 +1,11 @@
 """Collectives as data: rounds of moves, generated, proven, priced on a topology and drawn. No torch."""
 
 from fivefold.schedules.collectives.collective import (
-    Algorithm,
     Collective,
-    Group,
     Levels,
     Line,
     Move,
     Primitive,
-    Round,
-    Shape,
     Wire,
     prove,
 )

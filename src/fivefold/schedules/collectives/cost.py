@@ -235,9 +235,8 @@ class _Run:
     def go(self, moves: Round) -> None:
         """Goes through a round."""
         net = self.topology
-        messages: dict[tuple[int, int, int], float] = defaultdict(
-            float
-        )  # bytes, by source, target and stream
+        # Bytes, by source, target and stream
+        messages: dict[tuple[int, int, int], float] = defaultdict(float)
         added: dict[Place, float] = defaultdict(float)  # bytes
         for source, target, chunks, reduce in moves:
             stream, amount = chunks.start % self.streams, self.each * len(chunks)

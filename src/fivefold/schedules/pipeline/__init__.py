@@ -14,7 +14,7 @@ from fivefold.schedules.pipeline.generators import (
     splits_backward,
     stages_per_rank,
 )
-from fivefold.schedules.pipeline.schedule import Action, Kind, Schedule, check, cut, peak_live, place
+from fivefold.schedules.pipeline.schedule import Action, Schedule, check, cut, peak_live, place
 from fivefold.schedules.pipeline.simulate import (
     SENDS_PER_RANK,
     Costs,

@@ -144,9 +144,8 @@ def simulate_oversubscribed(schedule: Schedule, costs: Costs, at_once: float) ->
     """
     way, pairs = schedule.walked, schedule.ahead
     assert not way.stuck, "the schedule does not pass check"
-    to_do: list[list[int]] = [
-        [] for _ in schedule.rows
-    ]  # steps that each rank still has to do, in reverse order
+    # Steps that each rank still has to do, in reverse order
+    to_do: list[list[int]] = [[] for _ in schedule.rows]
     for step in reversed(range(len(way.ranks))):
         to_do[way.ranks[step]].append(step)
     ends: dict[int, float] = {}  # of each step that is done

@@ -83,18 +83,14 @@ def halving_doubling(shape: Shape) -> Rounds:
     return folded(shape.ranks, rounds + reverse(rounds, False), chunks)
 
 
-def near_first(ranks: int) -> Rounds:
-    """Reduce-scatter that begins with the nearest partner, so that the largest messages go the shortest way. Rank r
-    ends with the chunk of its number's bits in reverse order."""
-    bits = log2(ranks)
-    return embed(halving(ranks), [int(f"{r:0{bits}b}"[::-1], 2) if bits else 0 for r in range(ranks)])
-
-
 def rabenseifner(shape: Shape) -> Rounds:
     """As `halving_doubling`, nearest partners first; pairs that fold share their sum's work, half of it each."""
     extra, order = left(shape.ranks)
-    chunks = len(order)
-    scatter = embed(near_first(chunks), order)
+    chunks, bits = len(order), log2(len(order))
+    # The nearest partner first, so that the largest messages go the shortest way: rank r ends with the chunk of its
+    # number's bits in reverse order
+    reversed_bits = [int(f"{r:0{bits}b}"[::-1], 2) if bits else 0 for r in range(chunks)]
+    scatter = embed(embed(halving(chunks), reversed_bits), order)
     rounds = scatter + reverse(scatter, False)
     if not extra:
         return rounds

@@ -72,23 +72,17 @@ def all_reduce(shape: Shape) -> Rounds:
     return reduce_scatter(shape) + all_gather(shape)
 
 
-def _hops(shape: Shape, turns: int, levels: Levels) -> float:
-    """Seconds of latency of the longest way: `turns` (n - 1) hops along the ring. One hop per node leaves it."""
-    n, nodes = shape.ranks, shape.nodes
-    hops = turns * (n - 1)
-    if nodes == 1:
-        return hops * levels.near.latency
-    # The way leaves out `turns` neighbouring hops. The longest leaves out those that stay in their node.
-    far = hops if shape.local == 1 else turns * nodes - max(0, turns + 1 - shape.local)
-    return far * levels.far.latency + (hops - far) * levels.near.latency
-
-
 def _line(turns: int, shape: Shape, levels: Levels) -> Line:
-    bandwidth = levels.near.bandwidth
+    """The longest way has `turns` (n - 1) hops along the ring. One hop per node leaves it."""
+    hops = turns * (shape.ranks - 1)
+    latency, bandwidth = hops * levels.near.latency, levels.near.bandwidth
     if shape.nodes > 1:
+        # The way leaves out `turns` neighbouring hops. The longest leaves out those that stay in their node.
+        far = hops if shape.local == 1 else turns * shape.nodes - max(0, turns + 1 - shape.local)
+        latency = far * levels.far.latency + (hops - far) * levels.near.latency
         rails = shape.local * levels.far.bandwidth
         bandwidth = rails if shape.local == 1 else min(bandwidth, rails)
-    return Line(_hops(shape, turns, levels), turns * (shape.ranks - 1) / shape.ranks / bandwidth)
+    return Line(latency, turns * (shape.ranks - 1) / shape.ranks / bandwidth)
 
 
 one_turn, two_turns = partial(_line, 1), partial(_line, 2)

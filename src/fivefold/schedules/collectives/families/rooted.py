@@ -42,8 +42,10 @@ def binomial(ranks: int) -> Rounds:
     ]
 
 
-def star(ranks: int) -> Rounds:
-    return [tuple(Move(0, r, ALL) for r in range(1, ranks))] if ranks > 1 else []
+def star(ranks: int, scatter: bool = False) -> Rounds:
+    """Rank 0 sends everyone the message, or (scatter) its own chunk."""
+    moves = tuple(Move(0, r, rings.one(r) if scatter else ALL) for r in range(1, ranks))
+    return [moves] if moves else []
 
 
 def chain(ranks: int, pieces: int) -> Rounds:
@@ -64,10 +66,6 @@ def binomial_scatter(ranks: int) -> Rounds:
         )
         for k in reversed(range(log2(ranks)))
     ]
-
-
-def star_scatter(ranks: int) -> Rounds:
-    return [tuple(Move(0, r, rings.one(r)) for r in range(1, ranks))] if ranks > 1 else []
 
 
 def scatter_gather(shape: Shape) -> Rounds:
@@ -149,7 +147,7 @@ ALGORITHMS = (
         "reduce", "scatter_gather", scatter_gather_reduce, each_rank, "large messages", "Rabenseifner 2004; " + THAKUR
     ),
     *_both_ways(
-        "scatter", "star", lambda s: from_root(star_scatter(s.ranks), s, True), each_rank, "large messages"
+        "scatter", "star", lambda s: from_root(star(s.ranks, scatter=True), s, True), each_rank, "large messages"
     ),
     *_both_ways(
         "scatter", "binomial", lambda s: from_root(binomial_scatter(s.ranks), s, True), each_rank,
