@@ -336,7 +336,7 @@ def _follow_launcher(place: Place, met: threading.Event) -> None:
         if sys.platform != "linux":
             os.kill(os.getpid(), signal.SIGTERM)
         began = time.monotonic()
-        while met.is_set() and (left_s := max(began, verdict.moved_at()) + grace_s - time.monotonic()) > 0:
+        while met.is_set() and (left_s := max(began, verdict.moved_at) + grace_s - time.monotonic()) > 0:
             time.sleep(left_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
