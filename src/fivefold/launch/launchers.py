@@ -237,7 +237,7 @@ def only_here(host: str, backend: str) -> bool:
     """True if all ranks must be on this machine: rank 0's host is "localhost" or a loopback address, or the user has
     named the loopback interface. A host's own name may stand for one, too, and other hosts still reach it."""
     own = host.partition(".")[0] == socket.gethostname().partition(".")[0] != "localhost"
-    named = os.environ.get(_variable(backend), "").lstrip("=").split(",")
+    named = os.environ.get(variable(backend), "").lstrip("=").split(",")
     return LOOPBACK in named or (not own and is_loopback(_address(host)))
 
 
@@ -253,7 +253,7 @@ def reachable(host: str, backend: str) -> str:
         return host
     found = addresses()
     # NCCL: names are beginnings unless `=` is before; `^` is "not"
-    if setting := os.environ.get(_variable(backend)):
+    if setting := os.environ.get(variable(backend)):
         words, exact = setting.lstrip("^=").split(","), backend == "gloo" or "=" in setting[:2]
         named = {
             n for n in found for word in words if word and (n == word or (not exact and n.startswith(word)))
@@ -267,13 +267,9 @@ def reachable(host: str, backend: str) -> str:
     return next(iter(found.values()))
 
 
-def _variable(backend: str) -> str:
+def variable(backend: str) -> str:
+    """Where the user or the launcher names the interface."""
     return f"{backend.upper()}_SOCKET_IFNAME"
-
-
-def is_named(backend: str) -> bool:
-    """True if the user or the launcher has named the interface."""
-    return bool(os.environ.get(_variable(backend)))
 
 
 def name_interface(backend: str, host: str, one_machine: bool = False) -> None:
@@ -293,13 +289,13 @@ def name_interface(backend: str, host: str, one_machine: bool = False) -> None:
             f"{address}, which no other host can reach.{interfaces(backend)}"
         )
     # NCCL takes names as beginnings of names
-    os.environ[_variable(backend)] = f"={name}" if backend == "nccl" else name
+    os.environ[variable(backend)] = f"={name}" if backend == "nccl" else name
 
 
 def interfaces(backend: str) -> str:
     """What to do about the network: the sentence that ends an error."""
     names = ", ".join(addresses())
-    return f" Set {_variable(backend)} to the network interface between the hosts (here: {names or 'none'})"
+    return f" Set {variable(backend)} to the network interface between the hosts (here: {names or 'none'})"
 
 
 def wait_for(host: str, port: int, wait_s: float) -> None:

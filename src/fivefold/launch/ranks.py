@@ -110,7 +110,7 @@ def join(
             store = _store(rank, launched, meet_s)
             if world > 1 and STORE_FILE not in os.environ:  # the same on all ranks
                 host, here = master()[0], _on_one_machine(store, rank, world, meet_s)
-                if world > local_world and not launchers.is_named(backend):
+                if world > local_world and not os.environ.get(launchers.variable(backend)):
                     launchers.name_interface(
                         backend, host if here else launchers.reachable(host, backend), here
                     )
