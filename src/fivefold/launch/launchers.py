@@ -117,7 +117,15 @@ def master() -> tuple[str, int]:
     if by in MPI and world == local_world:
         return "127.0.0.1", _number(PORT, {PORT: str(_own_port(_launcher_pid(by)))})
     if "SLURM_JOB_NODELIST" in env:
-        return _first_host(env["SLURM_JOB_NODELIST"]), _own_port(_number("SLURM_JOB_ID"))
+        show = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]  # such as "node[3-5],other"
+        try:
+            hosts = subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()
+            return hosts[0], _own_port(_number("SLURM_JOB_ID"))
+        except (OSError, subprocess.CalledProcessError, IndexError) as error:
+            said = str(getattr(error, "stderr", "") or error).strip()
+            raise UserError(
+                f"`{' '.join(show)}` does not name the job's first host ({said}): set MASTER_ADDR to it"
+            ) from None
     if by in MPI:
         raise UserError(
             f"ranks of {by.name} on several hosts need {ADDRESS}, the first host: mpirun -x {ADDRESS}=HOST "
@@ -145,23 +153,9 @@ def _launcher_pid(by: Launcher) -> int:
     return 0
 
 
-def _first_host(nodes: str) -> str:
-    """The first host of a Slurm list such as "node[3-5],other"."""
-    try:
-        found = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        )
-        return found.stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        said = str(getattr(error, "stderr", "") or error).strip()
-        raise UserError(
-            f"`scontrol show hostnames {nodes}` does not name the job's first host ({said}): set MASTER_ADDR to it"
-        ) from None
-
-
 COUNTS = {"TORCHELASTIC_RESTART_COUNT": "torchrun", "SLURM_RESTART_COUNT": "Slurm"}
 MOST = "TORCHELASTIC_MAX_RESTARTS"  # torchrun's --max-restarts
-LAUNCH = "TORCHELASTIC_RUN_ID"  # its --rdzv-id
+LAUNCH = "TORCHELASTIC_RUN_ID"  # its --rdzv-id, the same in all starts of a launch; "none": not given
 
 
 def restarted_by() -> str | None:
@@ -184,12 +178,6 @@ def in_pod() -> bool:
     """True in a pod of Kubernetes where nobody types: it may be a retry, and does not know."""
     typed = hasattr(sys, "ps1") or (sys.stdin and sys.stdin.isatty())  # ps1: also in a notebook
     return "KUBERNETES_SERVICE_HOST" in os.environ and not typed
-
-
-def launch_id() -> str:
-    """torchrun's name of all starts of one launch; "" if it was given none."""
-    name = os.environ.get(LAUNCH, "")
-    return "" if name == "none" else name
 
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -249,7 +237,7 @@ def only_here(host: str, backend: str) -> bool:
     """True if all ranks must be on this machine: rank 0's host is "localhost" or a loopback address, or the user has
     named the loopback interface. A host's own name may stand for one, too, and other hosts still reach it."""
     own = host.partition(".")[0] == socket.gethostname().partition(".")[0] != "localhost"
-    named = os.environ.get(_variable(backend), "").lstrip("=").split(",")
+    named = os.environ.get(variable(backend), "").lstrip("=").split(",")
     return LOOPBACK in named or (not own and is_loopback(_address(host)))
 
 
@@ -264,9 +252,8 @@ def reachable(host: str, backend: str) -> str:
     if not own or only_here(host, backend) or not is_loopback(own_address(host)):
         return host
     found = addresses()
-    if setting := os.environ.get(
-        _variable(backend)
-    ):  # NCCL: names are beginnings unless `=` is before; `^` is "not"
+    # NCCL: names are beginnings unless `=` is before; `^` is "not"
+    if setting := os.environ.get(variable(backend)):
         words, exact = setting.lstrip("^=").split(","), backend == "gloo" or "=" in setting[:2]
         named = {
             n for n in found for word in words if word and (n == word or (not exact and n.startswith(word)))
@@ -280,13 +267,9 @@ def reachable(host: str, backend: str) -> str:
     return next(iter(found.values()))
 
 
-def _variable(backend: str) -> str:
+def variable(backend: str) -> str:
+    """Where the user or the launcher names the interface."""
     return f"{backend.upper()}_SOCKET_IFNAME"
-
-
-def is_named(backend: str) -> bool:
-    """True if the user or the launcher has named the interface."""
-    return bool(os.environ.get(_variable(backend)))
 
 
 def name_interface(backend: str, host: str, one_machine: bool = False) -> None:
@@ -306,13 +289,13 @@ def name_interface(backend: str, host: str, one_machine: bool = False) -> None:
             f"{address}, which no other host can reach.{interfaces(backend)}"
         )
     # NCCL takes names as beginnings of names
-    os.environ[_variable(backend)] = f"={name}" if backend == "nccl" else name
+    os.environ[variable(backend)] = f"={name}" if backend == "nccl" else name
 
 
 def interfaces(backend: str) -> str:
     """What to do about the network: the sentence that ends an error."""
     names = ", ".join(addresses())
-    return f" Set {_variable(backend)} to the network interface between the hosts (here: {names or 'none'})"
+    return f" Set {variable(backend)} to the network interface between the hosts (here: {names or 'none'})"
 
 
 def wait_for(host: str, port: int, wait_s: float) -> None:

@@ -110,7 +110,7 @@ def join(
             store = _store(rank, launched, meet_s)
             if world > 1 and STORE_FILE not in os.environ:  # the same on all ranks
                 host, here = master()[0], _on_one_machine(store, rank, world, meet_s)
-                if world > local_world and not launchers.is_named(backend):
+                if world > local_world and not os.environ.get(launchers.variable(backend)):
                     launchers.name_interface(
                         backend, host if here else launchers.reachable(host, backend), here
                     )
@@ -336,7 +336,7 @@ def _follow_launcher(place: Place, met: threading.Event) -> None:
         if sys.platform != "linux":
             os.kill(os.getpid(), signal.SIGTERM)
         began = time.monotonic()
-        while met.is_set() and (left_s := max(began, verdict.moved_at()) + grace_s - time.monotonic()) > 0:
+        while met.is_set() and (left_s := max(began, verdict.moved_at) + grace_s - time.monotonic()) > 0:
             time.sleep(left_s)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -91,24 +91,19 @@ def _date(path: Path) -> None:
 
 
 MOVED = "moved"  # a file MOVED-RANK: see `get_on`
-_moved_at = -math.inf
+moved_at = -math.inf  # when (time.monotonic) this rank last said that it gets on
 
 
 def get_on() -> None:
     """This rank has been asked to stop, and still gets something done: it saves, or ends a validation. Who would kill
     it after the grace time waits for longer."""
-    global _moved_at
-    _moved_at = time.monotonic()
+    global moved_at
+    moved_at = time.monotonic()
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
             path = Path(folder, f"{MOVED}-{os.environ.get('RANK', '0')}")
             path.touch()
             _date(path)
-
-
-def moved_at() -> float:
-    """When (time.monotonic) this rank last said that it gets on."""
-    return _moved_at
 
 
 def backend_words(error: BaseException) -> str:

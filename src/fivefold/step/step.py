@@ -132,9 +132,8 @@ def take_step(
         own_norm = own_norm / scaling.factor
         more["loss_scale"] = scaling.factor
     norm, replica_groups = own_norm, state.mesh.axis("replica_groups")
-    if (
-        replica_groups.size > 1
-    ):  # one that is not finite makes the mean not finite, so all replica groups skip the same updates
+    # One that is not finite makes the mean not finite, so all replica groups skip the same updates
+    if replica_groups.size > 1:
         means = replica_groups.all_reduce(torch.stack([loss, norm, asked, ruined])) / replica_groups.size
         loss, norm, asked, ruined = means.unbind()
     verdict = judge(state.usual, loss, norm, recipe.faults, ruined)

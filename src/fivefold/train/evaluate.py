@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, groupby, islice, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
@@ -277,7 +276,7 @@ def _text_row(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _read_task(path: Path, how: Evaluation) -> Callable[[Scorer, Callable[[str], None]], dict[str, Any]]:
-    """Reads a task file. Returns what scores it."""
+    """Reads a task file. Returns what scores it: figures, and in `details` a row for each item."""
     schema, items = read_items(path)
     pool, source, same = items, path, how.shots_from is None
     if how.shots_from is not None:
@@ -287,39 +286,30 @@ def _read_task(path: Path, how: Evaluation) -> Callable[[Scorer, Callable[[str],
         require_enough(how.shots, source, pool, same=same)
     items = items[: how.limit or None]
     contexts = list(prompts(items, how.shots, pool, how.seed, same=same))
-    facts = {"file": str(path), "schema": schema, "items": len(items), "shots": how.shots, "seed": how.seed}
-    return partial(_task, facts, items, contexts)
+    facts: dict[str, Any] = {"file": str(path), "schema": schema, "items": len(items)}
+    facts |= {"shots": how.shots, "seed": how.seed}
 
-
-def _task(
-    facts: dict[str, Any],
-    items: Sequence[Item],
-    contexts: Sequence[str],
-    scorer: Scorer,
-    tell: Callable[[str], None],
-) -> dict[str, Any]:
-    """Figures of a task. `details` has a row for each item. contexts: the prompt of each."""
-    path = facts["file"]
-
-    def requests() -> Iterator[Request]:
+    def requests(scorer: Scorer) -> Iterator[Request]:
         for item, context in zip(items, contexts, strict=True):
             try:
                 yield from scorer.continuations(context, [item.join + choice for choice in item.choices])
             except UserError as error:
                 raise UserError(f"{path}, line {item.line}: {error}") from None
 
-    scores = scorer.score(requests())
-    details: list[dict[str, Any]] = []
-    for item in items:
-        details.append(_judge(item, list(islice(scores, len(item.choices)))))
-        tell(f"{path}: {len(details):,} of {len(items):,} items")
-    row = facts | {"cut": sum(detail["cut"] for detail in details)}
-    row |= _mean("accuracy", [detail["right"] for detail in details])
-    if all(len(item.choices) == 1 for item in items):
-        row["perplexity"] = _exp(-fmean(detail["log_likelihoods"][0] for detail in details))
-    else:
-        row |= _mean("accuracy_norm", [detail["right_norm"] for detail in details])
-    return row | {"details": details}
+    def figures(scorer: Scorer, tell: Callable[[str], None]) -> dict[str, Any]:
+        scores, details = scorer.score(requests(scorer)), list[dict[str, Any]]()
+        for item in items:
+            details.append(_judge(item, list(islice(scores, len(item.choices)))))
+            tell(f"{path}: {len(details):,} of {len(items):,} items")
+        row = facts | {"cut": sum(detail["cut"] for detail in details)}
+        row |= _mean("accuracy", [detail["right"] for detail in details])
+        if all(len(item.choices) == 1 for item in items):
+            row["perplexity"] = _exp(-fmean(detail["log_likelihoods"][0] for detail in details))
+        else:
+            row |= _mean("accuracy_norm", [detail["right_norm"] for detail in details])
+        return row | {"details": details}
+
+    return figures
 
 
 def _judge(item: Item, scored: Sequence[tuple[Request, Score]]) -> dict[str, Any]:

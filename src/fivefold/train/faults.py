@@ -46,11 +46,6 @@ class Fault(UserError):
         self.step, self.said, self.act, self.back_to = step, said, act, back_to
         self.leaves_out, self.good = leaves_out, good
 
-    def unsaved(self, why: UserError) -> Fault:
-        """The same, after which the weights could not be saved either."""
-        said = f"{self.said}. The run ends here, and this step could not be saved: {why}"
-        return Fault(self.step, said, self.act, self.back_to, self.leaves_out, self.good)
-
     def ended(self, run: Path) -> UserError:
         """The error with which the run ends. It says what to do if the weights are not good."""
         where = f"Resume from step {saved}" if (saved := newest(run)) else "Start again"

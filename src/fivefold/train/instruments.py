@@ -104,8 +104,6 @@ MEMORY = 0.98
 """Weight of earlier steps in the averages. A single step's estimate is far too noisy (the paper averages, too)."""
 ONE_PART = 0.999
 """Sum of squared shares from which on a step has only one part that counts."""
-
-
 SQUARES, UNEVEN = "partial_squares", "partial_weights"
 """Figures of a step: see `NoiseScale.begin_update`."""
 

@@ -91,7 +91,8 @@ def _raise_fault(state: State, recipe: Recipe, hooks: RunHooks, late: _Late, loo
         try:
             hooks.save(state.step, ends=True, waits=False)  # an error must not wait
         except UserError as error:
-            raise fault.unsaved(error) from error
+            message = f"{fault.said}. The run ends here, and this step could not be saved: {error}"
+            raise Fault(fault.step, message, fault.act, fault.back_to) from error
     raise fault
 
 

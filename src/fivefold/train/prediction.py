@@ -118,9 +118,8 @@ class Prediction(Instrument):
         cluster = self._cluster()
         found = self.plan = predict(recipe, cluster, replace(software_of(cluster), documents=self._documents))
         counted = max(self.start, self.whole) + 1
-        first = recipe.replica_groups.due(
-            counted, recipe.train.steps or 0
-        )  # what the counted step synchronises
+        # What the counted step synchronises
+        first = recipe.replica_groups.due(counted, recipe.train.steps or 0)
         return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True, fragments=first)}
 
     @cached_property

@@ -20,7 +20,7 @@ from signal import Signals
 from fivefold.checkpoint import keep, store
 from fivefold.errors import UserError, printable, several
 from fivefold.files import read_json, write_atomically
-from fivefold.launch.launchers import launch_id
+from fivefold.launch.launchers import LAUNCH
 from fivefold.launch.local import Attempt, Outcome, as_error
 from fivefold.launch.verdict import STOPPED, Failure, unsaved
 from fivefold.observe.faults import add_restart
@@ -140,7 +140,8 @@ def go_back_once(run: Path, chosen: Path) -> None:
     Raises:
         UserError: as `keep.go_back`.
     """
-    mark, known = {"launch": launch_id(), "to": str(chosen)}, {}
+    launch = os.environ.get(LAUNCH, "")
+    mark, known = {"launch": "" if launch == "none" else launch, "to": str(chosen)}, {}
     with suppress(OSError, UserError, ValueError):
         known = read_json(run / WENT_BACK)
     if mark["launch"] and known == mark:

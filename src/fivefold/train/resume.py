@@ -309,9 +309,8 @@ def _weights(
 def _states(state: State, checkpoint: store.Reader, meta: Meta) -> tuple[dict[str, Saved], dict[str, Saved]]:
     """The optimizer's states, and the outer optimizer's. They have none before the first step."""
     tensors, outer = checkpoint.manifest.tensors["optimizer"], state.outer
-    prefix = moments_at(
-        state.mesh.index("replica_groups") % meta.replica_groups.count
-    )  # a replica group that joins takes those of another
+    # A replica group that joins takes those of another
+    prefix = moments_at(state.mesh.index("replica_groups") % meta.replica_groups.count)
     moments = dict[str, Saved]()
     for (moment, name), part in state.moment_parts().items() if meta.updates else ():
         there = f"{prefix}{moment}.{name}"

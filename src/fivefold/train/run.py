@@ -188,11 +188,8 @@ def _go_back(hooks: RunHooks, fault: Fault) -> None:
 def _first_state(job: Job, ranks: Ranks, stack: ExitStack) -> tuple[State, Server | None, list[str] | None]:
     """The state to train from: of a checkpoint, if the run resumes, else with initial weights; the parameter server
     that has it, if it is one's; and what `resume` returns."""
-    replica_group, frozen, server = (
-        job.endpoint.group if job.endpoint else None,
-        job.recipe.checkpoint.frozen,
-        None,
-    )
+    frozen, server = job.recipe.checkpoint.frozen, None
+    replica_group = job.endpoint.group if job.endpoint else None
     if job.recipe.servers.count:
         state, server = build_server(job, ranks)
     else:

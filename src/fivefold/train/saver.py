@@ -27,7 +27,6 @@ from fivefold.checkpoint.write import Background, Writing
 from fivefold.comm import Started, all_or_none
 from fivefold.errors import UserError
 from fivefold.host.machine import available
-from fivefold.parallel.diloco import Outer
 from fivefold.parallel.mesh import Microbatch
 from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
@@ -265,11 +264,18 @@ def prepare(state: State, out: Path, meta: Mapping[str, Any]) -> write.Writing:
         kept = {name: w for name, w in masters.items() if name not in gone}
         model, optimizer = owned_pieces(state, kept), moment_pieces(state)
     else:
-        model, optimizer = _pieces_of_replica_group(state, state.outer)
+        # The first replica group writes what all have: the common weights and the states of the outer optimizer. Every
+        # one writes its moments, and its weights if they differ
+        replica_group, model = state.mesh.index("replica_groups"), list[write.Piece]()
+        optimizer = moment_pieces(state, moments_at(replica_group))
+        if not state.outer.aligned:
+            optimizer += owned_pieces(state, state.masters(), before=weights_at(replica_group))
+        if replica_group == 0:
+            model = owned_pieces(state, state.outer.weights)
+            optimizer += owned_pieces(state, state.outer.states(), state.outer.state_names, OUTER)
         whole["replica_groups"] = {
-            "count": state.mesh.size(
-                "replica_groups"
-            ),  # a replica group that is a launch of its own saves for itself
+            # A replica group that is a launch of its own saves for itself
+            "count": state.mesh.size("replica_groups"),
             "every": state.outer.replica_groups.every,
             "fragments": state.outer.replica_groups.fragments,
             "aligned": state.outer.aligned,
@@ -283,20 +289,6 @@ def prepare(state: State, out: Path, meta: Mapping[str, Any]) -> write.Writing:
 
 def _copies(pieces: list[write.Piece]) -> list[write.Piece]:
     return [replace(piece, tensor=piece.tensor.detach().clone()) for piece in pieces]
-
-
-def _pieces_of_replica_group(state: State, outer: Outer) -> tuple[list[write.Piece], list[write.Piece]]:
-    """What this rank owns of the common weights, and of everything else. The first replica group writes what all
-    replica groups have: the common weights and the states of the outer optimizer. Every replica group writes its
-    moments, and its weights if they differ."""
-    replica_group = state.mesh.index("replica_groups")
-    optimizer = moment_pieces(state, moments_at(replica_group))
-    if not outer.aligned:
-        optimizer += owned_pieces(state, state.masters(), before=weights_at(replica_group))
-    if replica_group:
-        return [], optimizer
-    optimizer += owned_pieces(state, outer.states(), outer.state_names, OUTER)
-    return owned_pieces(state, outer.weights), optimizer
 
 
 def moments_at(replica_group: int) -> str:
@@ -359,11 +351,9 @@ def compression(state: State) -> dict[str, Any]:
         "compress_after": None,
     }
     same, replica_groups = to_text(replace(layout, **idle)), state.mesh.size("replica_groups")
-    return {
-        "compression": {
-            "layout": f"{same} in {replica_groups} replica groups" if replica_groups > 1 else same
-        }
-    }
+    if replica_groups > 1:
+        same += f" in {replica_groups} replica groups"
+    return {"compression": {"layout": same}}
 
 
 def buffer_pieces(state: State) -> list[write.Piece]:

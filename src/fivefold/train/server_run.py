@@ -350,14 +350,10 @@ class ServerHooks(RunHooks):
 def worker_state(recipe: Recipe, ranks: Ranks, links: list[Link]) -> tuple[State, Exchange]:
     """A worker's state, whose weights come from the servers, and what takes its gradients there."""
     servers, worker = recipe.servers, ranks.rank - recipe.servers.count
-    mesh = Mesh(
-        replace(Layout.from_recipe(recipe.layout), dp_replicate=1), replace(ranks, rank=worker, world=1)
-    )
-    model_of_one_rank = recipe.model_copy(
-        update={"layout": recipe.layout.model_copy(update={"dp_replicate": 1})}
-    )
+    alone = recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"dp_replicate": 1})})
+    mesh = Mesh(Layout.from_recipe(alone.layout), replace(ranks, rank=worker, world=1))
     working = torch_dtype(compute_mode(recipe, ranks.device).working)
-    parallel = parallelize(model_of_one_rank, mesh, working, torch.float32)
+    parallel = parallelize(alone, mesh, working, torch.float32)
     replica, card = parallel.replicas[0], card_of(recipe.model)
     module = cast("LanguageModel", parallel.stages[0])
     assert isinstance(replica, DataParallel)
@@ -410,11 +406,8 @@ def _train(
     recipe, train = job.recipe, job.recipe.train
     begin, clock = time.time(), time.perf_counter()  # the hosts' clock may jump, the other one does not
     step, share, before = order.first, order.second, exchange.waited
-    size, rows, workers = (
-        train.global_batch_size,
-        train.microbatch_size or 1,
-        ranks.world - recipe.servers.count,
-    )
+    size, rows = train.global_batch_size, train.microbatch_size or 1
+    workers = ranks.world - recipe.servers.count
     microbatches = share_of(source_of(job), step, size, rows, state.mesh, share=(share, workers))
     read = time.perf_counter() - clock
     state.step = exchange.step = step

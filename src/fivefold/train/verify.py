@@ -322,7 +322,9 @@ def _differences(
             size += b.double().square().sum().item()
             continue
         # About the size of each element's gradients: of both sides, as one may have rounding noise where it is zero
-        moments = [s.read("optimizer", f"{second}.{name}") for s in (mine, theirs) if _has(s, second, name)]
+        moment = f"{second}.{name}"  # a buffer has none, and no parameter if `second` is None
+        sides = (s for s in (mine, theirs) if moment in s.names("optimizer"))
+        moments = [s.read("optimizer", moment) for s in sides]
         root = torch.stack(moments).amax(0).sqrt() if moments else torch.ones_like(a)
         root = torch.where(root > 0, root, root.max().clamp(min=1e-30))  # no gradient: counts fully
         yield ("weights", name), _relative(a * root, b * root)
@@ -332,11 +334,6 @@ def _differences(
     mine, theirs = (store.Reader(folder / "first", finite=False) for folder in (side, reference))
     for name in _names(mine, theirs):
         yield ("gradients", name), _relative(mine.read("model", name), theirs.read("model", name))
-
-
-def _has(side: store.Reader, second: str | None, name: str) -> bool:
-    """False for a buffer, and with an optimizer without a second moment."""
-    return second is not None and f"{second}.{name}" in side.names("optimizer")
 
 
 def _names(mine: store.Reader, theirs: store.Reader) -> list[str]:
