@@ -301,10 +301,8 @@ def _collectives(size: int, device: torch.device) -> dict[str, Callable[[], obje
     }
     part = {name: x[: len(x) // n] for name, x in whole.items()}
     out = torch.empty_like(whole["bf16"])
-    rows, every = (
-        torch.empty(len(part["fp32"]), device=device),
-        Axis("all", range(n), rank, device, dist.group.WORLD),
-    )
+    rows = torch.empty(len(part["fp32"]), device=device)
+    every = Axis("all", range(n), rank, device, dist.group.WORLD)
 
     def around() -> None:
         """Sends to the next rank, as in a ring; a pipeline's transfer is half of it."""

@@ -135,10 +135,8 @@ def fit(runs: Sequence[Run], samples: int = SAMPLES) -> Fit:
         np.array([getattr(run, name) for run in runs]) for name in ("parameters", "tokens", "loss")
     )
     centre_x, centre_y = np.log(N).mean(), np.log(D).mean()
-    x, y = (
-        np.log(N) - centre_x,
-        np.log(D) - centre_y,
-    )  # centred, so that A and B hardly depend on the exponents
+    # centred, so that A and B hardly depend on the exponents
+    x, y = np.log(N) - centre_x, np.log(D) - centre_y
     starts = []
     for alpha, beta in ((alpha, beta) for alpha in EXPONENTS for beta in EXPONENTS):
         columns = np.stack([np.ones_like(x), np.exp(-alpha * x), np.exp(-beta * y)], 1) / losses[:, None]
@@ -263,16 +261,14 @@ class Results:
         outside: N or D is not among those of the runs."""
         if self.fit is None:
             return []
-        sizes, lengths, flops = zip(
-            *((run.parameters, run.tokens, run.flops) for run in self.runs), strict=True
-        )
+        points = ((run.parameters, run.tokens, run.flops) for run in self.runs)
+        sizes, lengths, flops = zip(*points, strict=True)
         optima = []
         for budget in (*np.geomspace(min(flops), max(flops), 3).tolist(), 10 * max(flops)):
             best = self.fit.law.optimum(budget)
             low, high = self.fit.interval(lambda law, C=budget: law.optimum(C).parameters)
-            inside = min(sizes) <= best.parameters <= max(sizes) and min(lengths) <= best.tokens <= max(
-                lengths
-            )
+            inside = min(sizes) <= best.parameters <= max(sizes)
+            inside = inside and min(lengths) <= best.tokens <= max(lengths)
             ends = {"parameters_low": low, "parameters_high": high}
             loss = self.fit.law.loss(best.parameters, best.tokens)
             optima.append({"flops": budget, **asdict(best), **ends, "loss": loss, "outside": not inside})

@@ -325,9 +325,6 @@ def _numbers(first: int, per_node: int) -> Iterator[int]:
         devices *= 2
 
 
-FRONTIER_STEPS = 32
-
-
 def frontier(found: Found) -> list[Plan]:
     """The fastest layout for each memory size, from the least memory to the most: no other beats them in both.
 
@@ -335,7 +332,7 @@ def frontier(found: Found) -> list[Plan]:
     plan's.
     """
     plans = found.plans[:1]
-    gap = plans[0].peak_bytes / FRONTIER_STEPS if plans else 0
+    gap = plans[0].peak_bytes / 32 if plans else 0
     while plans and (following := found.within(plans[-1].peak_bytes - gap)):
         plans.append(following)
     return plans[::-1]
