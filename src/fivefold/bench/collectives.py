@@ -40,9 +40,8 @@ MESSAGES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)  # sizes of the mess
 PINGS, PAUSE = 9, 0.02  # small messages, and seconds that they follow a large one
 ARENA = 32 << 20  # bytes that these messages go through one after the other, so that they come from memory
 BATCH, BATCHES = 2e-3, 20  # seconds of a batch of runs at least, and their number; the median counts
-CLEARLY = (
-    0.9  # of the library's time: ours are driven by Python, which takes time from what is computed beside
-)
+# of the library's time: ours are driven by Python, which takes time from what is computed beside
+CLEARLY = 0.9
 LONGEST, LEAST = 2.0, 5  # seconds after which fewer batches suffice, but not fewer than these
 
 

@@ -200,9 +200,8 @@ def of_operations(
         forward = [piece for message in op.sent_forward for piece in _pieces(message, s, rank, False)]
         parts["forward of"] += forward
         parts["forward again, of"] += forward * again.repeats_messages(op)
-        parts["backward of"] += [
-            piece for message in op.sent_backward for piece in _pieces(message, s, rank, True)
-        ]
+        backward = [piece for message in op.sent_backward for piece in _pieces(message, s, rank, True)]
+        parts["backward of"] += backward
     for when, pieces in parts.items():
         yield from _together(f"{when} {name}", pieces, times)
 

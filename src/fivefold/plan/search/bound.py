@@ -241,7 +241,7 @@ class Bounds:
             shape, experts = replace(space.shapes[0], pp=p), any(self.shared.mixed)
             self._everywhere[p] = all(
                 at.part.mixed > 0 or (at.part.plain > 0 and not experts)
-                for name, virtual in space.schedules(p)
+                for name, virtual in space.schedules[p]
                 for at in self.shared.groups(replace(shape, schedule=name, virtual_stages=virtual))
             )
         if self.cluster.machine or not self._everywhere[p]:
@@ -396,7 +396,7 @@ class LeastBytes:
         x, size = c.layout, self.shared.microbatch(c).bytes
         # the smallest part of the model, the fewest blocks times microbatches
         if (x.pp, c.count) not in self._fewest:
-            ways = space.schedules(x.pp)
+            ways = space.schedules[x.pp]
             choices = [replace(c, layout=replace(x, schedule=n, virtual_stages=v)) for n, v in ways]
             first = [self.shared.positions(choice.layout)[0] for choice in choices]
             part = Share(min(at.part.plain for at in first), min(at.part.mixed for at in first), True, False)
