@@ -131,9 +131,8 @@ def fit(runs: Sequence[Run], samples: int = SAMPLES) -> Fit:
     """
     if why := too_few(runs):
         raise UserError(why)
-    N, D, losses = (
-        np.array([getattr(run, name) for run in runs]) for name in ("parameters", "tokens", "loss")
-    )
+    names = "parameters", "tokens", "loss"
+    N, D, losses = (np.array([getattr(run, name) for run in runs]) for name in names)
     centre_x, centre_y = np.log(N).mean(), np.log(D).mean()
     # centred, so that A and B hardly depend on the exponents
     x, y = np.log(N) - centre_x, np.log(D) - centre_y
@@ -459,9 +458,8 @@ def rows_text(sweep: Sweep) -> str:
     lines = [f"{'run':32} {'N':>8} {'D':>8} {'loss':>8} {'tokens/s':>9} {'time':>7}"]
     for row in sweep.rows:
         f, loss = row.figures, _loss(row)
-        N, D, speed = (
-            short_number(f[key]) if f.get(key) else "" for key in ("parameters", "tokens", "tokens_per_s")
-        )
+        keys = "parameters", "tokens", "tokens_per_s"
+        N, D, speed = (short_number(f[key]) if f.get(key) else "" for key in keys)
         time = duration(f["train_s"]) if f.get("train_s") else ""
         shown = f"{loss:.4f}" if loss is not None else row.status
         lines.append(f"{row.name:32} {N:>8} {D:>8} {shown:>8} {speed:>9} {time:>7}")

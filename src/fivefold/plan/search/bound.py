@@ -217,10 +217,9 @@ class Bounds:
     def shape(self, c: Choice) -> float:
         """Seconds under any schedule and any sharing of states: all work divided evenly, or in whole blocks."""
         costs, layers = self.shared.microbatch(c).costs, self.model.layers
-        kinds = [
-            cost for cost, kind in ((costs.plain, False), (costs.mixed, True)) if kind in self.shared.mixed
-        ]
-        whole = c.count * -(-layers // c.layout.pp) * min(cost.seconds for cost in kinds)
+        blocks = {False: costs.plain, True: costs.mixed}
+        least = min(blocks[kind].seconds for kind in set(self.shared.mixed))
+        whole = c.count * -(-layers // c.layout.pp) * least
         return (max(self._even(c), whole) + self._fixed(c)) * ROUNDING
 
     def _even(self, c: Choice) -> float:

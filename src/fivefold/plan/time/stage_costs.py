@@ -410,12 +410,10 @@ def outer_seconds(s: Setting, inner: float = 0.0) -> float:
     overlap with `replica groups.overlap` inner steps of `inner` seconds. The slowest pipeline position decides."""
     longest, hidden = 0.0, inner * s.replica_groups.overlap
     for position in range(s.layout.pp if s.replica_groups.count > 1 else 0):
-        rank, total = s.layout.rank({"pp": position}), 0.0
+        rank, among, total = s.layout.rank({"pp": position}), s.group("replica_groups"), 0.0
         for number in range(s.replica_groups.fragments):
             messages = itertools.chain(*volume.outer(s, rank, number))
-            sent = sum(
-                collective(what, size, s.group("replica_groups"), s.cluster) for what, size in messages
-            )
+            sent = sum(collective(what, size, among, s.cluster) for what, size in messages)
             total += max(0.0, sent - hidden)
         # common weights and momentum are read and written; masters are read for the difference, and written
         moved = sum(_outer_elements(s, position)) * (2 * s.replica_groups.kept + 4 * DTYPES[MASTER].bytes)
