@@ -98,7 +98,7 @@ def choices(space: Space) -> Iterator[Choice]:
     """All that a search considers, none left out."""
     for shape in space.shapes:
         for B, recompute, mode in itertools.product(space.microbatches(shape), space.modes, space.precisions):
-            for schedule, virtual in space.schedules(shape.pp):
+            for schedule, virtual in space.schedules[shape.pp]:
                 changed = replace(shape, recompute=recompute, schedule=schedule, virtual_stages=virtual)
                 for layout in space.sharings(changed):
                     yield space.choice(layout, B, mode)

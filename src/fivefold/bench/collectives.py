@@ -40,9 +40,8 @@ MESSAGES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)  # sizes of the mess
 PINGS, PAUSE = 9, 0.02  # small messages, and seconds that they follow a large one
 ARENA = 32 << 20  # bytes that these messages go through one after the other, so that they come from memory
 BATCH, BATCHES = 2e-3, 20  # seconds of a batch of runs at least, and their number; the median counts
-CLEARLY = (
-    0.9  # of the library's time: ours are driven by Python, which takes time from what is computed beside
-)
+# of the library's time: ours are driven by Python, which takes time from what is computed beside
+CLEARLY = 0.9
 LONGEST, LEAST = 2.0, 5  # seconds after which fewer batches suffice, but not fewer than these
 
 
@@ -301,10 +300,8 @@ def _collectives(size: int, device: torch.device) -> dict[str, Callable[[], obje
     }
     part = {name: x[: len(x) // n] for name, x in whole.items()}
     out = torch.empty_like(whole["bf16"])
-    rows, every = (
-        torch.empty(len(part["fp32"]), device=device),
-        Axis("all", range(n), rank, device, dist.group.WORLD),
-    )
+    rows = torch.empty(len(part["fp32"]), device=device)
+    every = Axis("all", range(n), rank, device, dist.group.WORLD)
 
     def around() -> None:
         """Sends to the next rank, as in a ring; a pipeline's transfer is half of it."""

@@ -33,19 +33,17 @@ _DISTURBED_S = 600.0
 """A disturbed rate is kept for so long. Then the next run measures again, and the best counts."""
 
 
-def device_peak(device: str, dtype: str, threads: int | None = None) -> float:
-    """Dense peak of one device in FLOP/s.
+def device_peak(device: str, dtype: str) -> float:
+    """Dense peak of one device in FLOP/s: on a CPU of all cores that this process may use.
 
-    device: `cpu`, `cuda`, `cuda:1`; dtype: `fp32`, `bf16`, `fp16` or `tf32`; threads (CPU): how many cores
-    count as the device, None: all that this process may use.
+    device: `cpu`, `cuda`, `cuda:1`; dtype: `fp32`, `bf16`, `fp16` or `tf32`.
     """
     if device == "cpu":
-        return matmul_rate(dtype, threads or cores())
+        return matmul_rate(dtype, cores())
     import torch
 
     name = torch.cuda.get_device_name(device)
-    listed = listed_peak(name, dtype)
-    if listed:
+    if listed := listed_peak(name, dtype):
         return listed
     return _cached(f"{name} | torch {torch.__version__} | {dtype}", lambda: _measure(device, dtype, 1))
 

@@ -57,10 +57,8 @@ def criteria(rows: Sequence[Row], title: str) -> str:
             ("Sent per step", axes, sent, size, sent_here, 0),
         )
     ):
-        left, keys = (
-            LEFT + number * PANEL,
-            [(color, REASONS.get(kind, kind)) for kind, color in colors.items()],
-        )
+        left = LEFT + number * PANEL
+        keys = [(color, REASONS.get(kind, kind)) for kind, color in colors.items()]
         canvas.text(left, 48, name, "name")
         for first in range(0, len(keys), 2):
             canvas.legend(left, 66 + 8 * first, keys[first : first + 2])

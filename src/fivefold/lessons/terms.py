@@ -220,12 +220,11 @@ def held_formula(asked: Asked, b: States, zero: int, kinds: Sequence[str] = KIND
 def states_by_stage(asked: Asked) -> dict[str, dict[str, float]]:
     """Bytes of each of `KINDS` on a rank, by ZeRO stage: what `states` adds up."""
     b, _ = states_of(asked)
-    formulas = {
-        f"ZeRO {zero}": {kind: held_formula(asked, b, zero, (kind,)) for kind in KINDS} for zero in range(4)
-    }
     return {
-        stage: {kind: evaluate(formula, asked.symbols) for kind, formula in kinds.items()}
-        for stage, kinds in formulas.items()
+        f"ZeRO {zero}": {
+            kind: evaluate(held_formula(asked, b, zero, (kind,)), asked.symbols) for kind in KINDS
+        }
+        for zero in range(4)
     }
 
 

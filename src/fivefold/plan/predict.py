@@ -233,9 +233,8 @@ def apart(whole: Setting, replica_groups: ReplicaGroups) -> Setting:
     """The setting of one replica group, where several train apart."""
     if replica_groups.count == 1:
         return whole
-    return replace(
-        whole, layout=replica_group_layout(whole.layout, replica_groups.count), replica_groups=replica_groups
-    )
+    layout = replica_group_layout(whole.layout, replica_groups.count)
+    return replace(whole, layout=layout, replica_groups=replica_groups)
 
 
 def price(s: Setting, shared: Parts | None = None) -> Plan:
@@ -308,9 +307,8 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
         else:  # of the parameter that has fewest
             shapes = [(n, shape) for n, shape in card_of(recipe.model).parameters.items() if math.prod(shape)]
             moments = min(kept.state_bytes(n, shape) / math.prod(shape) for n, shape in shapes)
-        copied = (
-            DTYPES[MASTER].bytes * (2 + len(rounded)) if mode.rounds else 0.0
-        )  # of master, gradient, states
+        # of master, gradient, states
+        copied = DTYPES[MASTER].bytes * (2 + len(rounded)) if mode.rounds else 0.0
         reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
         states[name] = replace(plain, reduce=reduce, moments=moments, copied=copied)
     return replace(software, states=states, optimizer=card.name)

@@ -311,10 +311,8 @@ class Setting:
     def group(self, axis: str) -> Group:
         """The ranks of an axis, "replica_groups" included."""
         if axis == "replica_groups":
-            return Group(
-                self.replica_groups.count,
-                max(1, min(self.replica_groups.count, self.cluster.per_node // self.layout.ranks)),
-            )
+            count = self.replica_groups.count
+            return Group(count, max(1, min(count, self.cluster.per_node // self.layout.ranks)))
         return group(self.layout, self.cluster, axis)
 
 
@@ -332,9 +330,8 @@ def setting(
     ranks."""
     x, card, documents, load = layout, PRECISIONS[mode], software.documents, software.expert_load
     e, chunks = DTYPES[card.working].bytes, x.expert_chunks if x.ep > 1 else 1
-    narrow = (
-        DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0
-    )  # emulated: the working dtype
+    # emulated: the working dtype
+    narrow = DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0
     seen = documents.seen(model, x, B, e, software) if documents else WHOLE_SEQUENCES
     sizes = Sizes(model, B, x.tp, x.cp, x.ep, x.sp, e, x.cp_method, load, x.sp_regather, chunks, narrow, seen)
     cluster = cluster.for_ranks(layout.ranks)

@@ -141,9 +141,8 @@ def reasons(plans: Sequence[Plan]) -> list[str]:
         name = max(more, key=lambda key: more[key])
         share = more[name] / best.step.seconds
         slower = f"{name} +{100 * share:.1f}%"
-        texts.append(
-            slower if share >= WORTH else f"as fast, {(plan.peak_bytes - best.peak_bytes) / GIB:+.1f} GiB"
-        )
+        alike = f"as fast, {(plan.peak_bytes - best.peak_bytes) / GIB:+.1f} GiB"
+        texts.append(slower if share >= WORTH else alike)
     return texts
 
 

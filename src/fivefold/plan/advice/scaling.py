@@ -131,14 +131,11 @@ def fit(runs: Sequence[Run], samples: int = SAMPLES) -> Fit:
     """
     if why := too_few(runs):
         raise UserError(why)
-    N, D, losses = (
-        np.array([getattr(run, name) for run in runs]) for name in ("parameters", "tokens", "loss")
-    )
+    names = "parameters", "tokens", "loss"
+    N, D, losses = (np.array([getattr(run, name) for run in runs]) for name in names)
     centre_x, centre_y = np.log(N).mean(), np.log(D).mean()
-    x, y = (
-        np.log(N) - centre_x,
-        np.log(D) - centre_y,
-    )  # centred, so that A and B hardly depend on the exponents
+    # centred, so that A and B hardly depend on the exponents
+    x, y = np.log(N) - centre_x, np.log(D) - centre_y
     starts = []
     for alpha, beta in ((alpha, beta) for alpha in EXPONENTS for beta in EXPONENTS):
         columns = np.stack([np.ones_like(x), np.exp(-alpha * x), np.exp(-beta * y)], 1) / losses[:, None]
@@ -263,16 +260,14 @@ class Results:
         outside: N or D is not among those of the runs."""
         if self.fit is None:
             return []
-        sizes, lengths, flops = zip(
-            *((run.parameters, run.tokens, run.flops) for run in self.runs), strict=True
-        )
+        points = ((run.parameters, run.tokens, run.flops) for run in self.runs)
+        sizes, lengths, flops = zip(*points, strict=True)
         optima = []
         for budget in (*np.geomspace(min(flops), max(flops), 3).tolist(), 10 * max(flops)):
             best = self.fit.law.optimum(budget)
             low, high = self.fit.interval(lambda law, C=budget: law.optimum(C).parameters)
-            inside = min(sizes) <= best.parameters <= max(sizes) and min(lengths) <= best.tokens <= max(
-                lengths
-            )
+            inside = min(sizes) <= best.parameters <= max(sizes)
+            inside = inside and min(lengths) <= best.tokens <= max(lengths)
             ends = {"parameters_low": low, "parameters_high": high}
             loss = self.fit.law.loss(best.parameters, best.tokens)
             optima.append({"flops": budget, **asdict(best), **ends, "loss": loss, "outside": not inside})
@@ -463,9 +458,8 @@ def rows_text(sweep: Sweep) -> str:
     lines = [f"{'run':32} {'N':>8} {'D':>8} {'loss':>8} {'tokens/s':>9} {'time':>7}"]
     for row in sweep.rows:
         f, loss = row.figures, _loss(row)
-        N, D, speed = (
-            short_number(f[key]) if f.get(key) else "" for key in ("parameters", "tokens", "tokens_per_s")
-        )
+        keys = "parameters", "tokens", "tokens_per_s"
+        N, D, speed = (short_number(f[key]) if f.get(key) else "" for key in keys)
         time = duration(f["train_s"]) if f.get("train_s") else ""
         shown = f"{loss:.4f}" if loss is not None else row.status
         lines.append(f"{row.name:32} {N:>8} {D:>8} {shown:>8} {speed:>9} {time:>7}")

@@ -107,9 +107,8 @@ def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None =
     """Bytes that leave a rank, by axis: the largest of all ranks on each axis. as_counted: groups with the same ranks
     are merged, as a counter of real messages does. fragments: those that synchronise in this step; None: an average
     step."""
-    summed, every = (
-        (range(s.replica_groups.fragments), s.replica_groups.every) if fragments is None else (fragments, 1)
-    )
+    every = s.replica_groups.every if fragments is None else 1
+    summed = range(s.replica_groups.fragments) if fragments is None else fragments
     most: Counter[str] = Counter()
     by = s.layout.all_reduce
     equal = all(  # otherwise a rank may send more than another
@@ -201,9 +200,8 @@ def of_operations(
         forward = [piece for message in op.sent_forward for piece in _pieces(message, s, rank, False)]
         parts["forward of"] += forward
         parts["forward again, of"] += forward * again.repeats_messages(op)
-        parts["backward of"] += [
-            piece for message in op.sent_backward for piece in _pieces(message, s, rank, True)
-        ]
+        backward = [piece for message in op.sent_backward for piece in _pieces(message, s, rank, True)]
+        parts["backward of"] += backward
     for when, pieces in parts.items():
         yield from _together(f"{when} {name}", pieces, times)
 

@@ -26,6 +26,13 @@ def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]
     name, words = printable(name), printable(words)
     # JSON that cannot end the HTML element around it
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    sliders = "".join(
+        f'<div class="slider"><label for="s-{axis["key"]}">{escape(axis["label"])}</label>'
+        f'<output id="o-{axis["key"]}" for="s-{axis["key"]}">{axis["values"][axis["at"]]:,}</output>'
+        f'<input type="range" id="s-{axis["key"]}" min="0" max="{len(axis["values"]) - 1}" value="{axis["at"]}" '
+        f'autocomplete="off"{" disabled" * (len(axis["values"]) == 1)}></div>\n'
+        for axis in data["axes"]
+    )
     figures = "".join(
         f'<div><dt>{label}</dt><dd><span id="{key}">–</span>'
         f"{'<small id=room></small>' if key == 'peak' else ''}</dd></div>\n"
@@ -37,7 +44,8 @@ def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]
 <p class="lead">{escape(words)}</p>
 </header>
 <main>
-{_sliders(data["axes"])}
+<form class="sliders" aria-label="Sizes" autocomplete="off">
+{sliders}<button type="button" id="own">As in the recipe</button></form>
 <div>
 <div class="now"><dl class="figures">
 {figures}</dl></div>
@@ -52,20 +60,6 @@ def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]
 <script type="application/json" id="data">{embedded}</script>"""
     style = asset("report.css") + asset("plan.css")
     return document(f"{name}: plan", body, style, asset("plan.js"))
-
-
-def _sliders(axes: Sequence[Mapping[str, Any]]) -> str:
-    rows = "".join(
-        f'<div class="slider"><label for="s-{axis["key"]}">{escape(axis["label"])}</label>'
-        f'<output id="o-{axis["key"]}" for="s-{axis["key"]}">{axis["values"][axis["at"]]:,}</output>'
-        f'<input type="range" id="s-{axis["key"]}" min="0" max="{len(axis["values"]) - 1}" value="{axis["at"]}" '
-        f'autocomplete="off"{" disabled" * (len(axis["values"]) == 1)}></div>\n'
-        for axis in axes
-    )
-    return (
-        f'<form class="sliders" aria-label="Sizes" autocomplete="off">\n{rows}'
-        '<button type="button" id="own">As in the recipe</button></form>'
-    )
 
 
 def _section(title: str, note: str, body: str) -> str:

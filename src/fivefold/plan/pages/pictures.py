@@ -198,7 +198,7 @@ def roofline_svg(found: Roofline, step: float, title: str) -> str:
 
     step: its seconds.
     """
-    products = [p for p in found.points if p.flops]
+    by_share = sorted(found.points, key=lambda p: -p.seconds)
     (low, high, bottom), top = found.ends, found.peak * 1.6
     axes = Axes(LEFT + 60, TOP, WIDTH - 24, FLOOR, _decades(low, high), _decades(bottom, top))
     canvas = Canvas(title, LEFT, WIDTH)
@@ -211,7 +211,7 @@ def roofline_svg(found: Roofline, step: float, title: str) -> str:
     canvas.line("line ink", map(axes.at, roof))
     canvas.text(axes.right, axes.y(found.peak) - 7, f"{found.peak / 1e12:,.0f} TFLOP/s", "soft end")
     level = FLOOR - 6.0
-    for p in sorted(found.points, key=lambda p: -p.seconds):
+    for p in by_share:
         radius, bound = max(2.5, 50 * math.sqrt(p.seconds / step / math.pi)), found.bound(p)
         if p.flops:
             center = axes.at((p.intensity, p.rate))
@@ -220,15 +220,8 @@ def roofline_svg(found: Roofline, step: float, title: str) -> str:
             level -= 2 * radius + 3
         tip = f"{p.name}: {p.seconds / step:.1%} of the step, bound by {bound}"
         canvas.circle(f"{BOUND[bound]} pale", *center, radius, tip)
-    for p in _with_room(products, axes):
-        canvas.text(axes.x(p.intensity), axes.y(p.rate) + 30, p.name, "middle")
-    return canvas.svg()
-
-
-def _with_room(products: Sequence[Point], axes: Axes) -> list[Point]:
-    """The points whose names do not overlap, the largest first."""
-    taken: list[Point] = []
-    for p in sorted(products, key=lambda p: -p.seconds):
+    taken: list[Point] = []  # those whose names do not overlap
+    for p in [p for p in by_share if p.flops]:
         near = (
             abs(axes.x(q.intensity) - axes.x(p.intensity)) < 4 + text_width(p.name + q.name) / 2
             and abs(axes.y(q.rate) - axes.y(p.rate)) < 14
@@ -236,7 +229,8 @@ def _with_room(products: Sequence[Point], axes: Axes) -> list[Point]:
         )
         if not any(near):
             taken.append(p)
-    return taken
+            canvas.text(axes.x(p.intensity), axes.y(p.rate) + 30, p.name, "middle")
+    return canvas.svg()
 
 
 def frontier_svg(rows: Sequence[Mapping[str, Any]], limit: float, title: str) -> str:
@@ -308,6 +302,7 @@ def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) 
     """A bar for each pipeline rank, and the device's limit."""
     most = max(limit, *(m.total for m in stages))
     room = width - 21
+    at, words = min(room - 1, round(room * limit / most)), f"limit {memory_text(limit)}"
     legend = Text("memory per device ")
     for name, (fill, style) in KINDS.items():
         legend.append(fill, style).append(f" {name}  ")
@@ -318,10 +313,8 @@ def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) 
             end += getattr(m, name)
             bar.append(fill * (round(room * end / most) - len(bar)), style)
         bar.append(" " * (room - len(bar)))
-        at = min(room - 1, round(room * limit / most))
         bar = bar[:at] + Text("┃", "bold red") + bar[at + 1 :]
         yield Text(f"  stage {position:<3}") + bar + Text(f" {memory_text(m.total)}")
-    at, words = min(room - 1, round(room * limit / most)), f"limit {memory_text(limit)}"
     before = f"{words} ┘".rjust(at + 1)
     yield Text(" " * 11 + (before if len(before) == at + 1 else f"{'└':>{at + 1}} {words}"), "dim")
     yield from _left_out(len(stages), full)

@@ -108,12 +108,8 @@ def _law(swept: Results) -> str:
     optima = []
     for best in swept.optima():
         interval = " to ".join(short_number(best[f"parameters_{end}"]) for end in ("low", "high"))
-        cells = (
-            short_number(best["parameters"]),
-            interval,
-            short_number(best["tokens"]),
-            f"{best['loss']:.3f}",
-        )
+        N, D = (short_number(best[name]) for name in ("parameters", "tokens"))
+        cells = N, interval, D, f"{best['loss']:.3f}"
         beyond = " (extrapolated)" * best["outside"]
         optima.append((f"{best['flops']:.2e}{beyond}", [f"<td>{cell}</td>" for cell in cells]))
     return (

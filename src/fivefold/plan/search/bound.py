@@ -166,9 +166,8 @@ class SharedCosts:
                     map(sum, zip((0, 0), *some, strict=True)) for some in (own, blocks[: held[0]])
                 )
                 part = Share(plain, mixed, 0 in held, len(blocks) - 1 in held)
-                positions.append(
-                    Position(part, Share(others, with_experts, 0 not in held, False), own, index)
-                )
+                before = Share(others, with_experts, 0 not in held, False)
+                positions.append(Position(part, before, own, index))
             self._positions[key] = tuple(positions)
         return self._positions[key]
 
@@ -218,10 +217,9 @@ class Bounds:
     def shape(self, c: Choice) -> float:
         """Seconds under any schedule and any sharing of states: all work divided evenly, or in whole blocks."""
         costs, layers = self.shared.microbatch(c).costs, self.model.layers
-        kinds = [
-            cost for cost, kind in ((costs.plain, False), (costs.mixed, True)) if kind in self.shared.mixed
-        ]
-        whole = c.count * -(-layers // c.layout.pp) * min(cost.seconds for cost in kinds)
+        blocks = {False: costs.plain, True: costs.mixed}
+        least = min(blocks[kind].seconds for kind in set(self.shared.mixed))
+        whole = c.count * -(-layers // c.layout.pp) * least
         return (max(self._even(c), whole) + self._fixed(c)) * ROUNDING
 
     def _even(self, c: Choice) -> float:
@@ -242,7 +240,7 @@ class Bounds:
             shape, experts = replace(space.shapes[0], pp=p), any(self.shared.mixed)
             self._everywhere[p] = all(
                 at.part.mixed > 0 or (at.part.plain > 0 and not experts)
-                for name, virtual in space.schedules(p)
+                for name, virtual in space.schedules[p]
                 for at in self.shared.groups(replace(shape, schedule=name, virtual_stages=virtual))
             )
         if self.cluster.machine or not self._everywhere[p]:
@@ -353,20 +351,12 @@ class LeastBytes:
     def of(self, c: Choice, buffers: bool = True) -> float:
         """Bytes of the ranks that probably hold most. Without buffers it is a bound for every way to share states, if
         this layout's is the one that keeps least."""
-        one, most = self.shared.microbatch(c).bytes, 0.0
-        for at, live, own in self._fullest(c):
-            states, besides = self._held(c, at.part)
-            peak = memory.at_peak(one, besides if buffers else NONE, live, own, bool(at.part.last))
-            most = max(most, states + sum(peak))
-        return ROUNDING * (most + memory.transfers(one, c.layout, c.count))
-
-    def _fullest(self, c: Choice) -> list[tuple[Position, float, float]]:
-        """Three pipeline positions: the first, the one with most blocks times live microbatches, the one with most
-        blocks. With each the bytes that its live microbatches keep at least, and the bytes that one of them keeps."""
-        x = c.layout
+        x, size, most = c.layout, self.shared.microbatch(c).bytes, 0.0
         key = (*within_block(x), x.recompute, c.B, c.mode, c.count, x.pp, x.schedule, x.virtual_stages)
         if key not in self._kept:
-            positions, size = self.shared.positions(x), self.shared.microbatch(c).bytes
+            # three pipeline positions: the first, the one with most blocks times live microbatches, the one with most
+            # blocks; with each the bytes that its live microbatches keep at least, and those that one of them keeps
+            positions = self.shared.positions(x)
             live = [_live(c, number) for number in range(x.pp)]
             chosen = {
                 0,
@@ -384,7 +374,11 @@ class LeastBytes:
                     waiting, unfinished = (counts[number] for counts in live[at.number])
                     kept, each = kept + waiting * stage + unfinished * owed, each + stage
                 self._kept[key].append((at, kept, each))
-        return self._kept[key]
+        for at, kept, each in self._kept[key]:
+            states, besides = self._held(c, at.part)
+            peak = memory.at_peak(size, besides if buffers else NONE, kept, each, bool(at.part.last))
+            most = max(most, states + sum(peak))
+        return ROUNDING * (most + memory.transfers(size, x, c.count))
 
     def _held(self, c: Choice, part: Share) -> tuple[float, Buffers]:
         """Bytes of the states of a rank with this part of the model, and its buffers."""
@@ -399,11 +393,9 @@ class LeastBytes:
     def shape(self, c: Choice, space: Space) -> float:
         """Bytes of the first ranks under any schedule, with states shared as widely as possible."""
         x, size = c.layout, self.shared.microbatch(c).bytes
-        if (
-            x.pp,
-            c.count,
-        ) not in self._fewest:  # the smallest part of the model, the fewest blocks times microbatches
-            ways = space.schedules(x.pp)
+        # the smallest part of the model, the fewest blocks times microbatches
+        if (x.pp, c.count) not in self._fewest:
+            ways = space.schedules[x.pp]
             choices = [replace(c, layout=replace(x, schedule=n, virtual_stages=v)) for n, v in ways]
             first = [self.shared.positions(choice.layout)[0] for choice in choices]
             part = Share(min(at.part.plain for at in first), min(at.part.mixed for at in first), True, False)

@@ -62,8 +62,16 @@ def resolve(s: Setting, bytes: int, margin: float = MARGIN) -> Budget:
     def held(counts: Sequence[int]) -> list[Memory]:
         return offload.held(s, predictor.of(_modes(s, ways, counts)))
 
+    # the fewest steps of each position that fit, by bisection: if more steps never need more memory
     last = [len(way) for way in ways]
-    counts = _bisected(held, last, room)
+    low, counts = [0] * len(last), list(last)
+    while any(a < b for a, b in zip(low, counts, strict=True)):
+        middle = [(a + b) // 2 for a, b in zip(low, counts, strict=True)]
+        for position, one in enumerate(held(middle)):
+            if one.total <= room:
+                counts[position] = middle[position]
+            elif low[position] < counts[position]:
+                low[position] = middle[position] + 1
     if any(one.total > room for one in held(counts)):  # more steps may need more, for what is made again
         counts = _first(held, last, room)
     found = held(counts)
@@ -75,19 +83,6 @@ def resolve(s: Setting, bytes: int, margin: float = MARGIN) -> Budget:
             f'can. Nearest valid: "{BUDGET}{_size(smallest, True)}"'
         )
     return Budget(bytes, runs_of(_modes(s, ways, counts)), found)
-
-
-def _bisected(held: Callable[[Sequence[int]], list[Memory]], last: Sequence[int], room: float) -> list[int]:
-    """The fewest steps of each position that fit, if more steps never need more memory."""
-    low, high = [0] * len(last), list(last)
-    while any(a < b for a, b in zip(low, high, strict=True)):
-        middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
-        for position, one in enumerate(held(middle)):
-            if one.total <= room:
-                high[position] = middle[position]
-            elif low[position] < high[position]:
-                low[position] = middle[position] + 1
-    return high
 
 
 def _first(held: Callable[[Sequence[int]], list[Memory]], last: Sequence[int], room: float) -> list[int]:

@@ -122,7 +122,7 @@ class Search:
 
     def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
         lean = self.space.leanest(c.layout)
-        for number, (name, virtual) in enumerate(self.space.schedules(c.layout.pp)):
+        for number, (name, virtual) in enumerate(self.space.schedules[c.layout.pp]):
             smallest = changed(c, layout=changed(lean, schedule=name, virtual_stages=virtual))
             if self.bounds.bytes.of(smallest, buffers=False) > self.most:
                 self.lost += len(self.space.ways_to_share(c.layout))
@@ -155,7 +155,7 @@ class Search:
             replace(c, layout=replace(layout, schedule=name, virtual_stages=virtual))
             for _, _, c in starts
             for layout in self.space.sharings(c.layout)
-            for name, virtual in self.space.schedules(c.layout.pp)
+            for name, virtual in self.space.schedules[c.layout.pp]
         )
         smallest = heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
         return min((price(self.bounds.setting(c)) for c in smallest), key=lambda plan: plan.peak_bytes)
@@ -217,7 +217,7 @@ def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
     found = []
     for starts in by_size.values():
         for _, c in heapq.nsmallest(FEW, starts, key=lambda start: start[0]):
-            schedules = space.schedules(c.layout.pp)[:FEW]
+            schedules = space.schedules[c.layout.pp][:FEW]
             for layout in {c.layout, space.leanest(c.layout)}:
                 for (name, virtual), offload in product(schedules, OFFLOADS):
                     one = replace(layout, schedule=name, virtual_stages=virtual, offload=offload)
@@ -325,9 +325,6 @@ def _numbers(first: int, per_node: int) -> Iterator[int]:
         devices *= 2
 
 
-FRONTIER_STEPS = 32
-
-
 def frontier(found: Found) -> list[Plan]:
     """The fastest layout for each memory size, from the least memory to the most: no other beats them in both.
 
@@ -335,7 +332,7 @@ def frontier(found: Found) -> list[Plan]:
     plan's.
     """
     plans = found.plans[:1]
-    gap = plans[0].peak_bytes / FRONTIER_STEPS if plans else 0
+    gap = plans[0].peak_bytes / 32 if plans else 0
     while plans and (following := found.within(plans[-1].peak_bytes - gap)):
         plans.append(following)
     return plans[::-1]

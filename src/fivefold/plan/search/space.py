@@ -140,14 +140,11 @@ class Space:
 
     def kinds(self, shape: Layout) -> int:
         """Number of layouts with this shape, for one microbatch, recomputation and precision."""
-        return len(self.ways_to_share(shape)) * len(self.schedules(shape.pp))
-
-    def schedules(self, pp: int) -> tuple[tuple[str, int], ...]:
-        """(name, virtual stages) of every schedule for `pp` ranks."""
-        return self._schedules[pp]
+        return len(self.ways_to_share(shape)) * len(self.schedules[shape.pp])
 
     @cached_property
-    def _schedules(self) -> dict[int, tuple[tuple[str, int], ...]]:
+    def schedules(self) -> dict[int, tuple[tuple[str, int], ...]]:
+        """(name, virtual stages) of every schedule, by the number of pipeline ranks."""
         found: dict[int, tuple[tuple[str, int], ...]] = {1: ((DEFAULT, 1),)}
         # the bounds count all messages of a block, which paired schedules hide
         unpaired = {name: made.stages for name, made in SCHEDULES.items() if not made.paired}

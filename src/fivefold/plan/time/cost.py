@@ -177,9 +177,8 @@ def operation(op: Operation, s: Setting) -> Cost:
         rate = dtype if s.sizes.narrow and (op.matmul.grouped or not narrow) else s.rate
         ahead, first, second = products(op.matmul, device, rate, e)
         if narrow:
-            each = (
-                2 * e + s.sizes.narrow
-            )  # factors are read twice to round them: for the scale, and for the numbers
+            # factors are read twice to round them: for the scale, and for the numbers
+            each = 2 * e + s.sizes.narrow
             one, two, three = (stream(each * size, device, "copy", dtype) for size in op.matmul.rounded)
             ahead, first, second = ahead + one, first + two, second + three
         forward, inputs = forward + ahead, inputs + first
@@ -240,8 +239,7 @@ def together(
             resent += cost.sent_forward
             total = total._replace(rows_backward=total.rows_backward + cost.rows_forward)
         elif again.collectives == "gathers" and s.layout.tp > 1 and any(m.hidden for m in op.sent_backward):
-            alone = sum(
-                message(m, s, True) for m in op.sent_backward if m.axis == "tp"
-            )  # nothing runs beside
+            # nothing runs beside
+            alone = sum(message(m, s, True) for m in op.sent_backward if m.axis == "tp")
             resent += max(0.0, alone - cost.sent_backward)
     return total._replace(input=total.input + repeated + resent, sent_backward=total.sent_backward + resent)

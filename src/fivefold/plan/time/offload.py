@@ -172,9 +172,8 @@ def loads(s: Setting, backward: float, own: Elements) -> Loads:
             operations, modes = sums(s), s.recompute
             saved = {mode: microbatch(s, operations, mode) for mode in modes}
             block = sum(max(saved[mode].plain, saved[mode].mixed) for mode in modes) / s.model.layers
-            size = (
-                math.ceil(s.model.layers / s.layout.pp) * block + saved[modes[0]].begin + saved[modes[-1]].end
-            )
+            blocks = math.ceil(s.model.layers / s.layout.pp) * block
+            size = blocks + saved[modes[0]].begin + saved[modes[-1]].end
         out, back = ({LINK: cluster.host_link.seconds(*way)} for way in ((0.0, size), (size, 0.0)))
         return Loads({}, (out, out), (back, back), hidden=False)
     keeps = own.keeps if s.layout.zero else own.computes

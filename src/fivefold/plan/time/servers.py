@@ -55,9 +55,8 @@ class Service:
     def sent(self) -> dict[str, int]:
         """Bytes per step that leave the rank that sends most: a worker that pushes, or the server that all pull
         from."""
-        return {
-            "servers": round(max(sum(self.elements) * self.pushed, self.rows * self.workers * self.pulled))
-        }
+        most = max(sum(self.elements) * self.pushed, self.rows * self.workers * self.pulled)
+        return {"servers": round(most)}
 
 
 def service(whole: Setting, servers: Servers, grad_clip: float, reduce: str) -> Service:
@@ -95,17 +94,10 @@ def simulation(s: Service) -> Simulation:
     """What a worker computes and exchanges in several steps, but for the fixed time of each (`time.fixed`): seconds and
     bytes of each unit. Pulls end before the first microbatch's forward, pushes begin in the last one's backward; the
     microbatches between them count as the last layer's."""
-    w, shared, slower = (
-        s.worker,
-        stage_costs.parts(s.worker),
-        slowest(s.ranks, s.worker.cluster.device.spread),
-    )
-    block, begins, costs, layers = (
-        stage_costs.block_cost(w, 0, shared),
-        shared.begin,
-        list[Cost](),
-        list[Layer](),
-    )
+    w, shared = s.worker, stage_costs.parts(s.worker)
+    slower = slowest(s.ranks, w.cluster.device.spread)
+    block, begins = stage_costs.block_cost(w, 0, shared), shared.begin
+    costs, layers = list[Cost](), list[Layer]()
     for names in units(w.card):
         if names[0].startswith("blocks."):
             costs.append(block)

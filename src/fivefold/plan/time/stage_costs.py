@@ -142,32 +142,24 @@ def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
     costs[-1] += accumulate(elements.behind.computes + elements.tied.computes, s)
     for position in range(s.layout.pp if s.layout.zero > 1 else 0):
         mine = stages_of(s.layout, position)
-        costs[0 if 0 in mine else mine[-1]] += per_microbatch(
-            model_states.outside_blocks(s, position), Cost(), s
-        )
-    if s.cluster.on_cpu:
-        costs = [cost + _host_of_stage(s, stage, len(costs)) for stage, cost in enumerate(costs)]
+        outside = model_states.outside_blocks(s, position)
+        costs[0 if 0 in mine else mine[-1]] += per_microbatch(outside, Cost(), s)
+    if (machine := s.cluster.machine) and s.cluster.on_cpu:
+        # Python time of a microbatch outside its blocks, half at each end of the model; a pipeline adds the start of
+        # each stage, and the CPU's copies of sent activations
+        for stage in range(len(costs)):
+            ends = 0.5 * ((stage == 0) + (stage == len(costs) - 1)) * machine.overhead("microbatch")
+            if s.layout.pp > 1:
+                send = communication.send(s.activation, False, s.cluster)
+                ends += machine.overhead("stage") * s.layout.pp / len(costs)
+                ends += 2 * held(send, s.group("pp"), s.cluster)
+            costs[stage] += Cost(0.4 * ends, 0.6 * ends)
     slower = slowest(s.layout.ranks, s.cluster.device.spread)
     costs = [cost.slowed(slower) for cost in costs]
     if not s.software.overlap_pipeline and s.layout.pp > 1:
         wait = max(seconds for (a, b), seconds in transfers(s).items() if b == a + 1)
         costs = [cost + Cost(wait, wait, 0, wait, wait) for cost in costs]
     return costs
-
-
-def _host_of_stage(s: Setting, stage: int, stages: int) -> Cost:
-    """Python time of a microbatch outside its blocks, half at each end of the model.
-
-    A pipeline adds the start of each stage, and the CPU's copies of sent activations.
-    """
-    machine = s.cluster.machine
-    assert machine is not None
-    ends = 0.5 * ((stage == 0) + (stage == stages - 1)) * machine.overhead("microbatch")
-    if s.layout.pp > 1:
-        send = communication.send(s.activation, False, s.cluster)
-        ends += machine.overhead("stage") * s.layout.pp / stages
-        ends += 2 * held(send, s.group("pp"), s.cluster)
-    return Cost(0.4 * ends, 0.6 * ends)
 
 
 def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], list[float]]:
@@ -418,12 +410,10 @@ def outer_seconds(s: Setting, inner: float = 0.0) -> float:
     overlap with `replica groups.overlap` inner steps of `inner` seconds. The slowest pipeline position decides."""
     longest, hidden = 0.0, inner * s.replica_groups.overlap
     for position in range(s.layout.pp if s.replica_groups.count > 1 else 0):
-        rank, total = s.layout.rank({"pp": position}), 0.0
+        rank, among, total = s.layout.rank({"pp": position}), s.group("replica_groups"), 0.0
         for number in range(s.replica_groups.fragments):
             messages = itertools.chain(*volume.outer(s, rank, number))
-            sent = sum(
-                collective(what, size, s.group("replica_groups"), s.cluster) for what, size in messages
-            )
+            sent = sum(collective(what, size, among, s.cluster) for what, size in messages)
             total += max(0.0, sent - hidden)
         # common weights and momentum are read and written; masters are read for the difference, and written
         moved = sum(_outer_elements(s, position)) * (2 * s.replica_groups.kept + 4 * DTYPES[MASTER].bytes)
@@ -434,6 +424,4 @@ def outer_seconds(s: Setting, inner: float = 0.0) -> float:
 
 def outer_buffers(s: Setting, position: int) -> float:
     """Bytes of the outer gradients that are under way at once: a fragment's, or with overlap those of several."""
-    if s.replica_groups.count == 1:
-        return 0.0
     return DTYPES[MASTER].bytes * sum(sorted(_outer_elements(s, position))[-s.replica_groups.at_once :])

@@ -108,9 +108,8 @@ def step(s: Setting, shared: Parts | None = None) -> Step:
         late = ends[position] + r + g + u + away - makespan
         if late > extra:
             extra, reduced, gathered, updated, moved = late, r, g, u, away
-    tensor_sums, tied_sums = max(
-        (stage_costs.shared_sums(s, position) for position in dict.fromkeys(same)), key=sum
-    )
+    sums = (stage_costs.shared_sums(s, position) for position in dict.fromkeys(same))
+    tensor_sums, tied_sums = max(sums, key=sum)
     worst = max(range(p), key=lambda position: busy[position])
     encoding = (
         max(stage_costs.compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
@@ -273,17 +272,14 @@ class SlowLinks:
         ratio = self.together / self.apart
         text = f"{replica_groups}, an outer step of {self.outer:.3g} s every {every}; "
         text += f"summing in every step takes {ratio:.3g}x"
-        if self.even is None:
-            return text
-        speed = 8e-9 * self.even
-        return (
-            f"{text}. They win (over {EVEN:g}x) where links between them are slower than {speed:.3g} Gbit/s"
-        )
+        if self.even is not None:
+            speed = 8e-9 * self.even
+            text += f". They win (over {EVEN:g}x) where links between them are slower than {speed:.3g} Gbit/s"
+        return text
 
 
 def slow_links(apart: Setting, together: Setting) -> SlowLinks:
     """together: the same run without replica groups."""
-
     across = apart.group("replica_groups").nodes > 1
     which = "inter" if across else "intra"
     link: Link = getattr(apart.cluster, which)
