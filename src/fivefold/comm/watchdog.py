@@ -199,9 +199,7 @@ class Watchdog:
         self._bell.settimeout(self.tick_s)  # it waits by poll(), which takes any number of open files
         self._wake.setblocking(False)
         self._blind, self._before, self._sending = False, -1, Sending()
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # only it can have signals ring at the socket
+        if threading.current_thread() is threading.main_thread():  # only it can have signals ring there
             self._before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self.cpu_s = 0.0
         """Processor seconds of the thread."""
@@ -238,7 +236,9 @@ class Watchdog:
                 rung = self._bell.recv(64)
                 if not rung:
                     return
-                self._note(rung)
+                asked = [n for n in rung if n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+                if self.signal is None and asked:
+                    self.signal = asked[0]
             now = time.monotonic()
             try:
                 self._look(min(now - last, 2 * self.tick_s))
@@ -249,11 +249,6 @@ class Watchdog:
                     print(printable(f"WARNING: rank {self.ranks.rank}: {said}"), file=sys.stderr, flush=True)
                 self._blind = True
             last, self.cpu_s = now, time.thread_time()
-
-    def _note(self, rung: bytes) -> None:
-        for number in rung:
-            if self.signal is None and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                self.signal = number
 
     def _look(self, seconds: float) -> None:
         """seconds: that have passed."""

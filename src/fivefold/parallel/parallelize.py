@@ -317,8 +317,16 @@ class _ReplicaBuilder:
         for keeping in kept:
             stages = [numbered[number] for number in keeping.stages]
             made: list[Replica] = []
-            if keeping.units:
-                made.append(self._sharded(stages, [m for n in keeping.stages for m in self.messages[n]]))
+            if keeping.units:  # FSDP2 shards them
+                from fivefold.parallel import zero
+
+                messages = [m for number in keeping.stages for m in self.messages[number]]
+                initial = None if self.filled else self._initial
+                sharded = zero.Sharded(stages, self.table, self.compute_dtype, messages, initial)
+                offload = self._offload(sharded.masters, tiers(self.mesh.layout.offload, sharded=True))
+                if offload is not None:
+                    self.into.offloads[id(sharded)] = offload
+                made.append(sharded)
             made += [self._whole(stages, buffer) for buffer in keeping.buffers]
             if keeping.frozen:
                 frozen, _, _ = self._parameters(stages, keeping.frozen, None)
@@ -326,17 +334,6 @@ class _ReplicaBuilder:
             self.into.replicas += made  # the list that `reductions` know
             of_stage |= dict.fromkeys(keeping.stages, made)
         return of_stage
-
-    def _sharded(self, stages: list[nn.Module], messages: list[UnitMessages]) -> Replica:
-        """The replica whose units FSDP2 shards."""
-        from fivefold.parallel import zero
-
-        initial = None if self.filled else self._initial
-        replica = zero.Sharded(stages, self.table, self.compute_dtype, messages, initial)
-        offload = self._offload(replica.masters, tiers(self.mesh.layout.offload, sharded=True))
-        if offload is not None:
-            self.into.offloads[id(replica)] = offload
-        return replica
 
     def _whole(self, stages: list[nn.Module], buffer: FlatBuffer) -> Replica:
         """The replica of parameters that this rank has whole, in a flat buffer."""
@@ -384,18 +381,13 @@ class _ReplicaBuilder:
                     offload.disk.touched(view.nbytes)
             # Autograd counts the changes of `.data` apart: an update beside forward changes masters of later units.
             placed = {name: nn.Parameter(views[name].data) for name in params}
-        _place(stages, placed)
+        for stage in stages:
+            for name, parameter in list(stage.named_parameters()):
+                if placed.get(name, parameter) is not parameter:
+                    owner, _, leaf = name.rpartition(".")
+                    setattr(stage.get_submodule(owner), leaf, placed[name])
         return placed, flat, masters
 
     def _initial(self, name: str) -> Tensor:
         """This rank's part of a parameter's initial weights."""
         return init_part(self.recipe.train.seed, name, self.recipe.model, self.table[name], self.mesh.device)
-
-
-def _place(stages: Sequence[nn.Module], placed: dict[str, nn.Parameter]) -> None:
-    """Puts parameters into the stages that have one of the same name."""
-    for stage in stages:
-        for name, parameter in list(stage.named_parameters()):
-            if placed.get(name, parameter) is not parameter:
-                owner, _, leaf = name.rpartition(".")
-                setattr(stage.get_submodule(owner), leaf, placed[name])
