@@ -129,7 +129,8 @@ class BlockSum(CompressedSum):
     def _sum(self, gradients: Tensor) -> Messages:
         n, own, B = self.axis.size, self.axis.index, self.blocks.block
         others, row = [rank for rank in range(n) if rank != own], self.blocks.row(self.C)
-        self._add(gradients.split(self.sizes))
+        every = gradients.split(self.sizes)
+        self._add(every)
         chunks, counts = self.residual.view(n, self.C, B), self.counts.view(n, self.C)
         sent = torch.empty(n, row, dtype=torch.uint8, device=self.residual.device)
         for rank in others:
@@ -149,18 +150,13 @@ class BlockSum(CompressedSum):
         chunks[own].sub_(self._decode(encoded))
         gathered = (yield started).view(n, row)  # (n R) -> (n, R)
         for rank in range(n):
-            self._place(self._decode(gathered[rank]).flatten(), rank * self.C * B, gradients)
+            chunk, first = self._decode(gathered[rank]).flatten(), rank * self.C * B
+            for gradient, start in zip(every, self.starts, strict=False):
+                a, b = max(start, first), min(start + len(gradient), first + len(chunk))
+                if a < b:
+                    gradient[a - start : b - start] = chunk[a - first : b - first]
         self._clear_missing()
         self._keep_if(self._scales(gathered).isfinite().all())
-
-    def _place(self, chunk: Tensor, first: int, gradients: Tensor) -> None:
-        """Copies the elements of a chunk, which begins at `first`, to those of the gradients (E)."""
-        offset, last = 0, first + len(chunk)
-        for start, size in zip(self.starts, self.sizes, strict=False):
-            a, b = max(start, first), min(start + size, last)
-            if a < b:
-                gradients[offset + a - start : offset + b - start] = chunk[a - first : b - first]
-            offset += size
 
     def _clear_missing(self) -> None:
         """Signs of elements that do not exist decode to numbers."""

@@ -140,12 +140,11 @@ def parallelize(
     for stage in stages:
         recompute.apply(stage, modes, mesh.device.type == "cuda", parallel.saving_inputs, card.stack)
         for name, parameter in stage.named_parameters():
+            parameter.data = parameter.data.to(masters)
             if name in card.frozen:  # before anything is built around it
                 parameter.requires_grad_(False)
     if mesh.device.type == "cuda" and not (parallel.pipeline and parallel.pipeline.splits_backward):
         _compile_blocks(stages, card.stack)
-    for parameter in (p for stage in stages for p in stage.parameters()):
-        parameter.data = parameter.data.to(masters)
     kept = keepings(card, layout, list(numbered))
     builder = _ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, parallel, filled=own is not None)
     builder.shard(numbered, kept)

@@ -134,9 +134,8 @@ class Sharded(Replica):
             root.set_reshard_after_forward(self.again)
             root.set_reshard_after_backward(self.again)
         for stage in stages:  # while a block computes, the weights of the next one are gathered
-            (_, root), *inner = [
-                (n, unit) for n, unit in stage.named_modules() if isinstance(unit, FSDPModule)
-            ]
+            named = [(n, unit) for n, unit in stage.named_modules() if isinstance(unit, FSDPModule)]
+            (_, root), *inner = named
             blocks = [unit for n, unit in inner if not any(n.startswith(f"{other}.") for other, _ in inner)]
             for before, after in pairwise([root, *blocks]):
                 before.set_modules_to_forward_prefetch(_units(after))
