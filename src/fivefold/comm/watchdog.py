@@ -236,9 +236,7 @@ class Watchdog:
                 rung = self._bell.recv(64)
                 if not rung:
                     return
-                asked = [n for n in rung if n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-                if self.signal is None and asked:
-                    self.signal = asked[0]
+                self._note(rung)
             now = time.monotonic()
             try:
                 self._look(min(now - last, 2 * self.tick_s))
@@ -249,6 +247,11 @@ class Watchdog:
                     print(printable(f"WARNING: rank {self.ranks.rank}: {said}"), file=sys.stderr, flush=True)
                 self._blind = True
             last, self.cpu_s = now, time.thread_time()
+
+    def _note(self, rung: bytes) -> None:
+        for number in rung:
+            if self.signal is None and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                self.signal = number
 
     def _look(self, seconds: float) -> None:
         """seconds: that have passed."""
