@@ -404,7 +404,9 @@ def all_or_none(axis: Axis) -> Iterator[None]:
         yield
     except BaseException as found:  # also unexpected errors and signals: the others wait
         error = found
-    mine = -1 if error is None else _kind(error) * axis.size + axis.index
+    passing = isinstance(error, BusyError) or (isinstance(error, OSError) and error.errno in PASSING)
+    kind = 1 if passing else 2 * isinstance(error, UserError)  # its number in `KINDS`
+    mine = -1 if error is None else kind * axis.size + axis.index
     try:
         failed = int(axis.all_reduce(torch.tensor(mine, device=axis.device), "max"))
     except CommunicationError as lost:
@@ -416,13 +418,6 @@ def all_or_none(axis: Axis) -> Iterator[None]:
         text = str(error) if isinstance(error, UserError) else f"rank {axis.rank}: {error!r}"
         everywhere = KINDS[kind](told(text, index, axis))
         raise everywhere if error is None or (isinstance(error, UserError) and axis.size > 1) else error
-
-
-def _kind(error: BaseException) -> int:
-    """The number of its kind in `KINDS`."""
-    if isinstance(error, OSError) and error.errno in PASSING:
-        return 1
-    return 1 if isinstance(error, BusyError) else 2 if isinstance(error, UserError) else 0
 
 
 def told(text: str, index: int, axis: Axis) -> str:

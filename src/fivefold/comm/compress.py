@@ -116,7 +116,8 @@ class BlockSum(CompressedSum):
             Quantizer(blocks.bits, B, [self.C * B], axis.device) if blocks.bits in LARGEST else None
         )
         self.residual = torch.zeros(padded, device=axis.device)
-        self.residuals = self._parts(self.residual)
+        spans = zip(self.starts, self.sizes, strict=False)
+        self.residuals = [self.residual[start : start + size] for start, size in spans]
         # elements of each block that exist, and those elements at the ends of parameters that do not
         self.counts = torch.full((n * self.C,), B, dtype=torch.float32, device=axis.device)
         gaps = [torch.arange(self.starts[-1], padded, device=axis.device)]
@@ -125,14 +126,11 @@ class BlockSum(CompressedSum):
             gaps.append(torch.arange(start + size, end, device=axis.device))
         self.missing = torch.cat(gaps)
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        """The elements of each parameter."""
-        return [flat[start : start + size] for start, size in zip(self.starts, self.sizes, strict=False)]
-
     def _sum(self, gradients: Tensor) -> Messages:
         n, own, B = self.axis.size, self.axis.index, self.blocks.block
         others, row = [rank for rank in range(n) if rank != own], self.blocks.row(self.C)
-        self._add(gradients.split(self.sizes))
+        every = gradients.split(self.sizes)
+        self._add(every)
         chunks, counts = self.residual.view(n, self.C, B), self.counts.view(n, self.C)
         sent = torch.empty(n, row, dtype=torch.uint8, device=self.residual.device)
         for rank in others:
@@ -152,18 +150,13 @@ class BlockSum(CompressedSum):
         chunks[own].sub_(self._decode(encoded))
         gathered = (yield started).view(n, row)  # (n R) -> (n, R)
         for rank in range(n):
-            self._place(self._decode(gathered[rank]).flatten(), rank * self.C * B, gradients)
+            chunk, first = self._decode(gathered[rank]).flatten(), rank * self.C * B
+            for gradient, start in zip(every, self.starts, strict=False):
+                a, b = max(start, first), min(start + len(gradient), first + len(chunk))
+                if a < b:
+                    gradient[a - start : b - start] = chunk[a - first : b - first]
         self._clear_missing()
         self._keep_if(self._scales(gathered).isfinite().all())
-
-    def _place(self, chunk: Tensor, first: int, gradients: Tensor) -> None:
-        """Copies the elements of a chunk, which begins at `first`, to those of the gradients (E)."""
-        offset, last = 0, first + len(chunk)
-        for start, size in zip(self.starts, self.sizes, strict=False):
-            a, b = max(start, first), min(start + size, last)
-            if a < b:
-                gradients[offset + a - start : offset + b - start] = chunk[a - first : b - first]
-            offset += size
 
     def _clear_missing(self) -> None:
         """Signs of elements that do not exist decode to numbers."""
@@ -238,24 +231,18 @@ class LowRankSum(CompressedSum):
         *p, rest = summed.split([*(r * m for m in self.rows), sum(g.numel() for g in plain)])
         if plain:
             torch._foreach_copy_(plain, list(rest.split([g.numel() for g in plain])))
-        if M:
-            # orthonormal columns that span those of p. LAPACK gets no NaN; the gradient keeps it
-            bases = [torch.linalg.qr(one.view(-1, r).nan_to_num()).Q for one in p]
-            yield from self._second(M, wide, bases, rest.isfinite().all())
-
-    def _second(
-        self, M: list[Tensor], gradients: list[Tensor], p: list[Tensor], rest_finite: Tensor
-    ) -> Messages:
-        """The second message, given orthonormal P (m, r) of each matrix: the sum of Q. rest_finite: of what is sent
-        whole."""
-        own = torch.cat([x.t() @ one for x, one in zip(M, p, strict=True)])  # (sum of n, r)
+        if not M:
+            return
+        # orthonormal columns (m, r) that span those of p. LAPACK gets no NaN; the gradient keeps it
+        bases = [torch.linalg.qr(one.view(-1, r).nan_to_num()).Q for one in p]
+        own = torch.cat([x.t() @ basis for x, basis in zip(M, bases, strict=True)])  # (sum of n, r)
         started = self.axis.start_all_reduce(own.clone())
-        for x, one, q in zip(M, p, own.split(self.columns), strict=True):
-            x.addmm_(one, q.t(), alpha=-1)
+        for x, basis, q in zip(M, bases, own.split(self.columns), strict=True):
+            x.addmm_(basis, q.t(), alpha=-1)
         total = yield started
-        for g, one, q in zip(gradients, p, total.split(self.columns), strict=True):
-            torch.mm(one, q.t(), out=g.view(len(one), len(q)))
-        finite = total.isfinite().all() & rest_finite
+        for g, basis, q in zip(wide, bases, total.split(self.columns), strict=True):
+            torch.mm(basis, q.t(), out=g.view(len(basis), len(q)))
+        finite = total.isfinite().all() & rest.isfinite().all()
         self.q.copy_(torch.where(finite, total, self.q))
         self._keep_if(finite)
 

@@ -199,10 +199,10 @@ class Judge:
 
     def _lost(self, ranks: list[int], silent_s: float) -> str:
         """Says that the host of these ranks is lost."""
-        post = self.posts[ranks[0]]
+        post, verb = self.posts[ranks[0]], "are" if len(ranks) > 1 else "is"
         return (
-            f"{numbers(ranks)} {'are' if len(ranks) > 1 else 'is'} missing: nothing is heard of host "
-            f"{_name(post.host)} for {silent_s:.0f} s. It has stopped, or the network to it is lost. Rank {ranks[0]} "
+            f"{numbers(ranks)} {verb} missing: nothing is heard of host {post.host.split(' ')[0]} for "
+            f"{silent_s:.0f} s. It has stopped, or the network to it is lost. Rank {ranks[0]} "
             f"was last seen {_where(post)}"
         )
 
@@ -278,7 +278,7 @@ class Judge:
         far = tuple(rank for rank, host in hosts.items() if host != self.host)
         if not far:
             return Verdict((), f"ranks wait for each other: {texts}")
-        names = ", ".join(sorted({_name(hosts[rank]) for rank in far}))
+        names = ", ".join(sorted({hosts[rank].split(" ")[0] for rank in far}))
         return Verdict(
             far,
             f"messages of {numbers(far)} on host {names} do not arrive, though all ranks have begun this one: the "
@@ -312,19 +312,11 @@ def state_of(pid: int) -> str:
     return "X"
 
 
-def _name(host: str) -> str:
-    return host.split(" ")[0]
-
-
 def _where(post: Post) -> str:
-    return f"{f'{post.phase}, ' * bool(post.phase)}after step {post.step}, at {_line(post.at)}"
-
-
-def _line(at: tuple[str, ...]) -> str:
-    """The innermost place of Fivefold outside comm/, and the innermost one if that is another's."""
-    if not at:
-        return "an unknown place"
+    """Says in which place: the innermost one of Fivefold outside comm/, and the innermost one if that is another's."""
+    at = post.at
     own = [place for place in at if place.startswith("fivefold/") and not place.startswith("fivefold/comm/")]
-    if not own:
-        return at[0]
-    return own[0] if at[0].startswith("fivefold/") else f"{own[0]} (in {at[0]})"
+    place = [*own, *at, "an unknown place"][0]
+    if own and not at[0].startswith("fivefold/"):
+        place = f"{place} (in {at[0]})"
+    return f"{f'{post.phase}, ' * bool(post.phase)}after step {post.step}, at {place}"

@@ -82,9 +82,7 @@ class Waits:
     def __init__(self, patience: float, timeout: float):
         self.patience, self.timeout = patience, timeout
         self.members = patience + timeout  # for group 0 to say who is a member
-        self.exchange = (
-            2 * patience
-        )  # of group 0 for votes of others: a late group, then a message that fails
+        self.exchange = 2 * patience  # of group 0 for others' votes: a late group, then a message that fails
         self.inside = self.exchange + timeout  # of group 0 for votes of its own ranks, without which it ends
         self.outcome = self.inside + self.exchange  # for group 0 to say whether the step counts
 
@@ -182,8 +180,15 @@ class Membership:
         at = [step, attempt]
         if self.leads:
             self._set(f"here/{self.endpoint.group}", at=at)
-            if self.hosts:
-                self._gather(step, attempt)
+            if self.hosts:  # waits for the members, and adds the groups that ask to join
+                present = self._present("here", self.members, at)
+                joining = {group: wish for group, wish in self._wishes().items() if self._fits(wish)}
+                members = tuple(sorted({*present, *joining}))
+                self._new = {*joining, *(self._new & {*present})}
+                meeting = Meeting(step, False, attempt, members, tuple(sorted(self._new)))
+                self._set("members", at=meeting.at, **asdict(meeting))
+                for group, wish in joining.items():
+                    self._answer(group, wish, meeting)
         meeting = self._meeting("members", self.waits.members, lambda found: found["at"] >= at)
         if meeting.at != at or self.endpoint.group not in meeting.members:
             raise BusyError(
@@ -240,17 +245,6 @@ class Membership:
                 self._set(f"left/{self.endpoint.group}", at=None)
 
     # On group 0's first rank
-
-    def _gather(self, step: int, attempt: int) -> None:
-        """Waits for the members, and adds the groups that ask to join."""
-        present = self._present("here", self.members, [step, attempt])
-        joining = {group: wish for group, wish in self._wishes().items() if self._fits(wish)}
-        members = tuple(sorted({*present, *joining}))
-        self._new = {*joining, *(self._new & {*present})}
-        meeting = Meeting(step, False, attempt, members, tuple(sorted(self._new)))
-        self._set("members", at=meeting.at, **asdict(meeting))
-        for group, wish in joining.items():
-            self._answer(group, wish, meeting)
 
     def _count(self, meeting: Meeting) -> None:
         """Waits for the votes, and writes whether the step counts."""

@@ -199,9 +199,7 @@ class Watchdog:
         self._bell.settimeout(self.tick_s)  # it waits by poll(), which takes any number of open files
         self._wake.setblocking(False)
         self._blind, self._before, self._sending = False, -1, Sending()
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # only it can have signals ring at the socket
+        if threading.current_thread() is threading.main_thread():  # only it can have signals ring there
             self._before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self.cpu_s = 0.0
         """Processor seconds of the thread."""

@@ -257,8 +257,7 @@ class _WholeSequence(Function):
     def backward(ctx: Any, *grads: Tensor):
         (cos, sin), c = ctx.saved_tensors, ctx.axis.size
         dwhole = grads[0].unflatten(1, (c, -1)).unflatten(3, (sum(ctx.sections), -1))  # (B, c, t, heads, d)
-        arrived = ctx.axis.run(
-            HEADS, dwhole.permute(1, 0, 3, 2, 4).contiguous(), backward=True
-        )  # (c, B, heads, t, d)
+        leaving = dwhole.permute(1, 0, 3, 2, 4).contiguous()  # (c, B, heads, t, d)
+        arrived = ctx.axis.run(HEADS, leaving, backward=True)
         dq, dk, dv = (x.transpose(0, 1).flatten(1, 2) for x in arrived.split(ctx.sections, dim=2))
         return split_heads_backward(dq, torch.stack((dk, dv)), cos, sin), *[None] * 5

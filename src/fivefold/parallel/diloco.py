@@ -67,11 +67,6 @@ class Outer:
             if mine := {name: self.weights[name] for names in fragment for name in names}:
                 self.updaters[number] = Updater(optimizer.card, mine, lr, 0.0, fields)
 
-    def start_from_masters(self) -> None:
-        """Takes the masters as common weights. They must be the same in all replica groups."""
-        for name, weight in self.weights.items():
-            weight.copy_(self.masters[name])
-
     @torch.no_grad()
     def step(self, step: int, last: int) -> None:
         """Starts the sums that are due after inner step `step` of `last`, and takes the outer steps of those that
@@ -223,13 +218,6 @@ class Outer:
             own = mine[name] if gives else torch.empty_like(like)
             found[name] = axis.broadcast(own.to(axis.device, copy=True), source) if own.numel() else own
         return found
-
-    def prime(self) -> None:
-        """Creates the outer optimizer's states, as the first outer steps do."""
-        for updater in self.updaters.values():
-            updater.step({name: torch.zeros_like(weight) for name, weight in updater.masters.items()}, 0.0)
-            for weight in updater.masters.values():
-                weight.grad = None
 
     @contextmanager
     def common(self) -> Iterator[None]:

@@ -140,12 +140,11 @@ def parallelize(
     for stage in stages:
         recompute.apply(stage, modes, mesh.device.type == "cuda", parallel.saving_inputs, card.stack)
         for name, parameter in stage.named_parameters():
+            parameter.data = parameter.data.to(masters)
             if name in card.frozen:  # before anything is built around it
                 parameter.requires_grad_(False)
     if mesh.device.type == "cuda" and not (parallel.pipeline and parallel.pipeline.splits_backward):
         _compile_blocks(stages, card.stack)
-    for parameter in (p for stage in stages for p in stage.parameters()):
-        parameter.data = parameter.data.to(masters)
     kept = keepings(card, layout, list(numbered))
     builder = _ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, parallel, filled=own is not None)
     builder.shard(numbered, kept)
@@ -317,8 +316,16 @@ class _ReplicaBuilder:
         for keeping in kept:
             stages = [numbered[number] for number in keeping.stages]
             made: list[Replica] = []
-            if keeping.units:
-                made.append(self._sharded(stages, [m for n in keeping.stages for m in self.messages[n]]))
+            if keeping.units:  # FSDP2 shards them
+                from fivefold.parallel import zero
+
+                messages = [m for number in keeping.stages for m in self.messages[number]]
+                initial = None if self.filled else self._initial
+                sharded = zero.Sharded(stages, self.table, self.compute_dtype, messages, initial)
+                offload = self._offload(sharded.masters, tiers(self.mesh.layout.offload, sharded=True))
+                if offload is not None:
+                    self.into.offloads[id(sharded)] = offload
+                made.append(sharded)
             made += [self._whole(stages, buffer) for buffer in keeping.buffers]
             if keeping.frozen:
                 frozen, _, _ = self._parameters(stages, keeping.frozen, None)
@@ -326,17 +333,6 @@ class _ReplicaBuilder:
             self.into.replicas += made  # the list that `reductions` know
             of_stage |= dict.fromkeys(keeping.stages, made)
         return of_stage
-
-    def _sharded(self, stages: list[nn.Module], messages: list[UnitMessages]) -> Replica:
-        """The replica whose units FSDP2 shards."""
-        from fivefold.parallel import zero
-
-        initial = None if self.filled else self._initial
-        replica = zero.Sharded(stages, self.table, self.compute_dtype, messages, initial)
-        offload = self._offload(replica.masters, tiers(self.mesh.layout.offload, sharded=True))
-        if offload is not None:
-            self.into.offloads[id(replica)] = offload
-        return replica
 
     def _whole(self, stages: list[nn.Module], buffer: FlatBuffer) -> Replica:
         """The replica of parameters that this rank has whole, in a flat buffer."""
@@ -384,18 +380,13 @@ class _ReplicaBuilder:
                     offload.disk.touched(view.nbytes)
             # Autograd counts the changes of `.data` apart: an update beside forward changes masters of later units.
             placed = {name: nn.Parameter(views[name].data) for name in params}
-        _place(stages, placed)
+        for stage in stages:
+            for name, parameter in list(stage.named_parameters()):
+                if placed.get(name, parameter) is not parameter:
+                    owner, _, leaf = name.rpartition(".")
+                    setattr(stage.get_submodule(owner), leaf, placed[name])
         return placed, flat, masters
 
     def _initial(self, name: str) -> Tensor:
         """This rank's part of a parameter's initial weights."""
         return init_part(self.recipe.train.seed, name, self.recipe.model, self.table[name], self.mesh.device)
-
-
-def _place(stages: Sequence[nn.Module], placed: dict[str, nn.Parameter]) -> None:
-    """Puts parameters into the stages that have one of the same name."""
-    for stage in stages:
-        for name, parameter in list(stage.named_parameters()):
-            if placed.get(name, parameter) is not parameter:
-                owner, _, leaf = name.rpartition(".")
-                setattr(stage.get_submodule(owner), leaf, placed[name])

@@ -175,9 +175,7 @@ class _Run:
             "F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
             "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
         }  # fmt: skip
-        last: dict[
-            Action, list[Replica]
-        ] = {}  # the replicas that get their last gradients from a computation
+        last = dict[Action, list[Replica]]()  # the replicas that get their last gradients from a computation
         seen = set[int]()
         for action in reversed(actions):
             if action.kind in ("B", "W"):

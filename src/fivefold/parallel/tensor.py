@@ -86,9 +86,15 @@ def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
             first.register_forward_pre_hook(lambda _, inputs: (whole(inputs[0], axis), *inputs[1:]))
         assert type(stage.output) is Output, "replaced before"
         stage.output = VocabularyOutput(replace(axis, sp=sp and not card.whole_sequences))
-    _cut_parameters(
-        stage, {n: p.computes for n, p in parts(card, mesh.layout, mesh.rank).items() if n in table}
-    )
+    computes = {n: p.computes for n, p in parts(card, mesh.layout, mesh.rank).items() if n in table}
+    for name, parameter in list(stage.named_parameters()):
+        if name in computes:  # it becomes this rank's part
+            owner, _, leaf = name.rpartition(".")
+            local = torch.empty(local_shape(computes[name]), dtype=parameter.dtype, device=parameter.device)
+            if not local.is_meta:
+                for where, box in boxes(computes[name]):
+                    local[where] = parameter.detach()[tuple(slice(*span) for span in box)]
+            setattr(stage.get_submodule(owner), leaf, nn.Parameter(local))
     if mesh.device.type == "cuda":  # code between the layers that communicate is compiled
         for module in stage.modules():
             if isinstance(module, CutLinear | CutRMSNorm | Region):
@@ -121,18 +127,6 @@ def _attends(stage: nn.Module, name: str) -> bool:
         if any(isinstance(child, AttentionCore) for child in stage.get_submodule(name).children()):
             return True
     return False
-
-
-def _cut_parameters(stage: nn.Module, computes: dict[str, Any]) -> None:
-    """Replaces parameters by this rank's part of them."""
-    for name, parameter in list(stage.named_parameters()):
-        if name in computes:
-            owner, _, leaf = name.rpartition(".")
-            local = torch.empty(local_shape(computes[name]), dtype=parameter.dtype, device=parameter.device)
-            if not local.is_meta:
-                for where, box in boxes(computes[name]):
-                    local[where] = parameter.detach()[tuple(slice(*span) for span in box)]
-            setattr(stage.get_submodule(owner), leaf, nn.Parameter(local))
 
 
 def sum_gradients(replicas: Sequence[Replica], messages: list[list[str]], mesh: Mesh) -> Callable[[], None]:

@@ -133,8 +133,16 @@ class Sharded(Replica):
         for root in self.roots:
             root.set_reshard_after_forward(self.again)
             root.set_reshard_after_backward(self.again)
-        for stage in stages:
-            _prefetch(stage)
+        for stage in stages:  # while a block computes, the weights of the next one are gathered
+            named = [(n, unit) for n, unit in stage.named_modules() if isinstance(unit, FSDPModule)]
+            (_, root), *inner = named
+            blocks = [unit for n, unit in inner if not any(n.startswith(f"{other}.") for other, _ in inner)]
+            for before, after in pairwise([root, *blocks]):
+                before.set_modules_to_forward_prefetch(_units(after))
+            for before, after in pairwise([*blocks, root]):
+                after.set_modules_to_backward_prefetch(_units(before))
+            if next(stage.parameters()).device.type == "cpu":  # on GPUs, streams do it
+                private.gather_in_background(root)
 
     def start_step(self) -> None:
         """Forgets the gradients of the last step, and frees their memory."""
@@ -220,18 +228,6 @@ def rows(tensor: DTensor) -> Tensor:
 def _units(module: Any) -> list[FSDPModule]:
     """The FSDP2 units of a module, itself first if it is one."""
     return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-
-
-def _prefetch(stage: nn.Module) -> None:
-    """Gathers the weights of the next block while a block computes."""
-    (_, root), *inner = [(n, unit) for n, unit in stage.named_modules() if isinstance(unit, FSDPModule)]
-    blocks = [unit for n, unit in inner if not any(n.startswith(f"{other}.") for other, _ in inner)]
-    for before, after in pairwise([root, *blocks]):
-        before.set_modules_to_forward_prefetch(_units(after))
-    for before, after in pairwise([*blocks, root]):
-        after.set_modules_to_backward_prefetch(_units(before))
-    if next(stage.parameters()).device.type == "cpu":  # on GPUs, streams do it
-        private.gather_in_background(root)
 
 
 class UnitMessages:

@@ -249,7 +249,13 @@ def parse(text: str) -> dict[str, int | float | bool | str]:
     defaults = asdict(Layout())
     found: dict[str, int | float | bool | str] = {}
     problems = []
-    for whole in _parts(text):
+    parts: list[str] = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        if parts and "=" not in part and parts[-1].partition("=")[0].strip() == "zeropp":
+            parts[-1] += f",{part}"  # of the list of `zeropp`
+        else:
+            parts.append(part)
+    for whole in parts:
         part = shortened(whole, LONGEST_WORD)
         key, equals, value = (p.strip() for p in part.partition("="))
         if not equals or not value:
@@ -274,17 +280,6 @@ def parse(text: str) -> dict[str, int | float | bool | str]:
     if problems:
         keys = ", ".join(["dp", *defaults])
         raise UserError(f"layout '{shortened(text, 2 * LONGEST_WORD)}': {'; '.join(problems)} (keys: {keys})")
-    return found
-
-
-def _parts(text: str) -> list[str]:
-    """Splits a layout at its commas, except at those within the list of `zeropp`."""
-    found: list[str] = []
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        if found and "=" not in part and found[-1].partition("=")[0].strip() == "zeropp":
-            found[-1] += f",{part}"
-        else:
-            found.append(part)
     return found
 
 

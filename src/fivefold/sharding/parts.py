@@ -135,9 +135,20 @@ class Part:
 def parts(model: Model, layout: Layout, rank: int) -> dict[str, Part]:
     """The part of each parameter on a rank, as if it had every pipeline stage."""
     table, found = model.cuts, dict[str, Part]()
+    first = {name: index_in(layout, name, rank) == 0 for name in ("tp", "replicate", "batch", "edp")}
     for name, shape in model.parameters.items():
-        part = _part(shape, table.get(name), layout, rank)
-        found[name] = replace(part, frozen=True) if name in model.frozen else part
+        computes, cuts = whole(shape), cuts_in(table.get(name), layout.sp)
+        expert = any(each.kind == "expert" for each in cuts)
+        for each in cuts:
+            if (ranks := getattr(layout, each.axis)) > 1:
+                computes = divide(computes, each, index_in(layout, each.axis, rank), ranks)
+        keeps, owned = computes, first["tp"] or any(each.axis == "tp" for each in cuts)
+        same = "edp" if expert else "batch"  # the ranks that keep the same rows
+        if layout.zero:
+            group, ranks = sharing_group(layout, expert)
+            dim, (start, stop) = kept_rows(local_shape(computes), index_in(layout, group, rank), ranks)
+            keeps, same = narrow(computes, dim, start, stop), "replicate"
+        found[name] = Part(shape, computes, keeps, owned and first[same], expert, name in model.frozen)
     return found
 
 
@@ -190,21 +201,6 @@ def stage_parameters(model: Model, blocks: tuple[range, ...]) -> tuple[tuple[str
         if name == TIED and model.tied and len(blocks) > 1:
             found[-1].append(name)
     return tuple(map(tuple, found))
-
-
-def _part(shape: Shape, cut: Cut | None, layout: Layout, rank: int) -> Part:
-    computes, cuts = whole(shape), cuts_in(cut, layout.sp)
-    expert = any(one.kind == "expert" for one in cuts)
-    for one in cuts:
-        if (ranks := getattr(layout, one.axis)) > 1:
-            computes = divide(computes, one, index_in(layout, one.axis, rank), ranks)
-    first = {name: index_in(layout, name, rank) == 0 for name in ("tp", "replicate", "batch", "edp")}
-    owned = first["tp"] or any(one.axis == "tp" for one in cuts)
-    if not layout.zero:
-        return Part(shape, computes, computes, owned and first["edp" if expert else "batch"], expert)
-    group, ranks = sharing_group(layout, expert)
-    dim, (start, stop) = kept_rows(local_shape(computes), index_in(layout, group, rank), ranks)
-    return Part(shape, computes, narrow(computes, dim, start, stop), owned and first["replicate"], expert)
 
 
 def token_spans(layout: Layout, T: int, index: int) -> list[Span]:

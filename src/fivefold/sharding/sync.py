@@ -22,7 +22,7 @@ from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules.compression.blocks import INT8
 from fivefold.schedules.priority import Order
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import TIED, Model, Span, parts
+from fivefold.sharding.parts import TIED, Model, Span, joined, parts
 
 OWN_SHARE = 0.5
 """What a replica group keeps of its own weights when a sum arrives that overlapped with inner steps (alpha of arXiv
@@ -283,11 +283,4 @@ class Shares:
 
 def pieces(rows: Iterable[Row], offsets: Mapping[str, int]) -> list[Span]:
     """Where rows lie in a flat buffer that has each parameter at its offset. Neighbours are joined."""
-    found: list[Span] = []
-    for name, start, stop in rows:
-        a, b = offsets[name] + start, offsets[name] + stop
-        if found and found[-1][1] == a:
-            found[-1] = found[-1][0], b
-        else:
-            found.append((a, b))
-    return found
+    return list(joined([(offsets[name] + start, offsets[name] + stop) for name, start, stop in rows]))

@@ -146,7 +146,10 @@ def _prime(state: State) -> None:
         for master in replica.masters.values():
             master.grad = None
     if state.outer is not None:
-        state.outer.prime()
+        for updater in state.outer.updaters.values():  # its states, as the first outer steps make them
+            updater.step({name: torch.zeros_like(weight) for name, weight in updater.masters.items()}, 0.0)
+            for weight in updater.masters.values():
+                weight.grad = None
     if (scaling := state.loss_scale) is not None:
         scaling.values = torch.empty(3, dtype=scaling.values.dtype, device=scaling.values.device)
 

@@ -210,7 +210,8 @@ def load_initial(
     with all_or_none(run):
         _set(state, copies)
     if state.outer is not None:
-        state.outer.start_from_masters()
+        for name, weight in state.outer.weights.items():  # the masters are the same in all replica groups
+            weight.copy_(state.outer.masters[name])
     if initial.frozen and not keep:
         state.elsewhere = Elsewhere(initial.where, initial.checkpoint, initial.fingerprint, initial.frozen)
 
