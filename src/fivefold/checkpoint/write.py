@@ -47,10 +47,6 @@ class Piece:
     box: Box
     buffer: bool = False
 
-    @property
-    def key(self) -> str:
-        return key_of(self.name, self.shape, self.box)
-
 
 Pieces = Mapping[str, Iterable[Piece]]
 """What a rank owns: "model" and "optimizer"."""
@@ -121,8 +117,9 @@ class Writing:
                 if free < needed + SPARE_BYTES:
                     remove(self.temporary)
                     raise BusyError(
-                        f"cannot write the checkpoint {self.folder}: it needs {_mib(needed + SPARE_BYTES)}, and the "
-                        f"disk has {_mib(free)} free. Make room there, or keep fewer (checkpoint.keep_last)"
+                        f"cannot write the checkpoint {self.folder}: it needs "
+                        f"{(needed + SPARE_BYTES) / (1 << 20):,.0f} MiB, and the disk has {free / (1 << 20):,.0f} MiB "
+                        "free. Make room there, or keep fewer (checkpoint.keep_last)"
                     )
 
     def write_part(self) -> None:
@@ -181,7 +178,7 @@ class Writing:
         for piece in shard:
             stop = start + piece.tensor.nbytes
             shape = [b - a for a, b in piece.box]
-            header[piece.key] = {
+            header[key_of(piece.name, piece.shape, piece.box)] = {
                 "dtype": _code(piece.tensor),
                 "shape": shape,
                 "data_offsets": [start, stop],
@@ -252,10 +249,6 @@ def _code(tensor: Tensor) -> str:
     return _CODES[str(tensor.dtype).removeprefix("torch.")]
 
 
-def _mib(count: int) -> str:
-    return f"{count / (1 << 20):,.0f} MiB"
-
-
 POLL_S = 0.02
 """Between two looks of the first rank for the others' parts."""
 
@@ -264,6 +257,7 @@ class Background:
     """One save on its way. `writing.begin` has been called, on all ranks.
 
     written: this rank's part is written, or failed. ended: the first rank has finished, too. error: why it failed.
+    cancelled: once it is set, the first rank does not wait for the other ranks' parts any more.
     """
 
     def __init__(self, writing: Writing):
@@ -279,10 +273,6 @@ class Background:
         begin = time.perf_counter()
         self._copy.wait()
         return time.perf_counter() - begin
-
-    def cancel(self) -> None:
-        """The first rank does not wait for the other ranks' parts any more."""
-        self.cancelled.set()
 
     def join(self, timeout_s: float | None = None) -> None:
         self._thread.join(timeout_s)

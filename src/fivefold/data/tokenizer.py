@@ -267,7 +267,15 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
         end = _find_token(path, vocab, config.get("eos_token"), KNOWN_ENDS, "end")
         named_mask = config.get("mask_token")
         mask_token = _find_token(path, vocab, named_mask, KNOWN_MASKS, "mask") if mask or named_mask else None
-        _mark_special(spec, vocab, [end] if mask_token is None else [end, mask_token])
+        # Text that looks like these tokens stays text where the file's content marks them as special.
+        added = {entry["content"]: entry for entry in spec.setdefault("added_tokens", [])}
+        for token in [end] if mask_token is None else [end, mask_token]:
+            if token not in added:
+                flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+                added[token] = {"id": vocab[token], "content": token, **flags}
+                spec["added_tokens"].append(added[token])
+            added[token]["special"] = True
+        spec["added_tokens"].sort(key=lambda entry: entry["id"])
         begin = _named(config.get("bos_token"))
         known = begin if begin in vocab else None
         return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), end, mask_token, known)
@@ -332,18 +340,6 @@ def _named(token: Any) -> str | None:
     """A special token of tokenizer_config.json: text, or an object with its content."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
-
-
-def _mark_special(spec: dict[str, Any], vocab: dict[str, int], tokens: list[str]) -> None:
-    """Marks the tokens as special in the file's content, so that text that looks like one stays text."""
-    added = {entry["content"]: entry for entry in spec.setdefault("added_tokens", [])}
-    for token in tokens:
-        if token not in added:
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            added[token] = {"id": vocab[token], "content": token, **flags}
-            spec["added_tokens"].append(added[token])
-        added[token]["special"] = True
-    spec["added_tokens"].sort(key=lambda entry: entry["id"])
 
 
 def _is_ours(spec: Any) -> bool:
@@ -460,7 +456,14 @@ def _try(content: bytes) -> str:
 
 def child() -> None:
     """Entry point of the child: the file on stdin, a JSON text on stdout, which says what is wrong."""
-    limit()
+    for what, most in (  # no file, no core dump
+        (resource.RLIMIT_AS, CHILD_BYTES),
+        (resource.RLIMIT_CPU, CHILD_SECONDS),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with suppress(ValueError, OSError):  # a system that does not limit this, or limits it more
+            resource.setrlimit(what, (most, most))
     try:
         content = sys.stdin.buffer.read()
         spec = parse_json(content)
@@ -478,18 +481,6 @@ def child() -> None:
     except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
         problem = f"not a tokenizer.json: {str(error)[:300]}"
     print(json.dumps(problem))
-
-
-def limit() -> None:
-    """Bounds this process: memory, time, no file, no core dump."""
-    for what, most in (
-        (resource.RLIMIT_AS, CHILD_BYTES),
-        (resource.RLIMIT_CPU, CHILD_SECONDS),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        with suppress(ValueError, OSError):  # a system that does not limit this, or limits it more
-            resource.setrlimit(what, (most, most))
 
 
 if __name__ == "__main__":
