@@ -106,9 +106,8 @@ class Reader:
         """Names of all files except the manifest."""
         return list(self.manifest.files)
 
-    def files_of(self, kind: str, name: str, box: Box | None = None) -> set[str]:
+    def files_of(self, kind: str, name: str, box: Box) -> set[str]:
         """The files that a read opens."""
-        box = all_of(self.shape(kind, name)) if box is None else box
         return {piece.file for piece, _ in self._pieces(kind, name, box)}
 
     def check(self, *files: str, threads: int = 1) -> None:

@@ -133,26 +133,22 @@ class Writing:
                     listed["tensors"] += [
                         [kind, p.name, p.shape, _code(p.tensor), name, p.box, p.buffer] for p in shard
                     ]
-            part = self._part(self.axis.index)
+            part = self.part(self.axis.index)
             unready = part.with_name(f".{part.name}")
             write_file(unready, json.dumps(listed))
             rename(unready, part)
-
-    def wrote(self, rank: int) -> bool:
-        """True if this rank has written its part."""
-        return self._part(rank).exists()
 
     def finish(self) -> None:
         """Joins the lists of all ranks into the manifest, checks that nothing is missing, and gives the folder its
         name. The first rank does it."""
         with self._explained():
-            parts = [json.loads(self._part(rank).read_bytes()) for rank in range(self.axis.size)]
+            parts = [json.loads(self.part(rank).read_bytes()) for rank in range(self.axis.size)]
             try:
                 manifest = checked(join(parts, self.meta))
             except ValueError as error:
                 raise AssertionError(f"the ranks wrote no whole checkpoint: {self.folder}: {error}") from None
             for rank in range(self.axis.size):
-                remove(self._part(rank))
+                remove(self.part(rank))
             write_file(self.temporary / MANIFEST, to_bytes(manifest))
             flush(self.temporary / MANIFEST)
             flush(self.temporary)
@@ -169,7 +165,8 @@ class Writing:
         if self.first:
             remove(self.temporary)
 
-    def _part(self, rank: int) -> Path:
+    def part(self, rank: int) -> Path:
+        """The list of a rank's files, once they are written."""
         return self.temporary / f"part-{rank:05d}.json"
 
     def _write_shard(self, path: Path, shard: list[Piece]) -> dict[str, Any]:
@@ -285,7 +282,7 @@ class Background:
             if writing.first:
                 # Each part is looked for until it is there, and then no more: on a disk in a network that is a message
                 for rank in range(writing.axis.size):
-                    while not (writing.wrote(rank) or self.cancelled.is_set()):
+                    while not (writing.part(rank).exists() or self.cancelled.is_set()):
                         self.cancelled.wait(POLL_S)
                 if not self.cancelled.is_set():
                     writing.finish()

@@ -385,32 +385,25 @@ def require_harmless(path: Path, content: bytes, spec: Any, ours: bool) -> None:
         UserError: it does.
         Exception: it is not a tokenizer.json.
     """
-    problem = problem_of(spec)
-    digest = hashlib.sha256(content).hexdigest()
-    if not problem and not ours and digest not in _passed:
-        mark = cache_folder() / "tokenizers" / digest
-        if not mark.is_file():
-            problem = _try(content)
-            if not problem:
-                with suppress(UserError), writable(mark.parent):
-                    write_atomically(mark, f"{path}\n".encode("utf-8", "backslashreplace").decode())
-    if problem:
-        raise UserError(f"data.tokenizer: {path} is refused: {problem}")
-    _passed.add(digest)
-
-
-def problem_of(spec: Any) -> str:
-    """What is wrong with the content of a tokenizer.json, without loading it; "" if nothing."""
-    model = spec["model"]
-    vocab = model.get("vocab") or {}
+    vocab, fault = spec["model"].get("vocab") or {}, ""
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     highest = max([*ids, *(entry["id"] for entry in spec.get("added_tokens") or [])], default=0)
     if not 0 <= highest < MOST_IDS:
-        return f"it has the id {highest:,}; ids must be below {MOST_IDS:,}"
+        fault = f"it has the id {highest:,}; ids must be below {MOST_IDS:,}"
     for part in ("normalizer", "decoder"):
-        if (grows := growth(spec.get(part) or {})) > MOST_GROWTH:
-            return f"its {part} makes a text up to {grows:.0f} times as long; at most {MOST_GROWTH} times is accepted"
-    return ""
+        if not fault and (grows := growth(spec.get(part) or {})) > MOST_GROWTH:
+            fault = f"its {part} makes a text up to {grows:.0f} times as long; at most {MOST_GROWTH} times is accepted"
+    digest = hashlib.sha256(content).hexdigest()
+    if not fault and not ours and digest not in _passed:
+        mark = cache_folder() / "tokenizers" / digest
+        if not mark.is_file():
+            fault = _try(content)
+            if not fault:
+                with suppress(UserError), writable(mark.parent):
+                    write_atomically(mark, f"{path}\n".encode("utf-8", "backslashreplace").decode())
+    if fault:
+        raise UserError(f"data.tokenizer: {path} is refused: {fault}")
+    _passed.add(digest)
 
 
 def growth(part: dict[str, Any]) -> float:
@@ -456,7 +449,8 @@ def _try(content: bytes) -> str:
 
 def child() -> None:
     """Entry point of the child: the file on stdin, a JSON text on stdout, which says what is wrong."""
-    for what, most in (  # no file, no core dump
+    # Bounds of this process: memory, time, no file, no core dump
+    for what, most in (
         (resource.RLIMIT_AS, CHILD_BYTES),
         (resource.RLIMIT_CPU, CHILD_SECONDS),
         (resource.RLIMIT_FSIZE, 0),
