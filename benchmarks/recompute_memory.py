@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.host.machine import current_memory_bytes, keep_freed_memory, peak_memory_bytes
+from fivefold.host.machine import keep_freed_memory, peak_memory_bytes, resident_bytes
 from fivefold.kernels import blockwise_attention
 from fivefold.models.base import LanguageModel, build
 from fivefold.parallel import recompute
@@ -106,7 +106,7 @@ def measured(how: str, sizes: list[str], microbatch: int, steps: int, mode: str)
     recompute.apply(module, [how] * len(module.blocks))
     shape = microbatch, recipe.model.seq_len
     tokens = torch.randint(0, 4096, shape, generator=torch.Generator().manual_seed(0))
-    before, times = current_memory_bytes(), []
+    before, times = resident_bytes()[0], []
     for step in range(WARM_UP + steps):
         module.zero_grad(set_to_none=False)
         began = time.process_time()

@@ -20,10 +20,10 @@ from fivefold.bench import peak
 from fivefold.errors import UserError
 from fivefold.host.machine import (
     TORCH,
-    current_memory_bytes,
     describe,
     has_fast_bf16,
     peak_memory_bytes,
+    resident_bytes,
     untried_torch,
 )
 from fivefold.kernels import matmul
@@ -58,14 +58,14 @@ def test_peak_memory_follows_an_allocation() -> None:
     before = peak_memory_bytes()
     block = mmap.mmap(-1, 2**26)  # not through malloc, which another test may have told to keep what is freed
     block.write(b"x" * 2**26)
-    assert peak_memory_bytes() >= current_memory_bytes() >= len(block)
+    assert peak_memory_bytes() >= resident_bytes()[0] >= len(block)
     assert peak_memory_bytes() >= before
     high = peak_memory_bytes()
     block.close()
     assert (
         peak_memory_bytes() > high - 2**22
     )  # the kernel counts pages per processor, and adds them up now and then
-    assert current_memory_bytes() < high - 2**25
+    assert resident_bytes()[0] < high - 2**25
 
 
 def test_cpuinfo_of_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,9 +84,6 @@ class Source:
             raise UserError(f"{self.folder}: weight {name} {why}")
         return tensor
 
-    def fingerprint(self) -> str:
-        return fingerprint(self.folder, self.checkpoint)
-
 
 def fingerprint(folder: Path, checkpoint: Path | None) -> str:
     """A hash of all weights. A manifest has the hash of each file of its checkpoint. Of a Hugging Face folder

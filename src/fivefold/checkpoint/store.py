@@ -106,9 +106,8 @@ class Reader:
         """Names of all files except the manifest."""
         return list(self.manifest.files)
 
-    def files_of(self, kind: str, name: str, box: Box | None = None) -> set[str]:
+    def files_of(self, kind: str, name: str, box: Box) -> set[str]:
         """The files that a read opens."""
-        box = all_of(self.shape(kind, name)) if box is None else box
         return {piece.file for piece, _ in self._pieces(kind, name, box)}
 
     def check(self, *files: str, threads: int = 1) -> None:
@@ -173,9 +172,31 @@ class Reader:
         return found
 
     def _tensors(self, file: str) -> dict[str, Tensor]:
-        """The tensors of a file, mapped into memory."""
-        if file not in self._open:
-            self._open[file] = _mapped(self.folder / file)
+        """The tensors of a safetensors file, mapped into memory without a copy.
+
+        Raises:
+            Damaged: it is not one.
+            UserError: it cannot be read.
+        """
+        if file in self._open:
+            return self._open[file]
+        path = self.folder / file
+        try:
+            with open_file(path) as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                if size > MOST_HEADER:
+                    raise Damaged(f"{path} is damaged: a header of {size} bytes")
+                header = json.loads(opened.read(size))
+                # A private mapping may be written to, as torch asks; nothing does, and nothing would reach the file.
+                content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            header.pop("__metadata__", None)
+            self._open[file] = {key: _tensor(content, 8 + size, about) for key, about in header.items()}
+        except OSError as error:
+            raise unreadable(path, error) from None
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise Damaged(f"{path} is damaged: not a safetensors file: {error!r:.200}") from None
         return self._open[file]
 
 
@@ -299,31 +320,6 @@ def sha256(path: Path) -> str:
             digest.update(chunk[:size])
             progress.get_on()
     return digest.hexdigest()
-
-
-def _mapped(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, without a copy.
-
-    Raises:
-        Damaged: it is not one.
-        UserError: it cannot be read.
-    """
-    try:
-        with open_file(path) as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > MOST_HEADER:
-                raise Damaged(f"{path} is damaged: a header of {size} bytes")
-            header = json.loads(file.read(size))
-            # A private mapping may be written to, as torch asks; nothing does, and nothing would reach the file.
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        header.pop("__metadata__", None)
-        return {key: _tensor(content, 8 + size, about) for key, about in header.items()}
-    except OSError as error:
-        raise unreadable(path, error) from None
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise Damaged(f"{path} is damaged: not a safetensors file: {error!r:.200}") from None
 
 
 def _tensor(content: mmap.mmap, begin: int, about: Any) -> Tensor:

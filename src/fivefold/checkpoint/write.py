@@ -47,10 +47,6 @@ class Piece:
     box: Box
     buffer: bool = False
 
-    @property
-    def key(self) -> str:
-        return key_of(self.name, self.shape, self.box)
-
 
 Pieces = Mapping[str, Iterable[Piece]]
 """What a rank owns: "model" and "optimizer"."""
@@ -121,8 +117,9 @@ class Writing:
                 if free < needed + SPARE_BYTES:
                     remove(self.temporary)
                     raise BusyError(
-                        f"cannot write the checkpoint {self.folder}: it needs {_mib(needed + SPARE_BYTES)}, and the "
-                        f"disk has {_mib(free)} free. Make room there, or keep fewer (checkpoint.keep_last)"
+                        f"cannot write the checkpoint {self.folder}: it needs "
+                        f"{(needed + SPARE_BYTES) / (1 << 20):,.0f} MiB, and the disk has {free / (1 << 20):,.0f} MiB "
+                        "free. Make room there, or keep fewer (checkpoint.keep_last)"
                     )
 
     def write_part(self) -> None:
@@ -136,26 +133,22 @@ class Writing:
                     listed["tensors"] += [
                         [kind, p.name, p.shape, _code(p.tensor), name, p.box, p.buffer] for p in shard
                     ]
-            part = self._part(self.axis.index)
+            part = self.part(self.axis.index)
             unready = part.with_name(f".{part.name}")
             write_file(unready, json.dumps(listed))
             rename(unready, part)
-
-    def wrote(self, rank: int) -> bool:
-        """True if this rank has written its part."""
-        return self._part(rank).exists()
 
     def finish(self) -> None:
         """Joins the lists of all ranks into the manifest, checks that nothing is missing, and gives the folder its
         name. The first rank does it."""
         with self._explained():
-            parts = [json.loads(self._part(rank).read_bytes()) for rank in range(self.axis.size)]
+            parts = [json.loads(self.part(rank).read_bytes()) for rank in range(self.axis.size)]
             try:
                 manifest = checked(join(parts, self.meta))
             except ValueError as error:
                 raise AssertionError(f"the ranks wrote no whole checkpoint: {self.folder}: {error}") from None
             for rank in range(self.axis.size):
-                remove(self._part(rank))
+                remove(self.part(rank))
             write_file(self.temporary / MANIFEST, to_bytes(manifest))
             flush(self.temporary / MANIFEST)
             flush(self.temporary)
@@ -172,7 +165,8 @@ class Writing:
         if self.first:
             remove(self.temporary)
 
-    def _part(self, rank: int) -> Path:
+    def part(self, rank: int) -> Path:
+        """The list of a rank's files, once they are written."""
         return self.temporary / f"part-{rank:05d}.json"
 
     def _write_shard(self, path: Path, shard: list[Piece]) -> dict[str, Any]:
@@ -181,7 +175,7 @@ class Writing:
         for piece in shard:
             stop = start + piece.tensor.nbytes
             shape = [b - a for a, b in piece.box]
-            header[piece.key] = {
+            header[key_of(piece.name, piece.shape, piece.box)] = {
                 "dtype": _code(piece.tensor),
                 "shape": shape,
                 "data_offsets": [start, stop],
@@ -252,10 +246,6 @@ def _code(tensor: Tensor) -> str:
     return _CODES[str(tensor.dtype).removeprefix("torch.")]
 
 
-def _mib(count: int) -> str:
-    return f"{count / (1 << 20):,.0f} MiB"
-
-
 POLL_S = 0.02
 """Between two looks of the first rank for the others' parts."""
 
@@ -264,6 +254,7 @@ class Background:
     """One save on its way. `writing.begin` has been called, on all ranks.
 
     written: this rank's part is written, or failed. ended: the first rank has finished, too. error: why it failed.
+    cancelled: once it is set, the first rank does not wait for the other ranks' parts any more.
     """
 
     def __init__(self, writing: Writing):
@@ -280,10 +271,6 @@ class Background:
         self._copy.wait()
         return time.perf_counter() - begin
 
-    def cancel(self) -> None:
-        """The first rank does not wait for the other ranks' parts any more."""
-        self.cancelled.set()
-
     def join(self, timeout_s: float | None = None) -> None:
         self._thread.join(timeout_s)
 
@@ -295,7 +282,7 @@ class Background:
             if writing.first:
                 # Each part is looked for until it is there, and then no more: on a disk in a network that is a message
                 for rank in range(writing.axis.size):
-                    while not (writing.wrote(rank) or self.cancelled.is_set()):
+                    while not (writing.part(rank).exists() or self.cancelled.is_set()):
                         self.cancelled.wait(POLL_S)
                 if not self.cancelled.is_set():
                     writing.finish()

@@ -73,7 +73,17 @@ def read_items(path: Path) -> tuple[str, list[Item]]:
             if schema is None:
                 known = ", ".join(f"'{schema.mark}' ({schema.name})" for schema in SCHEMAS)
                 raise UserError(f"an item of no known schema: it has none of the fields {known}")
-            items.append(_item(schema, row, number))
+            for key in row if schema.keys else ():
+                if key not in schema.keys:
+                    near = did_you_mean(key, schema.keys)
+                    known = ", ".join(schema.keys)
+                    raise UserError(f"unknown field '{shortened(key, 100)}'; known: {known}{near}")
+            item = schema.item(row)
+            if not 1 <= len(item.choices) <= MOST_CHOICES:
+                raise UserError(f"{len(item.choices)} choices; must be 1 to {MOST_CHOICES}")
+            if not all(item.choices):
+                raise UserError(f"choice {item.choices.index('')} is empty")
+            items.append(replace(item, line=number))
         except UserError as error:
             raise UserError(f"{path}, line {number}: {error}") from None
         if len(items) > MOST_ITEMS:
@@ -111,19 +121,6 @@ def require_enough(shots: int, path: Path, pool: Sequence[Item], *, same: bool) 
         raise UserError(
             f"shots = {shots}: {path} has {enough} examples for an item; name more with shots_from"
         )
-
-
-def _item(schema: Schema, row: Mapping[str, Any], line: int) -> Item:
-    for key in row if schema.keys else ():
-        if key not in schema.keys:
-            near = did_you_mean(key, schema.keys)
-            raise UserError(f"unknown field '{shortened(key, 100)}'; known: {', '.join(schema.keys)}{near}")
-    item = schema.item(row)
-    if not 1 <= len(item.choices) <= MOST_CHOICES:
-        raise UserError(f"{len(item.choices)} choices; must be 1 to {MOST_CHOICES}")
-    if not all(item.choices):
-        raise UserError(f"choice {item.choices.index('')} is empty")
-    return replace(item, line=line)
 
 
 def _own_choices(row: Mapping[str, Any]) -> Item:

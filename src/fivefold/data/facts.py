@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -76,7 +75,22 @@ def check(recipe: Recipe) -> list[str]:
     exact = all(source.amount is source.bound for source in sources.values())
     if len(bounds) == len(sources):  # passes that are only estimated are held to no limit here
         dataset.require_enough(recipe, bounds, limited=exact)
-    return [*facts, *_passes(recipe, amounts, exact)]
+    if steps_of(recipe) is None:
+        return facts
+    about = "" if exact else "about "
+    seen = dataset.seen(recipe, amounts, steps_of(recipe) or 0)
+    if recipe.data.sources:
+        facts += [
+            f"{name}: {about}{100 * row.share:.1f}% of the run, {row.epochs:.2f} passes"
+            for name, row in seen.items()
+        ]
+    else:
+        facts.append(f"passes over the training set: {about}{seen[''].epochs:.2f}")
+    return facts + [
+        f"{WARNING}{name and f'{name}: '}{warning}"
+        for name, row in seen.items()
+        for warning in warning_of_passes(row.epochs)
+    ]
 
 
 def _lines(name: str, found: Found) -> list[str]:
@@ -144,24 +158,6 @@ def _found(recipe: Recipe, tokenizer: str) -> Found:
     bounded = not any(f.packed or f.url or not kind_of(f).packs for f in source.files)
     bound = _amount(recipe, most, None) if bounded else None
     return Found(fact, _amount(recipe, likely, None), bound)
-
-
-def _passes(recipe: Recipe, amounts: Mapping[str, Amount], exact: bool) -> list[str]:
-    if steps_of(recipe) is None:
-        return []
-    about = "" if exact else "about "
-    seen = dataset.seen(recipe, amounts, steps_of(recipe) or 0)
-    warnings = [
-        f"{WARNING}{name and f'{name}: '}{warning}"
-        for name, row in seen.items()
-        for warning in warning_of_passes(row.epochs)
-    ]
-    if not recipe.data.sources:
-        return [f"passes over the training set: {about}{seen[''].epochs:.2f}", *warnings]
-    return [
-        f"{name}: {about}{100 * row.share:.1f}% of the run, {row.epochs:.2f} passes"
-        for name, row in seen.items()
-    ] + warnings
 
 
 def require_readable(recipe: Recipe, source: Source) -> None:

@@ -220,7 +220,15 @@ def _learned(recipe: Recipe, progress: Tell | None, workers: int | None, make: b
     ]
     if not texts:  # no tokenizer is needed
         return section.tokenizer
-    shares = _shares_of_sample(recipe, {name: source.size for name, _, source in texts})
+    # Each source's share of the sample is its weight over the run, else its bytes.
+    shares = {name: float(source.size) for name, _, source in texts}
+    if any(entry.weight is not None for entry in section.sources):
+        stages = list(weights_of(recipe, [1.0] * len(section.sources)))
+        for number, entry in enumerate(section.sources):
+            if (name := f"data.sources, {entry.name}") in shares:
+                shares[name] = math.fsum(share * weights[number] for share, weights in stages)
+    total = math.fsum(shares.values())
+    shares = {name: value / total if total else 1 / len(shares) for name, value in shares.items()}
     with writable(root):
         keys = [lookup(source, data, mask, tell)[0].name for _, data, source in texts]
         told = json.dumps([TOKENIZERS, section.tokenizer, mask, keys, list(shares.values())])
@@ -235,18 +243,6 @@ def _learned(recipe: Recipe, progress: Tell | None, workers: int | None, make: b
                     make_folder(folder)
                     learn(section, mask, parts, workers or cores(), tell).save(path)
     return str(path)
-
-
-def _shares_of_sample(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, float]:
-    """Each source's share of the text that a tokenizer is learned from: its weight over the run, else its bytes."""
-    shares = {name: float(size) for name, size in sizes.items()}
-    if any(entry.weight is not None for entry in recipe.data.sources):
-        stages = list(weights_of(recipe, [1.0] * len(recipe.data.sources)))
-        for number, entry in enumerate(recipe.data.sources):
-            if (name := f"data.sources, {entry.name}") in shares:
-                shares[name] = math.fsum(share * weights[number] for share, weights in stages)
-    total = math.fsum(shares.values())
-    return {name: value / total if total else 1 / len(shares) for name, value in shares.items()}
 
 
 def finished(data: DataSet, recipe: Recipe, tell: Tell) -> DataSet:

@@ -267,7 +267,15 @@ def load_tokenizer(path: Path, mask: bool = False) -> Tokenizer:
         end = _find_token(path, vocab, config.get("eos_token"), KNOWN_ENDS, "end")
         named_mask = config.get("mask_token")
         mask_token = _find_token(path, vocab, named_mask, KNOWN_MASKS, "mask") if mask or named_mask else None
-        _mark_special(spec, vocab, [end] if mask_token is None else [end, mask_token])
+        # Text that looks like these tokens stays text where the file's content marks them as special.
+        added = {entry["content"]: entry for entry in spec.setdefault("added_tokens", [])}
+        for token in [end] if mask_token is None else [end, mask_token]:
+            if token not in added:
+                flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+                added[token] = {"id": vocab[token], "content": token, **flags}
+                spec["added_tokens"].append(added[token])
+            added[token]["special"] = True
+        spec["added_tokens"].sort(key=lambda entry: entry["id"])
         begin = _named(config.get("bos_token"))
         known = begin if begin in vocab else None
         return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), end, mask_token, known)
@@ -334,18 +342,6 @@ def _named(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _mark_special(spec: dict[str, Any], vocab: dict[str, int], tokens: list[str]) -> None:
-    """Marks the tokens as special in the file's content, so that text that looks like one stays text."""
-    added = {entry["content"]: entry for entry in spec.setdefault("added_tokens", [])}
-    for token in tokens:
-        if token not in added:
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            added[token] = {"id": vocab[token], "content": token, **flags}
-            spec["added_tokens"].append(added[token])
-        added[token]["special"] = True
-    spec["added_tokens"].sort(key=lambda entry: entry["id"])
-
-
 def _is_ours(spec: Any) -> bool:
     """True if a tokenizer.json has no parts but those of `_plain`. Its vocabulary may be any."""
     parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -389,32 +385,25 @@ def require_harmless(path: Path, content: bytes, spec: Any, ours: bool) -> None:
         UserError: it does.
         Exception: it is not a tokenizer.json.
     """
-    problem = problem_of(spec)
-    digest = hashlib.sha256(content).hexdigest()
-    if not problem and not ours and digest not in _passed:
-        mark = cache_folder() / "tokenizers" / digest
-        if not mark.is_file():
-            problem = _try(content)
-            if not problem:
-                with suppress(UserError), writable(mark.parent):
-                    write_atomically(mark, f"{path}\n".encode("utf-8", "backslashreplace").decode())
-    if problem:
-        raise UserError(f"data.tokenizer: {path} is refused: {problem}")
-    _passed.add(digest)
-
-
-def problem_of(spec: Any) -> str:
-    """What is wrong with the content of a tokenizer.json, without loading it; "" if nothing."""
-    model = spec["model"]
-    vocab = model.get("vocab") or {}
+    vocab, fault = spec["model"].get("vocab") or {}, ""
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     highest = max([*ids, *(entry["id"] for entry in spec.get("added_tokens") or [])], default=0)
     if not 0 <= highest < MOST_IDS:
-        return f"it has the id {highest:,}; ids must be below {MOST_IDS:,}"
+        fault = f"it has the id {highest:,}; ids must be below {MOST_IDS:,}"
     for part in ("normalizer", "decoder"):
-        if (grows := growth(spec.get(part) or {})) > MOST_GROWTH:
-            return f"its {part} makes a text up to {grows:.0f} times as long; at most {MOST_GROWTH} times is accepted"
-    return ""
+        if not fault and (grows := growth(spec.get(part) or {})) > MOST_GROWTH:
+            fault = f"its {part} makes a text up to {grows:.0f} times as long; at most {MOST_GROWTH} times is accepted"
+    digest = hashlib.sha256(content).hexdigest()
+    if not fault and not ours and digest not in _passed:
+        mark = cache_folder() / "tokenizers" / digest
+        if not mark.is_file():
+            fault = _try(content)
+            if not fault:
+                with suppress(UserError), writable(mark.parent):
+                    write_atomically(mark, f"{path}\n".encode("utf-8", "backslashreplace").decode())
+    if fault:
+        raise UserError(f"data.tokenizer: {path} is refused: {fault}")
+    _passed.add(digest)
 
 
 def growth(part: dict[str, Any]) -> float:
@@ -460,7 +449,15 @@ def _try(content: bytes) -> str:
 
 def child() -> None:
     """Entry point of the child: the file on stdin, a JSON text on stdout, which says what is wrong."""
-    limit()
+    # Bounds of this process: memory, time, no file, no core dump
+    for what, most in (
+        (resource.RLIMIT_AS, CHILD_BYTES),
+        (resource.RLIMIT_CPU, CHILD_SECONDS),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with suppress(ValueError, OSError):  # a system that does not limit this, or limits it more
+            resource.setrlimit(what, (most, most))
     try:
         content = sys.stdin.buffer.read()
         spec = parse_json(content)
@@ -478,18 +475,6 @@ def child() -> None:
     except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
         problem = f"not a tokenizer.json: {str(error)[:300]}"
     print(json.dumps(problem))
-
-
-def limit() -> None:
-    """Bounds this process: memory, time, no file, no core dump."""
-    for what, most in (
-        (resource.RLIMIT_AS, CHILD_BYTES),
-        (resource.RLIMIT_CPU, CHILD_SECONDS),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        with suppress(ValueError, OSError):  # a system that does not limit this, or limits it more
-            resource.setrlimit(what, (most, most))
 
 
 if __name__ == "__main__":

@@ -299,12 +299,3 @@ def peak_memory_bytes(device: str = "cpu") -> int:
     import torch
 
     return torch.cuda.max_memory_allocated(device)
-
-
-def current_memory_bytes(device: str = "cpu") -> int:
-    """The memory that this process holds now, as in `peak_memory_bytes`."""
-    if device == "cpu":
-        return resident_bytes()[0]
-    import torch
-
-    return torch.cuda.memory_allocated(device)

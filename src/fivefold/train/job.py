@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from fivefold.checkpoint import store
-from fivefold.checkpoint.source import TOKENIZER, Elsewhere, Source
+from fivefold.checkpoint.source import TOKENIZER, Elsewhere, Source, fingerprint
 from fivefold.comm.membership import Endpoint
 from fivefold.data import DataSet
 from fivefold.data.dataset import amounts, order_of
@@ -206,7 +206,7 @@ def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel
     at = str(checkpoint.resolve()) if checkpoint is not None else ""
     still, named = (card_of(recipe.model).frozen, str) if own is None else (own.frozen, own.card.named)
     frozen = {name: named(name) for name in sorted(still) if name not in new}
-    return Initial(str(folder.resolve()), at, source.fingerprint(), new, changed, frozen)
+    return Initial(str(folder.resolve()), at, fingerprint(folder, checkpoint), new, changed, frozen)
 
 
 def _model(folder: Path) -> ModelSection:

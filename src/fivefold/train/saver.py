@@ -182,7 +182,7 @@ class Saver(Instrument):
                         raise UserError(f"cannot write the checkpoint {save.writing.folder}: {save.error!r}")
             self.retry_at, self._failures = None, 0
         except UserError as error:
-            save.cancel()
+            save.cancelled.set()
             save.join()
             save.writing.abandon()
             self._failed(error)
@@ -195,7 +195,7 @@ class Saver(Instrument):
     def close(self) -> None:
         """The run ends, perhaps by an error: a part that is being written is finished, but nobody waits for others."""
         if self.under_way is not None:
-            self.under_way.cancel()
+            self.under_way.cancelled.set()
             self.under_way.join(JOIN_S)
 
     def _start(self, writing: Writing) -> Background:
@@ -210,7 +210,7 @@ class Saver(Instrument):
                     raise UserError(wrong) from None
         except UserError:
             if save is not None:
-                save.cancel()
+                save.cancelled.set()
                 save.join()
             writing.abandon()
             raise

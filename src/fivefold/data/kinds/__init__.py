@@ -26,8 +26,6 @@ KINDS: dict[str, Kind] = {
 }
 TOKEN_KINDS: dict[str, TokenKind] = {kind.name: kind for kind in (Megatron(), Bin(), Npy(), InputIds())}
 SUFFIXES = {suffix: kind for kind in KINDS.values() for suffix in kind.suffixes}
-
-
 TOKEN_SUFFIXES = tuple(dict.fromkeys(kind.suffix for kind in TOKEN_KINDS.values()))
 
 

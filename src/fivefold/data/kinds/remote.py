@@ -117,9 +117,6 @@ class Remote(io.RawIOBase):
         self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: size}[whence]
         return self.at
 
-    def tell(self) -> int:
-        return self.at
-
     def readinto(self, buffer: Any) -> int:
         content = attempted(self.url, lambda: self._read(len(buffer)), f" at byte {self.at:,}")
         buffer[: len(content)] = content
