@@ -74,8 +74,7 @@ class Documents:
 
     def mask(self, causal: bool) -> Tensor:
         """True where a query (dim 2) sees a key (dim 3): (B, 1, T, T) on the device."""
-        first = self.first
-        seen = first[:, :, None] == first[:, None, :]
+        seen = self.first[:, :, None] == self.first[:, None, :]
         return (seen.tril() if causal else seen)[:, None]
 
     def tiles(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> list[Tile]:
@@ -103,8 +102,7 @@ def whole_tiles(
 
 def sums_dtype(tiles: Sequence[Tile], dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of keys are summed over tiles: fp32 if a sequence is in many."""
-    blocks = {tile.start for tile in tiles}
-    return dtype if len(blocks) <= 2 else torch.float32
+    return dtype if len({tile.start for tile in tiles}) <= 2 else torch.float32
 
 
 def attention(
@@ -266,9 +264,8 @@ def _probabilities(q_BHQd: Tensor, k_BKSd: Tensor, tile: Tile, causal: bool) -> 
     """Probabilities of a tile's queries over its keys: (B K, G Q, S)."""
     scores = torch.bmm(_stack(wide(q_BHQd), k_BKSd.shape[1]), _turned(k_BKSd))
     shape = softmax_shape(scores, tile, q_BHQd.shape[1], causal, q_BHQd.shape[3])
-    native.call(
-        "softmax_forward", scores.dtype, scores, None, *shape
-    )  # in place; it could return lse in None's
+    # In place; it could return lse in None's
+    native.call("softmax_forward", scores.dtype, scores, None, *shape)
     return scores
 
 

@@ -30,19 +30,16 @@ def chunk_on(device: torch.device) -> int:
 
 
 def indices(
-    shape: Sequence[int],
-    box: Sequence[tuple[int, int]],
-    device: torch.device | str = "cpu",
-    chunk: int = CHUNK,
+    shape: Sequence[int], box: Sequence[tuple[int, int]], device: torch.device
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The flat indices of a box's elements in a tensor of this shape, in pieces of about `chunk`: (rows of the box,
-    int64 indices (rows x elements of a row))."""
+    """The flat indices of a box's elements in a tensor of this shape, in pieces of about `chunk_on`: (rows of the
+    box, int64 indices (rows x elements of a row))."""
     assert all(0 <= a <= b <= n for n, (a, b) in zip(shape, box, strict=True)), (shape, box)
     (first, last), inner_strides = box[0], [math.prod(shape[i + 1 :]) for i in range(1, len(shape))]
     inner = torch.zeros(1, dtype=torch.int64, device=device)  # offsets of one row's elements
     for (a, b), stride in zip(box[1:], inner_strides, strict=True):
         inner = (inner[:, None] + torch.arange(a, b, device=device) * stride).view(-1)
-    row_stride, rows = math.prod(shape[1:]), max(1, chunk // max(1, inner.numel()))
+    row_stride, rows = math.prod(shape[1:]), max(1, chunk_on(device) // max(1, inner.numel()))
     for row in range(first, last, rows):
         ids = torch.arange(row, min(row + rows, last), device=device)
         yield slice(row - first, row - first + len(ids)), (ids[:, None] * row_stride + inner).view(-1)

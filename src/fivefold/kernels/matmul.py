@@ -144,9 +144,7 @@ class _Kept(Function):
     def backward(ctx: Any, *grads: Tensor):
         (x, weight), dy = ctx.saved_tensors, grads[0]
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dx = None
-        if needs_x:
-            dx = input_gradient(dy, weight, ctx.rounded)
+        dx = input_gradient(dy, weight, ctx.rounded) if needs_x else None
         dweight = weight_gradient(dy, x, ctx.rounded) if needs_weight else None
         return dx, dweight, dy.flatten(0, -2).sum(0) if needs_bias else None, None
 

@@ -143,12 +143,8 @@ def attend_backward(
         p = torch.bmm(q_rows, keys.transpose(1, 2))
         ds = torch.bmm(do_rows, _flat(_keys(v, tile)).transpose(1, 2))
         # Scores become probabilities, and ds the gradient of the scores, in place.
-        heads, d, lse, delta = (
-            part.q.shape[1],
-            part.q.shape[3],
-            part.lse.contiguous(),
-            part.delta.contiguous(),
-        )
+        heads, d = part.q.shape[1], part.q.shape[3]
+        lse, delta = part.lse.contiguous(), part.delta.contiguous()
         if native.usable(p, ds):
             shape = softmax_shape(p, tile, heads, causal, d)
             native.call("softmax_lse_backward", ds.dtype, p, ds, lse, delta, *shape)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.kernels.hashing import chunk_on, hash_, indices, keys
+from fivefold.kernels.hashing import hash_, indices, keys
 from fivefold.models import file_of
 from fivefold.models.layers import AddNorm, Output
 from fivefold.models.section import ModelSection
@@ -168,7 +168,7 @@ def fill_normal_(
     out: Tensor, key: tuple[int, int], std: float, shape: Shape, box: Sequence[tuple[int, int]]
 ) -> None:
     """Fills `out` with a box of normal numbers, in chunks."""
-    for rows, index in indices(shape, box, out.device, chunk_on(out.device)):
+    for rows, index in indices(shape, box, out.device):
         part = out[rows]
         part.copy_(_standard_normal(index, *key).mul_(std).view_as(part))
 
@@ -180,8 +180,11 @@ def _standard_normal(index: Tensor, key_a: int, key_b: int) -> Tensor:
     radius_uniform = (bits >> 32).bitwise_and_(0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32)  # (0, 1]
     angle_uniform = bits.bitwise_and_(0xFFFFFFFF).sub_(1 << 31).float().mul_(2.0**-32)  # [-1/2, 1/2]
     radius = _minus_log(radius_uniform).mul_(2.0).sqrt_()
-    # sin of a uniform angle in [-pi/2, pi/2] has the same distribution as on the whole circle.
-    return _sine(angle_uniform.mul_(math.pi)).mul_(radius)
+    # sin of a uniform angle in [-pi/2, pi/2] has the same distribution as on the whole circle. It is computed by its
+    # Taylor series up to x^11, error < 3e-7.
+    x = angle_uniform.mul_(math.pi)
+    series = [(-1) ** (n // 2) / math.factorial(n) for n in (11, 9, 7, 5, 3, 1)]
+    return _horner(x * x, series).mul_(x).mul_(radius)
 
 
 def _minus_log(x: Tensor) -> Tensor:
@@ -193,11 +196,6 @@ def _minus_log(x: Tensor) -> Tensor:
     z = (mantissa - 1.0).div_(mantissa.add_(1.0))
     series = _horner(z * z, [1 / n for n in (11, 9, 7, 5, 3, 1)]).mul_(z).mul_(2.0)
     return exponent.mul_(math.log(2)).add_(series).neg_().clamp_(min=0.0)
-
-
-def _sine(x: Tensor) -> Tensor:
-    """sin(x) for fp32 x in [-pi/2, pi/2], error < 3e-7: its Taylor series up to x^11."""
-    return _horner(x * x, [(-1) ** (n // 2) / math.factorial(n) for n in (11, 9, 7, 5, 3, 1)]).mul_(x)
 
 
 def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:

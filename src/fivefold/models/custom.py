@@ -41,9 +41,9 @@ class ModuleCard:
     """What a user says of an own module.
 
     cut: how tensor parallelism divides a parameter, given its name (within its block) and shape; None: it is whole on
-    every rank. tied: the output layer shares
-    `embed.weight`. beginning: what names of parameters before the blocks begin with, in a pipeline.
-    whole_sequences, regional: as in `models.card.Card`. named: the name of a parameter in `train.init_from`.
+    every rank. tied: the output layer shares `embed.weight`. beginning: what names of parameters before the blocks
+    begin with, in a pipeline. whole_sequences, regional: as in `models.card.Card`. named: the name of a parameter in
+    `train.init_from`.
     """
 
     cut: Callable[[str, Shape], Cut | None] = _whole

@@ -47,9 +47,6 @@ class RouterStats:
         self.sums: Tensor | None = None
         self.counts = True
 
-    def add(self, facts: Tensor) -> None:
-        self.sums = facts.double() if self.sums is None else self.sums + facts
-
 
 class _Attach(Function):
     """Identity in forward. In backward the router's loss gets its gradient, and the stats its facts: once per
@@ -62,12 +59,13 @@ class _Attach(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        if not ctx.stats.counts:
-            return grads[0], torch.zeros((), device=ctx.facts.device), None, None
-        ctx.stats.add(ctx.facts)
-        scale = ctx.stats.scale
+        stats, facts = ctx.stats, ctx.facts
+        if not stats.counts:
+            return grads[0], torch.zeros((), device=facts.device), None, None
+        stats.sums = facts.double() if stats.sums is None else stats.sums + facts
+        scale = stats.scale
         if not isinstance(scale, Tensor):
-            scale = torch.full((), scale, device=ctx.facts.device)
+            scale = torch.full((), scale, device=facts.device)
         return grads[0], scale, None, None
 
 

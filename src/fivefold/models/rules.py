@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from fivefold.models import ARCHITECTURES, file_of
-from fivefold.models.card import Card, Contradiction, card_of
+from fivefold.models.card import Contradiction, card_of
 from fivefold.models.section import FACTS, ModelSection
 from fivefold.sharding.layout import divisors
 
@@ -26,7 +26,16 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
         message = f"model.dim / model.heads = {width} must be even: RoPE rotates pairs"
         if model.dim % model.heads:
             message = f"model.dim = {model.dim} must be divisible by model.heads = {model.heads}"
-        yield {"model.dim", "model.heads"}, message + _fitting_heads(model, card, tp)
+        fits = [  # numbers of heads with which the model can be built
+            heads
+            for heads in divisors(model.dim)
+            if not (card.rotary and model.dim // heads % 2)
+            and heads % (model.kv_heads or 1) == 0
+            and (model.kv_heads or heads) % tp == 0
+        ]
+        if fits:
+            message += f". Nearest valid: model.heads = {_closest(model.heads, fits)}"
+        yield {"model.dim", "model.heads"}, message
     if model.kv_heads and model.heads % model.kv_heads:
         yield (
             {"model.kv_heads", "model.heads"},
@@ -60,18 +69,6 @@ def model_rules(model: ModelSection, tp: int = 1) -> Iterator[Contradiction]:
             f'model.rope_mscale = {model.rope_mscale} needs model.rope_scaling = "yarn", not "{model.rope_scaling}"',
         )
     yield from card.rules()
-
-
-def _fitting_heads(model: ModelSection, card: Card, tp: int) -> str:
-    """Proposes the closest number of heads with which the model can be built."""
-    fits = [
-        heads
-        for heads in divisors(model.dim)
-        if not (card.rotary and model.dim // heads % 2)
-        and heads % (model.kv_heads or 1) == 0
-        and (model.kv_heads or heads) % tp == 0
-    ]
-    return f". Nearest valid: model.heads = {_closest(model.heads, fits)}" if fits else ""
 
 
 WORDS = {

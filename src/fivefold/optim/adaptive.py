@@ -13,10 +13,10 @@ from fivefold.optim.adamw import MOMENTS
 from fivefold.optim.card import OptimizerCard, OptimizerState, Update
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 NADAM_DECAY = 4e-3  # of the momentum's schedule (Dozat, 2016)
+TABLE = 256  # steps after which the product of all momenta, each about a half, is nothing beside 1
 SAGE_EPS = 1e-16
 SENSITIVITY = 0.75  # decay rate of the sensitivity (arXiv 2202.02664)
 
@@ -50,24 +50,17 @@ def radam(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
 
 def nadam(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
     """Adam with Nesterov's momentum, which grows towards beta1."""
+    import torch
+
     (b1, b2), t = u.fields["betas"], u.step
     mean = states["exp_avg"].lerp_(g, 1 - b1)
     square = _average(states["exp_avg_sq"], g, b2)
     now, following = (b1 * (1 - 0.5 * 0.96 ** ((t + later) * NADAM_DECAY)) for later in (0, 1))
-    product = _products(b1, g.device).take((t - 1).clamp(max=TABLE - 1).long())
+    steps = torch.arange(1, TABLE + 1, dtype=torch.float64, device=g.device)
+    products = (b1 * (1 - 0.5 * 0.96 ** (steps * NADAM_DECAY))).cumprod(0)  # of the momenta up to each step
+    product = products.take((t - 1).clamp(max=TABLE - 1).long())
     direction = g * ((1 - now) / (1 - product)) + mean * (following / (1 - product * following))
     return direction / (square / (1 - b2**t)).sqrt_().add_(u.fields["eps"])
-
-
-TABLE = 256  # steps after which the product of all momenta, each about a half, is nothing beside 1
-
-
-def _products(b1: float, device: torch.device) -> Tensor:
-    """The product of NAdam's momenta up to each step."""
-    import torch
-
-    steps = torch.arange(1, TABLE + 1, dtype=torch.float64, device=device)
-    return (b1 * (1 - 0.5 * 0.96 ** (steps * NADAM_DECAY))).cumprod(0)
 
 
 def adamsage(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:

@@ -79,10 +79,6 @@ def like_parameter(shape: Shape) -> Shape | None:
     return shape
 
 
-def every(name: str, shape: Shape) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class OptimizerState:
     """A tensor per parameter. name: the key in the optimizer, and in a checkpoint (`NAME.PARAMETER`). dtype: of its
@@ -126,7 +122,7 @@ class OptimizerCard:
     rule: Rule | None = None
     needs: Needs = "elements"
     coupled: bool = False
-    applies: Callable[[str, Shape], bool] = every
+    applies: Callable[[str, Shape], bool] = lambda name, shape: True
     rest: OptimizerCard | None = None
     reads: float = 1.0
     flops: Callable[[Shape], float] = lambda shape: 0.0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fivefold.kernels import native
-from fivefold.kernels.hashing import chunk_on, hash_, indices, keys
+from fivefold.kernels.hashing import hash_, indices, keys
 from fivefold.optim.card import OptimizerCard
 from fivefold.sharding.parts import Part, boxes, local_shape, size_of, stretches
 
@@ -84,7 +84,7 @@ def round_stochastic_(
                 "round_stochastic", torch.bfloat16, part, high - low, width, start, stride, key_a, key_b
             )
         return
-    for rows, index in indices(shape, box, x.device, chunk_on(x.device)):
+    for rows, index in indices(shape, box, x.device):
         part = x[rows]
         bits = hash_(index.int(), key_a, key_b).bitwise_and_(0xFFFF).view(part.shape)
         bits.masked_fill_(part.isnan(), 0)  # else NaN may become -0

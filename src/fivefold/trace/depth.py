@@ -295,13 +295,12 @@ class CachedFigures:
     def __init__(self, recipe: Recipe, rank: int, device: str = "cpu") -> None:
         world, replica_groups = Layout.from_recipe(recipe.layout).ranks, recipe.replica_groups
         steps = recipe.train.steps or 1
+        # "auto" depends on the processor
+        mode = compute_mode(recipe, CPU).name if device == "cpu" else recipe.precision.mode
         key = {
             "recipe": {name: getattr(recipe, name).model_dump(mode="json") for name in SECTIONS},
             "train": {name: getattr(recipe.train, name) for name in FIELDS},
-            # "auto" depends on the processor
-            "mode": compute_mode(recipe, torch.device("cpu")).name
-            if device == "cpu"
-            else recipe.precision.mode,
+            "mode": mode,
             "rank": rank,
             "outer": replica_groups.due(replica_groups.traced(steps), steps),  # what the traced step sends
             "device": device,
@@ -346,7 +345,18 @@ def beside(plan: Plan, exact: Exact) -> Iterator[str]:
     replica_groups, several = plan.setting.replica_groups, plan.setting.replica_groups.count > 1
     outer = f"; the last of {replica_groups.every} inner steps, with its outer step" if several else ""
     yield f"exact figures of rank {exact.rank}, {exact.seconds:.1f} s: {how}{outer}"
-    yield from _memory(plan, exact)
+    replica_group = plan.setting.layout
+    position = replica_group.coordinates(in_replica_group(replica_group, exact.rank)[1])["pp"]
+    predicted, memory = plan.memory[position], exact.step.memory
+    away = [name for name in AWAY if memory.away[name]]
+    names = (*CATEGORIES, "total", *away)
+    yield "  memory, GiB    " + "".join(f"{name:>12}" for name in names)
+    rows = {
+        "at the peak": [*memory.at_peak.values(), memory.total, *(memory.away[name] for name in away)],
+        "predicted": [getattr(predicted, name) for name in names],
+    }
+    for name, values in rows.items():
+        yield f"    {name:13}" + "".join(f"{value / GIB:12.4g}" for value in values)
     # Messages by operation and axis; their bytes are the larger of input and output.
     yield "  messages                        calls         GiB"
     for (operation, axis), (calls, size) in exact.step.sent.items():
@@ -362,18 +372,3 @@ def beside(plan: Plan, exact: Exact) -> Iterator[str]:
     yield f"  host syncs     {sum(exact.step.syncs.values()):,}"
     for (operation, place), times in exact.step.syncs.items():
         yield f"    {operation:22}{times:6,}  {place}"
-
-
-def _memory(plan: Plan, exact: Exact) -> Iterator[str]:
-    replica_group = plan.setting.layout
-    position = replica_group.coordinates(in_replica_group(replica_group, exact.rank)[1])["pp"]
-    predicted, memory = plan.memory[position], exact.step.memory
-    away = [name for name in AWAY if memory.away[name]]
-    names = (*CATEGORIES, "total", *away)
-    yield "  memory, GiB    " + "".join(f"{name:>12}" for name in names)
-    rows = {
-        "at the peak": [*memory.at_peak.values(), memory.total, *(memory.away[name] for name in away)],
-        "predicted": [getattr(predicted, name) for name in names],
-    }
-    for name, values in rows.items():
-        yield f"    {name:13}" + "".join(f"{value / GIB:12.4g}" for value in values)

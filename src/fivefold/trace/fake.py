@@ -126,13 +126,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in FROM_DATA:
         given = args[0]
         return Fake(torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=META))
-    if (
-        func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
-    ):  # its meta kernel knows bf16 only
-        (*_, M, _), (*_, N) = (
-            args[0].shape,
-            args[1].shape,
-        )  # rows (M, K) by columns (K, N); groups of either or of K
+    if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        # Its meta kernel knows bf16 only. Rows (M, K) by columns (K, N); groups of either or of K
+        M, N = args[0].shape[-2], args[1].shape[-1]
         both = args[0].dim() == args[1].dim() == 2
         groups = (len(kwargs["offs"] if "offs" in kwargs else args[2]),) if both else ()
         return args[0].new_empty((*groups, M, N))

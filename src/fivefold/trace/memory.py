@@ -35,9 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._distributed_c10d import Work
-from torch._subclasses.fake_tensor import (
-    FakeTensor,  # shapes that DTensor asks about would else count as memory
-)
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -243,9 +241,6 @@ class Tracker(DispatchMode):
     def _now(self) -> float:
         return time.perf_counter() - self.began
 
-    def _note(self, memory: _Memory, change: int) -> None:
-        self.changes.append((memory, change, self._now()))
-
     def _mark_activations(self) -> None:
         for memory in self.of_forward:
             if memory.category is None and self.there.get(memory.address) is memory:
@@ -279,7 +274,7 @@ class Tracker(DispatchMode):
             self._count(plain.untyped_storage(), made, plain.device.type)
             for plain in _plain(tensor)
             if plain.device.type in (self.on, self.host)
-            and not isinstance(plain, FakeTensor)  # these have shapes only
+            and not isinstance(plain, FakeTensor)  # shapes that DTensor asks about are no memory
         ]
 
     def _count(self, storage: torch.UntypedStorage, made: bool, device: str | None) -> _Memory:
@@ -291,21 +286,21 @@ class Tracker(DispatchMode):
         return memory
 
     def _add(self, storage: torch.UntypedStorage, made: bool, category: str | None) -> _Memory:
-        memory = _Memory(storage._cdata, storage.nbytes(), made, category)
+        memory = _Memory(storage._cdata, 0, made, category)
 
         def gone(_: object) -> None:
-            self._note(memory, -memory.size)
+            self._change(memory, 0)
             del self.there[memory.address]
 
         memory.reference = weakref.ref(storage, gone)
         self.there[memory.address] = memory
-        self._note(memory, memory.size)
+        self._change(memory, storage.nbytes())
         if made and self.forward:
             self.of_forward.append(memory)
         return memory
 
     def _change(self, memory: _Memory, size: int) -> None:
-        self._note(memory, size - memory.size)
+        self.changes.append((memory, size - memory.size, self._now()))
         memory.size = size
 
 

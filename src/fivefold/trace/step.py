@@ -215,22 +215,19 @@ class Probe(Tracker):
         return func in SYNCS and args[0].device.type == self.on
 
     def _waited(self, name: str) -> None:
-        self.syncs[name, _caller()] += 1
+        """By file and line of the innermost code of the package that runs the operation, tracing left out."""
+        place, frame = "autograd:0", sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(PACKAGE) and not file.startswith(TRACING):
+                place = f"{file[len(PACKAGE) :]}:{frame.f_lineno}"
+                break
+            frame = frame.f_back
+        self.syncs[name, place] += 1
 
     def found(self) -> Traced:
         sent = {key: (calls, size) for key, (calls, size) in sorted(self.sent.found.items())}
         return Traced(self.peak(), sent, self.flops, dict(sorted(self.syncs.items())))
-
-
-def _caller() -> str:
-    """File and line of the innermost code of the package that runs an operation, the tracing code left out."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(PACKAGE) and not name.startswith(TRACING):
-            return f"{name[len(PACKAGE) :]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "autograd:0"
 
 
 @contextmanager

@@ -79,20 +79,18 @@ class Collectives(DispatchMode):
 
     def see(self, func: Any, args: Any) -> None:
         """Counts an operation that sends, unless an axis has reported it."""
-        if func.namespace in ("c10d", "_c10d_functional") and not axis.handing_over.now:
-            self._count(func.__name__.split(".")[0], args)
+        if func.namespace not in ("c10d", "_c10d_functional") or axis.handing_over.now:
+            return
+        op = func.__name__.split(".")[0]
+        name = next((name for arg in args if (name := self._axis(arg))), None)
+        if name is not None:  # as it is of a wait, say
+            for table in (self.found, self.other):
+                _add(table, OPS.get(op, op), name, max(map(size_of, args)))
 
     def _sent(self, over: axis.Axis, operation: str, size: int) -> None:
         assert over.group is not None
         name = self.axis_of.get(over.group.group_name) or self.first_name.get(over.name, over.name)
         _add(self.found, operation, name, size)
-
-    def _count(self, op: str, args: Any) -> None:
-        name = next((name for arg in args if (name := self._axis(arg))), None)
-        if name is None:  # e.g. a wait
-            return
-        for table in (self.found, self.other):
-            _add(table, OPS.get(op, op), name, max(map(size_of, args)))
 
     def _axis(self, arg: Any) -> str | None:
         if isinstance(arg, str):

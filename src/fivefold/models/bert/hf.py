@@ -26,9 +26,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 def entries(model: ModelSection) -> list[Entry]:
     theirs = "bert.embeddings"
-    table = same("embed", f"{theirs}.word_embeddings") + same(
-        "embed_positions", f"{theirs}.position_embeddings"
-    )
+    table = same("embed", f"{theirs}.word_embeddings")
+    table += same("embed_positions", f"{theirs}.position_embeddings")
     table += same("embed_types", f"{theirs}.token_type_embeddings")
     table += same("embed_norm", f"{theirs}.LayerNorm", "weight", "bias")
     for i in range(model.layers):

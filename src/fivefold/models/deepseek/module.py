@@ -148,10 +148,9 @@ class LatentAttention(Sublayer):
     def prepare(self, latents: Tensor, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries, keys and values of all heads, rotated: (B, T, 3 H d)."""
         query, key_value, key = latents.split(self.sections, dim=-1)
-        q_BTHd = self.up_q(x_BTD if self.norm_q is None else self.norm_q(query)).unflatten(
-            -1, (self.core.heads, -1)
-        )
-        kv_BTHn = self.up_kv(self.norm_kv(key_value)).unflatten(-1, (self.core.heads, -1))
+        heads = self.core.heads, -1
+        q_BTHd = self.up_q(x_BTD if self.norm_q is None else self.norm_q(query)).unflatten(-1, heads)
+        kv_BTHn = self.up_kv(self.norm_kv(key_value)).unflatten(-1, heads)
         return latent_heads(q_BTHd, kv_BTHn, self.shared_key(key), cos, sin, self.value, self.scale)
 
     def project(self, attended: Tensor) -> Tensor:

@@ -15,10 +15,9 @@ class Card(card.Card):
     biased = True
 
     def defaults(self) -> dict[str, Any]:
-        model = self.model
         return {
-            "kv_heads": model.heads,
-            "ffn_dim": 4 * model.dim,
+            "kv_heads": self.model.heads,
+            "ffn_dim": 4 * self.model.dim,
             "tie_embeddings": True,
             "norm_eps": 1e-5,
         }

@@ -59,15 +59,12 @@ def aux_loss(config: Mapping[str, Any], per_token: int) -> dict[str, Any]:
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
-    return (
-        llama.from_config(config)
-        | aux_loss(config, 2)
-        | {
-            "ffn_dim": config["intermediate_size"],
-            "router_normalize": True,
-            "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 1e6),
-        }
-    )
+    fields = llama.from_config(config) | aux_loss(config, 2)
+    return fields | {
+        "ffn_dim": config["intermediate_size"],
+        "router_normalize": True,
+        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 1e6),
+    }
 
 
 def problems(config: Mapping[str, Any]) -> list[str]:
