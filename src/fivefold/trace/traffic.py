@@ -81,7 +81,7 @@ class Collectives(DispatchMode):
         """Counts an operation that sends, unless an axis has reported it."""
         if func.namespace not in ("c10d", "_c10d_functional") or axis.handing_over.now:
             return
-        op = func.__name__.split(".")[0]
+        op: str = func.__name__.split(".")[0]
         name = next((name for arg in args if (name := self._axis(arg))), None)
         if name is not None:  # as it is of a wait, say
             for table in (self.found, self.other):
