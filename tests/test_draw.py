@@ -123,7 +123,7 @@ def test_replica_groups_are_consecutive_ranks():
     ]
     assert [found.rows for found in ranks] == [(0, 8), (0, 8), (8, 16), (8, 16)]
     assert [found.first for found in ranks] == [True, False, True, False]
-    assert "replica group 1, pp 0, dp_replicate 1" in to_text(recipe, wanted)
+    assert "group 1, pp 0, dp_replicate 1" in to_text(recipe, wanted)
 
 
 def test_large_layouts_are_cut_short():

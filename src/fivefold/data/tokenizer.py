@@ -449,15 +449,7 @@ def _try(content: bytes) -> str:
 
 def child() -> None:
     """Entry point of the child: the file on stdin, a JSON text on stdout, which says what is wrong."""
-    # Bounds of this process: memory, time, no file, no core dump
-    for what, most in (
-        (resource.RLIMIT_AS, CHILD_BYTES),
-        (resource.RLIMIT_CPU, CHILD_SECONDS),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        with suppress(ValueError, OSError):  # a system that does not limit this, or limits it more
-            resource.setrlimit(what, (most, most))
+    limit()
     try:
         content = sys.stdin.buffer.read()
         spec = parse_json(content)
@@ -475,6 +467,18 @@ def child() -> None:
     except Exception as error:  # the library raises a bare Exception for a file that it cannot parse
         problem = f"not a tokenizer.json: {str(error)[:300]}"
     print(json.dumps(problem))
+
+
+def limit() -> None:
+    """Bounds this process: memory, time, no file, no core dump."""
+    for what, most in (
+        (resource.RLIMIT_AS, CHILD_BYTES),
+        (resource.RLIMIT_CPU, CHILD_SECONDS),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with suppress(ValueError, OSError):  # a system that does not limit this, or limits it more
+            resource.setrlimit(what, (most, most))
 
 
 if __name__ == "__main__":

@@ -180,29 +180,31 @@ class Output(nn.Module):
         )
 
 
-def rope_table(positions_T: Tensor, model: ModelSection, amplitude: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of a model's rotary angles at these positions: two (T, d/2), fp32; d features of a head rotate.
-    amplitude: of the rotated vectors. 0: the model's.
+def rope_table(
+    positions_T: Tensor, model: ModelSection, width: int = 0, amplitude: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of a model's rotary angles at these positions: two (T, d/2), fp32. width: d, of a head's
+    part that rotates. amplitude: of the rotated vectors. 0: the model's.
 
     Angle of position t and pair i: t times `rope_frequencies`. It is computed in every forward, which costs
     microseconds. `module.to(bfloat16)` would round a stored table, which would also have to follow every change of
     device.
     """
-    angles = torch.outer(positions_T.float(), rope_frequencies(model, positions_T.device))
+    angles = torch.outer(positions_T.float(), rope_frequencies(model, positions_T.device, width))
     amplitude = amplitude or model.rope_amplitude
     if amplitude == 1:
         return angles.cos(), angles.sin()
     return angles.cos() * amplitude, angles.sin() * amplitude
 
 
-def rope_frequencies(model: ModelSection, device: torch.device) -> Tensor:
+def rope_frequencies(model: ModelSection, device: torch.device, width: int = 0) -> Tensor:
     """The frequency of each pair i: theta ** (-2 i / d) (arXiv 2104.09864), (d/2), fp32.
 
     For a longer context than `rope_context` tokens, frequencies with fewer than `rope_low` turns in the old one are
     divided by `rope_factor`; those with more than `rope_high` stay. Between the two limits the share is linear, with
     "llama3" (arXiv 2407.21783) in the number of turns, with "yarn" (arXiv 2309.00071) in the number of the pair.
     """
-    d, theta, old = model.rotary_width, model.rope_theta, model.rope_context / (2 * math.pi)
+    d, theta, old = width or model.rotary_width, model.rope_theta, model.rope_context / (2 * math.pi)
     exponents = torch.arange(0, d, 2, dtype=torch.float32, device=device) / d
     frequencies = 1.0 / theta**exponents
     if model.rope_factor == 1:

@@ -202,12 +202,15 @@ class SlowRanks:
         busy = [row["computing"] + row["data"] for row in by_kind]
         step_s = max(seconds + row["messages"] for seconds, row in zip(busy, by_kind, strict=True))
         usual_data, usual_network = (median_low(r[kind] for r in by_kind) for kind in ("data", "network"))
+        peers: dict[int, list[float]] = {}
+        for seconds, stage in zip(busy, self.stages, strict=True):
+            peers.setdefault(stage, []).append(seconds)
+        usual = {stage: median_low(seconds) for stage, seconds in peers.items() if len(seconds) > 1}
         delays = []
         for rank, row in enumerate(by_kind):
-            peers = [s for s, stage in zip(busy, self.stages, strict=True) if stage == self.stages[rank]]
             late = 0.0  # as long as it is not known what it should take
-            if len(peers) > 1:
-                late = max(0.0, busy[rank] - median_low(peers))
+            if self.stages[rank] in usual:
+                late = max(0.0, busy[rank] - usual[self.stages[rank]])
             elif len(past) >= PAST:
                 late = max(0.0, busy[rank] - median(window[rank][0] + window[rank][1] for window in past))
             data = min(late, max(0.0, row["data"] - usual_data))

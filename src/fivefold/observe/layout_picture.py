@@ -65,7 +65,7 @@ def _place(holds: Holding, layout: Layout, without: str = "") -> str:
     axes = [
         f"{axis} {i}" for axis, i in holds.coordinates.items() if layout.sizes[axis] > 1 and axis != without
     ]
-    return ", ".join([f"replica group {holds.replica_group}"] * (holds.replica_group is not None) + axes)
+    return ", ".join([f"group {holds.replica_group}"] * (holds.replica_group is not None) + axes)
 
 
 def _part(part: tuple[int, int]) -> str:

@@ -157,9 +157,10 @@ class Behind(Sink):
         with suppress(Full):
             self._waiting.put(None, timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
+        if self._error is not None:
+            raise self._error
         if self._thread.is_alive():
             raise TimeoutError(f"it has not taken every line within {CLOSE_S:g} s")
-        self.write([])
 
 
 def numbers(line: Line) -> dict[str, float]:

@@ -43,7 +43,7 @@ class Model(LanguageModel):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        self.section = model
+        self.section, self.width = model, model.rotary_width
         self.amplitude = self.amplitude or model.rope_amplitude
         self.dropout = model.dropout
         self.embed = Embedding(known(model.vocab_size), model.dim)
@@ -55,7 +55,7 @@ class Model(LanguageModel):
         return F.dropout(self.embed(tokens_BT), self.dropout, self.training)
 
     def context(self, positions_T: Tensor) -> tuple[Tensor, ...]:
-        return rope_table(positions_T, self.section, self.amplitude)
+        return rope_table(positions_T, self.section, self.width, self.amplitude)
 
     def end(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         return self.output(self.norm(x_BTD), (self.head or self.embed).weight, targets_BT)

@@ -74,7 +74,7 @@ def explain(plan: Plan) -> list[str]:
     if not plan.service:
         lines.append("messages of rank 0 per step (bytes of the larger of input and output)")
         for (what, axis), (calls, size) in sorted(volume.counted(s).items()):
-            lines.append(f"  {what:16}{axis:10}{calls:9,} calls {size / 2**20:14,.1f} MiB")
+            lines.append(f"  {what:16}{axis:15}{calls:9,} calls {size / 2**20:14,.1f} MiB")
         lines.append("")
     lines.append(f"step, s ({s.microbatches} microbatches, schedule {s.layout.schedule})")
     exposed = ((f"exposed communication: {name}", seconds) for name, seconds in step.exposed.items())

@@ -236,6 +236,8 @@ class Bounds:
         rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen). It needs a block on each
         pipeline rank under every schedule, and one with experts if the model has any."""
         p = c.layout.pp
+        if self.cluster.machine:
+            return self.shape(c)
         if p not in self._everywhere:
             shape, experts = replace(space.shapes[0], pp=p), any(self.shared.mixed)
             self._everywhere[p] = all(
@@ -243,7 +245,7 @@ class Bounds:
                 for name, virtual in space.schedules[p]
                 for at in self.shared.groups(replace(shape, schedule=name, virtual_stages=virtual))
             )
-        if self.cluster.machine or not self._everywhere[p]:
+        if not self._everywhere[p]:
             return self.shape(c)
         mixed = self.shared.mixed.count(True) / p
         part = Share(self.model.layers / p - mixed, mixed, 1 / p, 1 / p)

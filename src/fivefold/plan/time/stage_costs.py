@@ -406,8 +406,8 @@ def _outer_elements(s: Setting, position: int) -> tuple[int, ...]:
 
 
 def outer_seconds(s: Setting, inner: float = 0.0) -> float:
-    """Seconds of all outer steps of `replica groups.every` inner steps. Each fragment's messages go out together, and
-    overlap with `replica groups.overlap` inner steps of `inner` seconds. The slowest pipeline position decides."""
+    """Seconds of all outer steps of `replica_groups.every` inner steps. Each fragment's messages go out together, and
+    overlap with `replica_groups.overlap` inner steps of `inner` seconds. The slowest pipeline position decides."""
     longest, hidden = 0.0, inner * s.replica_groups.overlap
     for position in range(s.layout.pp if s.replica_groups.count > 1 else 0):
         rank, among, total = s.layout.rank({"pp": position}), s.group("replica_groups"), 0.0

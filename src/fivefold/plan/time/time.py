@@ -139,7 +139,7 @@ def step(s: Setting, shared: Parts | None = None) -> Step:
         ("gradient sums over the tensor axis", tensor_sums),
         ("sum of tied embeddings", tied_sums),
         ("fixed per step", besides),
-        *([("outer steps of the replica groups, on average", apart)] if apart else []),
+        *([("outer steps of replica groups, mean", apart)] if apart else []),
     ]
     return Step(seconds, compute, exposed, max(0.0, bubble), terms, costs)
 
