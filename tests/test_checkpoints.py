@@ -514,7 +514,7 @@ def test_the_command_lists_verifies_copies_and_prunes(recipe, whole, tmp_path):
     code, found = command(run, "--verify")
     assert code == 0
     assert [row["step"] for row in found["checkpoints"]] == [2, 4, 6]
-    assert all(row["verified"] and not row["damage"] and row["format"] == 3 for row in found["checkpoints"])
+    assert all(row["verified"] and not row["damage"] and row["format"] == 4 for row in found["checkpoints"])
     code, found = command(run, "--copy", tmp_path / "backup", "--step", 4)
     assert found["copied"] == str(tmp_path / "backup" / "step-00000004")
     assert store.load(Path(found["copied"])).meta["step"] == 4

@@ -154,7 +154,7 @@ def test_workers_wait_for_a_validation_however_long_it_takes(pools, room, tmp_pa
     sets = ["sync.servers=2", f"sync.staleness={staleness}", "train.steps=4", "train.val_every=2"]
     assert pools(4, validating_rank, served(room, 2, *sets), tmp_path) == [None] * 4
     assert len(lines(tmp_path, "val_loss")) == 2
-    assert len(lines(tmp_path, "loss")) == 4
+    assert len(lines(tmp_path, "loss")) == len(lines(tmp_path, "tokens_per_s")) == 4
 
 
 def stopped_rank(rank: int, world: int, recipe: Recipe, out: Path) -> Any:

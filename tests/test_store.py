@@ -228,7 +228,7 @@ def test_what_is_no_manifest_is_one_clear_error(saved):
         with pytest.raises(Damaged, match=r"manifest\.json is damaged"):
             store.load(folder)
     (folder / "manifest.json").write_bytes(b'{"format": 99, "files": {}, "meta": {}}')
-    with pytest.raises(UserError, match=r"manifest\.json is of format 99, and this version reads 3"):
+    with pytest.raises(UserError, match=r"manifest\.json is of format 99, and this version reads 4"):
         store.load(folder)
 
 

@@ -21,7 +21,7 @@ from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from fivefold.errors import UserError, system_error
 from fivefold.files import open_file
 
-FORMAT = 3
+FORMAT = 4
 """1 and 2 have no hash of the manifest itself, and no dtypes. 1 has no pieces: each file holds whole tensors."""
 MANIFEST = "manifest.json"
 KINDS = ("model", "optimizer")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fivefold.checkpoint import store, write
 from fivefold.checkpoint.manifest import MANIFEST, Box, Damaged
-from fivefold.data.chat import TEMPLATE_FILE, beside
+from fivefold.data.chat import TEMPLATE_FILE, ChatTemplate, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
 from fivefold.data.tokenizer import MOST_BYTES as MOST_TOKENIZER
 from fivefold.errors import UserError
@@ -345,8 +345,6 @@ def _write_text_files(run: Path, folder: Path, recipe: Recipe, tokenizer: Tokeni
             f"{role}_token_id": tokens[role][1] if role in tokens else None for role in ("bos", "eos")
         }
         if tokenizer is not None and (template := beside(run)):
-            from fivefold.data.chat import ChatTemplate  # Jinja takes a moment to import
-
             ends = sorted(ChatTemplate(template, tokenizer).end_ids)
             ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
         _write_json(folder / "generation_config.json", ids)

@@ -76,7 +76,7 @@ class Endpoint:
 class Waits:
     """How long who waits when groups meet, in seconds: one chain, in which each wait is longer than those that
     it waits for. So no values of the fields let the loss of a group end another one. patience: `sync.patience`,
-    of group 0 for members, for making a group between groups, and for each message over it. timeout:
+    of group 0 for members, for making a process group between them, and for each message over it. timeout:
     `launch.timeout`, for what the ranks of a group do at about the same time."""
 
     def __init__(self, patience: float, timeout: float):
@@ -129,7 +129,6 @@ class Membership:
         self.members: tuple[int, ...] = ()  # whom group 0 waits for
         self._new: set[int] = set()  # those of them that have no common state yet
         self._tokens: dict[int, str] = {}  # the starts of groups that group 0 has answered
-        self.address = launchers.own_address(endpoint.host)
         where, serves = (endpoint.host, endpoint.port), self.hosts and self.leads
         wait_s = min(60.0, self.waits.timeout) if self.hosts else self.waits.patience
         try:  # it serves at this address only
@@ -145,6 +144,7 @@ class Membership:
             raise kind(f"replica group {endpoint.group} {why} at {endpoint}: {text}") from None
         store.set_timeout(timedelta(seconds=self.waits.timeout))
         self.store = Sealed(store)
+        self.address = launchers.own_address(endpoint.host)  # group 0 answers: there is a way to it
 
     def come(self, step: int, digest: str) -> Meeting:
         """Asks to join, after inner step `step`, with a common state of this digest. Returns the first meeting: groups

@@ -362,7 +362,7 @@ def learn(
         # Collect characters from all text, as nanoGPT does: those that only validation has need an id, too.
         total = Summary()
         for work, _ in texts:
-            for _, summary, _ in run(dataclasses.replace(work, tokenizer=None), [], workers):
+            for _, summary, _ in run(dataclasses.replace(work, tokenizer=None, chat=None), [], workers):
                 total.add(summary)
                 tell("collecting characters", sum(total.bytes), work.size if len(texts) == 1 else None)
         return chars_tokenizer(total.characters, mask)

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from fivefold.comm import Axis, Started
 from fivefold.kernels.blockwise_attention import Documents, Tile, qkv_attention
 from fivefold.kernels.partial_attention import (
+    Queries,
     attend,
     attend_backward,
     merge,
@@ -168,26 +169,34 @@ class _Ring(Function):
     def backward(ctx: Any, *grads: Tensor):
         q, kv, out, lse, cos, sin = ctx.saved_tensors
         out, dout = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).contiguous() for x in (out, grads[0]))
-        (B, K, t, d), half, axis, tiles = kv.shape[1:], kv.shape[3] // 2, ctx.axis, ctx.tiles
-        rows = queries(q, dout, out, lse)
-        late = rows.late(half) if _some_late(axis, ctx.causal) else rows
-        dq = dkv = kv  # placeholders until the first turn sets them
-        coming_home: list[Started] = []
-        for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, ctx.causal)):
-            present = None if tiles is None else tiles[number]
-            if turn.owner == axis.index:
-                dq, dk, dv = attend_backward(rows, k, v, ctx.causal, present)
-                dq, dkv = dq.float(), torch.stack((dk, dv)).float()
-                continue
-            part, dk, dv = attend_backward(late if turn.late else rows, k, v, False, present)
-            (dq[:, :, half:] if turn.late else dq).add_(part)
-            leaving = torch.stack((dk, dv)).to(kv.dtype)
-            arriving = kv.new_empty(2, B, K, int(t * turn.comes_home), d)
-            started = axis.start_exchange(leaving, turn.owner, arriving, turn.visited)
-            _add_arrived(dkv, coming_home)  # from the previous turn
-            coming_home.append(started)
-        _add_arrived(dkv, coming_home)
+        dq, dkv = _ring_gradients(queries(q, dout, out, lse), kv, ctx.causal, ctx.axis, ctx.tiles)
         return split_heads_backward(dq.to(q.dtype), dkv.to(q.dtype), cos, sin), *[None] * 7
+
+
+def _ring_gradients(
+    rows: Queries, kv: Tensor, causal: bool, axis: Axis, tiles: list[list[Tile]] | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of this rank's queries (B, H, t, d), and of its keys and values (2, B, K, t, d), in fp32. What
+    turns need is gone when it returns."""
+    (B, K, t, d), half = kv.shape[1:], kv.shape[3] // 2
+    late = rows.late(half) if _some_late(axis, causal) else rows
+    dq = dkv = kv  # placeholders until the first turn sets them
+    coming_home: list[Started] = []
+    for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal)):
+        present = None if tiles is None else tiles[number]
+        if turn.owner == axis.index:
+            dq, dk, dv = attend_backward(rows, k, v, causal, present)
+            dq, dkv = dq.float(), torch.stack((dk, dv)).float()
+            continue
+        part, dk, dv = attend_backward(late if turn.late else rows, k, v, False, present)
+        (dq[:, :, half:] if turn.late else dq).add_(part)
+        leaving = torch.stack((dk, dv)).to(kv.dtype)
+        arriving = kv.new_empty(2, B, K, int(t * turn.comes_home), d)
+        started = axis.start_exchange(leaving, turn.owner, arriving, turn.visited)
+        _add_arrived(dkv, coming_home)  # from the previous turn
+        coming_home.append(started)
+    _add_arrived(dkv, coming_home)
+    return dq, dkv
 
 
 def _add_arrived(dkv: Tensor, coming_home: list[Started]) -> None:

@@ -61,6 +61,9 @@ class Mesh:
             )
         index, self.rank = in_replica_group(self.layout, ranks.rank)
         self.replica_groups, self.apart = replica_groups, replica_group is not None
+        index = (
+            index if replica_groups > 1 else 0
+        )  # a worker of parameter servers is alone, whatever its number
         self.replica_group = index if replica_group is None else replica_group
         first = ranks.rank - self.rank  # the replica group's
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # axes with the same ranks share a group
@@ -83,7 +86,7 @@ class Mesh:
         for name in groups(self.layout):
             members = [first + own for own in group_of(self.layout, name, self.rank)]
             add(name, members, index_in(self.layout, name, self.rank))
-        add("replica_groups", every[self.rank] if together else [ranks.rank], index)
+        add("replica_groups", every[self.rank] if together else [ranks.rank], index if together else 0)
         self._axes["outer"] = alone or self._axes["replica_groups"]
         self._axes["run"] = self._axes["all"]
         if together:

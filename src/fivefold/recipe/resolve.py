@@ -173,7 +173,7 @@ def nearest_layout(recipe: Recipe, ranks: int) -> Fit:
         if any(contradictions(fitting)):
             continue
         names = [to_text(Layout.from_recipe(changed.layout)) for changed in (fitting, pinned)]
-        line = f"{several(ranks, 'rank')} instead of {asked.ranks}: layout {' for '.join(names)}"
+        line = f"{several(ranks, 'rank')} instead of {asked.ranks:,}: layout {' for '.join(names)}"
         if spare := ranks - layout.ranks:
             line += f"; {several(spare, 'rank')} left over"
         old, new = pinned.train.microbatch_size, fitting.train.microbatch_size

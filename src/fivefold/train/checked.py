@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.manifest import MANIFEST, Damaged
@@ -28,7 +28,7 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
-class SavedSites:
+class SavedGroups:
     """count: how many the run has. aligned: all have the common weights. every: steps between outer steps."""
 
     count: Count = 1
@@ -44,6 +44,12 @@ class SavedCompression:
     layout: str
 
 
+def _pairs(numbers: list[int]) -> list[int]:
+    if len(numbers) % 2:
+        raise ValueError("must be pairs of whole numbers")
+    return numbers
+
+
 @dataclass(frozen=True)
 class Meta:
     """step: optimizer steps. updates: those that changed the weights. noise, usual, left_out (flat), loss_scale: as in
@@ -53,9 +59,9 @@ class Meta:
     updates: Whole
     noise: Annotated[list[Number], Field(min_length=2, max_length=2)] | None = None
     usual: Annotated[list[Number], Field(min_length=6, max_length=6)] | None = None
-    left_out: list[Whole] = field(default_factory=list[Whole])
+    left_out: Annotated[list[Whole], AfterValidator(_pairs)] = field(default_factory=list[Whole])
     loss_scale: Annotated[list[Number], Field(min_length=2, max_length=3)] | None = None
-    replica_groups: SavedSites = SavedSites()
+    replica_groups: SavedGroups = SavedGroups()
     compression: SavedCompression | None = None
     products: Table | None = None
 

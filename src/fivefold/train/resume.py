@@ -60,7 +60,7 @@ def resume(state: State, job: Job) -> list[str] | None:
             + "\n".join(f"  {text}" for text in damages.values())
         )
     # Streams whose tokens are not in the cache are tokenized from where the checkpoint wants to have them
-    with suppress(*BROKEN):  # then they begin at the beginning
+    with all_or_none(state.mesh.axis("run")), suppress(*BROKEN):  # broken: they begin at the beginning
         for stream, begin in zip(streams(job), checkpoint.meta.get(STREAMS, ()), strict=False):
             stream.begin_at(Commit.of(begin))
     if state.step > steps:
@@ -196,7 +196,8 @@ def load_initial(
     run, copies = state.mesh.axis("run"), list[tuple[Tensor, Saved]]()
     with all_or_none(run):
         source = Source(Path(initial.where), Path(initial.checkpoint) if initial.checkpoint else None)
-        wanted = [(name, w, state.parts()[name].keeps) for name, w in state.masters().items()]
+        parts = state.parts()
+        wanted = [(name, w, parts[name].keeps) for name, w in state.masters().items()]
         wanted += [(name, buffer, _whole(buffer)) for name, buffer in state.buffers().items()]
         for name, tensor, keeps in wanted:
             if name in initial.new:
@@ -242,7 +243,7 @@ def load_checkpoint(state: State, checkpoint: store.Reader) -> None:
         state.set_counts(meta.updates, 0)  # a run that had diverged has all its tries again
         usual = torch.tensor(meta.usual or [0.0] * 6, dtype=torch.float64, device=state.mesh.device)
         state.usual, state.products = usual.view(2, 3), meta.products or state.products
-        state.left_out = tuple(zip(meta.left_out[::2], meta.left_out[1::2], strict=False))
+        state.left_out = tuple(zip(meta.left_out[::2], meta.left_out[1::2], strict=True))
         state.noise = (meta.noise[0], meta.noise[1]) if meta.noise else (0.0, 0.0)
         if state.loss_scale is not None and meta.loss_scale is not None:
             state.loss_scale.set(*meta.loss_scale)
@@ -274,7 +275,7 @@ def _weights(
     whole_model = len(state.parallel.stages) == 1 and state.mesh.size("pp") == 1
     wrong = sorted(shapes.keys() ^ tensors.keys() if whole_model else shapes.keys() - tensors.keys())
     wrong += [name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape]
-    for name in parts.keys() & tensors.keys():  # whole numbers, or a buffer
+    for name in (name for name in parts if name in tensors):  # whole numbers, or a buffer
         if tensors[name].buffer or not getattr(torch, DTYPES[tensors[name].dtype]).is_floating_point:
             wrong.append(name)
     if wrong:

@@ -77,9 +77,9 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
                 console.note(note)
             if ranks.first:
                 console.note(predicted.write())
-                peak = predicted.plan.peak_bytes if predicted.plan else 0
-                for note in foreseen(job, peak, ranks.local_world, base):
-                    console.note(note)
+                if predicted.plan is not None:
+                    for note in foreseen(job, predicted.plan.peak_bytes, ranks.local_world, base):
+                        console.note(note)
             for note in settle(state, job, ranks, resumed is not None):
                 console.note(note)
             # Before the first step: there is nothing new to save

@@ -47,6 +47,7 @@ from fivefold.step.state import State, compute_mode, updater_arguments
 from fivefold.step.step import SAVE, STOP, Done, forward_backward, last_update, rate, validate
 from fivefold.train.faults import ROLLBACKS, Fault, destroyed_after, read_rollbacks, weights_fault
 from fivefold.train.hooks import RunHooks, due, sampled
+from fivefold.train.instruments import Speed
 from fivefold.train.job import Job, shared
 from fivefold.train.loop import names_step, train_loop
 from fivefold.train.saver import Saver
@@ -136,7 +137,7 @@ class ServerHooks(RunHooks):
         recipe, stopped = self.job.recipe, partial(self.server.keep_alive, self.stop_wanted)
         self.next_batch = lambda: ([], 0.0)  # workers read the batches
         self.saver = Saver(self.state, self.job, self.alarm, self.flush, stopped, beside=False)
-        self.instruments = [self.saver]
+        self.instruments = [self.saver, Speed(self.job, self.ranks, self.state)]
         self.workers = self.ranks.world - recipe.servers.count
         self.shares = Shares(self.workers, self.state.step, self.state.step, recipe.servers.staleness)
         self.idle = set(range(self.workers))

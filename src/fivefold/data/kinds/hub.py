@@ -95,7 +95,12 @@ def require_library(hub: Hub) -> None:
 
 def _call(function: str, hub: Hub, **options: Any) -> Any:
     require_library(hub)
-    datasets = import_module("datasets")
+    try:
+        datasets = import_module("datasets")
+    except ImportError as error:
+        raise UserError(
+            f"data.source = 'hf:{hub.name}': the library `datasets` cannot be imported: {error}"
+        ) from None
     try:
         return getattr(datasets, function)(hub.name, hub.config, **options)
     except Exception as error:  # not found, no network, gated, missing config: these share no base class
