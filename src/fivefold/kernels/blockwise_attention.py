@@ -82,11 +82,12 @@ class Documents:
         that sees none of the keys may be in no tile."""
         asked = queries, keys, causal, element_size
         if asked not in self._tiles:
-            tiles = self._tiles[asked] = []
+            tiles = list[Tile]()
             for rows, start, end, low, high, bounds_BQ2 in self.tiling.blocks(*asked):
                 inside = np.clip(bounds_BQ2[rows, start:end] - low, 0, high - low)
                 bounds = torch.from_numpy(inside.astype(np.int32)).to(self.device)
                 tiles.append(Tile(rows, start, end, low, high, bounds))
+            self._tiles[asked] = tiles
         return self._tiles[asked]
 
 
@@ -171,12 +172,16 @@ def qkv_attention(
     if native.usable(qkv):
         return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents)
     q, k, v = heads_of(qkv, heads, kv_heads, cos, sin)
-    cuda = torch.backends.cuda  # fused attention keeps no probabilities
-    fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
-    if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not fused:
+    if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_plain():
         attended = checkpoint(attention, q, k, v, causal, documents, use_reentrant=False)
         return attended.flatten(2)
     return attention(q, k, v, causal, documents).flatten(2)
+
+
+def _is_plain() -> bool:
+    """True if PyTorch may use no fused attention, which keeps no probabilities. A compiled block cannot ask."""
+    cuda = torch.backends.cuda
+    return not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
 
 
 def heads_of(
@@ -285,7 +290,7 @@ def summed(
             return part_BKSd.to(dtype)
         total = part_BKSd.new_zeros(shape, dtype=dtype)
     here = _keys(total, tile)
-    if total.dtype == part_BKSd.dtype or not native.usable(part_BKSd):
+    if total.dtype != torch.float32 or part_BKSd.dtype == torch.float32 or not native.usable(part_BKSd):
         here += part_BKSd
         return total
     B, K, S, d = part_BKSd.shape

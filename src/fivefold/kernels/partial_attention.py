@@ -153,6 +153,7 @@ def attend_backward(
             exact = (_masked(p.float() * d**-0.5, tile, heads, causal) - lse).exp_()
             ds.copy_(exact * (ds.float() - delta) * d**-0.5)
             p.copy_(exact)
+            del exact  # before the matmuls
         dq[block] = torch.bmm(ds, keys).view(part.q.shape)
         dk_block = torch.bmm(ds.transpose(1, 2), q_rows)
         dv_block = torch.bmm(p.transpose(1, 2), do_rows)

@@ -168,6 +168,8 @@ def fill_normal_(
     out: Tensor, key: tuple[int, int], std: float, shape: Shape, box: Sequence[tuple[int, int]]
 ) -> None:
     """Fills `out` with a box of normal numbers, in chunks."""
+    if out.is_contiguous() and tuple(out.shape) == tuple(shape):  # flat: rows of experts are large
+        out, shape, box = out.view(-1), (out.numel(),), [(0, out.numel())]
     for rows, index in indices(shape, box, out.device):
         part = out[rows]
         part.copy_(_standard_normal(index, *key).mul_(std).view_as(part))

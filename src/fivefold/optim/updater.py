@@ -353,6 +353,7 @@ class Rounded(Updater):
                 if self._rounder.how == "kahan":
                     self.rounded[f"{COMPENSATION}.{name}"] = cut_off(exact, weight)
                 copy.data, copy.grad = _no_memory(copy), None
+                del exact
             self._leave_states(inner)
         self.largest = largest([inner.largest for inner in self.inner if inner.largest is not None])
         self._count()
@@ -370,8 +371,10 @@ class Rounded(Updater):
             if self._rounder.how == "kahan":
                 for name in inner.masters:
                     key, weight = f"{COMPENSATION}.{name}", self.masters[name]
-                    compensation = tensors.get(key, torch.zeros_like(weight))
-                    self.rounded[key] = compensation.to(weight, copy=True)
+                    saved = tensors.get(key)
+                    self.rounded[key] = (
+                        torch.zeros_like(weight) if saved is None else saved.to(weight, copy=True)
+                    )
 
     def begin(self, number: int) -> None:
         self.rounded.clear()

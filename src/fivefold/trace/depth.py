@@ -246,7 +246,7 @@ def extrapolate(steps: Mapping[tuple[int, int], Traced], layers: int, microbatch
     """Extrapolates to a depth and a number of microbatches, from one or two of each."""
     at_depth = {
         depth: _follow({m: step for (L, m), step in steps.items() if depth == L}, microbatches)
-        for depth, _ in steps
+        for depth in {layers for layers, _ in steps}
     }
     return _follow(at_depth, layers)
 

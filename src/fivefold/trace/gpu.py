@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -36,11 +36,13 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 TORCH = Path(torch.__file__).parent
 FLAGS = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{TORCH / 'include'}"]
 LOADING = """
-import ctypes, sys
+import ctypes, os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what a library or a compiler prints is no answer
 for library in sys.argv[1:]:
     ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
 from fivefold.trace.gpu import serve
-serve()
+serve(answers)
 """
 LINKED = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
 
@@ -139,10 +141,8 @@ def on_gpu(jobs: Iterable[tuple[Recipe, int]], over_time: bool = False) -> list[
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def serve() -> None:
+def serve(answers: TextIO) -> None:
     """What that process does: reads one job per line and writes one answer per line, both in JSON."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library or a compiler prints is no answer
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
 

@@ -86,7 +86,7 @@ class Traced:
 
 def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU) -> Traced:
     """Traces a step of a resolved recipe on a rank of its layout. It is the second step: the first one creates the
-    optimizer's states. Of several replica groups it is one that ends with an outer step (`Replica groups.traced`).
+    optimizer's states. Of several replica groups it is one that ends with an outer step (`ReplicaGroups.traced`).
     device: another than the CPU only in a process of gpu.py."""
     return probe(recipe, rank, microbatches, device).found()
 
