@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fivefold.comm import Axis
 from fivefold.errors import UserError
-from fivefold.kernels import native, partial_attention
+from fivefold.kernels import matmul, native, partial_attention
 from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.partial_attention import attend, attend_backward, merge, queries
 from fivefold.parallel import context, mesh
@@ -403,3 +403,29 @@ def test_heads_and_sequence_change_places_and_back(world):
 def test_what_cannot_be_divided_is_refused(overrides, message):
     with pytest.raises(UserError, match=message):
         change(load("quickstart", TINY), overrides)
+
+
+def test_sums_of_fp16_where_the_processor_multiplies_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a tile's gradients are fp32, and a sum over two tiles is fp16."""
+    monkeypatch.setattr(matmul, "has_cpu_fp16", lambda: False)
+    torch.manual_seed(0)
+    T = next(
+        T
+        for T in range(64, 8192, 64)
+        if len(
+            {
+                tile.start
+                for tile in partial_attention._tiles(torch.empty(1, 2, T, 16), torch.empty(1, 2, T, 16), True)
+            }
+        )
+        == 2
+    )
+    q, k, v, dout = torch.randn(4, 1, 2, T, 16).half()
+    got, wanted = (
+        attend_backward(queries(*(x.to(dtype) for x in (q, dout, out)), lse), k.to(dtype), v.to(dtype), True)
+        for dtype in (torch.float16, torch.float32)
+        for out, lse in [attend(q.float(), k.float(), v.float(), True)]
+    )
+    assert got[1].dtype == torch.float16
+    for a, b in zip(got, wanted, strict=True):
+        assert ((a.float() - b).norm() / b.norm()).item() < 2e-3

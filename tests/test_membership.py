@@ -300,3 +300,8 @@ def test_options(tmp_path: Path) -> None:
         change(recipe, ["sync.patience=1e30"])
     with pytest.raises(BusyError, match="replica group 1 finds no replica group 0 at"):
         member(free_port(), 1, patience_s=0.2)
+
+
+def test_a_group_waits_for_an_address_that_nobody_knows_yet() -> None:
+    with pytest.raises(BusyError, match=r"replica group 1 finds no replica group 0 at nobody\.invalid:1"):
+        Membership(Endpoint(1, "nobody.invalid", 1), 2, ALONE, 0.2, FITS)

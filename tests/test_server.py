@@ -36,12 +36,14 @@ from fivefold.models.base import init_part
 from fivefold.models.card import card_of
 from fivefold.observe import timelines
 from fivefold.parallel.link import Kind, Link, Note
+from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import rounded_layers
 from fivefold.parallel.server import Shard
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.schedules.priority import Order
+from fivefold.sharding.layout import Layout
 from fivefold.sharding.sync import Servers, Shares, messages, pieces, units
 from fivefold.train import server_run
 from fivefold.train.job import Job
@@ -746,3 +748,9 @@ def test_pictures() -> None:
     assert [box[:4] for box in rows["pulls"]] == [(2.6, 3.5, "pull", "1")]
     picture = ElementTree.fromstring(timelines.workers_svg({"one <run>": rows}, "A & B"))
     assert len(picture.findall(".//{*}rect/{*}title")) == 7
+
+
+def test_a_worker_validates_all_rows_whatever_its_number() -> None:
+    """It has a mesh of its own, in which there is one replica group."""
+    mesh = Mesh(Layout(), replace(ranks_of(1, 2), world=1))
+    assert (mesh.replica_group, mesh.index("replica_groups"), mesh.rank) == (0, 0, 0)
