@@ -61,9 +61,8 @@ class Mesh:
             )
         index, self.rank = in_replica_group(self.layout, ranks.rank)
         self.replica_groups, self.apart = replica_groups, replica_group is not None
-        index = (
-            index if replica_groups > 1 else 0
-        )  # a worker of parameter servers is alone, whatever its number
+        if replica_groups == 1:  # a worker of parameter servers is alone, whatever its number
+            index = 0
         self.replica_group = index if replica_group is None else replica_group
         first = ranks.rank - self.rank  # the replica group's
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # axes with the same ranks share a group
