@@ -113,7 +113,7 @@ def gradient_square(replicas: Sequence[Replica], mesh: Mesh) -> Tensor:
     for owned in (True, False):
         mine, found = list[Tensor](), list[Norms]()
         for replica in replicas:
-            whole, known = not mesh.layout.divided, replica.norms()
+            whole, known = not mesh.divided, replica.norms()
             names = [name for name in replica.gradients if (whole or replica.parts[name].owned) == owned]
             if known is None:
                 mine += [replica.gradients[name] for name in names]

@@ -215,7 +215,7 @@ def with_optimizer(
     card = functions.card or OPTIMIZERS[recipe.optim.name]
     rounder = partial(Rounder, how, torch_dtype(mode.state), recipe.train.seed, kept_in(card, mode, how))
     model = own or card_of(recipe.model)
-    found = ways(card, model, mesh.layout, mesh.rank) if mesh.layout.divided else {}
+    found = ways(card, model, mesh.layout, mesh.rank) if mesh.divided else {}
     for replica in parallel.replicas:
         mine = {name: way for name, way in found.items() if name in replica.masters}
         gathering = Gathered(mine, mesh) if mine else None
