@@ -155,6 +155,7 @@ class BlockSum(CompressedSum):
                 a, b = max(start, first), min(start + len(gradient), first + len(chunk))
                 if a < b:
                     gradient[a - start : b - start] = chunk[a - first : b - first]
+            del chunk  # before the next one is made
         self._clear_missing()
         self._keep_if(self._scales(gathered).isfinite().all())
 

@@ -192,8 +192,9 @@ class Sizes:
         return self._message(SUM[self.sp], width)
 
     def _message(self, what: What | None, width: int | None, hidden: bool = False) -> tuple[Message, ...]:
-        size = self.N * (width or self.model.dim) * self.e
-        return (Message(what, "tp", size, hidden),) if what and self.tp > 1 else ()
+        if not what or self.tp == 1:
+            return ()
+        return (Message(what, "tp", self.N * (width or self.model.dim) * self.e, hidden),)
 
     def sends(
         self, collective: Collective, numbers: float, calls: int = 1

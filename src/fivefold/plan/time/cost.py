@@ -196,16 +196,12 @@ def operation(op: Operation, s: Setting) -> Cost:
         ahead, back = sum(one.forward for one in beside), sum(one.input + one.weight for one in beside)
     sent_forward = _exposed(op.sent_forward, ahead, s, False) if op.sent_forward else 0.0
     sent_backward = _exposed(op.sent_backward, back, s, True) if op.sent_backward else 0.0
-    rows = [[one for one in sent if one.axis == ROWS.axis] for sent in (op.sent_forward, op.sent_backward)]
-    return Cost(
-        forward + sent_forward,
-        inputs + sent_backward,
-        weight,
-        sent_forward,
-        sent_backward,
-        _exposed(rows[0], ahead, s, False) if rows[0] else 0.0,
-        _exposed(rows[1], back, s, True) if rows[1] else 0.0,
-    )
+    rows_forward = rows_backward = 0.0
+    if s.layout.ep > 1:
+        rows_forward = _exposed([m for m in op.sent_forward if m.axis == ROWS.axis], ahead, s, False)
+        rows_backward = _exposed([m for m in op.sent_backward if m.axis == ROWS.axis], back, s, True)
+    forward, inputs = forward + sent_forward, inputs + sent_backward
+    return Cost(forward, inputs, weight, sent_forward, sent_backward, rows_forward, rows_backward)
 
 
 def _exposed(messages: Iterable[Message], beside: float, s: Setting, backward: bool) -> float:
@@ -229,17 +225,20 @@ def together(
     ops: Sequence[Operation], costs: Sequence[Cost], s: Setting, recompute: str, saves_late: bool
 ) -> Cost:
     """Cost of several operations, with what backward recomputes (`models/recomputation.py`)."""
-    again, total = region(recompute, s.software), Cost()
-    repeated = resent = 0.0
+    again, total = region(recompute, s.software), Cost._make(map(sum, zip(*costs, strict=True)))
+    repeated = resent = rows = 0.0
     for op, cost in zip(ops, costs, strict=True):
-        total += cost
         if times := again.repeated(op, saves_late):
             repeated += times * (cost.forward - cost.sent_forward)
         if again.repeats_messages(op):
             resent += cost.sent_forward
-            total = total._replace(rows_backward=total.rows_backward + cost.rows_forward)
+            rows += cost.rows_forward
         elif again.collectives == "gathers" and s.layout.tp > 1 and any(m.hidden for m in op.sent_backward):
             # nothing runs beside
             alone = sum(message(m, s, True) for m in op.sent_backward if m.axis == "tp")
             resent += max(0.0, alone - cost.sent_backward)
-    return total._replace(input=total.input + repeated + resent, sent_backward=total.sent_backward + resent)
+    return total._replace(
+        input=total.input + repeated + resent,
+        sent_backward=total.sent_backward + resent,
+        rows_backward=total.rows_backward + rows,
+    )

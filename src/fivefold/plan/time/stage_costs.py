@@ -62,12 +62,11 @@ class Parts:
 def parts(s: Setting) -> Parts:
     """Costs of a setting's operations, for any layout with these axes."""
     blocks = {mixed: (ops, [operation(op, s) for op in ops]) for mixed, ops in s.work.block.items()}
-    end = part(s.work.end, s)
+    norm, *loss = s.work.end
+    last = part(loss, s)
     if s.software.loss == "chunks":  # which computes its gradients in forward
-        loss = part([op for op in s.work.end if op.name != "norm"], s)
-        end = part([op for op in s.work.end if op.name == "norm"], s)
-        end += Cost(loss.seconds, sent_forward=loss.sent)
-    return Parts(blocks, part(s.work.begin, s), end)
+        last = Cost(last.seconds, sent_forward=last.sent)
+    return Parts(blocks, part(s.work.begin, s), part([norm], s) + last)
 
 
 def block_cost(s: Setting, number: int, shared: Parts) -> Cost:
