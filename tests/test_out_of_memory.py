@@ -208,6 +208,9 @@ def test_the_rest_of_a_gpu_is_beside_the_plan(tmp_path: Path, monkeypatch: pytes
     assert re.search(r"^  all tensors +\S+ MiB  70\.0 GiB$", said, re.M)
     assert "There are 79.0 GiB (NVIDIA H100 80GB HBM3)\n" in said, "a process's own memory is not the GPU's"
     assert " s), fits: --set " in said
+    two = resolve(recipe_of(tmp_path, "pp=2"), vocab_size=260)
+    ends = ["\n".join(advice(Job(two, tmp_path / "run"), 2, held=(place, held))) for place in (0, 1)]
+    assert ["of these the loss" in text for text in ends] == [False, True], "only the last stage computes it"
     monkeypatch.setattr(oom, "_limit", lambda ranks: (79 << 30, "Another", 1, "Another"))
     assert " s)" not in "\n".join(advice(Job(recipe, tmp_path / "run"), 1)), "another device's seconds"
 
