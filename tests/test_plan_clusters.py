@@ -202,6 +202,8 @@ def test_own_cluster(tmp_path: Path) -> None:
     assert cluster.storage == Storage(2e9, 2e9, 2e9)
     file.write_text('base = "a100"\ndisk_read_gb_s = 1\ndisk_write_gb_s = 3\ndisk_both_gb_s = 1.5\n')
     assert parse(str(file)).storage == Storage(read=1e9, write=3e9, both=1.5e9)
+    file.write_text('base = "a100"\nmemory_margin_percent = 3\n')
+    assert parse(str(file)).device.margin == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +214,7 @@ def test_own_cluster(tmp_path: Path) -> None:
         ('base = "a100"\ndevices = 0', "devices: must be a whole number above 0 and at most 1e"),
         ('base = "a100"\ndevices = 1.5', "whole number"),
         ('base = "a100"\nintra_share = 1.5', "at most 1"),
+        ('base = "a100"\nmemory_margin_percent = 100', "of at least 0 and at most 99, not 100"),
         ('base = "a100"\nmemory_gb = "big"', "must be a number above 0"),
         ("base = ", "not valid TOML"),
     ],

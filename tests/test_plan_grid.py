@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from fivefold.errors import UserError
-from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.cluster.clusters import parse, with_margin
 from fivefold.plan.pages import grid
 from fivefold.plan.pages.grid import HEAD, MEMORY, as_data
 from fivefold.plan.pages.pictures import pictures
-from fivefold.plan.predict import Plan, predict
+from fivefold.plan.predict import Plan, limit, predict
 from fivefold.plan.setting import documents_of, software_of
 from fivefold.recipe import Recipe, load
 from fivefold.sharding.layout import to_text
@@ -47,13 +47,14 @@ def planned(recipe: Recipe, cluster: str, document_tokens: float | None = None) 
 def line(center: grid.Base, sets: list[str], values: dict[str, int]) -> str:
     layout = to_text(grid.layout_at(center, values))
     parts = [grid.options(center, key, value) for key, value in values.items()]
-    command = grid.command("llama-7b", sets, document_tokens=center.tokens)
+    given = {} if center.tokens is None else {"--document-tokens": center.tokens}
+    command = grid.command("llama-7b", sets, given)
     return " ".join([command, f"--layout {layout}", *filter(None, parts)])
 
 
 @pytest.mark.parametrize("budget", [1, 10, 500, grid.BUDGET])
 def test_axes_keep_to_the_budget(budget: int) -> None:
-    center = grid.base(RECIPE, "h100:64")
+    center = grid.base(RECIPE, "h100:64", {})
     axes = grid.axes(center, budget)
     assert [axis.key for axis in axes] == list(grid.LABELS)
     for axis in axes:
@@ -68,7 +69,8 @@ def test_axes_keep_to_the_budget(budget: int) -> None:
 
 @pytest.mark.parametrize(("document_tokens", "draws"), [(None, 60), (500.0, 15)])
 def test_every_cell_is_what_the_command_says(document_tokens: float | None, draws: int) -> None:
-    center = grid.base(RECIPE, "h100:64", document_tokens=document_tokens)
+    given = {} if document_tokens is None else {"--document-tokens": document_tokens}
+    center = grid.base(RECIPE, "h100:64", given)
     axes = grid.axes(center)
     draw = random.Random(0)
     valid = 0
@@ -85,6 +87,12 @@ def test_every_cell_is_what_the_command_says(document_tokens: float | None, draw
     assert (own.share < 0.5) == (document_tokens is not None)
 
 
+def test_the_page_keeps_the_margin_that_was_asked_for() -> None:
+    center = grid.base(RECIPE, "h100:64", {"--margin": 3.0})
+    assert grid.plan_at(center, center.values).limit == limit(with_margin(parse("h100:64"), 3))
+    assert grid.command("llama-7b", [], {"--margin": 3.0}) == "fivefold plan llama-7b --margin 3"
+
+
 def test_own_cell_is_the_recipes_plan() -> None:
     for layout in (
         "pp=2,tp=4,dp=8,zero=1",
@@ -93,19 +101,19 @@ def test_own_cell_is_the_recipes_plan() -> None:
         "cp=2,dp=32,zero=2",
     ):
         recipe = load("llama-7b", SETS, layout)
-        center = grid.base(recipe, "h100:64")
+        center = grid.base(recipe, "h100:64", {})
         assert grid.plan_at(center, center.values).as_json() == planned(recipe, "h100:64").as_json()
 
 
 def test_clusters_by_nodes_keep_whole_nodes() -> None:
-    center = grid.base(load("llama-7b", SETS, "tp=4,dp=8"), "h100:8x4")
+    center = grid.base(load("llama-7b", SETS, "tp=4,dp=8"), "h100:8x4", {})
     devices = grid.axes(center)[0]
     assert all(value % 4 == 0 for value in devices.values)
     assert grid.options(center, "devices", 16) == "--cluster h100:4x4"
 
 
 def test_what_cannot_be_says_why() -> None:
-    center = grid.base(RECIPE, "h100:64")
+    center = grid.base(RECIPE, "h100:64", {})
     with pytest.raises(UserError, match="2 devices cannot be divided by tp x pp x cp = 8"):
         grid.plan_at(center, center.values | {"devices": 2})
     with pytest.raises(UserError, match="global_batch_size"):
@@ -116,7 +124,7 @@ def test_what_cannot_be_says_why() -> None:
 
 def test_a_mixture_of_experts_has_a_grid() -> None:
     recipe = load("mixtral-8x7b", [], "dp=64,zero=3,ep=8")
-    center = grid.base(recipe, "h100:64")
+    center = grid.base(recipe, "h100:64", {})
     found = [plan for _, plan in grid.cells(center, grid.axes(center, 40)) if isinstance(plan, Plan)]
     assert {plan.layout.tp > 1 for plan in found} == {True, False}
     for plan in found:
@@ -125,7 +133,7 @@ def test_a_mixture_of_experts_has_a_grid() -> None:
 
 def test_numbers_as_they_are_packed() -> None:
     """Read back as the page's script does."""
-    center = grid.base(RECIPE, "h100:64")
+    center = grid.base(RECIPE, "h100:64", {})
     axes = grid.axes(center, 60)
     data = as_data(center, "fivefold plan x", axes)
     floats, starts = array("f"), array("H")

@@ -90,7 +90,7 @@ def check_against(browser: observe_browser.Browser, plan: Plan) -> None:
 @needs_browser
 def test_sliders_show_what_the_planner_predicts(browser: observe_browser.Browser, page: Path) -> None:
     browser.open(page)
-    center = grid.base(RECIPE, "h100:64")
+    center = grid.base(RECIPE, "h100:64", {})
     axes = grid.axes(center, BUDGET)
     check_against(browser, predict(RECIPE, parse("h100:64")))
     draw, valid = random.Random(1), 0
@@ -128,7 +128,7 @@ def from_command(line: str) -> Plan:
 @needs_browser
 def test_keyboard_moves_a_slider(browser: observe_browser.Browser, page: Path) -> None:
     browser.open(page)
-    axis = next(axis for axis in grid.axes(grid.base(RECIPE, "h100:64"), BUDGET) if axis.key == "tp")
+    axis = next(axis for axis in grid.axes(grid.base(RECIPE, "h100:64", {}), BUDGET) if axis.key == "tp")
     before = value(browser, "step")
     browser.evaluate("document.getElementById('s-tp').focus()")
     browser.call("Input.dispatchKeyEvent", type="keyDown", key="Home", code="Home", windowsVirtualKeyCode=36)
@@ -161,7 +161,7 @@ def test_frontier_is_of_what_the_sliders_reach(browser: observe_browser.Browser,
     memory = [float(row[2].removesuffix(" GiB")) for row in rows]
     assert speed == sorted(speed, reverse=True)
     assert memory == sorted(memory, reverse=True)
-    center = grid.base(RECIPE, "h100:64")
+    center = grid.base(RECIPE, "h100:64", {})
     fast: list[Any] = []
     for values, plan in grid.cells(center, grid.axes(center, BUDGET)):
         same = all(

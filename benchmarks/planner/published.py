@@ -24,7 +24,7 @@ from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import Cluster
-from fivefold.plan.predict import price
+from fivefold.plan.predict import FRAGMENTS, price
 from fivefold.plan.setting import PAPER, Setting, Software, States, setting
 from fivefold.plan.time import time
 from fivefold.plan.time.cost import part
@@ -191,7 +191,7 @@ def simumax_deepseek(folder: Path) -> Result:
 
 
 def _simumax(folder: Path, models: dict[str, tuple[Callable[[str, int, int], ModelSection], str]]) -> Result:
-    pairs, memory, lines = [], [], []
+    pairs, memory, reserved, lines = [], [], [], []
     for row in read(folder, "simumax_b200_part.csv"):
         if row["model"] not in models:
             continue
@@ -215,11 +215,22 @@ def _simumax(folder: Path, models: dict[str, tuple[Callable[[str, int, int], Mod
         predicted, measured = 1e3 * plan.step.seconds, float(row["real_ms"])
         pairs.append((predicted, measured))
         memory.append((plan.peak_bytes / GIB, float(row["real_max_alloc_gib"])))
+        reserved.append((plan.peak_bytes / GIB, float(row["real_reserved_gib"])))
         lines.append(
             f"{row['case']}: {predicted:.0f} ms, measured {measured:.0f}; "
-            f"{memory[-1][0]:.1f} GiB, measured {memory[-1][1]:.1f}"
+            f"{memory[-1][0]:.1f} GiB, measured {memory[-1][1]:.1f}, reserved {reserved[-1][1]:.1f}"
         )
-    return {**errors(pairs), "memory": errors(memory), "lines": lines}
+    found = {"memory": errors(memory), "reserved": errors(reserved), "margin": margin(memory, reserved)}
+    return {**errors(pairs), **found, "lines": lines}
+
+
+def margin(memory: Sequence[tuple[float, float]], reserved: Sequence[tuple[float, float]]) -> Result:
+    """What would have happened to runs planned to fill what `limit` leaves of a device: the margin that all needed,
+    so that their tensors fitted into it without one; those of whom the allocator reserved more than there was."""
+    each = parse("b200").device.margin
+    needed = max(1 - predicted / measured for predicted, measured in memory)
+    room = (1 + FRAGMENTS) / (1 - each)
+    return {"needed": needed, "reserved too much": sum(taken > room * p for p, taken in reserved)}
 
 
 # nanotron on 8 to 512 H100 of one cluster. These constants alone are fitted, to every sixth of the successful rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +49,7 @@ EXAMPLES = [
     "fivefold plan trace llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
 ]
 GROUPS = {
-    "Assumptions": ("params", "expert_load", "document_tokens"),
+    "Assumptions": ("params", "margin", "expert_load", "document_tokens"),
     "Budget": ("tokens", "deadline", "price", "noise_scale"),
 }
 """Headings of the help, and the options below each."""
@@ -80,6 +80,9 @@ DocumentTokensOption = Annotated[
         "Average length of the documents, which attention does not cross. [default: counted in tokenized data]",
     ),
 ]
+MarginOption = Annotated[
+    float | None, option("PERCENT", "Memory to leave free. [default: the cluster's]", min=0, max=99)
+]
 ParamsOption = Annotated[
     float | None, option("N", "Plan a model with about N parameters instead of the recipe's.")
 ]
@@ -99,6 +102,7 @@ def plan(
     layout: LayoutOption = None,
     cluster: ClusterOption = "h100",
     params: ParamsOption = None,
+    margin: MarginOption = None,
     expert_load: ExpertLoadOption = None,
     document_tokens: DocumentTokensOption = None,
     tokens: TokensOption = None,
@@ -120,7 +124,7 @@ def plan(
     from fivefold.plan.predict import predict
 
     require_pictures(pictures, save, html, json)
-    typed = Typed(recipe, set_ or [], cluster, expert_load, document_tokens)
+    typed = Typed(recipe, set_ or [], cluster, given(margin, expert_load, document_tokens))
     loaded, machine, software = read(typed, layout, params)
     asked = questions(loaded, tokens, deadline, price, noise_scale)
     result = predict(loaded, machine, software)
@@ -140,13 +144,17 @@ def plan(
 
 @dataclass(frozen=True)
 class Typed:
-    """What the user typed: RECIPE, --set, --cluster, --expert-load, --document-tokens."""
+    """What the user typed: RECIPE, --set, --cluster, and what to assume, by option."""
 
     name: str
     sets: list[str]
     cluster: str
-    expert_load: float | None = None
-    document_tokens: float | None = None
+    given: Mapping[str, float] = field(default_factory=dict)
+
+
+def given(margin: float | None, load: float | None, tokens: float | None) -> dict[str, float]:
+    options = {"--margin": margin, "--expert-load": load, "--document-tokens": tokens}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def read(
@@ -154,18 +162,20 @@ def read(
 ) -> tuple[Recipe, Cluster, Software]:
     """The recipe, the cluster and the software that a plan is for. search: of layouts and microbatches."""
     from fivefold.plan.advice.budget import shape
-    from fivefold.plan.cluster.clusters import parse
+    from fivefold.plan.cluster.clusters import parse, with_margin
     from fivefold.plan.predict import resolved, with_load
     from fivefold.plan.setting import documents_of, software_of
     from fivefold.recipe import load
 
     ensure_measured(typed.cluster)
     free = ["train.microbatch_size=none"] if search else []
-    recipe, machine = load(typed.name, free + typed.sets, layout), parse(typed.cluster)
+    recipe = load(typed.name, free + typed.sets, layout)
+    machine = with_margin(parse(typed.cluster), typed.given.get("--margin"))
     if params is not None:
         recipe = recipe.model_copy(update={"model": shape(params, resolved(recipe).model)})
-    software = with_load(software_of(machine), recipe.model, typed.expert_load)
-    return recipe, machine, replace(software, documents=documents_of(recipe, typed.document_tokens))
+    software = with_load(software_of(machine), recipe.model, typed.given.get("--expert-load"))
+    documents = documents_of(recipe, typed.given.get("--document-tokens"))
+    return recipe, machine, replace(software, documents=documents)
 
 
 def questions(
@@ -201,10 +211,9 @@ def summary(name: str, plan: Plan) -> list[str]:
 
 def accuracy(plan: Plan) -> str:
     """What was measured of the memory formula on such devices."""
-    machine, error = plan.setting.cluster.machine, f"{100 * plan.memory_error:.2g}%"
-    if machine and machine.on_cpu:
-        return f"memory is from a formula, with a mean error of {error} against measured peaks"
-    return f"memory is from a formula, with a mean error of {error} on published peaks of another program"
+    measured = plan.setting.cluster.on_cpu
+    against = "against measured peaks" if measured else "on published peaks of another program"
+    return f"memory is from a formula, with a mean error of {100 * plan.memory_error:.2g}% {against}"
 
 
 def save_plan(path: Path | None, recipe: Recipe, plan: Plan) -> None:
@@ -289,11 +298,9 @@ def write_page(
     from fivefold.plan.search.search import as_rows
     from fivefold.recipe import count_parameters
 
-    center = grid.base(recipe, typed.cluster, typed.expert_load, typed.document_tokens)
+    center = grid.base(recipe, typed.cluster, typed.given)
     sliders = grid.axes(center, budget or grid.BUDGET)
-    data = grid.as_data(
-        center, grid.command(typed.name, typed.sets, typed.expert_load, typed.document_tokens), sliders
-    )
+    data = grid.as_data(center, grid.command(typed.name, typed.sets, typed.given), sliders)
     drawn = pictures(grid.plan_at(center, center.values))
     rows = as_rows(frontier)
     shown = [
@@ -324,6 +331,7 @@ def search(
         str | None, option("MODES", "Precision modes to consider, such as bf16,fp8. [default: the recipe's]")
     ] = None,
     params: ParamsOption = None,
+    margin: MarginOption = None,
     expert_load: ExpertLoadOption = None,
     document_tokens: DocumentTokensOption = None,
     tokens: TokensOption = None,
@@ -344,7 +352,7 @@ def search(
     from fivefold.plan.search.search import search as found_by
 
     require_pictures(pictures, save, html, json)
-    typed = Typed(recipe, set_ or [], cluster, expert_load, document_tokens)
+    typed = Typed(recipe, set_ or [], cluster, given(margin, expert_load, document_tokens))
     loaded, machine, software = read(typed, "dp=1", params, search=True)
     asked = questions(loaded, tokens, deadline, price, noise_scale)
     modes = tuple(part.strip() for part in precision.split(",")) if precision is not None else ()
@@ -391,6 +399,7 @@ def _answers(
 
 def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
     """The plans, best first, with the reason why each is slower. modes: those asked for, if any."""
+    from fivefold.plan.advice.explain import margin
     from fivefold.sharding.layout import to_text
 
     first = found.plans[0]
@@ -409,6 +418,8 @@ def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
         )
     reasons = ", ".join(f"{count} {reason}" for reason, count in found.rejected.items())
     room = f"usable memory {first.limit / 2**30:.1f} GiB per device"
+    if first.setting.cluster.device.margin:
+        room += f", after {margin(first.setting.cluster)}"
     lines += [f"  other layouts: {reasons or 'none'}; {room}", f"  {accuracy(first)}"]
     if first.attention:
         lines.append(f"  attention of the first: {first.attention}")

@@ -43,7 +43,7 @@ from fivefold.sharding.sync import ReplicaGroups, replica_group_layout
 
 STAND_IN = "h100"
 FRAGMENTS = 0.04
-"""Share of allocated memory that the allocator reserves on top (3 to 6% in the published runs of docs/planner.md)."""
+"""Share of allocated memory that the allocator reserves on top (2.8 to 7.9% in published runs with memory to spare)."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ class Plan:
     @property
     def memory_error(self) -> float:
         """Mean error of the memory formula on such devices, as measured."""
-        machine = self.setting.cluster.machine
-        return memory.ERROR if machine and machine.on_cpu else memory.PUBLISHED_ERROR
+        return memory.ERROR if self.setting.cluster.on_cpu else memory.PUBLISHED_ERROR
 
     @property
     def fits(self) -> bool:
@@ -155,6 +154,7 @@ class Plan:
                 "error": self.memory_error,
                 "peak_bytes": self.peak_bytes,
                 "limit_bytes": self.limit,
+                "margin": s.cluster.device.margin,
                 "per_stage": [m.as_json() for m in self.memory],
             },
             "time": {
@@ -173,9 +173,10 @@ class Plan:
         } | replica_groups
 
 
-def limit(cluster: Cluster) -> int:
-    """Bytes of a device that tensors may use."""
-    return int((cluster.device.memory - cluster.device.reserve) / (1 + FRAGMENTS))
+def limit(cluster: Cluster, margin: bool = True) -> int:
+    """Bytes of a device that tensors may use. margin: False: also those that are left free for the formula's error."""
+    device = cluster.device
+    return int((device.memory - device.reserve) / (1 + FRAGMENTS) * (1 - device.margin * margin))
 
 
 def predict(
@@ -263,13 +264,13 @@ def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -
 
 def priced_here(gpu: str = "", measured: bool = True) -> tuple[Cluster, Software]:
     """This machine, to choose by: its GPUs, or its CPUs by their own table. If they are not known or not measured, the
-    prices are those of another device, whose operations compare alike."""
+    prices are those of another device, whose operations compare alike, and the cluster has no name."""
     table = load_table() if measured and not gpu else None
     with suppress(UserError):
         if table is not None or gpu:
             cluster = of_table(table) if table is not None else of_gpu(gpu)
             return cluster, software_of(cluster)
-    return parse(STAND_IN), FIVEFOLD if gpu else FIVEFOLD_CPU
+    return replace(parse(STAND_IN), name=""), FIVEFOLD if gpu else FIVEFOLD_CPU
 
 
 def within(plan: Plan, most: int) -> Plan:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fivefold.checkpoint import store
@@ -16,7 +15,6 @@ from fivefold.comm.progress import progress
 from fivefold.data.chat import ChatTemplate
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import UserError
-from fivefold.host import machine
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
@@ -42,6 +40,7 @@ from fivefold.train.instruments import (
     TimelineWatch,
 )
 from fivefold.train.job import Job, identity
+from fivefold.train.out_of_memory import out_of_memory
 from fivefold.train.prediction import Prediction
 from fivefold.train.saver import Saver
 from fivefold.train.share import stream_states, validation_sets
@@ -277,18 +276,6 @@ def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:
             raise
         where = "CPU" if state.mesh.device.type == "cpu" else "GPU"
         raise UserError(f"not enough {where} memory for it during training") from None
-
-
-NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
-NO_SPACE = ("can't start new thread", "could not create a primitive")  # stacks and code take address space
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """True for an out-of-memory error. torch has a class for it on GPUs; its CPU allocator only says so."""
-    if any(words in str(error) for words in NO_SPACE):
-        return machine.address_space() is not None
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or any(words in str(error) for words in NO_MEMORY)
 
 
 def due(every: int, step: int) -> bool:

@@ -1,5 +1,4 @@
-"""Writes plan.json: predicted time, memory and traffic before the run, measured ones after it, and exact ones. Says
-what the planner knows when memory runs out: its prediction, what the machine has, and changes that need less."""
+"""Writes plan.json: predicted time, memory and traffic before the run, measured ones after it, and exact ones."""
 
 from __future__ import annotations
 
@@ -17,24 +16,22 @@ import torch.distributed as dist
 
 from fivefold.errors import UserError
 from fivefold.files import write_atomically
-from fivefold.host import cores, machine, memory_bytes
+from fivefold.host import cores, memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.observe import prediction
 from fivefold.observe.format import duration, size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
 from fivefold.parallel.mesh import Mesh, Microbatch
-from fivefold.plan.advice.explain import remedies
 from fivefold.plan.cluster.clusters import of_gpu
 from fivefold.plan.cluster.devices import Cluster, of_table
 from fivefold.plan.cluster.measured import FACTORS, Measured, assumed_table, load
 from fivefold.plan.messages.volume import AXES, leaving, sent
-from fivefold.plan.predict import Plan, predict, priced_here
-from fivefold.plan.search.recompute_budget import MARGIN
+from fivefold.plan.predict import Plan, predict
 from fivefold.plan.setting import Documents, software_of
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe.rules.texts import ramp
-from fivefold.schedules.timelines import CATEGORIES, StepTimeline
+from fivefold.schedules.timelines import StepTimeline
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sync import replica_group_layout
 from fivefold.step.state import State
@@ -220,52 +217,3 @@ def add_exact(job: Job) -> None:
 
 def _save(run: Path, plan: dict[str, Any]) -> None:
     write_atomically(run / "plan.json", json.dumps(plan, indent=1) + "\n")
-
-
-def foreseen(job: Job, peak_bytes: int, local_ranks: int, base: int) -> list[str]:
-    """Lines that say before the first step that memory will run out; none if it suffices. The system may kill a process
-    later, without a word. peak_bytes: of a rank's tensors, as planned."""
-    there, what, each, _ = _limit(local_ranks)
-    if not there or peak_bytes + base <= there / each:
-        return []
-    return [f"memory will run out: {what} is {size(there)}", *advice(job, local_ranks, base)]
-
-
-def _limit(local_ranks: int) -> tuple[int, str, int, str]:
-    """(bytes of the limit or 0, its name, ranks that share it, the GPU's name or "")."""
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        return torch.cuda.mem_get_info()[1], name, 1, name
-    if (limit := machine.limit()) is not None:
-        return limit.bytes, limit.what, local_ranks if limit.shared else 1, ""
-    return 0, "", 1, ""
-
-
-def advice(job: Job, local_ranks: int, base: int = 0) -> list[str]:
-    """Lines: predicted memory of the rank with most beside what there is, and changes that need less."""
-    if job.module is not None:
-        return ["The planner does not know a module of your own. Try a smaller train.microbatch_size"]
-    there, what, each, gpu = _limit(local_ranks)
-    room = (there / each - base) * (1 - MARGIN) if there else 0
-    try:
-        plan, changes = remedies(job.recipe, *priced_here(gpu), room, bool(gpu))
-    except UserError as error:
-        return [f"(no prediction: {error})"]
-    most = max(plan.memory, key=lambda rank: rank.total)
-    parts = ", ".join(f"{words} {size(getattr(most, kind))}" for kind, words in CATEGORIES.items())
-    has = f" There are {size(there)} ({what})" if there else ""
-    shared = f" for {each} ranks" if each > 1 else ""
-    taken = f"; {size(base)} of it were taken before the first tensor" if there and base else ""
-    lines = [f"Predicted for a rank: {parts}: {size(most.total)} of tensors.{has}{shared}{taken}"]
-    if there == machine.address_space() and most.total <= room:
-        return [*lines, f"The tensors fit, and {machine.little_space()}"]
-    if not changes:
-        return [*lines, "The planner knows no change that needs less; use more ranks or a smaller model"]
-    lines.append("Changes that need less, as predicted:")
-    width = max(len(change.options) for change in changes)
-    for change in changes:
-        fits = "" if not there else ": fits" if change.peak <= room else ": may not fit"
-        lines.append(
-            f"  {change.options:{width}}  {size(change.peak)}, {change.slower:.2f} times the step{fits}"
-        )
-    return lines

@@ -45,10 +45,11 @@ from fivefold.recipe.rules.combinations import notes
 from fivefold.step.state import State, build_state, compute_mode
 from fivefold.train.checked import anywhere, assert_same
 from fivefold.train.faults import ROLLBACKS, Fault, goes_back, read_rollbacks
-from fivefold.train.hooks import RunHooks, out_of_memory
+from fivefold.train.hooks import RunHooks
 from fivefold.train.job import Job, shared, tokenizer_to_keep, write_initial
 from fivefold.train.loop import train_loop
-from fivefold.train.prediction import Prediction, advice, foreseen
+from fivefold.train.out_of_memory import advice, allocator, foreseen, held_by, out_of_memory
+from fivefold.train.prediction import Prediction
 from fivefold.train.resume import load_initial, load_newest, resume
 from fivefold.train.self_test import settle
 from fivefold.train.server_run import ServerHooks, build_server, work
@@ -323,31 +324,39 @@ _ASKED = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ [K
 
 @contextmanager
 def _explains_memory(job: Job, ranks: Ranks, base: int) -> Iterator[list[RunHooks]]:
-    """Turns an allocator's error into one message that says what to do. Saves what is trained, if this rank has all of
-    it and no update was under way. Yields a list for the hooks of the rank's loop. base: bytes that count before it has
-    tensors.
+    """Turns an allocator's error into one message that says what held the memory and what to do. Saves what is trained,
+    if this rank has all of it and no update was under way. Yields a list for the hooks of the rank's loop. base: bytes
+    that count before it has tensors.
 
     Raises:
         UserError: memory ran out.
     """
-    running = list[RunHooks]()
+    running, held = list[RunHooks](), None
     try:
         yield running
     except (MemoryError, RuntimeError, OSError) as error:
         if not out_of_memory(error):
             raise
-        message = f"rank {ranks.rank} ran out of memory "
-        message += f"in step {running[0].state.step + 1}" if running else "before the first step"
+        where = "before the first step"
+        for hooks in running:
+            step = hooks.state.step
+            where = f"in {'the update of ' if hooks.inspected == step else ''}step {step + 1}"
+        lines = [f"rank {ranks.rank} ran out of memory {where}"]
         if asked := _ASKED.search(str(error)):
-            message += f", asking for {size(int(asked[1])) if asked[1] else asked[2]} more"
-        traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+            lines[0] += f", asking for {size(int(asked[1])) if asked[1] else asked[2]} more"
+        try:  # the error's frames still hold the step's tensors
+            lines += allocator(ranks.device) if ranks.device.type == "cuda" else []
+            held = held_by(running[0].state) if running else None
+        except Exception as another:
+            lines.append(f"(what held it is not known: {another})")
+        traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
     else:
         return
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    lines = [message, *advice(job, ranks.local_world, base)]
+    lines += advice(job, ranks.local_world, base, held)
     for hooks in running:
         step, saved = hooks.state.step, "Nothing that was saved is lost"
         alone = ranks.local_world == 1 and hooks.state.mesh.axis("run").size == 1
@@ -357,6 +366,6 @@ def _explains_memory(job: Job, ranks: Ranks, base: int) -> Iterator[list[RunHook
                 hooks.save(step, ends=True, waits=False)
                 saved = f"Step {step} is saved"
         there = (job.out / "checkpoints").exists()
-        resumes = f"Resume with the change: {job.resume_command}" if there else "There is no checkpoint yet."
+        resumes = f"Resume with a change: {job.resume_command}" if there else "There is no checkpoint yet."
         lines.append(f"{saved}. {resumes}")
     raise UserError("\n".join(lines)) from None

@@ -49,7 +49,8 @@ from fivefold.sharding.tiers import OFFLOADS
 from fivefold.step.custom import custom_model, try_out
 from fivefold.step.state import compute_mode
 from fivefold.train.job import BatchSource, Job, initial
-from fivefold.train.prediction import add_exact, advice
+from fivefold.train.out_of_memory import advice
+from fivefold.train.prediction import add_exact
 from fivefold.train.restart import Elastic, Restarts, go_back_once, grace_s, newest, note_restart
 from fivefold.train.run import run_rank
 from fivefold.train.share import batches_of, streaming

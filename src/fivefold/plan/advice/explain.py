@@ -6,9 +6,11 @@ Bottlenecks and changes are found by pricing a plan again with one thing changed
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fivefold.errors import UserError, several
 from fivefold.host.devices import GIB
@@ -16,7 +18,7 @@ from fivefold.models.operations import Operation
 from fivefold.plan.cluster.devices import Cluster, Link
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
-from fivefold.plan.predict import Plan, predict, price
+from fivefold.plan.predict import FRAGMENTS, Plan, limit, predict, price
 from fivefold.plan.setting import Setting, Software
 from fivefold.plan.time import stage_costs
 from fivefold.plan.time.cost import operation
@@ -37,6 +39,9 @@ def summary(plan: Plan) -> list[str]:
     step, s = plan.step, plan.setting
     worst = max(range(len(plan.memory)), key=lambda i: plan.memory[i].total)
     room = f"{plan.peak_bytes / GIB:.1f} GiB of {plan.limit / GIB:.1f} GiB"
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    if plan.limit < plan.peak_bytes <= limit(s.cluster, margin=False):
+        verdict += f"; it does without {margin(s.cluster)} (--margin 0)"
     shares = [
         (name, seconds / step.seconds)
         for name, seconds in (
@@ -50,7 +55,7 @@ def summary(plan: Plan) -> list[str]:
     lines = [
         f"layout        {describe(plan.layout)}{servers}",
         f"microbatches  {s.microbatches} of {several(s.sizes.B, 'sequence')}, {s.mode} on {s.cluster.name}",
-        f"memory        {room} on {plan.place(worst)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
+        f"memory        {room} on {plan.place(worst)}: {verdict}",
         f"step          {step.seconds:.4g} s: " + ", ".join(f"{name} {100 * x:.1f}%" for name, x in shares),
         f"speed         {plan.tokens_per_s:,.0f} tokens/s, {plan.tokens_per_s / plan.ranks:,.0f} per device, "
         f"{plan.model_flops_per_gpu / 1e12:.3g} TFLOP/s per device, MFU {100 * plan.mfu:.1f}%, "
@@ -65,6 +70,11 @@ def summary(plan: Plan) -> list[str]:
     if plan.slow_links:
         lines.append(f"groups        {plan.slow_links.line(s.replica_groups.count, s.replica_groups.every)}")
     return [*lines, f"sent per step {sent or 'nothing'} (the rank that sends most)"]
+
+
+def margin(cluster: Cluster) -> str:
+    """What plans leave free of a device's memory, in words."""
+    return f"the margin of {100 * cluster.device.margin:.3g}%"
 
 
 def explain(plan: Plan) -> list[str]:
@@ -89,7 +99,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     for position, held in enumerate(plan.memory):
         name = plan.place(position).removeprefix("the ranks of ").removeprefix("a ")
         yield f"  {name:<13}" + "".join(f"{getattr(held, name) / GIB:12.3f}" for name in names)
-    device = plan.setting.cluster.device
+    cluster, device = plan.setting.cluster, plan.setting.cluster.device
     b, ranks = plan.setting.states, model_states.rank_elements(plan.setting)
     yield (
         f"  bytes per parameter: weights {b.working:g}, gradients {b.gradient:g}, masters {b.master:g}, moments "
@@ -98,7 +108,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"  {device.memory / GIB:.1f} GiB per device; {plan.limit / GIB:.1f} GiB are left after "
-        f"{device.reserve / GIB:.2g} GiB for the runtime, and allocator losses"
+        f"{device.reserve / GIB:.2g} GiB for the runtime, {FRAGMENTS:.0%} for fragments, and {margin(cluster)}"
     )
     for mode in sorted(set(plan.setting.recompute)):
         yield f"  activations of a block, MiB, recompute {mode}: " + ", ".join(
@@ -173,13 +183,16 @@ def _computing(s: Setting) -> tuple[float, float]:
     return max(sums), sum(sums) / len(sums)
 
 
-def limits(plans: Sequence[Plan], roomier: Plan | None, indivisible: Plan | None) -> list[str]:
+def limits(plans: Sequence[Plan], bolder: Plan, roomier: Plan | None, indivisible: Plan | None) -> list[str]:
     """The bottlenecks of the best plan, worst first, with the gain in tokens/s from more of each.
 
-    roomier: a fast plan for unlimited memory. indivisible: a plan whose tensor ranks need not divide the model. For
-    links, devices and batch the given plans are priced again, so another layout may gain more.
+    bolder: a fast plan that fits without the margin. roomier: one for unlimited memory. indivisible: a plan whose
+    tensor ranks need not divide the model. For links, devices and batch the given plans are priced again, so another
+    layout may gain more.
     """
-    best, more = plans[0], list[tuple[Plan, str]]()
+    best, size = plans[0], f"{bolder.peak_bytes / GIB:.1f} GiB"
+    fits = f"fits without {margin(best.setting.cluster)} (--margin 0), with {size}"
+    more = [(bolder, f"margin: {_how(bolder)} would be {{}} faster; it {fits}")]
     if roomier is not None:
         room = f"{roomier.peak_bytes / GIB:.1f} of {best.limit / GIB:.1f} GiB"
         more.append((roomier, f"memory: {_how(roomier)} would be {{}} faster, but takes {room}"))
@@ -218,16 +231,22 @@ def _twice(link: Link) -> Link:
 
 @dataclass(frozen=True)
 class Remedy:
-    """One change. sets: the options that make it. peak: predicted bytes of tensors on the rank with most. slower: the
-    predicted step beside the recipe's own, 1 if it is as fast."""
+    """One change. sets, layout: the options that make it. peak: predicted bytes of tensors on the rank with most.
+    slower: the predicted step beside the recipe's own, 1 if it is as fast."""
 
     sets: tuple[str, ...]
     peak: int
     slower: float
+    layout: str = ""
+
+    def rank(self, room: float) -> tuple[bool, float]:
+        """Those that fit into `room` bytes come first, the fastest before; then those that need least."""
+        return self.peak > room, self.peak if self.peak > room else self.slower
 
     @property
     def options(self) -> str:
-        return " ".join(f"--set {one}" for one in self.sets)
+        layout = ["--layout", self.layout] if self.layout else []
+        return shlex.join([*layout, *(word for one in self.sets for word in ("--set", one))])
 
 
 def remedies(
@@ -251,9 +270,7 @@ def remedies(
                 return Remedy(tuple(sets), plan.peak_bytes, plan.step.seconds / now.step.seconds)
         return None
 
-    def rank(one: Remedy) -> tuple[bool, float]:
-        return (one.peak > room, one.slower if one.peak <= room else one.peak)
-
+    rank = partial(Remedy.rank, room=room)
     kinds = [sorted(filter(None, map(of, kind)), key=rank) for kind in _kinds(recipe, room, gpu)]
     best = [found[0] for found in kinds if found]
     if all(one.peak > room for one in best) and (all_of_them := of([one for r in best for one in r.sets])):

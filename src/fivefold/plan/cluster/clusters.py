@@ -127,6 +127,13 @@ def of_gpu(name: str) -> Cluster:
     return PRESETS[sheet.name]
 
 
+def with_margin(cluster: Cluster, percent: float | None) -> Cluster:
+    """The cluster whose plans leave this share of memory free (None: its own)."""
+    return (
+        cluster if percent is None else replace(cluster, device=replace(cluster.device, margin=percent / 100))
+    )
+
+
 def parse(text: str) -> Cluster:
     """Reads `h100:64` or `64xh100` (64 devices, in nodes as they are sold), `h100:8x4` (8 nodes of 4), or `my.toml`,
     `my.toml:64`.
@@ -222,6 +229,7 @@ _KEYS = {
     "devices": _Key("", "devices", **_COUNT),
     "devices_per_node": _Key("", "per_node", **_COUNT),
     "memory_gb": _Key("device", "memory", GB),
+    "memory_margin_percent": _Key("device", "margin", 0.01, above=-1e-9, most=99),
     "memory_bandwidth_tb_s": _Key("device", "bandwidth", 1e12),
     **{f"{dtype}_tflops": _Key("peak", dtype, 1e12) for dtype in RATED},
     "matmul_share": _Key("device", "matmul", most=1.0),

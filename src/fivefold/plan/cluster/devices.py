@@ -12,6 +12,9 @@ from fivefold.schedules.collectives import Line, Wire
 
 RUNTIME = 0.25 * GIB
 """Bytes per process for Python and PyTorch's libraries on a CPU."""
+MARGIN = 0.07
+"""Share of an accelerator's memory that plans leave free for errors of the memory formula, beside `Device.reserve` and
+`predict.FRAGMENTS`. Of 22 published peaks none was planned more than 6.7% too low (benchmarks/planner/published.py)."""
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that prices can be cached
@@ -25,7 +28,7 @@ class Device:
     take (an estimate; reported as it is). spread: standard deviation of the speed of devices of one model on dense
     products; of several hundred the fastest and the slowest differ by about 8% (Sinha et al., SC 2022, "Not All GPUs
     Are Created Equal"). measured: what takes the place of all these rates. assumed: shares that nobody has measured,
-    "matmul", "attention" or "ring" (of the links within a node).
+    "matmul", "attention" or "ring" (of the links within a node). margin: the share of memory that plans leave free.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Device:
     spread: float = 0.015
     measured: Share | None = None
     assumed: tuple[str, ...] = ()
+    margin: float = MARGIN
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,8 @@ def shared(cluster: Cluster, ranks: int, devices: int | None = None) -> Cluster:
     table, count = cluster.machine, ranks if devices is None else devices
     storage = Storage(table.disk_read or table.disk, table.disk, table.disk_both or table.disk)
     sized = replace(cluster, storage=storage, devices=count)
-    return replace(sized, device=_device(table, min(ranks, cluster.per_node * cluster.hosts)))
+    device = _device(table, min(ranks, cluster.per_node * cluster.hosts))
+    return replace(sized, device=replace(device, margin=cluster.device.margin))
 
 
 def _device(table: Measured, ranks: int) -> Device:
@@ -224,4 +229,5 @@ def _device(table: Measured, ranks: int) -> Device:
         reserve=RUNTIME,
         spread=table.spread,
         measured=share,
+        margin=0.0 if table.on_cpu else MARGIN,
     )

@@ -19,7 +19,7 @@ import math
 import shlex
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
-from fivefold.plan.cluster.clusters import canonical, parse
+from fivefold.plan.cluster.clusters import canonical, parse, with_margin
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.pages.pictures import Pictures, pictures
 from fivefold.plan.predict import Plan, predict, resolved, with_load
@@ -97,21 +97,18 @@ class Base:
         return {"devices": self.layout.ranks} | sizes
 
 
-def base(
-    recipe: Recipe, cluster: str, expert_load: float | None = None, document_tokens: float | None = None
-) -> Base:
-    """The center of a grid. cluster: the value of `--cluster`. expert_load, document_tokens: those of `--expert-load`
-    and `--document-tokens`.
+def base(recipe: Recipe, cluster: str, given: Mapping[str, float]) -> Base:
+    """The center of a grid. cluster: the value of `--cluster`. given: those of `--expert-load` and the like.
 
     Raises:
         UserError: as `parse` and `predict`.
     """
-    full, machine = resolved(recipe), parse(cluster)
+    full, machine = resolved(recipe), with_margin(parse(cluster), given.get("--margin"))
     layout = Layout.from_recipe(full.layout)
     validate(layout, machine.devices or layout.ranks)
-    software = with_load(software_of(machine), full.model, expert_load)
+    software = with_load(software_of(machine), full.model, given.get("--expert-load"))
     sized = replace(machine, devices=layout.ranks)
-    return Base(recipe, full, layout, sized, canonical(cluster), software, document_tokens)
+    return Base(recipe, full, layout, sized, canonical(cluster), software, given.get("--document-tokens"))
 
 
 def axes(center: Base, budget: float = BUDGET) -> list[Slider]:
@@ -222,13 +219,10 @@ def options(center: Base, key: str, value: int) -> str:
     return " ".join(f"--set model.{name}={new}" for name, new in after.items() if new != before[name])
 
 
-def command(
-    recipe: str, sets: Sequence[str], expert_load: float | None = None, document_tokens: float | None = None
-) -> str:
-    """The start of a `fivefold plan` command, with the recipe. The layout and `options` follow."""
+def command(recipe: str, sets: Sequence[str], given: Mapping[str, float]) -> str:
+    """The start of a `fivefold plan` command. given: values of further options. The layout and `options` follow."""
     words = ["fivefold plan", shlex.quote(recipe), *(f"--set {shlex.quote(text)}" for text in sets)]
-    given = {"--expert-load": expert_load, "--document-tokens": document_tokens}
-    return " ".join(words + [f"{name} {value:.12g}" for name, value in given.items() if value is not None])
+    return " ".join(words + [f"{name} {value:.12g}" for name, value in given.items()])
 
 
 def _possible(center: Base, key: str) -> list[int]:

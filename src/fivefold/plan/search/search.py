@@ -18,7 +18,7 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.host.devices import GIB
 from fivefold.plan.advice.budget import Questions
-from fivefold.plan.advice.explain import limits, reasons
+from fivefold.plan.advice.explain import limits, margin, reasons
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import model_states
 from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved
@@ -167,8 +167,9 @@ def search(
     top: int = 10,
     software: Software | None = None,
     modes: tuple[str, ...] = (),
+    most: float | None = None,
 ) -> Found:
-    """The `top` fastest layouts that fit.
+    """The `top` fastest layouts that fit, into `most` bytes or the cluster's devices.
 
     The search ignores the recipe's own layout and microbatches. modes: of precision, which it considers. None: the
     recipe's, and with `precision.mode = "auto"` all modes that this may stand for.
@@ -178,7 +179,7 @@ def search(
     """
     space = space_of(recipe, cluster, modes)
     bounds = Bounds(space.recipe.model, cluster, for_recipe(software or software_of(cluster), recipe))
-    run = Search(space, bounds, limit(cluster))
+    run = Search(space, bounds, limit(cluster) if most is None else most)
     fitting = list[Plan]()
     for plan in run.plans():
         fitting.append(plan)
@@ -201,10 +202,12 @@ def search(
         plan = next(Search(space, bounds, most).plans(), None)
         return plan and within_budget(plan, int(most))
 
-    best = plans[0].step.seconds  # memory and divisibility take a short search of their own
+    best, whole = plans[0].step.seconds, limit(cluster, margin=False)
+    bolder = Search(space, bounds, whole, best).glimpse() or plans[0]  # each takes a short search of its own
+    bolder = min((within_budget(p, whole) for p in (plans[0], bolder)), key=lambda p: p.step.seconds)
     roomier = Search(space, bounds, math.inf, best).glimpse()
     wider = Search(replace(space, indivisible=True), bounds, run.most, best).glimpse()
-    bottlenecks = limits(plans, roomier, wider)
+    bottlenecks = limits(plans, bolder, roomier, wider)
     return Found(plans, space.size, rejected, reasons(plans), bottlenecks, "", within)
 
 
@@ -295,6 +298,8 @@ def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
         f"no layout fits: the smallest of {space.size}, {to_text(near.layout)} with microbatches of {s.sizes.B} in "
         f"{s.mode}, needs {near.peak_bytes / GIB:.1f} GiB of {most / GIB:.1f} GiB per device. "
     )
+    if near.peak_bytes <= limit(cluster, margin=False):
+        return f"{smallest}It fits without {margin(cluster)} (--margin 0)"
     by_mode = bounds.software.states
     states = min(sum(model_states.state_bytes(by_mode[mode], 3, 1.0, 1.0)) for mode in space.precisions)
     least = math.ceil(states * count_parameters(space.recipe.model) / most)
