@@ -133,6 +133,7 @@ def test_groups_are_freed_once_at_the_end(clean, tmp_path):
     clean.setattr(ranks.atexit, "register", registered.append)
     clean.setattr(ranks.atexit, "unregister", lambda hook: hook in registered and registered.remove(hook))
     clean.setattr(ranks.dist, "init_process_group", lambda *a, **k: None)
+    clean.setattr(ranks, "connect", lambda group, device: None)
     clean.setattr(ranks.dist, "destroy_process_group", lambda: None)
     clean.setattr(ranks.torch, "set_num_threads", lambda count: None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", ranks.STORE_FILE: str(tmp_path / "store")}.items():
@@ -351,6 +352,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(start, "cores", lambda: cores)
         monkeypatch.setattr(start.torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(start.torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(start.torch.cuda, "get_device_name", lambda index=0: "NVIDIA H100 80GB HBM3")
 
     return has
 

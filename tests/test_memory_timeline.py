@@ -97,4 +97,10 @@ def test_snapshots_of_gpus_are_written_and_recording_ends(
     state.step = 2
     written = tmp_path / "traces" / "memory-snapshot-step-00000002-rank-0.pickle"
     assert watch.end_step(state) == f"memory over step 2: {written}"
-    assert said == [{"max_entries": HISTORY}, str(written), {"enabled": None}]
+    recorded = {"max_entries": HISTORY, "stacks": "python"}
+    assert said == [recorded, str(written), {"enabled": None}]
+    said.clear()
+    state.step = 1
+    watch.begin_step(state, [])
+    watch.close()  # an error in the step
+    assert said == [recorded, {"enabled": None}]

@@ -13,13 +13,15 @@ import torch
 from ranks import run_ranks
 from runs import ranks_of, train_rank
 from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 from fivefold.comm.progress import message, progress, span
 from fivefold.errors import UserError
+from fivefold.launch.ranks import Ranks
 from fivefold.observe import timelines as profile
 from fivefold.recipe import Recipe, load
 from fivefold.recipe.resolve import warnings
-from fivefold.train.instruments import ProfileWatch, operators
+from fivefold.train.instruments import ProfileWatch, TimelineWatch, operators
 from fivefold.train.job import Job
 
 TINY = [
@@ -144,6 +146,43 @@ def test_kernels_of_a_gpu_count_once() -> None:
     ]
     assert operators(averages, cuda=True) == [("gemm", 2, 3.0, 0.75), ("fill", 2, 1.0, 0.25)]
     assert operators(averages, cuda=False) == [("aten::mm", 2, 1e-5, 1.0)]
+
+
+def test_a_profile_on_a_gpu_has_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shown with a stand-in: it starts when earlier steps are done, and asks for kernels."""
+    said = list[Any]()
+
+    class Recorder:
+        def __init__(self, activities: list[ProfilerActivity], record_shapes: bool):
+            said.append({*activities})
+
+        def start(self) -> None:
+            said.append("starts")
+
+        def stop(self) -> None:
+            said.append("stops")
+
+    monkeypatch.setattr("fivefold.train.instruments.profile", Recorder)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append(device))
+    recipe, gpu = (
+        recipe_of(tmp_path, "dp=1", "train.steps=9", "observe.profile_steps=1"),
+        torch.device("cuda", 0),
+    )
+    watch = ProfileWatch(Job(recipe, tmp_path / "run", None), Ranks(0, 1, 0, 1, gpu))
+    watch.begin_step(state_at(1, begins=True), [])
+    watch.close()
+    assert said == [gpu, {ProfilerActivity.CPU, ProfilerActivity.CUDA}, "starts", "stops"]
+
+
+def test_a_timeline_of_messages_is_not_silent_on_gpus(tmp_path: Path) -> None:
+    recipe, gpu = recipe_of(tmp_path, "dp=1", "observe.trace_step=4"), torch.device("cuda", 0)
+    watch = TimelineWatch(Job(recipe, tmp_path / "run", None), Ranks(0, 1, 0, 1, gpu), lambda step: None)
+    state: Any = SimpleNamespace(parallel=SimpleNamespace(pipeline=None), step=3)
+    watch.begin_step(state, [])
+    state.step = 4
+    assert "observe.profile_steps records the kernels of GPUs" in watch.end_step(state)
+    state.step = 5
+    assert watch.end_step(state) == ""
 
 
 def test_without_a_profiler_spans_are_nothing() -> None:

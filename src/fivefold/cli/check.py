@@ -4,6 +4,7 @@ training."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from math import inf
 from pathlib import Path
@@ -64,6 +65,7 @@ def check(
             raise UserError(wrong)
     result = summary(loaded)
     result["memory"] = _memory(loaded)
+    result["environment"] = _machine(result)
     if not no_data:
         from fivefold.data.facts import WARNING
         from fivefold.data.facts import check as check_data
@@ -135,6 +137,18 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def _machine(result: dict[str, Any]) -> list[dict[str, str]]:
+    """The variables that change how GPUs compute and NCCL communicates. Adds to `result` what to know of the GPUs."""
+    from fivefold.host import gpus, variables
+
+    found = variables.settings(os.environ)
+    result["warnings"] += [setting["warning"] for setting in found if setting["warning"]]
+    for note in gpus.notes():
+        kind = "warnings" if note.startswith(gpus.WARNING) else "notes"
+        result[kind].append(note.removeprefix(gpus.WARNING))
+    return found
+
+
 def _memory(recipe: Recipe) -> dict[str, Any] | None:
     """What the ranks' tensors need on CPUs, beside what this machine has; None if either is not known."""
     from dataclasses import replace
@@ -190,6 +204,7 @@ def _summary_text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str
         ("data" if i == 0 else "", fact.removeprefix("data: "))
         for i, fact in enumerate(result.get("data", []))
     ]
+    rows += [("variable", f"{one['name']}={one['value']}: {one['does']}") for one in result["environment"]]
     rows += [("note", note) for note in result["notes"]]
     rows += [("WARNING", warning) for warning in result["warnings"]]
     but = "" if memory is None or memory["fits"] else ", but needs more memory than this machine has"

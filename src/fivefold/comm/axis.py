@@ -215,6 +215,18 @@ class Axis:
         peers = tuple(message[3] for message in messages)
         return self._start(operation, x, x, lambda: self._move(messages), peers)
 
+    def connect_neighbours(self) -> None:
+        """Makes NCCL's communicator of each pair of neighbours in the ring, in one order. Pipelines send through it."""
+        if self.group is None or dist.get_backend(self.group) != "nccl":
+            return
+        x = torch.zeros(1, device=self.device)
+        for first in range(self.size if self.size > 2 else 1):
+            second = (first + 1) % self.size
+            if self.index == first:
+                self.start_send(x, second)()
+            elif self.index == second:
+                self.start_receive(x, first)()
+
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Gives every rank the x of the rank with this index, in place."""
         group = self.group
@@ -225,7 +237,8 @@ class Axis:
     def barrier(self) -> None:
         """Waits until every rank has called it."""
         if self.group is not None:
-            self._start("barrier", torch.empty(0), None, lambda: dist.barrier(self.group, True)).at_once()
+            at = [self.device.index] if dist.get_backend(self.group) == "nccl" else None  # else it warns
+            self._start("barrier", torch.empty(0), None, lambda: dist.barrier(self.group, True, at)).at_once()
 
     def explain(self, operation: str, started: Place | None, error: RuntimeError) -> None:
         """Raises a CommunicationError if a rank is lost; does nothing for a wrong call. started: where the message

@@ -226,17 +226,7 @@ def compute_alone() -> None:
         ctypes.CDLL("libgomp.so.1").omp_set_num_threads(1)  # the one that PyTorch has loaded
 
 
-_NOTABLE_FLAGS = [
-    "avx2",
-    "avx512f",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_bf16",
-    "amx_fp16",
-    "sve",
-    "sve2",
-    "bf16",
-]
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "sve", "sve2", "bf16")
 TORCH = ("2.11", "2.15")
 """The oldest and the newest version of PyTorch that Fivefold was tried with (`make test-versions`)."""
 
@@ -264,7 +254,7 @@ def describe() -> dict[str, Any]:
     ]
     facts = {
         "cpu": cpu_model(),
-        "cpu_features": [flag for flag in _NOTABLE_FLAGS if flag in cpu_flags()],
+        "cpu_features": [flag for flag in _FLAGS if flag in cpu_flags()],
         "cores": cores(),
         "memory_bytes": memory_bytes(),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -283,13 +273,14 @@ def describe() -> dict[str, Any]:
 def has_fast_bf16(device: str = "cpu") -> bool:
     """True if `device` computes bf16 faster than fp32.
 
-    CPUs need AVX512-BF16, AMX or Arm's BF16. GPUs need NVIDIA's Ampere or later, or AMD's CDNA.
+    CPUs need AVX512-BF16, AMX or Arm's BF16. GPUs, all that it sees, need NVIDIA's Ampere or later, or AMD's CDNA.
     """
     if device == "cpu":
         return has_cpu_bf16()
     import torch
 
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    every = range(torch.cuda.device_count())  # ranks on different GPUs must agree
+    return torch.version.hip is not None or all(torch.cuda.get_device_capability(i) >= (8, 0) for i in every)
 
 
 def peak_memory_bytes(device: str = "cpu") -> int:

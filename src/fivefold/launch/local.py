@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import BusyError, RankFailed, UserError
-from fivefold.host import cores
+from fivefold.host import cores, gpus
 from fivefold.host.machine import oom_kills
 from fivefold.launch import verdict
 from fivefold.launch.launchers import LOOPBACK
@@ -112,10 +112,10 @@ def launch(attempt: Attempt, fork: bool, again: Again = lambda failure: None) ->
     Raises:
         UserError: there are fewer GPUs than ranks.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if 0 < gpus <= (last := max(attempt.slots, default=attempt.world - 1)):
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < count <= (last := max(attempt.slots, default=attempt.world - 1)):
         raise UserError(
-            f"{last + 1} ranks on this machine need {last + 1} GPUs, but it has {gpus}. To use its CPU, put "
+            f"{last + 1} ranks on this machine need {last + 1} GPUs, but it has {gpus.shown()}. To use its CPU, put "
             "CUDA_VISIBLE_DEVICES= (with no value) before the command"
         )
     method = "fork" if fork and not torch.cuda.is_available() else "spawn"

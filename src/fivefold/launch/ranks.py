@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from fivefold.errors import PASSING, BusyError, CommunicationError, UserError
 from fivefold.files import NO_ROOM
-from fivefold.host import cores, machine_id
+from fivefold.host import cores, gpus, machine_id
 from fivefold.launch import launchers, verdict
 from fivefold.launch.launchers import found, master
 from fivefold.launch.verdict import FAILED, Interrupt, stopping_signals, unsaved
@@ -49,6 +49,7 @@ class Ranks:
     local_world: int
     device: torch.device
     timeout_s: float = 600  # until a message fails, and for which ranks wait for each other at the start
+    near: str = ""  # which CPUs it was bound to, in words
 
     @property
     def first(self) -> bool:
@@ -63,12 +64,35 @@ def device_for(local_rank: int) -> torch.device:
         # Slurm's --gpus-per-task=1 shows each rank its own GPU only
         if torch.cuda.device_count() == 1 and "SLURM_PROCID" in os.environ:
             return torch.device("cuda", 0)
-        raise UserError(f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}")
+        raise UserError(f"local rank {local_rank} has no GPU: GPUs that this process sees: {gpus.shown()}")
     return torch.device("cuda", local_rank)
 
 
 def _backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def group_options(backend: str, timeout: timedelta) -> Any:
+    """Options of a new process group. NCCL's kernels get streams of high priority: a message that overlaps with
+    computation otherwise begins when kernels queued before it leave room, and all its ranks wait for the last one."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # it warns of another than the group's
+    return options
+
+
+def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Makes NCCL's communicator of a group (None: of all ranks) by a small sum, before the first step has to. Ranks
+    make their groups in one order.
+
+    The argument `device_id` of init_process_group would do it, too (torch 2.11 to 2.15). But then new groups are split
+    from that of all ranks, which waits for ranks that are no members, and a pipeline's sends and receives go through
+    one queue instead of one per pair. NCCL itself connects ranks in the first message (since 2.22).
+    """
+    if dist.get_backend(group) == "nccl":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        torch.cuda.synchronize(device)
 
 
 def threads_of(local_world: int) -> int:
@@ -95,46 +119,51 @@ def join(
     world = members or launched
     local_world = min(local_world, world)
     device = device_for(local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(threads_of(local_world))
-        if world > 1:
-            schedule_as_batch()
-    store = None
-    if launched > 1:
-        atexit.unregister(_free_groups)  # of a join before
-        atexit.register(_free_groups)
-        backend = _backend()
-        try:
-            store = _store(rank, launched, meet_s)
-            if world > 1 and STORE_FILE not in os.environ:  # the same on all ranks
-                host, here = master()[0], _on_one_machine(store, rank, world, meet_s)
-                if world > local_world and not os.environ.get(launchers.variable(backend)):
-                    launchers.name_interface(
-                        backend, host if here else launchers.reachable(host, backend), here
-                    )
-            # Local ranks have the time of a message to start, and may need longer
-            if timeout_s < meet_s and STORE_FILE in os.environ:
-                store.set(f"fivefold/{rank}", "")
-                store.wait([f"fivefold/{other}" for other in range(launched)], timedelta(seconds=meet_s))
+    with gpus.near(device.index) as near:  # before CUDA and NCCL start threads
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(threads_of(local_world))
             if world > 1:
-                dist.init_process_group(
-                    backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
-                )
-        except RuntimeError as error:
-            said = f"rank {rank} cannot reach the other ranks: {verdict.backend_words(error)}"
-            if verdict.FOLDER in os.environ:  # ranks of our launcher: one of them has ended
-                raise CommunicationError(said) from error
-            raise BusyError(f"{said}.{launchers.interfaces(backend)}") from error
+                schedule_as_batch()
+        ranks = Ranks(rank, world, local_rank, local_world, device, timeout_s, near)
+        store = _meet(ranks, launched, meet_s) if launched > 1 else None
+        try:
+            yield ranks
+        finally:
+            if store is not None and rank == 0 and world < launched:
+                with suppress(RuntimeError):  # it has ended before
+                    store.set(_FINISHED, "")
+            if world > 1:
+                dist.destroy_process_group()
+
+
+def _meet(ranks: Ranks, launched: int, meet_s: float) -> dist.Store:
+    """Joins the process group; returns the store. launched: ranks with the spare ones. Raises as `join` does."""
+    rank, world, backend = ranks.rank, ranks.world, _backend()
+    atexit.unregister(_free_groups)  # of a join before
+    atexit.register(_free_groups)
     try:
-        yield Ranks(rank, world, local_rank, local_world, device, timeout_s)
-    finally:
-        if store is not None and rank == 0 and world < launched:
-            with suppress(RuntimeError):  # it has ended before
-                store.set(_FINISHED, "")
+        store = _store(rank, launched, meet_s)
+        if world > 1 and STORE_FILE not in os.environ:  # the same on all ranks
+            host, here = master()[0], _on_one_machine(store, rank, world, meet_s)
+            if world > ranks.local_world and not os.environ.get(launchers.variable(backend)):
+                launchers.name_interface(backend, host if here else launchers.reachable(host, backend), here)
+        # Local ranks have the time of a message to start, and may need longer
+        if ranks.timeout_s < meet_s and STORE_FILE in os.environ:
+            store.set(f"fivefold/{rank}", "")
+            store.wait([f"fivefold/{other}" for other in range(launched)], timedelta(seconds=meet_s))
         if world > 1:
-            dist.destroy_process_group()
+            timeout = timedelta(seconds=ranks.timeout_s)
+            given = {"timeout": timeout, "pg_options": group_options(backend, timeout)}
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, **given)
+            connect(None, ranks.device)
+        return store
+    except RuntimeError as error:
+        said = f"rank {rank} cannot reach the other ranks: {verdict.backend_words(error)}"
+        if verdict.FOLDER in os.environ:  # ranks of our launcher: one of them has ended
+            raise CommunicationError(said) from error
+        raise BusyError(f"{said}.{launchers.interfaces(backend)}") from error
 
 
 def wait_as_spare(meet_s: float = Ranks.timeout_s) -> None:

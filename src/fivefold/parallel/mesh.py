@@ -17,7 +17,7 @@ from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.host.tables import best_all_reduce
 from fivefold.kernels.blockwise_attention import Documents
-from fivefold.launch.ranks import Ranks
+from fivefold.launch.ranks import Ranks, connect, group_options
 from fivefold.schedules.collectives.registry import AUTO, LIBRARY, resolved
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node, to_text
@@ -90,6 +90,7 @@ class Mesh:
         self._axes["run"] = self._axes["all"]
         if together:
             add("run", list(range(ranks.world)), ranks.rank)
+        self._axes["pp"].connect_neighbours()
 
     def axis(self, name: str) -> Axis:
         return self._axes[name]
@@ -161,9 +162,13 @@ def _new_group(
     if len(members) == dist.get_world_size() and not apart:
         return dist.group.WORLD
     timeout = timedelta(seconds=ranks.timeout_s)  # gloo's default is 30 minutes
+    options = group_options(dist.get_backend(), timeout)
     with progress.joining(range(ranks.world) if everywhere else members):
-        group = dist.new_group(list(members), timeout, use_local_synchronization=not everywhere)
-    return group if isinstance(group, dist.ProcessGroup) else None
+        group = dist.new_group([*members], timeout, None, options, use_local_synchronization=not everywhere)
+        if not isinstance(group, dist.ProcessGroup):  # this rank is no member
+            return None
+        connect(group, ranks.device)
+    return group
 
 
 class Microbatch(NamedTuple):

@@ -207,6 +207,7 @@ class ProfileWatch(Instrument):
             activities, cuda = [ProfilerActivity.CPU], self.ranks.device.type == "cuda"
             if cuda:
                 activities.append(ProfilerActivity.CUDA)
+                torch.cuda.synchronize(self.ranks.device)  # kernels of earlier steps do not count
             else:
                 os.environ.setdefault(*QUIET)
             self.running, self.first = profile(activities=activities, record_shapes=True), step
@@ -305,7 +306,8 @@ class MemoryWatch(Instrument):
         if state.step + 1 not in self.steps:
             return
         if not self.on_cpu:
-            torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")  # C++ is slow
+            self.tracking.callback(torch.cuda.memory._record_memory_history, enabled=None)
         elif self.job.module is None:
             self.tracker = self.tracking.enter_context(Tracker(states_of(state)))
 
@@ -315,9 +317,9 @@ class MemoryWatch(Instrument):
         return {}
 
     def end_step(self, state: State) -> str:
-        self.tracking.close()
         step, rank = state.step, self.ranks.rank
         if self.tracker is not None:
+            self.tracking.close()
             if step > 1:  # the first step has no states of the optimizer
                 self._peak = self.tracker.peak().total
             path = memory_picture.write(self.job.out, self.tracker.timeline(rank=rank, step=step))
@@ -326,9 +328,9 @@ class MemoryWatch(Instrument):
             folder = self.job.out / "traces"
             make_folder(folder)
             path = folder / f"memory-snapshot-step-{step:08d}-rank-{rank}.pickle"
-            # For https://pytorch.org/memory_viz. The file is a pickle; this program never reads one.
-            torch.cuda.memory._dump_snapshot(str(path))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            with self.tracking:  # ends the recording, which drops what is not written
+                # For https://pytorch.org/memory_viz. The file is a pickle; this program never reads one.
+                torch.cuda.memory._dump_snapshot(str(path))
         else:
             return ""
         return f"memory over step {step}: {path}"
@@ -358,6 +360,8 @@ class TimelineWatch(Instrument):
 
     def end_step(self, state: State) -> str:
         lines, pipeline, out = list[str](), state.parallel.pipeline, self.job.out
+        if self.ranks.device.type != "cpu" and state.step == self.job.recipe.observe.trace_step:
+            lines.append("observe.trace_step is for CPUs; observe.profile_steps records the kernels of GPUs")
         if self.recorder is not None:
             timeline, self.recorder = self.recorder.stop(state.step), None
             path = timelines.write(out, timeline)

@@ -43,18 +43,51 @@ def reader(
     for stream in waits:
         stream.waiting = partial(print, file=sys.stderr, flush=True) if first else None
         stream.given_up = False
-    with Prefetch(lambda i: batches(i, mesh), start, job.recipe.train.steps) as prefetch:
+    copies = Copies(mesh.device)
+    with Prefetch(lambda i: copies.begin(batches, i, mesh), start, job.recipe.train.steps) as prefetch:
 
         def next_batch() -> tuple[list[Microbatch], float]:
             # Other ranks may wait for one that waits for tokens, but not for ever
             with progress.phase("waiting for tokenized text") if waits else nullcontext():
-                return prefetch.next()
+                (share, copied), waited = prefetch.next()
+            return copies.wait(share, copied), waited
 
         try:
             yield next_batch
         finally:
             for stream in waits:  # else the end of the thread would wait for tokens, too
                 stream.given_up = True
+
+
+class Copies:
+    """Copies batches to a GPU on a stream of its own, so that the thread that reads ahead does not wait for the steps
+    that are queued, nor a step for copies of later ones. On CPUs nothing is copied."""
+
+    def __init__(self, device: torch.device):
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # for what the user's batches read
+
+    def begin(self, read: Callable[..., Share], *arguments: Any) -> tuple[Share, torch.cuda.Event | None]:
+        """The share that `read` returns, and the event with which its copies end."""
+        if self._stream is None:
+            return read(*arguments), None
+        with torch.cuda.stream(self._stream):
+            share, copied = read(*arguments), torch.cuda.Event()
+            copied.record(self._stream)
+        return share, copied
+
+    def wait(self, share: Share, copied: torch.cuda.Event | None) -> Share:
+        """Lets the stream of the step wait for a share. Its memory is of the other stream, and is kept for this one."""
+        if copied is not None:
+            step = torch.cuda.current_stream()
+            step.wait_event(copied)
+            for inputs, targets, documents, _ in share:
+                of = () if documents is None else (documents.first, documents.cumulative)
+                for tensor in (inputs, targets, *of):
+                    tensor.record_stream(step)
+        return share
 
 
 def streams(job: Job) -> list[Stream]:
@@ -246,9 +279,10 @@ def _rows(batches: BatchSource, i: int, rows: range, mesh: Mesh) -> tuple[Microb
     """This rank's columns of these rows of batch i, on its device, and the number of targets that count in all
     columns."""
     batch = Batch(*batches.batch(i, rows))
+    gpu = mesh.device.type == "cuda"  # it copies from pinned memory by itself
     tokens, targets = (
-        torch.as_tensor(x).to(mesh.device, torch.int64, non_blocking=True)
-        for x in (batch.inputs, batch.targets)
+        (x.pin_memory() if gpu and not x.is_cuda else x).to(mesh.device, torch.int64, non_blocking=True)
+        for x in map(torch.as_tensor, (batch.inputs, batch.targets))
     )
     documents = None if batch.first is None else Documents(np.asarray(batch.first), mesh.device)
     return Microbatch(take(tokens, mesh), take(targets, mesh), documents), int((batch.targets >= 0).sum())
