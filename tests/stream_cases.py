@@ -58,7 +58,9 @@ def case(expected: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any
 
 def axis(name: str) -> Axis:
     """Two ranks, of which this is the first."""
-    return Axis(name, (0, 1), 0, DEVICE, dist.new_group([0, 1]), watched=False)
+    group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    return Axis(name, (0, 1), 0, DEVICE, group, watched=False)
 
 
 def on_host(size: int = 4, pinned: bool = True) -> Tensor:

@@ -196,12 +196,11 @@ def _fakes(value: Any) -> Iterator[Fake]:
 
 def _extent(meta: Tensor) -> tuple[int, int]:
     """A tensor's first byte in its storage, and the end of its last."""
-    size = meta.element_size()
-    start = meta.storage_offset() * size
+    size, start = meta.element_size(), int(meta.storage_offset())
     if meta.is_contiguous():
-        return start, start + meta.numel() * size
+        return start * size, start * size + meta.nbytes
     last = sum((length - 1) * stride for length, stride in zip(meta.shape, meta.stride(), strict=True))
-    return start, start + (last + 1) * size
+    return start * size, (start + int(last) + 1) * size
 
 
 @cache
