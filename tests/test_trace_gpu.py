@@ -1,5 +1,5 @@
 """The GPU's path of a step, traced on a machine without a GPU: every operator takes its tensors where they are and has
-a kernel for GPUs, and the host waits only where docs/gpu.md says."""
+a kernel for GPUs, the host waits only where docs/gpu.md says, and streams wait for each other."""
 
 import fcntl
 import json
@@ -276,6 +276,7 @@ def check(recipe: Recipe, answer: dict) -> None:
     assert (memory["at_peak"]["optimizer"] > 0) == keeps_states(recipe)
     assert (memory["away"]["host"] > 1e6, memory["away"]["disk"] > 1e6) == (where != "none", "disk" in where)
     assert syncs(answer) == expected(recipe)
+    assert answer["exact"]["races"] == []
     assert not {name for name in answer["operators"] if not runs_on_gpus(name)}
 
 

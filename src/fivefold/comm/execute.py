@@ -205,9 +205,6 @@ class Beside:
 
     def start(self, run: Callable[[], object], *read: Tensor) -> Work | None:
         """Starts `run`, which uses the tensors `read`. None: it is done."""
-        if dist.get_backend(self.axis.group) == "fake":  # a trace, which sees what this thread does
-            run()
-            return None
         if self.axis.device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(self.axis.device)
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -218,6 +215,9 @@ class Beside:
             event = torch.cuda.Event()
             event.record(self._stream)
             return Handle(lambda: torch.cuda.current_stream().wait_event(event))
+        if dist.get_backend(self.axis.group) == "fake":  # a trace, which sees what this thread does
+            run()
+            return None
         if self._queue is None:
             self._queue = SimpleQueue()
             name = f"sums {self.axis.name}"

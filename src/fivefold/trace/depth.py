@@ -96,6 +96,7 @@ class Exact:
                 {"operation": operation, "at": place, "times": times}
                 for (operation, place), times in self.step.syncs.items()
             ],
+            "races": [{"race": race, "times": times} for race, times in self.step.races.items()],
             "extrapolated": self.extrapolated,
             "traced": [{"layers": layers, "microbatches": count} for layers, count in self.traced],
             "seconds": self.seconds,
@@ -109,7 +110,8 @@ class Exact:
         syncs = {(e["operation"], e["at"]): e["times"] for e in figures["host_syncs"]}
         peak = Peak(memory["peak_bytes"], memory["at_peak"], memory["highest"], memory["away"])
         traced = [(e["layers"], e["microbatches"]) for e in figures["traced"]]
-        step = Traced(peak, sent, figures["flops"], syncs)
+        races = {e["race"]: e["times"] for e in figures["races"]}
+        step = Traced(peak, sent, figures["flops"], syncs, races)
         layout, rank, device = figures["layout"], figures["rank"], figures["device"]
         return cls(layout, rank, step, traced, figures["flops_formula"], seconds, device)
 
@@ -372,3 +374,6 @@ def beside(plan: Plan, exact: Exact) -> Iterator[str]:
     yield f"  host syncs     {sum(exact.step.syncs.values()):,}"
     for (operation, place), times in exact.step.syncs.items():
         yield f"    {operation:22}{times:6,}  {place}"
+    if exact.device != "cpu":
+        yield f"  races between streams {sum(exact.step.races.values()):,}"
+        yield from (f"    {times:,} x {race}" for race, times in exact.step.races.items())

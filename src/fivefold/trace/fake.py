@@ -135,6 +135,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func.namespace == "c10d":  # its outputs, which are its first argument, and a finished handle
         work = done_work([])
         return work if len(func._schema.returns) == 1 else (args[0], work)
+    if func is aten._pin_memory.default:  # a copy, which "meta" cannot pin
+        func, args = aten.clone.default, args[:1]
     owners: dict[int, Fake] = {}
     bare = [_bare(arg, owners) for arg in args]
     named = {name: _bare(arg, owners) for name, arg in kwargs.items()}
@@ -205,14 +207,19 @@ def _dressed(out: Any, owners: dict[int, Fake], on: torch.device) -> Any:
     return out
 
 
-def done_work(tensors: list[Tensor]) -> Any:
-    """The handle of a finished collective, which keeps tensors until it is dropped. Without it collectives cannot be
+def done_work(kept: object) -> Any:
+    """The handle of a finished collective, which keeps something until it is dropped. Without it collectives cannot be
     traced."""
     from torch._C._distributed_c10d import _create_work_from_future  # pyright: ignore[reportAttributeAccessIssue]
 
-    done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-    done.set_result(tensors)
+    done: torch.futures.Future[object] = torch.futures.Future()
+    done.set_result(kept)
     return _create_work_from_future(done).boxed()
+
+
+def non_blocking(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """True if the host does not wait for one of `COPIES`."""
+    return kwargs.get("non_blocking", func is not aten._to_copy.default and len(args) > 2 and args[2])
 
 
 def is_mask(indices: Any) -> bool:

@@ -168,8 +168,12 @@ class Tracker(DispatchMode):
         out = self.execute(func, types, args, kwargs)
         self._walk(out, not given)
         if func.namespace == "c10d" and (self.on_fakes or func.__name__.split(".")[0] not in _TRANSFERS):
-            return _settled(out, list(tensors_in(args)), wait=not self.on_fakes)
+            return _settled(out, self.held(func, args), wait=not self.on_fakes)
         return out
+
+    def held(self, func: Any, args: Any) -> object:
+        """What the handle of a collective keeps."""
+        return list(tensors_in(args))
 
     def execute(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
@@ -271,10 +275,10 @@ class Tracker(DispatchMode):
     def _see(self, tensor: Tensor, made: bool) -> list[_Memory]:
         """The memory of a tensor; from now on it counts."""
         return [
-            self._count(plain.untyped_storage(), made, plain.device.type)
-            for plain in _plain(tensor)
-            if plain.device.type in (self.on, self.host)
-            and not isinstance(plain, FakeTensor)  # shapes that DTensor asks about are no memory
+            self._count(part.untyped_storage(), made, part.device.type)
+            for part in plain(tensor)
+            if part.device.type in (self.on, self.host)
+            and not isinstance(part, FakeTensor)  # shapes that DTensor asks about are no memory
         ]
 
     def _count(self, storage: torch.UntypedStorage, made: bool, device: str | None) -> _Memory:
@@ -304,18 +308,18 @@ class Tracker(DispatchMode):
         memory.size = size
 
 
-def _settled(out: Any, tensors: list[Tensor], wait: bool) -> Any:
-    """The result of a collective, with a handle that keeps its tensors until it is dropped. gloo's handles keep them,
-    or a copy, but its threads release them at any time; fake handles release them at once. With this handle memory is
-    freed where the program frees it, so two runs count the same. wait: waits until the collective is done."""
+def _settled(out: Any, kept: object, wait: bool) -> Any:
+    """The result of a collective, with a handle that keeps `kept` until it is dropped. gloo's handles keep tensors,
+    or a copy, but its threads release them at any time; fake handles release them at once. With this handle
+    memory is freed where the program frees it, so two runs count the same. wait: waits until the collective is done."""
     if isinstance(out, tuple | list):
-        return type(out)(_settled(item, tensors, wait) for item in out)
+        return type(out)(_settled(item, kept, wait) for item in out)
     if not (isinstance(out, torch.ScriptObject) and out._type().qualified_name().endswith("c10d.Work")):
         return out
     if wait:
         Work.unbox(out).wait()
         time.sleep(SETTLE_S)
-    return done_work(tensors)
+    return done_work(kept)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -329,10 +333,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(tuple(value.values()))
 
 
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
+def plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that hold memory inside a wrapper such as a DTensor."""
     if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:  # pyright: ignore[reportAttributeAccessIssue]
-        yield from _plain(getattr(tensor, name))
+        yield from plain(getattr(tensor, name))

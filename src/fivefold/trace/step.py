@@ -3,9 +3,9 @@
 PyTorch's fake process group sends nothing, and fake tensors have shapes but no bytes. Memory, messages and FLOPs
 match those of a rank that trains on CPUs, to the byte (tests/test_trace.py).
 
-Below it stand-ins for what a step asks of `torch.cuda`: streams, events and random states that do nothing. PyTorch
-without a GPU refuses all of it. Nothing is queued in a trace, so nothing is out of order. Attention calls the kernel
-that PyTorch picks on NVIDIA GPUs from Ampere on. Without a GPU it would pick another one.
+Below it stand-ins for what a step asks of `torch.cuda`, which PyTorch without a GPU refuses. Nothing is queued in a
+trace. Streams and events note what a GPU would run before what (streams.py), and races.py finds what has no order.
+Attention calls the kernel that PyTorch picks on NVIDIA GPUs from Ampere on. Without a GPU it would pick another one.
 
 Some shapes depend on values. The trace assumes that gradients are finite, all targets count, experts share tokens
 evenly, and batches mask their usual number of tokens.
@@ -14,20 +14,19 @@ evenly, and batches mask their usual number of tokens.
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Work
 from torch._subclasses import fake_tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -46,8 +45,10 @@ from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state
 from fivefold.step.step import forward_backward, take_step
-from fivefold.trace.fake import CPU, Fake, FakeMode, is_mask
+from fivefold.trace.fake import COPIES, CPU, Fake, FakeMode, is_mask, non_blocking
 from fivefold.trace.memory import Peak, Tracker, states_of, tensors_in
+from fivefold.trace.races import Races
+from fivefold.trace.streams import Event, Streams, place
 from fivefold.trace.traffic import Collectives, flops_of
 
 aten = torch.ops.aten
@@ -55,7 +56,6 @@ SYNCS = (
     aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default, aten.masked_select.default,
     aten.bincount.default, aten._unique2.default, aten._linalg_eigh.default,
 )  # fmt: skip
-COPIES = (aten._to_copy.default, aten.copy_.default)
 MASKED = (
     aten.index.Tensor,
     aten.index_put.default,
@@ -67,21 +67,19 @@ operators: set[str] = set()
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
 """Of the GPU that the trace stands for: an H100's. "auto" is bf16 from (8, 0) on."""
-waits: list[Callable[[str], None]] = []
-"""Called with a name whenever the host would wait for the device."""
-PACKAGE = str(Path(__file__).parents[1]) + os.sep
-TRACING = PACKAGE + "trace" + os.sep
 
 
 @dataclass(frozen=True)
 class Traced:
     """One step of one rank. sent: {(operation, axis): (calls, bytes)}, as `traffic.Collectives` counts them. syncs:
-    {(operation, "file:line"): times} that the host waits for a value; on a GPU it waits for all work queued before."""
+    {(operation, "file:line"): times} that the host waits for a value; on a GPU it waits for all work queued before.
+    races: {what `Races` has found: times}."""
 
     memory: Peak
     sent: dict[tuple[str, str], tuple[int, int]]
     flops: int
     syncs: dict[tuple[str, str], int] = field(default_factory=dict, compare=False)
+    races: dict[str, int] = field(default_factory=dict, compare=False)
 
 
 def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU) -> Traced:
@@ -99,8 +97,9 @@ def probe(
     fake = FakeMode(partial(_chosen, recipe.model, recipe.model.seq_len // layout.cp))
     with ExitStack() as stack:
         ranks = stack.enter_context(_one_of(rank, layout.ranks, device))
+        races = None
         if device != CPU:
-            stack.enter_context(a_gpu())
+            races = stack.enter_context(a_gpu())
             stack.enter_context(Creating(fake))
         _set(stack, disk, "File", FakeFile)
         state = build_state(recipe, ranks, memory=fake)
@@ -125,7 +124,7 @@ def probe(
                 batch = [Microbatch(tokens(), tokens()) for _ in range(microbatches)]
                 if isinstance(state.parallel.activations, Activations) and not first:
                     forward_backward(state, batch, recipe.train.seed)  # makes the host's buffers
-                with Probe(state, fake) as instrument:
+                with Probe(state, fake, races) as instrument:
                     done = take_step(state, recipe, batch, inspect=instrument.begin_update)
                     assert done.loss, "read as a loop does"
         finally:
@@ -165,29 +164,34 @@ def _always(
 
 class Probe(Tracker):
     """Counts memory, messages and FLOPs of a step on fake tensors in one dispatch mode instead of three, and executes
-    the operations itself."""
+    the operations itself. races: on a GPU."""
 
-    def __init__(self, state: State, fake: FakeMode) -> None:
+    def __init__(self, state: State, fake: FakeMode, races: Races | None = None) -> None:
         super().__init__(states_of(state), state.mesh.device.type, host=state.parallel.disk is not None)
-        self.fake, self.sent, self.flops = fake, Collectives(state.mesh), 0
+        self.fake, self.sent, self.flops, self.races = fake, Collectives(state.mesh), 0, races
         self.syncs: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Probe:
         self.sent.listen()
-        waits.append(self._waited)
+        if self.races:
+            self.races.streams.waited = self._waited
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        waits.remove(self._waited)
+        if self.races:
+            self.races.close()
         self.sent.leave()
+
+    def held(self, func: Any, args: Any) -> object:
+        return self.races.send(func, args, self.sent.axis_of) if self.races else super().held(func, args)
 
     def execute(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.sent.see(func, args)
         if func.namespace == "c10d" and any(t.device.type != self.on for t in tensors_in(args)):
             raise RuntimeError(f"{func} does not send from host memory")
-        if self._waits(func, args, kwargs):
+        if waits := self._waits(func, args, kwargs):
             item = func is aten._local_scalar_dense.default
             self._waited("item" if item else func.__name__.split(".")[0].lstrip("_"))
         out = self.fake.__torch_dispatch__(func, types, args, kwargs)
@@ -195,19 +199,20 @@ class Probe(Tracker):
             operators.add(func.name())
         if out is NotImplemented:  # FakeMode leaves it to the tensors' class
             out = func(*args, **kwargs)
+        if self.races and func.namespace != "c10d":
+            self.races.see(func, args, kwargs, out, waits)
         self.flops += flops_of(func, args, kwargs, out)
         return out
 
     def _waits(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """True if the host waits for the device: it needs a value, or copies to or from the CPU and waits for it."""
         if func in COPIES:
-            if self.on == "cpu":
+            if self.on == "cpu" or non_blocking(func, args, kwargs):
                 return False
-            there = kwargs.get("device") if func is aten._to_copy.default else args[1].device
-            waits = not (
-                kwargs.get("non_blocking") or (func is aten.copy_.default and len(args) > 2 and args[2])
+            there = (
+                kwargs.get("device") if func is aten._to_copy.default else next(tensors_in(args[1])).device
             )
-            return there is not None and there.type != args[0].device.type and waits
+            return there is not None and there.type != next(tensors_in(args[0])).device.type
         if func is aten.repeat_interleave.Tensor:
             return kwargs.get("output_size") is None
         if func in MASKED:
@@ -216,18 +221,13 @@ class Probe(Tracker):
 
     def _waited(self, name: str) -> None:
         """By file and line of the innermost code of the package that runs the operation, tracing left out."""
-        place, frame = "autograd:0", sys._getframe(1)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith(PACKAGE) and not file.startswith(TRACING):
-                place = f"{file[len(PACKAGE) :]}:{frame.f_lineno}"
-                break
-            frame = frame.f_back
-        self.syncs[name, place] += 1
+        where = str(place() or "fivefold/autograd:0").removeprefix("fivefold/")
+        self.syncs[name, where] += 1
 
     def found(self) -> Traced:
         sent = {key: (calls, size) for key, (calls, size) in sorted(self.sent.found.items())}
-        return Traced(self.peak(), sent, self.flops, dict(sorted(self.syncs.items())))
+        races = dict(sorted(self.races.found.items())) if self.races else {}
+        return Traced(self.peak(), sent, self.flops, dict(sorted(self.syncs.items())), races)
 
 
 @contextmanager
@@ -266,49 +266,18 @@ def _chosen(model: ModelSection, T: int, mask: Tensor) -> int:
     return min(mask.numel(), model.experts * room)
 
 
-class Event:
-    """An event that has happened."""
-
-    kind = "event"
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def wait(self, other: object = None) -> None:
-        pass
-
-    record = wait
-
-    def synchronize(self) -> None:
-        _waited(self.kind)
-
-
-class Stream(Event):
-    """A queue that is always empty."""
-
-    kind, device = "stream", DEVICE
-    stream_id, device_index, device_type = 0, 0, 1  # FSDP2 hands them on since torch 2.15
-    wait_stream = wait_event = Event.wait
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-
-def _waited(name: str) -> None:
-    for seen in waits:
-        seen(name)
-
-
 @contextmanager
-def a_gpu() -> Iterator[None]:
+def a_gpu() -> Iterator[Races]:
     """Lets code inside use one GPU of PyTorch's, as far as a step does. Blocks are not compiled."""
-    queue = Stream()
+    streams = Streams(DEVICE)
+    races = Races(streams)
     cuda = {
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda device=None: queue,
-        "stream": lambda stream: nullcontext(stream),
-        "synchronize": lambda device=None: _waited("device"),
+        "Stream": streams.new,
+        "Event": partial(Event, streams),
+        "current_stream": streams.current,
+        "default_stream": lambda device=None: streams.default,
+        "stream": streams.on,
+        "synchronize": streams.synchronize,
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
@@ -329,9 +298,11 @@ def a_gpu() -> Iterator[None]:
         _set(stack, fake_tensor, "init_gpu_context", lambda device: None)
         _set(stack, torch.compiler, "disable", lambda function: function)
         _set(stack, nn.Module, "compile", lambda module, *_, **__: None)
-        _set(stack, Tensor, "record_stream", lambda tensor, stream: None)
+        _set(stack, Tensor, "record_stream", lambda tensor, stream: races.record_stream(tensor, stream))
+        _set(stack, torch.UntypedStorage, "resize_", races.resizing(torch.UntypedStorage.resize_))
+        _set(stack, Work, "wait", lambda work, timeout=None: streams.arrived(work))
         _set(stack, F, "scaled_dot_product_attention", _gpu_attention)
-        yield
+        yield races
 
 
 def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -95,9 +95,15 @@ class Collectives(DispatchMode):
     def _axis(self, arg: Any) -> str | None:
         if isinstance(arg, str):
             return self.axis_of.get(arg)
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().qualified_name():
-            return self.axis_of[dist.ProcessGroup.unbox(arg).group_name]
-        return None
+        name = group_name(arg)
+        return name and self.axis_of[name]
+
+
+def group_name(arg: Any) -> str | None:
+    """The name of a process group among an operator's arguments; None: the argument is another."""
+    if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().qualified_name():
+        return dist.ProcessGroup.unbox(arg).group_name
+    return None
 
 
 def _add(table: dict[tuple[str, str], list[int]], operation: str, name: str, size: int) -> None:

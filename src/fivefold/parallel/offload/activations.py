@@ -179,7 +179,6 @@ class Activations:
         self.disk.meter.wait(packed.under_way.result)
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-            packed.here.record_stream(torch.cuda.current_stream())
         found, packed.here = packed.here, None
         one = packed
         for _ in range(READ_AHEAD):

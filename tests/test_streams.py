@@ -1,0 +1,110 @@
+"""Work on several streams of a GPU is in order: the checker of traces sees what is not, and each wait of the program is
+one that it would miss."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stream_cases
+from without_waits import TRACES, places
+
+from fivefold.trace import gpu
+
+pytestmark = pytest.mark.skipif(bool(gpu.why_not()), reason=gpu.why_not())
+MEASURES = "measures time only"
+IO = "waits for a thread of I/O, which a trace does not have"
+HOSTS = "processes and threads of the host wait for each other"
+ELSEWHERE = {
+    "bench/collectives.py _collectives.around wait": MEASURES,
+    "bench/hardware.py _wait synchronize": MEASURES,
+    "bench/machine.py _seconds wait": MEASURES,
+    "bench/peak.py _measure synchronize": MEASURES,
+    "checkpoint/write.py Background.wait_for_copy wait": "calls Copy.wait, which is tried",
+    "checkpoint/write.py Background._run wait": HOSTS,
+    "checkpoint/write.py Copy.wait wait": "on CPUs",
+    "comm/membership.py Sealed.wait wait": HOSTS,
+    "comm/membership.py Sealed.wait wait 2": HOSTS,
+    "comm/progress.py Watch.follow.run wait": "on CPUs: a step is recorded on no GPU",
+    "comm/watchdog.py Store.claim wait": HOSTS,
+    "comm/watchdog.py Store._run wait": HOSTS,
+    "data/stream.py Stream.whole wait": HOSTS,
+    "data/stream.py Stream.stop wait": HOSTS,
+    "data/stream.py open_stream wait": HOSTS,
+    "launch/local.py launch wait": HOSTS,
+    "launch/ranks.py join wait": HOSTS,
+    "observe/live.py serve wait": HOSTS,
+    "parallel/offload/activations.py Activations._unpack wait": IO,
+    "parallel/offload/pages.py Paged._wait wait": IO,
+    "parallel/offload/pages.py Paged._write wait": IO,
+    "parallel/offload/pages.py Paged.finish wait": IO,
+    "parallel/offload/update.py StreamedUpdater.ready wait": IO,
+    "parallel/offload/update.py StreamedUpdater.release wait": IO,
+    "parallel/offload/update.py StreamedUpdater.settle wait": IO,
+    "parallel/pipeline.py _Run._clock synchronize": MEASURES,
+    "train/loop.py _Late._wait wait": "calls Done.wait, which is tried",
+    "train/loop.py _Late._record record": "writes metrics",
+}
+"""Calls that no trace needs, and why."""
+FEW = [
+    "checkpoint/write.py Copy.__init__ wait_stream",
+    "checkpoint/write.py Copy.run synchronize",
+    "comm/execute.py Beside.start record_stream",
+    "parallel/diloco.py Outer._start.wait record_stream",
+    "parallel/zero.py UnitMessages.sum_replicas record_stream",
+    "step/step.py Done.__init__ record",
+]
+"""Those that `make test` tries."""
+
+
+def answers(script: str, given: object = None) -> str:
+    """What a script prints in a process of its own that stands for a GPU."""
+    done = subprocess.run(
+        [sys.executable, script, *gpu.libraries()],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def without(tried: list[str]) -> dict[str, dict[str, int] | str]:
+    """What is found without each of these calls."""
+    return dict(zip(tried, map(json.loads, answers("without_waits.py", tried).splitlines()), strict=True))
+
+
+def test_small_programs() -> None:
+    found, wrong = json.loads(answers("stream_cases.py").splitlines()[-1]), {}
+    for name, (expected, _) in stream_cases.CASES.items():
+        right = expected in str(found[name]) and bool(found[name]) == bool(expected)
+        if not right or isinstance(found[name], str):
+            wrong[name] = found[name]
+    assert not wrong
+
+
+def test_the_program_as_it_is_has_no_race() -> None:
+    files = [*{trace: file for file, trace in TRACES.items()}.values()]  # some share a trace
+    assert without(files) == {file: {} for file in files}
+
+
+def test_waits_that_are_missed() -> None:
+    assert [place for place, found in without(FEW).items() if not found] == []
+
+
+@pytest.mark.slow
+def test_every_wait_is_missed() -> None:
+    """Or listed, with a reason; the list has nothing that is."""
+    tried = [place for place in places() if place.split()[0] in TRACES]
+    found = without(tried)
+    assert {place for place in tried if not found[place]} == {place for place in tried if place in ELSEWHERE}
+
+
+def test_the_list_of_other_waits() -> None:
+    known = set(places())
+    assert set(FEW) <= known
+    assert set(ELSEWHERE) <= known, "no such call"
+    assert {place for place in known if place.split()[0] not in TRACES} <= set(ELSEWHERE), "nothing tries it"

@@ -1,0 +1,174 @@
+"""Takes one wait out of the program at a time, and traces what it belongs to. In a process that stands for a GPU:
+
+    python without_waits.py LIBRARY... < PLACES
+
+PLACES has one line of JSON, a list of `places`; a file alone takes nothing out. It answers one line of JSON for each:
+what `Races` has found, or how the trace failed.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+SRC = Path(__file__).parents[1] / "src" / "fivefold"
+METHODS = {"wait", "wait_stream", "wait_event", "synchronize", "record", "record_event", "record_stream"}
+
+
+def places() -> Iterator[str]:
+    """Every call of such a method outside of traces: "FILE FUNCTION METHOD", and " N" if the function has several."""
+    for path in sorted(SRC.rglob("*.py")):
+        file = path.relative_to(SRC).as_posix()
+        if not file.startswith("trace/"):
+            yield from (f"{file} {name}" for name in calls(ast.parse(path.read_text())))
+
+
+def calls(tree: ast.AST) -> dict[str, ast.Call]:
+    """The calls in a file, by "FUNCTION METHOD"."""
+    found: dict[str, ast.Call] = {}
+
+    def visit(node: ast.AST, within: str) -> None:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+            name, number = f"{within} {node.func.attr}", 1
+            while (key := name if number == 1 else f"{name} {number}") in found:
+                number += 1
+            found[key] = node
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            within = f"{within}.{node.name}".lstrip(".")
+        for child in ast.iter_child_nodes(node):
+            visit(child, within)
+
+    visit(tree, "")
+    return found
+
+
+@contextmanager
+def without(place: str) -> Iterator[None]:
+    """The program does not make this call."""
+    file, _, name = place.partition(" ")
+    tree = ast.parse((SRC / file).read_text())
+    call = calls(tree)[name]
+
+    class Remove(ast.NodeTransformer):
+        def visit_Call(self, node: ast.Call) -> ast.AST:
+            return ast.copy_location(ast.Constant(None), node) if node is call else self.generic_visit(node)
+
+    code = compile(Remove().visit(tree), str(SRC / file), "exec", dont_inherit=True)
+    found: Any = importlib.import_module(f"fivefold.{file.removesuffix('.py').replace('/', '.')}")
+    names = []
+    for part in name.split()[0].split("."):  # a function inside of another comes with it
+        if isinstance(found, ModuleType | type):
+            found = vars(found)[part]
+            names.append(part)
+    found = inspect.unwrap(getattr(found, "fget", None) or getattr(found, "func", None) or found)
+    right = found.__code__
+    found.__code__ = next(each for each in codes(code) if each.co_qualname == ".".join(names))
+    try:
+        yield
+    finally:
+        found.__code__ = right
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from codes(constant)
+
+
+def saved() -> dict[str, int]:
+    """A checkpoint beside the next update, which changes the weights; the host reads the copy."""
+    import torch
+    from stream_cases import watched
+
+    from fivefold.checkpoint.write import Copy, whole_pieces
+    from fivefold.trace.step import DEVICE
+
+    with watched() as races:
+        weights = torch.zeros(64, device=DEVICE)
+        copy = Copy({"model": whole_pieces({"weights": weights})})
+        copy.wait()
+        weights.add_(1)
+        for piece in copy.run()["model"]:
+            piece.tensor.sum()
+    return races.found
+
+
+def read() -> dict[str, int]:
+    """A loop reads the figures of its steps."""
+    import torch
+    from stream_cases import watched
+
+    from fivefold.step.step import SECONDS, Done
+    from fivefold.trace.step import DEVICE
+
+    with watched() as races:
+        figures = {"loss": torch.zeros((), device=DEVICE)}
+        assert Done(0.1, figures).loss
+        assert Done(0.1, figures, torch.zeros(2, len(SECONDS), device=DEVICE)).seconds
+    return races.found
+
+
+def traced(layout: str, arch: str, *sets: str) -> dict[str, int]:
+    from test_trace_gpu import recipe_of
+
+    from fivefold.recipe import microbatches_per_step
+    from fivefold.trace.step import DEVICE, trace
+
+    recipe = recipe_of(layout, arch, *sets)
+    return trace(recipe, 0, microbatches_per_step(recipe), DEVICE).races
+
+
+LARGE = ["model.seq_len=512", "model.dim=64", "model.vocab_size=4096"]
+"""A model of which some activations are large enough to leave the device."""
+RING = partial(traced, "cp=2", "llama")
+OUTER = partial(
+    traced, "dp=2", "llama", "sync.method=diloco", "sync.every=4", "sync.overlap=1", "sync.outer_dtype=int8"
+)
+TO_DISK = partial(traced, "dp=1", "llama", "layout.offload=all:disk", *LARGE)
+TRACES: dict[str, Callable[[], dict[str, int]]] = {
+    "checkpoint/write.py": saved,
+    "comm/axis.py": RING,
+    "comm/execute.py": OUTER,
+    "parallel/context.py": RING,
+    "parallel/data.py": partial(traced, "dp=2,all_reduce=ring", "llama"),
+    "parallel/diloco.py": OUTER,
+    "parallel/expert.py": partial(traced, "dp=2,ep=2", "moe"),
+    "parallel/offload/activations.py": partial(traced, "dp=1", "llama", "layout.offload=activations", *LARGE),
+    "parallel/offload/pages.py": TO_DISK,
+    "parallel/offload/update.py": TO_DISK,
+    "parallel/pipeline.py": partial(traced, "pp=2,schedule=1f1b", "llama"),
+    "parallel/tensor.py": partial(traced, "tp=2,sp=true", "moe"),
+    "parallel/zero.py": partial(
+        traced, "dp_replicate=2,dp_shard=2,zero=2", "llama", "train.global_batch_size=16"
+    ),
+    "step/step.py": read,
+}
+"""By file, what uses its waits. Other files have none on the path of a step."""
+
+
+def main() -> None:
+    for library in sys.argv[1:]:
+        ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    for place in json.loads(sys.stdin.readline()):
+        file = place.split()[0]
+        try:
+            with without(place) if " " in place else nullcontext():
+                found = dict(TRACES[file]())
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
