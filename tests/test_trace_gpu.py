@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -21,7 +22,7 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.memory.memory import Memory
 from fivefold.plan.predict import predict
-from fivefold.precision import PRECISIONS, chosen
+from fivefold.precision import DTYPES, PRECISIONS, chosen
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.schedules.timelines import AWAY
@@ -31,13 +32,15 @@ from fivefold.sharding.tiers import tiers
 from fivefold.trace import gpu
 from fivefold.trace.depth import exact
 from fivefold.trace.fake import CPU, Fake, FakeMode
-from fivefold.trace.step import DEVICE
+from fivefold.trace.step import DEVICE, firsts
+from fivefold.trace.traffic import flops_of
 
-V, LAYERS = 96, 4
+V = 96
 TINY = [
-    f"model.layers={LAYERS}", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=80",
+    "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=80",
     "model.seq_len=32", f"model.vocab_size={V}", "train.global_batch_size=8", "train.microbatch_size=2",
     "train.sample_every=0", "train.steps=4", "optim.warmup_steps=0", "model.tie_embeddings=true",
+    "data.document_masks=true",
 ]  # fmt: skip
 ARCHS = {
     "llama": [],
@@ -99,9 +102,26 @@ WIDE = [
 """A model of which the plan and the trace are compared."""
 LARGE = ["model.seq_len=512", "model.dim=64", "model.vocab_size=4096"]
 """A model of which some activations are large enough to leave the device."""
+WHOLE = ["data.document_masks=false"]
 OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
     "fp32": ("dp=2,zero=3", "llama", ["precision.mode=fp32"]),
     "fp32 ring": ("cp=2", "llama", ["precision.mode=fp32"]),
+    "fp32, as many keys": ("dp=1", "gpt2", ["precision.mode=fp32", "model.seq_len=20"]),
+    "whole sequences": ("dp=1", "llama", WHOLE),
+    "whole sequences, fp32": ("dp=1", "gpt2", ["precision.mode=fp32", *WHOLE]),
+    "whole sequences, ring": ("cp=2", "llama", WHOLE),
+    "diloco": ("dp_replicate=2", "llama", ["sync.method=diloco", "sync.every=2"]),
+    "diloco in fragments": (
+        "dp_replicate=2,dp_shard=2,zero=3",
+        "llama",
+        [
+            "sync.method=diloco",
+            "sync.every=2",
+            "sync.fragments=2",
+            "sync.overlap=1",
+            "sync.outer_dtype=int8",
+        ],
+    ),
     "auto": ("dp=1", "llama", ["precision.mode=auto"]),
     "zero++": ("dp=4,zero=3,ranks_per_node=2,zeropp=weights,hier,gradients", "llama", []),
     "bf16 sums": ("dp=2,zero=1", "llama", ["precision.reduce=bf16"]),
@@ -156,6 +176,7 @@ def recipe_of(layout: str, arch: str, *overrides: str) -> Recipe:
     few = [] if "pp=" in layout or "dp" in layout.replace("dp=1", "") else ["train.global_batch_size=4"]
     sets = [
         *TINY,
+        f"model.layers={4 if 'pp=' in layout else 2}",  # as many as a pipeline has stages
         *few,
         f"model.arch={arch}",
         "precision.mode=bf16",
@@ -277,6 +298,24 @@ def check(recipe: Recipe, answer: dict) -> None:
     assert (memory["away"]["host"] > 1e6, memory["away"]["disk"] > 1e6) == (where != "none", "disk" in where)
     assert syncs(answer) == expected(recipe)
     assert not {name for name in answer["operators"] if not runs_on_gpus(name)}
+    fused = {name for name in answer["operators"] if "attention" in name or "attn" in name}
+    assert fused == attention(recipe), "as the table of docs/gpu.md says"
+
+
+def attention(recipe: Recipe) -> set[str]:
+    """The fused kernels of attention. None: matmuls, by tiles in a ring."""
+    model, layout = recipe.model, Layout.from_recipe(recipe.layout)
+    size = DTYPES[PRECISIONS[chosen(recipe.precision.mode, fast_bf16=True)].working].bytes
+    ring = layout.cp > 1 and layout.cp_method == "ring"
+    if recipe.data.document_masks and not ring and size == 2 and model.head_width % 8 == 0:
+        kernel = VARLEN
+    elif size == 2 and not recipe.data.document_masks:
+        kernel = "aten::_scaled_dot_product_flash_attention"
+    elif ring or model.kv_heads != model.heads or model.head_width * size % 16:
+        return set()
+    else:
+        kernel = "aten::_scaled_dot_product_efficient_attention"
+    return {kernel, f"{kernel}_backward"}
 
 
 def keeps_states(recipe: Recipe) -> bool:
@@ -295,11 +334,14 @@ def operators_of_pytorch() -> dict[str, dict]:
 
 
 TABLE = operators_of_pytorch()
+VARLEN = "torch_attn::_varlen_attn"
+INSIDE = {VARLEN: "aten::_flash_attention_forward", f"{VARLEN}_backward": "aten::_flash_attention_backward"}
+"""What PyTorch's operators for documents call."""
 
 
 def runs_on_gpus(name: str) -> bool:
     """True if PyTorch has a kernel for CUDA, or composes the operator of others."""
-    entry = TABLE[name.removeprefix("aten::")]
+    entry = TABLE[INSIDE.get(name, name).removeprefix("aten::")]
     entries = [entry, TABLE[entry["structured_delegate"]]] if "structured_delegate" in entry else [entry]
     if any("ufunc_inner_loop" in one for one in entries):  # generated for CPUs and GPUs from one formula
         return True
@@ -355,6 +397,23 @@ def test_offload_takes_off_the_device_what_the_plan_says(traced) -> None:
             assert found["away"][tier] == pytest.approx(getattr(less, tier), rel=0.01, abs=80e6), offload
 
 
+def test_flops_of_documents() -> None:
+    """Those of each pair of tokens in the same document, seen or not."""
+    from torch.nn.attention.varlen import varlen_attn  # makes the operators
+
+    assert varlen_attn
+    B, T, H, d = 2, 32, 4, 8
+    lengths = [n for row in firsts(B, T) for n in np.unique(row, return_counts=True)[1].tolist()]
+    assert lengths == [11, 11, 10] * B
+    q, ends = torch.empty(B * T, H, d, device="meta"), torch.empty(len(lengths) + 1, device="meta")
+    forward, backward = (
+        getattr(torch.ops.torch_attn, name).default for name in ("_varlen_attn", "_varlen_attn_backward")
+    )
+    pairs = sum(n * n for n in lengths)
+    assert flops_of(forward, (q, q, q, ends), {}, None) == 4 * H * d * pairs
+    assert flops_of(backward, (q, q, q, q, q, None, ends), {}, None) == 10 * H * d * pairs
+
+
 def test_devices_do_not_mix() -> None:
     with FakeMode():
         here, there = torch.empty(2), Fake(torch.empty(2, device="meta"), DEVICE)
@@ -382,6 +441,10 @@ def clumsy(*given):
     loss, norm, stop, ruined = agree(*given)
     loss.item(), norm.cpu(), loss.to("cpu", non_blocking=True), torch.tensor([1.0], device=DEVICE)
     torch.tensor([0, 1]).to(DEVICE), torch.cuda.synchronize(), torch.cuda.current_stream().synchronize()
+    torch.tensor([2, 3]).to(DEVICE, non_blocking=True), torch.tensor([4]).pin_memory().to(DEVICE, non_blocking=True)
+    pinned, pageable = torch.zeros(6, pin_memory=True)[2:4], torch.zeros(2)
+    pinned.copy_(torch.stack([loss, norm]), non_blocking=True)
+    pageable.copy_(torch.stack([loss, norm]), non_blocking=True)
     counts = torch.ones(3, device=DEVICE, dtype=torch.int64)
     torch.linalg.eigh(torch.ones(2, 2, device=DEVICE))
     torch.stack([loss, norm]).isnan().nonzero(), counts.repeat_interleave(counts, output_size=3)
@@ -399,8 +462,8 @@ print(json.dumps([[name, times] for (name, place), times in found.items()]))
 
 
 def test_what_waits_is_found() -> None:
-    """Reading a value, copies in both directions unless they say that nobody waits, and waiting itself. tf32 is set
-    where a GPU computes."""
+    """Reading a value, copies in both directions unless they say that nobody waits and the host's memory is pinned, and
+    waiting itself. tf32 is set where a GPU computes."""
     done = subprocess.run(
         [sys.executable, "-c", WAITS, *gpu.libraries()],
         capture_output=True,
@@ -415,7 +478,8 @@ def test_what_waits_is_found() -> None:
     assert found == {
         "event": 1,
         "item": 1,
-        "to_copy": 3,
+        "to_copy": 4,
+        "copy_": 1,
         "device": 1,
         "stream": 1,
         "nonzero": 2,

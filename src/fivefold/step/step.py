@@ -272,7 +272,7 @@ def own_seconds(axis: Axis, step: int) -> Tensor | None:
     share nothing."""
     if axis.size == 1 or (step + 1) % SHARED_EVERY:
         return None
-    rows = torch.zeros(axis.size, len(SECONDS), dtype=torch.float64)
+    rows = torch.zeros(axis.size, len(SECONDS), dtype=torch.float64, pin_memory=axis.device.type == "cuda")
     rows[axis.index] = torch.tensor(progress.share(), dtype=torch.float64)
     return rows.to(axis.device, non_blocking=True)
 
@@ -280,7 +280,9 @@ def own_seconds(axis: Axis, step: int) -> Tensor | None:
 def last_update(state: State) -> tuple[Tensor, Tensor | None]:
     """(1 if the last update has destroyed weights of this rank, else 0: an fp32 scalar; `State.limit` after it)."""
     device, seen = state.mesh.device, [replica.updater.largest for replica in state.parallel.replicas]
-    found = [one.to(device, non_blocking=True) for one in seen if one is not None]
+    # Of weights in host memory: nobody waits for a copy of pinned memory.
+    pinned = [one.pin_memory() if one.device != device else one for one in seen if one is not None]
+    found = [one.to(device, non_blocking=True) for one in pinned]
     if not found:
         return torch.zeros((), device=device), state.limit
     return destroyed(torch.stack(found).amax(), state.limit)
@@ -420,7 +422,8 @@ def _sums(
         sums[0] += loss.double() * counted.sum()
         sums[1] += counted.sum()
         if token_bytes is not None:
-            sums[2] += token_bytes[targets[counted]].sum()
+            # To choose by the mask would be a host sync.
+            sums[2] += (token_bytes[targets.clamp(min=0)] * counted).sum()
     for stage in parallel.stages:
         stage.train()
     sums = mesh.axis("run").all_reduce(sums * counted_once(mesh))
