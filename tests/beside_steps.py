@@ -1,10 +1,12 @@
-"""What a run does beside its steps, traced as a GPU computes it. Run by `python FILE` after gpu.libraries() are loaded,
-with a folder to write to; prints one line of JSON: {name: {"operation file": times that the host waits}}."""
+"""What a run does beside its steps, traced as a GPU computes it, and a step that does all for which a host waits.
+
+Its process has loaded `gpu.libraries()`. `main` prints a line of JSON, {case: {"operation file": host syncs}}.
+"""
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,18 +15,21 @@ import numpy as np
 import torch
 from test_trace_gpu import recipe_of
 
+from fivefold.checkpoint import write
+from fivefold.comm import Axis
 from fivefold.observe.faults import SHARED_EVERY
 from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
+from fivefold.step import step
 from fivefold.step.state import State
 from fivefold.step.step import ValidationSet, own_seconds, validate
 from fivefold.trace.fake import Fake
-from fivefold.trace.step import DEVICE, probe
+from fivefold.trace.step import DEVICE, probe, trace
+from fivefold.train import saver
 from fivefold.train.evaluate import Request, score
-from fivefold.train.faults import corrupted, weights_fault
+from fivefold.train.faults import weights_fault
 from fivefold.train.generate import Sampling, generate
-from fivefold.train.saver import Saver
 
 TOKENS = 4  # that are generated
 MICROBATCHES = 2
@@ -44,13 +49,8 @@ def validation(state: State, batch: list[Microbatch]) -> None:
 
 
 def checks(recipe: Recipe) -> Callable[[State, list[Microbatch]], None]:
-    """Those before a save, and those of ranks that must be alike."""
-
-    def work(state: State, batch: list[Microbatch]) -> None:
-        assert weights_fault(state, recipe.faults), "a trace's numbers are 1, and so is this answer"
-        corrupted(state)
-
-    return work
+    """Those before a save. (Numbers of a trace are 1, and so is the answer.)"""
+    return lambda state, batch: weights_fault(state, recipe.faults)
 
 
 def shares(state: State, batch: list[Microbatch]) -> None:
@@ -74,23 +74,62 @@ def scores(recipe: Recipe) -> Callable[[State, list[Microbatch]], None]:
     return work
 
 
+@contextmanager
+def nobody_fails(axis: Axis) -> Iterator[None]:
+    """`all_or_none` of ranks that all succeed. A number of a trace, which is 1, would say that one failed."""
+    yield
+    int(axis.all_reduce(torch.tensor(-1, device=axis.device), "max"))
+
+
 def saves(recipe: Recipe, out: Path, ends: bool) -> Callable[[State, list[Microbatch]], None]:
     def work(state: State, batch: list[Microbatch]) -> None:
         alarms: list[str] = []
         job: Any = SimpleNamespace(recipe=recipe, out=out / f"{ends}")
-        saver = Saver(state, job, lambda step, text: alarms.append(text))
-        saver.save({"tokens": 0}, ends=ends)
+        saves = saver.Saver(state, job, lambda step, text: alarms.append(text))
+        saves.save({"tokens": 0}, ends=ends)
         if not ends:
-            saver.begin_update(state)  # the next step waits on the device
-            saver.settle()
+            saves.begin_update(state)  # the next step waits on the device
+            saves.settle()
         assert not alarms, alarms
         assert list(job.out.rglob("manifest.json")), "it is whole"
 
     return work
 
 
+def what_waits(recipe: Recipe) -> dict[str, int]:
+    """Host syncs by operation of a step that does everything for which a host waits, and some for which it does not.
+    Masks choose tokens of the recipe's model."""
+
+    def clumsy(*given: Any) -> Any:
+        loss, norm, stop, ruined = agree(*given)
+        loss.item(), norm.cpu(), loss.to("cpu", non_blocking=True), torch.tensor([1.0], device=DEVICE)
+        torch.tensor([0, 1]).to(DEVICE), torch.cuda.synchronize(), torch.cuda.current_stream().synchronize()
+        (
+            torch.tensor([2]).to(DEVICE, non_blocking=True),
+            torch.tensor([3]).pin_memory().to(DEVICE, non_blocking=True),
+        )
+        pinned, pageable = torch.zeros(6, pin_memory=True)[2:4], torch.zeros(2)
+        for host in (pinned, pageable):
+            host.copy_(torch.stack([loss, norm]), non_blocking=True)
+        counts = torch.ones(3, device=DEVICE, dtype=torch.int64)
+        torch.linalg.eigh(torch.ones(2, 2, device=DEVICE))
+        torch.stack([loss, norm]).isnan().nonzero(), counts.repeat_interleave(counts, output_size=3)
+        return loss, norm, stop, ruined
+
+    agree, step.agree = step.agree, clumsy
+    try:
+        syncs = trace(recipe, 0, 1, DEVICE).syncs
+    finally:
+        step.agree = agree
+    found = Counter[str]()
+    for (name, _), times in syncs.items():
+        found[name] += times
+    return dict(found)
+
+
 def main(out: Path) -> None:
     Fake.numpy = lambda self: np.zeros(tuple(self.shape), np.uint8)  # what a file gets
+    write.all_or_none = saver.all_or_none = nobody_fails
     dense, several = recipe_of("dp=1", "llama"), recipe_of("dp=2,zero=3", "llama")
     found = {
         "validation": waits_of(dense, validation),
@@ -104,8 +143,8 @@ def main(out: Path) -> None:
         "save": waits_of(dense, saves(dense, out, ends=False)),
         "last save": waits_of(dense, saves(dense, out, ends=True)),
     }
+    found["what waits"] = what_waits(recipe_of("dp=1", "bert"))
+    assert torch.get_float32_matmul_precision() == "highest"
+    trace(recipe_of("dp=1", "llama", "precision.mode=tf32"), 0, 1, DEVICE)
+    assert torch.get_float32_matmul_precision() == "high", "where a GPU computes"
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

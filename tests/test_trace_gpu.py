@@ -5,8 +5,6 @@ import fcntl
 import json
 import math
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -195,9 +193,9 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     run = [getattr(item, "callspec", None) for item in request.session.items if item.fspath == request.fspath]
     given = [spec.params for spec in run if spec is not None]
     cases = [(one["arch"], one["layout"]) for one in given if {"arch", "layout"} <= one.keys()]
-    cases += [("llama", layout) for layout in COMPARED if ("llama", layout) not in cases]
     recipes = {(arch, layout): recipe_of(layout, arch) for arch, layout in cases}
-    others = {one["name"]: OTHERS[one["name"]] for one in given if "name" in one} | AS_PLANNED
+    others = {one["name"]: OTHERS[one["name"]] for one in given if "name" in one}
+    others |= AS_PLANNED if any("offload" in one for one in given) else {}
     recipes |= {name: recipe_of(layout, arch, *sets) for name, (layout, arch, sets) in others.items()}
     place = tmp_path_factory.getbasetemp()
     place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
@@ -362,23 +360,24 @@ def test_the_list_of_operators_tells_devices_apart() -> None:
     assert not runs_on_gpus("aten::mkldnn_linear")
 
 
-def test_messages_and_flops_are_those_of_a_cpu(traced) -> None:
+@pytest.mark.parametrize(("arch", "layout"), [("llama", layout) for layout in COMPARED])
+def test_messages_and_flops_are_those_of_a_cpu(traced, arch: str, layout: str) -> None:
     """But for the algorithm of a scatter, which is an all-to-all on CPUs, and for attention, whose kernels differ."""
-    for layout in COMPARED:
-        recipe, answer = traced["llama", layout]
-        cpu = exact(recipe, 1, kept=False).as_json()
-        there, here = (
-            {(e["operation"], e["axis"]): (e["calls"], e["bytes"]) for e in found["communication"]}
-            for found in (answer["exact"], cpu)
-        )
-        if "zero" in layout:
-            there["all_to_all", "shard"] = there.pop(("reduce_scatter", "shard"))
-        assert there == here
-        for category in ("params", "gradients", "optimizer"):
-            assert answer["exact"]["memory"]["at_peak"][category] == cpu["memory"]["at_peak"][category]
+    recipe, answer = traced[arch, layout]
+    cpu = exact(recipe, 1, kept=False).as_json()
+    there, here = (
+        {(e["operation"], e["axis"]): (e["calls"], e["bytes"]) for e in found["communication"]}
+        for found in (answer["exact"], cpu)
+    )
+    if "zero" in layout:
+        there["all_to_all", "shard"] = there.pop(("reduce_scatter", "shard"))
+    assert there == here
+    for category in ("params", "gradients", "optimizer"):
+        assert answer["exact"]["memory"]["at_peak"][category] == cpu["memory"]["at_peak"][category]
 
 
-def test_offload_takes_off_the_device_what_the_plan_says(traced) -> None:
+@pytest.mark.parametrize("offload", PLANNED[1:])
+def test_offload_takes_off_the_device_what_the_plan_says(traced, offload: str) -> None:
     """Without torch.compile, which the plan counts on, a step takes more: the same with offload and without. The plan
     also counts blocks under way, which the peak need not have: gradients in fp32 and weights in bf16 of two."""
 
@@ -386,15 +385,13 @@ def test_offload_takes_off_the_device_what_the_plan_says(traced) -> None:
         recipe, answer = traced[f"{offload}, as planned"]
         return answer["exact"]["memory"], predict(recipe, parse("h100")).memory[0]
 
-    whole, planned = both("none")
+    (whole, planned), (found, less) = both("none"), both(offload)
     table = card_of(traced["none, as planned"][0].model).table()
     block = sum(math.prod(shape) for name, shape in dict(table).items() if name.startswith("blocks.0."))
-    for offload in PLANNED[1:]:
-        found, less = both(offload)
-        saved = whole["peak_bytes"] - found["peak_bytes"]
-        assert 0 <= saved - (planned.total - less.total) <= 12 * block, offload
-        for tier in AWAY:
-            assert found["away"][tier] == pytest.approx(getattr(less, tier), rel=0.01, abs=80e6), offload
+    saved = whole["peak_bytes"] - found["peak_bytes"]
+    assert 0 <= saved - (planned.total - less.total) <= 12 * block
+    for tier in AWAY:
+        assert found["away"][tier] == pytest.approx(getattr(less, tier), rel=0.01, abs=80e6)
 
 
 def test_flops_of_documents() -> None:
@@ -425,66 +422,6 @@ def test_devices_do_not_mix() -> None:
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[there.view(1, 1, 1, 2)] * 3)
         with pytest.raises(AssertionError, match="swiglu_forward is a kernel for CPUs"):
             native.call("swiglu_forward", torch.float32, there, there, 1, 1)
-
-
-WAITS = """
-import ctypes, sys
-for library in sys.argv[1:]:
-    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
-import json, torch
-from fivefold.trace import step
-from fivefold.trace.step import DEVICE
-import fivefold.step.step as trained
-from test_trace_gpu import recipe_of
-
-def clumsy(*given):
-    loss, norm, stop, ruined = agree(*given)
-    loss.item(), norm.cpu(), loss.to("cpu", non_blocking=True), torch.tensor([1.0], device=DEVICE)
-    torch.tensor([0, 1]).to(DEVICE), torch.cuda.synchronize(), torch.cuda.current_stream().synchronize()
-    torch.tensor([2, 3]).to(DEVICE, non_blocking=True), torch.tensor([4]).pin_memory().to(DEVICE, non_blocking=True)
-    pinned, pageable = torch.zeros(6, pin_memory=True)[2:4], torch.zeros(2)
-    pinned.copy_(torch.stack([loss, norm]), non_blocking=True)
-    pageable.copy_(torch.stack([loss, norm]), non_blocking=True)
-    counts = torch.ones(3, device=DEVICE, dtype=torch.int64)
-    torch.linalg.eigh(torch.ones(2, 2, device=DEVICE))
-    torch.stack([loss, norm]).isnan().nonzero(), counts.repeat_interleave(counts, output_size=3)
-    return loss, norm, stop, ruined
-
-agree, trained.agree = trained.agree, clumsy
-recipe = recipe_of("dp=1", "bert")  # a model of which masks choose tokens
-found = step.trace(recipe, 0, 1, DEVICE).syncs
-trained.agree = agree
-assert torch.get_float32_matmul_precision() == "highest"
-step.trace(recipe_of("dp=1", "llama", "precision.mode=tf32"), 0, 1, DEVICE)
-assert torch.get_float32_matmul_precision() == "high"
-print(json.dumps([[name, times] for (name, place), times in found.items()]))
-"""
-
-
-def test_what_waits_is_found() -> None:
-    """Reading a value, copies in both directions unless they say that nobody waits and the host's memory is pinned, and
-    waiting itself. tf32 is set where a GPU computes."""
-    done = subprocess.run(
-        [sys.executable, "-c", WAITS, *gpu.libraries()],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = Counter()
-    for name, times in json.loads(done.stdout.splitlines()[-1]):
-        found[name] += times
-    assert found == {
-        "event": 1,
-        "item": 1,
-        "to_copy": 4,
-        "copy_": 1,
-        "device": 1,
-        "stream": 1,
-        "nonzero": 2,
-        "linalg_eigh": 1,
-    }
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.kernels import native
-from fivefold.kernels.elementwise import rope
+from fivefold.kernels.elementwise import rope, to_device
 from fivefold.kernels.matmul import wide
 from fivefold.kernels.sizes import any_length, keeps_probabilities, query_blocks
 from fivefold.kernels.tiling import Columns, Tiling
@@ -89,9 +89,7 @@ class Documents:
         return self._tiles[asked]
 
     def _sent(self, numbers: np.ndarray) -> Tensor:
-        """The numbers on the device. No host waits for them: a GPU reads pinned memory by itself."""
-        host = torch.from_numpy(numbers)
-        return (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(numbers), self.device)
 
 
 def whole_tiles(

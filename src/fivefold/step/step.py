@@ -20,6 +20,7 @@ from torch import Tensor
 from fivefold.checkpoint.store import LARGEST
 from fivefold.comm import Axis
 from fivefold.comm.progress import progress, span
+from fivefold.kernels.elementwise import to_device
 from fivefold.kernels.matmul import scaled
 from fivefold.observe.faults import GROWTH, SECONDS, SHARED_EVERY, USUAL
 from fivefold.optim import learning_rate
@@ -272,17 +273,15 @@ def own_seconds(axis: Axis, step: int) -> Tensor | None:
     share nothing."""
     if axis.size == 1 or (step + 1) % SHARED_EVERY:
         return None
-    rows = torch.zeros(axis.size, len(SECONDS), dtype=torch.float64, pin_memory=axis.device.type == "cuda")
+    rows = torch.zeros(axis.size, len(SECONDS), dtype=torch.float64)
     rows[axis.index] = torch.tensor(progress.share(), dtype=torch.float64)
-    return rows.to(axis.device, non_blocking=True)
+    return to_device(rows, axis.device)
 
 
 def last_update(state: State) -> tuple[Tensor, Tensor | None]:
     """(1 if the last update has destroyed weights of this rank, else 0: an fp32 scalar; `State.limit` after it)."""
     device, seen = state.mesh.device, [replica.updater.largest for replica in state.parallel.replicas]
-    # Of weights in host memory: nobody waits for a copy of pinned memory.
-    pinned = [one.pin_memory() if one.device != device else one for one in seen if one is not None]
-    found = [one.to(device, non_blocking=True) for one in pinned]
+    found = [to_device(one, device) for one in seen if one is not None]
     if not found:
         return torch.zeros((), device=device), state.limit
     return destroyed(torch.stack(found).amax(), state.limit)

@@ -407,8 +407,8 @@ def _gpu_attention(
 
 
 class Creating(TorchFunctionMode):
-    """Makes tensors fake that are created on the GPU, or sent there, where `fake` is not entered: modules are built
-    outside of it, on "meta". Also where PyTorch itself would copy from the CPU before anybody sees it."""
+    """Makes tensors fake that are created on the GPU, pinned, or sent there, where `fake` is not entered: modules are
+    built outside of it, on "meta". Also where PyTorch itself would copy from the CPU before anybody sees it."""
 
     def __init__(self, fake: FakeMode) -> None:
         super().__init__()
@@ -417,7 +417,7 @@ class Creating(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        if device is None or torch.device(device).type != "cuda":
+        if func is not Tensor.pin_memory and (device is None or torch.device(device).type != "cuda"):
             return func(*args, **kwargs)
         with nullcontext() if self.fake in modes() else self.fake:
             if func is torch.tensor:
