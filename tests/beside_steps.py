@@ -17,6 +17,7 @@ from test_trace_gpu import recipe_of
 
 from fivefold.checkpoint import write
 from fivefold.comm import Axis
+from fivefold.models.base import LanguageModel
 from fivefold.observe.faults import SHARED_EVERY
 from fivefold.parallel.mesh import Microbatch
 from fivefold.recipe import Recipe
@@ -48,7 +49,7 @@ def validation(state: State, batch: list[Microbatch]) -> None:
     validate(state, [ValidationSet(name, True, batch, token_bytes) for name in ("one", "other")])
 
 
-def checks(recipe: Recipe) -> Callable[[State, list[Microbatch]], None]:
+def checks(recipe: Recipe) -> Callable[[State, list[Microbatch]], object]:
     """Those before a save. (Numbers of a trace are 1, and so is the answer.)"""
     return lambda state, batch: weights_fault(state, recipe.faults)
 
@@ -69,6 +70,7 @@ def scores(recipe: Recipe) -> Callable[[State, list[Microbatch]], None]:
 
     def work(state: State, batch: list[Microbatch]) -> None:
         request = Request(np.arange(9), 8)
+        assert isinstance(state.module, LanguageModel)
         assert len([*score(state.module, recipe.model, [request, request], 64)]) == 2
 
     return work
@@ -108,18 +110,15 @@ def what_waits(recipe: Recipe) -> dict[str, int]:
 
     def clumsy(*given: Any) -> Any:
         loss, norm, stop, ruined = agree(*given)
-        loss.item(), norm.cpu(), loss.to("cpu", non_blocking=True), torch.tensor([1.0], device=DEVICE)
-        torch.tensor([0, 1]).to(DEVICE), torch.cuda.synchronize(), torch.cuda.current_stream().synchronize()
-        (
-            torch.tensor([2]).to(DEVICE, non_blocking=True),
-            torch.tensor([3]).pin_memory().to(DEVICE, non_blocking=True),
-        )
+        three, tokens = torch.ones(3, device=DEVICE, dtype=torch.int64), torch.tensor([2])
+        _ = loss.item(), norm.cpu(), loss.to("cpu", non_blocking=True), torch.tensor([1.0], device=DEVICE)
+        _ = tokens.to(DEVICE), torch.cuda.synchronize(), torch.cuda.current_stream().synchronize()
+        _ = tokens.to(DEVICE, non_blocking=True), tokens.pin_memory().to(DEVICE, non_blocking=True)
         pinned, pageable = torch.zeros(6, pin_memory=True)[2:4], torch.zeros(2)
         for host in (pinned, pageable):
             host.copy_(torch.stack([loss, norm]), non_blocking=True)
-        counts = torch.ones(3, device=DEVICE, dtype=torch.int64)
-        torch.linalg.eigh(torch.ones(2, 2, device=DEVICE))
-        torch.stack([loss, norm]).isnan().nonzero(), counts.repeat_interleave(counts, output_size=3)
+        _ = torch.linalg.eigh(torch.ones(2, 2, device=DEVICE)), torch.stack([loss, norm]).isnan().nonzero()
+        _ = three.repeat_interleave(three, output_size=3)
         return loss, norm, stop, ruined
 
     agree, step.agree = step.agree, clumsy
@@ -134,7 +133,8 @@ def what_waits(recipe: Recipe) -> dict[str, int]:
 
 
 def main(out: Path) -> None:
-    Fake.numpy = lambda self: np.zeros(tuple(self.shape), np.uint8)  # what a file gets
+    # What a file gets.
+    Fake.numpy = lambda self: np.zeros(tuple(self.shape), np.uint8)  # pyright: ignore[reportAttributeAccessIssue]
     write.all_or_none = saver.all_or_none = nobody_fails
     saver.anywhere = nowhere
     dense, several = recipe_of("dp=1", "llama"), recipe_of("dp=2,zero=3", "llama")

@@ -143,7 +143,7 @@ OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
     "new bases": ("tp=2", "llama", ["optim.name=soap", "optim.basis_every=1"]),
     "capacity": ("dp=1", "moe", ["model.capacity_factor=1.0"]),
     **{
-        f"{offload}, {layout}": (layout, "llama", [f"layout.offload={offload}", *LARGE])
+        f"{offload}, {layout}": (layout, "llama", [f"layout.offload={offload}", "model.layers=4", *LARGE])
         for offload, layout in (
             ("activations", "dp=1"),
             ("activations", "tp=2,recompute=full"),
