@@ -18,6 +18,7 @@ from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state
 from fivefold.step.step import take_step
 from fivefold.trace.memory import Tracker, states_of
+from fivefold.trace.step import firsts
 from fivefold.trace.traffic import Collectives
 from fivefold.train.share import batches_of, share_of
 
@@ -109,12 +110,13 @@ def tracked(rank: int, world: int, recipe: Recipe) -> Step:
 
 
 class Numbers:
-    """Batches of random tokens; BERT's have as many targets as its data has."""
+    """Batches of random tokens; BERT's have as many targets as its data has. Sequences have the documents of a
+    trace."""
 
     def __init__(self, recipe: Recipe):
-        self.model = recipe.model
+        self.model, self.masks = recipe.model, recipe.data.document_masks
 
-    def batch(self, i: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
+    def batch(self, i: int, rows: range) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         V, T = self.model.vocab_size or 0, self.model.seq_len
         block = np.random.default_rng((i, rows.start)).integers(0, V, (len(rows), T + 1))
         inputs, targets = np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
@@ -123,7 +125,7 @@ class Numbers:
             every = np.linspace(0, T, predicted("mlm", T), endpoint=False).astype(int)
             hidden[:, every] = targets[:, every]
             targets = hidden
-        return inputs, targets
+        return inputs, targets, firsts(len(rows), T) if self.masks else None
 
 
 def take(ranks: Ranks, recipe: Recipe, batches, evenly: bool = True):

@@ -35,7 +35,7 @@ V, T, B = 96, 32, 16
 TINY = [
     "model.layers=4", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=80", f"model.seq_len={T}",
     f"model.vocab_size={V}", f"train.global_batch_size={B}", "train.microbatch_size=2", "train.sample_every=0",
-    "train.steps=4", "optim.warmup_steps=0", "model.tie_embeddings=true",
+    "train.steps=4", "optim.warmup_steps=0", "model.tie_embeddings=true", "data.document_masks=true",
 ]  # fmt: skip
 MOE = ["model.arch=moe", "model.experts=4", "model.experts_per_token=2"]
 DEEPSEEK = ["model.arch=deepseek", "model.kv_heads=4", "model.experts=4"]

@@ -5,11 +5,10 @@ import fcntl
 import json
 import math
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -21,7 +20,7 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.memory.memory import Memory
 from fivefold.plan.predict import predict
-from fivefold.precision import PRECISIONS, chosen
+from fivefold.precision import DTYPES, PRECISIONS, chosen
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.schedules.timelines import AWAY
@@ -31,13 +30,15 @@ from fivefold.sharding.tiers import tiers
 from fivefold.trace import gpu
 from fivefold.trace.depth import exact
 from fivefold.trace.fake import CPU, Fake, FakeMode
-from fivefold.trace.step import DEVICE
+from fivefold.trace.step import DEVICE, firsts
+from fivefold.trace.traffic import flops_of
 
-V, LAYERS = 96, 4
+V = 96
 TINY = [
-    f"model.layers={LAYERS}", "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=80",
+    "model.dim=32", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=80",
     "model.seq_len=32", f"model.vocab_size={V}", "train.global_batch_size=8", "train.microbatch_size=2",
     "train.sample_every=0", "train.steps=4", "optim.warmup_steps=0", "model.tie_embeddings=true",
+    "data.document_masks=true",
 ]  # fmt: skip
 ARCHS = {
     "llama": [],
@@ -99,9 +100,26 @@ WIDE = [
 """A model of which the plan and the trace are compared."""
 LARGE = ["model.seq_len=512", "model.dim=64", "model.vocab_size=4096"]
 """A model of which some activations are large enough to leave the device."""
+WHOLE = ["data.document_masks=false"]
 OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
     "fp32": ("dp=2,zero=3", "llama", ["precision.mode=fp32"]),
     "fp32 ring": ("cp=2", "llama", ["precision.mode=fp32"]),
+    "fp32, as many keys": ("dp=1", "gpt2", ["precision.mode=fp32", "model.seq_len=20"]),
+    "whole sequences": ("dp=1", "llama", WHOLE),
+    "whole sequences, fp32": ("dp=1", "gpt2", ["precision.mode=fp32", *WHOLE]),
+    "whole sequences, ring": ("cp=2", "llama", WHOLE),
+    "diloco": ("dp_replicate=2", "llama", ["sync.method=diloco", "sync.every=2"]),
+    "diloco in fragments": (
+        "dp_replicate=2,dp_shard=2,zero=3",
+        "llama",
+        [
+            "sync.method=diloco",
+            "sync.every=2",
+            "sync.fragments=2",
+            "sync.overlap=1",
+            "sync.outer_dtype=int8",
+        ],
+    ),
     "auto": ("dp=1", "llama", ["precision.mode=auto"]),
     "zero++": ("dp=4,zero=3,ranks_per_node=2,zeropp=weights,hier,gradients", "llama", []),
     "bf16 sums": ("dp=2,zero=1", "llama", ["precision.reduce=bf16"]),
@@ -125,7 +143,7 @@ OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
     "new bases": ("tp=2", "llama", ["optim.name=soap", "optim.basis_every=1"]),
     "capacity": ("dp=1", "moe", ["model.capacity_factor=1.0"]),
     **{
-        f"{offload}, {layout}": (layout, "llama", [f"layout.offload={offload}", *LARGE])
+        f"{offload}, {layout}": (layout, "llama", [f"layout.offload={offload}", "model.layers=4", *LARGE])
         for offload, layout in (
             ("activations", "dp=1"),
             ("activations", "tp=2,recompute=full"),
@@ -156,6 +174,7 @@ def recipe_of(layout: str, arch: str, *overrides: str) -> Recipe:
     few = [] if "pp=" in layout or "dp" in layout.replace("dp=1", "") else ["train.global_batch_size=4"]
     sets = [
         *TINY,
+        f"model.layers={4 if 'pp=' in layout else 2}",  # as many as a pipeline has stages
         *few,
         f"model.arch={arch}",
         "precision.mode=bf16",
@@ -174,9 +193,9 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     run = [getattr(item, "callspec", None) for item in request.session.items if item.fspath == request.fspath]
     given = [spec.params for spec in run if spec is not None]
     cases = [(one["arch"], one["layout"]) for one in given if {"arch", "layout"} <= one.keys()]
-    cases += [("llama", layout) for layout in COMPARED if ("llama", layout) not in cases]
     recipes = {(arch, layout): recipe_of(layout, arch) for arch, layout in cases}
-    others = {one["name"]: OTHERS[one["name"]] for one in given if "name" in one} | AS_PLANNED
+    others = {one["name"]: OTHERS[one["name"]] for one in given if "name" in one}
+    others |= AS_PLANNED if any("offload" in one for one in given) else {}
     recipes |= {name: recipe_of(layout, arch, *sets) for name, (layout, arch, sets) in others.items()}
     place = tmp_path_factory.getbasetemp()
     place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
@@ -278,6 +297,24 @@ def check(recipe: Recipe, answer: dict) -> None:
     assert syncs(answer) == expected(recipe)
     assert answer["exact"]["races"] == []
     assert not {name for name in answer["operators"] if not runs_on_gpus(name)}
+    fused = {name for name in answer["operators"] if "attention" in name or "attn" in name}
+    assert fused == attention(recipe), "as the table of docs/gpu.md says"
+
+
+def attention(recipe: Recipe) -> set[str]:
+    """The fused kernels of attention. None: matmuls, by tiles in a ring."""
+    model, layout = recipe.model, Layout.from_recipe(recipe.layout)
+    size = DTYPES[PRECISIONS[chosen(recipe.precision.mode, fast_bf16=True)].working].bytes
+    ring = layout.cp > 1 and layout.cp_method == "ring"
+    if recipe.data.document_masks and not ring and size == 2 and model.head_width % 8 == 0:
+        kernel = VARLEN
+    elif size == 2 and not recipe.data.document_masks:
+        kernel = "aten::_scaled_dot_product_flash_attention"
+    elif ring or model.kv_heads != model.heads or model.head_width * size % 16:
+        return set()
+    else:
+        kernel = "aten::_scaled_dot_product_efficient_attention"
+    return {kernel, f"{kernel}_backward"}
 
 
 def keeps_states(recipe: Recipe) -> bool:
@@ -296,11 +333,14 @@ def operators_of_pytorch() -> dict[str, dict]:
 
 
 TABLE = operators_of_pytorch()
+VARLEN = "torch_attn::_varlen_attn"
+INSIDE = {VARLEN: "aten::_flash_attention_forward", f"{VARLEN}_backward": "aten::_flash_attention_backward"}
+"""What PyTorch's operators for documents call."""
 
 
 def runs_on_gpus(name: str) -> bool:
     """True if PyTorch has a kernel for CUDA, or composes the operator of others."""
-    entry = TABLE[name.removeprefix("aten::")]
+    entry = TABLE[INSIDE.get(name, name).removeprefix("aten::")]
     entries = [entry, TABLE[entry["structured_delegate"]]] if "structured_delegate" in entry else [entry]
     if any("ufunc_inner_loop" in one for one in entries):  # generated for CPUs and GPUs from one formula
         return True
@@ -321,23 +361,24 @@ def test_the_list_of_operators_tells_devices_apart() -> None:
     assert not runs_on_gpus("aten::mkldnn_linear")
 
 
-def test_messages_and_flops_are_those_of_a_cpu(traced) -> None:
+@pytest.mark.parametrize(("arch", "layout"), [("llama", layout) for layout in COMPARED])
+def test_messages_and_flops_are_those_of_a_cpu(traced, arch: str, layout: str) -> None:
     """But for the algorithm of a scatter, which is an all-to-all on CPUs, and for attention, whose kernels differ."""
-    for layout in COMPARED:
-        recipe, answer = traced["llama", layout]
-        cpu = exact(recipe, 1, kept=False).as_json()
-        there, here = (
-            {(e["operation"], e["axis"]): (e["calls"], e["bytes"]) for e in found["communication"]}
-            for found in (answer["exact"], cpu)
-        )
-        if "zero" in layout:
-            there["all_to_all", "shard"] = there.pop(("reduce_scatter", "shard"))
-        assert there == here
-        for category in ("params", "gradients", "optimizer"):
-            assert answer["exact"]["memory"]["at_peak"][category] == cpu["memory"]["at_peak"][category]
+    recipe, answer = traced[arch, layout]
+    cpu = exact(recipe, 1, kept=False).as_json()
+    there, here = (
+        {(e["operation"], e["axis"]): (e["calls"], e["bytes"]) for e in found["communication"]}
+        for found in (answer["exact"], cpu)
+    )
+    if "zero" in layout:
+        there["all_to_all", "shard"] = there.pop(("reduce_scatter", "shard"))
+    assert there == here
+    for category in ("params", "gradients", "optimizer"):
+        assert answer["exact"]["memory"]["at_peak"][category] == cpu["memory"]["at_peak"][category]
 
 
-def test_offload_takes_off_the_device_what_the_plan_says(traced) -> None:
+@pytest.mark.parametrize("offload", PLANNED[1:])
+def test_offload_takes_off_the_device_what_the_plan_says(traced, offload: str) -> None:
     """Without torch.compile, which the plan counts on, a step takes more: the same with offload and without. The plan
     also counts blocks under way, which the peak need not have: gradients in fp32 and weights in bf16 of two."""
 
@@ -345,15 +386,30 @@ def test_offload_takes_off_the_device_what_the_plan_says(traced) -> None:
         recipe, answer = traced[f"{offload}, as planned"]
         return answer["exact"]["memory"], predict(recipe, parse("h100")).memory[0]
 
-    whole, planned = both("none")
+    (whole, planned), (found, less) = both("none"), both(offload)
     table = card_of(traced["none, as planned"][0].model).table()
     block = sum(math.prod(shape) for name, shape in dict(table).items() if name.startswith("blocks.0."))
-    for offload in PLANNED[1:]:
-        found, less = both(offload)
-        saved = whole["peak_bytes"] - found["peak_bytes"]
-        assert 0 <= saved - (planned.total - less.total) <= 12 * block, offload
-        for tier in AWAY:
-            assert found["away"][tier] == pytest.approx(getattr(less, tier), rel=0.01, abs=80e6), offload
+    saved = whole["peak_bytes"] - found["peak_bytes"]
+    assert 0 <= saved - (planned.total - less.total) <= 12 * block
+    for tier in AWAY:
+        assert found["away"][tier] == pytest.approx(getattr(less, tier), rel=0.01, abs=80e6)
+
+
+def test_flops_of_documents() -> None:
+    """Those of each pair of tokens in the same document, seen or not."""
+    from torch.nn.attention.varlen import varlen_attn  # makes the operators
+
+    assert varlen_attn
+    B, T, H, d = 2, 32, 4, 8
+    lengths = [n for row in firsts(B, T) for n in np.unique(row, return_counts=True)[1].tolist()]
+    assert lengths == [11, 11, 10] * B
+    q, ends = torch.empty(B * T, H, d, device="meta"), torch.empty(len(lengths) + 1, device="meta")
+    forward, backward = (
+        getattr(torch.ops.torch_attn, name).default for name in ("_varlen_attn", "_varlen_attn_backward")
+    )
+    pairs = sum(n * n for n in lengths)
+    assert flops_of(forward, (q, q, q, ends), {}, None) == 4 * H * d * pairs
+    assert flops_of(backward, (q, q, q, q, q, None, ends), {}, None) == 10 * H * d * pairs
 
 
 def test_devices_do_not_mix() -> None:
@@ -367,61 +423,6 @@ def test_devices_do_not_mix() -> None:
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[there.view(1, 1, 1, 2)] * 3)
         with pytest.raises(AssertionError, match="swiglu_forward is a kernel for CPUs"):
             native.call("swiglu_forward", torch.float32, there, there, 1, 1)
-
-
-WAITS = """
-import ctypes, sys
-for library in sys.argv[1:]:
-    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
-import json, torch
-from fivefold.trace import step
-from fivefold.trace.step import DEVICE
-import fivefold.step.step as trained
-from test_trace_gpu import recipe_of
-
-def clumsy(*given):
-    loss, norm, stop, ruined = agree(*given)
-    loss.item(), norm.cpu(), loss.to("cpu", non_blocking=True), torch.tensor([1.0], device=DEVICE)
-    torch.tensor([0, 1]).to(DEVICE), torch.cuda.synchronize(), torch.cuda.current_stream().synchronize()
-    counts = torch.ones(3, device=DEVICE, dtype=torch.int64)
-    torch.linalg.eigh(torch.ones(2, 2, device=DEVICE))
-    torch.stack([loss, norm]).isnan().nonzero(), counts.repeat_interleave(counts, output_size=3)
-    return loss, norm, stop, ruined
-
-agree, trained.agree = trained.agree, clumsy
-recipe = recipe_of("dp=1", "bert")  # a model of which masks choose tokens
-found = step.trace(recipe, 0, 1, DEVICE).syncs
-trained.agree = agree
-assert torch.get_float32_matmul_precision() == "highest"
-step.trace(recipe_of("dp=1", "llama", "precision.mode=tf32"), 0, 1, DEVICE)
-assert torch.get_float32_matmul_precision() == "high"
-print(json.dumps([[name, times] for (name, place), times in found.items()]))
-"""
-
-
-def test_what_waits_is_found() -> None:
-    """Reading a value, copies in both directions unless they say that nobody waits, and waiting itself. tf32 is set
-    where a GPU computes."""
-    done = subprocess.run(
-        [sys.executable, "-c", WAITS, *gpu.libraries()],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = Counter()
-    for name, times in json.loads(done.stdout.splitlines()[-1]):
-        found[name] += times
-    assert found == {
-        "event": 1,
-        "item": 1,
-        "to_copy": 3,
-        "device": 1,
-        "stream": 1,
-        "nonzero": 2,
-        "linalg_eigh": 1,
-    }
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ FILES = [
     "schedules_torch",
     "trace",
     "trace_gpu",
+    "trace_beside",
 ]
 
 

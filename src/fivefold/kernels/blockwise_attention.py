@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.kernels import native
-from fivefold.kernels.elementwise import rope
+from fivefold.kernels.elementwise import rope, to_device
 from fivefold.kernels.matmul import wide
 from fivefold.kernels.sizes import any_length, keeps_probabilities, query_blocks
 from fivefold.kernels.tiling import Columns, Tiling
@@ -60,8 +60,7 @@ class Documents:
         self._tiles: dict[tuple[Columns, Columns, bool, int], list[Tile]] = {}
         ends = np.append(np.flatnonzero(self.tiling.begins_BT.ravel()), first_BT.size)
         # Here, and not where they are used: PyTorch's compiler reads attributes, and cannot trace numpy.
-        self.first = torch.from_numpy(self.first_BT).to(self.device, non_blocking=True)
-        self.cumulative = torch.from_numpy(ends.astype(np.int32)).to(self.device, non_blocking=True)
+        self.first, self.cumulative = self._sent(self.first_BT), self._sent(ends.astype(np.int32))
 
     def filled(self, rows: int) -> Documents:
         """With more sequences, up to `rows`, that are as the first one."""
@@ -85,10 +84,12 @@ class Documents:
             tiles = list[Tile]()
             for rows, start, end, low, high, bounds_BQ2 in self.tiling.blocks(*asked):
                 inside = np.clip(bounds_BQ2[rows, start:end] - low, 0, high - low)
-                bounds = torch.from_numpy(inside.astype(np.int32)).to(self.device)
-                tiles.append(Tile(rows, start, end, low, high, bounds))
+                tiles.append(Tile(rows, start, end, low, high, self._sent(inside.astype(np.int32))))
             self._tiles[asked] = tiles
         return self._tiles[asked]
+
+    def _sent(self, numbers: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(numbers), self.device)
 
 
 def whole_tiles(

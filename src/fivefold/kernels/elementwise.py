@@ -1,5 +1,5 @@
 """Norms, gates, GELU, rotary embedding, gradient sums, AdamW: one pass over memory on CPUs (native.c), and PyTorch's
-own operations elsewhere.
+own operations elsewhere. Copies to a device.
 
 Legend: N rows (tokens), D model, F feed-forward, B batch, T sequence, H heads, d head size.
 """
@@ -16,6 +16,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import native
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device, if it is not there already. The host waits for no GPU, which reads pinned memory by
+    itself."""
+    if device.type == "cuda" and host.device.type == "cpu":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

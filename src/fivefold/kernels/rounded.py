@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.kernels import native
+from fivefold.kernels.elementwise import to_device
 from fivefold.precision import Mode
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.schedules.compression.blocks import LARGEST
@@ -130,7 +131,7 @@ class Quantizer:
         ]
         self.S, self.C = sum(sizes), len(firsts)
         self.whole = self.C * block == self.S
-        self.starts = torch.tensor([*firsts, self.S], device=device)  # (C + 1)
+        self.starts = to_device(torch.tensor([*firsts, self.S]), device)  # (C + 1)
         self.numbers = self.C * block * bits // 8  # bytes
         self.R = self.numbers + 4 * self.C
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from fivefold.checkpoint.store import LARGEST
 from fivefold.comm import Axis
 from fivefold.comm.progress import progress, span
+from fivefold.kernels.elementwise import to_device
 from fivefold.kernels.matmul import scaled
 from fivefold.observe.faults import GROWTH, SECONDS, SHARED_EVERY, USUAL
 from fivefold.optim import learning_rate
@@ -274,13 +275,13 @@ def own_seconds(axis: Axis, step: int) -> Tensor | None:
         return None
     rows = torch.zeros(axis.size, len(SECONDS), dtype=torch.float64)
     rows[axis.index] = torch.tensor(progress.share(), dtype=torch.float64)
-    return rows.to(axis.device, non_blocking=True)
+    return to_device(rows, axis.device)
 
 
 def last_update(state: State) -> tuple[Tensor, Tensor | None]:
     """(1 if the last update has destroyed weights of this rank, else 0: an fp32 scalar; `State.limit` after it)."""
     device, seen = state.mesh.device, [replica.updater.largest for replica in state.parallel.replicas]
-    found = [one.to(device, non_blocking=True) for one in seen if one is not None]
+    found = [to_device(one, device) for one in seen if one is not None]
     if not found:
         return torch.zeros((), device=device), state.limit
     return destroyed(torch.stack(found).amax(), state.limit)
@@ -420,7 +421,8 @@ def _sums(
         sums[0] += loss.double() * counted.sum()
         sums[1] += counted.sum()
         if token_bytes is not None:
-            sums[2] += token_bytes[targets[counted]].sum()
+            # To choose by the mask would be a host sync.
+            sums[2] += (token_bytes[targets.clamp(min=0)] * counted).sum()
     for stage in parallel.stages:
         stage.train()
     sums = mesh.axis("run").all_reduce(sums * counted_once(mesh))

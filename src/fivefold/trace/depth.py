@@ -302,6 +302,7 @@ class CachedFigures:
         key = {
             "recipe": {name: getattr(recipe, name).model_dump(mode="json") for name in SECTIONS},
             "train": {name: getattr(recipe.train, name) for name in FIELDS},
+            "documents": recipe.data.document_masks,
             "mode": mode,
             "rank": rank,
             "outer": replica_groups.due(replica_groups.traced(steps), steps),  # what the traced step sends

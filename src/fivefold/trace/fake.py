@@ -34,11 +34,13 @@ COPIES = (aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default
 
 
 class Fake(Tensor):
-    """meta: a plain tensor on "meta" of the same shape. Views share its storage. on: the device it claims to be on."""
+    """meta: a plain tensor on "meta" of the same shape. Views share its storage. on: the device it claims to be on.
+    pinned: it is in memory of the host that a GPU reads and writes by itself."""
 
     meta: Tensor
     on: torch.device
     fake = True  # `native.call` asks this of its first tensor
+    pinned = False
 
     @staticmethod
     def __new__(cls, meta: Tensor, on: torch.device = CPU) -> Fake:
@@ -66,7 +68,7 @@ class Fake(Tensor):
     @data.setter
     def data(self, other: Fake) -> None:
         Tensor.data.__set__(self, other)  # pyright: ignore[reportAttributeAccessIssue]
-        self.meta, self.on = other.meta, other.on
+        self.meta, self.on, self.pinned = other.meta, other.on, other.pinned
 
     def tolist(self) -> Any:
         """Counts as one read, of all elements."""
@@ -132,6 +134,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         both = args[0].dim() == args[1].dim() == 2
         groups = (len(kwargs["offs"] if "offs" in kwargs else args[2]),) if both else ()
         return args[0].new_empty((*groups, M, N))
+    if func is aten._pin_memory.default:  # "meta" has none
+        return _pinned(torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=META))
+    if kwargs.pop("pin_memory", None):
+        return _pinned(func(*args, **kwargs | {"device": META}))
     if func.namespace == "c10d":  # its outputs, which are its first argument, and a finished handle
         work = done_work([])
         return work if len(func._schema.returns) == 1 else (args[0], work)
@@ -151,6 +157,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _dressed(out, owners, on)
 
 
+def _pinned(meta: Tensor) -> Fake:
+    fake = Fake(meta)
+    fake.pinned = True
+    return fake
+
+
 def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Fake]) -> torch.device | None:
     """Sends the result to "meta". Returns the device that it claims to be on; None: neither arguments nor result are
     fake.
@@ -163,7 +175,6 @@ def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Fak
         if device.type == "meta" and not owners:
             return None
         kwargs["device"] = META
-        kwargs.pop("pin_memory", None)
         return device if device.type == "cpu" or device.index is not None else torch.device(device.type, 0)
     if not owners:
         if any(isinstance(item, Tensor) for arg in args for item in (arg if type(arg) is list else (arg,))):
@@ -201,7 +212,13 @@ def _dressed(out: Any, owners: dict[int, Fake], on: torch.device) -> Any:
     """Wraps a result: an argument that is returned stays the same object, others become new fake tensors."""
     kind = type(out)
     if kind is Tensor:
-        return owners[id(out)] if id(out) in owners else Fake(out, on)
+        if id(out) in owners:
+            return owners[id(out)]
+        fake = Fake(out, on)
+        for owner in owners.values():  # of which it may be a view
+            if owner.pinned and owner.meta.untyped_storage()._cdata == out.untyped_storage()._cdata:
+                fake.pinned = True
+        return fake
     if kind is list or kind is tuple:
         return kind([_dressed(item, owners, on) for item in out])
     return out

@@ -23,6 +23,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,13 +33,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
+from fivefold.kernels.blockwise_attention import Documents
 from fivefold.launch.ranks import Ranks, threads_of
 from fivefold.models import predicted
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.optim.updater import Updater
 from fivefold.parallel.expert import AllToAll
-from fivefold.parallel.mesh import Microbatch, take
+from fivefold.parallel.mesh import Mesh, Microbatch, take
 from fivefold.parallel.offload import disk
 from fivefold.parallel.offload.activations import Activations
 from fivefold.recipe import Recipe
@@ -64,6 +66,9 @@ MASKED = (
 )  # these count as syncs only where a mask chooses
 operators: set[str] = set()
 """The operators that have run on a GPU in traces of this process."""
+DOCUMENTS = 3
+"""In each sequence of a trace. They are equally long, up to a token, so the FLOPs of attention follow from shapes. No
+part of a sequence that a rank of context parallelism may have ends where one does: parts are powers of two."""
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
 """Of the GPU that the trace stands for: an H100's. "auto" is bf16 from (8, 0) on."""
@@ -90,9 +95,15 @@ def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = C
 
 
 def probe(
-    recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU, first: bool = False
+    recipe: Recipe,
+    rank: int,
+    microbatches: int,
+    device: torch.device = CPU,
+    first: bool = False,
+    work: Callable[[State, list[Microbatch]], object] | None = None,
 ) -> Probe:
-    """The instrument behind `trace`. first: traces the run's first step instead."""
+    """The instrument behind `trace`. first: traces the run's first step instead. work: what is traced instead of a
+    step, such as a validation; given the state before the step and the step's microbatches."""
     layout = Layout.from_recipe(recipe.layout)
     fake = FakeMode(partial(_chosen, recipe.model, recipe.model.seq_len // layout.cp))
     with ExitStack() as stack:
@@ -116,20 +127,32 @@ def probe(
                     updater = replica.updater
                     if first or updater.streamed:
                         updater.step = partial(_always, updater, updater.step)  # pyright: ignore[reportAttributeAccessIssue]
-                shape = recipe.train.microbatch_size or 1, recipe.model.seq_len
-
-                def tokens() -> Tensor:
-                    return take(torch.empty(shape, dtype=torch.int64, device=state.mesh.device), state.mesh)
-
-                batch = [Microbatch(tokens(), tokens()) for _ in range(microbatches)]
+                batches = [[_microbatch(recipe, state.mesh) for _ in range(microbatches)] for _ in range(2)]
                 if isinstance(state.parallel.activations, Activations) and not first:
-                    forward_backward(state, batch, recipe.train.seed)  # makes the host's buffers
+                    forward_backward(state, batches[0], recipe.train.seed)  # makes the host's buffers
                 with Probe(state, fake, races) as instrument:
-                    done = take_step(state, recipe, batch, inspect=instrument.begin_update)
-                    assert done.loss, "read as a loop does"
+                    if work is not None:
+                        work(state, batches[1])
+                    else:
+                        done = take_step(state, recipe, batches[1], inspect=instrument.begin_update)
+                        assert done.loss, "read as a loop does"
         finally:
             state.parallel.close()
     return instrument
+
+
+def _microbatch(recipe: Recipe, mesh: Mesh) -> Microbatch:
+    """As the trainer's, with DOCUMENTS in each sequence if attention sees them."""
+    B, T = recipe.train.microbatch_size or 1, recipe.model.seq_len
+    inputs, targets = (take(torch.empty(B, T, dtype=torch.int64, device=mesh.device), mesh) for _ in range(2))
+    masks = recipe.data.document_masks
+    return Microbatch(inputs, targets, Documents(firsts(B, T), mesh.device) if masks else None)
+
+
+def firsts(B: int, T: int) -> np.ndarray:
+    """The column at which the document of each token begins, (B, T), in sequences of DOCUMENTS equally long ones."""
+    number_T = np.arange(T) * DOCUMENTS // T
+    return np.tile(-(-number_T * T // DOCUMENTS), (B, 1))
 
 
 def _prime(state: State) -> None:
@@ -195,7 +218,8 @@ class Probe(Tracker):
             item = func is aten._local_scalar_dense.default
             self._waited("item" if item else func.__name__.split(".")[0].lstrip("_"))
         out = self.fake.__torch_dispatch__(func, types, args, kwargs)
-        if self.on != "cpu" and func.namespace == "aten" and (type(out) is not Fake or out.on != CPU):
+        own = func.namespace in ("aten", "torch_attn")  # PyTorch's
+        if self.on != "cpu" and own and (type(out) is not Fake or out.on != CPU):
             operators.add(func.name())
         if out is NotImplemented:  # FakeMode leaves it to the tensors' class
             out = func(*args, **kwargs)
@@ -207,12 +231,7 @@ class Probe(Tracker):
     def _waits(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """True if the host waits for the device: it needs a value, or copies to or from the CPU and waits for it."""
         if func in COPIES:
-            if self.on == "cpu" or non_blocking(func, args, kwargs):
-                return False
-            there = (
-                kwargs.get("device") if func is aten._to_copy.default else next(tensors_in(args[1])).device
-            )
-            return there is not None and there.type != next(tensors_in(args[0])).device.type
+            return self.on != "cpu" and copy_waits(func, args, kwargs)
         if func is aten.repeat_interleave.Tensor:
             return kwargs.get("output_size") is None
         if func in MASKED:
@@ -228,6 +247,19 @@ class Probe(Tracker):
         sent = {key: (calls, size) for key, (calls, size) in sorted(self.sent.found.items())}
         races = dict(sorted(self.races.found.items())) if self.races else {}
         return Traced(self.peak(), sent, self.flops, dict(sorted(self.syncs.items())), races)
+
+
+def copy_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """True if the host waits for a copy between it and the device: it asks for that, or its own side is not pinned.
+    (PyTorch pins the result of `to("cpu", non_blocking=True)`.)"""
+    new = func is aten._to_copy.default
+    there = kwargs.get("device") if new else next(tensors_in(args[1])).device
+    here = next(tensors_in(args[0]))
+    if there is None or there.type == here.device.type:
+        return False
+    sides = [here] if new else [here, next(tensors_in(args[1]))]
+    host = next((side for side in sides if side.device.type == "cpu"), None)
+    return not non_blocking(func, args, kwargs) or (host is not None and not getattr(host, "pinned", False))
 
 
 @contextmanager
@@ -257,11 +289,12 @@ def _even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
 
 
 def _chosen(model: ModelSection, T: int, mask: Tensor) -> int:
-    """Number of elements that a mask selects: masked tokens (B T), T of each sequence, or slots (M) that fit their
-    experts' capacity."""
+    """Number of elements that a mask selects: masked tokens (B T), T of each sequence, slots (M) that fit their
+    experts' capacity, or else all targets."""
     if (objective := card_of(model).objective) == "mlm":
         return mask.numel() // T * predicted(objective, T)
-    assert model.experts, "nothing else is chosen by its values"
+    if not model.experts or not model.capacity_factor:
+        return mask.numel()
     room = math.ceil(model.capacity_factor * mask.numel() / model.experts)
     return min(mask.numel(), model.experts * room)
 
@@ -322,27 +355,31 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention in half precision. In fp32 the memory-efficient kernel, or separate operations for groups of
-    heads, which that kernel does not know."""
-    assert attn_mask is None, "a step's attention has no mask"
-    if q.dtype in (torch.bfloat16, torch.float16):
-        d = q.shape[-1]
+    """Flash attention in half precision without a mask. Else the memory-efficient kernel, or separate operations for
+    groups of heads, which that kernel does not know, and for heads that its loads of 16 bytes do not fit."""
+    d = q.shape[-1]
+    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
         q, k, v = (F.pad(x, (0, -d % 8)) for x in (q, k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, scale=scale or 1 / math.sqrt(d)
         )[0][..., :d]
-    if not enable_gqa:
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, dropout_p, is_causal, scale=scale
+    if attn_mask is not None:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
+    if enable_gqa or d * q.element_size() % 16:
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
-    return torch.ops.aten._scaled_dot_product_attention_math(
-        q, k, v, None, dropout_p, is_causal, scale=scale, enable_gqa=True
+    if attn_mask is not None:  # rows begin at multiples of 16 bytes
+        S = k.shape[2]
+        attn_mask = F.pad(attn_mask, (0, -S % 8))[..., :S].expand(*q.shape[:3], S)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
 
 
 class Creating(TorchFunctionMode):
-    """Makes tensors fake that are created on the GPU, or sent there, where `fake` is not entered: modules are built
-    outside of it, on "meta". Also where PyTorch itself would copy from the CPU before anybody sees it."""
+    """Makes tensors fake that are created on the GPU, pinned, or sent there, where `fake` is not entered: modules are
+    built outside of it, on "meta". Also where PyTorch itself would copy from the CPU before anybody sees it."""
 
     def __init__(self, fake: FakeMode) -> None:
         super().__init__()
@@ -351,7 +388,7 @@ class Creating(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        if device is None or torch.device(device).type != "cuda":
+        if func is not Tensor.pin_memory and (device is None or torch.device(device).type != "cuda"):
             return func(*args, **kwargs)
         with nullcontext() if self.fake in modes() else self.fake:
             if func is torch.tensor:

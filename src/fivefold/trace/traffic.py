@@ -129,6 +129,20 @@ def _attention_backward(dout: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -
     return 10 * math.prod(q.shape) * k.shape[2]
 
 
+def _by_document(q: Any, cumulative: Any) -> int:
+    """Pairs of tokens, with hidden ones, times the width of q (tokens, H, d). `cumulative` says how many documents
+    there are, but not their lengths: a trace's are equally long, up to a token."""
+    shorter, longer = divmod(q.shape[0], cumulative.shape[0] - 1)
+    pairs = (cumulative.shape[0] - 1 - longer) * shorter**2 + longer * (shorter + 1) ** 2
+    return pairs * math.prod(q.shape[1:])
+
+
+BY_NAME: dict[str, Any] = {  # these are there once somebody has imported them
+    "torch_attn::_varlen_attn": lambda q, k, v, cumulative, *_, **__: 4 * _by_document(q, cumulative),
+    "torch_attn::_varlen_attn_backward": lambda dout, q, k, v, out, lse, cumulative, *_, **__: (
+        10 * _by_document(q, cumulative)
+    ),
+}
 FORMULAS: dict[Any, Any] = {
     **flop_registry,
     # Each row of a (M, K) times one matrix of b (E, K, N); or (K, M) times (M, N) in groups of M.
@@ -147,5 +161,5 @@ if torch.backends.mkldnn.is_available():
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of an operation, if it is a matmul. PyTorch's counter lacks grouped matmuls and attention on CPUs; its
     formulas serve for the rest."""
-    formula = FORMULAS.get(func.overloadpacket)
+    formula = FORMULAS.get(func.overloadpacket) or BY_NAME.get(func._schema.name)
     return 0 if formula is None else formula(*args, **kwargs, out_val=out)
