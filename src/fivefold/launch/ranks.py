@@ -67,8 +67,10 @@ def device_for(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _backend() -> str:
-    return "nccl" if torch.cuda.is_available() else "gloo"
+def _backend(local_world: int = 1) -> str:
+    """NCCL with GPUs, unless ranks of our launcher share them: it refuses that."""
+    shared = STORE_FILE in os.environ and local_world > torch.cuda.device_count()
+    return "nccl" if torch.cuda.is_available() and not shared else "gloo"
 
 
 def threads_of(local_world: int) -> int:
@@ -105,7 +107,7 @@ def join(
     if launched > 1:
         atexit.unregister(_free_groups)  # of a join before
         atexit.register(_free_groups)
-        backend = _backend()
+        backend = _backend(local_world)
         try:
             store = _store(rank, launched, meet_s)
             if world > 1 and STORE_FILE not in os.environ:  # the same on all ranks
