@@ -52,7 +52,8 @@ def kernels(gpus: int, name: str) -> Iterator[Row]:
         mine, torchs = (timed([partial(_both, call, inputs)], device) for call in (ours, own))
         roof = max(flops / peak, moved / bandwidth)
         advice = f"{mine / torchs:.2f} times PyTorch's own; please report it"
-        yield judged(what, 1e3 * mine, "ms", 1e3 * roof, mine <= SLOWER * torchs, advice)
+        good = mine <= SLOWER * torchs if gpus else None
+        yield judged(what, 1e3 * mine, "ms", 1e3 * roof, good, advice)
         yield Row(f"{what}: PyTorch's own", 1e3 * torchs, "ms", 1e3 * roof)
 
 

@@ -27,10 +27,13 @@ class Row(NamedTuple):
     advice: str = ""
 
 
-def judged(name: str, measured: float, unit: str, expected: float | None, good: bool, advice: str) -> Row:
-    """A row with its verdict, and advice if it is not good. Without anything expected, nothing is judged."""
-    if expected is None:
-        return Row(name, measured, unit)
+def judged(
+    name: str, measured: float, unit: str, expected: float | None, good: bool | None, advice: str
+) -> Row:
+    """A row with its verdict, and advice if it is not good. Nothing is judged without anything expected, nor (`good` is
+    None) speed at tiny sizes."""
+    if expected is None or good is None:
+        return Row(name, measured, unit, expected)
     return Row(name, measured, unit, expected, OK if good else SHORT, "" if good else advice)
 
 

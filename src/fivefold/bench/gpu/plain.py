@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
+from fivefold.models.layers import rope_table
 from fivefold.models.section import ModelSection, known
 from fivefold.recipe import Recipe
 
@@ -62,7 +63,7 @@ class Plain(nn.Module):
     def __init__(self, model: ModelSection, again: bool):
         super().__init__()
         V, D = known(model.vocab_size), model.dim
-        self.width, self.theta, self.again = model.head_width, model.rope_theta, again
+        self.section, self.again = model, again
         self.embed = nn.Embedding(V, D)
         self.places = None if card_of(model).rotary else nn.Embedding(model.seq_len, D)
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
@@ -75,9 +76,8 @@ class Plain(nn.Module):
         if self.places is not None:
             x = x + self.places(places)
         else:
-            rates = self.theta ** -(torch.arange(0, self.width, 2, device=tokens.device) / self.width)
-            angles = torch.outer(places, rates).repeat(1, 2)
-            turn = angles.cos(), angles.sin()
+            cos, sin = rope_table(places, self.section, self.section.rotary_width)
+            turn = cos.repeat(1, 2), sin.repeat(1, 2)
         for block in self.blocks:
             x = checkpoint(block, x, turn, use_reentrant=False) if self.again else block(x, turn)
         logits = F.linear(self.norm(x), (self.head or self.embed).weight)

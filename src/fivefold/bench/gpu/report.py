@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from fivefold.bench.gpu.parts import OK, PARTS, SHORT, Row
@@ -23,6 +24,7 @@ from fivefold.draw.canvas import Canvas, text_width
 from fivefold.errors import UserError, printable, shortened
 from fivefold.files import make_folder, read_json, write_atomically
 from fivefold.host.machine import describe
+from fivefold.launch.verdict import Interrupt, unsaved
 from fivefold.observe.compare import style
 from fivefold.observe.format import document, section, table
 
@@ -48,16 +50,17 @@ def measure(out: Path, parts: Sequence[str], limit_s: float, say: Callable[[str]
         part: [n for n in PARTS[part].trials(gpus) if "rows" not in done[part].get(n, ())] for part in parts
     }
     waiting = {part: names for part, names in open_.items() if names}
-    try:
-        while waiting:
-            part, now = next(iter(waiting)), time.monotonic()
-            until = now + (end - now) * PARTS[part].share / sum(PARTS[one].share for one in waiting)
-            for name in waiting.pop(part):
-                done[part][name] = found = _trial(part, name, until - time.monotonic())
-                write_atomically(out / JSON, json.dumps(report, indent=1) + "\n")
-                say("\n  ".join([f"{part}: {name}", *map(_line, rows(found))]))
-    finally:
-        write_atomically(out / HTML, page(report))
+    with Interrupt(noted=lambda number: sys.exit(unsaved(number))):
+        try:
+            while waiting:
+                part, now = next(iter(waiting)), time.monotonic()
+                until = now + (end - now) * PARTS[part].share / sum(PARTS[one].share for one in waiting)
+                for name in waiting.pop(part):
+                    done[part][name] = found = _trial(part, name, until - time.monotonic())
+                    write_atomically(out / JSON, json.dumps(report, indent=1) + "\n")
+                    say("\n  ".join([f"{part}: {name}", *map(_line, rows(found))]))
+        finally:
+            write_atomically(out / HTML, page(report))
     return report
 
 
@@ -66,17 +69,20 @@ def _trial(part: str, name: str, seconds: float) -> dict[str, Any]:
     if seconds < LEAST_S:
         return {"why": f"not run: its share of --limit is used up; {AGAIN}"}
     command = [sys.executable, "-P", "-m", "fivefold.bench.gpu.trials", part, name]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, process_group=0) as process:
+    printing: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with (
+        TemporaryDirectory(prefix="fivefold-") as folder,
+        subprocess.Popen([*command, f"{folder}/{JSON}"], process_group=0, **printing) as process,
+    ):
         try:
-            printed, said = process.communicate(timeout=seconds)
+            said = process.communicate(timeout=seconds)[0]
         except subprocess.TimeoutExpired:
             return {"why": f"stopped after {seconds:.0f} s, its share of --limit; {AGAIN}"}
         finally:
             with suppress(ProcessLookupError):  # what it has started, too
                 os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode == 0:
-        return json.loads(printed)
+        if process.returncode == 0:
+            return read_json(Path(folder, JSON))
     said = said.replace(str(Path.home()), "~").strip() or f"it ended with {process.returncode}"
     return {"why": f"failed: {shortened(printable(said), 2000)}"}
 

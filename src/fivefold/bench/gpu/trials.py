@@ -1,5 +1,6 @@
-"""One trial of `fivefold bench gpu`, in a process of its own: `python -m fivefold.bench.gpu.trials PART TRIAL` prints
-{"rows": ...}, or {"why": ...} if the trial is not possible here. A crash, a hang, or no memory ends one trial only.
+"""One trial of `fivefold bench gpu`, in a process of its own: `python -m fivefold.bench.gpu.trials PART TRIAL FILE`.
+
+FILE gets {"rows": ...}, or {"why": ...} if the trial is not possible here. A crash, a hang or no memory ends one trial.
 
 Layouts run by the commands `verify` and `train`. Beside plain PyTorch the trainer's own step runs.
 """
@@ -130,7 +131,9 @@ def train(gpus: int, name: str) -> Iterator[Row]:
     peak = max(1, gpus) * device_peak(device, compute_mode(recipe, torch.device(device)).measured)
     utilization = 100 * flops_per_token(recipe.model) / peak
     slower = f"{ours / other:.2f} times plain PyTorch; {REPORT}"
-    yield judged("speed, plain PyTorch's expected", ours, "tokens/s", other, ours >= other, slower)
+    yield judged(
+        "speed, plain PyTorch's expected", ours, "tokens/s", other, ours >= other if gpus else None, slower
+    )
     yield Row("MFU, beside plain PyTorch's", utilization * ours, "%", utilization * other)
     yield Row("loss, beside plain PyTorch's", found["fivefold"]["loss"], "", found["plain"]["loss"])
     yield _step_time(plan.tokens / ours, plan, known)
@@ -175,9 +178,8 @@ def _step_time(seconds: float, plan: Plan, known: bool) -> Row:
 def _prices(gpus: int) -> tuple[Cluster, Software, bool]:
     """(this machine or what stands in for it, the program on it, whether its times are those of this machine)."""
     gpu = torch.cuda.get_device_name() if gpus else ""
-    cluster, software = priced_here(gpu)
-    sheet = sheet_of(gpu)
-    known = cluster.machine is not None or (sheet is not None and sheet.name == cluster.name)
+    (cluster, software), sheet = priced_here(gpu), sheet_of(gpu)
+    known = sheet is not None and sheet.name == cluster.name
     return replace(cluster, devices=0, per_node=max(gpus, cluster.per_node)), software, known
 
 
@@ -217,16 +219,14 @@ TRIALS = {
 }  # fmt: skip
 
 
-def main(part: str, name: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what ranks and libraries print is no answer
+def main(part: str, name: str, file: Path) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         answer: dict[str, Any] = {"rows": [row._asdict() for row in TRIALS[part](gpus, name)]}
     except UserError as error:
         answer = {"why": str(error)}
-    print(json.dumps(answer), file=answers)
+    write(file, json.dumps(answer))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
