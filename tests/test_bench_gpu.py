@@ -19,7 +19,7 @@ import torch.distributed as dist
 from layouts import compared, side, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
-from fivefold.bench.gpu import doctor, parts, plain, report
+from fivefold.bench.gpu import doctor, parts, plain, report, trials
 from fivefold.bench.gpu.kernels import cases
 from fivefold.bench.gpu.parts import OK, PARTS, SHORT, WRONG, Row, recipe_of
 from fivefold.cli.main import main
@@ -27,8 +27,11 @@ from fivefold.comm import Axis
 from fivefold.errors import UserError
 from fivefold.launch import local, ranks
 from fivefold.models.base import build
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.messages.communication import Group, collective
 from fivefold.plan.predict import resolved
-from fivefold.recipe import Recipe, count_parameters
+from fivefold.precision import PRECISIONS
+from fivefold.recipe import Recipe, count_parameters, flops_per_token
 
 COMMAND = [sys.executable, "-P", "-m", "fivefold", "bench", "gpu"]
 
@@ -69,9 +72,9 @@ def test_all_parts_with_a_stop_and_a_resume(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "links: " not in done.stderr, "it is not measured again"
     after = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    for part, trials in after.items():
-        assert [*trials] == PARTS[part].trials(0)
-        assert all("rows" in found for found in trials.values()), trials
+    for part, ran in after.items():
+        assert [*ran] == PARTS[part].trials(0)
+        assert all("rows" in found for found in ran.values()), ran
     assert {name: after["kernels"][name] for name in before["kernels"]} == before["kernels"]
     names = {row["name"] for row in after["train"]["llama-1b"]["rows"]}
     assert {"speed, plain PyTorch's expected", "MFU, beside plain PyTorch's", "step, planned"} <= names
@@ -226,33 +229,31 @@ def test_plain_pytorch_has_the_parameters_of_the_real_shape(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["gpt2-124m", "llama-1b"])
 def test_plain_pytorch_computes_the_same_loss(shape: str) -> None:
-    """The baseline is the same work."""
-    model = resolved(recipe_of(shape, "dp=1", 0)).model
+    """The baseline is the same work: the loss and every gradient, from weights that are large enough to matter."""
+    model = resolved(recipe_of(shape, "dp=1", 0)).model.model_copy(update={"init_std": 0.3})
     ours, own = build(model, device=torch.device("cpu"), seed=3), plain.Plain(model, True)
     renamed = {
-        "embed_positions": "places",
-        "attention.": "",
-        "mlp.gate_up": "up",
-        "mlp.": "",
-        "norm_1": "norm1",
-        "norm_2": "norm2",
-    }
-    weights = {}
-    for name, weight in ours.state_dict().items():
+        "embed_positions": "places", "attention.": "", "mlp.gate_up": "up", "mlp.": "",
+        "norm_1": "norm1", "norm_2": "norm2",
+    }  # fmt: skip
+
+    def name_of(name: str) -> str:
         for old, new in renamed.items():
             name = name.replace(old, new)
-        weights[name] = weight
-    own.load_state_dict(weights)
+        return name
+
+    own.load_state_dict({name_of(name): weight for name, weight in ours.state_dict().items()})
     tokens = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
     losses = [module(tokens, tokens.roll(1, 1)) for module in (ours, own)]
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
-    norms = []
-    for module, loss in zip((ours, own), losses, strict=True):
+    for loss in losses:
         loss.backward()
-        norms.append(
-            torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]).item()
-        )
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    theirs = dict(own.named_parameters())
+    for name, p in ours.named_parameters():
+        gradient = theirs[name_of(name)].grad
+        assert p.grad is not None
+        assert gradient is not None
+        assert (gradient - p.grad).norm() <= 1e-4 * p.grad.norm() + 1e-7, name
 
 
 def test_kernels_and_pytorchs_own_compute_the_same() -> None:
@@ -316,3 +317,100 @@ def through_host_memory(rank: int, world: int, recipe: Recipe, steps: int, folde
 @pytest.mark.parametrize("layout", ["pp=2", "cp=2"])
 def test_messages_go_through_host_memory(tmp_path: Path, layout: str) -> None:
     assert compared(tiny(tmp_path, layout), part=through_host_memory).passed
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trials ask of GPUs, as eight H100 answer."""
+    answers: dict[str, Any] = {
+        "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
+        "get_device_capability": lambda *_: (9, 0),
+        "mem_get_info": lambda gpu=0: (10 << 30 if gpu == 1 else 79 << 30, 80 << 30),
+        "can_device_access_peer": lambda a, b: (a, b) != (0, 1),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(doctor.nccl, "version", lambda: (2, 29, 2))
+
+
+@pytest.mark.usefixtures("h100")
+def test_doctor_says_what_is_wrong_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cores", lambda: 4)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    rows = {row.name: row for row in doctor.doctor(2, "machine")}
+    assert rows["CUDA, NCCL"].measured == "not in this build, 2.29.2"
+    assert (
+        rows["GPU 1: free memory"].advice == "another process holds memory of this GPU; nvidia-smi lists it"
+    )
+    assert rows["GPU 0: free memory"].verdict == OK
+    wrong = {name for name, row in rows.items() if row.verdict == SHORT}
+    assert wrong == {"Triton", "GPU 1: free memory", "peer access from GPU 0 to 1", "cores of this process"}
+
+
+@pytest.mark.usefixtures("h100")
+def test_links_stand_beside_the_clusters_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 256 << 20
+    planned = collective("all_reduce", size, Group(8, 8), parse("h100:8"))
+    found = {
+        "all_reduce fp32": [[1 << 20, 1.0], [size, planned / 0.79]],
+        "all_gather": [[size, 1e-6]],
+        "send": [[size, 1e-6]],
+    }
+    monkeypatch.setattr(trials, "_of_ranks", lambda work, ranks: found if ranks == 8 else {})
+    small, large, gather, send = trials.links(8, "collectives")
+    assert small.verdict == OK, "latency is not judged"
+    assert large.measured == pytest.approx(0.79 * large.expected)
+    assert large.verdict == SHORT
+    assert "nvidia-smi topo" in large.advice
+    assert gather.verdict == send.verdict == OK
+    with pytest.raises(UserError, match="one GPU sends nothing"):
+        list(trials.links(1, "collectives"))
+
+
+@pytest.mark.usefixtures("h100")
+def test_memory_and_time_stand_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = []
+    predict = trials.predict
+    monkeypatch.setattr(trials, "predict", lambda *arguments: plans.append(predict(*arguments)) or plans[-1])
+
+    def measured(recipe: Recipe, layouts: Any, steps: int) -> Any:
+        yield (
+            layouts[0],
+            {"memory_bytes": 1.06 * plans[-1].peak_bytes, "step_s": 1.09 * plans[-1].step.seconds},
+        )
+
+    monkeypatch.setattr(trials, "measure_layouts", measured)
+    memory, step = trials.memory(8, "llama-1b dp=8,zero=1")
+    assert plans[-1].layout.zero == 1
+    assert plans[-1].peak_bytes <= 0.9 * (79 << 30) < plans[-2].peak_bytes, "the largest microbatch that fits"
+    assert memory.verdict == SHORT
+    assert memory.advice.startswith("+6.0% of the plan")
+    assert step.verdict == OK
+    assert step.measured == pytest.approx(1.09 * step.expected)
+    with pytest.raises(UserError, match=r"llama3-8b, dp=1: needs .* GiB per rank; 79.0 GiB are free"):
+        list(trials.memory(1, "llama3-8b dp=1"))
+
+
+@pytest.mark.usefixtures("h100")
+def test_training_stands_beside_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Recipe] = []
+
+    def turns(work: Any, ranks: int) -> Any:
+        asked.append(work.args[0])
+        return {
+            "fivefold": {"seconds": [9.0, 2.0, 2.0], "loss": 1.0},
+            "plain": {"seconds": [1.0, 1.0, 9.0], "loss": 1.1},
+        }
+
+    monkeypatch.setattr(trials, "_of_ranks", turns)
+    monkeypatch.setattr(trials, "compute_mode", lambda recipe, device: PRECISIONS["bf16"])
+    speed, mfu, loss, step = trials.train(8, "llama-1b")
+    tokens = asked[0].train.global_batch_size * asked[0].model.seq_len
+    assert asked[0].layout.zero == 3
+    assert (speed.measured, speed.expected, speed.verdict) == (tokens / 2, tokens, SHORT)
+    assert speed.advice.startswith("0.50 times plain PyTorch")
+    flops = flops_per_token(asked[0].model)
+    assert mfu.measured == pytest.approx(100 * flops * tokens / 2 / 8 / 989.4e12)
+    assert (loss.measured, loss.expected) == (1.0, 1.1)
+    assert step.measured == 2.0
+    assert step.verdict == SHORT
