@@ -116,7 +116,7 @@ def memory(gpus: int, name: str) -> Iterator[Row]:
     error = found["memory_bytes"] / plan.peak_bytes - 1
     off = f"{100 * error:+.1f}% of the plan; {REPORT}"
     sizes = found["memory_bytes"] / GIB, "GiB", plan.peak_bytes / GIB
-    yield judged("memory, planned", *sizes, abs(error) <= MEMORY, off)
+    yield judged("memory, planned", *sizes, abs(error) <= MEMORY if gpus else None, off)
     yield _step_time(found["step_s"], plan, known)
 
 
