@@ -55,9 +55,9 @@ UNFUSED = "unfused"
 
 
 def recipe_of(shape: str, layout: str, gpus: int) -> Recipe:
-    """The recipe of a shape in a layout."""
+    """The recipe of a shape in a layout, without warm-up: plain PyTorch has none."""
     name, sets = SHAPES[shape]
-    return load(name, [*sets, *(() if gpus else TINY)], layout)
+    return load(name, [*sets, *(() if gpus else TINY), "optim.warmup_steps=0"], layout)
 
 
 def _verified(gpus: int) -> list[str]:

@@ -103,7 +103,8 @@ def plain_step(recipe: Recipe, ranks: Ranks, dtype: torch.dtype, tokens: Tensor)
             nn.init.normal_(p, std=recipe.model.init_std)
         else:
             nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
-    optimizer = torch.optim.AdamW(model.parameters(), optim.lr, weight_decay=optim.weight_decay, fused=True)
+    first, second = optim.betas or (0.9, 0.999)
+    optimizer = torch.optim.AdamW(model.parameters(), optim.lr, (first, second), fused=True)
 
     def step() -> Tensor:
         with torch.autocast(kind, dtype, enabled=ranks.world == 1 and dtype != torch.float32):
