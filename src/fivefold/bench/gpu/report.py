@@ -120,8 +120,8 @@ def page(report: dict[str, Any]) -> str:
 
 
 def _table(some: Sequence[tuple[str, Row]]) -> str:
-    titles = ["trial", "", "measured", "expected", "what to do"]
-    return table(titles, [(name, *_cells(row)) for name, row in some])
+    named = [(f"{name}: {row.name}", *_cells(row)[1:]) for name, row in some]
+    return table(["", "measured", "expected", "what to do"], named)
 
 
 def _picture(some: Sequence[tuple[str, Row]]) -> str:
