@@ -78,6 +78,8 @@ def test_all_parts_with_a_stop_and_a_resume(tmp_path: Path) -> None:
     assert {name: after["kernels"][name] for name in before["kernels"]} == before["kernels"]
     names = {row["name"] for row in after["train"]["llama-1b"]["rows"]}
     assert {"speed, plain PyTorch's expected", "MFU, beside plain PyTorch's", "step, planned"} <= names
+    loss = after["train"]["llama-1b"]["rows"][2]
+    assert loss["measured"] == pytest.approx(loss["expected"], rel=0.05), "both learn the same tokens"
     for found in after["memory"].values():
         memory = found["rows"][0]
         assert memory["measured"] == pytest.approx(memory["expected"], rel=0.2), (
