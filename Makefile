@@ -3,6 +3,8 @@
 #   PYTHON   the Python that .venv is made with (3.11 or newer)
 #   VENV     the folder of the environment
 #   ARGS     goes to the command: make train ARGS='--set train.steps=50', make test ARGS='-k layout'
+#
+# `make gpu PYTHON=python3` takes an environment that is there, and installs nothing.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,9 +19,12 @@ TO_TRAIN := $(VENV)/.installed
 TO_TEST := $(VENV)/.installed-test
 TO_DOCS := $(VENV)/.installed-docs
 LISTS := pyproject.toml constraints.txt
+# What `bench gpu` imports, and the version of a program that is not installed
+NEEDED := torch numpy pydantic typer rich tokenizers safetensors
+BARE := build/bare/fivefold.dist-info
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-chaos test-versions test-mutations check docs audit sbom release format clean
+.PHONY: help train gpu test test-all test-chaos test-versions test-mutations check docs audit sbom release format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -27,6 +32,18 @@ help:  ## this list
 train: $(TO_TRAIN)  ## train a small language model on this machine: a few minutes
 	$(BIN)/fivefold train quickstart $(ARGS)
 	@echo "(in a shell where this was typed: . $(BIN)/activate)"
+
+ifeq ($(origin PYTHON),file)
+gpu: $(TO_TRAIN)  ## examine this machine's GPUs, in 8 minutes; PYTHON=python3: an environment that is there
+	$(BIN)/fivefold bench gpu $(ARGS)
+else
+gpu: $(BARE)/METADATA
+	@$(PYTHON) -c 'from importlib.util import find_spec; import sys; \
+	  lacks = ["Python 3.11"] * (sys.version_info < (3, 11)); \
+	  lacks += [name for name in "$(NEEDED)".split() if find_spec(name) is None]; \
+	  sys.exit("error: $(PYTHON) lacks " + ", ".join(lacks) + ". Install them, or leave PYTHON out" if lacks else 0)'
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/build/bare $(PYTHON) -P -m fivefold bench gpu $(ARGS)
+endif
 
 test: $(TO_TEST)  ## run the tests, two at a time (one: ARGS='-n 0')
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
@@ -80,6 +97,11 @@ format: $(TO_TEST)  ## format the code and mend what ruff can
 clean:  ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BARE)/METADATA: pyproject.toml
+	@mkdir -p $(BARE)
+	@sed -n '1i Metadata-Version: 2.1\nName: fivefold' pyproject.toml > $@
+	@sed -n 's/^version = "\(.*\)"/Version: \1/p' pyproject.toml >> $@
 
 $(TO_TRAIN): $(LISTS) | $(BIN)/python
 	$(INSTALL) -e .

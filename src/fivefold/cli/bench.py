@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.options import JsonOption, bytes_of, examples, flag, option, print_json, require_run
-from fivefold.errors import UserError
+from fivefold.cli.options import (
+    JsonOption,
+    bytes_of,
+    examples,
+    flag,
+    option,
+    print_json,
+    require_known,
+    require_run,
+)
+from fivefold.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
     from fivefold.plan.cluster.measured import Measured
@@ -23,6 +32,8 @@ EXAMPLES = [
     "fivefold bench hardware --json",
     "fivefold bench collectives",
     "fivefold bench collectives --ranks 2 --sizes 4K,1M",
+    "fivefold bench gpu",
+    "fivefold bench gpu --part doctor,verify --out runs/gpu",
     "fivefold plan calibrate runs/a runs/b",
     "fivefold plan calibrate reset",
 ]
@@ -97,6 +108,32 @@ def collectives(
     best = ", ".join(f"{size_text(int(size))} {name}" for size, name in table["best"][key].items())
     print(f'\nall_reduce = "auto" takes: {best}')
     print(f"\nsaved to {tables.path()}; used by `fivefold collectives --topology local`")
+
+
+@bench.command("gpu", epilog=examples(EXAMPLES, "bench gpu"))
+def gpu(
+    part: Annotated[
+        str, option("PARTS", "Some of doctor,links,kernels,verify,memory,train. [default: all]")
+    ] = "",
+    out: Annotated[Path, option("DIR", "Folder for gpu.json and gpu.html.")] = Path("runs/gpu"),
+    limit: Annotated[float, option("MINUTES", "Time for all parts.", min=0.1, max=1440)] = 8.0,
+    json: JsonOption = False,
+) -> None:
+    """Examine this machine's GPUs: drivers, links, kernels, layouts, memory, and speed beside plain PyTorch.
+
+    It needs no network. The same command again runs what failed or had no time. Without a GPU it runs on the CPU at
+    tiny sizes. The exit code is 1 if a layout does not compute what one process computes.
+    """
+    from fivefold.bench.gpu.parts import PARTS, WRONG
+    from fivefold.bench.gpu.report import HTML, measure, rows
+
+    parts = part.split(",") if part else list(PARTS)
+    require_known("--part", parts, PARTS)
+    report = measure(out, parts, 60 * limit, lambda line: print(line, file=sys.stderr, flush=True))
+    print_json(report) if json else print(f"{out / HTML} shows all of it; gpu.json beside it is for an issue")
+    verified = [row for found in report["parts"]["verify"].values() for row in rows(found)]
+    if any(row.verdict == WRONG for row in verified):
+        raise CheckFailed("a layout does not compute what one process computes")
 
 
 def _text(table: Measured) -> Iterator[str]:

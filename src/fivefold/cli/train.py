@@ -339,6 +339,9 @@ def verify(
     mode: Annotated[
         Mode, flag("fp32: equal up to rounding. Others: as close to fp32 as one process in that mode.")
     ] = "fp32",
+    share_gpus: Annotated[
+        bool, flag("Let several ranks share a GPU, with gloo instead of NCCL: slow.", "--share-gpus")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Check that a layout computes the same as one process.
@@ -353,7 +356,7 @@ def verify(
     from fivefold.train.verify import verify as run
 
     with contextlib.redirect_stdout(sys.stderr):  # the forked ranks inherit it
-        report = run(loaded, steps=steps, mode=mode, fork=True)
+        report = run(loaded, steps=steps, mode=mode, fork=True, share_gpus=share_gpus)
     if report is None:  # a rank of torchrun that is not the first
         return
     if json:

@@ -83,6 +83,8 @@ class Axis:
         self.name, self.ranks, self.index, self.size = name, tuple(ranks), index, len(ranks)
         self.device, self.group, self.timeout_s, self.purpose = device, group, timeout_s, ""
         self.ops: Ops | None = progress.ops(group) if group is not None and watched else None
+        # gloo sums and gathers tensors on GPUs, but sends and receives in host memory only
+        self.staged = group is not None and device.type == "cuda" and dist.get_backend(group) == "gloo"
 
     @property
     def rank(self) -> int:
@@ -187,12 +189,11 @@ class Axis:
 
     def start_send(self, x: Tensor, to: int, tag: int = 0) -> Started:
         """Sends x (contiguous) to the rank with this index. gloo matches messages by tag, NCCL by their order."""
-        return self._start("send", x, x, lambda: dist.isend(x, None, self.group, tag, to), (to,))
+        return self._start("send", x, x, lambda: self._post(dist.isend, x, to, tag), (to,))
 
     def start_receive(self, out: Tensor, source: int, tag: int = 0) -> Started:
         """Receives `out` (contiguous) from the rank with this index."""
-        group = self.group
-        return self._start("receive", out, out, lambda: dist.irecv(out, None, group, tag, source), (source,))
+        return self._start("receive", out, out, lambda: self._post(dist.irecv, out, source, tag), (source,))
 
     def start_exchange(self, leaving: Tensor, to: int, arriving: Tensor, source: int) -> Started:
         """Sends one tensor to a rank and receives another from a rank, by index. Both are contiguous. Returns
@@ -289,10 +290,24 @@ class Axis:
         # gloo asks a peer for data once a receive is posted. Behind a send that is already under way, the request would
         # wait in the socket, and both directions would take turns. So receives are posted first.
         ordered = sorted(messages, key=lambda message: message[0] is dist.isend)
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(function, x, group=self.group, group_peer=peer) for function, _, x, peer in ordered]
-        )
+        if self.staged:
+            works = [self._post(function, x, peer) for function, _, x, peer in ordered]
+        else:
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(function, x, group=self.group, group_peer=peer)
+                    for function, _, x, peer in ordered
+                ]
+            )
         return Handle(lambda: [work.wait() for work in works])
+
+    def _post(self, function: Callable[..., Any], x: Tensor, peer: int, tag: int = 0) -> Work:
+        """Posts a send or a receive."""
+        here = x.cpu() if self.staged else x
+        work = function(here, None, self.group, tag, peer)
+        if not self.staged:
+            return work
+        return Handle(lambda: (work.wait(), function is dist.irecv and x.copy_(here)))
 
     def _all_to_all(
         self, out: Tensor, x: Tensor, taken: Sequence[int] | None, given: Sequence[int] | None

@@ -80,18 +80,22 @@ Again = Callable[[Failure | None], tuple[float, Attempt] | None]
 attempt. None: nothing."""
 
 
-def start_ranks(work: Callable[[Ranks], int | None], world: int, fork: bool) -> None:
+def start_ranks(
+    work: Callable[[Ranks], int | None], world: int, fork: bool, share_gpus: bool = False
+) -> None:
     """Runs `work` on `world` local ranks, on GPUs if there are any. A signal ends them at once.
 
     fork: forks the ranks on CPUs. This is quick, but only safe if the process has not used torch's threads. Otherwise
-    ranks are spawned, and `work` is pickled.
+    ranks are spawned, and `work` is pickled. share_gpus: if there are fewer GPUs than ranks, they share them, and send
+    by gloo. That is slow.
 
     Raises:
         UserError: there are fewer GPUs than ranks, or a rank met an error of the user's.
         RankFailed: a rank failed. The message names it.
         SystemExit: a signal came.
     """
-    outcome = launch(Attempt(work, world), fork)
+    gpus = torch.cuda.device_count() if share_gpus and torch.cuda.is_available() else world
+    outcome = launch(Attempt(work, world, slots=[rank % gpus for rank in range(world)]), fork)
     if outcome.failure is not None:
         raise as_error(outcome.failure)
     if outcome.stopped is not None:

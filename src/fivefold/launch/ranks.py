@@ -68,8 +68,10 @@ def device_for(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _backend() -> str:
-    return "nccl" if torch.cuda.is_available() else "gloo"
+def _backend(local_world: int = 1) -> str:
+    """NCCL with GPUs, unless ranks of our launcher share them: it refuses that."""
+    shared = STORE_FILE in os.environ and local_world > torch.cuda.device_count()
+    return "nccl" if torch.cuda.is_available() and not shared else "gloo"
 
 
 def group_options(backend: str, timeout: timedelta) -> Any:
@@ -140,7 +142,7 @@ def join(
 
 def _meet(ranks: Ranks, launched: int, meet_s: float) -> dist.Store:
     """Joins the process group; returns the store. launched: ranks with the spare ones. Raises as `join` does."""
-    rank, world, backend = ranks.rank, ranks.world, _backend()
+    rank, world, backend = ranks.rank, ranks.world, _backend(ranks.local_world)
     atexit.unregister(_free_groups)  # of a join before
     atexit.register(_free_groups)
     try:

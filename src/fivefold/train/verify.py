@@ -122,12 +122,18 @@ class Report:
 
 
 def verify(
-    recipe: Recipe, layout: str | None = None, *, steps: int = 3, mode: str = MASTER, fork: bool = False
+    recipe: Recipe,
+    layout: str | None = None,
+    *,
+    steps: int = 3,
+    mode: str = MASTER,
+    fork: bool = False,
+    share_gpus: bool = False,
 ) -> Report | None:
     """Compares a layout with one process, over `steps` steps of a recipe in `mode`.
 
     layout: as `--layout` takes it; None: the recipe's. Its ranks are started here. Under torchrun or Slurm the launched
-    ranks are used, and all but the first return None. fork: see `run_command`.
+    ranks are used, and all but the first return None. fork: see `run_command`. share_gpus: see `start_ranks`.
 
     Raises:
         UserError: the recipe, the layout or the data is not valid.
@@ -146,7 +152,8 @@ def verify(
             if launched[0]:
                 return None
         elif wanted.ranks > 1:
-            start_ranks(partial(compute, recipe, data, steps, Path(name, "layout")), wanted.ranks, fork)
+            work = partial(compute, recipe, data, steps, Path(name, "layout"))
+            start_ranks(work, wanted.ranks, fork, share_gpus)
         else:
             compute(recipe, data, steps, Path(name, "layout"), alone())
         report = compare_with_one_process(recipe, data, steps, Path(name))

@@ -1,0 +1,420 @@
+"""`fivefold bench gpu`: its trials on the CPU at tiny sizes, a stop and a resume, its page, the baseline beside our
+models, and messages of ranks that share a GPU."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import compared, side, tiny
+from torch.utils.flop_counter import FlopCounterMode
+
+from fivefold.bench.gpu import doctor, parts, plain, report, trials
+from fivefold.bench.gpu.kernels import cases
+from fivefold.bench.gpu.parts import OK, PARTS, SHORT, WRONG, Row, recipe_of
+from fivefold.cli.main import main
+from fivefold.comm import Axis
+from fivefold.errors import UserError
+from fivefold.launch import local, ranks
+from fivefold.models.base import build
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.messages.communication import Group, collective
+from fivefold.plan.predict import resolved
+from fivefold.precision import PRECISIONS
+from fivefold.recipe import Recipe, count_parameters, flops_per_token
+
+COMMAND = [sys.executable, "-P", "-m", "fivefold", "bench", "gpu"]
+
+
+def test_a_trial_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One trial of each kind of process: of itself, of ranks, of a command."""
+    ran = report.measure(tmp_path, ["links"], 300, print)["parts"]["links"]["collectives"]["rows"]
+    assert {row["name"].split(",")[0] for row in ran} > {
+        "all_reduce fp32",
+        "reduce_scatter bf16",
+        "all_gather",
+        "send",
+    }
+    assert all(row["measured"] > 0 and row["unit"] == "GB/s" for row in ran)
+    assert "links: collectives\n  all_reduce" in capsys.readouterr().out
+    assert json.loads((tmp_path / "gpu.json").read_text())["parts"]["links"]["collectives"]["rows"] == ran
+    assert "all_reduce fp32" in (tmp_path / "gpu.html").read_text()
+
+
+@pytest.mark.slow
+def test_all_parts_with_a_stop_and_a_resume(tmp_path: Path) -> None:
+    with subprocess.Popen([*COMMAND, "--out", str(tmp_path)], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("kernels: "):
+                break
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
+    assert process.returncode
+    before = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert len(before["kernels"]) == 1
+    assert not before["verify"]
+    assert "SwiGLU" in (tmp_path / "gpu.html").read_text(), "it shows what there is"
+
+    done = subprocess.run(
+        [*COMMAND, "--out", str(tmp_path), "--limit", "60"], stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "links: " not in done.stderr, "it is not measured again"
+    after = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    for part, ran in after.items():
+        assert [*ran] == PARTS[part].trials(0)
+        assert all("rows" in found for found in ran.values()), ran
+    assert {name: after["kernels"][name] for name in before["kernels"]} == before["kernels"]
+    names = {row["name"] for row in after["train"]["llama-1b"]["rows"]}
+    assert {"speed, plain PyTorch's expected", "MFU, beside plain PyTorch's", "step, planned"} <= names
+    loss = after["train"]["llama-1b"]["rows"][2]
+    assert loss["measured"] == pytest.approx(loss["expected"], rel=0.05), "both learn the same tokens"
+    for found in after["memory"].values():
+        memory = found["rows"][0]
+        assert memory["measured"] == pytest.approx(memory["expected"], rel=0.2), (
+            "tiny models have small parts"
+        )
+
+
+def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither after a stop; what failed is."""
+    ran: list[str] = []
+    answers = iter([{"rows": [Row("a", 1.0)._asdict()]}, {"why": "failed: no"}, KeyboardInterrupt])
+
+    def trial(part: str, name: str, seconds: float) -> dict[str, Any]:
+        ran.append(name)
+        if (answer := next(answers, {"rows": [Row("b", 2.0)._asdict()]})) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        assert isinstance(answer, dict)
+        return answer
+
+    monkeypatch.setattr(report, "_trial", trial)
+    with pytest.raises(KeyboardInterrupt):
+        report.measure(tmp_path, ["kernels"], 60, print)
+    names = PARTS["kernels"].trials(0)
+    assert ran == names[:3]
+    assert "failed: no" in (tmp_path / "gpu.html").read_text()
+    ran.clear()
+    done = report.measure(tmp_path, ["kernels"], 60, print)["parts"]["kernels"]
+    assert ran == [names[1], names[2], names[3]]
+    assert done[names[0]]["rows"][0]["name"] == "a"
+
+
+def test_results_of_another_machine_are_not_mixed(tmp_path: Path) -> None:
+    (tmp_path / "gpu.json").write_text(
+        json.dumps({"machine": {"cpu": "another"}, "parts": {p: {} for p in PARTS}})
+    )
+    with pytest.raises(UserError, match="another machine; choose another folder"):
+        report.measure(tmp_path, ["doctor"], 60, print)
+
+
+def test_parts_share_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one part leaves over, the next ones get."""
+    given: dict[str, float] = {}
+    found = {"rows": [Row("a", 1.0)._asdict()]}
+    monkeypatch.setattr(report, "_trial", lambda part, name, s: (given.setdefault(part, s), found)[1])
+    report.measure(tmp_path, [*PARTS], 280, print)
+    assert given["doctor"] == pytest.approx(280 * 1 / 28, rel=0.05)
+    assert given["verify"] == pytest.approx(280 * 9 / 22, rel=0.05)
+    assert given["train"] == pytest.approx(280, rel=0.05)
+
+
+def program(folder: Path, text: str) -> str:
+    """A program that runs in place of Python."""
+    file = folder / "program"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return str(file)
+
+
+def test_a_trial_that_hangs_ends_with_all_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "child"
+    monkeypatch.setattr(report, "LEAST_S", 0.0)
+    monkeypatch.setattr(report.sys, "executable", program(tmp_path, f"sleep 300 & echo $! > {child}\nwait"))
+    assert report._trial("links", "collectives", 1.0)["why"].startswith("stopped after 1 s")
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        with suppress(FileNotFoundError):
+            if "State:\tZ" not in Path(f"/proc/{int(child.read_text())}/status").read_text():
+                time.sleep(0.05)
+                continue
+        return
+    raise AssertionError("what it had started runs on")
+
+
+def test_a_trial_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        report.sys, "executable", program(tmp_path, f"echo {Path.home()}/x broke >&2; exit 3")
+    )
+    why = report._trial("links", "collectives", 60.0)["why"]
+    assert why == "failed: ~/x broke", "it may be passed on"
+    assert report.rows({"why": why}) == [Row("", "no result", verdict=SHORT, advice=why)]
+    assert "its share of --limit is used up" in report._trial("links", "collectives", 1.0)["why"]
+
+
+def test_the_exit_code_is_that_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for verdict, code in ((OK, 0), (SHORT, 0), (WRONG, 1)):
+        found = {"rows": [Row("loss", 1e-3, "", 1e-6, verdict, "largest at step 1")._asdict()]}
+        monkeypatch.setattr(report, "_trial", lambda *_, found=found: found)
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "gpu", "--part", "verify", "--out", str(tmp_path / verdict)])
+        assert (ended.value.code or 0) == code
+
+
+def test_the_page_begins_with_what_fell_short() -> None:
+    fine, slow = Row("copy", 3.0, "GB/s", 3.1, OK), Row("<norm>", 2.0, "ms", 1.0, SHORT, "buy another")
+    made = {"machine": {"gpus": [{"name": "GPU <X>"}], "cpu": "c"}, "parts": {part: {} for part in PARTS}}
+    made["parts"]["kernels"] = {"llama-1b bf16": {"rows": [fine._asdict(), slow._asdict()]}}
+    page = report.page(made)
+    short = page[page.index("Short of what was expected") : page.index(PARTS["kernels"].about)]
+    assert "&lt;norm&gt;" in short
+    assert "buy another" in short
+    assert "GB/s" not in short
+    picture = page[page.index("<svg") : page.index("</svg>")]
+    assert picture.count('class="green"') == 1
+    assert picture.count('class="orange"') == 1
+    assert "GPU &lt;X&gt;" in page
+    assert "<norm>" not in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+
+
+def test_doctor_says_what_is_wrong_with_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = [*doctor.SETTINGS, "power.default_limit", "pcie.link.width.max"]
+    good = dict.fromkeys(fields, "1") | {
+        field: wanted for field, (wanted, _) in doctor.SETTINGS.items() if wanted
+    }
+    good |= {"power.limit": "700.00", "power.default_limit": "700.00"}
+    good |= {"pcie.link.width.current": "16", "pcie.link.width.max": "16", "ecc.mode.current": "[N/A]"}
+    bad = good | {"power.limit": "300.00", "pcie.link.width.current": "8", "mig.mode.current": "Enabled"}
+    bad |= {
+        "persistence_mode": "Disabled",
+        "compute_mode": "Exclusive_Process",
+        "ecc.mode.current": "Disabled",
+    }
+    lines = "\n".join(", ".join(gpu[field] for field in fields) for gpu in (good, bad))
+    script = f'test "$1" = "--query-gpu={",".join(fields)}" && cat <<END\n{lines}\nEND'
+    Path(program(tmp_path, script)).rename(tmp_path / "nvidia-smi")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    rows = {row.name: row for row in doctor.doctor(0, "machine")}
+    wrong = {name for name, row in rows.items() if row.verdict == SHORT and name.startswith("GPU ")}
+    expected = (
+        "power.limit",
+        "pcie.link.width.current",
+        "mig.mode.current",
+        "persistence_mode",
+        "compute_mode",
+    )
+    assert wrong == {f"GPU 1: {field}" for field in (*expected, "ecc.mode.current")}
+    assert rows["GPU 1: power.limit"].measured == "300.00 (power.default_limit: 700.00)"
+    assert "GPU 0: ecc.mode.current" not in rows, "the driver does not say"
+    assert rows["GPUs that PyTorch does not see"].measured == "2"
+
+
+@pytest.mark.parametrize("shape", parts.SHAPES)
+def test_plain_pytorch_has_the_parameters_of_the_real_shape(shape: str) -> None:
+    model = resolved(recipe_of(shape, "dp=1", 1)).model
+    with torch.device("meta"):
+        own = plain.Plain(model, False)
+    assert sum(p.numel() for p in own.parameters()) == count_parameters(model)
+
+
+@pytest.mark.parametrize("shape", ["gpt2-124m", "llama-1b"])
+def test_plain_pytorch_computes_the_same_loss(shape: str) -> None:
+    """The baseline is the same work: the loss and every gradient, from weights that are large enough to matter."""
+    model = resolved(recipe_of(shape, "dp=1", 0)).model.model_copy(update={"init_std": 0.3})
+    ours, own = build(model, device=torch.device("cpu"), seed=3), plain.Plain(model, True)
+    renamed = {
+        "embed_positions": "places", "attention.": "", "mlp.gate_up": "up", "mlp.": "",
+        "norm_1": "norm1", "norm_2": "norm2",
+    }  # fmt: skip
+
+    def name_of(name: str) -> str:
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        return name
+
+    own.load_state_dict({name_of(name): weight for name, weight in ours.state_dict().items()})
+    tokens = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
+    losses = [module(tokens, tokens.roll(1, 1)) for module in (ours, own)]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+    for loss in losses:
+        loss.backward()
+    theirs = dict(own.named_parameters())
+    for name, p in ours.named_parameters():
+        gradient = theirs[name_of(name)].grad
+        assert p.grad is not None
+        assert gradient is not None
+        assert (gradient - p.grad).norm() <= 1e-4 * p.grad.norm() + 1e-7, name
+
+
+def test_kernels_and_pytorchs_own_compute_the_same() -> None:
+    """Forward and backward; and the FLOPs are those that PyTorch counts."""
+    made = cases(resolved(recipe_of("llama-1b", "dp=1", 0)).model, "fp32", torch.device("cpu"))
+    for name, (ours, own, shapes, flops, moved) in made.items():
+        assert moved > 0
+        if not shapes:
+            continue
+        torch.manual_seed(0)
+        inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
+        found = []
+        for call in (ours, own):
+            out = call(*inputs)
+            outputs = out if isinstance(out, tuple) else (out,)
+            outputs = [one.flatten(2) if name == "attention" and one.dim() == 3 else one for one in outputs]
+            if name == "attention" and outputs[0].dim() == 4:
+                outputs = [outputs[0].transpose(1, 2).flatten(2)]
+            gradients = torch.autograd.grad(outputs, inputs, [torch.ones_like(one) for one in outputs])
+            found.append([*outputs, *gradients])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+        if name.startswith("matmul") or name.startswith("output"):
+            with FlopCounterMode(display=False) as counted:
+                torch.autograd.grad((out := own(*inputs)), inputs, torch.ones_like(out))
+            assert counted.get_total_flops() == flops, name
+
+
+def test_ranks_that_share_a_gpu_send_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[local.Attempt] = []
+    monkeypatch.setattr(local, "launch", lambda attempt, fork: attempts.append(attempt) or local.Outcome())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    local.start_ranks(lambda ranks: None, 4, fork=True, share_gpus=True)
+    local.start_ranks(lambda ranks: None, 4, fork=True)
+    assert [list(attempt.slots) for attempt in attempts] == [[0, 1, 0, 1], [0, 1, 2, 3]]
+    monkeypatch.delenv(ranks.STORE_FILE, raising=False)
+    assert ranks._backend(4) == "nccl", "each rank may see its own GPU only"
+    monkeypatch.setenv(ranks.STORE_FILE, "store")
+    assert ranks._backend(4) == "gloo"
+    assert ranks._backend(2) == "nccl"
+
+
+def through_host_memory(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
+    """A rank whose axes take its tensors for those of a GPU that it shares: copies to the host are other tensors."""
+    start = Axis.__init__
+
+    def staged(axis: Axis, *arguments: object, **options: object) -> None:
+        start(axis, *arguments, **options)  # type: ignore[arg-type]
+        axis.staged = axis.group is not None
+
+    with (
+        mock.patch.object(Axis, "__init__", staged),
+        mock.patch.object(torch.Tensor, "cpu", lambda x: x.detach().clone()),
+        mock.patch.object(dist, "isend", wraps=dist.isend) as send,
+    ):
+        side(rank, world, recipe, steps, folder)
+    assert send.called
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "cp=2"])
+def test_messages_go_through_host_memory(tmp_path: Path, layout: str) -> None:
+    assert compared(tiny(tmp_path, layout), part=through_host_memory).passed
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trials ask of GPUs, as eight H100 answer."""
+    answers: dict[str, Any] = {
+        "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
+        "get_device_capability": lambda *_: (9, 0),
+        "mem_get_info": lambda gpu=0: (10 << 30 if gpu == 1 else 79 << 30, 80 << 30),
+        "can_device_access_peer": lambda a, b: (a, b) != (0, 1),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(doctor.nccl, "version", lambda: (2, 29, 2))
+
+
+@pytest.mark.usefixtures("h100")
+def test_doctor_says_what_is_wrong_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cores", lambda: 4)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    rows = {row.name: row for row in doctor.doctor(2, "machine")}
+    assert rows["CUDA, NCCL"].measured == "not in this build, 2.29.2"
+    assert (
+        rows["GPU 1: free memory"].advice == "another process holds memory of this GPU; nvidia-smi lists it"
+    )
+    assert rows["GPU 0: free memory"].verdict == OK
+    wrong = {name for name, row in rows.items() if row.verdict == SHORT}
+    assert wrong == {"Triton", "GPU 1: free memory", "peer access from GPU 0 to 1", "cores of this process"}
+
+
+@pytest.mark.usefixtures("h100")
+def test_links_stand_beside_the_clusters_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 256 << 20
+    planned = collective("all_reduce", size, Group(8, 8), parse("h100:8"))
+    found = {
+        "all_reduce fp32": [[1 << 20, 1.0], [size, planned / 0.79]],
+        "all_gather": [[size, 1e-6]],
+        "send": [[size, 1e-6]],
+    }
+    monkeypatch.setattr(trials, "_of_ranks", lambda work, ranks: found if ranks == 8 else {})
+    small, large, gather, send = trials.links(8, "collectives")
+    assert small.verdict == OK, "latency is not judged"
+    assert large.measured == pytest.approx(0.79 * (large.expected or 0))
+    assert large.verdict == SHORT
+    assert "nvidia-smi topo" in large.advice
+    assert gather.verdict == send.verdict == OK
+    with pytest.raises(UserError, match="one GPU sends nothing"):
+        list(trials.links(1, "collectives"))
+
+
+@pytest.mark.usefixtures("h100")
+def test_memory_and_time_stand_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = []
+    predict = trials.predict
+    monkeypatch.setattr(trials, "predict", lambda *arguments: plans.append(predict(*arguments)) or plans[-1])
+
+    def measured(recipe: Recipe, layouts: Any, steps: int) -> Any:
+        yield (
+            layouts[0],
+            {"memory_bytes": 1.06 * plans[-1].peak_bytes, "step_s": 1.09 * plans[-1].step.seconds},
+        )
+
+    monkeypatch.setattr(trials, "measure_layouts", measured)
+    memory, step = trials.memory(8, "llama-1b dp=8,zero=1")
+    assert plans[-1].layout.zero == 1
+    assert plans[-1].peak_bytes <= 0.9 * (79 << 30) < plans[-2].peak_bytes, "the largest microbatch that fits"
+    assert memory.verdict == SHORT
+    assert memory.advice.startswith("+6.0% of the plan")
+    assert step.verdict == OK
+    assert step.measured == pytest.approx(1.09 * (step.expected or 0))
+    with pytest.raises(UserError, match=r"llama3-8b, dp=1: needs .* GiB per rank; 79.0 GiB are free"):
+        list(trials.memory(1, "llama3-8b dp=1"))
+
+
+@pytest.mark.usefixtures("h100")
+def test_training_stands_beside_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Recipe] = []
+
+    def turns(work: Any, ranks: int) -> Any:
+        asked.append(work.args[0])
+        return {
+            "fivefold": {"seconds": [9.0, 2.0, 2.0], "loss": 1.0},
+            "plain": {"seconds": [1.0, 1.0, 9.0], "loss": 1.1},
+        }
+
+    monkeypatch.setattr(trials, "_of_ranks", turns)
+    monkeypatch.setattr(trials, "compute_mode", lambda recipe, device: PRECISIONS["bf16"])
+    speed, mfu, loss, step = trials.train(8, "llama-1b")
+    tokens = asked[0].train.global_batch_size * asked[0].model.seq_len
+    assert asked[0].layout.zero == 3
+    assert (speed.measured, speed.expected, speed.verdict) == (tokens / 2, tokens, SHORT)
+    assert speed.advice.startswith("0.50 times plain PyTorch")
+    flops = flops_per_token(asked[0].model)
+    assert mfu.measured == pytest.approx(100 * flops * tokens / 2 / 8 / 989.4e12)
+    assert (loss.measured, loss.expected) == (1.0, 1.1)
+    assert step.measured == 2.0
+    assert step.verdict == SHORT
