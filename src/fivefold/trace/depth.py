@@ -43,6 +43,7 @@ from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.parts import stage_blocks, stages_of
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
 from fivefold.step.state import compute_mode
+from fivefold.trace.blocks import Blocks
 from fivefold.trace.fake import CPU
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace
@@ -114,9 +115,15 @@ class Exact:
         return cls(layout, rank, step, traced, figures["flops_formula"], seconds, device)
 
 
-def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device = CPU) -> Exact:
-    """Traces a step of a resolved recipe on a rank of its layout. kept: reads and writes the cache. device: as in
-    `step.trace`.
+def exact(
+    recipe: Recipe,
+    rank: int = 0,
+    kept: bool = True,
+    device: torch.device = CPU,
+    blocks: Blocks | None = None,
+) -> Exact:
+    """Traces a step of a resolved recipe on a rank of its layout. kept: reads and writes the cache. device, blocks: as
+    in `step.trace`.
 
     Raises:
         UserError: the layout is not valid, or has no such rank.
@@ -136,7 +143,7 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
         recipe.replica_groups.fragments,
     )
     models = {L: recipe.model_copy(update={"model": _deep(recipe.model, L)}) for L in layers}
-    steps = {(L, m): trace(models[L], rank, m, device) for L in layers for m in counts}
+    steps = {(L, m): trace(models[L], rank, m, device, blocks) for L in layers for m in counts}
     tokens = count * (recipe.train.microbatch_size or 1) * layout.dp * recipe.model.seq_len
     formula = flops_per_token(recipe.model) * tokens / layout.ranks
     step = extrapolate(steps, recipe.model.layers, count)

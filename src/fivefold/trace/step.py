@@ -46,8 +46,9 @@ from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state
 from fivefold.step.step import forward_backward, take_step
+from fivefold.trace.blocks import Blocks, keep_as_compiled, outside_graphs
 from fivefold.trace.fake import CPU, Fake, FakeMode, is_mask
-from fivefold.trace.memory import Peak, Tracker, states_of, tensors_in
+from fivefold.trace.memory import Peak, Region, Tracker, states_of, tensors_in
 from fivefold.trace.traffic import Collectives, flops_of
 
 aten = torch.ops.aten
@@ -84,15 +85,23 @@ class Traced:
     syncs: dict[tuple[str, str], int] = field(default_factory=dict, compare=False)
 
 
-def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU) -> Traced:
+def trace(
+    recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU, blocks: Blocks | None = None
+) -> Traced:
     """Traces a step of a resolved recipe on a rank of its layout. It is the second step: the first one creates the
     optimizer's states. Of several replica groups it is one that ends with an outer step (`ReplicaGroups.traced`).
-    device: another than the CPU only in a process of gpu.py."""
-    return probe(recipe, rank, microbatches, device).found()
+    device: another than the CPU only in a process of gpu.py. blocks: what `compiled.blocks` found; None: no block is
+    compiled."""
+    return probe(recipe, rank, microbatches, device, blocks=blocks).found()
 
 
 def probe(
-    recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU, first: bool = False
+    recipe: Recipe,
+    rank: int,
+    microbatches: int,
+    device: torch.device = CPU,
+    first: bool = False,
+    blocks: Blocks | None = None,
 ) -> Probe:
     """The instrument behind `trace`. first: traces the run's first step instead."""
     layout = Layout.from_recipe(recipe.layout)
@@ -103,7 +112,12 @@ def probe(
             stack.enter_context(a_gpu())
             stack.enter_context(Creating(fake))
         _set(stack, disk, "File", FakeFile)
+        region = Region()
+        if blocks:
+            _set(stack, torch.compiler, "disable", outside_graphs)
         state = build_state(recipe, ranks, memory=fake)
+        if blocks:
+            keep_as_compiled(state.parallel.stages, recipe, blocks, region)
         state.go_to(layout.compress_after or 0)
         try:
             for module in (module for stage in state.parallel.stages for module in stage.modules()):
@@ -125,7 +139,7 @@ def probe(
                 batch = [Microbatch(tokens(), tokens()) for _ in range(microbatches)]
                 if isinstance(state.parallel.activations, Activations) and not first:
                     forward_backward(state, batch, recipe.train.seed)  # makes the host's buffers
-                with Probe(state, fake) as instrument:
+                with Probe(state, fake, region) as instrument:
                     done = take_step(state, recipe, batch, inspect=instrument.begin_update)
                     assert done.loss, "read as a loop does"
         finally:
@@ -167,8 +181,9 @@ class Probe(Tracker):
     """Counts memory, messages and FLOPs of a step on fake tensors in one dispatch mode instead of three, and executes
     the operations itself."""
 
-    def __init__(self, state: State, fake: FakeMode) -> None:
-        super().__init__(states_of(state), state.mesh.device.type, host=state.parallel.disk is not None)
+    def __init__(self, state: State, fake: FakeMode, region: Region | None = None) -> None:
+        host = state.parallel.disk is not None
+        super().__init__(states_of(state), state.mesh.device.type, host, region)
         self.fake, self.sent, self.flops = fake, Collectives(state.mesh), 0
         self.syncs: Counter[tuple[str, str]] = Counter()
 
@@ -356,7 +371,8 @@ def _gpu_attention(
     assert attn_mask is None, "a step's attention has no mask"
     if q.dtype in (torch.bfloat16, torch.float16):
         d = q.shape[-1]
-        q, k, v = (F.pad(x, (0, -d % 8)) for x in (q, k, v))
+        if d % 8:
+            q, k, v = (F.pad(x, (0, -d % 8)) for x in (q, k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, scale=scale or 1 / math.sqrt(d)
         )[0][..., :d]
