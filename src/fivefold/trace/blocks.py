@@ -30,14 +30,25 @@ class Break:
 @dataclass
 class Block:
     """What one kind of block is compiled to. compiled: False if the trainer leaves it to Python. forward, backward:
-    kernels, without messages. kept: bytes of the storages that graphs keep for backward, weights left out."""
+    kernels, without messages. moved: bytes that all of them but matmuls and attention read and write, in forward and in
+    backward. kept: bytes of the storages that graphs keep for backward, weights left out."""
 
     compiled: bool
     graphs: int = 0
     breaks: list[Break] = field(default_factory=list)
     forward: int = 0
     backward: int = 0
+    moved: list[int] = field(default_factory=lambda: [0, 0])
     kept: list[int] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        kernels = f"{self.forward} kernels in forward, {self.backward} in backward"
+        if not self.compiled:
+            return f"{kernels}; it is not compiled"
+        places = "".join(f", at {one.at}" for one in self.breaks)
+        count = f"{self.graphs} graph{'s' * (self.graphs > 1)}, {len(self.breaks)} breaks{places}"
+        return f"{kernels}; {count}; keeps {sum(self.kept) / 2**20:,.1f} MiB for backward"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,7 +110,7 @@ def keep_as_compiled(stages: Iterable[nn.Module], recipe: Recipe, blocks: Blocks
     by_number, stack = kinds(recipe), card_of(recipe.model).stack
     for stage in stages:
         for number, block in stage.get_submodule(stack).named_children():
-            if blocks[by_number[int(number)]].compiled:
+            if blocks[by_number[int(number)]].graphs:
                 _keep(block, blocks[by_number[int(number)]], region)
 
 
@@ -137,6 +148,9 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(*args: Any, **options: Any) -> Any:
+        hooks = _top_saved_tensors_default_hooks(True)
+        if hooks is None or not isinstance(getattr(hooks[0], "__self__", None), Kept):
+            return function(*args, **options)  # not those of recomputation
         with saved_tensors_hooks(same, same):
             return function(*args, **options)
 

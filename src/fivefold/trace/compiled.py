@@ -39,6 +39,7 @@ from fivefold.sharding.parts import held
 from fivefold.step.state import compute_mode
 from fivefold.trace.blocks import Block, Break, kinds
 from fivefold.trace.fake import FakeMode
+from fivefold.trace.memory import tensors_in
 from fivefold.trace.step import DEVICE, Creating, _chosen, _even, _one_of, _set, a_gpu
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -48,14 +49,35 @@ PROCESSORS, CAPABILITY = 132, (9, 0)
 
 
 class Launches:
-    """Counts the kernels of operations that run one by one. within: True while a graph's own operations run."""
+    """Counts the kernels of operations that run one by one, and the bytes that they read and write. within: True while
+    a graph's own operations run."""
 
     def __init__(self) -> None:
-        self.count, self.within = 0, False
+        self.kernels = self.moved = 0
+        self.within = False
 
-    def see(self, func: Any) -> None:
-        compiling = self.within or TracingContext.try_get() is not None
-        self.count += not compiling and func.namespace == "aten" and not _is_free(func)
+    def see(self, func: Any, args: Any, out: Any) -> None:
+        if self.within or TracingContext.try_get() is not None or func.namespace != "aten" or _is_free(func):
+            return
+        self.kernels += 1
+        if not func.name().startswith(PRODUCTS):
+            self.moved += sum(t.numel() * t.element_size() for t in (*tensors_in(args), *tensors_in(out)))
+
+
+PRODUCTS = tuple(
+    f"aten::{name}"
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_grouped_mm",
+        "_scaled_mm",
+        "_scaled_dot_product",
+        "_flash",
+    )
+)
+"""Matmuls and attention."""
 
 
 @contextmanager
@@ -64,8 +86,9 @@ def _counted(mode: type, launches: Launches) -> Iterator[None]:
     before = mode.__torch_dispatch__
 
     def seen(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        launches.see(func)
-        return before(self, func, types, args, kwargs)
+        out = before(self, func, types, args, kwargs)
+        launches.see(func, args, out)
+        return out
 
     mode.__torch_dispatch__ = seen
     try:
@@ -79,7 +102,7 @@ def _is_free(func: Any) -> bool:
     views = any(
         given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns
     )
-    return views or func.__name__.startswith(("empty", "new_empty", "detach", "lift_fresh", "_to_copy_view"))
+    return views or func.__name__.startswith(("empty", "new_empty", "detach", "lift_fresh"))
 
 
 class Compiler:
@@ -134,7 +157,8 @@ class Compiler:
     def _compiled(self, graph: Any, inputs: Sequence[Tensor], backward: bool) -> Callable[..., Any]:
         from functorch.compile import make_boxed_func
 
-        kernels = _kernels(graph, inputs)
+        kernels, moved = _kernels(graph, inputs)
+        self.block.moved[backward] += moved
         if backward:
             self.block.backward += kernels
         else:
@@ -150,8 +174,9 @@ class Compiler:
         return make_boxed_func(run)
 
 
-def _kernels(graph: Any, inputs: Sequence[Tensor]) -> int:
-    """Number of kernels that Inductor's scheduler makes of a graph."""
+def _kernels(graph: Any, inputs: Sequence[Tensor]) -> tuple[int, int]:
+    """Number of kernels that Inductor's scheduler makes of a graph, and the bytes that those read and write which it
+    generates: all but matmuls and attention."""
     from torch._inductor import scheduler
     from torch._inductor.compile_fx import view_to_reshape
     from torch._inductor.debug import DebugContext
@@ -167,8 +192,9 @@ def _kernels(graph: Any, inputs: Sequence[Tensor]) -> int:
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
             lowering.run(*inputs)
             nodes = scheduler.Scheduler(lowering.operations).nodes
-    nothing = ("NopKernelSchedulerNode", "MultiOutput")
-    return sum(type(n).__name__ not in nothing and type(n.node).__name__ not in nothing for n in nodes)
+            nothing = ("NopKernelSchedulerNode", "MultiOutput")
+            nodes = [n for n in nodes if not {type(n).__name__, type(n.node).__name__} & {*nothing}]
+            return len(nodes), sum(n.get_read_write_buffers_sizes() for n in nodes if not n.is_extern())
 
 
 def _mode_of(graph: Any) -> Any:
@@ -247,10 +273,10 @@ def _analyse(
         y.backward(torch.empty_like(y))
         with _counted(type(fake), launches):
             y = run(x, *tables, **given)
-            ahead = launches.count
+            ahead = launches.kernels, launches.moved
             y.backward(torch.empty_like(y))
-    found.forward += ahead
-    found.backward += launches.count - ahead
+    found.forward, found.backward = found.forward + ahead[0], found.backward + launches.kernels - ahead[0]
+    found.moved = [found.moved[0] + ahead[1], found.moved[1] + launches.moved - ahead[1]]
     return found
 
 
@@ -262,6 +288,14 @@ def _with_memory(block: nn.Module, working: torch.dtype) -> None:
             setattr(module, name, nn.Parameter(weight, parameter.requires_grad))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE))
+
+
+class Device:
+    """In place of `torch.cuda.device`, a class because PyTorch asks whether something is one."""
+
+    def __init__(self, *_: Any) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: Any) -> None: ...
 
 
 @contextmanager
@@ -281,7 +315,7 @@ def _for_compiler() -> Iterator[None]:
     with ExitStack() as stack:
         _set(stack, torch.compiler, "disable", DISABLE)
         _set(stack, torch.cuda, "get_device_properties", lambda device=None: known)
-        _set(stack, torch.cuda, "device", type("device", (), {}))
+        _set(stack, torch.cuda, "device", Device)
         _set(stack, DeviceProperties, "create", lambda device: properties)
         _set(stack, scheduler, "has_triton", lambda: True)
         # Else a generator on the GPU is an input of graphs that draw numbers again, and no CPU makes one.

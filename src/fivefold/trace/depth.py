@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.parts import stage_blocks, stages_of
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
 from fivefold.step.state import compute_mode
-from fivefold.trace.blocks import Blocks
+from fivefold.trace.blocks import Block, Blocks
 from fivefold.trace.fake import CPU
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace
@@ -60,7 +60,7 @@ class Exact:
 
     device: "cpu" or "cuda", whose path of the code ran. traced: (layers, microbatches) of the models that ran; one
     entry if nothing is extrapolated. formula: the model's formula for FLOPs per rank, without recomputation, averaged
-    over ranks.
+    over ranks. blocks: what the rank's kinds of blocks are compiled to, on a GPU.
     """
 
     layout: str
@@ -70,6 +70,7 @@ class Exact:
     formula: float
     seconds: float
     device: str = CPU.type
+    blocks: Blocks = field(default_factory=dict)
 
     @property
     def extrapolated(self) -> bool:
@@ -97,6 +98,7 @@ class Exact:
                 {"operation": operation, "at": place, "times": times}
                 for (operation, place), times in self.step.syncs.items()
             ],
+            "blocks": {kind: block.as_json() for kind, block in self.blocks.items()},
             "extrapolated": self.extrapolated,
             "traced": [{"layers": layers, "microbatches": count} for layers, count in self.traced],
             "seconds": self.seconds,
@@ -112,7 +114,8 @@ class Exact:
         traced = [(e["layers"], e["microbatches"]) for e in figures["traced"]]
         step = Traced(peak, sent, figures["flops"], syncs)
         layout, rank, device = figures["layout"], figures["rank"], figures["device"]
-        return cls(layout, rank, step, traced, figures["flops_formula"], seconds, device)
+        blocks = {kind: Block.from_json(block) for kind, block in figures["blocks"].items()}
+        return cls(layout, rank, step, traced, figures["flops_formula"], seconds, device, blocks)
 
 
 def exact(
@@ -148,15 +151,17 @@ def exact(
     formula = flops_per_token(recipe.model) * tokens / layout.ranks
     step = extrapolate(steps, recipe.model.layers, count)
     seconds = time.perf_counter() - began
-    result = Exact(to_text(layout), rank, step, list(steps), formula, seconds, device.type)
+    result = Exact(to_text(layout), rank, step, list(steps), formula, seconds, device.type, blocks or {})
     if entry:
         entry.write(result.as_json())
     return result
 
 
-def timelines(recipe: Recipe, rank: int = 0, device: torch.device = CPU) -> list[tuple[str, MemoryTimeline]]:
+def timelines(
+    recipe: Recipe, rank: int = 0, device: torch.device = CPU, blocks: Blocks | None = None
+) -> list[tuple[str, MemoryTimeline]]:
     """Memory over the first step of a rank and over a later one, as traced: with all blocks; and with all microbatches,
-    or if that is too much work with so many that the pipeline fills.
+    or if that is too much work with so many that the pipeline fills. device, blocks: as in `step.trace`.
 
     Raises:
         UserError: the layout is not valid, or has no such rank.
@@ -170,7 +175,9 @@ def timelines(recipe: Recipe, rank: int = 0, device: torch.device = CPU) -> list
     which = "" if count == whole else f", the first {count} of {whole} microbatches"
     drawn = []
     for name, first in (("first step", True), ("a later step", False)):
-        timeline = probe(recipe, rank, count, device, first).timeline(timed=False, rank=rank, step=2 - first)
+        timeline = probe(recipe, rank, count, device, first, blocks).timeline(
+            timed=False, rank=rank, step=2 - first
+        )
         drawn.append((f"{name}, rank {rank}{which}", timeline))
     return drawn
 
@@ -344,7 +351,7 @@ def _source() -> str:
 
 def beside(plan: Plan, exact: Exact) -> Iterator[str]:
     """Lines of text: memory by category, messages by axis, FLOPs, host syncs."""
-    where = "a CPU" if exact.device == "cpu" else "a GPU without torch.compile"
+    where = "a CPU" if exact.device == "cpu" else "a GPU"
     how = f"the trainer's own step, traced as {where} computes it"
     if exact.extrapolated:
         models = ", ".join(f"{layers} layers x {count} microbatches" for layers, count in exact.traced)
@@ -376,6 +383,8 @@ def beside(plan: Plan, exact: Exact) -> Iterator[str]:
         f"  FLOPs          {exact.step.flops:.4g} in matmuls; the model's formula, without recomputation, has "
         f"{exact.formula:.4g} per rank"
     )
+    for kind, block in exact.blocks.items():
+        yield f"  a block ({kind}): {block.text}"
     yield f"  host syncs     {sum(exact.step.syncs.values()):,}"
     for (operation, place), times in exact.step.syncs.items():
         yield f"    {operation:22}{times:6,}  {place}"
