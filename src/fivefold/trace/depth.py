@@ -262,7 +262,8 @@ def extrapolate(steps: Mapping[tuple[int, int], Traced], layers: int, microbatch
         depth: _follow({m: step for (L, m), step in steps.items() if depth == L}, microbatches)
         for depth in {layers for layers, _ in steps}
     }
-    return _follow(at_depth, layers)
+    step = _follow(at_depth, layers)
+    return replace(step, memory=step.memory.of_phases())
 
 
 def _follow(points: Mapping[int, Any], x: int) -> Any:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -97,12 +97,18 @@ def states_of(state: State) -> LiveTensors:
 @dataclass(frozen=True)
 class Peak:
     """total: the most bytes at once. at_peak: bytes of each category then. highest: the most of each, at any time.
-    away: the same of AWAY, which the total leaves out."""
+    away: the same of AWAY, which the total leaves out. phases: `at_peak` of each kind of phase of the step."""
 
     total: int
     at_peak: dict[str, int]
     highest: dict[str, int]
     away: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AWAY, 0))
+    phases: dict[str, dict[str, int]] = field(default_factory=dict, compare=False)
+
+    def of_phases(self) -> Peak:
+        """Total and categories of the phase that has most: each phase may grow by a line of its own."""
+        at_peak = max(self.phases.values(), key=lambda sizes: sum(sizes.values()))
+        return replace(self, total=sum(at_peak.values()), at_peak=at_peak)
 
 
 class Region:
@@ -213,17 +219,20 @@ class Tracker(DispatchMode):
 
     def peak(self) -> Peak:
         """The figures of everything so far."""
-        now, total = dict.fromkeys((*CATEGORIES, *AWAY), 0), 0
-        highest, at_peak, most = dict(now), dict(now), 0
-        for memory, change, _ in self.changes:
-            category = memory.category or "buffers"
+        now, most = dict.fromkeys((*CATEGORIES, *AWAY), 0), dict[str, int]()
+        highest, phases, total = dict(now), dict[str, dict[str, int]](), 0
+        begins = {number: kind for kind, number, _ in self.phases}  # of the last one that begins there
+        kind = "forward"
+        for number, (memory, change, _) in enumerate(self.changes):
+            kind, category = begins.get(number, kind), memory.category or "buffers"
             now[category] += change
             total += change * (category in CATEGORIES)
             highest[category] = max(highest[category], now[category])
-            if total > most:
-                most, at_peak = total, dict(now)
-        device, besides = ({name: sizes[name] for name in CATEGORIES} for sizes in (at_peak, highest))
-        return Peak(most, device, besides, {name: highest[name] for name in AWAY})
+            if total > most.get(kind, 0):
+                most[kind], phases[kind] = total, {name: now[name] for name in CATEGORIES}
+        besides, nothing = {name: highest[name] for name in CATEGORIES}, dict.fromkeys(CATEGORIES, 0)
+        away = {name: highest[name] for name in AWAY}
+        return Peak(0, nothing, besides, away, phases or {kind: nothing}).of_phases()
 
     def begin_update(self) -> None:
         """The gradient is whole; the rest of the step is its update."""
