@@ -465,7 +465,7 @@ def trace(
         from fivefold.sharding.layout import to_text as layout_text
 
         drawn = depth.timelines(whole, rank) if on_cpu else gpu.timelines_on_gpu(whole, rank)
-        where = "a CPU" if on_cpu else "a GPU without torch.compile"
+        where = "a CPU" if on_cpu else "a GPU"
         of = f"bytes of the tensors of rank {rank}, traced as {where} computes them"
         save_as("--memory-timeline", memory_timeline, to_svg(drawn, f"{layout_text(result.layout)}: {of}"))
         found["memory_timeline"] = [timeline.as_json() | {"name": name} for name, timeline in drawn]

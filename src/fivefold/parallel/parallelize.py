@@ -120,14 +120,40 @@ def parallelize(
     instead of the recipe's model. It has its weights on the device from the start, and trains in place if no axis cuts
     it.
     """
+    card: Card | CustomModel = card_of(recipe.model) if own is None else own
+    table = held(card, mesh.layout, mesh.rank)
+    numbered, parallel = cut(recipe, mesh, compute_dtype, masters, card, table)
+    stages = parallel.stages
+    kept = keepings(card, mesh.layout, list(numbered))
+    builder = _ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, parallel, filled=own is not None)
+    builder.shard(numbered, kept)
+    with memory or nullcontext():
+        of_stage = builder.replicas(numbered, kept)
+    parallel.activations = _activations(stages, mesh, parallel.disk)
+    if parallel.pipeline is not None:
+        parallel.pipeline.replicas = of_stage
+        if card.tied and TIED not in card.frozen:
+            parallel.reductions += sum_tied(parallel.replicas, mesh, parallel.pipeline.rank_of)
+    return parallel
+
+
+def cut(
+    recipe: Recipe,
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+    masters: torch.dtype,
+    card: Card | CustomModel,
+    table: dict[str, Part],
+) -> tuple[dict[int, Any], Parallel]:
+    """Steps 1 to 5: this rank's stages by their number, divided and compiled, still on "meta". card: a recipe's model,
+    or a user's own, which keeps its memory. table: this rank's parts of the parameters."""
     layout, model = mesh.layout, recipe.model
-    card: Card | CustomModel = card_of(model) if own is None else own
+    own = card if isinstance(card, CustomModel) else None
     modes = of_blocks(layout.recompute, model.layers if own is None else own.blocks)
     numbered: dict[int, Any] = (
         split(model, layout, mesh.index("pp")) if own is None else own.split(layout, mesh.index("pp"), keep)
     )
     stages = list(numbered.values())
-    table = held(card, layout, mesh.rank)
     parallel = Parallel(list(stages), [], computes=compute_dtype)
     if not OFFLOADS[layout.offload].stays:
         parallel.disk = Disk(folder_of(layout.offload_dir))
@@ -145,17 +171,7 @@ def parallelize(
                 parameter.requires_grad_(False)
     if mesh.device.type == "cuda" and not (parallel.pipeline and parallel.pipeline.splits_backward):
         _compile_blocks(stages, card.stack)
-    kept = keepings(card, layout, list(numbered))
-    builder = _ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, parallel, filled=own is not None)
-    builder.shard(numbered, kept)
-    with memory or nullcontext():
-        of_stage = builder.replicas(numbered, kept)
-    parallel.activations = _activations(stages, mesh, parallel.disk)
-    if parallel.pipeline is not None:
-        parallel.pipeline.replicas = of_stage
-        if card.tied and TIED not in card.frozen:
-            parallel.reductions += sum_tied(parallel.replicas, mesh, parallel.pipeline.rank_of)
-    return parallel
+    return numbered, parallel
 
 
 def _divide(

@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.parts import stage_blocks, stages_of
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
 from fivefold.step.state import compute_mode
+from fivefold.trace.blocks import Block, Blocks
 from fivefold.trace.fake import CPU
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace
@@ -59,7 +60,7 @@ class Exact:
 
     device: "cpu" or "cuda", whose path of the code ran. traced: (layers, microbatches) of the models that ran; one
     entry if nothing is extrapolated. formula: the model's formula for FLOPs per rank, without recomputation, averaged
-    over ranks.
+    over ranks. blocks: what the rank's kinds of blocks are compiled to, on a GPU.
     """
 
     layout: str
@@ -69,6 +70,7 @@ class Exact:
     formula: float
     seconds: float
     device: str = CPU.type
+    blocks: Blocks = field(default_factory=dict)
 
     @property
     def extrapolated(self) -> bool:
@@ -97,6 +99,7 @@ class Exact:
                 for (operation, place), times in self.step.syncs.items()
             ],
             "races": [{"race": race, "times": times} for race, times in self.step.races.items()],
+            "blocks": {kind: block.as_json() for kind, block in self.blocks.items()},
             "extrapolated": self.extrapolated,
             "traced": [{"layers": layers, "microbatches": count} for layers, count in self.traced],
             "seconds": self.seconds,
@@ -113,12 +116,19 @@ class Exact:
         races = {e["race"]: e["times"] for e in figures["races"]}
         step = Traced(peak, sent, figures["flops"], syncs, races)
         layout, rank, device = figures["layout"], figures["rank"], figures["device"]
-        return cls(layout, rank, step, traced, figures["flops_formula"], seconds, device)
+        blocks = {kind: Block.from_json(block) for kind, block in figures["blocks"].items()}
+        return cls(layout, rank, step, traced, figures["flops_formula"], seconds, device, blocks)
 
 
-def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device = CPU) -> Exact:
-    """Traces a step of a resolved recipe on a rank of its layout. kept: reads and writes the cache. device: as in
-    `step.trace`.
+def exact(
+    recipe: Recipe,
+    rank: int = 0,
+    kept: bool = True,
+    device: torch.device = CPU,
+    blocks: Blocks | None = None,
+) -> Exact:
+    """Traces a step of a resolved recipe on a rank of its layout. kept: reads and writes the cache. device, blocks: as
+    in `step.trace`.
 
     Raises:
         UserError: the layout is not valid, or has no such rank.
@@ -138,20 +148,22 @@ def exact(recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device
         recipe.replica_groups.fragments,
     )
     models = {L: recipe.model_copy(update={"model": _deep(recipe.model, L)}) for L in layers}
-    steps = {(L, m): trace(models[L], rank, m, device) for L in layers for m in counts}
+    steps = {(L, m): trace(models[L], rank, m, device, blocks) for L in layers for m in counts}
     tokens = count * (recipe.train.microbatch_size or 1) * layout.dp * recipe.model.seq_len
     formula = flops_per_token(recipe.model) * tokens / layout.ranks
     step = extrapolate(steps, recipe.model.layers, count)
     seconds = time.perf_counter() - began
-    result = Exact(to_text(layout), rank, step, list(steps), formula, seconds, device.type)
+    result = Exact(to_text(layout), rank, step, list(steps), formula, seconds, device.type, blocks or {})
     if entry:
         entry.write(result.as_json())
     return result
 
 
-def timelines(recipe: Recipe, rank: int = 0, device: torch.device = CPU) -> list[tuple[str, MemoryTimeline]]:
+def timelines(
+    recipe: Recipe, rank: int = 0, device: torch.device = CPU, blocks: Blocks | None = None
+) -> list[tuple[str, MemoryTimeline]]:
     """Memory over the first step of a rank and over a later one, as traced: with all blocks; and with all microbatches,
-    or if that is too much work with so many that the pipeline fills.
+    or if that is too much work with so many that the pipeline fills. device, blocks: as in `step.trace`.
 
     Raises:
         UserError: the layout is not valid, or has no such rank.
@@ -165,7 +177,9 @@ def timelines(recipe: Recipe, rank: int = 0, device: torch.device = CPU) -> list
     which = "" if count == whole else f", the first {count} of {whole} microbatches"
     drawn = []
     for name, first in (("first step", True), ("a later step", False)):
-        timeline = probe(recipe, rank, count, device, first).timeline(timed=False, rank=rank, step=2 - first)
+        timeline = probe(recipe, rank, count, device, first, blocks=blocks).timeline(
+            timed=False, rank=rank, step=2 - first
+        )
         drawn.append((f"{name}, rank {rank}{which}", timeline))
     return drawn
 
@@ -250,7 +264,8 @@ def extrapolate(steps: Mapping[tuple[int, int], Traced], layers: int, microbatch
         depth: _follow({m: step for (L, m), step in steps.items() if depth == L}, microbatches)
         for depth in {layers for layers, _ in steps}
     }
-    return _follow(at_depth, layers)
+    step = _follow(at_depth, layers)
+    return replace(step, memory=step.memory.of_phases())
 
 
 def _follow(points: Mapping[int, Any], x: int) -> Any:
@@ -340,7 +355,7 @@ def _source() -> str:
 
 def beside(plan: Plan, exact: Exact) -> Iterator[str]:
     """Lines of text: memory by category, messages by axis, FLOPs, host syncs."""
-    where = "a CPU" if exact.device == "cpu" else "a GPU without torch.compile"
+    where = "a CPU" if exact.device == "cpu" else "a GPU"
     how = f"the trainer's own step, traced as {where} computes it"
     if exact.extrapolated:
         models = ", ".join(f"{layers} layers x {count} microbatches" for layers, count in exact.traced)
@@ -372,6 +387,8 @@ def beside(plan: Plan, exact: Exact) -> Iterator[str]:
         f"  FLOPs          {exact.step.flops:.4g} in matmuls; the model's formula, without recomputation, has "
         f"{exact.formula:.4g} per rank"
     )
+    for kind, block in exact.blocks.items():
+        yield f"  a block ({kind}): {block.text}"
     yield f"  host syncs     {sum(exact.step.syncs.values()):,}"
     for (operation, place), times in exact.step.syncs.items():
         yield f"    {operation:22}{times:6,}  {place}"

@@ -29,6 +29,7 @@ from fivefold.files import cache_folder
 from fivefold.kernels.native import build
 from fivefold.recipe import Recipe
 from fivefold.schedules.timelines import MemoryTimeline
+from fivefold.trace.compiled import blocks
 from fivefold.trace.depth import CachedFigures, Exact, check_rank, exact, timelines
 from fivefold.trace.step import DEVICE, operators
 
@@ -116,9 +117,12 @@ def _one_on_gpu(recipe: Recipe, rank: int, over_time: bool = False) -> dict[str,
     return result
 
 
-def on_gpu(jobs: Iterable[tuple[Recipe, int]], over_time: bool = False) -> list[dict[str, Any]]:
+def on_gpu(
+    jobs: Iterable[tuple[Recipe, int]], over_time: bool = False, compiles: bool = True
+) -> list[dict[str, Any]]:
     """Traces (resolved recipe, rank) one after the other in one other process. Each result is that of `_answer`.
-    over_time: memory over time instead of the exact figures.
+    over_time: memory over time instead of the exact figures. compiles: blocks are compiled, as the trainer does; that
+    takes seconds for each kind of block.
 
     Raises:
         UserError: GPUs cannot be traced here.
@@ -126,7 +130,14 @@ def on_gpu(jobs: Iterable[tuple[Recipe, int]], over_time: bool = False) -> list[
     if reason := why_not():
         raise UserError(f"the step cannot be traced as a GPU computes it: {reason}")
     lines = [
-        json.dumps({"recipe": recipe.model_dump_json(), "rank": rank, "timelines": over_time})
+        json.dumps(
+            {
+                "recipe": recipe.model_dump_json(),
+                "rank": rank,
+                "timelines": over_time,
+                "compiles": compiles,
+            }
+        )
         for recipe, rank in jobs
     ]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -154,9 +165,11 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
     operators.clear()
     try:
         recipe, rank = Recipe.model_validate_json(job["recipe"]), job["rank"]
+        found = blocks(recipe, rank) if job["compiles"] else None
         if job["timelines"]:
-            return {"timelines": [(name, t.as_json()) for name, t in timelines(recipe, rank, DEVICE)]}
-        figures = exact(recipe, rank, kept=False, device=DEVICE)
+            drawn = timelines(recipe, rank, DEVICE, found)
+            return {"timelines": [(name, timeline.as_json()) for name, timeline in drawn]}
+        figures = exact(recipe, rank, kept=False, device=DEVICE, blocks=found)
     except Exception:
         return {"error": traceback.format_exc()}
     return {"exact": figures.as_json(), "operators": sorted(operators)}

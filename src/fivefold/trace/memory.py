@@ -27,7 +27,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,15 @@ from fivefold.trace.fake import FROM_DATA, DispatchMode, Fake, FakeMode, done_wo
 if TYPE_CHECKING:
     from fivefold.step.state import State
 
+aten = torch.ops.aten
+FUSED = (
+    aten._to_copy.default, aten.clone.default, aten.copy_.default, aten.cat.default, aten.constant_pad_nd.default,
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default, aten.native_dropout.default, aten.native_dropout_backward.default,
+    aten.slice_backward.default, aten.select_backward.default, aten.empty_like.default, aten.empty_strided.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.new_zeros.default,
+)  # fmt: skip
+"""Operations that compiled code joins with others, besides those that PyTorch marks as pointwise."""
 LiveTensors = Mapping[str, Callable[[], Iterable[Tensor]]]
 """Per category, a function that returns its live tensors."""
 
@@ -88,32 +97,65 @@ def states_of(state: State) -> LiveTensors:
 @dataclass(frozen=True)
 class Peak:
     """total: the most bytes at once. at_peak: bytes of each category then. highest: the most of each, at any time.
-    away: the same of AWAY, which the total leaves out."""
+    away: the same of AWAY, which the total leaves out. phases: `at_peak` of each kind of phase of the step."""
 
     total: int
     at_peak: dict[str, int]
     highest: dict[str, int]
     away: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AWAY, 0))
+    phases: dict[str, dict[str, int]] = field(default_factory=dict, compare=False)
+
+    def of_phases(self) -> Peak:
+        """Total and categories of the phase that has most: each phase may grow by a line of its own."""
+        at_peak = max(self.phases.values(), key=lambda sizes: sum(sizes.values()))
+        return replace(self, total=sum(at_peak.values()), at_peak=at_peak)
+
+
+class Region:
+    """The compiled code that runs now, if any. In it, results of joined operations are in no memory until another kind
+    of operation reads them, or the code ends."""
+
+    def __init__(self) -> None:
+        self.inside: object = None
+        self.ended: Callable[[], None] = lambda: None
+
+    def enter(self, code: object) -> None:
+        self.ended()
+        self.inside = code
+
+    def leave(self, code: object) -> None:
+        if self.inside is code:
+            self.enter(None)
 
 
 @dataclass(eq=False)
 class _Memory:
-    """A live storage. made: True if it was allocated inside the tracker."""
+    """A live storage. made: True if it was allocated inside the tracker. unwritten: its bytes if it is in no memory
+    yet (`Region`)."""
 
     address: int
     size: int
     made: bool
     category: str | None = None
+    unwritten: int = 0
     reference: Any = field(default=None, repr=False)
 
 
 class Tracker(DispatchMode):
     """Counts from entry to exit. states: tensors of known categories; other memory is activations or buffers. on: the
     type of the device whose memory counts. host: another device's, with the CPU's tensors beside it. Track one step
-    only: gradients are recognised while they are live."""
+    only: gradients are recognised while they are live. region: of compiled code."""
 
-    def __init__(self, states: LiveTensors | None = None, on: str = "cpu", host: bool = False) -> None:
+    def __init__(
+        self,
+        states: LiveTensors | None = None,
+        on: str = "cpu",
+        host: bool = False,
+        region: Region | None = None,
+    ) -> None:
         super().__init__()
+        self.region, self.joined = region or Region(), False
+        self.region.ended = self._write
         self.on, self.host = on, "cpu" if host and on != "cpu" else None
         self.states = states or {}
         self.there: dict[int, _Memory] = {}  # by the storage's address
@@ -161,6 +203,7 @@ class Tracker(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._look_at_phase()
+        self.joined = self.region.inside is not None and (torch.Tag.pointwise in func.tags or func in FUSED)
         given = func in FROM_DATA  # these return their argument, which nobody else has seen
         if not given:
             self._walk(args, False)
@@ -180,17 +223,20 @@ class Tracker(DispatchMode):
 
     def peak(self) -> Peak:
         """The figures of everything so far."""
-        now, total = dict.fromkeys((*CATEGORIES, *AWAY), 0), 0
-        highest, at_peak, most = dict(now), dict(now), 0
-        for memory, change, _ in self.changes:
-            category = memory.category or "buffers"
+        now, most = dict.fromkeys((*CATEGORIES, *AWAY), 0), dict[str, int]()
+        highest, phases, total = dict(now), dict[str, dict[str, int]](), 0
+        begins = {number: kind for kind, number, _ in self.phases}  # of the last one that begins there
+        kind = "forward"
+        for number, (memory, change, _) in enumerate(self.changes):
+            kind, category = begins.get(number, kind), memory.category or "buffers"
             now[category] += change
             total += change * (category in CATEGORIES)
             highest[category] = max(highest[category], now[category])
-            if total > most:
-                most, at_peak = total, dict(now)
-        device, besides = ({name: sizes[name] for name in CATEGORIES} for sizes in (at_peak, highest))
-        return Peak(most, device, besides, {name: highest[name] for name in AWAY})
+            if total > most.get(kind, 0):
+                most[kind], phases[kind] = total, {name: now[name] for name in CATEGORIES}
+        besides, nothing = {name: highest[name] for name in CATEGORIES}, dict.fromkeys(CATEGORIES, 0)
+        away = {name: highest[name] for name in AWAY}
+        return Peak(0, nothing, besides, away, phases or {kind: nothing}).of_phases()
 
     def begin_update(self) -> None:
         """The gradient is whole; the rest of the step is its update."""
@@ -285,9 +331,18 @@ class Tracker(DispatchMode):
         memory = self.there.get(storage._cdata)
         if memory is None:
             return self._add(storage, made, "host" if device == self.host else None)
+        if memory.unwritten and self.joined:
+            return memory
         if memory.size != (size := storage.nbytes()):
+            memory.unwritten = 0
             self._change(memory, size)
         return memory
+
+    def _write(self) -> None:
+        """Compiled code ends: what is left of it is in memory."""
+        for memory in [memory for memory in self.there.values() if memory.unwritten]:
+            self._change(memory, memory.unwritten)
+            memory.unwritten = 0
 
     def _add(self, storage: torch.UntypedStorage, made: bool, category: str | None) -> _Memory:
         memory = _Memory(storage._cdata, 0, made, category)
@@ -298,7 +353,10 @@ class Tracker(DispatchMode):
 
         memory.reference = weakref.ref(storage, gone)
         self.there[memory.address] = memory
-        self._change(memory, storage.nbytes())
+        if made and self.joined:
+            memory.unwritten = storage.nbytes()
+        else:
+            self._change(memory, storage.nbytes())
         if made and self.forward:
             self.of_forward.append(memory)
         return memory

@@ -47,8 +47,9 @@ from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state
 from fivefold.step.step import forward_backward, take_step
+from fivefold.trace.blocks import Blocks, keep_as_compiled, outside_graphs
 from fivefold.trace.fake import COPIES, CPU, Fake, FakeMode, is_mask, non_blocking
-from fivefold.trace.memory import Peak, Tracker, states_of, tensors_in
+from fivefold.trace.memory import Peak, Region, Tracker, states_of, tensors_in
 from fivefold.trace.races import Races
 from fivefold.trace.streams import Event, Streams, place
 from fivefold.trace.traffic import Collectives, flops_of
@@ -87,11 +88,14 @@ class Traced:
     races: dict[str, int] = field(default_factory=dict, compare=False)
 
 
-def trace(recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU) -> Traced:
+def trace(
+    recipe: Recipe, rank: int, microbatches: int, device: torch.device = CPU, blocks: Blocks | None = None
+) -> Traced:
     """Traces a step of a resolved recipe on a rank of its layout. It is the second step: the first one creates the
     optimizer's states. Of several replica groups it is one that ends with an outer step (`ReplicaGroups.traced`).
-    device: another than the CPU only in a process of gpu.py."""
-    return probe(recipe, rank, microbatches, device).found()
+    device: another than the CPU only in a process of gpu.py. blocks: what `compiled.blocks` found; None: no block is
+    compiled."""
+    return probe(recipe, rank, microbatches, device, blocks=blocks).found()
 
 
 def probe(
@@ -101,6 +105,7 @@ def probe(
     device: torch.device = CPU,
     first: bool = False,
     work: Callable[[State, list[Microbatch]], object] | None = None,
+    blocks: Blocks | None = None,
 ) -> Probe:
     """The instrument behind `trace`. first: traces the run's first step instead. work: what is traced instead of a
     step, such as a validation; given the state before the step and the step's microbatches."""
@@ -113,7 +118,12 @@ def probe(
             races = stack.enter_context(a_gpu())
             stack.enter_context(Creating(fake))
         _set(stack, disk, "File", FakeFile)
+        region = Region()
+        if blocks:
+            _set(stack, torch.compiler, "disable", outside_graphs)
         state = build_state(recipe, ranks, memory=fake)
+        if blocks:
+            keep_as_compiled(state.parallel.stages, recipe, blocks, region)
         state.go_to(layout.compress_after or 0)
         try:
             for module in (module for stage in state.parallel.stages for module in stage.modules()):
@@ -130,7 +140,7 @@ def probe(
                 batches = [[_microbatch(recipe, state.mesh) for _ in range(microbatches)] for _ in range(2)]
                 if isinstance(state.parallel.activations, Activations) and not first:
                     forward_backward(state, batches[0], recipe.train.seed)  # makes the host's buffers
-                with Probe(state, fake, races) as instrument:
+                with Probe(state, fake, races, region) as instrument:
                     if work is not None:
                         work(state, batches[1])
                     else:
@@ -189,8 +199,11 @@ class Probe(Tracker):
     """Counts memory, messages and FLOPs of a step on fake tensors in one dispatch mode instead of three, and executes
     the operations itself. races: on a GPU."""
 
-    def __init__(self, state: State, fake: FakeMode, races: Races | None = None) -> None:
-        super().__init__(states_of(state), state.mesh.device.type, host=state.parallel.disk is not None)
+    def __init__(
+        self, state: State, fake: FakeMode, races: Races | None = None, region: Region | None = None
+    ) -> None:
+        host = state.parallel.disk is not None
+        super().__init__(states_of(state), state.mesh.device.type, host, region)
         self.fake, self.sent, self.flops, self.races = fake, Collectives(state.mesh), 0, races
         self.syncs: Counter[tuple[str, str]] = Counter()
 
@@ -359,7 +372,8 @@ def _gpu_attention(
     groups of heads, which that kernel does not know, and for heads that its loads of 16 bytes do not fit."""
     d = q.shape[-1]
     if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
-        q, k, v = (F.pad(x, (0, -d % 8)) for x in (q, k, v))
+        if d % 8:
+            q, k, v = (F.pad(x, (0, -d % 8)) for x in (q, k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, scale=scale or 1 / math.sqrt(d)
         )[0][..., :d]

@@ -1,0 +1,127 @@
+"""Memory of a rank on GPUs: the planner's formula against the trainer's own step, traced with compiled blocks.
+
+    python benchmarks/planner/gpu_memory.py [--seed 27] [--number 20] [--out benchmarks/results/planner_gpu_memory.json]
+
+Draws valid settings of the shipped models on H100s by a seed: model, layout, recomputation, sequences per microbatch.
+"traced" is the peak of all live tensors on rank 0 (trace/step.py) with the tensors kept for backward that PyTorch's
+partitioner chooses (trace/compiled.py); "in Python" is the same without compilation. Nothing runs on a GPU. About ten
+minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+from fivefold.errors import UserError
+from fivefold.host.devices import GIB
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.predict import predict
+from fivefold.recipe import Recipe, load, resolve
+from fivefold.sharding.layout import Layout
+from fivefold.trace.gpu import on_gpu
+
+MODELS = (
+    "gpt2-124m", "gpt2-1.5b", "bert-large-mlm", "llama2-7b", "llama3-8b", "llama2-13b", "llama3-70b", "qwen3-8b",
+    "mixtral-8x7b", "qwen3-30b-a3b",
+)  # fmt: skip
+RANKS = (1, 2, 4, 8, 16, 64)
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv")
+
+
+@dataclass
+class Row:
+    """Bytes on rank 0."""
+
+    model: str
+    layout: str
+    microbatch: int
+    planned: int
+    traced: int
+    in_python: int
+    parts: dict[str, dict[str, int]]
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.traced - 1
+
+
+def drawn(numbers: random.Random) -> tuple[str, str, int, Recipe]:
+    """A setting that is valid and fits its GPUs."""
+    while True:
+        name, ranks = numbers.choice(MODELS), numbers.choice(RANKS)
+        sizes = {axis: numbers.choice((1, 1, 2, 4, 8)) for axis in ("tp", "pp", "cp", "ep")}
+        dp = ranks // (sizes["tp"] * sizes["pp"] * sizes["cp"])
+        fields = {"dp": dp, **{axis: size for axis, size in sizes.items() if size > 1}}
+        if sizes["tp"] > 1:
+            fields["sp"] = numbers.choice(("true", "false"))
+        if sizes["pp"] > 1:
+            fields["schedule"] = numbers.choice(SCHEDULES)
+            fields["virtual_stages"] = 2 if fields["schedule"] in ("interleaved", "zbv") else 1
+        fields["zero"] = numbers.choice((0, 1, 2, 3)) if dp > 1 else 0
+        fields["recompute"] = numbers.choice(("none", "none", "selective", "full"))
+        layout, microbatch = (
+            ",".join(f"{key}={value}" for key, value in fields.items()),
+            numbers.choice((1, 2, 4)),
+        )
+        if dp * sizes["tp"] * sizes["pp"] * sizes["cp"] != ranks:
+            continue
+        try:
+            recipe = load(name, ["precision.mode=bf16", f"train.microbatch_size={microbatch}"], layout)
+            plan = predict(recipe, parse(f"h100:{ranks}"))
+        except UserError:
+            continue
+        if plan.memory[0].total < parse(f"h100:{ranks}").device.memory:
+            return name, layout, microbatch, resolve(recipe, vocab_size=recipe.model.vocab_size or 32_000)
+
+
+def measure(name: str, layout: str, microbatch: int, recipe: Recipe) -> Row:
+    plan = predict(recipe, parse(f"h100:{Layout.from_recipe(recipe.layout).ranks}")).memory[0].as_json()
+    compiled, plain = (on_gpu([(recipe, 0)], compiles=compiles)[0] for compiles in (True, False))
+    for answer in (compiled, plain):
+        if "error" in answer:
+            raise RuntimeError(f"{name} {layout}: {answer['error']}")
+    memory, without = compiled["exact"]["memory"], plain["exact"]["memory"]
+    parts = {"planned": plan, "traced": memory["at_peak"], "in Python": without["at_peak"]}
+    return Row(name, layout, microbatch, plan["total"], memory["peak_bytes"], without["peak_bytes"], parts)
+
+
+def table(rows: list[Row]) -> str:
+    head = "| model | layout | sequences | planned, GiB | traced | in Python | error |\n|---|---|---|---|---|---|---|"
+    lines = [
+        f"| {r.model} | `{r.layout}` | {r.microbatch} | {r.planned / GIB:.2f} | {r.traced / GIB:.2f} | "
+        f"{r.in_python / GIB:.2f} | {100 * r.error:+.1f}% |"
+        for r in rows
+    ]
+    mean, worst = fmean(abs(r.error) for r in rows), max((r.error for r in rows), key=abs)
+    return "\n".join([head, *lines, "", f"mean error {100 * mean:.2g}%, worst {100 * worst:+.2g}%"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=27)
+    parser.add_argument("--number", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    numbers, rows = random.Random(args.seed), list[Row]()
+    for _ in range(args.number):
+        name, layout, microbatch, recipe = drawn(numbers)
+        rows.append(measure(name, layout, microbatch, recipe))
+        print(f"{name} {layout} {microbatch}: {100 * rows[-1].error:+.2f}%", file=sys.stderr, flush=True)
+    print(table(rows))
+    if args.out:
+        import torch
+
+        found = {"seed": args.seed, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
