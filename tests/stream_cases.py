@@ -27,7 +27,7 @@ from fivefold.comm.axis import ALONE, Axis
 from fivefold.sharding.layout import Layout
 from fivefold.trace.fake import FakeMode
 from fivefold.trace.races import Races
-from fivefold.trace.step import DEVICE, Creating, Probe, _one_of, a_gpu
+from fivefold.trace.step import DEVICE, Creating, Probe, a_gpu, one_of
 
 STATE: Any = SimpleNamespace(
     mesh=SimpleNamespace(device=DEVICE, layout=Layout(), axis=lambda name: ALONE),
@@ -461,7 +461,7 @@ def run(name: str) -> dict[str, int] | str:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    with _one_of(0, 2, DEVICE):
+    with one_of(0, 2, DEVICE):
         for name in CASES:
             try:
                 found[name] = run(name)

@@ -33,7 +33,7 @@ ELSEWHERE = {
     "data/stream.py Stream.stop wait": HOSTS,
     "data/stream.py open_stream wait": HOSTS,
     "launch/local.py launch wait": HOSTS,
-    "launch/ranks.py join wait": HOSTS,
+    "launch/ranks.py _meet wait": HOSTS,
     "observe/live.py serve wait": HOSTS,
     "parallel/offload/activations.py Activations._unpack wait": IO,
     "parallel/offload/pages.py Paged._wait wait": IO,
@@ -43,6 +43,9 @@ ELSEWHERE = {
     "parallel/offload/update.py StreamedUpdater.release wait": IO,
     "parallel/offload/update.py StreamedUpdater.settle wait": IO,
     "parallel/pipeline.py _Run._clock synchronize": MEASURES,
+    "train/instruments.py ProfileWatch.begin_step synchronize": MEASURES,
+    "launch/ranks.py connect synchronize": "before the first step",
+    "train/share.py reader.next_batch wait": HOSTS,
     "train/loop.py _Late._wait wait": "calls Done.wait, which is tried",
     "train/loop.py _Late._record record": "writes metrics",
 }

@@ -119,6 +119,30 @@ def read() -> dict[str, int]:
     return races.found
 
 
+def prefetched() -> dict[str, int]:
+    """A batch is copied beside a step, which uses it and drops it."""
+    import torch
+    from stream_cases import watched
+
+    from fivefold.parallel.mesh import Microbatch, Share
+    from fivefold.trace.step import DEVICE
+    from fivefold.train.share import Copies
+
+    with watched() as races:
+        given = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
+        copies = Copies(DEVICE)
+
+        def read() -> Share:
+            tokens = torch.zeros(1, 4, dtype=torch.int64).pin_memory().to(DEVICE, non_blocking=True)
+            return Share([Microbatch(tokens, tokens + given)], 1, 1)
+
+        share = copies.wait(*copies.begin(read))
+        used = share[0].inputs * share[0].targets
+        del share
+        used.add_(1)
+    return races.found
+
+
 def traced(layout: str, arch: str, *sets: str) -> dict[str, int]:
     from test_trace_gpu import recipe_of
 
@@ -138,6 +162,7 @@ OUTER = partial(
 TO_DISK = partial(traced, "dp=1", "llama", "layout.offload=all:disk", *LARGE)
 TRACES: dict[str, Callable[[], dict[str, int]]] = {
     "checkpoint/write.py": saved,
+    "train/share.py": prefetched,
     "comm/axis.py": RING,
     "comm/execute.py": OUTER,
     "parallel/context.py": RING,

@@ -122,6 +122,8 @@ def _keep(module: nn.Module, block: Block, region: Region) -> None:
         if not torch.is_grad_enabled():
             return forward(x, *tables, **options)
         alive = [*module.parameters(), *module.buffers(), *tables]
+        if (documents := options.get("documents")) is not None:
+            alive += [documents.first, documents.cumulative]
         kept = Kept(block.kept, {tensor.untyped_storage()._cdata for tensor in alive})
         region.enter(kept)
         with saved_tensors_hooks(kept.pack, kept.unpack):

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
@@ -40,7 +39,7 @@ from fivefold.step.state import compute_mode
 from fivefold.trace.blocks import Block, Break, kinds
 from fivefold.trace.fake import FakeMode
 from fivefold.trace.memory import tensors_in
-from fivefold.trace.step import DEVICE, Creating, _chosen, _even, _one_of, _set, a_gpu
+from fivefold.trace.step import DEVICE, Creating, a_gpu, chosen_elements, even, firsts, one_of, replaced
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 DISABLE = torch.compiler.disable
@@ -210,10 +209,10 @@ def blocks(recipe: Recipe, rank: int) -> dict[str, Block]:
     card, by_number = card_of(recipe.model), kinds(recipe)
     found, by_trainer = dict[str, Block](), set[nn.Module]()
     with ExitStack() as stack:
-        ranks = stack.enter_context(_one_of(rank, layout.ranks, DEVICE))
+        ranks = stack.enter_context(one_of(rank, layout.ranks, DEVICE))
         stack.enter_context(a_gpu())
         stack.enter_context(_for_compiler())
-        _set(stack, nn.Module, "compile", lambda module, *_, **__: by_trainer.add(module))
+        replaced(stack, nn.Module, "compile", lambda module, *_, **__: by_trainer.add(module))
         mesh = Mesh(layout, ranks)
         mode = compute_mode(recipe, DEVICE)
         working = torch_dtype(mode.working)
@@ -245,12 +244,12 @@ def _analyse(
     positions: Any,
 ) -> Block:
     layout, model, found, launches = mesh.layout, recipe.model, Block(compiled), Launches()
-    chosen = partial(_chosen, model, model.seq_len // layout.cp)
+    chosen = partial(chosen_elements, model, model.seq_len // layout.cp)
     fake = FakeTensorMode(allow_non_fake_inputs=True) if compiled else FakeMode(chosen)
     B, T = recipe.train.microbatch_size or 1, model.seq_len // layout.cp
     for module in block.modules():
         if isinstance(module, AllToAll):
-            module.splits = _even
+            module.splits = even
     with fake:
         _with_memory(block, working)
         t = T // layout.tp if layout.sp else T
@@ -259,11 +258,11 @@ def _analyse(
         tables = stage.context(here)
         given = {}
         if recipe.data.document_masks:
-            first = np.zeros((B, model.seq_len), dtype=np.int64)
-            first[:, model.seq_len // 2 :] = model.seq_len // 2
-            given["documents"] = Documents(first, DEVICE)
+            given["documents"] = Documents(firsts(B, model.seq_len), DEVICE)
     if compiled:
-        there = {(tuple(p.shape), p.dtype) for p in (*block.parameters(), *block.buffers(), *tables)}
+        longer = [*block.parameters(), *block.buffers(), *tables]
+        longer += [one for documents in given.values() for one in (documents.first, documents.cumulative)]
+        there = {(tuple(tensor.shape), tensor.dtype) for tensor in longer}
         torch._dynamo.reset()
         run = torch.compile(block._call_impl, backend=Compiler(found, launches, there))
     else:
@@ -313,15 +312,16 @@ def _for_compiler() -> Iterator[None]:
         major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=PROCESSORS, gcnArchName=""
     )
     with ExitStack() as stack:
-        _set(stack, torch.compiler, "disable", DISABLE)
-        _set(stack, torch.cuda, "get_device_properties", lambda device=None: known)
-        _set(stack, torch.cuda, "device", Device)
-        _set(stack, DeviceProperties, "create", lambda device: properties)
-        _set(stack, scheduler, "has_triton", lambda: True)
+        replaced(stack, torch.compiler, "disable", DISABLE)
+        replaced(stack, torch.cuda, "get_device_properties", lambda device=None: known)
+        replaced(stack, torch.cuda, "device", Device)
+        replaced(stack, Tensor, "pin_memory", lambda tensor: tensor)  # unknown to PyTorch's fake tensors
+        replaced(stack, DeviceProperties, "create", lambda device: properties)
+        replaced(stack, scheduler, "has_triton", lambda: True)
         # Else a generator on the GPU is an input of graphs that draw numbers again, and no CPU makes one.
         stack.enter_context(torch._functorch.config.patch(graphsafe_rng_functionalization=False))
         # Its patterns (attention written out, matmuls with odd sizes) are made of tensors on the GPU.
-        _set(stack, joint_graph, "lazy_init", lambda *_: None)
+        replaced(stack, joint_graph, "lazy_init", lambda *_: None)
         # It computes with numbers, which fake tensors have none of.
         stack.enter_context(config.patch(joint_graph_constant_folding=False))
         yield

@@ -141,8 +141,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func.namespace == "c10d":  # its outputs, which are its first argument, and a finished handle
         work = done_work([])
         return work if len(func._schema.returns) == 1 else (args[0], work)
-    if func is aten._pin_memory.default:  # a copy, which "meta" cannot pin
-        func, args = aten.clone.default, args[:1]
     owners: dict[int, Fake] = {}
     bare = [_bare(arg, owners) for arg in args]
     named = {name: _bare(arg, owners) for name, arg in kwargs.items()}

@@ -93,8 +93,7 @@ class Races:
         for fake in made:
             storage, on_host = fake.untyped_storage(), fake.on == CPU
             if storage._cdata not in self._there:
-                pinned = later or func is torch.ops.aten._pin_memory.default or kwargs.get("pin_memory")
-                self._add(storage, host if on_host and not later else device, bool(pinned))
+                self._add(storage, host if on_host and not later else device, later or fake.pinned)
         if waits:
             self.streams.reach(self.streams.current().point())
 

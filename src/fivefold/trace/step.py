@@ -110,17 +110,17 @@ def probe(
     """The instrument behind `trace`. first: traces the run's first step instead. work: what is traced instead of a
     step, such as a validation; given the state before the step and the step's microbatches."""
     layout = Layout.from_recipe(recipe.layout)
-    fake = FakeMode(partial(_chosen, recipe.model, recipe.model.seq_len // layout.cp))
+    fake = FakeMode(partial(chosen_elements, recipe.model, recipe.model.seq_len // layout.cp))
     with ExitStack() as stack:
-        ranks = stack.enter_context(_one_of(rank, layout.ranks, device))
+        ranks = stack.enter_context(one_of(rank, layout.ranks, device))
         races = None
         if device != CPU:
             races = stack.enter_context(a_gpu())
             stack.enter_context(Creating(fake))
-        _set(stack, disk, "File", FakeFile)
+        replaced(stack, disk, "File", FakeFile)
         region = Region()
         if blocks:
-            _set(stack, torch.compiler, "disable", outside_graphs)
+            replaced(stack, torch.compiler, "disable", outside_graphs)
         state = build_state(recipe, ranks, memory=fake)
         if blocks:
             keep_as_compiled(state.parallel.stages, recipe, blocks, region)
@@ -128,7 +128,7 @@ def probe(
         try:
             for module in (module for stage in state.parallel.stages for module in stage.modules()):
                 if isinstance(module, AllToAll):  # sends every rank as many rows as it gets from it
-                    module.splits = _even  # pyright: ignore[reportAttributeAccessIssue]
+                    module.splits = even  # pyright: ignore[reportAttributeAccessIssue]
             with fake:
                 if not first:
                     _prime(state)
@@ -276,7 +276,7 @@ def copy_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def _one_of(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
+def one_of(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
     """Acts as one of `world` ranks that share this machine; the others do not exist."""
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_of(world))  # some kernels have workspace per thread
@@ -294,14 +294,14 @@ def _one_of(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
+def even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
     _, chunks, ranks = rows_2CG.shape
     rows_2CG.tolist()  # as the method that this replaces does: a host sync
     each = [rows * (i + 1) // chunks - rows * i // chunks for i in range(chunks)]
     return [[[count // ranks + (index < count % ranks) for index in range(ranks)] for count in each]] * 2
 
 
-def _chosen(model: ModelSection, T: int, mask: Tensor) -> int:
+def chosen_elements(model: ModelSection, T: int, mask: Tensor) -> int:
     """Number of elements that a mask selects: masked tokens (B T), T of each sequence, slots (M) that fit their
     experts' capacity, or else all targets."""
     if (objective := card_of(model).objective) == "mlm":
@@ -339,19 +339,19 @@ def a_gpu() -> Iterator[Races]:
     }
     with ExitStack() as stack:
         for name, value in cuda.items():
-            _set(stack, torch.cuda, name, value)
+            replaced(stack, torch.cuda, name, value)
         # It makes a tensor on the GPU: without this sharded weights cannot be made where there is none.
-        _set(stack, fake_tensor, "init_gpu_context", lambda device: None)
-        _set(stack, torch.compiler, "disable", lambda function: function)
-        _set(stack, nn.Module, "compile", lambda module, *_, **__: None)
-        _set(stack, Tensor, "record_stream", lambda tensor, stream: races.record_stream(tensor, stream))
-        _set(stack, torch.UntypedStorage, "resize_", races.resizing(torch.UntypedStorage.resize_))
-        _set(stack, Work, "wait", lambda work, timeout=None: streams.arrived(work))
-        _set(stack, F, "scaled_dot_product_attention", _gpu_attention)
+        replaced(stack, fake_tensor, "init_gpu_context", lambda device: None)
+        replaced(stack, torch.compiler, "disable", lambda function: function)
+        replaced(stack, nn.Module, "compile", lambda module, *_, **__: None)
+        replaced(stack, Tensor, "record_stream", lambda tensor, stream: races.record_stream(tensor, stream))
+        replaced(stack, torch.UntypedStorage, "resize_", races.resizing(torch.UntypedStorage.resize_))
+        replaced(stack, Work, "wait", lambda work, timeout=None: streams.arrived(work))
+        replaced(stack, F, "scaled_dot_product_attention", _gpu_attention)
         yield races
 
 
-def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def replaced(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     before = getattr(owner, name)
     stack.callback(setattr, owner, name, before)
     setattr(owner, name, value)
