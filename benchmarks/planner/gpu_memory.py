@@ -57,7 +57,7 @@ def drawn(numbers: random.Random) -> tuple[str, str, int, Recipe]:
         name, ranks = numbers.choice(MODELS), numbers.choice(RANKS)
         sizes = {axis: numbers.choice((1, 1, 2, 4, 8)) for axis in ("tp", "pp", "cp", "ep")}
         dp = ranks // (sizes["tp"] * sizes["pp"] * sizes["cp"])
-        fields = {"dp": dp, **{axis: size for axis, size in sizes.items() if size > 1}}
+        fields: dict[str, object] = {"dp": dp, **{axis: size for axis, size in sizes.items() if size > 1}}
         if sizes["tp"] > 1:
             fields["sp"] = numbers.choice(("true", "false"))
         if sizes["pp"] > 1:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,15 @@ def kinds(recipe: Recipe) -> list[str]:
     return [mode + " with experts" * card.is_mixed(number) for number, mode in enumerate(modes)]
 
 
+class Dropped(NamedTuple):
+    """A tensor that backward makes again."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Kept:
     """The tensors that one pass of a compiled block keeps. Operations that run one by one offer other tensors to
     autograd than the block's graphs keep. Of those, each storage whose size a graph keeps is kept; others are dropped,
@@ -85,16 +94,15 @@ class Kept:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.there:
             if not self.left[storage.nbytes()]:
-                return self, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                return self, Dropped(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             self.left[storage.nbytes()] -= 1
             self.there.add(storage._cdata)
         return self, (self.outer[0](tensor) if self.outer else tensor)
 
-    def unpack(self, packed: Any) -> Tensor:
-        _, given = packed
-        if isinstance(given, tuple) and len(given) == 4:
-            shape, stride, dtype, device = given
-            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    def unpack(self, packed: tuple[Kept, Any]) -> Tensor:
+        given = packed[1]
+        if isinstance(given, Dropped):
+            return torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=given.device)
         return self.outer[1](given) if self.outer else given
 
     def rest(self, x: Tensor) -> None:

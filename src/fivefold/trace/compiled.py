@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fivefold.kernels.blockwise_attention import Documents
 from fivefold.models.card import card_of
@@ -199,7 +199,7 @@ def _kernels(graph: Any, inputs: Sequence[Tensor]) -> tuple[int, int]:
 def _mode_of(graph: Any) -> Any:
     """The mode of a graph's fake tensors."""
     values = (node.meta.get("val") for node in graph.graph.nodes)
-    return next(value.fake_mode for value in values if isinstance(value, Tensor))
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
 def blocks(recipe: Recipe, rank: int) -> dict[str, Block]:
@@ -259,14 +259,13 @@ def _analyse(
         given = {}
         if recipe.data.document_masks:
             given["documents"] = Documents(firsts(B, model.seq_len), DEVICE)
+    run: Any = block
     if compiled:
         longer = [*block.parameters(), *block.buffers(), *tables]
         longer += [one for documents in given.values() for one in (documents.first, documents.cumulative)]
         there = {(tuple(tensor.shape), tensor.dtype) for tensor in longer}
         torch._dynamo.reset()
         run = torch.compile(block._call_impl, backend=Compiler(found, launches, there))
-    else:
-        run = block
     with fake:
         y = run(x, *tables, **given)  # now it is compiled
         y.backward(torch.empty_like(y))
@@ -300,6 +299,7 @@ class Device:
 @contextmanager
 def _for_compiler() -> Iterator[None]:
     """What PyTorch's compiler asks of a GPU."""
+    from torch._functorch import config as functorch
     from torch._inductor import config, scheduler
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.runtime.hints import DeviceProperties
@@ -319,7 +319,7 @@ def _for_compiler() -> Iterator[None]:
         replaced(stack, DeviceProperties, "create", lambda device: properties)
         replaced(stack, scheduler, "has_triton", lambda: True)
         # Else a generator on the GPU is an input of graphs that draw numbers again, and no CPU makes one.
-        stack.enter_context(torch._functorch.config.patch(graphsafe_rng_functionalization=False))
+        stack.enter_context(functorch.patch(graphsafe_rng_functionalization=False))
         # Its patterns (attention written out, matmuls with odd sizes) are made of tensors on the GPU.
         replaced(stack, joint_graph, "lazy_init", lambda *_: None)
         # It computes with numbers, which fake tensors have none of.

@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import Work
 from torch._subclasses import fake_tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
 from fivefold.kernels.blockwise_attention import Documents
@@ -395,7 +396,7 @@ class Creating(TorchFunctionMode):
     """Makes tensors fake that are created on the GPU, pinned, or sent there, where `fake` is not entered: modules are
     built outside of it, on "meta". Also where PyTorch itself would copy from the CPU before anybody sees it."""
 
-    def __init__(self, fake: FakeMode) -> None:
+    def __init__(self, fake: TorchDispatchMode) -> None:
         super().__init__()
         self.fake = fake
 
