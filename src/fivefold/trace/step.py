@@ -345,7 +345,8 @@ def a_gpu() -> Iterator[Races]:
         replaced(stack, fake_tensor, "init_gpu_context", lambda device: None)
         replaced(stack, torch.compiler, "disable", lambda function: function)
         replaced(stack, nn.Module, "compile", lambda module, *_, **__: None)
-        replaced(stack, torch.accelerator, "current_stream", streams.current)
+        # Another function, because PyTorch's compiler keeps a table of both.
+        replaced(stack, torch.accelerator, "current_stream", lambda device=None: streams.current(device))
         replaced(stack, Tensor, "record_stream", lambda tensor, stream: races.record_stream(tensor, stream))
         replaced(stack, torch.UntypedStorage, "resize_", races.resizing(torch.UntypedStorage.resize_))
         replaced(stack, Work, "wait", lambda work, timeout=None: streams.arrived(work))

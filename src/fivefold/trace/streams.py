@@ -52,6 +52,9 @@ class Stream:
             if count > clock.get(number, 0):
                 clock[number] = count
 
+    def is_capturing(self) -> bool:
+        return False
+
     def wait_stream(self, other: Stream) -> None:
         self.follow(other.point())
 
