@@ -48,6 +48,9 @@ FILES = [
     "trace",
     "trace_gpu",
     "trace_beside",
+    "compiled_blocks",
+    "streams",
+    "gpus",
 ]
 
 

@@ -309,7 +309,11 @@ def _for_compiler() -> Iterator[None]:
         regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, warp_size=32,
     )  # fmt: skip
     known = SimpleNamespace(
-        major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=PROCESSORS, gcnArchName=""
+        name="a GPU",
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        multi_processor_count=PROCESSORS,
+        gcnArchName="",
     )
     with ExitStack() as stack:
         replaced(stack, torch.compiler, "disable", DISABLE)
