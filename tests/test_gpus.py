@@ -218,7 +218,9 @@ def test_cpus_next_to_a_gpu(tmp_path: Path) -> None:
     assert gpus.cpus_near("0000:dc:00.0", tmp_path) == (-1, set())
 
 
-def test_a_rank_stays_next_to_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_stays_next_to_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     bound: list[set[int]] = [set(range(16))]
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: place)
@@ -235,7 +237,8 @@ def test_a_rank_stays_next_to_its_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
     assert bound[-1] == set(range(16))
     bound.append({0, 1})
     with gpus.near(0) as said:
-        assert said == "WARNING: the launcher gives this rank no CPU next to its GPU (NUMA node 1)"
+        warning = "WARNING: the launcher gives the rank of GPU 0 no CPU next to it (NUMA node 1)\n"
+        assert (said, capsys.readouterr().err) == ("", warning), "each rank warns by itself"
         assert bound[-1] == {0, 1}
     with gpus.near(None) as said:  # a CPU
         assert said == ""

@@ -84,7 +84,10 @@ def near(index: int | None) -> Iterator[str]:
         os.sched_setaffinity(0, chosen)
         said = f"ranks stay on the CPUs next to their GPUs: this one on {len(chosen)}, of NUMA node {node}"
     else:
-        said = f"{WARNING}the launcher gives this rank no CPU next to its GPU (NUMA node {node})"
+        alone = f"the launcher gives the rank of GPU {index} no CPU next to it (NUMA node {node})"
+        print(
+            WARNING + alone, file=sys.stderr, flush=True
+        )  # each rank by itself: the console is the first one's
     try:
         yield said
     finally:

@@ -169,7 +169,7 @@ def search(
     modes: tuple[str, ...] = (),
     most: float | None = None,
 ) -> Found:
-    """The `top` fastest layouts that fit, into `most` bytes or the cluster's devices.
+    """The `top` fastest layouts that fit, into `most` bytes (then without bottlenecks) or the cluster's devices.
 
     The search ignores the recipe's own layout and microbatches. modes: of precision, which it considers. None: the
     recipe's, and with `precision.mode = "auto"` all modes that this may stand for.
@@ -202,9 +202,12 @@ def search(
         plan = next(Search(space, bounds, most).plans(), None)
         return plan and within_budget(plan, int(most))
 
-    best, whole = plans[0].step.seconds, limit(cluster, margin=False)
-    bolder = Search(space, bounds, whole, best).glimpse() or plans[0]  # each takes a short search of its own
-    bolder = min((within_budget(p, whole) for p in (plans[0], bolder)), key=lambda p: p.step.seconds)
+    if most is not None:
+        return Found(plans, space.size, rejected, reasons(plans), within=within)
+    best, whole, bolder = plans[0].step.seconds, limit(cluster, margin=False), plans[0]
+    if whole > run.most:  # there is a margin
+        wide = Search(space, bounds, whole, best).glimpse() or bolder  # each takes a short search of its own
+        bolder = min((within_budget(p, whole) for p in (bolder, wide)), key=lambda p: p.step.seconds)
     roomier = Search(space, bounds, math.inf, best).glimpse()
     wider = Search(replace(space, indivisible=True), bounds, run.most, best).glimpse()
     bottlenecks = limits(plans, bolder, roomier, wider)
