@@ -88,6 +88,8 @@ def waiting(but: str = "") -> Iterator[set[str]]:
     wait, lines = Started.__call__, set[str]()
 
     def called(started: Started) -> Any:
+        if started.work is None:  # one rank sends nothing
+            return wait(started)
         lines.add(line := callers())
         return started.result if line == but else wait(started)
 
@@ -105,7 +107,8 @@ def callers() -> str:
     while frame and len(found) < 3:
         name, code = frame.f_code.co_filename, frame.f_code
         file = name.removeprefix(f"{SRC}/")
-        if name != file and not file.startswith(("trace/", "comm/axis.py")):
+        outside = name == file or file.startswith(("trace/", "comm/axis.py"))
+        if not outside and code.co_name not in ("<listcomp>", "<genexpr>"):
             found.append(f"{file}:{frame.f_lineno} {code.co_qualname}")
         frame = frame.f_back
     return " < ".join(found)
