@@ -102,9 +102,8 @@ class FakeMode(DispatchMode):
         # DTensor asks FakeTensorMode about shapes.
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **(kwargs or {}))
-        for kind in types:
-            if kind is not Fake and kind is not Tensor and kind is not nn.Parameter:
-                return NotImplemented  # a DTensor, say, which comes again with what is inside
+        if any(kind not in (Fake, Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a DTensor, say, which comes again with what is inside
         if self.chosen is not None and func is aten.index.Tensor and is_mask(args[1]):
             mask = args[1][0]
             return args[0].new_empty(self.chosen(mask), *args[0].shape[mask.dim() :])

@@ -1,10 +1,9 @@
 /* A GPU without a driver, for PyTorch without a GPU: what autograd asks of a device before it runs operations on it.
  *
  * A trace's tensors claim to be on cuda:0 but hold no memory, and their operations compute shapes only (fake.py).
- * Autograd still wants a device guard and streams from C++. A CPU build has none, and those of a build for CUDA need a
- * driver. These replace them: the last guard counts, and the preferred hooks. A stream is a number, 0 by default. The
- * current one of each thread is kept here, for autograd and for streams.py. What else is asked for raises an error.
- * Only for traces, in a process of their own (trace/gpu.py). It must be loaded before PyTorch asks for CUDA's hooks. */
+ * Autograd still wants a device guard and streams from C++, where a CPU build has none and a build for CUDA needs a
+ * driver. These replace them: the last guard counts, and the preferred hooks. A stream is a number, 0 by default; each
+ * thread has a current one. Only for traces, in a process of their own (gpu.py), and before PyTorch asks for hooks. */
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

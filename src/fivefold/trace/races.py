@@ -102,13 +102,12 @@ class Races:
         peer = f", peer {args[2]}" if func in (c10d.send.default, c10d.recv_.default) else ""
         stream = self.streams.nccl(axis_of.get(group, group) + peer)
         stream.follow(self.streams.current().point())
-        use, writes, tensors = self._use(func, stream), func is not c10d.send.default, []
+        use, writes = self._use(func, stream), func is not c10d.send.default
         for arg in args:
             for fake in _fakes(arg):
                 self._used(fake, use, writes)
-                tensors.append(fake)
             writes = False
-        return tensors, stream.point()
+        return [*_fakes(args)], stream.point()
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Stands for `Tensor.record_stream`."""
