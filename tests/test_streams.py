@@ -26,6 +26,7 @@ ELSEWHERE = {
     "checkpoint/write.py Background.wait_for_copy wait": "calls Copy.wait, which is tried",
     "checkpoint/write.py Background._run wait": HOSTS,
     "checkpoint/write.py Copy.wait wait": "on CPUs",
+    "comm/axis.py Axis._post wait": "gloo's messages between GPUs, through host memory",
     "comm/membership.py Sealed.wait wait": HOSTS,
     "comm/membership.py Sealed.wait wait 2": HOSTS,
     "comm/progress.py Watch.follow.run wait": "on CPUs: a step is recorded on no GPU",
@@ -117,18 +118,20 @@ def test_every_wait_is_missed() -> None:
 
 @pytest.mark.parametrize(
     "files",
-    [["parallel/expert.py"], pytest.param(sorted(TRACES), marks=pytest.mark.slow)],
+    [["parallel/expert.py", "parallel/data.py"], pytest.param(sorted(TRACES), marks=pytest.mark.slow)],
     ids=["few", "all"],
 )
 def test_every_message_is_waited_for(files: list[str]) -> None:
-    """Line by line, also where what waits is handed on."""
-    found = {}
-    for lines in without([f"{file} messages" for file in files]).values():
-        found |= lines
-    assert len(found) >= 5
-    assert not [line for line, races in found.items() if isinstance(races, str)]
-    missed = {re.sub(r":\d+", "", line.split(" < ")[0]) for line, races in found.items() if not races}
-    assert missed == (set(UNHEARD) if len(files) > 1 else set())
+    """Line by line, also where what waits is handed on. One trace of a line that finds a race is enough: in another a
+    later wait for the same stream may do."""
+    lines, heard = set[str](), set[str]()
+    for answer in without([f"{file} messages" for file in files]).values():
+        assert all(isinstance(races, dict) for races in answer.values()), answer
+        lines |= answer.keys()
+        heard |= {line for line, races in answer.items() if races}
+    assert len(lines) >= 8
+    missed = {re.sub(r":\d+", "", line.split(" < ")[0]) for line in lines - heard}
+    assert missed == {name for name in UNHEARD if name.split()[0] in files}
 
 
 def test_the_list_of_other_waits() -> None:
