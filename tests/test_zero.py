@@ -12,10 +12,12 @@ from layouts import compared, tiny
 from marks import only
 from parity import evaluate
 from ranks import run_ranks
+from steps import counted, planned
 from torch import Tensor
 
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of
+from fivefold.plan.messages import volume
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import boxes, parts
@@ -258,3 +260,15 @@ def test_pipeline_whose_first_and_last_stage_share_an_embedding(tmp_path: Path, 
     layout = f"dp=2,zero={zero},pp=2,schedule=zbv,virtual_stages=2"
     report = compared(tiny(tmp_path, layout, "model.dim=40", "model.ffn_dim=63"))
     assert report.passed, report.figures
+
+
+def test_a_pipeline_gathers_nothing_in_vain(tmp_path: Path) -> None:
+    """Stages of two blocks with several microbatches under way. Where no unit is left, FSDP2 would gather the one that
+    ran before in forward: a block of another microbatch, which nobody uses."""
+    recipe = tiny(tmp_path, "dp=2,zero=3,pp=2,schedule=interleaved,virtual_stages=2", "model.layers=8")
+    report = compared(recipe)
+    assert report.passed, report.figures
+    s = planned(recipe)
+    for rank, step in enumerate(run_ranks(4, counted, recipe)):
+        gathers = ("all_gather", "shard")
+        assert step.sent[gathers] == volume.counted(s, rank)[gathers]

@@ -2,8 +2,9 @@
 
     python without_waits.py LIBRARY... < PLACES
 
-PLACES has one line of JSON, a list of `places`; a file alone takes nothing out. It answers one line of JSON for each:
-what `Races` has found, or how the trace failed.
+PLACES has one line of JSON, a list of `places`. A file alone takes nothing out. "FILE messages" takes out, one at a
+time, what waits for a started message. It answers one line of JSON for each: what `Races` has found, or how the trace
+failed; of messages, that of each line.
 """
 
 from __future__ import annotations
@@ -77,6 +78,40 @@ def without(place: str) -> Iterator[None]:
         yield
     finally:
         found.__code__ = right
+
+
+@contextmanager
+def waiting(but: str = "") -> Iterator[set[str]]:
+    """Yields the lines that wait for a started message, as `callers`. but: this one does not."""
+    from fivefold.comm.axis import Started
+
+    wait, lines = Started.__call__, set[str]()
+
+    def called(started: Started) -> Any:
+        if started.work is None:  # one rank sends nothing
+            return wait(started)
+        lines.add(line := callers())
+        return started.result if line == but else wait(started)
+
+    Started.__call__ = called
+    try:
+        yield lines
+    finally:
+        Started.__call__ = wait
+
+
+def callers() -> str:
+    """The three innermost lines of the program outside of axes and traces, such as "parallel/tensor.py:70 sum_over".
+    One line may wait for several others, to which it was handed on."""
+    frame, found = sys._getframe(1), list[str]()
+    while frame and len(found) < 3:
+        name, code = frame.f_code.co_filename, frame.f_code
+        file = name.removeprefix(f"{SRC}/")
+        outside = name == file or file.startswith(("trace/", "comm/axis.py"))
+        if not outside and code.co_name not in ("<listcomp>", "<genexpr>"):
+            found.append(f"{file}:{frame.f_lineno} {code.co_qualname}")
+        frame = frame.f_back
+    return " < ".join(found)
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
@@ -182,16 +217,33 @@ TRACES: dict[str, Callable[[], dict[str, int]]] = {
 """By file, what uses its waits. Other files have none on the path of a step."""
 
 
+def tried(trace: Callable[[], dict[str, int]]) -> dict[str, int] | str:
+    try:
+        return dict(trace())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def messages(trace: Callable[[], dict[str, int]]) -> dict[str, dict[str, int] | str]:
+    with waiting() as lines:
+        trace()
+    found = {}
+    for line in sorted(lines):
+        with waiting(but=line):
+            found[line] = tried(trace)
+    return found
+
+
 def main() -> None:
     for library in sys.argv[1:]:
         ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
     for place in json.loads(sys.stdin.readline()):
-        file = place.split()[0]
-        try:
-            with without(place) if " " in place else nullcontext():
-                found = dict(TRACES[file]())
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
+        file, _, name = place.partition(" ")
+        if name == "messages":
+            found = messages(TRACES[file])
+        else:
+            with without(place) if name else nullcontext():
+                found = tried(TRACES[file])
         print(json.dumps(found), flush=True)
 
 

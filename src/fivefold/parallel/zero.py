@@ -139,6 +139,8 @@ class Sharded(Replica):
             blocks = [unit for n, unit in inner if not any(n.startswith(f"{other}.") for other, _ in inner)]
             for before, after in pairwise([root, *blocks]):
                 before.set_modules_to_forward_prefetch(_units(after))
+            for _, unit in inner:  # itself: else what ran before it, in pipelines of another microbatch
+                unit.set_modules_to_backward_prefetch([unit])
             for before, after in pairwise([*blocks, root]):
                 after.set_modules_to_backward_prefetch(_units(before))
             if next(stage.parameters()).device.type == "cpu":  # on GPUs, streams do it

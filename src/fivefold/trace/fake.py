@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,15 +41,15 @@ class Fake(Tensor):
     meta: Tensor
     on: torch.device
     fake = True  # `native.call` asks this of its first tensor
-    pinned = False
+    pinned: bool
 
     @staticmethod
-    def __new__(cls, meta: Tensor, on: torch.device = CPU) -> Fake:
+    def __new__(cls, meta: Tensor, on: torch.device = CPU, pinned: bool = False) -> Fake:
         # It claims to be on a device, and has no memory. Else traces would use FakeTensorMode, 10 times slower.
         self: Any = Tensor._make_wrapper_subclass(
             cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=on
         )
-        self.meta, self.on = meta, on
+        self.meta, self.on, self.pinned = meta, on, pinned
         return self
 
     # Without PyTorch's own overrides: with them each use of a fake tensor is slower.
@@ -72,12 +73,7 @@ class Fake(Tensor):
 
     def tolist(self) -> Any:
         """Counts as one read, of all elements."""
-        number = aten._local_scalar_dense.default(self)
-
-        def filled(shape: tuple[int, ...]) -> Any:
-            return [filled(shape[1:]) for _ in range(shape[0])] if shape else number
-
-        return filled(tuple(self.shape))
+        return np.full(self.shape, aten._local_scalar_dense.default(self)).tolist()
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         where = "" if self.on == CPU else f", {self.on}"
@@ -106,9 +102,8 @@ class FakeMode(DispatchMode):
         # DTensor asks FakeTensorMode about shapes.
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **(kwargs or {}))
-        for kind in types:
-            if kind is not Fake and kind is not Tensor and kind is not nn.Parameter:
-                return NotImplemented  # a DTensor, say, which comes again with what is inside
+        if any(kind not in (Fake, Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a DTensor, say, which comes again with what is inside
         if self.chosen is not None and func is aten.index.Tensor and is_mask(args[1]):
             mask = args[1][0]
             return args[0].new_empty(self.chosen(mask), *args[0].shape[mask.dim() :])
@@ -125,19 +120,18 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     if func in _IN_PLACE:
         return None
-    if func in FROM_DATA:
+    if func in FROM_DATA or func is aten._pin_memory.default:  # "meta" pins nothing
         given = args[0]
-        return Fake(torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=META))
+        meta = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=META)
+        return Fake(meta, CPU, func not in FROM_DATA)
     if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         # Its meta kernel knows bf16 only. Rows (M, K) by columns (K, N); groups of either or of K
         M, N = args[0].shape[-2], args[1].shape[-1]
         both = args[0].dim() == args[1].dim() == 2
         groups = (len(kwargs["offs"] if "offs" in kwargs else args[2]),) if both else ()
         return args[0].new_empty((*groups, M, N))
-    if func is aten._pin_memory.default:  # "meta" has none
-        return _pinned(torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=META))
     if kwargs.pop("pin_memory", None):
-        return _pinned(func(*args, **kwargs | {"device": META}))
+        return Fake(func(*args, **kwargs | {"device": META}), CPU, True)
     if func.namespace == "c10d":  # its outputs, which are its first argument, and a finished handle
         work = done_work([])
         return work if len(func._schema.returns) == 1 else (args[0], work)
@@ -152,13 +146,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         and bare[2].dtype == bare[0].dtype
     ):  # fmt: skip
         out = (out[0], *(statistic.to(bare[0].dtype) for statistic in out[1:]))  # as on CPUs
-    return _dressed(out, owners, on)
-
-
-def _pinned(meta: Tensor) -> Fake:
-    fake = Fake(meta)
-    fake.pinned = True
-    return fake
+    result = _dressed(out, owners, on)
+    if func is aten._to_copy.default and on == CPU and args[0].device != CPU:
+        result.pinned = non_blocking(func, args, kwargs)  # as PyTorch allocates it
+    return result
 
 
 def _to_meta(func: Any, args: Any, kwargs: dict[str, Any], owners: dict[int, Fake]) -> torch.device | None:
@@ -212,11 +203,8 @@ def _dressed(out: Any, owners: dict[int, Fake], on: torch.device) -> Any:
     if kind is Tensor:
         if id(out) in owners:
             return owners[id(out)]
-        fake = Fake(out, on)
-        for owner in owners.values():  # of which it may be a view
-            if owner.pinned and owner.meta.untyped_storage()._cdata == out.untyped_storage()._cdata:
-                fake.pinned = True
-        return fake
+        address = out.untyped_storage()._cdata  # it may be a view
+        return Fake(out, on, any(o.pinned and o.untyped_storage()._cdata == address for o in owners.values()))
     if kind is list or kind is tuple:
         return kind([_dressed(item, owners, on) for item in out])
     return out

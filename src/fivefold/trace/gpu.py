@@ -2,9 +2,9 @@
 on one (fake.py).
 
 Autograd asks for a device guard for "cuda" from C++. PyTorch's CPU build has none, and that of a build for CUDA wants a
-driver. guard.cpp is one that does nothing. The machine's C++ compiler builds it at first use (two seconds). It must be
-loaded after PyTorch's libraries, whose guard it replaces, and before PyTorch itself. It makes PyTorch believe in a GPU,
-so it gets a process of its own (`serve`) and is never loaded in a user's.
+driver. guard.cpp is one that only knows the current stream. The machine's C++ compiler builds it at first use (two
+seconds). It must be loaded after PyTorch's libraries, whose guard it replaces, and before PyTorch itself. It makes
+PyTorch believe in a GPU, so it gets a process of its own (`serve`) and is never loaded in a user's.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from fivefold.trace.step import DEVICE, operators
 SOURCE = Path(__file__).with_name("guard.cpp")
 TORCH = Path(torch.__file__).parent
 FLAGS = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{TORCH / 'include'}"]
+LINKED = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
 LOADING = """
 import ctypes, os, sys
 answers = os.fdopen(os.dup(1), "w")
@@ -46,17 +47,13 @@ from fivefold.trace.gpu import serve
 serve(answers)
 os._exit(0)  # autograd's thread for the device may still let go of tensors: Python's own end would abort it
 """
-LINKED = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
 
 
 @cache
 def guard() -> tuple[Path | None, str]:
     """The guard as a library, in the cache folder; or None and the reason why GPUs cannot be traced here."""
     if torch.version.hip:
-        return (
-            None,
-            "this PyTorch is built for ROCm; the stand-in for a GPU was tried with builds for CPUs and CUDA",
-        )
+        return None, "this PyTorch is built for ROCm. A GPU is traced with builds for CPUs and CUDA only"
     if sys.platform != "linux":
         return None, f"the stand-in for a GPU is built on Linux only, this is {sys.platform}"
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
@@ -103,10 +100,8 @@ def timelines_on_gpu(recipe: Recipe, rank: int) -> list[tuple[str, MemoryTimelin
     Raises:
         UserError: the layout is not valid, or has no such rank.
     """
-    return [
-        (name, MemoryTimeline.from_json(timeline))
-        for name, timeline in _one_on_gpu(recipe, rank, True)["timelines"]
-    ]
+    drawn = _one_on_gpu(recipe, rank, True)["timelines"]
+    return [(name, MemoryTimeline.from_json(timeline)) for name, timeline in drawn]
 
 
 def _one_on_gpu(recipe: Recipe, rank: int, over_time: bool = False) -> dict[str, Any]:
@@ -129,17 +124,8 @@ def on_gpu(
     """
     if reason := why_not():
         raise UserError(f"the step cannot be traced as a GPU computes it: {reason}")
-    lines = [
-        json.dumps(
-            {
-                "recipe": recipe.model_dump_json(),
-                "rank": rank,
-                "timelines": over_time,
-                "compiles": compiles,
-            }
-        )
-        for recipe, rank in jobs
-    ]
+    settings = {"timelines": over_time, "compiles": compiles}
+    lines = [json.dumps({"recipe": r.model_dump_json(), "rank": rank, **settings}) for r, rank in jobs]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-P", "-c", LOADING, *libraries()],
@@ -147,9 +133,7 @@ def on_gpu(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(
-            f"the process that traces GPUs ended with {done.returncode}: {done.stderr[-2000:]}"
-        )
+        raise RuntimeError(f"the process for traces ended with {done.returncode}: {done.stderr[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -8,8 +8,7 @@ may still use the memory. These are races, too:
   operations of the stream that allocated it. `record_stream` tells the allocator of another stream.
 - The host uses pinned memory before a `non_blocking` copy is done. Other memory is copied before the call returns.
 
-A storage that was there before the trace has no uses before it. Not seen: operations inside of DTensor, and what
-autograd's engine tells the allocator where gradients of several streams meet.
+A storage that was there before the trace has no uses before it. Not seen: operations inside of DTensor.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from torch import Tensor
 
 from fivefold.comm.progress import Place
 from fivefold.trace.fake import COPIES, CPU, Fake, non_blocking
-from fivefold.trace.memory import plain
-from fivefold.trace.streams import HOST, Clock, Stream, Streams, place
+from fivefold.trace.memory import plain, tensors_in
+from fivefold.trace.streams import HOST, Clock, Stream, Streams, nobody, place
 from fivefold.trace.traffic import group_name
 
 c10d = torch.ops.c10d
@@ -59,7 +58,6 @@ class _Memory:
     it write). told: the streams that the allocator knows of."""
 
     home: Stream | None
-    pinned: bool = False
     uses: dict[tuple[int, int, int, bool], Use] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
     reference: Any = None
@@ -83,17 +81,18 @@ class Races:
         given = [(fake, name in writes) for name, value in values for fake in _fakes(value)]
         made = [*_fakes(out)]
         later = func in COPIES and non_blocking(func, args, kwargs)
-        later = later and len({fake.on for fake in (*made, *(fake for fake, _ in given))}) > 1
+        later = later and any(fake.on != CPU for fake in (*made, *(fake for fake, _ in given)))
         device = self._use(func, self.streams.current())
         host = device._replace(stream=self.streams.host)
+
+        def user(fake: Fake) -> Use:
+            return host if fake.on == CPU and not (later and fake.pinned) else device
+
         for fake, changes in given:
-            memory = self._at(fake.untyped_storage())
-            on_host = fake.on == CPU and not (later and memory.pinned)
-            self._used(fake, memory, host if on_host else device, changes)
+            self._used(fake, user(fake), changes)
         for fake in made:
-            storage, on_host = fake.untyped_storage(), fake.on == CPU
-            if storage._cdata not in self._there:
-                self._add(storage, host if on_host and not later else device, later or fake.pinned)
+            if fake.untyped_storage()._cdata not in self._there:
+                self._add(fake.untyped_storage(), user(fake))
         if waits:
             self.streams.reach(self.streams.current().point())
 
@@ -103,13 +102,12 @@ class Races:
         peer = f", peer {args[2]}" if func in (c10d.send.default, c10d.recv_.default) else ""
         stream = self.streams.nccl(axis_of.get(group, group) + peer)
         stream.follow(self.streams.current().point())
-        use, writes, tensors = self._use(func, stream), func is not c10d.send.default, []
+        use, writes = self._use(func, stream), func is not c10d.send.default
         for arg in args:
             for fake in _fakes(arg):
-                self._used(fake, self._at(fake.untyped_storage()), use, writes)
-                tensors.append(fake)
+                self._used(fake, use, writes)
             writes = False
-        return tensors, stream.point()
+        return [*_fakes(args)], stream.point()
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Stands for `Tensor.record_stream`."""
@@ -129,8 +127,9 @@ class Races:
         return resized
 
     def close(self) -> None:
-        """What is freed from here on does not count."""
+        """What is freed or waited for from here on does not count."""
         self._there.clear()
+        self.streams.waited = nobody
 
     def _use(self, what: Any, stream: Stream) -> Use:
         return Use(stream, stream.clock[stream.stream_id], what, place())
@@ -138,9 +137,9 @@ class Races:
     def _at(self, storage: torch.UntypedStorage) -> _Memory:
         return self._there.get(storage._cdata) or self._add(storage, None)
 
-    def _add(self, storage: torch.UntypedStorage, use: Use | None, pinned: bool = False) -> _Memory:
+    def _add(self, storage: torch.UntypedStorage, use: Use | None) -> _Memory:
         """use: what allocates it."""
-        address, memory = storage._cdata, _Memory(use.stream if use else None, pinned)
+        address, memory = storage._cdata, _Memory(use.stream if use else None)
         if use is not None:
             memory.uses[0, storage.nbytes(), use.stream.stream_id, True] = use
 
@@ -153,8 +152,8 @@ class Races:
         self._there[address] = memory
         return memory
 
-    def _used(self, fake: Fake, memory: _Memory, use: Use, writes: bool) -> None:
-        start, end = _extent(fake.meta)
+    def _used(self, fake: Fake, use: Use, writes: bool) -> None:
+        memory, (start, end) = self._at(fake.untyped_storage()), _extent(fake.meta)
         number, covered = use.stream.stream_id, []
         for key, other in memory.uses.items():
             first, last, stream, wrote = key
@@ -183,14 +182,7 @@ class Races:
 
 def _fakes(value: Any) -> Iterator[Fake]:
     """The fake tensors in nested lists and tuples, and in DTensors."""
-    kind = type(value)
-    if kind is Fake:
-        yield value
-    elif kind is list or kind is tuple:
-        for item in value:
-            yield from _fakes(item)
-    elif isinstance(value, Tensor):
-        yield from (part for part in plain(value) if type(part) is Fake)
+    return (part for tensor in tensors_in(value) for part in plain(tensor) if type(part) is Fake)
 
 
 def _extent(meta: Tensor) -> tuple[int, int]:

@@ -8,7 +8,7 @@ operation is a pair (stream, count), as in FastTrack (Flanagan and Freund, PLDI 
 The host is one more stream. What it has waited for runs before all that it queues later. NCCL has a stream per group,
 and one per peer for sends and receives. A collective waits for the stream that starts it, and `Work.wait` makes the
 current stream wait for the collective. Autograd's engine, which is C++, runs a node of backward on the stream of its
-forward: guard.cpp keeps the current stream and tells of the engine's events.
+forward: guard.cpp keeps the current stream. Where streams meet in backward, the engine's own waits are not seen.
 """
 
 from __future__ import annotations
@@ -91,16 +91,13 @@ class Streams:
     """All streams of one GPU. waited: is called with a name whenever the host waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.waited = device, lambda name: None
+        self.device, self.waited = device, nobody
         self.host = Stream(self, HOST, "the host")
         self._all: list[Stream] = []
         self._nccl: dict[str, Stream] = {}
-        self._events: dict[int, Clock] = {}  # of autograd's engine
         self.default = self._add("the default stream")
         guard = ctypes.PyDLL(None)  # in this process, see gpu.py
         self._number, self._exchange = guard.fivefold_stream, guard.fivefold_exchange_stream
-        self._listener = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool)(self._told)
-        guard.fivefold_listen(self._listener)
 
     def new(self, *_: Any, **__: Any) -> Stream:
         """Stands for `torch.cuda.Stream(...)`."""
@@ -147,12 +144,9 @@ class Streams:
         self._all.append(stream)
         return stream
 
-    def _told(self, event: int, number: int, waits: bool) -> None:
-        """Autograd's engine records an event on a stream, or makes one wait for it."""
-        if waits:
-            self._all[number].follow(self._events[event])
-        else:
-            self._events[event] = self._all[number].point()
+
+def nobody(name: str) -> None:
+    """Hears of what the host waits for outside of a trace."""
 
 
 def place(within: str = PACKAGE) -> Place | None:
