@@ -156,7 +156,7 @@ def test_replicas_repeat_the_update() -> None:
 
 def test_full_recomputation_repeats_forward() -> None:
     none, full = (replace(of(f"dp=1,recompute={mode}"), software=QUIET) for mode in ("none", "full"))
-    _, costs = stage_costs.parts(full).operations[False]
+    _, costs = stage_costs.parts(full).operations[False, False]
     forward = full.microbatches * full.model.layers * sum(c.forward for c in costs)
     found = redundant(full)
     assert found.recompute == pytest.approx(forward)
@@ -344,7 +344,7 @@ def test_a_ring_hides_from_the_threshold_on() -> None:
     needed = overlap.rules(ideally("cp=4", 1, on, 64))[-1].needed
     for share, exposed in ((0.9, True), (1.1, False)):
         s = ideally("cp=4", 1, on, 64, seq_len=round(share * needed / 64) * 64)
-        (op,) = (op for op in s.work.block[False] if op.name == "attention")
+        (op,) = (op for op in s.work.block[False, False] if op.name == "attention")
         assert (cost.operation(op, s).sent > 0) is exposed
 
 

@@ -87,7 +87,7 @@ def measure(arch: str, family: str, layout: str) -> Row:
         raise RuntimeError(f"{arch} {layout}: {answer['error']}")
     found = answer["exact"]["blocks"]
     kind = kinds(recipe)[-1]
-    block, ops = Block.from_json(found[kind]), s.work.block[s.card.is_mixed(recipe.model.layers - 1)]
+    block, ops = Block.from_json(found[kind]), s.last_block
     device, gap = cluster.device, s.software.kernel
     launches = sum(op.kernels * 2 + bool(op.matmul) for op in ops)
     moved = sum(block.moved) - sum(op.forward + op.backward for op in ops)
