@@ -89,8 +89,12 @@ def test_pytorch_compiles_no_checkpoint_around_a_break() -> None:
         graphs.append(graph)
         return graph.forward
 
+    @torch.compiler.disable
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
     def block(x: torch.Tensor) -> torch.Tensor:
-        return torch.compiler.disable(torch.sin)(x.cos()).cos()
+        return outside(x.cos()).cos()
 
     def again(x: torch.Tensor) -> Any:
         return checkpoint(block, x, use_reentrant=False)
@@ -105,12 +109,20 @@ def test_pytorch_compiles_no_checkpoint_around_a_break() -> None:
 EAGER = {
     "experts": ("dp=1", "moe", []),
     "experts alone": ("dp=1", "moe", ["model.shared_experts=0", "model.balance=aux"]),
-    "normed heads": ("dp=1", "qwen3_moe", []),
-    "latent attention": ("dp=1", "deepseek", ["model.kv_heads=4"]),
+    "many experts, normed heads": (
+        "dp=1",
+        "qwen3_moe",
+        ["model.experts=256", "model.expert_ffn_dim=64"],
+    ),
+    "latent attention": ("dp=1", "deepseek", ["model.kv_heads=4", "model.expert_ffn_dim=128"]),
     "experts of other ranks": ("dp=2,ep=2", "moe", []),
     "split backward": ("pp=2,schedule=zbv", "llama", []),
     "split backward of norms over heads": ("pp=2,schedule=zbv", "qwen3", ["model.head_dim=128"]),
-    "split backward of norms over ranks": ("tp=2,pp=2,schedule=zbv,sp=true", "olmo2", []),
+    "split backward of norms over ranks": (
+        "tp=2,pp=2,schedule=zbv,sp=true",
+        "olmo2",
+        ["model.kv_heads=4"],
+    ),
     "split backward, LayerNorm": ("pp=2,schedule=zbv", "gpt2", []),
     "recomputation around messages": ("tp=2,sp=true,recompute=full", "llama", []),
 }
@@ -138,7 +150,7 @@ def test_eager_blocks_keep_what_the_plan_says(names: Sequence[str]) -> None:
             assert not layout.compiles(card_of(recipe.model).mixed[-1], recipe.layout.recompute), name
             found.append(answer["exact"]["memory"]["at_peak"]["activations"])
             said.append(predict(recipe, parse(f"h100:{layout.ranks}")).memory[0].activations)
-        assert said[0] - said[1] == pytest.approx(found[0] - found[1], rel=0.02), name
+        assert said[0] - said[1] == pytest.approx(found[0] - found[1], rel=0.01), name
 
 
 @pytest.mark.slow

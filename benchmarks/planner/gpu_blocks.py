@@ -3,9 +3,9 @@
     python benchmarks/planner/gpu_blocks.py [--only llama ...] [--out benchmarks/results/gpu_blocks.json]
 
 Found without a GPU (trace/compiled.py): graphs by Dynamo, kernels by Inductor's scheduler, tensors kept for backward by
-AOTAutograd's partitioner. "unplanned" is what the block takes beyond the planner's assumption that it is compiled
-whole: the bytes that its element-wise kernels move, and its launches, at an H100's rates, forward and backward. Host
-waits are those of a whole step, with two blocks and one microbatch. About ten minutes on one core.
+AOTAutograd's partitioner. "unplanned" is what the block takes beyond the plan: the bytes that its element-wise kernels
+move, and its launches, at an H100's rates, forward and backward. Host waits are those of a whole step, with two blocks
+and one microbatch. About ten minutes on one core.
 """
 
 from __future__ import annotations
