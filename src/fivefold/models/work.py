@@ -362,11 +362,12 @@ def activation(prefix: str, program: Program, size: float, workspace: float, gat
     """GELU, one operation of PyTorch's; or SwiGLU's gate, two. Eager, the silu between these is kept, too. size: bytes
     of the result. workspace: of both its inputs' gradients; that of the result takes the place of the result."""
     forward, backward, kernels = (2, 3, 1) if not gated else (3, 5, 1) if program.fused else (5, 13, 2)
-    moved, rate = (forward * size, backward * size), "gate" if gated else "gelu"
-    saved = (Saved(f"{prefix}activation", size, "gate"),)
-    saved += (Saved(f"{prefix}silu", size, "gate"),) * (gated and program.eager)
-    name = f"{prefix}{rate}"
-    return Operation(name, None, 0.0, *moved, kernels, (), (), saved, "gate", workspace, rate=rate)
+    kept: list[Saved] = [Saved(f"{prefix}activation", size, "gate")]
+    if gated and program.eager:
+        kept.append(Saved(f"{prefix}silu", size, "gate"))
+    kind, moved = "gate" if gated else "gelu", (forward * size, backward * size)
+    name, saved = f"{prefix}{kind}", tuple(kept)
+    return Operation(name, None, 0.0, *moved, kernels, (), (), saved, "gate", workspace, rate=kind)
 
 
 def mixture(s: Sizes, program: Program) -> list[Operation]:
@@ -382,9 +383,10 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     counts, _ = s.sends(COUNTS, s.chunks * E)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     wide = N * D * 4 if e != 4 else 0.0
-    if program.eager and wide and not model.shared_experts:  # nothing keeps the input itself
-        wide -= N * D * e
-    scores = N * (4 * E + 30 * k) * program.eager  # the k largest by weight, number and row
+    if program.eager and not model.shared_experts:  # nothing keeps the input itself
+        wide = N * D * (4 - e)
+    # all of a token, the k largest by weight, number and row; and the router's weight in fp32
+    scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.eager
     kept = Saved("router input in fp32", wide, "stream"), Saved("scores", scores, "stream")
     router = Operation(
         "router", Matmul(N, E, D, sensitive=True), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=kept

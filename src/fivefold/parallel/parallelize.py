@@ -170,7 +170,7 @@ def cut(
             if name in card.frozen:  # before anything is built around it
                 parameter.requires_grad_(False)
     if mesh.device.type == "cuda":
-        _compile_blocks(stages, card, layout, modes)
+        _compile(stages, card, layout, modes)
     return numbered, parallel
 
 
@@ -220,9 +220,7 @@ def rounded_layers(stage: nn.Module) -> Iterator[tuple[str, Layer]]:
             yield name, module
 
 
-def _compile_blocks(
-    stages: Sequence[nn.Module], card: Card | CustomModel, layout: Layout, modes: Sequence[str]
-) -> None:
+def _compile(stages: list[nn.Module], card: Card | CustomModel, layout: Layout, modes: Sequence[str]) -> None:
     """Compiles the blocks that `Layout.compiles` says. A module without blocks is compiled as a whole."""
     for stage in stages:
         if not card.stack:
