@@ -1,12 +1,16 @@
 """What blocks are compiled to on a GPU, found without one: graphs, breaks, kernels, and what they keep for backward."""
 
+from collections.abc import Callable, Sequence
 from inspect import signature
+from typing import Any
 
 import pytest
+import torch
 from test_trace_gpu import recipe_of
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 
-from fivefold.models.recomputation import of_blocks
+from fivefold.models.card import card_of
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.memory.memory import kept
 from fivefold.plan.predict import predict
@@ -41,9 +45,7 @@ def block(answer: dict) -> Block:
 def planned(recipe: Recipe) -> float:
     """Bytes that the planner lets a block keep."""
     s = predict(recipe, parse(f"h100:{Layout.from_recipe(recipe.layout).ranks}")).setting
-    planned = kept(
-        s.work.block[False], of_blocks(recipe.layout.recompute, recipe.model.layers)[0], s.software
-    )
+    planned = kept(s.last_block, s.recompute[-1], s.software)
     if "enable_gqa" in signature(varlen_attn).parameters or recipe.layout.recompute == "full":
         return planned
     # Before torch 2.13 each query head has keys and values of its own, which the planner does not count.
@@ -72,7 +74,7 @@ def test_one_graph_keeps_what_the_plan_says() -> None:
 
 
 def test_breaks_are_found_and_blocks_that_are_not_compiled() -> None:
-    """Where a layer communicates the graph ends; recomputation around such a layer leaves no graph at all."""
+    """Where a layer communicates the graph ends. Blocks that recompute around such a layer are not compiled."""
     cut, again, experts = (
         recipe_of(layout, arch)
         for layout, arch in (("tp=2", "llama"), ("tp=2,recompute=full", "llama"), ("dp=1", "moe"))
@@ -81,11 +83,84 @@ def test_breaks_are_found_and_blocks_that_are_not_compiled() -> None:
     assert first.graphs == 5
     assert [one.at.split(":")[0] for one in first.breaks] == ["models/layers.py"] * 4
     assert {one.why for one in first.breaks} == {"Skip calling `torch.compiler.disable()`d function"}
-    assert second.compiled
+    assert not second.compiled
     assert (second.graphs, second.kept) == (0, [])
     assert second.forward + second.backward > 2 * (first.forward + first.backward)
     assert not third.compiled
     assert third.backward > third.forward > 50
+
+
+def test_pytorch_compiles_no_checkpoint_around_a_break() -> None:
+    """So the trainer does not ask it to (`Layout.compiles`)."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def sine(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    outside: Any = torch.compiler.disable(sine)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return outside(x.cos()).cos()
+
+    def again(x: torch.Tensor) -> Any:
+        return checkpoint(block, x, use_reentrant=False)
+
+    for function, count in ((block, 2), (again, 0)):
+        torch._dynamo.reset()
+        graphs.clear()
+        torch.compile(function, backend=backend)(torch.ones(2, requires_grad=True))
+        assert len(graphs) == count
+
+
+EAGER = {
+    "experts": ("dp=1", "moe", []),
+    "experts alone": ("dp=1", "moe", ["model.shared_experts=0", "model.balance=aux"]),
+    "many experts, normed heads": (
+        "dp=1",
+        "qwen3_moe",
+        ["model.experts=256", "model.expert_ffn_dim=64"],
+    ),
+    "latent attention": ("dp=1", "deepseek", ["model.kv_heads=4", "model.expert_ffn_dim=128"]),
+    "experts of other ranks": ("dp=2,ep=2", "moe", []),
+    "split backward": ("pp=2,schedule=zbv", "llama", []),
+    "split backward of norms over heads": ("pp=2,schedule=zbv", "qwen3", ["model.head_dim=128"]),
+    "split backward of norms over ranks": (
+        "tp=2,pp=2,schedule=zbv,sp=true",
+        "olmo2",
+        ["model.kv_heads=4"],
+    ),
+    "split backward, LayerNorm": ("pp=2,schedule=zbv", "gpt2", []),
+    "recomputation around messages": ("tp=2,sp=true,recompute=full", "llama", []),
+}
+FEW = ("experts alone", "latent attention", "split backward")
+
+
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param([*{*EAGER} - {*FEW}], marks=pytest.mark.slow)], ids=["few", "others"]
+)
+def test_eager_blocks_keep_what_the_plan_says(names: Sequence[str]) -> None:
+    """Blocks that the trainer does not compile: what a rank's activations grow by with each block, at the peak."""
+    pairs = {
+        name: [recipe_of(layout, arch, *WIDE, f"model.layers={layers}", *sets) for layers in (8, 4)]
+        for name, (layout, arch, sets) in EAGER.items()
+        if name in names
+    }
+    recipes = [recipe for pair in pairs.values() for recipe in pair]
+    answers = iter(gpu.on_gpu([(recipe, 0) for recipe in recipes], compiles=False))
+    for name, pair in pairs.items():
+        found, said = [], []
+        for recipe in pair:
+            answer = next(answers)
+            assert "error" not in answer, answer["error"]
+            layout = Layout.from_recipe(recipe.layout)
+            assert not layout.compiles(card_of(recipe.model).mixed[-1], recipe.layout.recompute), name
+            found.append(answer["exact"]["memory"]["at_peak"]["activations"])
+            said.append(predict(recipe, parse(f"h100:{layout.ranks}")).memory[0].activations)
+        assert said[0] - said[1] == pytest.approx(found[0] - found[1], rel=0.01), name
 
 
 @pytest.mark.slow

@@ -178,7 +178,7 @@ def recipe_of(layout: str, arch: str, *overrides: str) -> Recipe:
         *few,
         f"model.arch={arch}",
         "precision.mode=bf16",
-        *{**ARCHS, **MORE_ARCHS}[arch],
+        *{**ARCHS, **MORE_ARCHS}.get(arch, ARCHS["moe"]),
         *overrides,
     ]
     recipe = load("quickstart", sets, layout)

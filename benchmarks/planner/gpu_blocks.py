@@ -3,9 +3,9 @@
     python benchmarks/planner/gpu_blocks.py [--only llama ...] [--out benchmarks/results/gpu_blocks.json]
 
 Found without a GPU (trace/compiled.py): graphs by Dynamo, kernels by Inductor's scheduler, tensors kept for backward by
-AOTAutograd's partitioner. "unplanned" is what the block takes beyond the planner's assumption that it is compiled
-whole: the bytes that its element-wise kernels move, and its launches, at an H100's rates, forward and backward. Host
-waits are those of a whole step, with two blocks and one microbatch. About ten minutes on one core.
+AOTAutograd's partitioner. "unplanned" is what the block takes beyond the plan: the bytes that its element-wise kernels
+move, and its launches, at an H100's rates, forward and backward. Host waits are those of a whole step, with two blocks
+and one microbatch. About ten minutes on one core.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def measure(arch: str, family: str, layout: str) -> Row:
         raise RuntimeError(f"{arch} {layout}: {answer['error']}")
     found = answer["exact"]["blocks"]
     kind = kinds(recipe)[-1]
-    block, ops = Block.from_json(found[kind]), s.work.block[s.card.is_mixed(recipe.model.layers - 1)]
+    block, ops = Block.from_json(found[kind]), s.last_block
     device, gap = cluster.device, s.software.kernel
     launches = sum(op.kernels * 2 + bool(op.matmul) for op in ops)
     moved = sum(block.moved) - sum(op.forward + op.backward for op in ops)

@@ -122,8 +122,8 @@ def rules(s: Setting) -> list[Rule]:
 
 
 def _block(s: Setting) -> list[tuple[Operation, Cost]]:
-    """The operations of the model's last block with their costs. A model with experts has them there."""
-    return [(op, cost.operation(op, s)) for op in s.work.block[s.card.mixed[-1]]]
+    """The operations of the model's last block with their costs."""
+    return [(op, cost.operation(op, s)) for op in s.last_block]
 
 
 def _block_cost(s: Setting) -> Cost:

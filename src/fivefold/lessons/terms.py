@@ -46,7 +46,9 @@ class Convention:
 
 
 CONVENTIONS = {
-    "paper": Convention(PAPER, replace(FIVEFOLD, attention="plain", probability_dropout=True)),
+    "paper": Convention(
+        PAPER, replace(FIVEFOLD, compiles=False, attention="plain", probability_dropout=True)
+    ),
     "fivefold": Convention(),
 }
 """paper: 2 + 2 + 12 bytes, weights and gradients in 16 bits, and in fp32 a copy, momentum and variance (arXiv
@@ -241,7 +243,8 @@ def kept_by_part(ops: list[Operation], recompute: str, software: Software) -> di
     for op in ops:
         for saved in op.saved:
             if saved.role in used:
-                part = "norms" if saved.name == f"{op.name} input" and op.rate == "norm" else here
+                of_norm = op.rate == "norm" and saved.name in (f"{op.name} input", f"{op.name} in fp32")
+                part = "norms" if of_norm else here
                 grows = 1 if saved.role == "core" else 2 if saved.name == "log-sum-exp" else 0
                 parts[part][grows] += saved.size
         if op.name == "add1":
@@ -279,7 +282,7 @@ def activations(asked: Asked) -> Iterator[Term]:
     total = 0.0
     for mixed, blocks in kinds.items():
         named = f"{'experts, ' if mixed else 'dense, '}" if len(kinds) > 1 else ""
-        ops = card.block_operations(sizes, program, mixed)
+        ops = card.block_operations(sizes, program.of(s.kind(mixed, "none")[1]), mixed)
         block = kept_by_block(ops, "none", program)
         total += blocks * sum(block)
         shown = [(name, kept, "") for name, kept in kept_by_part(ops, "none", program).items()]
@@ -307,7 +310,9 @@ def activations_by_way(asked: Asked) -> dict[str, float]:
         if name != "a block" and tp == 1:
             continue
         sizes, program = counted_in(asked, tp=tp, sp=sp)
-        ops = card_of(sizes.model).block_operations(sizes, program, card_of(sizes.model).mixed[-1])
+        card = card_of(sizes.model)
+        mixed, eager = asked.setting.kind(card.mixed[-1], "none")
+        ops = card.block_operations(sizes, program.of(eager), mixed)
         for mode in ("none", "selective", "full") if name == "a block" else ("none", "selective"):
             kept, words = kept_by_block(ops, mode, program), name + f", {mode}" * (mode != "none")
             found[f"{words}: {kept_formula(kept, asked.symbols | {'t': tp})}"] = sum(kept)

@@ -48,7 +48,7 @@ class Card(ABC):
     gated = False
     """True if the feed-forward layers are SwiGLU, False if GELU."""
     biased = False
-    """True if linear layers have biases."""
+    """True if linear layers and norms have biases: LayerNorm, else RMSNorm."""
     post_norm = False
     """True if norms are behind the sublayers instead of before them."""
     free_heads = False
@@ -188,18 +188,19 @@ class Card(ABC):
 
     def work(self, s: Sizes, program: Program) -> Work:
         """All operations of the model on one rank. s: sizes of the card's model."""
-        blocks = {mixed: self.block_operations(s, program, mixed) for mixed in sorted(set(self.mixed))}
+        kinds = [(mixed, eager) for mixed in set(self.mixed) for eager in {False, program.compiles}]
+        blocks = {kind: self.block_operations(s, program.of(kind[1]), kind[0]) for kind in kinds}
         # Each sequence has as many rows of logits as predicted tokens. If sequences are cut, the rows are spread
         # unevenly; the average is used.
         rows = s.B * predicted(self.objective, s.model.seq_len) / s.cp
-        end = work.end(s, program, rows, bool(self.whole_sequences))
+        end = work.end(s, program.of(eager=True), rows, bool(self.whole_sequences), self.biased)
         return Work(blocks, work.begin(s, program), end)
 
     def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
         """Operations of one block, in forward order. mixed: True if the block has experts."""
         attended = self.attention_operations(s, program)
-        mlp = work.mixture(s) if mixed else work.feed_forward(s, program, self.gated, self.biased)
-        return work.block(s, program, attended, mlp)
+        mlp = work.mixture(s, program) if mixed else work.feed_forward(s, program, self.gated, self.biased)
+        return work.block(s, program, attended, mlp, self.biased)
 
     def attention_operations(self, s: Sizes, program: Program) -> list[Operation]:
         """Operations of a block's attention."""

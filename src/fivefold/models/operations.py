@@ -7,8 +7,8 @@ parallelism), D model, H heads, K key-value heads, d head, F feed-forward, V voc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Self
 
 from fivefold.kernels import sizes
 from fivefold.models.section import ModelSection
@@ -17,6 +17,8 @@ from fivefold.sharding.units import AGAIN, SUM, WHOLE, Collective, What
 Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate"]
 Part = Literal["", "norm", "core", "inner", "out", "gate", "down", "never"]
 Rate = Literal["copy", "embedding", "norm", "gate", "gelu", "loss"]
+Kind = tuple[bool, bool]
+"""Of a block: whether it has experts, and whether it is eager: not compiled, by a program that compiles others."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,11 @@ class Program:
     attention: "flash" keeps no probabilities; "plain" does; "blocks", ours on CPUs, keeps them for short sequences.
     masks: dropout keeps "bytes", or "numbers" in the compute dtype. probability_dropout: attention's probabilities have
     dropout, too. selective: the region that "selective" recomputes (models/recomputation.py). fused: consecutive
-    element-wise operations are one pass over memory. loss: logits exist in "chunks"; or whole, in the compute dtype
-    ("fused": the gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at once, if in
-    chunks. fp32_parts: without a fused kernel, parts of a chunk are copied to fp32. pads_values: value heads that are
-    narrower than key heads are padded to their width.
+    element-wise operations are one pass over memory. compiles: they are in the blocks that `Layout.compiles` says; in
+    others autograd keeps what each of PyTorch's operations reads. loss: logits exist in "chunks"; or whole, in the
+    compute dtype ("fused": the gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at
+    once, if in chunks. fp32_parts: without a fused kernel, parts of a chunk are copied to fp32. pads_values: value
+    heads that are narrower than key heads are padded to their width.
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
@@ -111,10 +114,20 @@ class Program:
     probability_dropout: bool = False
     selective: Literal["core", "operations"] = "core"
     fused: bool = True
+    compiles: bool = False
     loss: Literal["chunks", "fused", "plain"] = "chunks"
     chunk_bytes: float = sizes.logits_bytes("cuda")
     fp32_parts: bool = True
     pads_values: bool = True
+
+    @property
+    def eager(self) -> bool:
+        """True for code of a program that compiles, where it does not."""
+        return self.compiles and not self.fused
+
+    def of(self, eager: bool) -> Self:
+        """The program in a block that it compiles, or in one that it does not."""
+        return replace(self, fused=False) if eager and self.compiles else self
 
 
 class Seen(NamedTuple):
@@ -208,9 +221,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Work:
-    """All operations for a microbatch: of a block without experts (False) and with (True), before the blocks, after
-    them."""
+    """All operations for a microbatch: of each kind of block, before the blocks, after them."""
 
-    block: dict[bool, list[Operation]]
+    block: dict[Kind, list[Operation]]
     begin: list[Operation]
     end: list[Operation]

@@ -24,16 +24,23 @@ from fivefold.sharding.units import (
 
 ENTRIES = ("qkv", "up")
 """First matmuls whose input is a norm's output and nothing else reads (`Sublayer.entry`)."""
+IN_FP32 = 2 * 4
+"""Bytes per element that an eager RMSNorm keeps instead of its input: that and the normed one, in fp32."""
+ROTATED = 12
+"""Passes over memory of an eager rotation, in its input's dtype: each copy, product and sum in fp32 is one."""
 
 
-def block(s: Sizes, program: Program, attended: list[Operation], mlp: list[Operation]) -> list[Operation]:
-    """A block around its two sublayers: norms and the residual stream, in the order of a pre-norm block."""
+def block(
+    s: Sizes, program: Program, attended: list[Operation], mlp: list[Operation], biased: bool = False
+) -> list[Operation]:
+    """A block around its two sublayers: norms and the residual stream, in the order of a pre-norm block. biased: as in
+    `norm`."""
     mask = dropout_mask(s, program)
     return [
-        norm("norm1", s, program, "input", attended[0]),
+        norm("norm1", s, program, "input", attended[0], biased),
         *attended,
         add("add1", s, program, mask),
-        norm("norm2", s, program, "stream", mlp[0]),
+        norm("norm2", s, program, "stream", mlp[0], biased),
         *mlp,
         add("add2", s, program, mask),
     ]
@@ -88,9 +95,9 @@ def begin(s: Sizes, program: Program) -> list[Operation]:
     ]
 
 
-def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]:
+def end(s: Sizes, program: Program, rows: float, whole: bool, biased: bool = False) -> list[Operation]:
     """Operations after the blocks: last norm, output layer, loss. rows: of logits. whole: True if it works on whole
-    sequences under sequence parallelism."""
+    sequences under sequence parallelism. biased: as in `norm`."""
     D, V, e, n = s.model.dim, s.model.vocab_size or 0, s.e, s.n
     columns = V / s.tp
     chunks = program.loss == "chunks"
@@ -116,7 +123,7 @@ def end(s: Sizes, program: Program, rows: float, whole: bool) -> list[Operation]
     if kept:
         saved.append(Saved("logits", kept * rows * columns, "stream"))
     return [
-        norm("norm", s, program, "stream"),
+        norm("norm", s, program, "stream", biased=biased),
         Operation(
             "output",
             Matmul(rows, columns, D, sensitive=True),
@@ -142,11 +149,16 @@ def dropout_mask(s: Sizes, program: Program) -> float:
     return s.n * s.model.dim * size if s.model.dropout else 0.0
 
 
-def norm(name: str, s: Sizes, program: Program, role: Role, reader: Operation | None = None) -> Operation:
-    """reader: the operation that keeps the norm's output."""
+def norm(
+    name: str, s: Sizes, program: Program, role: Role, reader: Operation | None = None, biased: bool = False
+) -> Operation:
+    """reader: the operation that keeps the norm's output. biased: LayerNorm, one operation of PyTorch's in any dtype;
+    else RMSNorm, several in fp32."""
     D, e, n = s.model.dim, s.e, s.n
-    forward, backward, kernels = (2, 3, 1) if program.fused else (14, 24, 6)
+    forward, backward, kernels = (2, 3, 1) if program.fused or biased else (14, 24, 6)
     saved = [Saved(f"{name} input", n * D * e, role)]
+    if program.eager and not biased:
+        saved.append(Saved(f"{name} in fp32", n * D * (IN_FP32 - e), "stream"))
     part: Part = ""
     if reader:
         kept = kept_input(reader, s)
@@ -232,7 +244,7 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
         (there, there_back), (home, home_back) = (s.sends(HEADS, N * x) for x in (qkv, value))
         forward, backward = (*there, *home), (*there_back, *home_back)
     turned = 2 * N * (qkv - (qkv - q) / 2) * e if rotary else 0.0
-    turned *= 1.0 if program.fused else 3.0
+    turned *= 1.0 if program.fused else ROTATED if program.eager else 3.0
     if program.attention == "plain":
         return _plain_attention(s, program, share)
     saved, besides = _kept_by_attention(s, program, share)
@@ -242,7 +254,7 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
             attention=2.0 * N * T * (q + value) * share * s.seen.share,
             forward=turned,
             backward=turned,
-            kernels=1 if not rotary or program.fused else 5,
+            kernels=1 if not rotary or program.fused else 20 if program.eager else 5,
             sent_forward=forward,
             sent_backward=backward,
             saved=saved,
@@ -257,12 +269,14 @@ def query_key_norms(
 ) -> list[Operation]:
     """Attention with norms of its queries and keys behind the first matmul. vectors: number of normed vectors per token
     on a rank. sums: the message of ranks that share these vectors. Attention by blocks copies what the norms give; any
-    other keeps it, beside the matmul's result."""
+    other keeps it, beside the matmul's result. Eager norms copy that result to fp32; with messages they keep it."""
     e, N, rows = s.e, s.N, (s.qkv + s.q) / 2  # features of queries and keys
     sent, back = s.sends(sums, N * vectors) if sums else ((), ())
     forward, backward, kernels = (2, 3, 2) if program.fused and not sent else (14, 24, 12)
     joined = 2 * N * s.qkv * e  # queries, keys and values are put side by side again
-    kept = rows if program.attention == "blocks" else s.qkv
+    kept = N * e * (rows if program.attention == "blocks" or program.eager else s.qkv)
+    if program.eager and not sent:
+        kept = N * rows * IN_FP32
     norms = Operation(
         "norms of queries and keys",
         forward=forward * N * rows * e + joined,
@@ -270,7 +284,7 @@ def query_key_norms(
         kernels=kernels + 1,
         sent_forward=sent,
         sent_backward=back,
-        saved=(Saved("queries and keys", N * kept * e, "inner"), Saved("rms", 4 * N * vectors, "inner")),
+        saved=(Saved("queries and keys", kept, "inner"), Saved("rms", 4 * N * vectors, "inner")),
         part="inner",
         workspace=2 * N * s.qkv * e,
         rate="norm",
@@ -337,29 +351,26 @@ def _plain_attention(s: Sizes, program: Program, causal: float) -> list[Operatio
 def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[Operation]:
     F, e, N = (s.model.ffn_dim or 0) / s.tp, s.e, s.N
     wide = 2 * F if gated else F
-    # gelu: reads, writes; with the gate: reads two, writes one. Unfused, the gate is two operations and more.
-    forward, backward = (3, 5) if gated else (2, 3)
-    if not program.fused:
-        forward, backward = (5, 13) if gated else (4, 6)
     return [
         region_first("up", s, wide, biased=biased, saved=(Saved("up", N * wide * e, "product"),)),
-        Operation(
-            "gate" if gated else "gelu",
-            None,
-            0.0,
-            forward * N * F * e,
-            backward * N * F * e,
-            1 if program.fused else 2,
-            saved=(Saved("activation", N * F * e, "gate"),),
-            part="gate",
-            rate="gate" if gated else "gelu",
-            workspace=N * wide * e,  # the gradient of its result takes the place of the result
-        ),
+        activation("", program, N * F * e, N * wide * e, gated),
         region_last("down", s, F, "down", biased),
     ]
 
 
-def mixture(s: Sizes) -> list[Operation]:
+def activation(prefix: str, program: Program, size: float, workspace: float, gated: bool = True) -> Operation:
+    """GELU, one operation of PyTorch's; or SwiGLU's gate, two. Eager, the silu between these is kept, too. size: bytes
+    of the result. workspace: of both its inputs' gradients; that of the result takes the place of the result."""
+    forward, backward, kernels = (2, 3, 1) if not gated else (3, 5, 1) if program.fused else (5, 13, 2)
+    kept: list[Saved] = [Saved(f"{prefix}activation", size, "gate")]
+    if gated and program.eager:
+        kept.append(Saved(f"{prefix}silu", size, "gate"))
+    kind, moved = "gate" if gated else "gelu", (forward * size, backward * size)
+    name, saved = f"{prefix}{kind}", tuple(kept)
+    return Operation(name, None, 0.0, *moved, kernels, (), (), saved, "gate", workspace, rate=kind)
+
+
+def mixture(s: Sizes, program: Program) -> list[Operation]:
     """The routed feed-forward: tokens go to their experts and come back. A rank sends the tokens that it has outside
     tensor-parallel regions. Tensor-parallel ranks with the same tokens have some features of every expert."""
     model, D, e, N = s.model, s.model.dim, s.e, s.n
@@ -371,11 +382,16 @@ def mixture(s: Sizes) -> list[Operation]:
     exchange, exchange_back = (_chunked(sent, s.chunks) for sent in s.sends(ROWS, max(routed, received) * D))
     counts, _ = s.sends(COUNTS, s.chunks * E)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
-    wide = (Saved("router input in fp32", N * D * 4, "stream"),) if e != 4 else ()
+    wide = N * D * 4 if e != 4 else 0.0
+    if program.eager and not model.shared_experts:  # nothing keeps the input itself
+        wide = N * D * (4 - e)
+    # all of a token, the k largest by weight, number and row; and the router's weight in fp32
+    scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.eager
+    kept = Saved("router input in fp32", wide, "stream"), Saved("scores", scores, "stream")
     router = Operation(
-        "router", Matmul(N, E, D, sensitive=True), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=wide
+        "router", Matmul(N, E, D, sensitive=True), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=kept
     )
-    experts = _swiglu("experts", received, F, s, here, s.chunks)
+    experts = _swiglu("experts", received, F, s, program, here, s.chunks)
     ops = [
         router,
         Operation(
@@ -400,7 +416,7 @@ def mixture(s: Sizes) -> list[Operation]:
         ),
     ]
     if model.shared_experts:
-        ops += _swiglu("shared", N, model.shared_experts * F, s)
+        ops += _swiglu("shared", N, model.shared_experts * F, s, program)
     learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
     sums = [Operation("experts' sum", kernels=0, sent_forward=summed)] if summed else []
     # The counts of each expert, over ranks that have parts of a sequence, for the router's own loss terms.
@@ -419,11 +435,12 @@ def _chunked(sent: tuple[Message, ...], chunks: int) -> tuple[Message, ...]:
     return (*(replace(m, size=m.size * share) for m in sent), *others)
 
 
-def _swiglu(name: str, rows: float, F: float, s: Sizes, count: float = 1, chunks: int = 1) -> list[Operation]:
+def _swiglu(
+    name: str, rows: float, F: float, s: Sizes, program: Program, count: float = 1, chunks: int = 1
+) -> list[Operation]:
     """A SwiGLU with F features on this rank, or `count` of them that share the rows. chunks: of the rows; each has a
     gradient of the weights, which is added to that of the others."""
     D, e = s.model.dim, s.e
-    inner = Saved(f"{name} activation", rows * F * e, "gate")
     added = 3 * (chunks - 1) * count * D * F * e
     each, count, grouped = rows / count / chunks, count * chunks, name == "experts"
     return [
@@ -433,14 +450,6 @@ def _swiglu(name: str, rows: float, F: float, s: Sizes, count: float = 1, chunks
             backward=2 * added,
             saved=(Saved(f"{name} up", rows * 2 * F * e, "product"),),
         ),
-        Operation(
-            f"{name} gate",
-            forward=3 * rows * F * e,
-            backward=5 * rows * F * e,
-            saved=(inner,),
-            part="gate",
-            rate="gate",
-            workspace=2 * rows / chunks * F * e,
-        ),
+        activation(f"{name} ", program, rows * F * e, 2 * rows / chunks * F * e),
         Operation(f"{name} down", Matmul(each, D, F, count, grouped=grouped), backward=added),
     ]

@@ -169,8 +169,8 @@ def cut(
             parameter.data = parameter.data.to(masters)
             if name in card.frozen:  # before anything is built around it
                 parameter.requires_grad_(False)
-    if mesh.device.type == "cuda" and not (parallel.pipeline and parallel.pipeline.splits_backward):
-        _compile_blocks(stages, card.stack)
+    if mesh.device.type == "cuda":
+        _compile(stages, card, layout, modes)
     return numbered, parallel
 
 
@@ -220,18 +220,15 @@ def rounded_layers(stage: nn.Module) -> Iterator[tuple[str, Layer]]:
             yield name, module
 
 
-def _compile_blocks(stages: Sequence[nn.Module], stack: str) -> None:
-    """Compiles the blocks without experts: their choice would break the compiled graph. A module without blocks is
-    compiled as a whole."""
+def _compile(stages: list[nn.Module], card: Card | CustomModel, layout: Layout, modes: Sequence[str]) -> None:
+    """Compiles the blocks that `Layout.compiles` says. A module without blocks is compiled as a whole."""
     for stage in stages:
-        if not stack:
+        if not card.stack:
             stage.compile()
             continue
-        mixed = (
-            {int(number) for number, _ in expert.mixtures(stage)} if isinstance(stage, LanguageModel) else ()
-        )
-        for number, block in stage.get_submodule(stack).named_children():
-            if int(number) not in mixed:
+        for number, block in stage.get_submodule(card.stack).named_children():
+            mixed = isinstance(card, Card) and card.mixed[int(number)]
+            if layout.compiles(mixed, modes[int(number)]):
                 block.compile()
 
 

@@ -71,7 +71,7 @@ class Pipeline:
         self.recorded: tuple[Schedule, Timeline] | None = None
         self.rank_of = self.schedule(1).rank_of  # for each stage, the pp index of its ranks
         self.deferred = Deferred()
-        if self.splits_backward:
+        if mesh.layout.splits_backward:
             for stage in self.stages.values():
                 attach(stage, self.deferred)
         self.turns: Turns | None = None  # of a pair's computations, where messages of experts are waited for
@@ -83,11 +83,6 @@ class Pipeline:
             for module in (module for stage in self.stages.values() for module in stage.modules()):
                 if isinstance(module, AllToAll):
                     module.turns = self.turns
-
-    @property
-    def splits_backward(self) -> bool:
-        """True if weight gradients are computed separately (I and W)."""
-        return self.schedule(2 * self.mesh.size("pp")).splits_backward
 
     def schedule(self, microbatches: int) -> Schedule:
         """The schedule of a step with this number of microbatches."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fivefold.errors import UserError
 from fivefold.kernels.sizes import any_length, logits_bytes
 from fivefold.models.card import Card, card_of
-from fivefold.models.operations import WHOLE_SEQUENCES, Program, Seen, Sizes, Work
+from fivefold.models.operations import WHOLE_SEQUENCES, Kind, Operation, Program, Seen, Sizes, Work
 from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.optim import DEFAULT as OPTIMIZER
@@ -211,13 +211,14 @@ class Software(Program):
         return OPTIMIZERS[self.optimizer].check_traffic(on_cpu) if self.checked else 0.0
 
 
-FIVEFOLD = Software()
+FIVEFOLD = Software(compiles=True)
 """This program on GPUs."""
 FIVEFOLD_CPU = replace(
     FIVEFOLD,
     name="fivefold on CPUs",
     attention="blocks",
     masks="numbers",
+    compiles=False,
     scatter="all_to_all",
     overlap_scatter=False,
     chunk_bytes=logits_bytes("cpu"),
@@ -271,6 +272,15 @@ class Setting:
     def work(self) -> Work:
         """All operations of a rank for one microbatch."""
         return self.card.work(self.sizes, self.software)
+
+    def kind(self, mixed: bool, recompute: str) -> Kind:
+        """The kind of a block with this mode of recomputation."""
+        return mixed, self.software.compiles and not self.layout.compiles(mixed, recompute)
+
+    @property
+    def last_block(self) -> list[Operation]:
+        """The operations of the model's last block. A model with experts has them there."""
+        return self.work.block[self.kind(self.card.mixed[-1], self.recompute[-1])]
 
     @property
     def recompute(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from fivefold.errors import LONGEST_WORD, UserError, did_you_mean, shortened
 from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.schedules.pipeline import DEFAULT, stages_per_rank
+from fivefold.schedules.pipeline import DEFAULT, splits_backward, stages_per_rank
 from fivefold.sharding.tiers import NOT_OFFLOADED
 
 T = TypeVar("T")
@@ -94,6 +94,17 @@ class Layout(Counts):
         """Number of pipeline stages per rank: `virtual_stages`, or the number that the schedule requires; 1 without a
         pipeline."""
         return stages_per_rank(self.schedule, self.virtual_stages) if self.pp > 1 else 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if the pipeline computes weight gradients separately (I and W)."""
+        return self.pp > 1 and splits_backward(self.schedule, self.pp, self.stages_per_rank)
+
+    def compiles(self, experts: bool, recompute: str) -> bool:
+        """True if the trainer compiles a block on a GPU; any other runs operation by operation. experts: it has some,
+        whose choice would break the graph. recompute: its mode. PyTorch compiles no checkpoint around layers that
+        communicate, and cannot trace the queue of weight gradients of a split backward."""
+        return not (experts or self.splits_backward or (recompute == "full" and max(self.tp, self.cp) > 1))
 
     @property
     def divided(self) -> bool:

@@ -121,7 +121,8 @@ class Card(moe.Card):
         blocks = program.attention == "blocks"
         value = s.q if program.pads_values else H * w.value
         qkv = s.qkv - s.q + value
-        moved = N * (H * (w.query + w.key_value) + qkv) * e
+        written = N * (H * (w.query + w.key_value) + qkv) * e
+        moved = written + 2 * N * (H + 1) * w.rope * e * (work.ROTATED - 1) * program.eager
         cut = 0.0 if value == H * w.value else N * (value + H * w.value) * e  # values lose their padding
         held = [Saved("attention output", N * H * w.value * e, "inner")]
         if cut and (not blocks or (s.cp > 1 and s.cp_method == "ring")):  # these keep their own result
@@ -135,12 +136,12 @@ class Card(moe.Card):
                 "heads",
                 forward=moved,
                 backward=moved,
-                kernels=1 if program.fused else 8,
+                kernels=1 if program.fused else 24 if program.eager else 8,
                 sent_forward=s.whole(w.rope),
                 sent_backward=s.sum(w.rope),
                 saved=() if blocks else (Saved("qkv", N * qkv * e, "inner"),),
                 part="inner",
-                workspace=moved,
+                workspace=written,
             ),
             *work.core(s, program, self.causal, rotary=False, value=value),
             replace(out, forward=cut, backward=cut),
@@ -155,6 +156,8 @@ class Card(moe.Card):
         norms = 1 + (w.query_rank > 0)
         forward, backward, kernels = (2, 3, norms) if program.fused else (14, 24, 6 * norms)
         kept = [Saved("normed latents", normed * rows / n, "inner"), Saved("rms", 4 * norms * n, "inner")]
+        if program.eager:
+            kept.append(Saved("latents in fp32", normed / e * work.IN_FP32, "inner"))
         if not w.query_rank and rows > n:
             kept.append(Saved("input of all ranks", rows * s.model.dim * e, "inner"))
         if blocks:  # each norm copies its part of the latents
@@ -163,7 +166,9 @@ class Card(moe.Card):
             Operation(
                 "latents",
                 Matmul(n, w.latents, s.model.dim),
-                saved=(Saved("latents", n * w.latents * e, "copied" if blocks else "product"),),
+                saved=(
+                    Saved("latents", n * w.latents * e, "copied" if blocks or program.eager else "product"),
+                ),
                 workspace=n * w.latents * e,
             ),
             Operation(

@@ -113,7 +113,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     for mode in sorted(set(plan.setting.recompute)):
         yield f"  activations of a block, MiB, recompute {mode}: " + ", ".join(
             f"{saved.name} {saved.size / 2**20:.1f}"
-            for op in plan.setting.work.block[any(plan.setting.card.mixed)]
+            for op in plan.setting.last_block
             for saved in op.saved
             if memory.kept([Operation(op.name, saved=(saved,))], mode, plan.setting.software)
         )
@@ -122,8 +122,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _operations(plan: Plan) -> Iterator[str]:
     s, ms = plan.setting, 1e3
     yield "operations, ms            forward   d input  d weight  messages  what"
-    block = s.work.block[any(s.card.mixed)]
-    for where, ops in (("begin", s.work.begin), ("block", block), ("end", s.work.end)):
+    for where, ops in (("begin", s.work.begin), ("block", s.last_block), ("end", s.work.end)):
         for op in ops:
             c, p = operation(op, s), op.matmul
             what = f"{p.count:g} x ({p.m:g}, {p.k:g}) ({p.k:g}, {p.n:g})" if p else ""

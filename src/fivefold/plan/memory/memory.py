@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fivefold.models.operations import Operation, Role
+from fivefold.models.operations import Kind, Operation, Role
 from fivefold.models.recomputation import region
 from fivefold.plan.memory import model_states
 from fivefold.plan.memory.model_states import Buffers, node_copies, rank_states, uneven_states
@@ -58,34 +58,35 @@ ByRole = dict[Role, float]
 class Sums:
     """Sums over a microbatch's operations. The memory of every recomputation mode follows from them.
 
-    block: saved bytes by role, of a block without experts (False) and with (True). begin, end: the same before and
-    behind the blocks. owed: bytes kept for deferred weight gradients: the input of each matmul with weights, and the
-    gradient of its output. parts: the last block's backward, cut at the matmuls of its sublayers: saved bytes, those of
-    them that exist at once if attention's core is recomputed, largest workspace. loss: workspace of the loss.
+    block: saved bytes by role, of each kind of block. begin, end: the same before and behind the blocks. owed: bytes
+    kept for deferred weight gradients: the input of each matmul with weights, and the gradient of its output. parts:
+    the block's backward, cut at the matmuls of its sublayers: saved bytes, those of them that exist at once if
+    attention's core is recomputed, largest workspace. loss: workspace of the loss.
     """
 
-    block: dict[bool, ByRole]
+    block: dict[Kind, ByRole]
     begin: ByRole
     end: ByRole
-    owed: dict[bool, float]
-    parts: list[tuple[ByRole, ByRole, float]]
+    owed: dict[Kind, float]
+    parts: dict[Kind, list[tuple[ByRole, ByRole, float]]]
     loss: float
 
 
 def sums(s: Setting) -> Sums:
     """Sums over the operations of one rank."""
     work, e, narrow = s.work, s.sizes.e, s.sizes.narrow
-    parts: list[list[Operation]] = [[]]
-    for op in work.block[any(s.card.mixed)]:
-        if any(tensor.role in ("product", "copied") for tensor in op.saved):
-            parts.append([])
-        parts[-1].append(op)
 
     def workspace(op: Operation) -> float:  # the rounded factors of one matmul exist at once
         return op.workspace + narrow * max(op.matmul.rounded) if op.matmul and narrow else op.workspace
 
-    owed = dict.fromkeys(work.block, 0.0)
+    owed, parts = dict.fromkeys(work.block, 0.0), dict[Kind, list[tuple[ByRole, ByRole, float]]]()
     for kind, block in work.block.items():
+        cut: list[list[Operation]] = [[]]
+        for op in block:
+            if any(tensor.role in ("product", "copied") for tensor in op.saved):
+                cut.append([])
+            cut[-1].append(op)
+        parts[kind] = [(saved(ops), saved(ops, True), max(map(workspace, ops))) for ops in cut if ops]
         products = (op.matmul for op in block if op.matmul and op.matmul.weight)
         owed[kind] = sum(m.count * m.m * (m.k + m.n) * e for m in products)
     return Sums(
@@ -93,7 +94,7 @@ def sums(s: Setting) -> Sums:
         saved(work.begin),
         saved(work.end),
         owed,
-        [(saved(part), saved(part, True), max(map(workspace, part))) for part in parts if part],
+        parts,
         max(op.workspace for op in work.end),
     )
 
@@ -141,24 +142,26 @@ class MicrobatchBytes(NamedTuple):
 
 def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
     """Bytes of one microbatch on a rank under a recomputation mode. A block that runs again has its input whole."""
-    parts, stream = parts_of(s.layout), s.activation
+    divided, stream = parts_of(s.layout), s.activation
     used, outside = region(recompute, s.software), region("none", s.software).keeps
-    others = stream * (1 - 1 / parts)
-    plain, mixed = (max(0.0, _of(sums.block.get(kind, {}), used.keeps) - others) for kind in (False, True))
+    others = stream * (1 - 1 / divided)
+    kinds = [s.kind(mixed, recompute) for mixed in (False, True)]
+    plain, mixed = (max(0.0, _of(sums.block.get(kind, {}), used.keeps) - others) for kind in kinds)
     # full recomputation repeats the whole block, the other modes one part at a time
-    again, inside = 0.0, max(workspace for *_, workspace in sums.parts)
+    parts = sums.parts[kinds[s.card.mixed[-1]]]
+    again, inside = 0.0, max(workspace for *_, workspace in parts)
     if repeated := region("none").keeps - used.keeps:
-        made = [(_of(once if used.core else sizes, repeated), most) for sizes, once, most in sums.parts]
+        made = [(_of(once if used.core else sizes, repeated), most) for sizes, once, most in parts]
         again, inside = (sum(size for size, _ in made), inside) if recompute == "full" else max(made, key=sum)
     return MicrobatchBytes(
         plain,
         mixed,
         _of(sums.begin, outside),
         _of(sums.end, outside),
-        sums.owed.get(False, 0.0),
-        sums.owed.get(True, 0.0),
+        sums.owed.get(kinds[False], 0.0),
+        sums.owed.get(kinds[True], 0.0),
         again,
-        inside + stream * (2 if parts > 1 else 1),  # with the gradient of the residual stream
+        inside + stream * (2 if divided > 1 else 1),  # with the gradient of the residual stream
         sums.loss,
         stream,
         2 * 8 * s.sizes.N,

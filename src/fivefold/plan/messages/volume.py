@@ -162,7 +162,8 @@ def moments(s: Setting, rank: int = 0) -> Iterator[Moment]:
     blocks = Counter((card.is_mixed(number), modes[number]) for number in s.blocks(position))
     for (mixed, mode), count in blocks.items():
         name = "a block with experts" if mixed else "a block"
-        yield from of_operations(s, rank, s.work.block[mixed], mode, name, count * s.microbatches)
+        ops = s.work.block[s.kind(mixed, mode)]
+        yield from of_operations(s, rank, ops, mode, name, count * s.microbatches)
         if partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
             name = f"backward of {name}"
             yield Moment(name, "all_gather", "tp", s.activation, 1, count * s.microbatches)

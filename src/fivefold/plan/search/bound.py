@@ -20,7 +20,7 @@ from fivefold.plan.setting import Setting, Software, setting, stages
 from fivefold.plan.time import stage_costs, time
 from fivefold.plan.time.cost import Cost, slowest
 from fivefold.plan.time.stage_costs import Parts
-from fivefold.schedules.pipeline import ends_upwards, most_live, splits_backward
+from fivefold.schedules.pipeline import ends_upwards, most_live
 from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.parts import stages_of
@@ -115,15 +115,14 @@ class SharedCosts:
     def microbatch(self, c: Choice) -> MicrobatchCost:
         """Costs as in `stage_costs.stage_costs`, without the communication of ZeRO."""
         x = c.layout
-        late = stage_costs.saves_late(x)
-        key = (*within_block(x), x.recompute, late, c.B, c.mode, c.count == 1)
+        key = (*within_block(x), x.recompute, x.splits_backward, c.B, c.mode, c.count == 1)
         if key not in self._microbatches:
             parts, sums = self.parts(c)
             flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0) if x.zero else x
             s = self.setting(replace(c, layout=flat) if x.zero else c)
             elements = model_states.elements(self.model, flat)
             costs = {False: Cost(), True: Cost()}
-            for kind in sums.block:
+            for kind in set(self.mixed):
                 costs[kind] = stage_costs.computed(s, kind, parts, x.recompute)
                 costs[kind] += self._summed(s, elements.blocks[self.mixed.index(kind)].computes)
             last = parts.end + self._summed(s, elements.behind.computes + elements.tied.computes)
@@ -285,7 +284,7 @@ class Bounds:
         stages, there and back, and where the first position ends last, it ends behind the backward of all others."""
         x, ends, (there, back) = c.layout, [], self.shared.hops(c)
         experts, passing = self.shared.mixed.count(True), costs
-        if x.pp > 1 and splits_backward(x.schedule, x.pp, x.stages_per_rank):
+        if x.splits_backward:
             # a microbatch does not wait for gradients of weights that the schedule computes later
             passing = Costs(*(cost._replace(weight=0.0) for cost in costs))
         turned = sum(passing.of(Share(self.model.layers - experts, experts, 1, 1)))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from fivefold.models.operations import Message, Operation
+from fivefold.models.operations import Kind, Message, Operation
 from fivefold.models.recomputation import region
 from fivefold.plan.memory import model_states
 from fivefold.plan.memory.model_states import Elements
@@ -22,14 +22,7 @@ from fivefold.plan.time.cost import Cost, forward_flops, message, operation, par
 from fivefold.precision import DTYPES, MASTER, PRECISIONS
 from fivefold.schedules.collectives.registry import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
-from fivefold.schedules.pipeline import (
-    SCHEDULES,
-    Costs,
-    shown,
-    simulate,
-    simulate_oversubscribed,
-    splits_backward,
-)
+from fivefold.schedules.pipeline import SCHEDULES, Costs, shown, simulate, simulate_oversubscribed
 from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import sharing_group, stages_of
@@ -42,26 +35,26 @@ class Parts:
     """Costs of a model's operations for one microbatch.
 
     They depend on the tensor, context and expert axes, but not on the pipeline or the sharding of states, so many
-    layouts share them. operations: of a block without experts (False) and with (True), with their costs. begin, end:
-    the parts before and after the blocks.
+    layouts share them. operations: of each kind of block, with their costs. begin, end: the parts before and after
+    the blocks.
     """
 
-    operations: dict[bool, tuple[list[Operation], list[Cost]]]
+    operations: dict[Kind, tuple[list[Operation], list[Cost]]]
     begin: Cost
     end: Cost
-    blocks: dict[tuple[bool, str, bool], Cost] = field(default_factory=dict)
+    blocks: dict[tuple[Kind, str, bool], Cost] = field(default_factory=dict)
 
     def block(self, mixed: bool, s: Setting, mode: str) -> Cost:
         """Cost of a block, with what this mode recomputes."""
-        key = mixed, mode, saves_late(s.layout)
+        key = s.kind(mixed, mode), mode, saves_late(s.layout)
         if key not in self.blocks:
-            self.blocks[key] = together(*self.operations[mixed], s, *key[1:])
+            self.blocks[key] = together(*self.operations[key[0]], s, *key[1:])
         return self.blocks[key]
 
 
 def parts(s: Setting) -> Parts:
     """Costs of a setting's operations, for any layout with these axes."""
-    blocks = {mixed: (ops, [operation(op, s) for op in ops]) for mixed, ops in s.work.block.items()}
+    blocks = {kind: (ops, [operation(op, s) for op in ops]) for kind, ops in s.work.block.items()}
     norm, *loss = s.work.end
     last = part(loss, s)
     if s.software.loss == "chunks":  # which computes its gradients in forward
@@ -106,8 +99,7 @@ def computed(s: Setting, mixed: bool, shared: Parts, mode: str) -> Cost:
 def saves_late(layout: Layout) -> bool:
     """True if linear layers save their inputs after their matmuls: those that communicate, or defer their weight
     gradients (parallel/recompute.py)."""
-    splits = layout.pp > 1 and splits_backward(layout.schedule, layout.pp, layout.stages_per_rank)
-    return layout.tp > 1 or splits
+    return layout.tp > 1 or layout.splits_backward
 
 
 def recomputed(s: Setting) -> float:
@@ -115,7 +107,7 @@ def recomputed(s: Setting) -> float:
     late, again, total = saves_late(s.layout), 0.0, sum(forward_flops(op) for op in s.work.end)
     for (mixed, mode), count in Counter(zip(s.card.mixed, s.recompute, strict=True)).items():
         used = region(mode, s.software)
-        for op in s.work.block[mixed]:
+        for op in s.work.block[s.kind(mixed, mode)]:
             total += count * forward_flops(op)
             again += count * forward_flops(op) * used.repeated(op, late)
     return again / (3 * total)  # backward takes twice as many as forward
