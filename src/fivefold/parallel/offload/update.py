@@ -149,21 +149,17 @@ class StreamedUpdater(Updater):
         self,
         card: OptimizerCard,
         masters: Mapping[str, Tensor],
-        lr: float,
-        weight_decay: float | Mapping[str, float],
-        fields: Mapping[str, Any],
         arena: Arena,
         homes: Mapping[str, Home],
         states: Mapping[str, Mapping[str, Tensor]],
         disk: Disk,
-        rates: Mapping[str, float] | None = None,
         twice: bool = False,
-        compute: torch.dtype = torch.float32,
-        tokens: int = 1,
         rounder: Rounder | None = None,
+        **more: Any,
     ):
-        """states: {state: {parameter: its tensor in the shape of the parameter}}, as views of their homes."""
-        super().__init__(card, masters, lr, weight_decay, fields, rates, compute, tokens=tokens)
+        """states: {state: {parameter: its tensor in the shape of the parameter}}, as views of their homes. more:
+        arguments of `Updater`."""
+        super().__init__(card, masters, **more)
         assert card.elementwise, f"{card.name} needs more of a parameter than a chunk"
         self.rounder = rounder
         if rounder is not None:
@@ -173,7 +169,7 @@ class StreamedUpdater(Updater):
         of = {id(weight): name for name, weight in masters.items()}
         self._groups = self.optimizer.param_groups if self.optimizer is not None else []
         self._group = {of[id(weight)]: group for group in self._groups for weight in group["params"]}
-        self._lr = lr
+        self._lr = 0.0  # of the step under way
         self._chunks = list(arena.chunks())
         self._slots: queue.Queue[dict[str, Tensor]] = queue.Queue()
         self._running: Future[None] | None = None
