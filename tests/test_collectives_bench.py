@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import host_messages
 import pytest
 
 from fivefold.bench.collectives import fastest, fitted
@@ -50,7 +51,7 @@ def test_the_fit_of_hosts_gives_their_messages_back() -> None:
         "queue": 3e-3,
         "gamma": 1e-10,
     }
-    fit = fitted(found, 4, local=2, machine=4)
+    fit = host_messages.fitted(found, local=2, machine=4)
     assert fit == pytest.approx(
         {"alpha": 20e-6, "beta": 1e-9, "bus_alpha": bus, "bus_beta": 1e-9, "gamma": 1e-10}
         | {
@@ -63,7 +64,9 @@ def test_the_fit_of_hosts_gives_their_messages_back() -> None:
         }
     )
     single = {name: points for name, points in found.items() if name not in ("pair", "ring")}
-    assert fitted(single, 2, local=1, machine=2)["far_beta"] == pytest.approx(beta), "a rank on each host"
+    assert host_messages.fitted(single, local=1, machine=2)["far_beta"] == pytest.approx(beta), (
+        "a rank on each host"
+    )
     topology = of_fit(fit, 4, local=2, hosts=2)
     assert {topology.route(0, 1).links[1], topology.route(3, 2).links[1]} == {"bus 0"}
     for size in (1e3, 1e6):
