@@ -5,9 +5,7 @@ same as one process."""
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -112,6 +110,7 @@ def train(
     loaded = _load(recipe, set_ or [], layout, again)
     # Imported once the recipe is known to be good: torch takes more than a second
     from fivefold.launch import ranks
+    from fivefold.observe.console import quietly
     from fivefold.train.start import run_command
 
     endpoint = endpoint_of(loaded, replica_group, meet)
@@ -121,7 +120,7 @@ def train(
     if not json and not quiet:
         run()
         return
-    with contextlib.redirect_stdout(sys.stderr), _quiet(quiet):  # the ranks inherit both
+    with contextlib.redirect_stdout(sys.stderr), quietly("1" if quiet else ""):  # the ranks inherit both
         folder = run()
     launched = ranks.found()
     if launched is not None and launched[0] != 0:  # every rank of a foreign launcher gets here
@@ -137,21 +136,6 @@ def _results(folder: Path) -> dict[str, Any]:
 
     figures = summarize(read_metrics(folder)) | restart_figures(folder)
     return {"run": str(folder), "report": str(folder / "report.html"), **figures}
-
-
-@contextlib.contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
-    """Inside the block the console prints alarms only."""
-    from fivefold.observe.console import QUIET
-
-    before = os.environ.get(QUIET)
-    if wanted:
-        os.environ[QUIET] = "1"
-    try:
-        yield
-    finally:
-        if wanted and before is None:
-            del os.environ[QUIET]
 
 
 def endpoint_of(recipe: Recipe, replica_group: int | None, address: str | None) -> Endpoint | None:
