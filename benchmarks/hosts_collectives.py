@@ -42,15 +42,14 @@ def extra(ranks: int, local: int) -> dict[str, Any]:
 
 def predicted(found: dict[str, Any]) -> dict[str, Any]:
     """What messages cost, and of each size and algorithm the measured and the predicted seconds."""
+    from planner.host_links import links_of, simulate
     from planner.host_messages import fitted
 
     from fivefold.bench.collectives import collectives
-    from fivefold.plan.cluster.clusters import of_fit
-    from fivefold.schedules.collectives.cost import simulate
 
     hosts, local = found["hosts"], found["ranks"]
     fit = fitted(found["messages"], local, machine=hosts * local)
-    net = of_fit(fit, hosts * local, local, hosts)
+    net = links_of(fit, hosts * local, local, hosts)
     rows: dict[str, Any] = {}
     for size, times in found["seconds"].items():
         made = collectives(net.shape, int(size)) | extra(net.ranks, local)

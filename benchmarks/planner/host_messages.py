@@ -25,7 +25,7 @@ def fitted(found: dict[str, Any], local: int, machine: int) -> dict[str, float]:
 
     local: ranks on each node. machine: ranks that share one machine. A message alone takes alpha + bus_alpha + S beta,
     and m on one busy machine at once take alpha + m (bus_alpha + S bus_beta). Between nodes one takes far_alpha +
-    far_bus + (S - burst) far_beta, and acks of its bytes come back; see `Topology` for the others.
+    far_bus + (S - burst) far_beta, and acks of its bytes come back; see `HostLinks` for the others.
     """
     near = ("pair", "ring") if local > 1 else ("far", "far both")
     (one_alpha, one_beta), (all_alpha, all_beta) = (line(found[name]) for name in near)
