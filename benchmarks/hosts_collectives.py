@@ -15,7 +15,8 @@ FLAT, ALTERNATING = "ring, one channel", "ring, alternating hosts"
 
 def worker(file: Path, sizes: Sequence[int], only: Sequence[str]) -> None:
     """One rank's part. The first one writes what was found."""
-    from fivefold.bench.collectives import all_reduces, single_messages
+    from planner.host_messages import all_reduces, single_messages
+
     from fivefold.comm import everyone
     from fivefold.host.machine import describe
     from fivefold.launch.ranks import join
@@ -41,13 +42,14 @@ def extra(ranks: int, local: int) -> dict[str, Any]:
 
 def predicted(found: dict[str, Any]) -> dict[str, Any]:
     """What messages cost, and of each size and algorithm the measured and the predicted seconds."""
-    from fivefold.bench.collectives import collectives, fitted
-    from fivefold.plan.cluster.clusters import of_fit
-    from fivefold.schedules.collectives.cost import simulate
+    from planner.host_links import links_of, simulate
+    from planner.host_messages import fitted
+
+    from fivefold.bench.collectives import collectives
 
     hosts, local = found["hosts"], found["ranks"]
-    fit = fitted(found["messages"], hosts * local, local, machine=hosts * local)
-    net = of_fit(fit, hosts * local, local, hosts)
+    fit = fitted(found["messages"], local, machine=hosts * local)
+    net = links_of(fit, hosts * local, local, hosts)
     rows: dict[str, Any] = {}
     for size, times in found["seconds"].items():
         made = collectives(net.shape, int(size)) | extra(net.ranks, local)

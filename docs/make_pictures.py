@@ -177,11 +177,14 @@ def memory() -> str:
 
 def workers() -> dict[str, str]:
     """Runs with parameter servers, as benchmarks/parameter_server.py measured them."""
+    sys.path.insert(0, str(RESULTS.parent / "planner"))
+    from worker_rows import traced_worker
+
     found = {
         name: json.loads((RESULTS / f"parameter_server{name}.json").read_text())
         for name in ("", "_stragglers")
     }
-    orders = {f"sync.order = {name}": timelines.traced_worker(trace) for name, trace in found[""]["traces"]}
+    orders = {f"sync.order = {name}": traced_worker(trace) for name, trace in found[""]["traces"]}
     lagging = {name: timelines.worker_shares(lines) for name, lines in found["_stragglers"]["traces"]}
     return {
         "order": timelines.workers_svg(

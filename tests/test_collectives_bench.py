@@ -5,13 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import host_links
+import host_messages
 import pytest
+from host_links import HostLinks
 
 from fivefold.bench.collectives import fastest, fitted
 from fivefold.cli.main import main
 from fivefold.plan.cluster.clusters import of_fit
-from fivefold.schedules.collectives import Collective, Move, Wire, build
-from fivefold.schedules.collectives.cost import Topology, simulate
+from fivefold.schedules.collectives import Collective, Move, Wire, build, shape_of
+from fivefold.schedules.collectives.cost import simulate
 
 
 def points(alpha: float, beta: float) -> list[list[float]]:
@@ -50,7 +53,7 @@ def test_the_fit_of_hosts_gives_their_messages_back() -> None:
         "queue": 3e-3,
         "gamma": 1e-10,
     }
-    fit = fitted(found, 4, local=2, machine=4)
+    fit = host_messages.fitted(found, local=2, machine=4)
     assert fit == pytest.approx(
         {"alpha": 20e-6, "beta": 1e-9, "bus_alpha": bus, "bus_beta": 1e-9, "gamma": 1e-10}
         | {
@@ -63,24 +66,29 @@ def test_the_fit_of_hosts_gives_their_messages_back() -> None:
         }
     )
     single = {name: points for name, points in found.items() if name not in ("pair", "ring")}
-    assert fitted(single, 2, local=1, machine=2)["far_beta"] == pytest.approx(beta), "a rank on each host"
-    topology = of_fit(fit, 4, local=2, hosts=2)
+    assert host_messages.fitted(single, local=1, machine=2)["far_beta"] == pytest.approx(beta), (
+        "a rank on each host"
+    )
+    topology = host_links.links_of(fit, 4, local=2, hosts=2)
     assert {topology.route(0, 1).links[1], topology.route(3, 2).links[1]} == {"bus 0"}
     for size in (1e3, 1e6):
         swap = Collective("all_reduce", "", 4, 1, ((Move(0, 2, range(1), True), Move(2, 0, range(1), True)),))
         one = Collective("all_reduce", "", 4, 1, ((Move(0, 2, range(1), True),),))
         for collective, back, more in ((one, 0.0, 0.0), (swap, acks, far_bus)):
             expected = far(size, back)[1] + 1e-10 * size + more
-            assert simulate(collective, topology, size).seconds == pytest.approx(expected, rel=0.02)
+            assert host_links.simulate(collective, topology, size).seconds == pytest.approx(
+                expected, rel=0.02
+            )
 
 
 def test_a_request_waits_behind_what_other_ranks_send() -> None:
     """A rank asks for its data through its own host's card. Two messages on one card use each other's waits."""
-    net = Topology("two", 4, 2, Wire(0.0, 1e12), Wire(0.0, 1e6), cards=1, queue=3e-3)
+    net = HostLinks("two", 4, 2, Wire(0.0, 1e12), Wire(0.0, 1e6), cards=1, queue=3e-3)
 
     def seconds(size: float, *pairs: tuple[int, int]) -> float:
         moves = tuple(Move(a, b, range(i, i + 1)) for i, (a, b) in enumerate(pairs))
-        return simulate(Collective("all_reduce", "", 4, len(pairs), (moves,)), net, len(pairs) * size).seconds
+        made = Collective("all_reduce", "", 4, len(pairs), (moves,))
+        return host_links.simulate(made, net, len(pairs) * size).seconds
 
     assert seconds(1e5, (0, 2), (2, 0)) == pytest.approx(0.1)  # each asks before it sends
     assert seconds(1e5, (1, 2), (3, 0)) == pytest.approx(0.103)
@@ -88,13 +96,29 @@ def test_a_request_waits_behind_what_other_ranks_send() -> None:
     assert seconds(1e5, (1, 2), (0, 3), (2, 1), (3, 0)) == pytest.approx(0.2)
 
 
+def test_requests_wait_behind_the_data_of_other_ranks() -> None:
+    """In a ring over 2 hosts of 2 ranks each card sends and receives. If requests wait as long as what is before them
+    takes, directions no longer overlap, and each round takes twice as long."""
+    made, size, near, far = (
+        build("all_reduce", "ring", shape_of(4)),
+        1e6,
+        Wire(50e-6, 2e9),
+        Wire(200e-6, 25e6),
+    )
+    nets = [HostLinks("hosts", 4, 2, near, far, cards=1, queue=queue) for queue in (0.0, 1.0)]
+    free, queued = (host_links.simulate(made, net, size).seconds for net in nets)
+    assert free == pytest.approx(1.5 * size / far.bandwidth, rel=0.01)
+    assert queued == pytest.approx(2 * free, rel=0.01)
+
+
 def test_a_card_that_was_idle_sends_a_burst_at_once() -> None:
     """And saves up for the next one only while it sends nothing."""
-    net = Topology("two", 2, 1, Wire(0.0, 1e9), Wire(0.0, 1e6), burst=1e3)
+    net = HostLinks("two", 2, 1, Wire(0.0, 1e9), Wire(0.0, 1e6), burst=1e3)
 
     def seconds(*sizes: int) -> float:
         rounds = tuple((Move(0, 1, range(sum(sizes[:i]), sum(sizes[: i + 1]))),) for i in range(len(sizes)))
-        return simulate(Collective("all_reduce", "", 2, sum(sizes), rounds), net, sum(sizes)).seconds
+        made = Collective("all_reduce", "", 2, sum(sizes), rounds)
+        return host_links.simulate(made, net, sum(sizes)).seconds
 
     assert seconds(900) == pytest.approx(9e-7)  # the rank's own port
     assert seconds(3000) == pytest.approx(2e-3)

@@ -131,8 +131,8 @@ def test_lines_are_the_simulation(nodes: int, local: int) -> None:
 FAR = 25e6  # 200 Mbit/s
 
 
-def hosts(nodes: int, local: int, **more: float) -> Topology:
-    return Topology("hosts", nodes * local, local, Wire(50e-6, 2e9), Wire(200e-6, FAR), cards=1, **more)  # type: ignore[arg-type]
+def hosts(nodes: int, local: int) -> Topology:
+    return Topology("hosts", nodes * local, local, Wire(50e-6, 2e9), Wire(200e-6, FAR), cards=1)
 
 
 def test_one_card_per_host_is_shared() -> None:
@@ -148,15 +148,6 @@ def test_one_card_per_host_is_shared() -> None:
         assert cost.seconds > share * size / FAR
     assert ring.seconds / tree.seconds >= 1.35
     assert zigzag.seconds / tree.seconds >= 2.4
-
-
-def test_requests_wait_behind_the_data_of_other_ranks() -> None:
-    """In a ring over 2 hosts of 2 ranks each card sends and receives. If requests wait as long as what is before them
-    takes, directions no longer overlap, and each round takes twice as long."""
-    made, size = build("all_reduce", "ring", shape_of(4)), 1e6
-    free, queued = (simulate(made, hosts(2, 2, queue=queue), size).seconds for queue in (0.0, 1.0))
-    assert free == pytest.approx(1.5 * size / FAR, rel=0.01)
-    assert queued == pytest.approx(2 * free, rel=0.01)
 
 
 @pytest.mark.parametrize("over", [1, 2, 4])

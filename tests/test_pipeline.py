@@ -194,7 +194,8 @@ def test_stages_one_after_the_other_are_the_model(arch, tied):
     model = small(arch, tied)
     layout = Layout(pp=2, schedule="zbv")
     whole = build_model(model, device="cpu", seed=1)
-    stages = {n: stage for index in range(2) for n, stage in split(model, layout, index).items()}
+    card, made = card_of(model), lambda: build_model(model, device="meta")
+    stages = {n: s for index in range(2) for n, s in split(card, layout, index, made).items()}
     names: list[str] = []
     for stage in stages.values():
         stage.to_empty(device="cpu")

@@ -26,6 +26,7 @@ from marks import only, slow
 from ranks import PATIENCE, Pool, _servers
 from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 from torch import Tensor
+from worker_rows import traced_worker
 
 from fivefold.checkpoint import store, write
 from fivefold.data import prepare
@@ -737,7 +738,7 @@ def test_pictures() -> None:
         ("need", 0, 0.0, 0.5), ("need", 1, 0.7, 0.7), ("loss", 0, 1.0, 1.0), ("ready", 1, 1.5, 1.5),
         ("push", 1, 1.5, 2.5), ("ready", 0, 2.0, 2.0), ("push", 0, 2.0, 3.0), ("pull", 1, 2.6, 3.5),
     ]  # fmt: skip
-    rows = timelines.traced_worker(trace)
+    rows = traced_worker(trace)
     assert [box[:4] for box in rows["computing"]] == [
         (0.5, 0.7, "a", "0"),
         (0.7, 1.0, "a", "1"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -37,7 +37,6 @@ from fivefold.schedules.collectives.cost import simulate
 from fivefold.schedules.collectives.registry import LIBRARY, pieces_of
 
 MESSAGES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)  # sizes of the messages that are fitted
-PINGS, PAUSE = 9, 0.02  # small messages, and seconds that they follow a large one
 ARENA = 32 << 20  # bytes that these messages go through one after the other, so that they come from memory
 BATCH, BATCHES = 2e-3, 20  # seconds of a batch of runs at least, and their number; the median counts
 # of the library's time: ours are driven by Python, which takes time from what is computed beside
@@ -81,42 +80,21 @@ def fastest(times: Mapping[str, float]) -> str:
     return name if times[name] < CLEARLY * times[LIBRARY] else LIBRARY
 
 
-def fitted(found: dict[str, Any], ranks: int, local: int = 0, machine: int = 0) -> dict[str, float]:
-    """What messages cost, by those that `single_messages` found between `ranks` ranks.
-
-    local: ranks on each node, 0 for all. machine: ranks that share one machine, 0 for those of a node. A message alone
-    takes alpha + bus_alpha + S beta, and m on one busy machine at once take alpha + m (bus_alpha + S bus_beta). Between
-    nodes one takes far_alpha + far_bus + (S - burst) far_beta, and acks of its bytes come back; see `Topology` for
-    the others.
-    """
-    local = local or ranks
-    near = ("pair", "ring") if local > 1 else ("far", "far both")
-    (one_alpha, one_beta), (all_alpha, all_beta) = (_line(found[name]) for name in near)
-    at_once = machine or local
-    bus_alpha = max(0.0, (all_alpha - one_alpha) / max(1, at_once - 1))
-    fit = {
+def fitted(found: dict[str, Any], ranks: int) -> dict[str, float]:
+    """What messages cost, by those that `single_messages` found between `ranks` ranks of a machine. One alone takes
+    alpha + bus_alpha + S beta, and m at once take alpha + m (bus_alpha + S bus_beta)."""
+    (one_alpha, one_beta), (all_alpha, all_beta) = (line(found[name]) for name in ("pair", "ring"))
+    bus_alpha = max(0.0, (all_alpha - one_alpha) / max(1, ranks - 1))
+    return {
         "alpha": max(1e-9, one_alpha - bus_alpha),
         "beta": one_beta,
         "bus_alpha": bus_alpha,
-        "bus_beta": max(all_beta, one_beta) / at_once,
+        "bus_beta": max(all_beta, one_beta) / ranks,
         "gamma": found["gamma"],
     }
-    if "far" not in found:
-        return fit
-    (_, small), *_, (size, seconds), (large, longest) = found["far"]
-    beta = (longest - seconds) / (large - size)
-    far_bus = max(0.0, (found["far all"][0][1] - small) / max(1, at_once - 1))
-    return fit | {
-        "far_alpha": max(1e-9, small - far_bus),
-        "far_beta": beta,
-        "far_bus": far_bus,
-        "burst": max(0.0, large - (longest - small) / beta),
-        "acks": max(0.0, (found["far both"][-1][1] - found["far both"][-2][1]) / (longest - seconds) - 1),
-        "queue": found.get("queue", 0.0),
-    }
 
 
-def _line(points: list[list[float]]) -> tuple[float, float]:
+def line(points: list[list[float]]) -> tuple[float, float]:
     """(alpha, beta) with the least sum of squared relative errors."""
     sizes, seconds = np.array(points).T
     beta = max(1e-15, float(np.polyfit(sizes, seconds, 1, w=1 / seconds)[0]))
@@ -132,93 +110,39 @@ def _measure_rank(file: Path, sizes: Sequence[int], ranks: Ranks) -> None:
         write(file, json.dumps(found))
 
 
-def single_messages(axis: Axis, local: int = 0) -> dict[str, Any]:
-    """[bytes, seconds] of a message between two ranks of a node (`pair`), of one from every rank to the next of its
-    node (`ring`); between two nodes of one message (`far`), of one in each direction (`far both`), of one from every
-    rank (`far all`). queue: see `_queue`. gamma: seconds per byte that is added.
-
-    local: ranks on each node, 0 for all.
-    """
+def single_messages(axis: Axis) -> dict[str, Any]:
+    """[bytes, seconds] of a message between two ranks (`pair`), of one from every rank to the next (`ring`). gamma:
+    seconds per byte that is added."""
     n, r = axis.size, axis.index
-    local = local or n
     arena, other = (torch.zeros(ARENA // 4, device=axis.device) for _ in range(2))
-    found: dict[str, Any] = {}
-    node, place = divmod(r, local)
-    next_, previous = (node * local + (place + step) % local for step in (1, -1))
+    found: dict[str, Any] = {"pair": [], "ring": []}
     for size in MESSAGES:
-        count = size // 4
-        starts = cycle(range(0, len(arena), count))
-
-        def at(starts=starts, count=count) -> slice:
-            return slice(start := next(starts), start + count)
+        at = places(arena, size)
 
         def around(at=at) -> None:
-            axis.start_moves([(arena[at()], next_)], [(other[at()], previous)])()
+            axis.start_moves([(arena[next(at)], (r + 1) % n)], [(other[next(at)], (r - 1) % n)])()
 
-        def both(at=at) -> None:
-            if r in (0, local):
-                axis.start_moves([(arena[at()], local - r)], [(other[at()], local - r)])()
-
-        def across(at=at) -> None:
-            axis.start_moves([(arena[at()], (r + local) % n)], [(other[at()], (r - local) % n)])()
-
-        def add(name: str, run: Callable[[], object], messages: int = 1, size=size) -> None:
-            found.setdefault(name, []).append([size, _timed(run, axis) / messages])
-
-        if local > 1:
-            add("pair", lambda at=at: _ping_pong(axis, arena[at()], 1), 2)
-            add("ring", around)
-        if local < n:
-            add("far", lambda at=at: _ping_pong(axis, arena[at()], local), 2)
-            add("far both", both)
-            if size == MESSAGES[0]:
-                add("far all", across)
-    if 1 < local < n:
-        found["queue"] = _queue(axis, arena[: MESSAGES[-1] // 4], local)
-    return found | {"gamma": _timed(lambda: arena.add_(other), axis) / ARENA}
+        pair = timed(lambda at=at: ping_pong(axis, arena[next(at)], 1), axis)
+        found["pair"].append([size, pair / 2])
+        found["ring"].append([size, timed(around, axis)])
+    return found | {"gamma": timed(lambda: arena.add_(other), axis) / ARENA}
 
 
-def _queue(axis: Axis, x: torch.Tensor, local: int) -> float:
-    """Seconds that a request or a small message waits behind a large message of other ranks on the same card.
-
-    There and back, a request and a message go each way (gloo's receiver asks for the data). Here they do so while a
-    large message is under way in one direction, less the time without it: two waits."""
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for loaded in (False, True) * PINGS:
-        axis.barrier()
-        start = time.perf_counter()
-        if loaded and axis.index == local + 1:
-            axis.start_send(x, 1)()
-        elif loaded and axis.index == 1:
-            axis.start_receive(x, local + 1)()
-        elif axis.index in (0, local):
-            time.sleep(PAUSE)  # until the other message is under way
-            start = time.perf_counter()
-            for _ in range(PINGS):
-                _ping_pong(axis, x[:16], local)
-        times[loaded].append((time.perf_counter() - start) / PINGS)
-    return max(0.0, (median(times[True]) - median(times[False])) / 2)
+def places(arena: torch.Tensor, size: int) -> Iterator[slice]:
+    """The stretches of `size` bytes of an arena (fp32), one after the other, again and again."""
+    count = size // 4
+    return cycle(slice(start, start + count) for start in range(0, len(arena), count))
 
 
-def all_reduces(
-    axis: Axis,
-    sizes: Sequence[int],
-    local: int = 0,
-    least: int = LEAST,
-    extra: Mapping[str, Collective] = {},
-    only: Container[str] = (),
-) -> dict[str, dict[str, float]]:
-    """Seconds of every all-reduce by size: the backend's own, ours, and `extra` ones. local: ranks on each node, 0 for
-    all. least: number of batches at least. only: names; empty: all."""
-    shape, found = shape_of(axis.size, local), {}
+def all_reduces(axis: Axis, sizes: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Seconds of every all-reduce by size: the backend's own, and ours."""
+    found = {}
     for size in sizes:
         x = torch.zeros(max(1, size // 4), device=axis.device)
         runs: dict[str, Callable[[], object]] = {LIBRARY: partial(axis.all_reduce, x)}
-        for name, collective in {**collectives(shape, size), **extra}.items():
+        for name, collective in collectives(shape_of(axis.size), size).items():
             runs[name] = partial(Executor(axis, collective), x)
-        found[str(size)] = {
-            name: _timed(run, axis, least) for name, run in runs.items() if not only or name in only
-        }
+        found[str(size)] = {name: timed(run, axis) for name, run in runs.items()}
     return found
 
 
@@ -231,7 +155,7 @@ def collectives(shape: Shape, size: int) -> dict[str, Collective]:
     }
 
 
-def _ping_pong(axis: Axis, x: torch.Tensor, to: int) -> None:
+def ping_pong(axis: Axis, x: torch.Tensor, to: int) -> None:
     """A message from rank 0 to another, and back."""
     for source, target in ((0, to), (to, 0)):
         if axis.index == source:
@@ -240,7 +164,7 @@ def _ping_pong(axis: Axis, x: torch.Tensor, to: int) -> None:
             axis.start_receive(x, source)()
 
 
-def _timed(run: Callable[[], object], axis: Axis, least: int = LEAST) -> float:
+def timed(run: Callable[[], object], axis: Axis, least: int = LEAST) -> float:
     """Median seconds of `run` in at least so many batches, of the slowest rank. All ranks run it equally often."""
     wait = torch.cuda.synchronize if axis.device.type == "cuda" else lambda: None
     run()

@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.options import (
-    JsonOption,
-    bytes_of,
-    examples,
-    flag,
-    option,
-    print_json,
-    require_known,
-    require_run,
-)
+from fivefold.cli import options
+from fivefold.cli.options import flag, option, print_json
 from fivefold.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
@@ -47,10 +39,10 @@ def _group() -> None:
     """Measure this machine."""
 
 
-@bench.command("hardware", epilog=examples(EXAMPLES, "bench hardware"))
+@bench.command("hardware", epilog=options.examples(EXAMPLES, "bench hardware"))
 def hardware(
     busy: Annotated[bool, flag("Save the table even if other programs take the cores.", "--busy")] = False,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Measure matmuls, attention, memory, Python overhead and local messages for `fivefold plan --cluster local`.
 
@@ -69,11 +61,11 @@ def hardware(
     print(f"\nsaved to {tables.path()}; used by `fivefold plan RECIPE --cluster local`")
 
 
-@bench.command("collectives", epilog=examples(EXAMPLES, "bench collectives"))
+@bench.command("collectives", epilog=options.examples(EXAMPLES, "bench collectives"))
 def collectives(
     ranks: Annotated[int, option("N", "Number of local ranks.")] = 4,
     sizes: Annotated[str, option("SIZES", "Sizes of the message, separated by commas.")] = "4K,64K,1M,4M,16M",
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Measure every all-reduce between local ranks, and fit alpha, beta and gamma to single messages.
 
@@ -82,7 +74,7 @@ def collectives(
     """
     if not 2 <= ranks <= MOST:
         raise UserError(f"--ranks: {ranks} is not possible; must be at least 2 and at most {MOST}")
-    wanted = sorted({bytes_of("--sizes", size) for size in sizes.split(",")})
+    wanted = sorted({options.bytes_of("--sizes", size) for size in sizes.split(",")})
     from fivefold.bench.collectives import measure
     from fivefold.host import tables
     from fivefold.observe.format import size as size_text
@@ -110,14 +102,14 @@ def collectives(
     print(f"\nsaved to {tables.path()}; used by `fivefold collectives --topology local`")
 
 
-@bench.command("gpu", epilog=examples(EXAMPLES, "bench gpu"))
+@bench.command("gpu", epilog=options.examples(EXAMPLES, "bench gpu"))
 def gpu(
     part: Annotated[
         str, option("PARTS", "Some of doctor,links,kernels,verify,memory,train. [default: all]")
     ] = "",
     out: Annotated[Path, option("DIR", "Folder for gpu.json and gpu.html.")] = Path("runs/gpu"),
     limit: Annotated[float, option("MINUTES", "Time for all parts.", min=0.1, max=1440)] = 8.0,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Examine this machine's GPUs: drivers, links, kernels, layouts, memory, and speed beside plain PyTorch.
 
@@ -128,7 +120,7 @@ def gpu(
     from fivefold.bench.gpu.report import HTML, measure, rows
 
     parts = part.split(",") if part else list(PARTS)
-    require_known("--part", parts, PARTS)
+    options.require_known("--part", parts, PARTS)
     report = measure(out, parts, 60 * limit, lambda line: print(line, file=sys.stderr, flush=True))
     print_json(report) if json else print(f"{out / HTML} shows all of it; gpu.json beside it is for an issue")
     verified = [row for found in report["parts"]["verify"].values() for row in rows(found)]
@@ -214,7 +206,7 @@ def ensure_measured(cluster: str) -> None:
 
 def calibrate(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders, or the word reset.")],
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Fit this machine's table to finished runs, or remove what was fitted (`plan calibrate reset`)."""
     from fivefold.observe.metrics import read_metrics
@@ -236,7 +228,7 @@ def calibrate(
         return
     finished = []
     for run in map(Path, runs):
-        require_run(run)
+        options.require_run(run)
         seconds = step_seconds(read_metrics(run / "metrics.jsonl"))
         if seconds is None:
             raise UserError(f"plan calibrate: {run} has too few steps; it needs at least 3")

@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import (
-    JsonOption,
-    bytes_of,
-    columns,
-    option,
-    print_json,
-    require_known,
-    require_run,
-    require_writable,
-    save_as,
-)
+from fivefold.cli import options
+from fivefold.cli.options import option, print_json
 from fivefold.draw.lanes import time_text
 from fivefold.errors import UserError
 from fivefold.observe.format import size as size_text
@@ -49,7 +40,7 @@ def clusters(
         str | None,
         typer.Argument(metavar="NAME", help="A cluster as after --cluster: h100, 64xv100, lab.toml, local."),
     ] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """List devices and clusters: memory, rates by format, links, and where the figures come from.
 
@@ -75,7 +66,7 @@ def formats(
         Path | None, option("RUN", "Compare with the numbers of a run trained with observe.histogram_step.")
     ] = None,
     svg: Annotated[Path | None, option("FILE", "Also draw them to FILE. With --run.")] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """List the formats of numbers, from fp64 to fp4: bits, range, precision, hardware.
 
@@ -83,16 +74,16 @@ def formats(
     """
     from fivefold.observe import number_formats
 
-    require_writable(svg=svg)
+    options.require_writable(svg=svg)
     if run is None:
         if svg is not None:
             raise UserError("--svg draws the numbers of a run: add --run RUN")
         print_json({"formats": number_formats.table()}) if json else print(number_formats.to_text(), end="")
         return
-    step, found = number_formats.read(require_run(run))
+    step, found = number_formats.read(options.require_run(run))
     title = f"{run.resolve().name}, step {step}: numbers by exponent"
     if svg is not None:
-        save_as("--svg", svg, number_formats.histogram_svg(found, title))
+        options.save_as("--svg", svg, number_formats.histogram_svg(found, title))
     if json:
         print_json({"step": step, "kinds": found.as_json(), "svg": svg})
         return
@@ -107,7 +98,7 @@ def optimizers(
     ] = None,
     only: Annotated[str | None, option("NAMES", "Only these optimizers, by commas.")] = None,
     svg: Annotated[Path | None, option("FILE", "Write the paths over all surfaces as a picture.")] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """List the optimizers: bytes of their states, where they come from. Draw their paths over surfaces.
 
@@ -117,9 +108,9 @@ def optimizers(
     from fivefold.optim import OPTIMIZERS
 
     names = only.split(",") if only else list(OPTIMIZERS)
-    require_known("--only", names, OPTIMIZERS)
-    require_known("--draw", [draw] if draw else [], SURFACES)
-    require_writable(svg=svg)
+    options.require_known("--only", names, OPTIMIZERS)
+    options.require_known("--draw", [draw] if draw else [], SURFACES)
+    options.require_writable(svg=svg)
     shape = (MATRIX, MATRIX)
     rows = [
         {
@@ -138,9 +129,9 @@ def optimizers(
     wanted = list(SURFACES) if svg else [draw] if draw else []
     paths = {name: {one: tuned(one, SURFACES[name]) for one in names} for name in wanted}
     if draw:
-        lines = [to_text(SURFACES[draw], paths[draw], columns(40, 111, words=1))]
+        lines = [to_text(SURFACES[draw], paths[draw], options.columns(40, 111, words=1))]
     if svg:
-        save_as("--svg", svg, to_svg(paths))
+        options.save_as("--svg", svg, to_svg(paths))
         lines = [*(lines if draw else []), str(svg)]
         found["picture"] = str(svg)
     found["paths"] = {
@@ -182,7 +173,7 @@ def collectives(
     draw: Annotated[str | None, option("NAME", "Draw the rounds of this algorithm.")] = None,
     svg: Annotated[Path | None, option("FILE", "Write the rounds as a picture.")] = None,
     html: Annotated[Path | None, option("FILE", "Write a page that steps through them.")] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Compare the algorithms of a collective: rounds, bytes, time on a topology, and when to use which.
 
@@ -199,8 +190,8 @@ def collectives(
         raise UserError(f"--ranks: {ranks} is not possible; must be at least 1 and at most {MOST}")
     if draw is not None:
         algorithm(primitive, draw)
-    require_writable(svg=svg, html=html)
-    message, net = bytes_of("--size", size), read(topology, ranks)
+    options.require_writable(svg=svg, html=html)
+    message, net = options.bytes_of("--size", size), read(topology, ranks)
     choices, refused = compare(primitive, net, message)
     found: dict[str, Any] = {"primitive": primitive, "ranks": ranks, "size": message, "topology": net.name}
     found["algorithms"], found["refused"] = [_row(choice) for choice in choices], refused
@@ -211,14 +202,14 @@ def collectives(
         pieces = next((min(choice.pieces, 4) for choice in choices if choice.algorithm.name == name), 1)
         collective = build(primitive, name, net.shape._replace(pieces=pieces))
         if draw is not None:
-            found["drawn"] = to_text(collective, columns(60, 160))
+            found["drawn"] = to_text(collective, options.columns(60, 160))
             lines = [found["drawn"].rstrip()]
         if svg:
-            save_as("--svg", svg, to_svg(collective))
+            options.save_as("--svg", svg, to_svg(collective))
         if html:
             ends = [time_text(end) for end in simulate(collective, net, message).ends]
             note = f"{size_text(message)} on {net.name}, simulated."
-            save_as("--html", html, page(collective, ends, note))
+            options.save_as("--html", html, page(collective, ends, note))
         found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}
         lines += found["pictures"].values()
     if json:

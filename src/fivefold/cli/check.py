@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import (
-    JsonOption,
-    LayoutOption,
-    RecipeArgument,
-    SetOption,
-    flag,
-    option,
-    print_json,
-)
+from fivefold.cli import options
+from fivefold.cli.options import flag, option, print_json
 from fivefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,12 +34,12 @@ EXAMPLES = [
 
 
 def check(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    layout: LayoutOption = None,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    layout: options.LayoutOption = None,
     no_data: Annotated[bool, flag("Skip the data.", "--no-data")] = False,
     explain: Annotated[bool, flag("Print every field and its meaning.", "--explain")] = False,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Check a recipe and its data, and summarize the training run."""
     from fivefold.models.card import card_of, resolve_model
@@ -237,7 +230,7 @@ def recipes(
     fields: Annotated[
         bool, flag("Print the ten fields that most runs set, then all others by name.", "--fields")
     ] = False,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """List the shipped recipes by family with their parameters, or print one of them."""
     from fivefold.observe.format import short_number
@@ -308,9 +301,9 @@ def _print_fields(json: bool) -> None:
 
 
 def tokenize(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    layout: LayoutOption = None,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    layout: options.LayoutOption = None,
     megatron: Annotated[
         Path | None,
         option(
@@ -319,7 +312,7 @@ def tokenize(
             "--megatron",
         ),
     ] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Tokenize a recipe's text ahead of training.
 

@@ -8,16 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fivefold.cli.options import (
-    JsonOption,
-    LayoutOption,
-    RecipeArgument,
-    SetOption,
-    columns,
-    option,
-    print_json,
-    save_as,
-)
+from fivefold.cli import options
+from fivefold.cli.options import option, print_json
 from fivefold.errors import UserError, printable
 from fivefold.files import guard, make_folder, understood
 
@@ -40,9 +32,9 @@ VOCABULARY = 32000  # used for the picture when only the tokenizer's file knows 
 
 
 def draw(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    layout: LayoutOption = None,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    layout: options.LayoutOption = None,
     out: Annotated[
         Path | None,
         option(
@@ -57,7 +49,7 @@ def draw(
             "Also draw the planned timeline of computing and messages on these devices. See `fivefold plan`.",
         ),
     ] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Draw a layout: what each rank computes and stores, and timelines of a step.
 
@@ -100,7 +92,7 @@ def _show(text: str, pictures: dict[str, str], out: Path | None, json: bool) -> 
         make_folder(out)
         paths = {name: out / f"{name}.svg" for name in pictures}
         for name, path in paths.items():
-            save_as("--out", path, printable(pictures[name]))
+            options.save_as("--out", path, printable(pictures[name]))
     if json:
         print_json({"text": text, "pictures": {name: str(path) for name, path in paths.items()}})
         return
@@ -121,15 +113,15 @@ def of_run(run: Path) -> tuple[str, dict[str, str]]:
     name, texts, pictures = run.resolve().name, [], {}
     if found := timelines.read(run):
         title = f"{name}, step {found[0][1].step}: computing and messages"
-        texts.append(f"{timelines.LEGEND}\n\n{timelines.words(found, columns(40, 160, 48))}")
+        texts.append(f"{timelines.LEGEND}\n\n{timelines.words(found, options.columns(40, 160, 48))}")
         pictures["timeline"] = timelines.step_svg(found, title)
     if held := memory_picture.read(run):
-        texts.append(memory_picture.to_text(held, columns(40, 160, 16)))
+        texts.append(memory_picture.to_text(held, options.columns(40, 160, 16)))
         pictures["memory"] = memory_picture.to_svg(
             held, f"{name}: bytes of the tensors of rank 0 over a step"
         )
     if workers := timelines.read_workers(run):
-        text = timelines.workers_text(workers, columns(40, 160, 16))
+        text = timelines.workers_text(workers, options.columns(40, 160, 16))
         texts.append(
             f"shares of the last steps, A and B in turn, . waits; {timelines.waited(workers)}\n{text}"
         )
@@ -167,7 +159,7 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
     words = f"planned on {cluster}"
     if most > DRAWN:
         words += f", {DRAWN} of {most} microbatches of a step of {plan.step.seconds:.4g} s"
-    text = f"\n{words}: {summary(drawn)}\n{step_text(drawn, columns(40, 160, 48))}{LEGEND}\n"
+    text = f"\n{words}: {summary(drawn)}\n{step_text(drawn, options.columns(40, 160, 48))}{LEGEND}\n"
     picture = step_svg([(words, drawn)], f"{title}: computing and messages")
     more, pictures = offloaded(found, title)
     return text + more, {"timeline": picture} | pictures
@@ -200,7 +192,7 @@ def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
     seconds, text = max(map(end_of, rows.values())), "\n"
     for order, one in ways.items():
         text += f"planned on {cluster}, sync.order = {order}: {step(one).seconds:.4g} s per step; two steps\n"
-        text += workers_text(rows[order], columns(40, 160, 16), seconds)
+        text += workers_text(rows[order], options.columns(40, 160, 16), seconds)
     text += "A forward, B backward, > push, < pull\n"
     named = {f"sync.order = {order}": found for order, found in rows.items()}
     return text, {"workers": workers_svg(named, f"{title}: two steps of a worker, planned")}
@@ -242,5 +234,5 @@ def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str
     if few < most:
         text += f"{few} of {most} microbatches are drawn: {timeline.bubble:.1%} idle in these, {idle:.1%} in the step\n"
         title += f", {few} of {most} microbatches (whole step: {idle:.1%} idle)"
-    text += pipeline_text(timeline, columns(40, 160, 24), color)
+    text += pipeline_text(timeline, options.columns(40, 160, 24), color)
     return text, {"schedule": pipeline_svg(timeline, title, unit="forward")}

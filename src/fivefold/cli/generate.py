@@ -8,15 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli.options import (
-    JsonOption,
-    RunArgument,
-    StepOption,
-    option,
-    print_json,
-    print_problems,
-    require_run,
-)
+from fivefold.cli import options
+from fivefold.cli.options import option, print_json
 from fivefold.errors import UserError, printable, shortened
 
 if TYPE_CHECKING:
@@ -42,7 +35,7 @@ EXAMPLES = [
 
 
 def generate(
-    run: RunArgument,
+    run: options.RunArgument,
     prompt: Annotated[str, option("TEXT", "Prompt.", show_default=False)] = "",
     prompts: Annotated[
         Path | None,
@@ -58,11 +51,11 @@ def generate(
     top_p: TopPOption = 1.0,
     stop: StopOption = None,
     seed: SeedOption = 0,
-    step: StepOption = None,
-    json: JsonOption = False,
+    step: options.StepOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Generate text with a trained model."""
-    require_run(run, look=False)
+    options.require_run(run, look=False)
     if prompts and prompt:
         raise UserError("--prompt and --prompts: give one of them")
     rows = list(_rows(prompts)) if prompts else [{"prompt": prompt}]
@@ -154,7 +147,7 @@ BASE = (
 
 
 def chat(
-    run: RunArgument,
+    run: options.RunArgument,
     system: Annotated[str, option("TEXT", "How to answer, as the first message.", show_default=False)] = "",
     max_tokens: Annotated[int, option("N", "Maximum number of tokens per answer.")] = 512,
     temperature: TemperatureOption = 0.8,
@@ -162,15 +155,15 @@ def chat(
     top_p: TopPOption = 1.0,
     stop: StopOption = None,
     seed: SeedOption = 0,
-    step: StepOption = None,
-    json: JsonOption = False,
+    step: options.StepOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Talk to a trained model.
 
     Each line is a message; with --json each answer is a JSON object, and so is an error. What was said is kept, as far
     as it fits into the model's context. /reset forgets it, /quit ends.
     """
-    require_run(run, look=False)
+    options.require_run(run, look=False)
     from fivefold.checkpoint import store
     from fivefold.train.generate import Sampling, open_chat
 
@@ -221,7 +214,7 @@ def _answer(found: Chat, line: str, json: bool) -> None:
             raise
     except UserError as error:  # such as a message that is too long: the conversation goes on
         if json:
-            print_problems(str(error), error.problems, message=line)
+            options.print_problems(str(error), error.problems, message=line)
         else:
             print(f"error: {error}", file=sys.stderr)
         return

@@ -11,20 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from fivefold.cli import options
 from fivefold.cli import plan as shared
 from fivefold.cli.bench import ensure_measured
-from fivefold.cli.options import (
-    JsonOption,
-    LayoutOption,
-    RecipeArgument,
-    SetOption,
-    flag,
-    option,
-    print_json,
-    require_known,
-    require_writable,
-    save_as,
-)
+from fivefold.cli.options import flag, option, print_json
 from fivefold.errors import UserError
 from fivefold.observe.format import aligned, memory_text, size
 
@@ -48,8 +38,8 @@ EXAMPLES = [
 
 
 def compare(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
     cluster: Annotated[
         str | None,
         option("NAME:DEVICES", "Cluster, as for `fivefold plan`. [default: h100, or local with --measure]"),
@@ -70,7 +60,7 @@ def compare(
     measure: Annotated[bool, flag("Also run each layout here for a few steps.", "--measure")] = False,
     # At least 4 steps: the first two warm up, one is tracked and slower, and one is left
     steps: Annotated[int, option("N", "Steps that --measure runs.", min=4, max=1000)] = 6,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Compare forms of parallelism by redundant computing, peak memory and communication.
 
@@ -81,7 +71,7 @@ def compare(
     from fivefold.lessons import pictures
     from fivefold.recipe import load
 
-    require_writable(picture=picture, page=page)
+    options.require_writable(picture=picture, page=page)
     again = "none"  # of the recipe's layout only this counts, which may not go with --set, or not be whole without it
     for sets in ([], set_ or []):
         with suppress(UserError):
@@ -97,9 +87,9 @@ def compare(
     title = f"{Path(recipe).stem} on {machine.name}:{machine.devices}"
     if picture is not None:
         drawn = pictures.overlap if overlap else pictures.criteria
-        save_as("--picture", picture, drawn(rows, title))
+        options.save_as("--picture", picture, drawn(rows, title))
     if page is not None:
-        save_as("--page", page, pictures.page(loaded, rows, title))
+        options.save_as("--page", page, pictures.page(loaded, rows, title))
     if json:
         print_json({"recipe": recipe, "cluster": machine.name, "ranks": machine.devices,
                     "rows": [row.as_json(overlap) for row in rows]})  # fmt: skip
@@ -233,9 +223,9 @@ FORMATS = {"parameters": ",.0f", "elements": ",.0f", "devices": ",.0f", "days": 
 
 
 def terms(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    layout: LayoutOption = None,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    layout: options.LayoutOption = None,
     cluster: shared.ClusterOption = "h100",
     convention: Annotated[
         str,
@@ -264,7 +254,7 @@ def terms(
     svg: Annotated[
         Path | None, option("FILE", "Draw the states by ZeRO stage, the activations of a block.")
     ] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Print what the totals of a plan are made of: name, formula, value and a remark of each term."""
     from fivefold.lessons import terms as counting
@@ -272,19 +262,19 @@ def terms(
     from fivefold.plan.predict import predict
 
     sections = only.split(",") if only is not None else list(counting.SECTIONS)
-    require_known("--as", [convention], CONVENTIONS)
-    require_known("--only", sections, counting.SECTIONS)
+    options.require_known("--as", [convention], CONVENTIONS)
+    options.require_known("--only", sections, counting.SECTIONS)
     for name, number in (("flops", flops), ("psi", psi)):
         if number is not None and not 0 < number < float("inf"):
             raise UserError(f"--{name} {number:g}: must be above 0 and finite")
-    require_writable(svg=svg)
+    options.require_writable(svg=svg)
     loaded, machine, software = shared.read(shared.Typed(recipe, set_ or [], cluster), layout)
     run = shared.questions(loaded, tokens, deadline, None, None)
     length, end = (run.tokens, run.deadline) if run else (shared.run_tokens(loaded), None)
     asked = counting.Asked(predict(loaded, machine, software), convention, length, end, psi, flops)
     found = counting.terms(asked, sections)
     if svg is not None:
-        save_as("--svg", svg, _drawn(asked, sections, Path(recipe).stem))
+        options.save_as("--svg", svg, _drawn(asked, sections, Path(recipe).stem))
     if json:
         values = {
             name: {term.name: term.as_json() for term in its_terms} for name, its_terms in found.items()

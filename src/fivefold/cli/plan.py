@@ -10,19 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from fivefold.cli import options
 from fivefold.cli.bench import ensure_measured
-from fivefold.cli.options import (
-    JsonOption,
-    LayoutOption,
-    RecipeArgument,
-    SetOption,
-    columns,
-    flag,
-    option,
-    print_json,
-    require_writable,
-    save_as,
-)
+from fivefold.cli.options import flag, option, print_json
 from fivefold.errors import UserError
 from fivefold.precision import PRECISIONS
 
@@ -97,9 +87,9 @@ NoiseOption = Annotated[float | None, option("N", "Gradient noise scale in token
 
 
 def plan(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    layout: LayoutOption = None,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    layout: options.LayoutOption = None,
     cluster: ClusterOption = "h100",
     params: ParamsOption = None,
     margin: MarginOption = None,
@@ -113,7 +103,7 @@ def plan(
     save: SaveOption = None,
     pictures: PicturesOption = False,
     html: HtmlOption = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
 
@@ -153,8 +143,8 @@ class Typed:
 
 
 def given(margin: float | None, load: float | None, tokens: float | None) -> dict[str, float]:
-    options = {"--margin": margin, "--expert-load": load, "--document-tokens": tokens}
-    return {name: value for name, value in options.items() if value is not None}
+    given = {"--margin": margin, "--expert-load": load, "--document-tokens": tokens}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def read(
@@ -224,12 +214,12 @@ def save_plan(path: Path | None, recipe: Recipe, plan: Plan) -> None:
     from fivefold.recipe import to_toml
 
     text = to_toml(apply(recipe, plan), comment=f"{plan.layout.ranks} ranks, as planned by fivefold plan")
-    save_as("--save", path, text)
+    options.save_as("--save", path, text)
 
 
 def require_pictures(pictures: bool, save: Path | None, html: Path | None, json: bool) -> None:
     """Raises UserError, before long work, for options of files and pictures that cannot be followed."""
-    require_writable(save=save, html=html)
+    options.require_writable(save=save, html=html)
     if json and pictures:
         raise UserError("--pictures and --json exclude each other; leave one out")
 
@@ -318,13 +308,13 @@ def write_page(
         words += f" Attention: {drawn.plan.attention}."
     data["search"] = {"limit": drawn.plan.limit, "rows": rows} if rows else None
     text = plan_page.page(Path(typed.name).stem, words, data, shown)
-    save_as("--html", path, text)
+    options.save_as("--html", path, text)
     print(f"wrote {path}: {len(data['index']):,} predictions, {len(text) / 1e6:.1f} MB", file=sys.stderr)
 
 
 def search(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
     cluster: ClusterOption = "h100",
     top: Annotated[int, option("N", "Number of layouts to list.", min=1, max=1000)] = 10,
     precision: Annotated[
@@ -342,7 +332,7 @@ def search(
     save: SaveOption = None,
     pictures: PicturesOption = False,
     html: HtmlOption = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """List the fastest layouts of a recipe that fit on a cluster.
 
@@ -431,22 +421,22 @@ def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
 
 
 def trace(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    layout: LayoutOption = None,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    layout: options.LayoutOption = None,
     cluster: ClusterOption = "h100",
     rank: Annotated[int, option("N", "The rank to trace.")] = 0,
     memory_timeline: Annotated[
         Path | None,
         option("FILE.svg", "Draw its memory over the step instead, by category, here and in FILE."),
     ] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Trace the trainer's own step on one rank, on tensors without memory, beside the prediction. Needs torch."""
     from fivefold.plan.predict import predict, resolved
     from fivefold.trace import depth, gpu
 
-    require_writable(memory_timeline=memory_timeline)
+    options.require_writable(memory_timeline=memory_timeline)
     loaded, machine, software = read(Typed(recipe, set_ or [], cluster), layout)
     result = predict(loaded, machine, software)
     # In the prediction's precision mode; as a CPU computes it also where this machine cannot trace GPUs
@@ -467,8 +457,10 @@ def trace(
         drawn = depth.timelines(whole, rank) if on_cpu else gpu.timelines_on_gpu(whole, rank)
         where = "a CPU" if on_cpu else "a GPU"
         of = f"bytes of the tensors of rank {rank}, traced as {where} computes them"
-        save_as("--memory-timeline", memory_timeline, to_svg(drawn, f"{layout_text(result.layout)}: {of}"))
+        options.save_as(
+            "--memory-timeline", memory_timeline, to_svg(drawn, f"{layout_text(result.layout)}: {of}")
+        )
         found["memory_timeline"] = [timeline.as_json() | {"name": name} for name, timeline in drawn]
-        text = to_text(drawn, columns(40, 160, words=12)).rstrip()
+        text = to_text(drawn, options.columns(40, 160, words=12)).rstrip()
         lines += ["", f"memory over a step, as traced; {memory_timeline}", text]
     print_json(found) if json else print("\n".join(lines))

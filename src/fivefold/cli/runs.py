@@ -16,18 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli.options import (
-    JsonOption,
-    RunArgument,
-    StepOption,
-    flag,
-    option,
-    print_json,
-    require_run,
-    require_writable,
-    run_folders,
-    save_as,
-)
+from fivefold.cli import options
+from fivefold.cli.options import flag, option, print_json
 from fivefold.cli.train import HoldOutOption
 from fivefold.errors import CheckFailed, UserError, printable, several
 
@@ -53,7 +43,7 @@ GROUPS = {
 
 
 def checkpoints(
-    run: RunArgument,
+    run: options.RunArgument,
     verify: Annotated[bool, flag("Read every file and compare it with the manifest.", "--verify")] = False,
     prune: Annotated[
         bool,
@@ -64,14 +54,14 @@ def checkpoints(
     ] = False,
     copy: Annotated[Path | None, option("DIR", "Copy a checkpoint into this folder, checked.")] = None,
     step: Annotated[int | None, option("N", "With --copy: its step. [default: the newest]", min=0)] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """List, verify, prune or copy the checkpoints of a run.
 
     Checkpoints that were set aside (damaged-..., later-...) are listed, too. No run resumes from one unless you rename
     it.
     """
-    require_run(run)
+    options.require_run(run)
     from fivefold.checkpoint import keep, store
     from fivefold.observe.format import size
 
@@ -150,16 +140,16 @@ def _row(folder: Path, verify: bool) -> dict[str, Any]:
 
 
 def export(
-    run: RunArgument,
+    run: options.RunArgument,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],
-    step: StepOption = None,
-    json: JsonOption = False,
+    step: options.StepOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Export a model as a Hugging Face folder.
 
     The folder holds safetensors weights, config.json and the tokenizer. transformers loads it as it is.
     """
-    require_run(run, look=False)
+    options.require_run(run, look=False)
     from fivefold.checkpoint import store
     from fivefold.checkpoint.source import export_run
 
@@ -170,7 +160,7 @@ def export(
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with config.json and safetensors.")],
     out: Annotated[Path, option("RUN", "Run folder to write.")],
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Import a Hugging Face folder as a run.
 
@@ -190,7 +180,9 @@ COMPARISON = Path("comparison.html")
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN", help="Run folders, or a sweep's folder.", autocompletion=run_folders),
+        typer.Argument(
+            metavar="RUN", help="Run folders, or a sweep's folder.", autocompletion=options.run_folders
+        ),
     ],
     out: Annotated[Path | None, option("FILE", f"Page of several runs. [default: {COMPARISON}]")] = None,
     hold_out: HoldOutOption = None,
@@ -200,7 +192,7 @@ def report(
     port: Annotated[
         int | None, option("N", "With --live; 0: a free one. [default: 6007]", min=0, max=65535)
     ] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Write the report of a run: one HTML file that opens offline.
 
@@ -225,14 +217,14 @@ def report(
     if sweeps:
         return _sweep(sweeps[0], hold_out, json)
     for run in runs:
-        require_run(run, look=False)
+        options.require_run(run, look=False)
     if len(runs) > 1:
         from fivefold.observe import compare
 
         path = out or COMPARISON
-        require_writable(out=path)
+        options.require_writable(out=path)
         found = compare.read_runs(runs)
-        save_as("--out", path, compare.page(found))
+        options.save_as("--out", path, compare.page(found))
         if json:
             return print_json({"report": str(path), **compare.as_json(found)})
         return print(compare.text(found), path, sep="\n")
@@ -262,7 +254,7 @@ def _sweep(folder: Path, hold_out: str | None, json: bool) -> None:
 
 
 def eval_(
-    run: RunArgument,
+    run: options.RunArgument,
     texts: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -299,24 +291,24 @@ def eval_(
     text_key: Annotated[
         str | None, option("KEY", "Field of a .jsonl that holds the text. [default: data.text_key]")
     ] = None,
-    step: StepOption = None,
+    step: options.StepOption = None,
     out: Annotated[Path | None, option("FILE", "Write the figures here as JSON, with each item's.")] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Evaluate a trained model: perplexity, bits per byte, accuracy.
 
     Multiple choice goes by the likelihood of the choices. Tasks in which the model writes freely are not supported.
     A run of any layout is evaluated in one process.
     """
-    require_run(run, look=False)
-    require_writable(out=out)
+    options.require_run(run, look=False)
+    options.require_writable(out=out)
     from fivefold.train.evaluate import Evaluation, evaluate
 
     how = Evaluation(shots, shots_from, seed, limit, context, stride, batch_tokens, dtype, text_key)
     with _progress() as tell:
         found = evaluate(run, texts or (), task or (), how, step=step, tell=tell)
     if out is not None:
-        save_as("--out", out, json_.dumps(found, indent=1) + "\n")
+        options.save_as("--out", out, json_.dumps(found, indent=1) + "\n")
     for row in found["tasks"]:
         del row["details"]
     print_json(found) if json else print("\n".join(_lines(found)))

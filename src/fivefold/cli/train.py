@@ -5,24 +5,15 @@ same as one process."""
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fivefold.cli.options import (
-    JsonOption,
-    LayoutOption,
-    RecipeArgument,
-    SetOption,
-    flag,
-    option,
-    print_json,
-)
+from fivefold.cli import options
+from fivefold.cli.options import flag, option, print_json
 from fivefold.errors import CheckFailed, UserError, several
 from fivefold.files import guard, numbered_folder
 from fivefold.launch.verdict import STOPPED, Leaving, run_complete
@@ -71,9 +62,9 @@ GROUPS = {"Ranks": ("nproc", "replica_group", "meet"), "Run folder": ("out", "re
 
 @Leaving()
 def train(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    layout: LayoutOption = None,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    layout: options.LayoutOption = None,
     nproc: NprocOption = None,
     out: Annotated[Path | None, option("DIR", "Run folder. [default: a new one under runs/]")] = None,
     replica_group: Annotated[
@@ -95,7 +86,7 @@ def train(
     quiet: Annotated[
         bool, flag("Print alarms and errors only, and the run folder at the end.", "--quiet")
     ] = False,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Train a recipe.
 
@@ -112,6 +103,7 @@ def train(
     loaded = _load(recipe, set_ or [], layout, again)
     # Imported once the recipe is known to be good: torch takes more than a second
     from fivefold.launch import ranks
+    from fivefold.observe.console import quietly
     from fivefold.train.start import run_command
 
     endpoint = endpoint_of(loaded, replica_group, meet)
@@ -121,7 +113,7 @@ def train(
     if not json and not quiet:
         run()
         return
-    with contextlib.redirect_stdout(sys.stderr), _quiet(quiet):  # the ranks inherit both
+    with contextlib.redirect_stdout(sys.stderr), quietly("1" if quiet else ""):  # the ranks inherit both
         folder = run()
     launched = ranks.found()
     if launched is not None and launched[0] != 0:  # every rank of a foreign launcher gets here
@@ -137,21 +129,6 @@ def _results(folder: Path) -> dict[str, Any]:
 
     figures = summarize(read_metrics(folder)) | restart_figures(folder)
     return {"run": str(folder), "report": str(folder / "report.html"), **figures}
-
-
-@contextlib.contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
-    """Inside the block the console prints alarms only."""
-    from fivefold.observe.console import QUIET
-
-    before = os.environ.get(QUIET)
-    if wanted:
-        os.environ[QUIET] = "1"
-    try:
-        yield
-    finally:
-        if wanted and before is None:
-            del os.environ[QUIET]
 
 
 def endpoint_of(recipe: Recipe, replica_group: int | None, address: str | None) -> Endpoint | None:
@@ -240,12 +217,12 @@ def sweep(
             "move together. flops=...: 6 N D of a run, which sets its train.tokens.",
         ),
     ] = None,
-    set_: SetOption = None,
-    layout: LayoutOption = None,
+    set_: options.SetOption = None,
+    layout: options.LayoutOption = None,
     jobs: Annotated[int, option("N", "Runs at a time.", min=1, max=1024)] = 1,
     out: Annotated[Path | None, option("DIR", "Sweep folder. [default: a new one under runs/]")] = None,
     hold_out: HoldOutOption = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Train a grid of runs, resume it, and fit a scaling law to it.
 
@@ -332,9 +309,9 @@ NAMES = {"loss": "loss", "gradients": "gradients", "grad_norm": "gradient norm",
 
 
 def verify(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    layout: LayoutOption = None,
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    layout: options.LayoutOption = None,
     steps: Annotated[int, option("N", "Optimizer steps to compare.", min=1)] = 3,
     mode: Annotated[
         Mode, flag("fp32: equal up to rounding. Others: as close to fp32 as one process in that mode.")
@@ -342,7 +319,7 @@ def verify(
     share_gpus: Annotated[
         bool, flag("Let several ranks share a GPU, with gloo instead of NCCL: slow.", "--share-gpus")
     ] = False,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Check that a layout computes the same as one process.
 

@@ -15,7 +15,7 @@ from fivefold.errors import printable
 from fivefold.lessons.compare import TECHNIQUES, alike
 from fivefold.lessons.compare import words as message_words
 from fivefold.lessons.overlap import count_text
-from fivefold.observe.format import asset, document, memory_text, short_number, size
+from fivefold.observe.format import asset, document, header, memory_text, short_number, size
 from fivefold.observe.layout_picture import icons
 from fivefold.observe.memory_picture import COLORS
 from fivefold.observe.timelines import pipeline_svg, step_svg
@@ -213,12 +213,7 @@ def page(recipe: Recipe, rows: Sequence[Row], title: str) -> str:
     for name in WORDS:
         if one_dimension := [row for row in rows if row.dimension == name]:
             sections += _section(full, name, one_dimension)
-    body = f"""<header>
-<p class="kicker">5-D in a nutshell</p>
-<h1>{escape(title)}</h1>
-<p class="lead">{escape(lead)}</p>
-</header>
-<main>
+    body = f"""{header("5-D in a nutshell", title, lead)}<main>
 <section aria-labelledby="h-criteria"><h2 id="h-criteria">Three criteria</h2>
 <div class="wide">{criteria(rows, "")}</div>
 {_costs(rows)}

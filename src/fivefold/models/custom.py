@@ -6,7 +6,6 @@ context parallelism need a `LanguageModel`.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,16 +19,7 @@ from fivefold.models.card import cached
 from fivefold.models.layers import AttentionCore, Linear, Sublayer
 from fivefold.models.recomputation import of_blocks
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import (
-    TIED,
-    Cut,
-    Shape,
-    block_of,
-    matching,
-    stage_blocks,
-    stage_parameters,
-    stages_of,
-)
+from fivefold.sharding.parts import TIED, Cut, Shape, block_of, matching
 
 
 def _whole(name: str, shape: Shape) -> Cut | None:
@@ -132,23 +122,6 @@ class CustomModel:
             elif not name.startswith(self.beginning) or (name == TIED and self.tied):
                 end += size
         return blocks, 0.0, end
-
-    def split(
-        self, layout: Layout, pp_index: int, keep: Callable[[LanguageModel, set[str]], None]
-    ) -> dict[int, nn.Module]:
-        """The stages of the ranks with this index on the pp axis, by number. Without a pipeline: {0: the module
-        itself}. keep: drops what a stage does not have."""
-        if layout.pp == 1:
-            return {0: self.module}
-        names = stage_parameters(self, stage_blocks(self, layout))
-        stages: dict[int, nn.Module] = {}
-        for stage in stages_of(layout, pp_index):
-            module = copy.deepcopy(self.module)
-            assert isinstance(module, LanguageModel)
-            keep(module, set(names[stage]))
-            module.first, module.last = stage == 0, stage == len(names) - 1
-            stages[stage] = module
-        return stages
 
 
 def problems(model: CustomModel, layout: Layout, given: bool) -> Iterator[str]:

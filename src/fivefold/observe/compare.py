@@ -19,6 +19,7 @@ from fivefold.observe.format import (
     asset,
     document,
     duration,
+    header,
     html_table,
     section,
     short_number,
@@ -182,15 +183,7 @@ def page(runs: Sequence[ComparedRun]) -> str:
     names = ", ".join(run.name for run in runs)
     parts = {"Figures": figures_table, "Curves": curves, "Differences": difference_table}
     sections = "".join(section(title, drawn(runs)) for title, drawn in parts.items())
-    body = f"""<header>
-<p class="kicker">Comparison</p>
-<h1>{len(runs)} runs</h1>
-<p class="lead">{escape(names)}</p>
-{alarms}
-</header>
-<main>
-{sections}
-</main>"""
+    body = header("Comparison", f"{len(runs)} runs", names, alarms) + f"<main>\n{sections}</main>"
     return document(f"{len(runs)} runs compared", body, style(), asset("report.js"))
 
 

@@ -11,7 +11,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -30,6 +31,20 @@ VALIDATIONS = "validations"  # its value with which validations are printed, too
 _REDRAW_S = 0.25
 # Of a run that prints into a file or a pipe: lines of steps, and seconds between two of them at most.
 _LINES, _LONGEST_S = 20, 60.0
+
+
+@contextmanager
+def quietly(how: str) -> Iterator[None]:
+    """Inside the block consoles print as QUIET = `how` says; "": as before. Ranks inherit it."""
+    before = os.environ.get(QUIET)
+    if how:
+        os.environ[QUIET] = how
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(QUIET, None)
+
 
 # The fields that a narrow terminal drops first.
 _LEAST_IMPORTANT = ("wait", "mem", "norm", "lr", "mfu", "eta", "speed")

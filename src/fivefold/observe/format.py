@@ -96,6 +96,14 @@ This file needs no network.</footer>
 """
 
 
+def header(kicker: str, title: str, lead: str, more: str = "") -> str:
+    """The head of a page. more: HTML."""
+    return (
+        f'<header>\n<p class="kicker">{escape(kicker)}</p>\n<h1>{escape(title)}</h1>\n'
+        f'<p class="lead">{escape(lead)}</p>\n{more}</header>\n'
+    )
+
+
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table. rows: cells as text; the first one names its row. All are escaped."""
     cells = ([escape(printable(str(cell))) for cell in row] for row in rows)

@@ -20,7 +20,7 @@ from fivefold.files import guard, read_bytes, read_json, understood, write_atomi
 from fivefold.models.card import card_of
 from fivefold.observe import faults, memory_picture, prediction, timelines
 from fivefold.observe.chart import Chart, Series, draw, smooth
-from fivefold.observe.format import asset, document, duration, section, short_number, size, table
+from fivefold.observe.format import asset, document, duration, header, section, short_number, size, table
 from fivefold.observe.metrics import FILE, read_facts, read_metrics
 from fivefold.observe.summary import BUSY, by_name, column, finite, summarize
 from fivefold.observe.trackers import FILE_STORE
@@ -82,16 +82,11 @@ def page(run: Path, state: str = "") -> str:
         "Machine": facts,
         "Next steps": commands(run, recipe),
     }
-    body = f"""<header>
-<p class="kicker">Training report{escape(f": {state}" if state else "")}</p>
-<h1>{escape(name)}</h1>
-<p class="lead">{escape(printable(_in_words(recipe, figures)))}</p>
-{_alarm(figures)}
-{_headline(figures)}
-</header>
-<main>
-{"".join(section(title, text) for title, text in sections.items())}</main>"""
-    return document(f"{name}: training report", body, f"{asset('report.css')}\n{css()}", asset("report.js"))
+    kicker = f"Training report: {state}" if state else "Training report"
+    head = header(kicker, name, printable(_in_words(recipe, figures)), _alarm(figures) + _headline(figures))
+    body = "".join(section(title, text) for title, text in sections.items())
+    style, script = f"{asset('report.css')}\n{css()}", asset("report.js")
+    return document(f"{name}: training report", f"{head}<main>\n{body}</main>", style, script)
 
 
 def run_recipe(run: Path) -> Recipe | None:

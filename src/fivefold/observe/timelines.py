@@ -4,7 +4,6 @@ that of its pipeline, and what workers of parameter servers do. Files in RUN/tra
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -334,27 +333,12 @@ def read_workers(run: Path) -> dict[str, list[Box]]:
 
 def simulated_worker(run: Simulation, steps: int = 2) -> dict[str, list[Box]]:
     """The rows of a simulated worker, from the backward that ends before its last steps to that of the last one."""
-    return _rows(run.events, run.ends[-steps - 1], run.ends[-1])
+    return rows_of(run.events, run.ends[-steps - 1], run.ends[-1])
 
 
-def traced_worker(trace: Iterable[Sequence[Any]], steps: int = 2) -> dict[str, list[Box]]:
-    """The rows of a worker's trace (parallel/worker.py): forward and backward of each unit, pushes and pulls, in the
-    last steps."""
-    events, last = list[tuple[str, int, float, float]](), ("", 0, 0.0)
-    for what, unit, start, end in sorted(trace, key=lambda event: event[3]):
-        if what in ("push", "pull"):
-            events.append((what, unit, start, end))
-            continue
-        if what in ("need", "loss") and last[0] == "need":
-            events.append(("forward", last[1], last[2], start))
-        if what == "ready" and last[0]:
-            events.append(("backward", unit, last[2], end))
-        last = what, unit, end
-    ends = [end for what, unit, _, end in events if what == "backward" and unit == 0]
-    return _rows(events, ends[-steps - 1] if len(ends) > steps else 0.0, math.inf)
-
-
-def _rows(events: Iterable[tuple[str, int, float, float]], origin: float, end: float) -> dict[str, list[Box]]:
+def rows_of(
+    events: Iterable[tuple[str, int, float, float]], origin: float, end: float
+) -> dict[str, list[Box]]:
     """What is computed, pushed and pulled, of events (what, unit, start, end) that begin from `origin` to `end`.
 
     Parts that are under way together share the wire: each is drawn from the end of the one before. Parts of a unit that

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fivefold.comm import Started, Summation
 from fivefold.comm.compress import CompressedSum, Messages, compressed_sum
 from fivefold.kernels.elementwise import add_gradient
-from fivefold.parallel.replica import Replica
+from fivefold.parallel.replica import Hooked
 from fivefold.schedules.compression import Compressor
 from fivefold.sharding.layout import buckets
 from fivefold.sharding.parts import Part
@@ -55,7 +55,7 @@ class Sum(Protocol):
     def kept(self) -> list[Tensor]: ...
 
 
-class DataParallel(Replica):
+class DataParallel(Hooked):
     """ZeRO stage 0. Every rank has masters, gradients and optimizer states of `params` (by name, in the module's order,
     on their device in the masters' dtype). Gradients are summed by `sums`, in dtype `reduce`; or a worker's `sum`
     pushes them to parameter servers.
@@ -104,29 +104,19 @@ class DataParallel(Replica):
         for name, p in by_name.items():
             p.data = (self.working or masters)[name]
         self.on_gradient: Callable[[int], None] = lambda index: None
-        self._seen: Callable[[int, Tensor], None] | None = None
         self._fresh = [True] * len(self.params)  # no gradient yet in this step
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._adder(i)) for i, p in enumerate(self.params)
-        ]
+        self.hook()
         self.refresh()
         self.sum: Sum = GradientSum(self, sums, reduce, bucket_bytes, compressor)
         self.compressed = self.sum.compressed
 
-    def _adder(self, index: int) -> Callable[[Tensor], None]:
+    def add(self, index: int, gradient: Tensor) -> None:
         start, end = self.offsets[index], self.offsets[index + 1]
+        add_gradient(self.flat_grads[start:end], gradient, self._fresh[index])
+        self._fresh[index] = False
 
-        def add(p: Tensor) -> None:
-            if p.grad is None:  # this backward defers it (parallel/autograd.py)
-                return
-            if self._seen is not None:
-                self._seen(index, p.grad)
-            add_gradient(self.flat_grads[start:end], p.grad, self._fresh[index])
-            self._fresh[index] = False
-            p.grad = None
-            self.on_gradient(index)
-
-        return add
+    def added(self, index: int) -> None:
+        self.on_gradient(index)
 
     def only_working(self) -> None:
         """Forgets the masters: others have them, and this rank only computes."""
@@ -138,11 +128,6 @@ class DataParallel(Replica):
 
     def enable_sync(self) -> None:
         self.sum.enable_sync()
-
-    def collect(self) -> None:
-        for index, p in enumerate(self.params):
-            if p.grad is not None:
-                self._adder(index)(p)
 
     def finish(self) -> None:
         """Zeroes the gradients that no backward of this step has set, which still hold the last step's values, and
@@ -158,11 +143,6 @@ class DataParallel(Replica):
                 working.copy_(self.masters[name])
         elif self.working is not None:
             self.flat_working.copy_(self.flat_master)
-
-    def close(self) -> None:
-        """Takes the hooks off the module, which then keeps its working weights."""
-        for hook in self._hooks:
-            hook.remove()
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         if self.flat_working.dtype == torch.bfloat16:
@@ -182,10 +162,6 @@ class DataParallel(Replica):
     def errors(self) -> dict[str, float]:
         errors = [error for one in self.compressed for error in one.errors()]
         return dict(zip(self.names, errors, strict=True)) if errors else {}
-
-    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
-        """Calls `seen` with the gradient of each of these parameters in every microbatch."""
-        self._seen = lambda index, gradient: seen(gradient) if self.names[index] in names else None
 
 
 class GradientSum:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ from fivefold.models.custom import CustomModel
 from fivefold.models.layers import Linear
 from fivefold.models.mixture import Experts
 from fivefold.models.recomputation import of_blocks
-from fivefold.models.section import ModelSection
 from fivefold.parallel import context, expert, recompute, tensor
 from fivefold.parallel.data import DataParallel, allocate
 from fivefold.parallel.mesh import Mesh
@@ -150,9 +150,13 @@ def cut(
     layout, model = mesh.layout, recipe.model
     own = card if isinstance(card, CustomModel) else None
     modes = of_blocks(layout.recompute, model.layers if own is None else own.blocks)
-    numbered: dict[int, Any] = (
-        split(model, layout, mesh.index("pp")) if own is None else own.split(layout, mesh.index("pp"), keep)
-    )
+
+    def whole() -> nn.Module:
+        if own is None:
+            return build(model, device="meta")
+        return own.module if layout.pp == 1 else copy.deepcopy(own.module)
+
+    numbered = split(card, layout, mesh.index("pp"), whole)
     stages = list(numbered.values())
     parallel = Parallel(list(stages), [], computes=compute_dtype)
     if not OFFLOADS[layout.offload].stays:
@@ -242,14 +246,17 @@ def _activations(stages: Sequence[nn.Module], mesh: Mesh, disk: Disk | None) -> 
     return Parts(axis) if axis is not None else None
 
 
-def split(model: ModelSection, layout: Layout, pp_index: int) -> dict[int, LanguageModel]:
-    """The stages of the ranks with this index on the pp axis, by number, on "meta". Without a pipeline: {0: the whole
-    model}. Parameters keep their names."""
-    card = card_of(model)
+def split(
+    card: Card | CustomModel, layout: Layout, pp_index: int, made: Callable[[], nn.Module]
+) -> dict[int, Any]:
+    """The stages of the ranks with this index on the pp axis, by number, each cut from a whole module that `made`
+    returns. Without a pipeline: {0: the whole module}. Parameters keep their names."""
+    if layout.pp == 1:
+        return {0: made()}
     names = stage_parameters(card, stage_blocks(card, layout))
     stages = {}
     for stage in stages_of(layout, pp_index):
-        module = build(model, device="meta")
+        module = made()
         assert isinstance(module, LanguageModel)
         keep(module, set(names[stage]))
         module.first, module.last = stage == 0, stage == len(names) - 1

@@ -9,6 +9,7 @@ update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,47 @@ class Replica:
 
     def close(self) -> None:
         """Removes its hooks from the module."""
+
+
+class Hooked(Replica):
+    """A replica that takes each gradient from its parameter as soon as backward has it, and frees it. names, params: in
+    the same order; a subclass calls `hook` once it can add gradients."""
+
+    names: list[str]
+    params: list[nn.Parameter]
+    _seen: Callable[[int, Tensor], None] | None = None
+
+    def hook(self) -> None:
+        numbered = list(enumerate(self.params))
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(self._take, i)) for i, p in numbered]
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Adds a microbatch's gradient of a parameter to its sum."""
+
+    def added(self, index: int) -> None:
+        """The gradient is added, and freed."""
+
+    def _take(self, index: int, p: Tensor) -> None:
+        if p.grad is None:  # this backward defers it (parallel/autograd.py)
+            return
+        if self._seen is not None:
+            self._seen(index, p.grad)
+        self.add(index, p.grad)
+        p.grad = None
+        self.added(index)
+
+    def collect(self) -> None:
+        for index, p in enumerate(self.params):
+            self._take(index, p)
+
+    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
+        """Calls `seen` with the gradient of each of these parameters in every microbatch."""
+        self._seen = lambda index, gradient: seen(gradient) if self.names[index] in names else None
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters. Those that are not elsewhere keep their working weights."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 class Frozen(Replica):

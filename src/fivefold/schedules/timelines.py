@@ -208,13 +208,12 @@ CATEGORIES = {
 tracker measures them."""
 AWAY = {"host": "host memory", "disk": "files on disk"}
 """Where `layout.offload` keeps what it takes off the device; no sum counts it. A CPU's own memory is not a host's."""
-PHASES = ("forward", "backward", "update", "other")
 BINS = 240
 """Parts of a step of which the largest sum is kept."""
 
 
 class Phase(NamedTuple):
-    """What the rank does from `start` to `end`: one of PHASES."""
+    """What the rank does from `start` to `end`: one of KINDS."""
 
     kind: str
     start: float

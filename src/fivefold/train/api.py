@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -19,7 +18,7 @@ from fivefold.errors import UserError, brief
 from fivefold.launch.ranks import device_for
 from fivefold.models.base import LanguageModel
 from fivefold.models.custom import ModuleCard
-from fivefold.observe.console import QUIET, VALIDATIONS, summary_rows
+from fivefold.observe.console import QUIET, VALIDATIONS, quietly, summary_rows
 from fivefold.observe.format import short_number
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
@@ -255,7 +254,7 @@ def train(
     """
     hooks, folder = brings(callbacks, metrics, loss, optimizer, schedule), None if out is None else Path(out)
     own: dict[str, Any] = {"module": model, "card": card, "batches": data, "val_batches": val_data}
-    with _quietly(quiet):
+    with quietly(_how(quiet)):
         return Run(run_command(recipe, nproc, folder, fork=False, brings=hooks, **own))
 
 
@@ -285,21 +284,13 @@ def resume(
     """
     hooks, recipe = brings(callbacks, metrics, loss, optimizer, schedule), recipe or Run(out).recipe
     own: dict[str, Any] = {"module": model, "card": card, "batches": data, "val_batches": val_data}
-    with _quietly(quiet):
+    with quietly(_how(quiet)):
         return Run(run_command(recipe, nproc, Path(out), True, checkpoint, fork=False, brings=hooks, **own))
 
 
-@contextmanager
-def _quietly(wanted: bool | None) -> Generator[None]:
-    """Inside the block the console prints little, if that is wanted. Ranks inherit it."""
-    before = os.environ.get(QUIET)
-    if wanted is None:  # True in a notebook. The shells of hosted ones derive from Jupyter's
+def _how(quiet: bool | None) -> str:
+    """What `quietly` is told: little is printed if that is wanted, and by default in a notebook."""
+    if quiet is None:  # the shells of hosted notebooks derive from Jupyter's
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-        wanted = any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
-    if wanted and not before:
-        os.environ[QUIET] = VALIDATIONS
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(QUIET, None)
+        quiet = any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
+    return VALIDATIONS if quiet and not os.environ.get(QUIET) else ""

@@ -58,8 +58,7 @@ class Restarts:
         saved, died_after = newest(self.job.out), last_step(self.job.out)
         if failure is None:
             following = self.attempt(replace(self.job, resume=True))
-            why = "another number of ranks goes on"
-            _record(self.job.out, "ranks", why, following.world, died_after, saved)
+            record(self.job.out, "ranks", "another number of ranks goes on", following.world)
             return 0.0, following
         self.failed(failure, saved > self.saved)
         if saved > self.saved:
@@ -86,7 +85,7 @@ class Restarts:
             f"{source} ({self.spent} of launch.restarts = {self.budget} used)"
         )
         print(printable(line), file=sys.stderr, flush=True)
-        _record(self.job.out, failure.kind, failure.text, following.world, died_after, saved, wait_s)
+        record(self.job.out, failure.kind, failure.text, following.world, wait_s)
         return wait_s, following
 
     def conclude(self, outcome: Outcome, advice: Callable[[bool], str]) -> int | None:
@@ -121,16 +120,11 @@ class Restarts:
         raise as_error(replace(failure, more="") if failure.more == self.shown else failure, more)
 
 
-def _record(
-    run: Path, kind: str, why: str, ranks: int, after: int | None, saved: int, wait_s: float = 0.0
-) -> None:
+def record(run: Path, kind: str, why: str, ranks: int, wait_s: float = 0.0) -> None:
+    """Records that the ranks start again."""
+    steps = {"died_after": last_step(run), "from_step": newest(run)}
     with suppress(OSError):
-        add_restart(run, kind=kind, why=why, died_after=after, from_step=saved, ranks=ranks, wait_s=wait_s)
-
-
-def note_restart(run: Path, launcher: str, ranks: int) -> None:
-    """Records that a foreign launcher has started the ranks again."""
-    _record(run, "launcher", f"{launcher} started the ranks again", ranks, last_step(run), newest(run))
+        add_restart(run, kind=kind, why=why, **steps, ranks=ranks, wait_s=wait_s)
 
 
 def go_back_once(run: Path, chosen: Path) -> None:

@@ -21,7 +21,7 @@ from fivefold.errors import UserError
 from fivefold.files import BROKEN
 from fivefold.optim.card import COMPENSATION
 from fivefold.recipe import sequences_before
-from fivefold.sharding.parts import Ranges, boxes, local_shape
+from fivefold.sharding.parts import Ranges, boxes, local_shape, whole
 from fivefold.step.state import State
 from fivefold.train.checked import Meta, assert_same, check_files, damaged_together, meta_of
 from fivefold.train.job import FINGERPRINT, STAGES, Initial, Job, identity
@@ -169,10 +169,6 @@ class Lazily(Mapping[str, Tensor]):
         return len(self.saved)
 
 
-def _whole(tensor: Tensor) -> Ranges:
-    return tuple(((0, size),) for size in tensor.shape)
-
-
 def _set(state: State, copies: Iterable[tuple[Tensor, Saved]]) -> None:
     """Sets weights, buffers, residuals of compression."""
     for tensor, saved in copies:
@@ -198,7 +194,7 @@ def load_initial(
         source = Source(Path(initial.where), Path(initial.checkpoint) if initial.checkpoint else None)
         parts = state.parts()
         wanted = [(name, w, parts[name].keeps) for name, w in state.masters().items()]
-        wanted += [(name, buffer, _whole(buffer)) for name, buffer in state.buffers().items()]
+        wanted += [(name, buffer, whole(buffer.shape)) for name, buffer in state.buffers().items()]
         for name, tensor, keeps in wanted:
             if name in initial.new:
                 continue
@@ -295,13 +291,13 @@ def _weights(
                 if source.shape(there) != parts[name].shape or not parts[name].frozen:
                     raise UserError(f"{source.folder}: {there} is not the frozen weight {name} of this run")
                 copies.append((masters[name], Saved(parts[name].keeps, partial(source.read, there))))
-    copies += [(b, _saved(checkpoint, "model", name, _whole(b))) for name, b in buffers.items()]
+    copies += [(b, _saved(checkpoint, "model", name, whole(b.shape))) for name, b in buffers.items()]
     if state.outer is not None:
         for name, weight in state.outer.weights.items():
             copies.append((weight, _saved(checkpoint, "model", name, parts[name].keeps)))
     here, there = compression(state).get("compression"), meta.compression and meta.compression.layout
     if here is not None and there == here["layout"]:
-        copies += [(t, _saved(checkpoint, "optimizer", n, _whole(t))) for n, t in state.unsent().items()]
+        copies += [(t, _saved(checkpoint, "optimizer", n, whole(t.shape))) for n, t in state.unsent().items()]
     elif here is not None:
         of = f"the layout {there}" if there else "a run without compression"
         state.forgotten = f"compression: residuals start from zero, because the checkpoint is of {of}"

@@ -51,7 +51,7 @@ from fivefold.step.state import compute_mode
 from fivefold.train.job import BatchSource, Job, initial
 from fivefold.train.out_of_memory import advice
 from fivefold.train.prediction import add_exact
-from fivefold.train.restart import Elastic, Restarts, go_back_once, grace_s, newest, note_restart
+from fivefold.train.restart import Elastic, Restarts, go_back_once, grace_s, newest, record
 from fivefold.train.run import run_rank
 from fivefold.train.share import batches_of, streaming
 from fivefold.train.user_hooks import WITHOUT, UserHooks
@@ -152,7 +152,7 @@ def _run(job: Job, caller: Caller, span: tuple[int, int] | None, fork: bool) -> 
     with owned(job.out) if caller.first else nullcontext(), Interrupt() as interrupt, streaming(job):
         if caller.first:
             if caller.restarted:
-                note_restart(job.out, caller.restarted, world)
+                record(job.out, "launcher", f"{caller.restarted} started the ranks again", world)
             elif job.resume_from is not None:
                 go_back_once(job.out, job.resume_from)
         if caller.rank >= world:

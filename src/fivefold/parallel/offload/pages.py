@@ -10,7 +10,6 @@ of blocks is on the device at any time (STRONGHOLD, SC 2022).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -24,7 +23,7 @@ from fivefold.optim.updater import Updater
 from fivefold.parallel.offload.disk import Disk, File, wait_for
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.offload.update import GRADIENTS, WORKING, Home, InPlace, OnDisk
-from fivefold.parallel.replica import Replica
+from fivefold.parallel.replica import Hooked
 from fivefold.sharding.parts import Part
 from fivefold.sharding.tiers import AHEAD, BEHIND, Chunk
 from fivefold.sharding.units import buffer_order
@@ -80,7 +79,7 @@ class Unit:
         return self.size * self.working.itemsize
 
 
-class Paged(Replica):
+class Paged(Hooked):
     """ZeRO stage 0 with gradients in another tier, and perhaps working weights. One file or
     host buffer holds each kind, in the order of the arena.
 
@@ -137,10 +136,7 @@ class Paged(Replica):
         self._behind: deque[Futures] = deque()
         self._ready, self._started = set[str](), 0  # in this step's sums
         self._norms: dict[str, Norms] = {}
-        self._seen: Callable[[int, Tensor], None] | None = None
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._adder(i)) for i, p in enumerate(self.params)
-        ]
+        self.hook()
         self.refresh()
 
     def _store(self, kind: str) -> Store:
@@ -248,26 +244,20 @@ class Paged(Replica):
             if unit.stored:
                 unit.coming += self._gradients.load(unit.start, unit.gradients)
 
-    def _adder(self, index: int) -> Callable[[Tensor], None]:
-        at, size = self.offload.arena.starts[self.names[index]], self.params[index].numel()
+    def add(self, index: int, gradient: Tensor) -> None:
+        unit, size = self._unit[index], self.params[index].numel()
+        self._gather_sums(unit)
+        self._wait(unit)
+        assert unit.gradients is not None
+        start = self.offload.arena.starts[self.names[index]] - unit.start
+        add_gradient(unit.gradients[start : start + size], gradient, self._fresh[index])
+        self._fresh[index] = False
 
-        def add(p: Tensor) -> None:
-            if p.grad is None:
-                return
-            if self._seen is not None:
-                self._seen(index, p.grad)
-            unit = self._unit[index]
-            self._gather_sums(unit)
-            self._wait(unit)
-            assert unit.gradients is not None
-            start = at - unit.start
-            add_gradient(unit.gradients[start : start + size], p.grad, self._fresh[index])
-            self._fresh[index], p.grad = False, None
-            unit.waiting -= 1
-            if not unit.waiting:
-                self._complete(unit)
-
-        return add
+    def added(self, index: int) -> None:
+        unit = self._unit[index]
+        unit.waiting -= 1
+        if not unit.waiting:
+            self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:
         """All gradients of a unit have arrived in this microbatch."""
@@ -321,11 +311,6 @@ class Paged(Replica):
         start = self.offload.arena.starts[self.names[index]] - unit.start
         return unit.gradients[start : start + self.params[index].numel()]
 
-    def collect(self) -> None:
-        for index, p in enumerate(self.params):
-            if p.grad is not None:
-                self._adder(index)(p)
-
     def finish(self) -> None:
         """Sums and writes the units that lack gradients, in the same order on all ranks, and waits for all of them."""
         for unit in self._backward:
@@ -362,24 +347,12 @@ class Paged(Replica):
             "buffers": self.sums.scratch.kept(),
         }
 
-    def watch(self, seen: Callable[[Tensor], None], names: set[str]) -> None:
-        self._seen = lambda index, gradient: seen(gradient) if self.names[index] in names else None
 
-    def close(self) -> None:
-        """Takes the hooks off the parameters. Weights of blocks that are paged stay away."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-class _ByUnit:
+class _ByUnit(Home):
     """Working weights of which only blocks lie in another tier; the others are written on the device."""
-
-    moves = True
 
     def __init__(self, away: Home, resident: dict[str, Tensor], dtype: torch.dtype):
         self.away, self.here, self.dtype = away, InPlace(resident, dtype), dtype
-
-    def fetch(self, chunk: Chunk, buffer: Tensor) -> None: ...
 
     def store(self, chunk: Chunk, buffer: Tensor) -> None:
         if chunk.unit:

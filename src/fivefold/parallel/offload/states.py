@@ -62,16 +62,11 @@ class Offload:
         masters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         working: Mapping[str, Tensor] | None,
-        lr: float,
-        weight_decay: float | Mapping[str, float],
-        fields: Mapping[str, Any],
-        rates: Mapping[str, float] | None = None,
-        compute: torch.dtype = torch.float32,
-        tokens: int = 1,
         rounder: Rounder | None = None,
+        **more: Any,
     ) -> StreamedUpdater:
-        """The optimizer over this replica's masters (see `Updater`). gradients, working: on the device, unless they
-        have a home. rounder: if masters are not fp32."""
+        """The optimizer over this replica's masters. gradients, working: on the device, unless they have a home.
+        rounder: if masters are not fp32. more: arguments of `Updater`."""
         away = InPlace if self.tiers.states == "disk" and self.device.type == "cpu" else Copied
         self.homes.setdefault(MASTERS, away(masters, self.dtype))
         self.homes.setdefault(GRADIENTS, away(gradients, self.dtype))
@@ -83,10 +78,9 @@ class Offload:
             state.name: self.views(state.name, self.tiers.states, torch_dtype(state.dtype))
             for state in kept.states
         }
-        self.updater = StreamedUpdater(
-            card, masters, lr, weight_decay, fields, self.arena, self.homes, states, self.disk, rates,
-            runs_twice(self.tiers, self.device.type == "cpu"), compute, tokens, rounder,
-        )  # fmt: skip
+        twice = runs_twice(self.tiers, self.device.type == "cpu")
+        homes = self.arena, self.homes, states, self.disk
+        self.updater = StreamedUpdater(card, masters, *homes, twice=twice, rounder=rounder, **more)
         return self.updater
 
     def attach(self, stages: list[nn.Module]) -> None:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,23 +25,24 @@ from fivefold.sharding.tiers import CHUNK, SLOTS, Arena, Chunk, Piece, share_of_
 MASTERS, GRADIENTS, WORKING = "masters", "gradients", "working"
 
 
-class Home(Protocol):
+class Home:
     """Where tensors of one kind lie, by the names of an arena's parameters.
 
     moves: False if an update works on them in place. buffer: a slot's aligned memory, CHUNK elements.
     """
 
-    moves: bool
+    moves = True
     dtype: torch.dtype
 
     def fetch(self, chunk: Chunk, buffer: Tensor) -> None: ...
     def store(self, chunk: Chunk, buffer: Tensor) -> None: ...
     def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
         """The chunk's pieces, flat, once they are fetched."""
-        ...
+        flat = buffer.view(self.dtype)
+        return [flat[p.at : p.at + p.stop - p.start] for p in chunk.pieces]
 
 
-class InPlace:
+class InPlace(Home):
     """Tensors in memory that the update may work on."""
 
     moves = False
@@ -52,8 +53,6 @@ class InPlace:
         """flat: the memory of them all, in the order of the arena, if there is such."""
         self.tensors, self.dtype, self.flat = tensors, dtype, flat
 
-    def fetch(self, chunk: Chunk, buffer: Tensor) -> None: ...
-    def store(self, chunk: Chunk, buffer: Tensor) -> None: ...
     def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
         return [self.tensors[p.name].view(-1)[p.start : p.stop] for p in chunk.pieces]
 
@@ -62,6 +61,7 @@ class Copied(InPlace):
     """Tensors of the device. The update, which runs in host memory, works on copies."""
 
     moves = True
+    pieces = Home.pieces
 
     def fetch(self, chunk: Chunk, buffer: Tensor) -> None:
         for here, there in zip(self.pieces(chunk, buffer), super().pieces(chunk, buffer), strict=True):
@@ -71,14 +71,9 @@ class Copied(InPlace):
         for here, there in zip(self.pieces(chunk, buffer), super().pieces(chunk, buffer), strict=True):
             there.copy_(here)
 
-    def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
-        return _pieces(chunk, buffer, self.dtype)
 
-
-class OnDisk:
+class OnDisk(Home):
     """Tensors in a file, in the order of the arena."""
-
-    moves = True
 
     def __init__(self, file: File, dtype: torch.dtype = torch.float32):
         self.file, self.dtype = file, dtype
@@ -91,14 +86,6 @@ class OnDisk:
 
     def _bytes(self, chunk: Chunk, buffer: Tensor) -> tuple[int, Tensor]:
         return chunk.start * self.dtype.itemsize, buffer[: chunk.size * self.dtype.itemsize]
-
-    def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
-        return _pieces(chunk, buffer, self.dtype)
-
-
-def _pieces(chunk: Chunk, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    flat = buffer.view(dtype)
-    return [flat[p.at : p.at + p.stop - p.start] for p in chunk.pieces]
 
 
 class _Second:
@@ -149,21 +136,17 @@ class StreamedUpdater(Updater):
         self,
         card: OptimizerCard,
         masters: Mapping[str, Tensor],
-        lr: float,
-        weight_decay: float | Mapping[str, float],
-        fields: Mapping[str, Any],
         arena: Arena,
         homes: Mapping[str, Home],
         states: Mapping[str, Mapping[str, Tensor]],
         disk: Disk,
-        rates: Mapping[str, float] | None = None,
         twice: bool = False,
-        compute: torch.dtype = torch.float32,
-        tokens: int = 1,
         rounder: Rounder | None = None,
+        **more: Any,
     ):
-        """states: {state: {parameter: its tensor in the shape of the parameter}}, as views of their homes."""
-        super().__init__(card, masters, lr, weight_decay, fields, rates, compute, tokens=tokens)
+        """states: {state: {parameter: its tensor in the shape of the parameter}}, as views of their homes. more:
+        arguments of `Updater`."""
+        super().__init__(card, masters, **more)
         assert card.elementwise, f"{card.name} needs more of a parameter than a chunk"
         self.rounder = rounder
         if rounder is not None:
@@ -173,7 +156,7 @@ class StreamedUpdater(Updater):
         of = {id(weight): name for name, weight in masters.items()}
         self._groups = self.optimizer.param_groups if self.optimizer is not None else []
         self._group = {of[id(weight)]: group for group in self._groups for weight in group["params"]}
-        self._lr = lr
+        self._lr = 0.0  # of the step under way
         self._chunks = list(arena.chunks())
         self._slots: queue.Queue[dict[str, Tensor]] = queue.Queue()
         self._running: Future[None] | None = None

@@ -424,10 +424,6 @@ def of_fit(fit: dict[str, float], ranks: int, local: int = 0, hosts: int = 1) ->
         far,
         cards=1 if far else 0,
         bus=Wire(fit["bus_alpha"], 1 / fit["bus_beta"]),
-        far_bus=fit.get("far_bus", 0.0),
         hosts=hosts,
-        burst=fit.get("burst", 0.0),
-        acks=fit.get("acks", 0.0),
-        queue=fit.get("queue", 0.0),
         reduce_s=fit["gamma"],
     )

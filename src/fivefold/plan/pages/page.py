@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from fivefold.errors import printable
-from fivefold.observe.format import asset, document, memory_text
+from fivefold.observe.format import asset, document, header, memory_text
 
 FIGURES = (("step", "Step"), ("speed", "Tokens per second"), ("mfu", "MFU"), ("peak", "Memory per device"))
 
@@ -38,12 +38,7 @@ def page(name: str, words: str, data: Mapping[str, Any], pictures: Sequence[str]
         f"{'<small id=room></small>' if key == 'peak' else ''}</dd></div>\n"
         for key, label in FIGURES
     )
-    body = f"""<header>
-<p class="kicker">Plan</p>
-<h1>{escape(name)}</h1>
-<p class="lead">{escape(words)}</p>
-</header>
-<main>
+    body = f"""{header("Plan", name, words)}<main>
 <form class="sliders" aria-label="Sizes" autocomplete="off">
 {sliders}<button type="button" id="own">As in the recipe</button></form>
 <div>

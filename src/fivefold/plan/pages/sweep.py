@@ -16,7 +16,7 @@ from fivefold.errors import printable
 from fivefold.files import guard, write_atomically
 from fivefold.observe import compare
 from fivefold.observe.compare import ComparedRun
-from fivefold.observe.format import asset, document, section, short_number
+from fivefold.observe.format import asset, document, header, section, short_number
 from fivefold.plan.advice.budget import BESIROGLU, FLOPS, HOFFMANN
 from fivefold.plan.advice.scaling import COUNTED, Curve, Results, iso_flops
 from fivefold.recipe import sweep as sweep_table
@@ -65,14 +65,7 @@ def page(folder: Path, swept: Results) -> str:
         section("Curves", compare.curves(_spread(runs))),
         section("Differences", compare.difference_table(runs) if len(runs) > 1 else ""),
     ]
-    body = f"""<header>
-<p class="kicker">Sweep</p>
-<h1>{escape(name)}</h1>
-<p class="lead">{escape(printable(lead))}</p>
-{alarms}
-</header>
-<main>
-{"".join(sections)}</main>"""
+    body = header("Sweep", name, printable(lead), alarms) + f"<main>\n{''.join(sections)}</main>"
     return document(f"{name}: sweep", body, compare.style(), asset("report.js"))
 
 

@@ -33,13 +33,13 @@ from fivefold.sharding.tiers import (
 EXPOSED = "offload"
 """The key of exposed I/O in `time.Step.exposed`."""
 UNITS = 8  # of the model, in pictures
-LINK, DISK, HOST = LANES = ("link", "disk", "host")
+LINK, DISK, HOST = ("link", "disk", "host")
 """What runs beside computing: the link between device and host memory, the disk, updates on the host."""
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Seconds on each of `LANES` that a step's phases need.
+    """Seconds on each of these lanes that a step's phases need.
 
     alone: of an update beside which the device computes nothing else. forward, backward: beside those of the first
     microbatch, and of each other one. hidden: the update runs beside the first forward, and on CPUs with its cores.

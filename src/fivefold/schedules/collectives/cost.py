@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, prod
+from math import prod
 from typing import NamedTuple
 
 from fivefold.errors import UserError
@@ -47,11 +47,8 @@ class Topology:
     oversubscription: what all cards below a leaf switch can send, by what its links to the spine can carry. torus:
     sizes of a torus inside the node, where `near` is the link to each neighbour; () for a switch. pairs: every pair of
     devices in a node has its own wire, and `near` is all wires of a device together. bus: what all messages of a
-    machine share, its cores and memory; its latency is the time that each message keeps it busy, far_bus that of each
-    message between nodes. hosts: nodes on one machine (namespaces, containers), which share its bus. burst: bytes that
-    a card which was idle sends at once, before its rate holds (a token bucket). acks: bytes that come back per byte
-    that a card sends, as TCP's acknowledgements. queue: seconds that a receiver's request (as gloo sends it) waits
-    at a card behind data of other ranks. reduce_s: seconds per byte that is added.
+    machine share, its cores and memory; its latency is the time that each message inside a node keeps it busy. hosts:
+    nodes on one machine (namespaces, containers), which share its bus. reduce_s: seconds per byte that is added.
     """
 
     name: str
@@ -67,11 +64,7 @@ class Topology:
     torus: tuple[int, ...] = ()
     pairs: bool = False
     bus: Wire | None = None
-    far_bus: float = 0.0
     hosts: int = 1
-    burst: float = 0.0
-    acks: float = 0.0
-    queue: float = 0.0
     reduce_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -137,12 +130,6 @@ class Topology:
             return Route((self.pcie or self.near).latency, (f"pcie {source} out", f"pcie {target} in"))
         return Route(near, ends)
 
-    def back(self, source: int, target: int) -> tuple[str, ...]:
-        """The cards that acknowledgements of a message go through."""
-        if source // self.local == target // self.local:
-            return ()
-        return f"card {self._card(target)} out", f"card {self._card(source)} in"
-
     def _card(self, rank: int) -> str:
         node, place = divmod(rank, self.local)
         return f"{node}.{place * (self.cards or self.local) // self.local}"
@@ -203,54 +190,53 @@ class Cost:
 
 def simulate(collective: Collective, topology: Topology, size: float) -> Cost:
     """The cost of a message of `size` bytes (what a rank has in all; in an all-gather, what it ends with)."""
-    run = _Run(collective, topology, size)
-    ends = []
-    for moves in collective.rounds:
-        run.go(moves)
-        ends.append(max(run.clock.values()))
-    link = max(run.busy, key=run.busy.__getitem__, default="")
-    seconds = ends[-1] if ends else 0.0
-    return Cost(
-        seconds, tuple(ends), max(run.sent), link, run.carried.get(link, 0.0), run.busy.get(link, 0.0)
-    )
+    return Run(collective, topology, size).cost()
 
 
 Place = tuple[int, int]
 """(rank, stream)"""
+Messages = dict[tuple[int, int, int], float]
+"""Bytes or seconds of the messages of a round, by source, target and stream."""
 
 
-class _Run:
-    """The state between two rounds: when each rank is ready, what it has sent, what the links have carried."""
+class Run:
+    """Goes through a collective, round by round. It knows when each rank is ready, what it has sent, and what the links
+    have carried."""
 
     def __init__(self, collective: Collective, topology: Topology, size: float):
-        self.topology, self.streams = topology, collective.streams
+        self.topology, self.rounds, self.streams = topology, collective.rounds, collective.streams
         self.each = size / collective.whole if collective.primitive != "barrier" else 0.0
         self.clock: dict[Place, float] = defaultdict(float)
         self.sent = [0.0] * collective.ranks
         self.carried: dict[str, float] = defaultdict(float)
         self.busy: dict[str, float] = defaultdict(float)
-        # of a card: seconds for which it need not send, and when it had them
-        self.saved: dict[str, tuple[float, float]] = {}
+
+    def cost(self) -> Cost:
+        ends = []
+        for moves in self.rounds:
+            self.go(moves)
+            ends.append(max(self.clock.values()))
+        link = max(self.busy, key=self.busy.__getitem__, default="")
+        seconds, carried = ends[-1] if ends else 0.0, self.carried.get(link, 0.0)
+        return Cost(seconds, tuple(ends), max(self.sent), link, carried, self.busy.get(link, 0.0))
 
     def go(self, moves: Round) -> None:
         """Goes through a round."""
         net = self.topology
-        # Bytes, by source, target and stream
-        messages: dict[tuple[int, int, int], float] = defaultdict(float)
+        messages: Messages = defaultdict(float)
         added: dict[Place, float] = defaultdict(float)  # bytes
         for source, target, chunks, reduce in moves:
             stream, amount = chunks.start % self.streams, self.each * len(chunks)
             messages[source, target, stream] += amount
             if reduce:
                 added[target, stream] += amount
-        takes = self._takes(messages)
+        takes = self.takes(messages)
         lag: dict[tuple[str, int], float] = defaultdict(float)  # latencies of a port's messages up to here
         after = dict(self.clock)
         arrived: dict[Place, float] = {}
         for (source, target, stream), amount in messages.items():
             latency, links = net.route(source, target)
-            alone = self._alone(source, target, amount, messages) if net.queue else 0.0
-            leaves = self.clock[source, stream] + max(alone, *map(takes.__getitem__, links))
+            leaves = self.clock[source, stream] + takes[source, target, stream]
             ports = {(links[0], stream), (links[-1], stream)}
             before = lag[links[0], stream]
             for port in ports:
@@ -264,49 +250,24 @@ class _Run:
             after[to] = max(after.get(to, 0.0), max(at, self.clock[to]) + adding)
         self.clock.update(after)
 
-    def _takes(self, messages: dict[tuple[int, int, int], float]) -> dict[str, float]:
+    def takes(self, messages: Messages) -> Messages:
+        """Seconds of each message of a round on the slowest link of its way."""
+        on, route = self.on_links(messages), self.topology.route
+        return {key: max(map(on.__getitem__, route(*key[:2]).links)) for key in messages}
+
+    def on_links(self, messages: Messages) -> dict[str, float]:
         """Seconds that the messages of a round take on each link."""
         takes: dict[str, float] = defaultdict(float)
-        begins: dict[str, float] = defaultdict(lambda: inf)
         net = self.topology
-        for (source, target, stream), amount in messages.items():
-            back = net.back(source, target)
+        for (source, target, _), amount in messages.items():
+            near = source // net.local == target // net.local
+            note = net.bus.latency if net.bus and near else 0.0
             for link in net.route(source, target).links:
-                note = (
-                    (net.far_bus if back else net.bus.latency) if net.bus and link.startswith("bus") else 0.0
-                )
-                takes[link] += amount / net.bandwidth(link) + note
+                takes[link] += amount / net.bandwidth(link) + note * link.startswith("bus")
                 self.carried[link] += amount
-                begins[link] = min(begins[link], self.clock[source, stream])
-            for link in back if net.acks else ():
-                takes[link] += net.acks * amount / net.bandwidth(link)
         for link, seconds in takes.items():
             self.busy[link] += seconds
-        for link, begin in begins.items() if net.burst else ():
-            if link.startswith("card"):  # what it has saved up while it was idle is sent at once
-                most = net.burst / net.bandwidth(link)
-                saved, last = self.saved.get(link, (most, begin))
-                saved = min(most, saved + max(0.0, begin - last))
-                still = max(0.0, takes[link] - saved)
-                self.saved[link] = max(0.0, saved - takes[link]), begin + still
-                takes[link] = still
         return takes
-
-    def _alone(
-        self, source: int, target: int, amount: float, messages: dict[tuple[int, int, int], float]
-    ) -> float:
-        """Seconds of a message between nodes if it had its card for itself: it begins when the target's request for it
-        has come past what other ranks send there. What shares its card uses that time."""
-        net = self.topology
-        if not (back := net.back(source, target)):
-            return 0.0
-        others = sum(
-            other
-            for (a, b, _), other in messages.items()
-            if back[0] in net.route(a, b).links and (a, b) != (target, source)
-        )
-        bandwidth = net.bandwidth(back[0])
-        return (amount + min(others, net.queue * bandwidth)) / bandwidth if others else 0.0
 
 
 def line(collective: Collective, topology: Topology) -> Line:
