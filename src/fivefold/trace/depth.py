@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from fivefold.host.machine import has_cpu_bf16, has_cpu_fp16
 from fivefold.kernels import native
 from fivefold.launch.ranks import threads_of
 from fivefold.models.card import card_of
-from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.plan.predict import Plan
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
@@ -43,7 +42,7 @@ from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.parts import stage_blocks, stages_of
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
 from fivefold.step.state import compute_mode
-from fivefold.trace.blocks import Block, Blocks
+from fivefold.trace.blocks import Block, Blocks, kinds
 from fivefold.trace.fake import CPU
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace
@@ -99,7 +98,7 @@ class Exact:
                 for (operation, place), times in self.step.syncs.items()
             ],
             "races": [{"race": race, "times": times} for race, times in self.step.races.items()],
-            "blocks": {kind: block.as_json() for kind, block in self.blocks.items()},
+            "blocks": {kind: asdict(block) for kind, block in self.blocks.items()},
             "extrapolated": self.extrapolated,
             "traced": [{"layers": layers, "microbatches": count} for layers, count in self.traced],
             "seconds": self.seconds,
@@ -139,14 +138,7 @@ def exact(
     if entry and (figures := entry.read()):
         return figures
     count = microbatches_per_step(recipe)
-    replica_group = replica_group_layout(layout, recipe.replica_groups.count)
-    layers, counts = sizes(
-        recipe.model,
-        replica_group,
-        in_replica_group(replica_group, rank)[1],
-        count,
-        recipe.replica_groups.fragments,
-    )
+    layers, counts = sizes(recipe, rank)
     models = {L: recipe.model_copy(update={"model": _deep(recipe.model, L)}) for L in layers}
     steps = {(L, m): trace(models[L], rank, m, device, blocks) for L in layers for m in counts}
     tokens = count * (recipe.train.microbatch_size or 1) * layout.dp * recipe.model.seq_len
@@ -168,12 +160,11 @@ def timelines(
     Raises:
         UserError: the layout is not valid, or has no such rank.
     """
-    layout = check_rank(recipe, rank)
-    whole = microbatches_per_step(recipe)
-    replica_group = replica_group_layout(layout, recipe.replica_groups.count)
-    position, count = replica_group.coordinates(in_replica_group(replica_group, rank)[1])["pp"], whole
-    if sum(map(sum, _stages(recipe.model, replica_group, position))) * count > DRAWN:
-        count = max(fewer(count, replica_group))
+    check_rank(recipe, rank)
+    count = whole = microbatches_per_step(recipe)
+    layout, position = _place(recipe, rank)
+    if _blocks(recipe.model, layout, position) * count > DRAWN:
+        count = max(fewer(count, layout))
     which = "" if count == whole else f", the first {count} of {whole} microbatches"
     drawn = []
     for name, first in (("first step", True), ("a later step", False)):
@@ -205,27 +196,27 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
 
 def blocks_traced(recipe: Recipe, rank: int) -> int:
     """Number of blocks times microbatches that `exact` traces; each takes about 25 ms on one core."""
-    layout = replica_group_layout(Layout.from_recipe(recipe.layout), recipe.replica_groups.count)
-    number, count = in_replica_group(layout, rank)[1], microbatches_per_step(recipe)
-    layers, counts = sizes(recipe.model, layout, number, count, recipe.replica_groups.fragments)
-    position = layout.coordinates(number)["pp"]
-    blocks = sum(sum(map(sum, _stages(_deep(recipe.model, L), layout, position))) for L in layers)
-    return blocks * sum(counts)
+    (layers, counts), place = sizes(recipe, rank), _place(recipe, rank)
+    return sum(_blocks(_deep(recipe.model, L), *place) for L in layers) * sum(counts)
 
 
-def sizes(
-    model: ModelSection, layout: Layout, rank: int, microbatches: int, fragments: int = 1
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def sizes(recipe: Recipe, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work. Blocks
-    with different modes of recomputation are all traced. fragments: of the outer step, if there are several replica
-    groups."""
-    position = layout.coordinates(rank)["pp"]
-    if sum(map(sum, _stages(model, layout, position))) * microbatches <= AS_IT_IS:
-        return (model.layers,), (microbatches,)
-    layers = depths(model, layout, position, fragments)
-    if len(layers) > 1 and len(set(of_blocks(layout.recompute, model.layers))) > 1:
+    that differ in more than experts are all traced."""
+    model, count = recipe.model, microbatches_per_step(recipe)
+    layout, position = _place(recipe, rank)
+    if _blocks(model, layout, position) * count <= AS_IT_IS:
+        return (model.layers,), (count,)
+    layers = depths(model, layout, position, recipe.replica_groups.fragments)
+    if len(set(kinds(recipe))) > len(set(card_of(model).mixed)):
         layers = (model.layers,)
-    return layers, fewer(microbatches, layout)
+    return layers, fewer(count, layout)
+
+
+def _place(recipe: Recipe, rank: int) -> tuple[Layout, int]:
+    """The layout of a rank's replica group, and the rank's position in its pipeline."""
+    layout = replica_group_layout(Layout.from_recipe(recipe.layout), recipe.replica_groups.count)
+    return layout, layout.coordinates(in_replica_group(layout, rank)[1])["pp"]
 
 
 def depths(model: ModelSection, layout: Layout, position: int, fragments: int = 1) -> tuple[int, ...]:
@@ -296,6 +287,11 @@ def _stages(model: ModelSection, layout: Layout, position: int) -> list[tuple[in
         before = sum(not mixed(number) for number in blocks[stage]) if card.has_experts else 0
         stages.append((before, len(blocks[stage]) - before))
     return stages
+
+
+def _blocks(model: ModelSection, layout: Layout, position: int) -> int:
+    """Number of blocks at a pipeline position."""
+    return sum(map(sum, _stages(model, layout, position)))
 
 
 def _deep(model: ModelSection, layers: int) -> ModelSection:

@@ -28,7 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +55,9 @@ FUSED = (
     aten.zeros_like.default, aten.ones_like.default, aten.new_zeros.default,
 )  # fmt: skip
 """Operations that compiled code joins with others, besides those that PyTorch marks as pointwise."""
+OWN = ("aten", "torch_attn")
+"""PyTorch's own operators."""
+_WITHOUT_KERNEL = ("empty", "new_empty", "detach", "lift_fresh", "_unsafe_view")
 LiveTensors = Mapping[str, Callable[[], Iterable[Tensor]]]
 """Per category, a function that returns its live tensors."""
 
@@ -203,7 +206,8 @@ class Tracker(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._look_at_phase()
-        self.joined = self.region.inside is not None and (torch.Tag.pointwise in func.tags or func in FUSED)
+        joins = torch.Tag.pointwise in func.tags or func in FUSED or is_free(func)
+        self.joined = self.region.inside is not None and joins
         given = func in FROM_DATA  # these return their argument, which nobody else has seen
         if not given:
             self._walk(args, False)
@@ -378,6 +382,13 @@ def _settled(out: Any, kept: object, wait: bool) -> Any:
         Work.unbox(out).wait()
         time.sleep(SETTLE_S)
     return done_work(kept)
+
+
+@cache
+def is_free(func: Any) -> bool:
+    """True for operations without a kernel: views, and memory without values."""
+    given = (result.alias_info for result in func._schema.returns)
+    return func.__name__.startswith(_WITHOUT_KERNEL) or any(one and not one.is_write for one in given)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
