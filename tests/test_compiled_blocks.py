@@ -103,6 +103,16 @@ def test_blocks_that_fp8_skips_are_a_kind() -> None:
     assert sum(plain.kept) != sum(rounded.kept)
 
 
+def test_offload_takes_what_code_between_graphs_keeps() -> None:
+    """Of each block only what is no stretch of memory stays: the halves of the feed-forward's first projection."""
+    sets = [*WIDE, "layout.offload=activations", "train.global_batch_size=2"]
+    more, less = traced(*(recipe_of("tp=2", "llama", *sets, f"model.layers={layers}") for layers in (4, 2)))
+    stays = (more["memory"]["at_peak"]["activations"] - less["memory"]["at_peak"]["activations"]) / 2
+    leaves = (more["memory"]["away"]["host"] - less["memory"]["away"]["host"]) / 2
+    assert stays == pytest.approx(max(block(more).kept), rel=0.01)
+    assert leaves + stays > sum(block(more).kept)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "qwen3", "olmo2"])

@@ -127,7 +127,7 @@ class Kept:
     """
 
     def __init__(self, sizes: Iterable[int], there: set[int]) -> None:
-        self.left, self.there, self.others = Counter(sizes), there, list[Tensor]()
+        self.left, self.there, self.others = Counter(sizes), there, list[Any]()
         self.away = set[int]()  # storages that have left the device
         self.outer = _top_saved_tensors_default_hooks(True)
         """Those of offloaded activations, which get what is kept."""
@@ -153,11 +153,11 @@ class Kept:
         """Keeps what no operation has offered: the block's input, or memory of the size."""
         storage = x.untyped_storage()
         for size in self.left.elements():
+            other = torch.empty(size, dtype=torch.uint8, device=x.device)
             if size == storage.nbytes() and storage._cdata not in self.there | self.away:
                 self.there.add(storage._cdata)
-                self.others.append(x.detach())
-            else:
-                self.others.append(torch.empty(size, dtype=torch.uint8, device=x.device))
+                other = x.detach()
+            self.others.append(self.outer[0](other) if self.outer else other)
 
 
 def keep_as_compiled(stages: Iterable[nn.Module], recipe: Recipe, blocks: Blocks, region: Region) -> None:
@@ -189,6 +189,7 @@ def _keep(module: nn.Module, block: Block, region: Region) -> None:
 
         def begins(_: Tensor) -> None:  # without x: the graph may live on until the next one is done
             region.enter(kept)
+            kept.others = list(map(kept.unpack, kept.others))
             if first:
                 Variable._execution_engine.queue_callback(ended)
 
