@@ -32,7 +32,7 @@ def traced(*recipes: Recipe) -> list[dict]:
 
 def block(answer: dict) -> Block:
     [only] = answer["blocks"].values()
-    return Block.from_json(only)
+    return Block(**only)
 
 
 def planned(recipe: Recipe) -> float:
@@ -68,8 +68,8 @@ def test_breaks_are_found_and_blocks_that_are_not_compiled() -> None:
     )
     first, second, third = map(block, traced(cut, again, experts))
     assert first.graphs == 5
-    assert [one.at.split(":")[0] for one in first.breaks] == ["models/layers.py"] * 4
-    assert {one.why for one in first.breaks} == {"Skip calling `torch.compiler.disable()`d function"}
+    assert [one["at"].split(":")[0] for one in first.breaks] == ["models/layers.py"] * 4
+    assert {one["why"] for one in first.breaks} == {"Skip calling `torch.compiler.disable()`d function"}
     assert second.compiled
     assert (second.graphs, second.kept) == (0, [])
     assert sum(second.kernels) > 2 * sum(first.kernels)
@@ -82,7 +82,7 @@ def test_frozen_blocks() -> None:
     sets = [*WIDE, "model.layers=3", "train.global_batch_size=2"]
     freeze = "model.freeze=embed*,blocks.0.*,blocks.1.attention.*"
     fixed, whole = traced(recipe_of("dp=1", "llama", *sets, freeze), recipe_of("dp=1", "llama", *sets))
-    first, second, third = (Block.from_json(one) for one in fixed["blocks"].values())
+    first, second, third = (Block(**one) for one in fixed["blocks"].values())
     assert list(fixed["blocks"])[1] == (
         "none without gradients of its input, attention.out.weight, attention.qkv.weight"
     )
@@ -97,7 +97,7 @@ def test_frozen_blocks() -> None:
 def test_blocks_that_fp8_skips_are_a_kind() -> None:
     sets = ["precision.mode=fp8", "precision.fp8_scaling=tensor", "precision.fp8_skip_last=1"]
     [answer] = traced(recipe_of("dp=1", "llama", *WIDE, *sets))
-    rounded, plain = map(Block.from_json, answer["blocks"].values())
+    rounded, plain = (Block(**one) for one in answer["blocks"].values())
     assert list(answer["blocks"]) == ["none", "none in bf16"]
     assert rounded.kernels > plain.kernels
     assert sum(plain.kept) != sum(rounded.kept)

@@ -87,7 +87,7 @@ def measure(arch: str, family: str, layout: str) -> Row:
         raise RuntimeError(f"{arch} {layout}: {answer['error']}")
     found = answer["exact"]["blocks"]
     kind = kinds(recipe)[-1]
-    block, ops = Block.from_json(found[kind]), s.work.block[s.card.is_mixed(recipe.model.layers - 1)]
+    block, ops = Block(**found[kind]), s.work.block[s.card.is_mixed(recipe.model.layers - 1)]
     device, gap = cluster.device, s.software.kernel
     launches = sum(op.kernels * 2 + bool(op.matmul) for op in ops)
     moved = sum(block.moved) - sum(op.forward + op.backward for op in ops)
@@ -112,7 +112,7 @@ def table(rows: list[Row]) -> str:
             f"{forward} + {backward} | {kept} | {row.planned / 2**20:,.0f} | "
             f"{1e3 * row.unplanned:.2f} | {row.waits} |"
         )
-    reasons = sorted({(b.at, b.why) for r in rows for b in r.block.breaks})
+    reasons = sorted({(one["at"], one["why"]) for row in rows for one in row.block.breaks})
     return "\n".join([head, *lines, "", *(f"- {at}: {why}" for at, why in reasons)])
 
 

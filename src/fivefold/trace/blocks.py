@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +21,19 @@ from fivefold.parallel.parallelize import rounded_blocks
 from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stage_blocks
-from fivefold.trace.memory import Region
-
-
-@dataclass(frozen=True)
-class Break:
-    """Where a compiled block returns to Python. why: the first line of Dynamo's reason. at: "file:line"."""
-
-    why: str
-    at: str
+from fivefold.trace.memory import Tracker
 
 
 @dataclass
 class Block:
-    """What one kind of block is compiled to. compiled: False if the trainer leaves it to Python. kernels: in forward
-    and in backward, without messages. moved: bytes that all of them but matmuls and attention read and write. kept:
-    bytes of the storages that graphs keep for backward, weights left out."""
+    """What one kind of block is compiled to. compiled: False if the trainer leaves it to Python. breaks: "at" which
+    "file:line" it returns to Python, and "why": the first line of Dynamo's reason. kernels: in forward and in backward,
+    without messages. moved: bytes that all of them but matmuls and attention read and write. kept: bytes of the
+    storages that graphs keep for backward, weights left out."""
 
     compiled: bool
     graphs: int = 0
-    breaks: list[Break] = field(default_factory=list)
+    breaks: list[dict[str, str]] = field(default_factory=list)
     kernels: list[int] = field(default_factory=lambda: [0, 0])
     moved: list[int] = field(default_factory=lambda: [0, 0])
     kept: list[int] = field(default_factory=list)
@@ -59,15 +52,10 @@ class Block:
         kernels = "{} kernels in forward, {} in backward".format(*self.kernels)
         if not self.compiled:
             return f"{kernels}; it is not compiled"
-        places = "".join(f", at {one.at}" for one in self.breaks)
+        places = "".join(f", at {one['at']}" for one in self.breaks)
         count = f"{several(self.graphs, 'graph')}, {several(len(self.breaks), 'break')}{places}"
         keeps = f"; keeps {sum(self.kept) / 2**20:,.1f} MiB for backward" if self.whole else ""
         return f"{kernels}; {count}{keeps}"
-
-    @classmethod
-    def from_json(cls, kept: dict[str, Any]) -> Block:
-        """Inverse of `dataclasses.asdict`."""
-        return cls(**{**kept, "breaks": [Break(**one) for one in kept["breaks"]]})
 
 
 Blocks = Mapping[str, Block]
@@ -81,8 +69,8 @@ def kinds(recipe: Recipe) -> list[str]:
     rounded, trained, found = rounded_blocks(recipe), trained_inputs(recipe), list[str]()
     for number, mode in enumerate(modes):
         block = f"{card.stack}.{number}."
-        fixed = sorted(name.removeprefix(block) for name in card.frozen if name.startswith(block))
-        fixed = ["its input"] * (not trained[number]) + fixed
+        weights = sorted(name.removeprefix(block) for name in card.frozen if name.startswith(block))
+        fixed = ["its input"] * (not trained[number]) + weights
         kind = mode + " with experts" * card.is_mixed(number)
         kind += " in bf16" * (len(rounded) > 0 and number not in rounded)
         found.append(kind + f" without gradients of {', '.join(fixed)}" * bool(fixed))
@@ -91,15 +79,12 @@ def kinds(recipe: Recipe) -> list[str]:
 
 def trained_inputs(recipe: Recipe) -> list[bool]:
     """True for each block whose input gets a gradient: something before it is trained, or a pipeline brings it."""
-    card, first = (
-        card_of(recipe.model),
-        stage_blocks(card_of(recipe.model), Layout.from_recipe(recipe.layout))[0],
-    )
+    card, layers = card_of(recipe.model), range(recipe.model.layers)
+    first = stage_blocks(card, Layout.from_recipe(recipe.layout))[0]
     trained = [name for name in card.parameters if name not in card.frozen]
     before = any(name.startswith(card.beginning) for name in trained)
     blocks = {int(name.split(".")[1]) for name in trained if name.startswith(f"{card.stack}.")}
-    least = min(blocks, default=recipe.model.layers)
-    return [before or number > least or number not in first for number in range(recipe.model.layers)]
+    return [before or number not in first or any(other < number for other in blocks) for number in layers]
 
 
 def living_on(block: nn.Module, tables: Iterable[Tensor], options: Mapping[str, Any]) -> list[Tensor]:
@@ -107,15 +92,6 @@ def living_on(block: nn.Module, tables: Iterable[Tensor], options: Mapping[str, 
     documents = options.get("documents")
     given = [documents.first, documents.cumulative] if documents is not None else []
     return [*block.parameters(), *block.buffers(), *tables, *given]
-
-
-class Dropped(NamedTuple):
-    """A tensor that backward makes again."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class Kept:
@@ -137,7 +113,8 @@ class Kept:
         key, size = storage._cdata, storage.nbytes()
         new = key not in self.there
         if new and (not self.left[size] or key in self.away):
-            return Dropped(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            shape, stride = tensor.shape, tensor.stride()
+            return partial(torch.empty_strided, shape, stride, dtype=tensor.dtype, device=tensor.device)
         packed = self.outer[0](tensor) if self.outer else tensor
         if new:
             self.left[size] -= 1
@@ -145,56 +122,54 @@ class Kept:
         return packed
 
     def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Dropped):
-            return torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)
+        if isinstance(packed, partial):
+            return packed()
         return self.outer[1](packed) if self.outer else packed
 
     def rest(self, x: Tensor) -> None:
         """Keeps what no operation has offered: the block's input, or memory of the size."""
         storage = x.untyped_storage()
         for size in self.left.elements():
-            other = torch.empty(size, dtype=torch.uint8, device=x.device)
-            if size == storage.nbytes() and storage._cdata not in self.there | self.away:
-                self.there.add(storage._cdata)
-                other = x.detach()
+            own = size == storage.nbytes() and storage._cdata not in self.there | self.away
+            other = x.detach() if own else torch.empty(size, dtype=torch.uint8, device=x.device)
+            self.there |= {storage._cdata} if own else set()
             self.others.append(self.outer[0](other) if self.outer else other)
 
 
-def keep_as_compiled(stages: Iterable[nn.Module], recipe: Recipe, blocks: Blocks, region: Region) -> None:
-    """Lets the compiled blocks of a rank's stages keep for backward what their graphs keep. region: learns when their
-    code runs."""
+def keep_as_compiled(stages: Iterable[nn.Module], recipe: Recipe, blocks: Blocks, tracker: Tracker) -> None:
+    """Lets the compiled blocks of a rank's stages keep for backward what their graphs keep. tracker: learns when
+    their code runs."""
     by_number, stack = kinds(recipe), card_of(recipe.model).stack
     for stage in stages:
         for number, block in stage.get_submodule(stack).named_children():
             if blocks[by_number[int(number)]].graphs:
-                _keep(block, blocks[by_number[int(number)]], region)
+                _keep(block, blocks[by_number[int(number)]], tracker)
 
 
-def _keep(module: nn.Module, block: Block, region: Region) -> None:
+def _keep(module: nn.Module, block: Block, tracker: Tracker) -> None:
     forward: Callable[..., Any] = module.forward
 
     @wraps(forward)
     def run(x: Tensor, *tables: Tensor, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(x, *tables, **options)
-        alive = living_on(module, tables, options)
-        kept = Kept(block.kept, {tensor.untyped_storage()._cdata for tensor in alive})
-        region.enter(kept)
+        kept = Kept(block.kept, {t.untyped_storage()._cdata for t in living_on(module, tables, options)})
+        tracker.enter_code(kept)
         with saved_tensors_hooks(kept.pack, kept.unpack):
             out = forward(x, *tables, **options)
         first = not x.requires_grad  # no earlier block has a backward
         if out.requires_grad:
             kept.rest(x)
-        region.leave(kept)
+        tracker.leave_code(kept)
 
         def begins(_: Tensor) -> None:  # without x: the graph may live on until the next one is done
-            region.enter(kept)
+            tracker.enter_code(kept)
             kept.others = list(map(kept.unpack, kept.others))
             if first:
                 Variable._execution_engine.queue_callback(ended)
 
         def ended(_: Tensor | None = None) -> None:
-            region.leave(kept)
+            tracker.leave_code(kept)
             kept.others.clear()
 
         if out.requires_grad:

@@ -35,28 +35,15 @@ from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import held
 from fivefold.step.state import compute_mode
 from fivefold.trace import step
-from fivefold.trace.blocks import Block, Break, kinds, living_on, trained_inputs
+from fivefold.trace.blocks import Block, kinds, living_on, trained_inputs
 from fivefold.trace.fake import FakeMode
 from fivefold.trace.memory import OWN, is_free
 from fivefold.trace.step import DEVICE, Creating, a_gpu, microbatch, one_of, replaced, share_evenly
-from fivefold.trace.traffic import size_of
+from fivefold.trace.traffic import formula_of, size_of
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
-DISABLE = torch.compiler.disable
 PROCESSORS = 132
 """Of the GPU that kernels are chosen for: an H100's."""
-PRODUCTS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "grouped_mm",
-    "scaled_mm",
-    "scaled_dot_product",
-    "flash",
-    "varlen_attn",
-)
-"""Matmuls and attention, as names of operators begin."""
 
 
 class Compiler:
@@ -71,22 +58,7 @@ class Compiler:
     def see(self, func: Any, args: Any, out: Any) -> None:
         if self.within or TracingContext.try_get() is not None or func.namespace not in OWN or is_free(func):
             return
-        multiplies = func.name().partition("::")[2].lstrip("_").startswith(PRODUCTS)
-        self.block.count(self.backward, 1, 0 if multiplies else size_of((args, out)))
-
-    @contextmanager
-    def seeing(self, mode: type) -> Iterator[None]:
-        """Counts operations on this kind of fake tensors. PyTorch's compiler takes no other class than its own."""
-        before = mode.__torch_dispatch__
-
-        def seen(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = before(mode, func, types, args, kwargs)
-            self.see(func, args, out)
-            return out
-
-        with ExitStack() as stack:
-            replaced(stack, mode, "__torch_dispatch__", seen)
-            yield
+        self.block.count(self.backward, 1, 0 if formula_of(func) else size_of((args, out)))
 
     def __call__(self, graph: Any, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         from torch._dynamo.backends.common import aot_autograd
@@ -97,7 +69,7 @@ class Compiler:
         if reason.graph_break:
             frame = next((f for f in reversed(reason.user_stack) if f.filename.startswith(PACKAGE)), None)
             place = f"{frame.filename[len(PACKAGE) :]}:{frame.lineno}" if frame else "elsewhere:0"
-            self.block.breaks.append(Break(reason.reason.splitlines()[0], place))
+            self.block.breaks.append({"why": reason.reason.splitlines()[0], "at": place})
         compile_ = aot_autograd(
             fw_compiler=partial(self._compiled, backward=False),
             bw_compiler=partial(self._compiled, backward=True),
@@ -186,19 +158,13 @@ def blocks(recipe: Recipe, rank: int) -> dict[str, Block]:
             stage.train()
             for name, block in stage.get_submodule(card.stack).named_children():
                 if (kind := by_number[int(name)]) not in found:
-                    compiled, gets = block in by_trainer, trained[int(name)]
-                    found[kind] = _analyse(recipe, mesh, stage, block, compiled, working, gets)
+                    compiled = block in by_trainer
+                    found[kind] = _analyse(recipe, mesh, stage, block, compiled, trained[int(name)])
     return found
 
 
 def _analyse(
-    recipe: Recipe,
-    mesh: Mesh,
-    stage: Any,
-    block: nn.Module,
-    compiled: bool,
-    working: torch.dtype,
-    trained: bool,
+    recipe: Recipe, mesh: Mesh, stage: Any, block: nn.Module, compiled: bool, trained: bool
 ) -> Block:
     """Runs a block. trained: its input gets a gradient."""
     model, found = recipe.model, Block(compiled)
@@ -209,7 +175,7 @@ def _analyse(
         block.to_empty(device=DEVICE)
         batch = microbatch(recipe, mesh)
         given, (B, T) = batch.options(None), batch.inputs.shape
-        t = T // mesh.layout.tp if mesh.layout.sp else T
+        t, working = T // mesh.layout.tp if mesh.layout.sp else T, next(block.parameters()).dtype
         x = torch.empty(B, t, model.dim, dtype=working, device=DEVICE, requires_grad=trained)
         tables = stage.context(torch.empty(T, dtype=torch.int64, device=DEVICE))
     there = {(tuple(tensor.shape), tensor.dtype) for tensor in living_on(block, tables, given)}
@@ -225,10 +191,18 @@ def _analyse(
         if y.requires_grad:
             y.backward(torch.empty_like(y))
 
-    with fake:
+    before = type(fake).__torch_dispatch__
+
+    def seen(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = before(mode, func, types, args, kwargs)
+        compiler.see(func, args, out)
+        return out
+
+    with ExitStack() as stack, fake:
         both()  # now it is compiled
-        with compiler.seeing(type(fake)):
-            both()
+        # Not a class of its own, which the compiler would not take.
+        replaced(stack, type(fake), "__torch_dispatch__", seen)
+        both()
     return found
 
 
@@ -247,7 +221,6 @@ def _for_compiler() -> Iterator[None]:
     )  # fmt: skip
     known = SimpleNamespace(major=major, minor=minor, multi_processor_count=PROCESSORS, gcnArchName="")
     with ExitStack() as stack:
-        replaced(stack, torch.compiler, "disable", DISABLE)
         replaced(stack, torch.cuda, "get_device_properties", lambda device=None: known)
         replaced(stack, Tensor, "pin_memory", lambda tensor: tensor)  # unknown to PyTorch's fake tensors
         replaced(stack, DeviceProperties, "create", lambda device: properties)

@@ -115,16 +115,12 @@ class Exact:
         races = {e["race"]: e["times"] for e in figures["races"]}
         step = Traced(peak, sent, figures["flops"], syncs, races)
         layout, rank, device = figures["layout"], figures["rank"], figures["device"]
-        blocks = {kind: Block.from_json(block) for kind, block in figures["blocks"].items()}
+        blocks = {kind: Block(**block) for kind, block in figures["blocks"].items()}
         return cls(layout, rank, step, traced, figures["flops_formula"], seconds, device, blocks)
 
 
 def exact(
-    recipe: Recipe,
-    rank: int = 0,
-    kept: bool = True,
-    device: torch.device = CPU,
-    blocks: Blocks | None = None,
+    recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device = CPU, blocks: Blocks | None = None
 ) -> Exact:
     """Traces a step of a resolved recipe on a rank of its layout. kept: reads and writes the cache. device, blocks: as
     in `step.trace`.
@@ -166,13 +162,10 @@ def timelines(
     if _blocks(recipe.model, layout, position) * count > DRAWN:
         count = max(fewer(count, layout))
     which = "" if count == whole else f", the first {count} of {whole} microbatches"
-    drawn = []
-    for name, first in (("first step", True), ("a later step", False)):
-        timeline = probe(recipe, rank, count, device, first, blocks=blocks).timeline(
-            timed=False, rank=rank, step=2 - first
-        )
-        drawn.append((f"{name}, rank {rank}{which}", timeline))
-    return drawn
+    both = [probe(recipe, rank, count, device, first, blocks=blocks) for first in (True, False)]
+    names = (f"{name}, rank {rank}{which}" for name in ("first step", "a later step"))
+    drawn = (one.timeline(timed=False, rank=rank, step=step) for step, one in enumerate(both, 1))
+    return list(zip(names, drawn, strict=True))
 
 
 def check_rank(recipe: Recipe, rank: int) -> Layout:
@@ -281,12 +274,9 @@ def _follow(points: Mapping[int, Any], x: int) -> Any:
 def _stages(model: ModelSection, layout: Layout, position: int) -> list[tuple[int, int]]:
     """(leading dense blocks, other blocks) of each stage at a pipeline position."""
     card = card_of(model)
-    blocks, mixed = stage_blocks(card, layout), card.is_mixed
-    stages = []
-    for stage in stages_of(layout, position):
-        before = sum(not mixed(number) for number in blocks[stage]) if card.has_experts else 0
-        stages.append((before, len(blocks[stage]) - before))
-    return stages
+    stages = [stage_blocks(card, layout)[stage] for stage in stages_of(layout, position)]
+    dense = [sum(card.has_experts and not card.is_mixed(number) for number in blocks) for blocks in stages]
+    return [(before, len(blocks) - before) for before, blocks in zip(dense, stages, strict=True)]
 
 
 def _blocks(model: ModelSection, layout: Layout, position: int) -> int:

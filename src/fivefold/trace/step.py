@@ -50,7 +50,7 @@ from fivefold.step.state import State, build_state
 from fivefold.step.step import forward_backward, take_step
 from fivefold.trace.blocks import Blocks, keep_as_compiled, outside_graphs
 from fivefold.trace.fake import COPIES, CPU, Fake, FakeMode, is_mask, non_blocking
-from fivefold.trace.memory import OWN, Peak, Region, Tracker, states_of, tensors_in
+from fivefold.trace.memory import OWN, Peak, Tracker, states_of, tensors_in
 from fivefold.trace.races import Races
 from fivefold.trace.streams import Event, Streams, place
 from fivefold.trace.traffic import Collectives, flops_of
@@ -60,12 +60,8 @@ SYNCS = (
     aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default, aten.masked_select.default,
     aten.bincount.default, aten._unique2.default, aten._linalg_eigh.default,
 )  # fmt: skip
-MASKED = (
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-)  # these count as syncs only where a mask chooses
+MASKED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+"""These count as syncs only where a mask chooses."""
 operators: set[str] = set()
 """The operators that have run on a GPU in traces of this process."""
 DOCUMENTS = 3
@@ -118,11 +114,12 @@ def probe(
         if device != CPU:
             races = stack.enter_context(a_gpu())
             stack.enter_context(Creating(fake))
+            replaced(stack, torch.compiler, "disable", outside_graphs)
         replaced(stack, disk, "File", FakeFile)
-        region = Region()
         state = build_state(recipe, ranks, memory=fake)
+        instrument = Probe(state, fake, races)
         if blocks:
-            keep_as_compiled(state.parallel.stages, recipe, blocks, region)
+            keep_as_compiled(state.parallel.stages, recipe, blocks, instrument)
         state.go_to(layout.compress_after or 0)
         try:
             for stage in state.parallel.stages:
@@ -138,7 +135,7 @@ def probe(
                 batches = [[microbatch(recipe, state.mesh) for _ in range(microbatches)] for _ in range(2)]
                 if isinstance(state.parallel.activations, Activations) and not first:
                     forward_backward(state, batches[0], recipe.train.seed)  # makes the host's buffers
-                with Probe(state, fake, races, region) as instrument:
+                with instrument:
                     if work is not None:
                         work(state, batches[1])
                     else:
@@ -197,11 +194,9 @@ class Probe(Tracker):
     """Counts memory, messages and FLOPs of a step on fake tensors in one dispatch mode instead of three, and executes
     the operations itself. races: on a GPU."""
 
-    def __init__(
-        self, state: State, fake: FakeMode, races: Races | None = None, region: Region | None = None
-    ) -> None:
+    def __init__(self, state: State, fake: FakeMode, races: Races | None = None) -> None:
         host = state.parallel.disk is not None
-        super().__init__(states_of(state), state.mesh.device.type, host, region)
+        super().__init__(states_of(state), state.mesh.device.type, host)
         self.fake, self.sent, self.flops, self.races = fake, Collectives(state.mesh), 0, races
         self.syncs: Counter[tuple[str, str]] = Counter()
 
@@ -263,11 +258,10 @@ def copy_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """True if the host waits for a copy between it and the device: it asks for that, or its own side is not pinned.
     (PyTorch pins the result of `to("cpu", non_blocking=True)`.)"""
     new = func is aten._to_copy.default
-    there = kwargs.get("device") if new else next(tensors_in(args[1])).device
-    here = next(tensors_in(args[0]))
-    if there is None or there.type == here.device.type:
+    sides = [next(tensors_in(arg)) for arg in args[: 1 if new else 2]]
+    there = kwargs.get("device") if new else sides[1].device
+    if there is None or there.type == sides[0].device.type:
         return False
-    sides = [here] if new else [here, next(tensors_in(args[1]))]
     host = next((side for side in sides if side.device.type == "cpu"), None)
     return not non_blocking(func, args, kwargs) or (host is not None and not getattr(host, "pinned", False))
 
@@ -346,7 +340,6 @@ def a_gpu() -> Iterator[Races]:
             replaced(stack, torch.cuda, name, value)
         # It makes a tensor on the GPU: without this sharded weights cannot be made where there is none.
         replaced(stack, fake_tensor, "init_gpu_context", lambda device: None)
-        replaced(stack, torch.compiler, "disable", outside_graphs)
         replaced(stack, nn.Module, "compile", lambda module, *_, **__: None)
         # Another function, because PyTorch's compiler keeps a table of both.
         replaced(stack, torch.accelerator, "current_stream", lambda device=None: streams.current(device))
