@@ -1,14 +1,20 @@
-"""What a trace keeps of a compiled block: tensors of the sizes that its graphs keep, and no results of joined
-operations."""
+"""What a trace makes of a block: tensors of the sizes that its graphs keep, no results of joined operations, and the
+kernels of what runs one by one."""
 
+import pytest
 import torch
-from torch import Tensor
+import torch.nn.attention.varlen  # defines operators
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fivefold.trace.blocks import Block, Kept, outside_graphs
+from fivefold.kernels import native
+from fivefold.kernels.blockwise_attention import qkv_attention
+from fivefold.trace.blocks import Block, Kept, _keep, outside_graphs
+from fivefold.trace.compiled import Compiler
 from fivefold.trace.fake import FakeMode
 from fivefold.trace.memory import Tracker
 
+aten = torch.ops.aten
 SIZE = 400
 """Bytes of `tensor`."""
 
@@ -83,6 +89,58 @@ def test_joined_results_are_in_no_memory() -> None:
         del doubled
         tracker.leave_code("code")
     assert tracker.peak().total == x.nbytes + sums.nbytes
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["a later block", "the first one that is trained"])
+def test_code_runs_from_a_blocks_gradient_to_that_of_its_input(trained: bool) -> None:
+    """Or to the end of backward, if its input has none."""
+    linear, tracker, within = nn.Linear(3, 3), Tracker(), list[bool]()
+    assert isinstance(linear.bias, Tensor)
+    linear.bias.register_hook(lambda _: within.append(tracker.inside is not None))
+    _keep(linear, Block(True, graphs=1), tracker)
+    out = linear(torch.ones(2, 3, requires_grad=trained))
+    assert tracker.inside is None
+    out.sum().backward()
+    assert within == [True]
+    assert tracker.inside is None
+
+
+def test_nothing_runs_for_frozen_weights() -> None:
+    linear, tracker = nn.Linear(3, 3).requires_grad_(False), Tracker()
+    _keep(linear, Block(True, graphs=1), tracker)
+    assert not linear(torch.ones(2, 3)).requires_grad
+    assert tracker.inside is None
+
+
+def test_kernels_that_run_one_by_one() -> None:
+    """Views have none. Bytes are those of all but matmuls and attention."""
+    block, x = Block(False), torch.ones(2, 3)
+    compiler = Compiler(block, set())
+    for func, *args in (
+        (aten.mul.Tensor, x, x),
+        (aten.mm.default, x, x.T),
+        (aten.view.default, x, [6]),
+        (aten._unsafe_view.default, x, [6]),
+        (torch.ops.torch_attn._varlen_attn.default, x, x, x),
+    ):
+        compiler.see(func, args, x)
+    assert block.kernels == [3, 0]
+    assert block.moved == [3 * x.nbytes, 0]
+
+
+def test_values_are_copied_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU without native.c, too, a view keeps the projection."""
+    monkeypatch.setattr(native, "usable", lambda *_: False)
+    qkv, saved = torch.ones(1, 8, 3 * 16, requires_grad=True) * 1, list[int]()
+    angles = torch.ones(8, 8)
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.untyped_storage()._cdata)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        qkv_attention(qkv, 1, 1, angles, angles, causal=True)
+    assert qkv.untyped_storage()._cdata in saved
 
 
 def test_words_of_a_block() -> None:

@@ -132,7 +132,8 @@ class Kept:
         for size in self.left.elements():
             own = size == storage.nbytes() and storage._cdata not in self.there | self.away
             other = x.detach() if own else torch.empty(size, dtype=torch.uint8, device=x.device)
-            self.there |= {storage._cdata} if own else set()
+            if own:
+                self.there.add(storage._cdata)
             self.others.append(self.outer[0](other) if self.outer else other)
 
 
