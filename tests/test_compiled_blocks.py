@@ -39,7 +39,7 @@ def traced(*recipes: Recipe) -> list[dict]:
 
 def block(answer: dict) -> Block:
     [only] = answer["blocks"].values()
-    return Block.from_json(only)
+    return Block(**only)
 
 
 def planned(recipe: Recipe) -> float:
@@ -61,8 +61,9 @@ def test_one_graph_keeps_what_the_plan_says() -> None:
     answers = traced(deep, shallow)
     one = block(answers[0])
     assert (one.graphs, one.breaks) == (1, [])
-    assert 10 <= one.forward <= 14, "four matmuls, attention, and few others"
-    assert one.forward < one.backward <= 30
+    forward, backward = one.kernels
+    assert 10 <= forward <= 14, "four matmuls, attention, and few others"
+    assert forward < backward <= 30
     assert sum(one.kept) == pytest.approx(planned(deep), rel=0.005)
     plain = [answer["exact"] for answer in gpu.on_gpu([(deep, 0), (shallow, 0)], compiles=False)]
     compiled, in_python = (
@@ -81,13 +82,49 @@ def test_breaks_are_found_and_blocks_that_are_not_compiled() -> None:
     )
     first, second, third = map(block, traced(cut, again, experts))
     assert first.graphs == 5
-    assert [one.at.split(":")[0] for one in first.breaks] == ["models/layers.py"] * 4
-    assert {one.why for one in first.breaks} == {"Skip calling `torch.compiler.disable()`d function"}
+    assert [one["at"].split(":")[0] for one in first.breaks] == ["models/layers.py"] * 4
+    assert {one["why"] for one in first.breaks} == {"Skip calling `torch.compiler.disable()`d function"}
     assert not second.compiled
     assert (second.graphs, second.kept) == (0, [])
-    assert second.forward + second.backward > 2 * (first.forward + first.backward)
+    assert sum(second.kernels) > 2 * sum(first.kernels)
     assert not third.compiled
-    assert third.backward > third.forward > 50
+    assert third.kernels[1] > third.kernels[0] > 50
+
+
+def test_frozen_blocks() -> None:
+    """What gets no gradient makes a kind of its own, which keeps less, down to nothing."""
+    sets = [*WIDE, "model.layers=3", "train.global_batch_size=2"]
+    freeze = "model.freeze=embed*,blocks.0.*,blocks.1.attention.*"
+    fixed, whole = traced(recipe_of("dp=1", "llama", *sets, freeze), recipe_of("dp=1", "llama", *sets))
+    first, second, third = (Block(**one) for one in fixed["blocks"].values())
+    assert list(fixed["blocks"])[1] == (
+        "none without gradients of its input, attention.out.weight, attention.qkv.weight"
+    )
+    assert (first.graphs, first.kept, first.kernels[1]) == (1, [], 0)
+    assert third == block(whole)
+    assert sum(second.kept) < sum(third.kept)
+    less = sum(third.kept) - sum(second.kept) + sum(third.kept)
+    held, trained = (answer["memory"]["at_peak"]["activations"] for answer in (fixed, whole))
+    assert trained - held == pytest.approx(less, rel=0.005)
+
+
+def test_blocks_that_fp8_skips_are_a_kind() -> None:
+    sets = ["precision.mode=fp8", "precision.fp8_scaling=tensor", "precision.fp8_skip_last=1"]
+    [answer] = traced(recipe_of("dp=1", "llama", *WIDE, *sets))
+    rounded, plain = (Block(**one) for one in answer["blocks"].values())
+    assert list(answer["blocks"]) == ["none", "none in bf16"]
+    assert rounded.kernels > plain.kernels
+    assert sum(plain.kept) != sum(rounded.kept)
+
+
+def test_offload_takes_what_code_between_graphs_keeps() -> None:
+    """Of each block only what is no stretch of memory stays: the halves of the feed-forward's first projection."""
+    sets = [*WIDE, "layout.offload=activations", "train.global_batch_size=2"]
+    more, less = traced(*(recipe_of("tp=2", "llama", *sets, f"model.layers={layers}") for layers in (4, 2)))
+    stays = (more["memory"]["at_peak"]["activations"] - less["memory"]["at_peak"]["activations"]) / 2
+    leaves = (more["memory"]["away"]["host"] - less["memory"]["away"]["host"]) / 2
+    assert stays == pytest.approx(max(block(more).kept), rel=0.01)
+    assert leaves + stays > sum(block(more).kept)
 
 
 def test_pytorch_compiles_no_checkpoint_around_a_break() -> None:

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.launch.ranks import Ranks
-from fivefold.models.section import ModelSection
 from fivefold.recipe import Recipe, load, microbatches_per_step, resolve
 from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.sharding.layout import Layout
@@ -235,7 +234,7 @@ def compare_with_small(layout: str, rank: int, layers: int, batch: int) -> None:
 
 def test_small_things_are_traced_as_they_are() -> None:
     recipe = recipe_of("dp=2")
-    assert sizes(recipe.model, Layout.from_recipe(recipe.layout), 0, 4) == ((4,), (4,))
+    assert sizes(recipe, 0) == ((4,), (4,))
     found = exact(recipe, 1)
     assert not found.extrapolated
     hook = sys.excepthook
@@ -245,9 +244,21 @@ def test_small_things_are_traced_as_they_are() -> None:
 
 def test_sizes_are_the_least_work() -> None:
     """Two small numbers of microbatches also where the small depths alone would do, unless they are no less work."""
-    model = ModelSection(layers=32, dim=64, heads=4, vocab_size=256)
-    assert sizes(model, Layout(dp_shard=2, zero=1), 0, 40) == ((3, 4), (2, 3))
-    assert sizes(model, Layout(dp_shard=2, zero=1), 0, 5) == ((3, 4), (5,))
+    many, few = (
+        recipe_of("dp=2,zero=1", "bf16", "model.layers=32", f"train.global_batch_size={4 * count}")
+        for count in (40, 5)
+    )
+    assert sizes(many, 0) == ((3, 4), (2, 3))
+    assert sizes(few, 0) == ((3, 4), (5,))
+
+
+@pytest.mark.parametrize("sets", [["model.freeze=blocks.[0-9].*"], ["precision.fp8_skip_last=2"]])
+def test_blocks_of_several_kinds_are_all_traced(sets: list[str]) -> None:
+    """But those that differ in experts only are extrapolated."""
+    several = recipe_of("dp=2,zero=1", "fp8", "model.layers=64", *sets)
+    assert sizes(several, 0)[0] == (64,)
+    mixed = recipe_of("dp=2,zero=1", "bf16", "model.layers=64", *DEEPSEEK, "model.dense_layers=2")
+    assert sizes(mixed, 0)[0] == (3, 4)
 
 
 def test_flops_are_those_of_the_formula() -> None:

@@ -87,13 +87,11 @@ def measure(arch: str, family: str, layout: str) -> Row:
         raise RuntimeError(f"{arch} {layout}: {answer['error']}")
     found = answer["exact"]["blocks"]
     kind = kinds(recipe)[-1]
-    block, ops = Block.from_json(found[kind]), s.last_block
+    block, ops = Block(**found[kind]), s.last_block
     device, gap = cluster.device, s.software.kernel
     launches = sum(op.kernels * 2 + bool(op.matmul) for op in ops)
     moved = sum(block.moved) - sum(op.forward + op.backward for op in ops)
-    unplanned = moved / (device.bandwidth * device.streaming) + gap * (
-        block.forward + block.backward - launches
-    )
+    unplanned = moved / (device.bandwidth * device.streaming) + gap * (sum(block.kernels) - launches)
     waits = sum(sync["times"] for sync in answer["exact"]["host_syncs"])
     planned = round(kept(ops, s.recompute[-1], s.software))
     return Row(arch, family, layout, block, planned, unplanned, waits)
@@ -107,14 +105,14 @@ def table(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         block = row.block
-        whole = block.graphs == 1 and not block.breaks  # else code between graphs keeps tensors, too
-        kept = f"{sum(block.kept) / 2**20:,.0f}" if whole else "-"
+        kept = f"{sum(block.kept) / 2**20:,.0f}" if block.whole else "-"
+        forward, backward = block.kernels
         lines.append(
             f"| {row.arch} | {row.family} | {block.graphs} | {len(block.breaks)} | "
-            f"{block.forward} + {block.backward} | {kept} | {row.planned / 2**20:,.0f} | "
+            f"{forward} + {backward} | {kept} | {row.planned / 2**20:,.0f} | "
             f"{1e3 * row.unplanned:.2f} | {row.waits} |"
         )
-    reasons = sorted({(b.at, b.why) for r in rows for b in r.block.breaks})
+    reasons = sorted({(one["at"], one["why"]) for row in rows for one in row.block.breaks})
     return "\n".join([head, *lines, "", *(f"- {at}: {why}" for at, why in reasons)])
 
 
@@ -133,8 +131,8 @@ def main() -> None:
     if args.out:
         import torch
 
-        found = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+        args.out.write_text(f'{{"torch": "{torch.__version__}", "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

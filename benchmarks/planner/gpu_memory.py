@@ -73,10 +73,11 @@ def drawn(numbers: random.Random) -> tuple[str, str, int, Recipe]:
             continue
         try:
             recipe = load(name, ["precision.mode=bf16", f"train.microbatch_size={microbatch}"], layout)
-            plan = predict(recipe, parse(f"h100:{ranks}"))
+            cluster = parse(f"h100:{ranks}")
+            memory = predict(recipe, cluster).memory
         except UserError:
             continue
-        if plan.memory[0].total < parse(f"h100:{ranks}").device.memory:
+        if max(one.total for one in memory) < cluster.device.memory:
             return name, layout, microbatch, resolve(recipe, vocab_size=recipe.model.vocab_size or 32_000)
 
 

@@ -173,7 +173,7 @@ def qkv_attention(
     if native.usable(qkv):
         return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents)
     q, k, v = heads_of(qkv, heads, kv_heads, cos, sin)
-    if cos is not None and torch.is_grad_enabled():
+    if cos is not None and qkv.is_cuda and torch.is_grad_enabled():
         v = v.contiguous()  # a view would keep all of qkv for backward, beside the rotated queries and keys
     if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_plain():
         attended = checkpoint(attention, q, k, v, causal, documents, use_reentrant=False)

@@ -204,14 +204,19 @@ def rounding(recipe: Recipe) -> RoundedMatmuls | None:
     return None if mode is None else rounded_matmuls(mode, recipe.precision)
 
 
+def rounded_blocks(recipe: Recipe) -> range:
+    """Numbers of the blocks that round the factors of matmuls."""
+    precision = recipe.precision
+    if rounding(recipe) is None:
+        return range(0)
+    return range(precision.fp8_skip_first, recipe.model.layers - precision.fp8_skip_last)
+
+
 def round_matmuls(stage: nn.Module, recipe: Recipe) -> None:
     """Lets the linear layers and experts of a stage's blocks multiply as the recipe's mode says. Embedding, output
     layer, norms, routers and attention's own matmuls stay in the working dtype, and so do the blocks that the recipe
     excepts."""
-    how, precision = rounding(recipe), recipe.precision
-    if how is None:
-        return
-    blocks = range(precision.fp8_skip_first, recipe.model.layers - precision.fp8_skip_last)
+    how, blocks = rounding(recipe), rounded_blocks(recipe)
     for name, module in stage.named_modules():
         if name.startswith("blocks.") and int(name.split(".")[1]) in blocks and isinstance(module, Layer):
             module.rounded = how

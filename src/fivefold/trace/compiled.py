@@ -23,12 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fivefold.kernels.blockwise_attention import Documents
 from fivefold.models.card import card_of
-from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import cut
 from fivefold.precision import torch_dtype
@@ -36,80 +34,31 @@ from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import held
 from fivefold.step.state import compute_mode
-from fivefold.trace.blocks import Block, Break, kinds
+from fivefold.trace import step
+from fivefold.trace.blocks import Block, kinds, living_on, trained_inputs
 from fivefold.trace.fake import FakeMode
-from fivefold.trace.memory import tensors_in
-from fivefold.trace.step import DEVICE, Creating, a_gpu, chosen_elements, even, firsts, one_of, replaced
+from fivefold.trace.memory import OWN, is_free
+from fivefold.trace.step import DEVICE, Creating, a_gpu, microbatch, one_of, replaced, share_evenly
+from fivefold.trace.traffic import formula_of, size_of
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
-DISABLE = torch.compiler.disable
-PROCESSORS, CAPABILITY = 132, (9, 0)
+PROCESSORS = 132
 """Of the GPU that kernels are chosen for: an H100's."""
 
 
-class Launches:
-    """Counts the kernels of operations that run one by one, and the bytes that they read and write. within: True while
-    a graph's own operations run."""
+class Compiler:
+    """A back end of `torch.compile` that counts instead of generating code. Beside it, `see` counts the operations that
+    run one by one. there: shapes and dtypes of tensors that live longer than a block's pass. within: True while a
+    graph's own operations run. backward: True in the second half of the pass."""
 
-    def __init__(self) -> None:
-        self.kernels = self.moved = 0
-        self.within = False
+    def __init__(self, block: Block, there: set[tuple[Any, ...]]) -> None:
+        self.block, self.there = block, there
+        self.within = self.backward = False
 
     def see(self, func: Any, args: Any, out: Any) -> None:
-        if self.within or TracingContext.try_get() is not None or func.namespace != "aten" or _is_free(func):
+        if self.within or TracingContext.try_get() is not None or func.namespace not in OWN or is_free(func):
             return
-        self.kernels += 1
-        if not func.name().startswith(PRODUCTS):
-            self.moved += sum(t.numel() * t.element_size() for t in (*tensors_in(args), *tensors_in(out)))
-
-
-PRODUCTS = tuple(
-    f"aten::{name}"
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_grouped_mm",
-        "_scaled_mm",
-        "_scaled_dot_product",
-        "_flash",
-    )
-)
-"""Matmuls and attention."""
-
-
-@contextmanager
-def _counted(mode: type, launches: Launches) -> Iterator[None]:
-    """Lets operations on this kind of fake tensors be counted. PyTorch's compiler takes no other class than its own."""
-    before = mode.__torch_dispatch__
-
-    def seen(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = before(self, func, types, args, kwargs)
-        launches.see(func, args, out)
-        return out
-
-    mode.__torch_dispatch__ = seen
-    try:
-        yield
-    finally:
-        mode.__torch_dispatch__ = before
-
-
-def _is_free(func: Any) -> bool:
-    """True for views and memory without values."""
-    views = any(
-        given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns
-    )
-    return views or func.__name__.startswith(("empty", "new_empty", "detach", "lift_fresh"))
-
-
-class Compiler:
-    """A back end of `torch.compile` that counts instead of generating code. there: shapes and dtypes of tensors that
-    live longer than a block's pass."""
-
-    def __init__(self, block: Block, launches: Launches, there: set[tuple[Any, ...]]) -> None:
-        self.block, self.launches, self.there = block, launches, there
+        self.block.count(self.backward, 1, 0 if formula_of(func) else size_of((args, out)))
 
     def __call__(self, graph: Any, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         from torch._dynamo.backends.common import aot_autograd
@@ -120,7 +69,7 @@ class Compiler:
         if reason.graph_break:
             frame = next((f for f in reversed(reason.user_stack) if f.filename.startswith(PACKAGE)), None)
             place = f"{frame.filename[len(PACKAGE) :]}:{frame.lineno}" if frame else "elsewhere:0"
-            self.block.breaks.append(Break(reason.reason.splitlines()[0], place))
+            self.block.breaks.append({"why": reason.reason.splitlines()[0], "at": place})
         compile_ = aot_autograd(
             fw_compiler=partial(self._compiled, backward=False),
             bw_compiler=partial(self._compiled, backward=True),
@@ -135,7 +84,7 @@ class Compiler:
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
         from torch._inductor.virtualized import V
 
-        with V.set_fake_mode(_mode_of(joint)):
+        with V.set_fake_mode(detect_fake_mode(inputs)):
             joint = joint_graph_passes(joint)
         forward, backward = min_cut_rematerialization_partition(
             joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
@@ -156,19 +105,14 @@ class Compiler:
     def _compiled(self, graph: Any, inputs: Sequence[Tensor], backward: bool) -> Callable[..., Any]:
         from functorch.compile import make_boxed_func
 
-        kernels, moved = _kernels(graph, inputs)
-        self.block.moved[backward] += moved
-        if backward:
-            self.block.backward += kernels
-        else:
-            self.block.forward += kernels
+        self.block.count(backward, *_kernels(graph, inputs))
 
         def run(*given: Any) -> Any:
-            before, self.launches.within = self.launches.within, True
+            before, self.within = self.within, True
             try:
                 return graph.forward(*given)
             finally:
-                self.launches.within = before
+                self.within = before
 
         return make_boxed_func(run)
 
@@ -184,7 +128,7 @@ def _kernels(graph: Any, inputs: Sequence[Tensor]) -> tuple[int, int]:
     from torch._inductor.virtualized import V
 
     graph = copy.deepcopy(graph)
-    with V.set_fake_mode(_mode_of(graph)):
+    with V.set_fake_mode(detect_fake_mode(inputs)):
         view_to_reshape(graph)
         post_grad_passes(graph, False)
         lowering = GraphLowering(graph, example_inputs=inputs)
@@ -196,104 +140,70 @@ def _kernels(graph: Any, inputs: Sequence[Tensor]) -> tuple[int, int]:
             return len(nodes), sum(n.get_read_write_buffers_sizes() for n in nodes if not n.is_extern())
 
 
-def _mode_of(graph: Any) -> Any:
-    """The mode of a graph's fake tensors."""
-    values = (node.meta.get("val") for node in graph.graph.nodes)
-    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-
-
 def blocks(recipe: Recipe, rank: int) -> dict[str, Block]:
-    """Each kind of block on a rank of a resolved recipe: by its mode of recomputation, with " with experts" if it has
-    any."""
-    layout = Layout.from_recipe(recipe.layout)
-    card, by_number = card_of(recipe.model), kinds(recipe)
+    """Each kind of block (`blocks.kinds`) on a rank of a resolved recipe."""
+    layout, card = Layout.from_recipe(recipe.layout), card_of(recipe.model)
+    by_number, trained = kinds(recipe), trained_inputs(recipe)
     found, by_trainer = dict[str, Block](), set[nn.Module]()
     with ExitStack() as stack:
         ranks = stack.enter_context(one_of(rank, layout.ranks, DEVICE))
         stack.enter_context(a_gpu())
         stack.enter_context(_for_compiler())
         replaced(stack, nn.Module, "compile", lambda module, *_, **__: by_trainer.add(module))
-        mesh = Mesh(layout, ranks)
-        mode = compute_mode(recipe, DEVICE)
-        working = torch_dtype(mode.working)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with Creating(fake):
-            numbered, parallel = cut(
-                recipe, mesh, working, torch_dtype(mode.master), card, held(card, layout, rank)
-            )
-        try:
-            for stage in numbered.values():
-                stage.train()
-                for number, block in stage.get_submodule(card.stack).named_children():
-                    if (kind := by_number[int(number)]) not in found:
-                        found[kind] = _analyse(
-                            recipe, mesh, stage, block, block in by_trainer, working, parallel.positions
-                        )
-        finally:
-            parallel.close()
+        mesh, working = Mesh(layout, ranks), torch_dtype(compute_mode(recipe, DEVICE).working)
+        with Creating(FakeTensorMode(allow_non_fake_inputs=True)):
+            numbered, parallel = cut(recipe, mesh, working, working, card, held(card, layout, rank))
+        stack.callback(parallel.close)
+        for stage in numbered.values():
+            stage.train()
+            for name, block in stage.get_submodule(card.stack).named_children():
+                if (kind := by_number[int(name)]) not in found:
+                    compiled = block in by_trainer
+                    found[kind] = _analyse(recipe, mesh, stage, block, compiled, trained[int(name)])
     return found
 
 
 def _analyse(
-    recipe: Recipe,
-    mesh: Mesh,
-    stage: Any,
-    block: nn.Module,
-    compiled: bool,
-    working: torch.dtype,
-    positions: Any,
+    recipe: Recipe, mesh: Mesh, stage: Any, block: nn.Module, compiled: bool, trained: bool
 ) -> Block:
-    layout, model, found, launches = mesh.layout, recipe.model, Block(compiled), Launches()
-    chosen = partial(chosen_elements, model, model.seq_len // layout.cp)
+    """Runs a block. trained: its input gets a gradient."""
+    model, found = recipe.model, Block(compiled)
+    chosen = partial(step.chosen_elements, model, model.seq_len // mesh.layout.cp)
     fake = FakeTensorMode(allow_non_fake_inputs=True) if compiled else FakeMode(chosen)
-    B, T = recipe.train.microbatch_size or 1, model.seq_len // layout.cp
-    for module in block.modules():
-        if isinstance(module, AllToAll):
-            module.splits = even
+    share_evenly(block)
     with fake:
-        _with_memory(block, working)
-        t = T // layout.tp if layout.sp else T
-        x = torch.empty(B, t, model.dim, dtype=working, device=DEVICE, requires_grad=True)
-        here = torch.empty(T, dtype=torch.int64, device=DEVICE)
-        tables = stage.context(here)
-        given = {}
-        if recipe.data.document_masks:
-            given["documents"] = Documents(firsts(B, model.seq_len), DEVICE)
-    run: Any = block
+        block.to_empty(device=DEVICE)
+        batch = microbatch(recipe, mesh)
+        given, (B, T) = batch.options(None), batch.inputs.shape
+        t, working = T // mesh.layout.tp if mesh.layout.sp else T, next(block.parameters()).dtype
+        x = torch.empty(B, t, model.dim, dtype=working, device=DEVICE, requires_grad=trained)
+        tables = stage.context(torch.empty(T, dtype=torch.int64, device=DEVICE))
+    there = {(tuple(tensor.shape), tensor.dtype) for tensor in living_on(block, tables, given)}
+    run, compiler = block, Compiler(found, there)
     if compiled:
-        longer = [*block.parameters(), *block.buffers(), *tables]
-        longer += [one for documents in given.values() for one in (documents.first, documents.cumulative)]
-        there = {(tuple(tensor.shape), tensor.dtype) for tensor in longer}
         torch._dynamo.reset()
-        run = torch.compile(block._call_impl, backend=Compiler(found, launches, there))
-    with fake:
-        y = run(x, *tables, **given)  # now it is compiled
-        y.backward(torch.empty_like(y))
-        with _counted(type(fake), launches):
-            y = run(x, *tables, **given)
-            ahead = launches.kernels, launches.moved
+        run = torch.compile(block._call_impl, backend=compiler)
+
+    def both() -> None:
+        compiler.backward = False
+        y = run(x, *tables, **given)
+        compiler.backward = True
+        if y.requires_grad:
             y.backward(torch.empty_like(y))
-    found.forward, found.backward = found.forward + ahead[0], found.backward + launches.kernels - ahead[0]
-    found.moved = [found.moved[0] + ahead[1], found.moved[1] + launches.moved - ahead[1]]
+
+    before = type(fake).__torch_dispatch__
+
+    def seen(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = before(mode, func, types, args, kwargs)
+        compiler.see(func, args, out)
+        return out
+
+    with ExitStack() as stack, fake:
+        both()  # now it is compiled
+        # Not a class of its own, which the compiler would not take.
+        replaced(stack, type(fake), "__torch_dispatch__", seen)
+        both()
     return found
-
-
-def _with_memory(block: nn.Module, working: torch.dtype) -> None:
-    """Gives a block on "meta" fake weights."""
-    for module in block.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            weight = torch.empty(parameter.shape, dtype=working, device=DEVICE)
-            setattr(module, name, nn.Parameter(weight, parameter.requires_grad))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE))
-
-
-class Device:
-    """In place of `torch.cuda.device`, a class because PyTorch asks whether something is one."""
-
-    def __init__(self, *_: Any) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: Any) -> None: ...
 
 
 @contextmanager
@@ -304,21 +214,16 @@ def _for_compiler() -> Iterator[None]:
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.runtime.hints import DeviceProperties
 
+    major, minor = step.CAPABILITY
     properties = DeviceProperties(
-        "cuda", 0, PROCESSORS, 10 * CAPABILITY[0] + CAPABILITY[1], CAPABILITY[0],
+        "cuda", 0, PROCESSORS, 10 * major + minor, major,
         regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, warp_size=32,
     )  # fmt: skip
     known = SimpleNamespace(
-        name="a GPU",
-        major=CAPABILITY[0],
-        minor=CAPABILITY[1],
-        multi_processor_count=PROCESSORS,
-        gcnArchName="",
+        name="a GPU", major=major, minor=minor, multi_processor_count=PROCESSORS, gcnArchName=""
     )
     with ExitStack() as stack:
-        replaced(stack, torch.compiler, "disable", DISABLE)
         replaced(stack, torch.cuda, "get_device_properties", lambda device=None: known)
-        replaced(stack, torch.cuda, "device", Device)
         replaced(stack, Tensor, "pin_memory", lambda tensor: tensor)  # unknown to PyTorch's fake tensors
         replaced(stack, DeviceProperties, "create", lambda device: properties)
         replaced(stack, scheduler, "has_triton", lambda: True)

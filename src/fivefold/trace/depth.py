@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from fivefold.host.machine import has_cpu_bf16, has_cpu_fp16
 from fivefold.kernels import native
 from fivefold.launch.ranks import threads_of
 from fivefold.models.card import card_of
-from fivefold.models.recomputation import of_blocks
 from fivefold.models.section import ModelSection
 from fivefold.plan.predict import Plan
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
@@ -43,7 +42,7 @@ from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.parts import stage_blocks, stages_of
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
 from fivefold.step.state import compute_mode
-from fivefold.trace.blocks import Block, Blocks
+from fivefold.trace.blocks import Block, Blocks, kinds
 from fivefold.trace.fake import CPU
 from fivefold.trace.memory import Peak
 from fivefold.trace.step import Traced, probe, trace
@@ -99,7 +98,7 @@ class Exact:
                 for (operation, place), times in self.step.syncs.items()
             ],
             "races": [{"race": race, "times": times} for race, times in self.step.races.items()],
-            "blocks": {kind: block.as_json() for kind, block in self.blocks.items()},
+            "blocks": {kind: asdict(block) for kind, block in self.blocks.items()},
             "extrapolated": self.extrapolated,
             "traced": [{"layers": layers, "microbatches": count} for layers, count in self.traced],
             "seconds": self.seconds,
@@ -116,16 +115,12 @@ class Exact:
         races = {e["race"]: e["times"] for e in figures["races"]}
         step = Traced(peak, sent, figures["flops"], syncs, races)
         layout, rank, device = figures["layout"], figures["rank"], figures["device"]
-        blocks = {kind: Block.from_json(block) for kind, block in figures["blocks"].items()}
+        blocks = {kind: Block(**block) for kind, block in figures["blocks"].items()}
         return cls(layout, rank, step, traced, figures["flops_formula"], seconds, device, blocks)
 
 
 def exact(
-    recipe: Recipe,
-    rank: int = 0,
-    kept: bool = True,
-    device: torch.device = CPU,
-    blocks: Blocks | None = None,
+    recipe: Recipe, rank: int = 0, kept: bool = True, device: torch.device = CPU, blocks: Blocks | None = None
 ) -> Exact:
     """Traces a step of a resolved recipe on a rank of its layout. kept: reads and writes the cache. device, blocks: as
     in `step.trace`.
@@ -139,14 +134,7 @@ def exact(
     if entry and (figures := entry.read()):
         return figures
     count = microbatches_per_step(recipe)
-    replica_group = replica_group_layout(layout, recipe.replica_groups.count)
-    layers, counts = sizes(
-        recipe.model,
-        replica_group,
-        in_replica_group(replica_group, rank)[1],
-        count,
-        recipe.replica_groups.fragments,
-    )
+    layers, counts = sizes(recipe, rank)
     models = {L: recipe.model_copy(update={"model": _deep(recipe.model, L)}) for L in layers}
     steps = {(L, m): trace(models[L], rank, m, device, blocks) for L in layers for m in counts}
     tokens = count * (recipe.train.microbatch_size or 1) * layout.dp * recipe.model.seq_len
@@ -168,20 +156,16 @@ def timelines(
     Raises:
         UserError: the layout is not valid, or has no such rank.
     """
-    layout = check_rank(recipe, rank)
-    whole = microbatches_per_step(recipe)
-    replica_group = replica_group_layout(layout, recipe.replica_groups.count)
-    position, count = replica_group.coordinates(in_replica_group(replica_group, rank)[1])["pp"], whole
-    if sum(map(sum, _stages(recipe.model, replica_group, position))) * count > DRAWN:
-        count = max(fewer(count, replica_group))
+    check_rank(recipe, rank)
+    count = whole = microbatches_per_step(recipe)
+    layout, position = _place(recipe, rank)
+    if _blocks(recipe.model, layout, position) * count > DRAWN:
+        count = max(fewer(count, layout))
     which = "" if count == whole else f", the first {count} of {whole} microbatches"
-    drawn = []
-    for name, first in (("first step", True), ("a later step", False)):
-        timeline = probe(recipe, rank, count, device, first, blocks=blocks).timeline(
-            timed=False, rank=rank, step=2 - first
-        )
-        drawn.append((f"{name}, rank {rank}{which}", timeline))
-    return drawn
+    both = [probe(recipe, rank, count, device, first, blocks=blocks) for first in (True, False)]
+    names = (f"{name}, rank {rank}{which}" for name in ("first step", "a later step"))
+    drawn = (one.timeline(timed=False, rank=rank, step=step) for step, one in enumerate(both, 1))
+    return list(zip(names, drawn, strict=True))
 
 
 def check_rank(recipe: Recipe, rank: int) -> Layout:
@@ -205,27 +189,27 @@ def check_rank(recipe: Recipe, rank: int) -> Layout:
 
 def blocks_traced(recipe: Recipe, rank: int) -> int:
     """Number of blocks times microbatches that `exact` traces; each takes about 25 ms on one core."""
-    layout = replica_group_layout(Layout.from_recipe(recipe.layout), recipe.replica_groups.count)
-    number, count = in_replica_group(layout, rank)[1], microbatches_per_step(recipe)
-    layers, counts = sizes(recipe.model, layout, number, count, recipe.replica_groups.fragments)
-    position = layout.coordinates(number)["pp"]
-    blocks = sum(sum(map(sum, _stages(_deep(recipe.model, L), layout, position))) for L in layers)
-    return blocks * sum(counts)
+    (layers, counts), place = sizes(recipe, rank), _place(recipe, rank)
+    return sum(_blocks(_deep(recipe.model, L), *place) for L in layers) * sum(counts)
 
 
-def sizes(
-    model: ModelSection, layout: Layout, rank: int, microbatches: int, fragments: int = 1
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def sizes(recipe: Recipe, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The numbers of layers and of microbatches to trace: one of each, or two where one would be too much work. Blocks
-    with different modes of recomputation are all traced. fragments: of the outer step, if there are several replica
-    groups."""
-    position = layout.coordinates(rank)["pp"]
-    if sum(map(sum, _stages(model, layout, position))) * microbatches <= AS_IT_IS:
-        return (model.layers,), (microbatches,)
-    layers = depths(model, layout, position, fragments)
-    if len(layers) > 1 and len(set(of_blocks(layout.recompute, model.layers))) > 1:
+    that differ in more than experts are all traced."""
+    model, count = recipe.model, microbatches_per_step(recipe)
+    layout, position = _place(recipe, rank)
+    if _blocks(model, layout, position) * count <= AS_IT_IS:
+        return (model.layers,), (count,)
+    layers = depths(model, layout, position, recipe.replica_groups.fragments)
+    if len(set(kinds(recipe))) > len(set(card_of(model).mixed)):
         layers = (model.layers,)
-    return layers, fewer(microbatches, layout)
+    return layers, fewer(count, layout)
+
+
+def _place(recipe: Recipe, rank: int) -> tuple[Layout, int]:
+    """The layout of a rank's replica group, and the rank's position in its pipeline."""
+    layout = replica_group_layout(Layout.from_recipe(recipe.layout), recipe.replica_groups.count)
+    return layout, layout.coordinates(in_replica_group(layout, rank)[1])["pp"]
 
 
 def depths(model: ModelSection, layout: Layout, position: int, fragments: int = 1) -> tuple[int, ...]:
@@ -290,12 +274,14 @@ def _follow(points: Mapping[int, Any], x: int) -> Any:
 def _stages(model: ModelSection, layout: Layout, position: int) -> list[tuple[int, int]]:
     """(leading dense blocks, other blocks) of each stage at a pipeline position."""
     card = card_of(model)
-    blocks, mixed = stage_blocks(card, layout), card.is_mixed
-    stages = []
-    for stage in stages_of(layout, position):
-        before = sum(not mixed(number) for number in blocks[stage]) if card.has_experts else 0
-        stages.append((before, len(blocks[stage]) - before))
-    return stages
+    stages = [stage_blocks(card, layout)[stage] for stage in stages_of(layout, position)]
+    dense = [sum(card.has_experts and not card.is_mixed(number) for number in blocks) for blocks in stages]
+    return [(before, len(blocks) - before) for before, blocks in zip(dense, stages, strict=True)]
+
+
+def _blocks(model: ModelSection, layout: Layout, position: int) -> int:
+    """Number of blocks at a pipeline position."""
+    return sum(map(sum, _stages(model, layout, position)))
 
 
 def _deep(model: ModelSection, layers: int) -> ModelSection:

@@ -28,7 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +55,9 @@ FUSED = (
     aten.zeros_like.default, aten.ones_like.default, aten.new_zeros.default,
 )  # fmt: skip
 """Operations that compiled code joins with others, besides those that PyTorch marks as pointwise."""
+OWN = ("aten", "torch_attn")
+"""PyTorch's own operators."""
+_WITHOUT_KERNEL = ("empty", "new_empty", "detach", "lift_fresh", "_unsafe_view")
 LiveTensors = Mapping[str, Callable[[], Iterable[Tensor]]]
 """Per category, a function that returns its live tensors."""
 
@@ -111,27 +114,10 @@ class Peak:
         return replace(self, total=sum(at_peak.values()), at_peak=at_peak)
 
 
-class Region:
-    """The compiled code that runs now, if any. In it, results of joined operations are in no memory until another kind
-    of operation reads them, or the code ends."""
-
-    def __init__(self) -> None:
-        self.inside: object = None
-        self.ended: Callable[[], None] = lambda: None
-
-    def enter(self, code: object) -> None:
-        self.ended()
-        self.inside = code
-
-    def leave(self, code: object) -> None:
-        if self.inside is code:
-            self.enter(None)
-
-
 @dataclass(eq=False)
 class _Memory:
     """A live storage. made: True if it was allocated inside the tracker. unwritten: its bytes if it is in no memory
-    yet (`Region`)."""
+    yet (`Tracker.inside`)."""
 
     address: int
     size: int
@@ -144,18 +130,16 @@ class _Memory:
 class Tracker(DispatchMode):
     """Counts from entry to exit. states: tensors of known categories; other memory is activations or buffers. on: the
     type of the device whose memory counts. host: another device's, with the CPU's tensors beside it. Track one step
-    only: gradients are recognised while they are live. region: of compiled code."""
+    only: gradients are recognised while they are live.
 
-    def __init__(
-        self,
-        states: LiveTensors | None = None,
-        on: str = "cpu",
-        host: bool = False,
-        region: Region | None = None,
-    ) -> None:
+    inside: the compiled code that runs now, if any. In it, results of joined operations are in no memory until another
+    kind of operation reads them, or the code ends.
+    """
+
+    def __init__(self, states: LiveTensors | None = None, on: str = "cpu", host: bool = False) -> None:
         super().__init__()
-        self.region, self.joined = region or Region(), False
-        self.region.ended = self._write
+        self.inside: object = None
+        self.joined = self.on_fakes = False
         self.on, self.host = on, "cpu" if host and on != "cpu" else None
         self.states = states or {}
         self.there: dict[int, _Memory] = {}  # by the storage's address
@@ -164,7 +148,6 @@ class Tracker(DispatchMode):
         self.phases: list[tuple[str, int, float]] = []  # of the step: kind, number of changes before, when
         self.of_forward: list[_Memory] = []  # made in forward since backward last ran
         self.forward = True
-        self.on_fakes = False
 
     def __enter__(self) -> Tracker:
         self.on_fakes = any(isinstance(mode, FakeMode) for mode in modes())
@@ -179,8 +162,7 @@ class Tracker(DispatchMode):
         @wraps(resize)
         def watched(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            memory = self.there.get(storage._cdata)
-            if memory is not None:
+            if memory := self.there.get(storage._cdata):
                 self._change(memory, storage.nbytes())
             return result
 
@@ -203,13 +185,14 @@ class Tracker(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._look_at_phase()
-        self.joined = self.region.inside is not None and (torch.Tag.pointwise in func.tags or func in FUSED)
+        joins = torch.Tag.pointwise in func.tags or func in FUSED or is_free(func)
+        self.joined = self.inside is not None and joins
         given = func in FROM_DATA  # these return their argument, which nobody else has seen
-        if not given:
-            self._walk(args, False)
-            self._walk(kwargs, False)
+        for tensor in () if given else tensors_in((args, kwargs)):
+            self._see(tensor, False)
         out = self.execute(func, types, args, kwargs)
-        self._walk(out, not given)
+        for tensor in tensors_in(out):
+            self._see(tensor, not given)
         if func.namespace == "c10d" and (self.on_fakes or func.__name__.split(".")[0] not in _TRANSFERS):
             return _settled(out, self.held(func, args), wait=not self.on_fakes)
         return out
@@ -303,21 +286,6 @@ class Tracker(DispatchMode):
                 if memory.category in (None, "activations") or category == "disk":
                     memory.category = category
 
-    def _walk(self, value: Any, made: bool) -> None:
-        """Sees all tensors in nested tuples, lists and dictionaries."""
-        kind = type(value)
-        if kind is Fake:
-            if value.on.type in (self.on, self.host):
-                self._count(value.meta.untyped_storage(), made, value.on.type)
-        elif kind is tuple or kind is list:
-            for item in value:
-                self._walk(item, made)
-        elif isinstance(value, Tensor):
-            self._see(value, made)
-        elif kind is dict:
-            for item in value.values():
-                self._walk(item, made)
-
     def _see(self, tensor: Tensor, made: bool) -> list[_Memory]:
         """The memory of a tensor; from now on it counts."""
         return [
@@ -338,11 +306,17 @@ class Tracker(DispatchMode):
             self._change(memory, size)
         return memory
 
-    def _write(self) -> None:
-        """Compiled code ends: what is left of it is in memory."""
+    def enter_code(self, code: object) -> None:
+        """Compiled code begins. What is left of other code is in memory."""
         for memory in [memory for memory in self.there.values() if memory.unwritten]:
             self._change(memory, memory.unwritten)
             memory.unwritten = 0
+        self.inside = code
+
+    def leave_code(self, code: object) -> None:
+        """It ends, unless it has ended already."""
+        if self.inside is code:
+            self.enter_code(None)
 
     def _add(self, storage: torch.UntypedStorage, made: bool, category: str | None) -> _Memory:
         memory = _Memory(storage._cdata, 0, made, category)
@@ -378,6 +352,13 @@ def _settled(out: Any, kept: object, wait: bool) -> Any:
         Work.unbox(out).wait()
         time.sleep(SETTLE_S)
     return done_work(kept)
+
+
+@cache
+def is_free(func: Any) -> bool:
+    """True for operations without a kernel: views, and memory without values."""
+    given = (result.alias_info for result in func._schema.returns)
+    return func.__name__.startswith(_WITHOUT_KERNEL) or any(one and not one.is_write for one in given)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -50,7 +50,7 @@ from fivefold.step.state import State, build_state
 from fivefold.step.step import forward_backward, take_step
 from fivefold.trace.blocks import Blocks, keep_as_compiled, outside_graphs
 from fivefold.trace.fake import COPIES, CPU, Fake, FakeMode, is_mask, non_blocking
-from fivefold.trace.memory import Peak, Region, Tracker, states_of, tensors_in
+from fivefold.trace.memory import OWN, Peak, Tracker, states_of, tensors_in
 from fivefold.trace.races import Races
 from fivefold.trace.streams import Event, Streams, place
 from fivefold.trace.traffic import Collectives, flops_of
@@ -60,12 +60,8 @@ SYNCS = (
     aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default, aten.masked_select.default,
     aten.bincount.default, aten._unique2.default, aten._linalg_eigh.default,
 )  # fmt: skip
-MASKED = (
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-)  # these count as syncs only where a mask chooses
+MASKED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+"""These count as syncs only where a mask chooses."""
 operators: set[str] = set()
 """The operators that have run on a GPU in traces of this process."""
 DOCUMENTS = 3
@@ -118,18 +114,16 @@ def probe(
         if device != CPU:
             races = stack.enter_context(a_gpu())
             stack.enter_context(Creating(fake))
-        replaced(stack, disk, "File", FakeFile)
-        region = Region()
-        if blocks:
             replaced(stack, torch.compiler, "disable", outside_graphs)
+        replaced(stack, disk, "File", FakeFile)
         state = build_state(recipe, ranks, memory=fake)
+        instrument = Probe(state, fake, races)
         if blocks:
-            keep_as_compiled(state.parallel.stages, recipe, blocks, region)
+            keep_as_compiled(state.parallel.stages, recipe, blocks, instrument)
         state.go_to(layout.compress_after or 0)
         try:
-            for module in (module for stage in state.parallel.stages for module in stage.modules()):
-                if isinstance(module, AllToAll):  # sends every rank as many rows as it gets from it
-                    module.splits = even  # pyright: ignore[reportAttributeAccessIssue]
+            for stage in state.parallel.stages:
+                share_evenly(stage)
             with fake:
                 if not first:
                     _prime(state)
@@ -138,10 +132,10 @@ def probe(
                     updater = replica.updater
                     if first or updater.streamed:
                         updater.step = partial(_always, updater, updater.step)  # pyright: ignore[reportAttributeAccessIssue]
-                batches = [[_microbatch(recipe, state.mesh) for _ in range(microbatches)] for _ in range(2)]
+                batches = [[microbatch(recipe, state.mesh) for _ in range(microbatches)] for _ in range(2)]
                 if isinstance(state.parallel.activations, Activations) and not first:
                     forward_backward(state, batches[0], recipe.train.seed)  # makes the host's buffers
-                with Probe(state, fake, races, region) as instrument:
+                with instrument:
                     if work is not None:
                         work(state, batches[1])
                     else:
@@ -152,7 +146,7 @@ def probe(
     return instrument
 
 
-def _microbatch(recipe: Recipe, mesh: Mesh) -> Microbatch:
+def microbatch(recipe: Recipe, mesh: Mesh) -> Microbatch:
     """As the trainer's, with DOCUMENTS in each sequence if attention sees them."""
     B, T = recipe.train.microbatch_size or 1, recipe.model.seq_len
     inputs, targets = (take(torch.empty(B, T, dtype=torch.int64, device=mesh.device), mesh) for _ in range(2))
@@ -200,11 +194,9 @@ class Probe(Tracker):
     """Counts memory, messages and FLOPs of a step on fake tensors in one dispatch mode instead of three, and executes
     the operations itself. races: on a GPU."""
 
-    def __init__(
-        self, state: State, fake: FakeMode, races: Races | None = None, region: Region | None = None
-    ) -> None:
+    def __init__(self, state: State, fake: FakeMode, races: Races | None = None) -> None:
         host = state.parallel.disk is not None
-        super().__init__(states_of(state), state.mesh.device.type, host, region)
+        super().__init__(states_of(state), state.mesh.device.type, host)
         self.fake, self.sent, self.flops, self.races = fake, Collectives(state.mesh), 0, races
         self.syncs: Counter[tuple[str, str]] = Counter()
 
@@ -232,8 +224,7 @@ class Probe(Tracker):
             item = func is aten._local_scalar_dense.default
             self._waited("item" if item else func.__name__.split(".")[0].lstrip("_"))
         out = self.fake.__torch_dispatch__(func, types, args, kwargs)
-        own = func.namespace in ("aten", "torch_attn")  # PyTorch's
-        if self.on != "cpu" and own and (type(out) is not Fake or out.on != CPU):
+        if self.on != "cpu" and func.namespace in OWN and (type(out) is not Fake or out.on != CPU):
             operators.add(func.name())
         if out is NotImplemented:  # FakeMode leaves it to the tensors' class
             out = func(*args, **kwargs)
@@ -267,11 +258,10 @@ def copy_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """True if the host waits for a copy between it and the device: it asks for that, or its own side is not pinned.
     (PyTorch pins the result of `to("cpu", non_blocking=True)`.)"""
     new = func is aten._to_copy.default
-    there = kwargs.get("device") if new else next(tensors_in(args[1])).device
-    here = next(tensors_in(args[0]))
-    if there is None or there.type == here.device.type:
+    sides = [next(tensors_in(arg)) for arg in args[: 1 if new else 2]]
+    there = kwargs.get("device") if new else sides[1].device
+    if there is None or there.type == sides[0].device.type:
         return False
-    sides = [here] if new else [here, next(tensors_in(args[1]))]
     host = next((side for side in sides if side.device.type == "cpu"), None)
     return not non_blocking(func, args, kwargs) or (host is not None and not getattr(host, "pinned", False))
 
@@ -295,7 +285,14 @@ def one_of(rank: int, world: int, device: torch.device) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
+def share_evenly(stage: nn.Module) -> None:
+    """Lets every rank send as many rows to experts as it gets from them."""
+    for module in stage.modules():
+        if isinstance(module, AllToAll):
+            module.splits = _even  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
     _, chunks, ranks = rows_2CG.shape
     rows_2CG.tolist()  # as the method that this replaces does: a host sync
     each = [rows * (i + 1) // chunks - rows * i // chunks for i in range(chunks)]
@@ -330,7 +327,7 @@ def a_gpu() -> Iterator[Races]:
         "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: False,
         "set_device": lambda device: None,
-        "device": lambda device: nullcontext(),
+        "device": nullcontext,  # a class, since PyTorch asks whether something is one
         "get_device_capability": lambda device=None: CAPABILITY,
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda device="cuda": torch.empty(16, dtype=torch.uint8),
@@ -343,7 +340,6 @@ def a_gpu() -> Iterator[Races]:
             replaced(stack, torch.cuda, name, value)
         # It makes a tensor on the GPU: without this sharded weights cannot be made where there is none.
         replaced(stack, fake_tensor, "init_gpu_context", lambda device: None)
-        replaced(stack, torch.compiler, "disable", lambda function: function)
         replaced(stack, nn.Module, "compile", lambda module, *_, **__: None)
         # Another function, because PyTorch's compiler keeps a table of both.
         replaced(stack, torch.accelerator, "current_stream", lambda device=None: streams.current(device))

@@ -10,17 +10,18 @@ hides.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fivefold.comm import axis
 from fivefold.parallel.mesh import Mesh
 from fivefold.sharding.layout import first_names
 from fivefold.trace.fake import DispatchMode
+from fivefold.trace.memory import tensors_in
 
 OPS = {
     "allreduce_": "all_reduce",
@@ -50,12 +51,9 @@ class Collectives(DispatchMode):
         super().__init__()
         self.found: dict[tuple[str, str], list[int]] = {}
         self.other: dict[tuple[str, str], list[int]] = {}
-        self.axis_of: dict[str, str] = {}
         self.first_name = first_names(mesh.layout)
-        for name in self.first_name.values():
-            group = mesh.axis(name).group
-            if group is not None:
-                self.axis_of[group.group_name] = name
+        groups = {name: mesh.axis(name).group for name in self.first_name.values()}
+        self.axis_of = {group.group_name: name for name, group in groups.items() if group is not None}
 
     def __enter__(self) -> Collectives:
         self.listen()
@@ -114,9 +112,7 @@ def _add(table: dict[tuple[str, str], list[int]], operation: str, name: str, siz
 
 def size_of(arg: Any) -> int:
     """Bytes of a tensor, or of the tensors in nested lists."""
-    if isinstance(arg, Tensor):
-        return arg.nbytes
-    return sum(map(size_of, arg)) if isinstance(arg, list | tuple) else 0
+    return sum(tensor.nbytes for tensor in tensors_in(arg))
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
@@ -158,8 +154,13 @@ if torch.backends.mkldnn.is_available():
     FORMULAS[torch.ops.mkldnn._linear_pointwise] = lambda x, w, *_, **__: 2 * math.prod(x.shape) * w.shape[0]
 
 
+def formula_of(func: Any) -> Callable[..., int] | None:
+    """The formula for an operation's FLOPs; None: it is no matmul or attention."""
+    return FORMULAS.get(func.overloadpacket) or BY_NAME.get(func._schema.name)
+
+
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of an operation, if it is a matmul. PyTorch's counter lacks grouped matmuls and attention on CPUs; its
     formulas serve for the rest."""
-    formula = FORMULAS.get(func.overloadpacket) or BY_NAME.get(func._schema.name)
+    formula = formula_of(func)
     return 0 if formula is None else formula(*args, **kwargs, out_val=out)
