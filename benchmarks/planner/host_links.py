@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, fields
 from math import inf
+from typing import Any
 
 from fivefold.plan.cluster.clusters import of_fit
 from fivefold.schedules.collectives import Collective
@@ -33,7 +34,7 @@ class HostLinks(Topology):
 def links_of(fit: dict[str, float], ranks: int, local: int, hosts: int) -> HostLinks:
     """The links of a fit of `host_messages`, as `of_fit` has those of one machine."""
     net = of_fit(fit, ranks, local, hosts)
-    known = {field.name: getattr(net, field.name) for field in fields(net)}
+    known: dict[str, Any] = {field.name: getattr(net, field.name) for field in fields(net)}
     return HostLinks(**known, **{name: fit[name] for name in ("far_bus", "burst", "acks", "queue")})
 
 

@@ -179,7 +179,8 @@ def _analyse(
         x = torch.empty(B, t, model.dim, dtype=working, device=DEVICE, requires_grad=trained)
         tables = stage.context(torch.empty(T, dtype=torch.int64, device=DEVICE))
     there = {(tuple(tensor.shape), tensor.dtype) for tensor in living_on(block, tables, given)}
-    run, compiler = block, Compiler(found, there)
+    compiler = Compiler(found, there)
+    run: Any = block
     if compiled:
         torch._dynamo.reset()
         run = torch.compile(block._call_impl, backend=compiler)
