@@ -35,7 +35,8 @@ def links_of(fit: dict[str, float], ranks: int, local: int, hosts: int) -> HostL
     """The links of a fit of `host_messages`, as `of_fit` has those of one machine."""
     net = of_fit(fit, ranks, local, hosts)
     known: dict[str, Any] = {field.name: getattr(net, field.name) for field in fields(net)}
-    return HostLinks(**known, **{name: fit[name] for name in ("far_bus", "burst", "acks", "queue")})
+    known |= {name: fit[name] for name in ("far_bus", "burst", "acks", "queue")}
+    return HostLinks(**known)
 
 
 def simulate(collective: Collective, net: HostLinks, size: float) -> Cost:
