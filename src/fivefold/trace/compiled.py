@@ -179,10 +179,9 @@ def _analyse(
         x = torch.empty(B, t, model.dim, dtype=working, device=DEVICE, requires_grad=trained)
         tables = stage.context(torch.empty(T, dtype=torch.int64, device=DEVICE))
     there = {(tuple(tensor.shape), tensor.dtype) for tensor in living_on(block, tables, given)}
-    run, compiler = block, Compiler(found, there)
-    if compiled:
-        torch._dynamo.reset()
-        run = torch.compile(block._call_impl, backend=compiler)
+    compiler = Compiler(found, there)
+    torch._dynamo.reset()
+    run: Any = torch.compile(block._call_impl, backend=compiler) if compiled else block
 
     def both() -> None:
         compiler.backward = False
