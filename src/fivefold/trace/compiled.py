@@ -180,10 +180,8 @@ def _analyse(
         tables = stage.context(torch.empty(T, dtype=torch.int64, device=DEVICE))
     there = {(tuple(tensor.shape), tensor.dtype) for tensor in living_on(block, tables, given)}
     compiler = Compiler(found, there)
-    run: Any = block
-    if compiled:
-        torch._dynamo.reset()
-        run = torch.compile(block._call_impl, backend=compiler)
+    torch._dynamo.reset()
+    run: Any = torch.compile(block._call_impl, backend=compiler) if compiled else block
 
     def both() -> None:
         compiler.backward = False
@@ -201,6 +199,8 @@ def _analyse(
 
     with ExitStack() as stack, fake:
         both()  # now it is compiled
+        block.zero_grad()  # a trainer adds gradients elsewhere
+        x.grad = None
         # Not a class of its own, which the compiler would not take.
         replaced(stack, type(fake), "__torch_dispatch__", seen)
         both()

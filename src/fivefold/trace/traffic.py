@@ -53,9 +53,7 @@ class Collectives(DispatchMode):
         self.other: dict[tuple[str, str], list[int]] = {}
         self.first_name = first_names(mesh.layout)
         groups = {name: mesh.axis(name).group for name in self.first_name.values()}
-        self.axis_of: dict[str, str] = {
-            group.group_name: name for name, group in groups.items() if group is not None
-        }
+        self.axis_of: dict[str, str] = {g.group_name: name for name, g in groups.items() if g is not None}
 
     def __enter__(self) -> Collectives:
         self.listen()
