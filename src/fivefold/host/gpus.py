@@ -41,9 +41,8 @@ def notes() -> list[str]:
     if " MIG " in names[0]:
         found.append(f"{WARNING}{names[0]}: {SLICES}, so a run has one rank")
     if len({*names}) > 1:
-        found.append(f"{WARNING}different GPUs ({', '.join(names)}): the slowest sets the pace")
-        if len({torch.cuda.get_device_capability(index) for index in range(count)}) > 1:
-            found[-1] += ", and bf16 is used only if all are fast in it"
+        mixed = f"different GPUs ({', '.join(names)}): the slowest sets the pace"
+        found.append(f"{WARNING}{mixed}, and bf16 is used only if all are fast in it")
     if torch.version.hip is not None:
         found.append(f"AMD's GPUs (ROCm {torch.version.hip}) take the same path as NVIDIA's, untried")
     return found
