@@ -35,7 +35,7 @@ def notes() -> list[str]:
         return [_unused()]
     count, visible, found = torch.cuda.device_count(), os.environ.get(VISIBLE, ""), list[str]()
     names = [torch.cuda.get_device_name(index) for index in range(count)]
-    if (wanted := len(visible.split(","))) > count:
+    if " MIG " not in names[0] and (wanted := len(visible.strip(",").split(","))) > count:
         said = f"{VISIBLE}={visible} names {wanted} GPUs, of which {count} can be used"
         found.append(f"{WARNING}{said}: one that does not exist hides those after it")
     if " MIG " in names[0]:
@@ -55,6 +55,7 @@ def _unused() -> str:
     visible, reason = os.environ.get(VISIBLE), "PyTorch finds none"
     if not NVIDIA.exists():
         needed = f"AMD's GPUs need a build of PyTorch for ROCm, not {torch.__version__}"
+        needed = "PyTorch's build for ROCm finds no GPU" if torch.version.hip else needed
         return f"the CPU trains: {needed if AMD.exists() else 'GPUs of Intel are not supported'}"
     if visible in ("", "-1", "NoDevFiles"):  # the last one is Slurm's
         return f"the CPU trains: {VISIBLE}={visible} hides all GPUs"
