@@ -32,7 +32,8 @@ from fivefold.models.base import build
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages.communication import Group, collective
 from fivefold.precision import PRECISIONS
-from fivefold.recipe import Recipe, count_parameters, flops_per_token
+from fivefold.recipe import Recipe, count_parameters, flops_per_token, load
+from fivefold.train.verify import verify
 
 COMMAND = [sys.executable, "-P", "-m", "fivefold", "bench", "gpu"]
 
@@ -328,6 +329,12 @@ def test_ranks_that_share_a_gpu_send_by_gloo(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(ranks.STORE_FILE, "store")
     assert ranks._backend(4) == "gloo"
     assert ranks._backend(2) == "nccl"
+
+
+def test_ranks_of_a_launcher_share_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "found", lambda: (0, 2, 0, 2))
+    with pytest.raises(UserError, match="--share-gpus is for ranks that"):
+        verify(load("quickstart"), "dp=2", share_gpus=True)
 
 
 def through_host_memory(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:

@@ -129,6 +129,8 @@ def join(
             if world > 1:
                 schedule_as_batch()
         ranks = Ranks(rank, world, local_rank, local_world, device, timeout_s, near)
+        if near.startswith(gpus.WARNING) and rank:  # the console is the first rank's
+            print(f"rank {rank}: {near}", file=sys.stderr)
         store = _meet(ranks, launched, meet_s) if launched > 1 else None
         try:
             if world > 1:
