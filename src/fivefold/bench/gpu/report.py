@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fivefold.draw.canvas import Canvas, text_width
 from fivefold.errors import printable
 from fivefold.observe.compare import style
-from fivefold.observe.format import document, section, table
+from fivefold.observe.format import document, section, short_number, table
 
 RATES = {"GB/s", "tokens/s", "%"}
 """More of these is better, and less of other units."""
@@ -27,10 +27,9 @@ class Row(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        measured = (
-            self.measured if isinstance(self.measured, str) else f"{self.measured:,.4g} {self.unit}".strip()
-        )
-        return self.name, measured, "" if self.expected is None else f"{self.expected:,.4g}", self.advice
+        measured = self.measured if isinstance(self.measured, str) else short_number(self.measured)
+        expected = "" if self.expected is None else short_number(self.expected)
+        return self.name, f"{measured} {self.unit}".strip(), expected, self.advice
 
 
 def rows(found: dict[str, Any]) -> list[Row]:
@@ -61,13 +60,13 @@ def page(report: dict[str, Any], about: Mapping[str, str]) -> str:
 
 
 def _table(some: Sequence[tuple[str, Row]]) -> str:
-    named = [(f"{name}: {row.name}", *row.cells[1:]) for name, row in some]
+    named = [(": ".join(filter(None, (name, row.name))), *row.cells[1:]) for name, row in some]
     return table(["", "measured", "expected", "what to do"], named)
 
 
 def _picture(some: Sequence[tuple[str, Row]]) -> str:
-    """Bars: how much of what was expected was reached; "" where nothing was."""
-    canvas = Canvas("Reached of what was expected (longer is better)")
+    """Bars: how much of what was expected was reached; "" where nothing was expected."""
+    canvas = Canvas("Measured beside expected (longer is better)")
     bars = [
         (f"{name} {row.name}", row)
         for name, row in some

@@ -119,11 +119,9 @@ def links(gpus: int, name: str) -> Iterator[Row]:
         if kind == "scatter_gradients":  # on GPUs it is the reduce-scatter
             continue
         for size, seconds in points:
-            planned = (
-                send(size, False, cluster) if kind == "send" else collective(kind, size, Group(n, n), cluster)
-            )
-            expected = size / planned / 1e9 if gpus and cluster.name else None
-            rate = size / seconds / 1e9
+            group = Group(n, n)
+            planned = send(size, False, cluster) if kind == "send" else collective(kind, size, group, cluster)
+            rate, expected = size / seconds / 1e9, size / planned / 1e9 if gpus and cluster.name else None
             short = advice * (size >= LARGE and rate < LINK * (expected or 0))
             yield Row(f"{what}, {size_text(size)}", rate, "GB/s", expected, short)
 
