@@ -98,6 +98,9 @@ def test_a_driver_that_pytorch_cannot_use_is_a_warning_with_its_reason(
             "The NVIDIA driver on your system is too old (found version 11040).\nPlease update"
         )
 
+    def forked() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA ...")
+
     def no_build() -> None:
         raise AssertionError("Torch not compiled with CUDA enabled")
 
@@ -107,6 +110,8 @@ def test_a_driver_that_pytorch_cannot_use_is_a_warning_with_its_reason(
     assert said in only(gpus.notes())
     assert only(gpus.notes()).startswith("WARNING: the CPU trains, ")
     assert f"({torch.__version__}, with CUDA_VISIBLE_DEVICES=7)" in only(gpus.notes())
+    monkeypatch.setattr(torch.cuda, "init", forked)
+    assert "NVIDIA's GPUs: `fivefold check` says why (" in only(gpus.notes())
     monkeypatch.setattr(torch.cuda, "init", no_build)
     assert "Torch not compiled with CUDA enabled" in only(gpus.notes())
     monkeypatch.setattr(torch.cuda, "init", lambda: None)

@@ -62,7 +62,8 @@ def _unused() -> str:
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:  # a build without CUDA; a driver that is too old
-        reason = str(error).partition("\n")[0].rstrip(".")
+        forked = "forked" in str(error)  # from a process that has asked for GPUs: that hides the reason
+        reason = "`fivefold check` says why" if forked else str(error).partition("\n")[0].rstrip(".")
     of = f", with {VISIBLE}={visible}" if visible else ""
     return f"{WARNING}the CPU trains, though there is a driver for NVIDIA's GPUs: {reason} ({torch.__version__}{of})"
 
