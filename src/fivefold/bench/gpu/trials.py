@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, NamedTuple
 
 import torch
@@ -262,22 +262,22 @@ def measure(out: Path, parts: Sequence[str], limit_s: float, say: Callable[[str]
 def _trial(part: str, name: str, seconds: float) -> dict[str, Any]:
     """The rows of a trial, and "why" it ended before all were there."""
     command = [sys.executable, "-P", "-m", "fivefold.bench.gpu.trials", part, name]
-    with TemporaryDirectory(prefix="fivefold-") as folder, Path(folder, "said").open("w+") as said:
+    output, why = partial(TemporaryFile, "w+", errors="replace"), ""
+    with TemporaryDirectory(prefix="fivefold-") as folder, output() as printed, output() as said:
         environment = os.environ | {"TMPDIR": folder}  # what a killed process leaves goes, too
-        printed, why = Path(folder, "rows"), ""
-        with printed.open("w") as rows_:
-            process = subprocess.Popen(command, stdout=rows_, stderr=said, process_group=0, env=environment)
-            try:
-                if code := process.wait(seconds):
-                    said.seek(0)
-                    why = f"failed: {shortened(anonymous(said.read().strip()), 2000) or code}"
-            except subprocess.TimeoutExpired:
-                why = f"stopped after {seconds:.0f} s, its share of --limit; {AGAIN}"
-            finally:
-                with suppress(ProcessLookupError):  # what it has started, too
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        lines = [text for text in printed.read_text().splitlines() if text.startswith('{"name":')]
+        process = subprocess.Popen(command, stdout=printed, stderr=said, process_group=0, env=environment)
+        try:
+            if code := process.wait(seconds):
+                said.seek(0)
+                why = f"failed: {shortened(anonymous(said.read().strip()), 2000) or code}"
+        except subprocess.TimeoutExpired:
+            why = f"stopped after {seconds:.0f} s, its share of --limit; {AGAIN}"
+        finally:
+            with suppress(ProcessLookupError):  # what it has started, too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0)
+        lines = [text for text in printed.read().splitlines() if text.startswith('{"name":')]
     return {"rows": [json.loads(text) for text in lines]} | ({"why": why} if why else {})
 
 
