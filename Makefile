@@ -42,7 +42,8 @@ gpu: $(BARE)/METADATA
 	  lacks = ["Python 3.11"] * (sys.version_info < (3, 11)); \
 	  lacks += [name for name in "$(NEEDED)".split() if find_spec(name) is None]; \
 	  sys.exit("error: $(PYTHON) lacks " + ", ".join(lacks) + ". Install them, or leave PYTHON out" if lacks else 0)'
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/build/bare $(PYTHON) -P -m fivefold bench gpu $(ARGS)
+	PYTHONPATH="$(CURDIR)/src:$(CURDIR)/build/bare$${PYTHONPATH:+:$$PYTHONPATH}" \
+	  $(PYTHON) -P -m fivefold bench gpu $(ARGS)
 endif
 
 test: $(TO_TEST)  ## run the tests, two at a time (one: ARGS='-n 0')

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from fivefold.bench.gpu.trials import PARTS
 from fivefold.cli.main import app
 from fivefold.errors import UserError
 from fivefold.host import gpus, variables
@@ -72,7 +73,7 @@ def only(found: list[str]) -> str:
 def test_gpus_that_are_alike_and_machines_without_drivers_need_no_words(
     machine: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine(H100, H100, visible="0,1")
+    machine(H100, H100, visible="0,1,")
     assert gpus.notes() == []
     machine(driver="")
     monkeypatch.setattr(gpus.sys, "platform", "linux")
@@ -97,6 +98,9 @@ def test_a_driver_that_pytorch_cannot_use_is_a_warning_with_its_reason(
             "The NVIDIA driver on your system is too old (found version 11040).\nPlease update"
         )
 
+    def forked() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA ...")
+
     def no_build() -> None:
         raise AssertionError("Torch not compiled with CUDA enabled")
 
@@ -106,6 +110,8 @@ def test_a_driver_that_pytorch_cannot_use_is_a_warning_with_its_reason(
     assert said in only(gpus.notes())
     assert only(gpus.notes()).startswith("WARNING: the CPU trains, ")
     assert f"({torch.__version__}, with CUDA_VISIBLE_DEVICES=7)" in only(gpus.notes())
+    monkeypatch.setattr(torch.cuda, "init", forked)
+    assert "NVIDIA's GPUs: `fivefold check` says why (" in only(gpus.notes())
     monkeypatch.setattr(torch.cuda, "init", no_build)
     assert "Torch not compiled with CUDA enabled" in only(gpus.notes())
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
@@ -115,6 +121,8 @@ def test_a_driver_that_pytorch_cannot_use_is_a_warning_with_its_reason(
 def test_other_makers(machine: Seen) -> None:
     machine(driver="AMD")
     assert "need a build of PyTorch for ROCm" in only(gpus.notes())
+    machine(driver="AMD", hip="7.1")
+    assert only(gpus.notes()) == "the CPU trains: PyTorch's build for ROCm finds no GPU"
     machine(driver="INTEL")
     assert only(gpus.notes()) == "the CPU trains: GPUs of Intel are not supported"
     machine(H100, driver="AMD", hip="7.1")
@@ -122,8 +130,9 @@ def test_other_makers(machine: Seen) -> None:
 
 
 def test_slices_and_different_gpus(machine: Seen) -> None:
-    machine(SLICE)
-    assert only(gpus.notes()) == f"WARNING: {SLICE}: {gpus.SLICES}, so a run has one rank"
+    for visible in (None, "MIG-1,MIG-2"):
+        machine(SLICE, visible=visible)
+        assert only(gpus.notes()) == f"WARNING: {SLICE}: {gpus.SLICES}, so a run has one rank"
     machine(A100, H100)
     assert only(
         gpus.notes()
@@ -167,14 +176,23 @@ def test_variables_that_hurt_are_warnings() -> None:
         "CUDA_LAUNCH_BLOCKING": ("1", "0"),
         "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "8"),
         "NVIDIA_TF32_OVERRIDE": ("0", "1"),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": ("0", None),
     }
     for name, (hurts, fine) in harmful.items():
         assert warning(name, hurts).startswith(f"{name}={hurts}: "), name
-        assert warning(name, fine) == "", name
+        assert fine is None or warning(name, fine) == "", name
     for name in ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"):
         assert warning(name, "1") == ""
     (unknown,) = variables.settings({"NCCL_NEW_THING": "1"})
     assert unknown["does"] == "a setting of NCCL's that this table does not have"
+
+
+def test_the_page_on_gpus_has_every_variable_that_hurts_and_every_part() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text()
+    option = (Path(variables.__file__).parents[1] / "cli" / "bench.py").read_text()
+    assert not [name for name, one in variables.VARIABLES.items() if one.harm and f"`{name}=" not in page]
+    assert not [part for part in PARTS if f"| `{part}` |" not in page]
+    assert f"Some of {','.join(PARTS)}." in option
 
 
 def test_check_explains_the_environment(machine: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +236,7 @@ def test_cpus_next_to_a_gpu(tmp_path: Path) -> None:
     assert gpus.cpus_near("0000:dc:00.0", tmp_path) == (-1, set())
 
 
-def test_a_rank_stays_next_to_its_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_stays_next_to_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[set[int]] = [set(range(16))]
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: place)
@@ -237,8 +253,7 @@ def test_a_rank_stays_next_to_its_gpu(
     assert bound[-1] == set(range(16))
     bound.append({0, 1})
     with gpus.near(0) as said:
-        warning = "WARNING: the launcher gives the rank of GPU 0 no CPU next to it (NUMA node 1)\n"
-        assert (said, capsys.readouterr().err) == ("", warning), "each rank warns by itself"
+        assert said == "WARNING: the launcher gives this rank no CPU next to its GPU (NUMA node 1)"
         assert bound[-1] == {0, 1}
     with gpus.near(None) as said:  # a CPU
         assert said == ""
@@ -315,17 +330,28 @@ def test_every_communicator_is_made_at_the_start(tmp_path: Path) -> None:
                 assert all(members in meshes[other] for other in members), "all members make it"
 
 
-def test_all_ranks_are_connected_when_they_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_are_connected_when_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails then is no rank that cannot be reached: a full GPU, for example. The group is left all the same."""
     said = list[Any]()
-    monkeypatch.setattr(ranks_, "connect", lambda group, device: said.append((group, device)))
+
+    def connect(group: Any, device: torch.device) -> None:
+        said.append((group, device))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ranks_, "connect", connect)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: said.append("left"))
+    monkeypatch.setattr(ranks_, "found", lambda: (0, 2, 0, 2))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(ranks_, "schedule_as_batch", lambda: None)
     monkeypatch.setattr(ranks_, "_store", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: said.append((backend, given)))
     monkeypatch.setenv(ranks_.STORE_FILE, "")
-    ranks_._meet(Ranks(0, 2, 0, 2, torch.device("cpu"), 5), 2, 5)
+    with pytest.raises(torch.OutOfMemoryError), ranks_.join(5, 5):
+        raise AssertionError("it has not joined")
     (backend, given), *rest = said
     assert (backend, given["rank"], given["world_size"], given["pg_options"]) == ("gloo", 0, 2, None)
     assert given["timeout"] == timedelta(seconds=5)
-    assert rest == [(None, torch.device("cpu"))]
+    assert rest == [(None, torch.device("cpu")), "left"]
 
 
 # Batches

@@ -17,7 +17,7 @@ from fivefold.errors import UserError
 from fivefold.parallel import data
 from fivefold.parallel.data import add_gradient
 from fivefold.recipe import Recipe
-from fivefold.train.verify import Figure, prepared, verify
+from fivefold.train.verify import Figure, prepared
 
 
 @only("fp32-deepseek", "fp32-llama")
@@ -43,13 +43,6 @@ def test_replicas_pass(tmp_path, arch):
     report = compared(tiny(tmp_path, "dp=2", f"model.arch={arch}"))
     assert report.passed, report
     assert report.gradients.max_rel > 0, "sums in another order differ by rounding"
-
-
-def test_a_launcher_shares_no_gpus(tmp_path, monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="--share-gpus: only for ranks that verify starts itself"):
-        verify(tiny(tmp_path, "dp=2"), share_gpus=True)
 
 
 def test_bf16_is_measured_against_its_own_rounding(tmp_path):

@@ -8,13 +8,10 @@ ranks and around the ring, not to the collectives that it predicts.
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -25,9 +22,8 @@ import torch.distributed as dist
 from fivefold.comm import Axis, everyone
 from fivefold.comm.axis import all_gather_single, reduce_scatter_single
 from fivefold.comm.execute import Executor
-from fivefold.files import write
 from fivefold.host import tables
-from fivefold.launch.local import start_ranks
+from fivefold.launch.local import returned
 from fivefold.launch.ranks import Ranks
 from fivefold.plan.cluster.clusters import of_fit
 from fivefold.precision import TRAINED, torch_dtype
@@ -53,10 +49,7 @@ def measure(
     """
     say(f"messages between {ranks} local ranks")
     gpu = torch.cuda.is_available()
-    with tempfile.TemporaryDirectory(prefix="fivefold-") as folder:
-        file = Path(folder, "found.json")
-        start_ranks(partial(_measure_rank, file, tuple(sizes)), ranks, fork=not gpu)
-        found = json.loads(file.read_text())
+    found = returned(partial(_measure_rank, tuple(sizes)), ranks, fork=not gpu)
     fit = fitted(found["messages"], ranks)
     net = of_fit(fit, ranks)
     predicted = {
@@ -102,12 +95,9 @@ def line(points: list[list[float]]) -> tuple[float, float]:
     return (alpha, beta) if alpha > 0 else (min(y for _, y in points), beta)
 
 
-def _measure_rank(file: Path, sizes: Sequence[int], ranks: Ranks) -> None:
-    """Measures on every rank; the first writes what was found."""
+def _measure_rank(sizes: Sequence[int], ranks: Ranks) -> dict[str, Any]:
     axis = everyone(ranks)
-    found = {"messages": single_messages(axis), "seconds": all_reduces(axis, sizes)}
-    if ranks.first:
-        write(file, json.dumps(found))
+    return {"messages": single_messages(axis), "seconds": all_reduces(axis, sizes)}
 
 
 def single_messages(axis: Axis) -> dict[str, Any]:

@@ -7,7 +7,6 @@ about two minutes.
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from fivefold.errors import BusyError, UserError, several
 from fivefold.files import read_json, write
 from fivefold.host import cores, memory_bytes, tables
 from fivefold.host.machine import has_fast_bf16, keep_freed_memory
-from fivefold.launch.local import start_ranks
+from fivefold.launch.local import returned
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Microbatch
 from fivefold.parallel.offload.disk import folder_of
@@ -66,14 +65,11 @@ def measure(say: Callable[[str], None] = lambda text: None, busy: bool = False) 
         _require_cores(dtypes[-1])
     disk = _disk(say)
     found: dict[int, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="fivefold-") as folder:
-        for world in WORLDS:
-            if gpus and world > gpus:
-                continue
-            say(f"{several(world, 'rank')} on {several(units, 'GPU' if gpus else 'core')}")
-            file = Path(folder, f"{world}.json")
-            start_ranks(partial(_measure_rank, file, dtypes, world <= units), world, fork=not gpus)
-            found[world] = json.loads(file.read_text())
+    for world in WORLDS:
+        if gpus and world > gpus:
+            continue
+        say(f"{several(world, 'rank')} on {several(units, 'GPU' if gpus else 'core')}")
+        found[world] = returned(partial(_measure_rank, dtypes, world <= units), world, fork=not gpus)
     device, two = "cuda" if gpus else "cpu", found.get(2, {"free": 0.0, "added": {}, "spread": 0.0})
     memory = torch.cuda.get_device_properties(0).total_memory * units if gpus else float(memory_bytes())
     table = Measured(
@@ -138,8 +134,8 @@ def _axes(
     return axes
 
 
-def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) -> None:
-    """Measures one rank's part; the first rank writes its results."""
+def _measure_rank(dtypes: list[str], has_cores: bool, ranks: Ranks) -> dict[str, Any]:
+    """What one rank measures."""
     device, found = ranks.device, dict[str, Any]()
     if has_cores:
         matmuls = {d: hardware.products(d, device, measured.SIZES, measured.LARGEST) for d in dtypes}
@@ -168,8 +164,7 @@ def _measure_rank(file: Path, dtypes: list[str], has_cores: bool, ranks: Ranks) 
     if ranks.world == 2:
         at_once = links(ranks.device, {4 << 10: 40}, after_computing=False)[0]
         found["added"] = added(ranks, at_once)
-    if ranks.first:
-        write(file, json.dumps(found))
+    return found
 
 
 VOCABULARY = 64

@@ -116,15 +116,13 @@ def gpu(
     It needs no network. The same command again runs what failed or had no time. Without a GPU it runs on the CPU at
     tiny sizes. The exit code is 1 if a layout does not compute what one process computes.
     """
-    from fivefold.bench.gpu.parts import PARTS, WRONG
-    from fivefold.bench.gpu.report import HTML, measure, rows
+    from fivefold.bench.gpu.trials import HTML, PARTS, measure
 
-    parts = part.split(",") if part else list(PARTS)
+    parts = part.split(",") if part else [*PARTS]
     options.require_known("--part", parts, PARTS)
     report = measure(out, parts, 60 * limit, lambda line: print(line, file=sys.stderr, flush=True))
     print_json(report) if json else print(f"{out / HTML} shows all of it; gpu.json beside it is for an issue")
-    verified = [row for found in report["parts"]["verify"].values() for row in rows(found)]
-    if any(row.verdict == WRONG for row in verified):
+    if any(row["advice"] for found in report["parts"]["verify"].values() for row in found.get("rows", ())):
         raise CheckFailed("a layout does not compute what one process computes")
 
 

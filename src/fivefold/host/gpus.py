@@ -35,15 +35,14 @@ def notes() -> list[str]:
         return [_unused()]
     count, visible, found = torch.cuda.device_count(), os.environ.get(VISIBLE, ""), list[str]()
     names = [torch.cuda.get_device_name(index) for index in range(count)]
-    if (wanted := len(visible.split(","))) > count:
+    if " MIG " not in names[0] and (wanted := len(visible.strip(",").split(","))) > count:
         said = f"{VISIBLE}={visible} names {wanted} GPUs, of which {count} can be used"
         found.append(f"{WARNING}{said}: one that does not exist hides those after it")
     if " MIG " in names[0]:
         found.append(f"{WARNING}{names[0]}: {SLICES}, so a run has one rank")
     if len({*names}) > 1:
-        found.append(f"{WARNING}different GPUs ({', '.join(names)}): the slowest sets the pace")
-        if len({torch.cuda.get_device_capability(index) for index in range(count)}) > 1:
-            found[-1] += ", and bf16 is used only if all are fast in it"
+        mixed = f"different GPUs ({', '.join(names)}): the slowest sets the pace"
+        found.append(f"{WARNING}{mixed}, and bf16 is used only if all are fast in it")
     if torch.version.hip is not None:
         found.append(f"AMD's GPUs (ROCm {torch.version.hip}) take the same path as NVIDIA's, untried")
     return found
@@ -56,13 +55,15 @@ def _unused() -> str:
     visible, reason = os.environ.get(VISIBLE), "PyTorch finds none"
     if not NVIDIA.exists():
         needed = f"AMD's GPUs need a build of PyTorch for ROCm, not {torch.__version__}"
+        needed = "PyTorch's build for ROCm finds no GPU" if torch.version.hip else needed
         return f"the CPU trains: {needed if AMD.exists() else 'GPUs of Intel are not supported'}"
     if visible in ("", "-1", "NoDevFiles"):  # the last one is Slurm's
         return f"the CPU trains: {VISIBLE}={visible} hides all GPUs"
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:  # a build without CUDA; a driver that is too old
-        reason = str(error).partition("\n")[0].rstrip(".")
+        forked = "forked" in str(error)  # from a process that has asked for GPUs: that hides the reason
+        reason = "`fivefold check` says why" if forked else str(error).partition("\n")[0].rstrip(".")
     of = f", with {VISIBLE}={visible}" if visible else ""
     return f"{WARNING}the CPU trains, though there is a driver for NVIDIA's GPUs: {reason} ({torch.__version__}{of})"
 
@@ -84,10 +85,7 @@ def near(index: int | None) -> Iterator[str]:
         os.sched_setaffinity(0, chosen)
         said = f"ranks stay on the CPUs next to their GPUs: this one on {len(chosen)}, of NUMA node {node}"
     else:
-        alone = f"the launcher gives the rank of GPU {index} no CPU next to it (NUMA node {node})"
-        print(
-            WARNING + alone, file=sys.stderr, flush=True
-        )  # each rank by itself: the console is the first one's
+        said = f"{WARNING}the launcher gives this rank no CPU next to its GPU (NUMA node {node})"
     try:
         yield said
     finally:

@@ -12,11 +12,11 @@ _LOST = "no rank ends when its messages fail or hang"
 
 
 class Variable(NamedTuple):
-    """does: what it does. harm: what values in `values` cost; "": nothing is known."""
+    """does: what it does. harm: what values in `values` (None: any) cost; "": nothing is known."""
 
     does: str
     harm: str = ""
-    values: frozenset[str] | set[str] = ON
+    values: frozenset[str] | set[str] | None = ON
 
 
 VARIABLES = {
@@ -29,7 +29,9 @@ VARIABLES = {
     "OMP_NUM_THREADS": Variable("CPU threads of each rank"),
     "PYTORCH_ALLOC_CONF": Variable("PyTorch's allocator, in place of expandable_segments:True"),
     "PYTORCH_CUDA_ALLOC_CONF": Variable("the older name of PYTORCH_ALLOC_CONF"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": Variable("no cache of memory", "each allocation calls the driver"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": Variable(
+        "no cache of memory", "each allocation calls the driver", None
+    ),
     "NCCL_ALGO": Variable("restricts the algorithms; otherwise NCCL chooses by size"),
     "NCCL_ASYNC_ERROR_HANDLING": Variable("the older TORCH_NCCL_ASYNC_ERROR_HANDLING", _LOST, OFF),
     "NCCL_BLOCKING_WAIT": Variable("the older TORCH_NCCL_BLOCKING_WAIT", _HOST),
@@ -56,7 +58,7 @@ def settings(environ: Mapping[str, str]) -> list[dict[str, str]]:
     for name, value in sorted(environ.items()):
         if name in VARIABLES or name.startswith(("NCCL_", "TORCH_NCCL_")):
             known = VARIABLES.get(name, Variable("a setting of NCCL's that this table does not have"))
-            hurts = bool(known.harm) and value.strip().lower() in known.values
+            hurts = bool(known.harm) and (known.values is None or value.strip().lower() in known.values)
             warning = f"{name}={value}: {known.harm}" if hurts else ""
             found.append({"name": name, "value": value, "does": known.does, "warning": warning})
     return found

@@ -15,6 +15,7 @@ does not do, the launcher gets its outcome:
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,6 +36,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import BusyError, RankFailed, UserError
+from fivefold.files import read_json, write
 from fivefold.host import cores, gpus
 from fivefold.host.machine import oom_kills
 from fivefold.launch import verdict
@@ -100,6 +103,20 @@ def start_ranks(
         raise as_error(outcome.failure)
     if outcome.stopped is not None:
         raise SystemExit(unsaved(outcome.stopped))
+
+
+def returned(work: Callable[[Ranks], dict[str, Any]], world: int, fork: bool) -> dict[str, Any]:
+    """What `work` returns on the first of `world` local ranks, by way of JSON. Raises as `start_ranks` does."""
+    with tempfile.TemporaryDirectory(prefix="fivefold-") as folder:
+        file = Path(folder, "found.json")
+        start_ranks(partial(_write, work, file), world, fork)
+        return read_json(file)
+
+
+def _write(work: Callable[[Ranks], dict[str, Any]], file: Path, ranks: Ranks) -> None:
+    found = work(ranks)
+    if ranks.first:
+        write(file, json.dumps(found))
 
 
 def as_error(failure: Failure, more: str = "") -> UserError | RankFailed:

@@ -129,8 +129,12 @@ def join(
             if world > 1:
                 schedule_as_batch()
         ranks = Ranks(rank, world, local_rank, local_world, device, timeout_s, near)
+        if near.startswith(gpus.WARNING) and rank:  # the console is the first rank's
+            print(f"rank {rank}: {near}", file=sys.stderr)
         store = _meet(ranks, launched, meet_s) if launched > 1 else None
         try:
+            if world > 1:
+                connect(None, device)
             yield ranks
         finally:
             if store is not None and rank == 0 and world < launched:
@@ -159,7 +163,6 @@ def _meet(ranks: Ranks, launched: int, meet_s: float) -> dist.Store:
             timeout = timedelta(seconds=ranks.timeout_s)
             given = {"timeout": timeout, "pg_options": group_options(backend, timeout)}
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, **given)
-            connect(None, ranks.device)
         return store
     except RuntimeError as error:
         said = f"rank {rank} cannot reach the other ranks: {verdict.backend_words(error)}"

@@ -51,14 +51,10 @@ def held_by(state: State) -> tuple[int, dict[str, int]]:
 
 def allocator(device: torch.device) -> list[str]:
     """The figures of PyTorch's allocator on a GPU."""
-    stats, (free, total) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
-    blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
-    unused = max((block["size"] for block in blocks if block["state"] == "inactive"), default=0)
+    stats, (free, total) = torch.cuda.memory_stats(device), map(size, torch.cuda.mem_get_info(device))
     now, most = (size(stats[f"allocated_bytes.all.{which}"]) for which in ("current", "peak"))
-    return [
-        f"The allocator has {now} of tensors ({most} at most) in {size(stats['reserved_bytes.all.current'])}; its "
-        f"largest free piece is {size(unused)}. The device has {size(free)} of {size(total)} free"
-    ]
+    held = f"{now} of tensors ({most} at most) in {size(stats['reserved_bytes.all.current'])}"
+    return [f"The allocator has {held}. The device has {free} of {total} free"]
 
 
 def foreseen(job: Job, peak_bytes: int, local_ranks: int, base: int) -> list[str]:
@@ -108,10 +104,10 @@ def advice(
         with suppress(UserError):  # groups or servers that no search compares
             for one in search(*asked, most=min(room, LESS * plan.peak_bytes)).plans:
                 sets, slower = (
-                    (f"train.microbatch_size={one.setting.sizes.B}",),
+                    f"train.microbatch_size={one.setting.sizes.B}",
                     one.step.seconds / plan.step.seconds,
                 )
-                changes.append(Remedy(sets, one.peak_bytes, slower, to_text(one.layout)))
+                changes.append(Remedy((sets,), one.peak_bytes, slower, to_text(one.layout)))
     if not changes:
         return [*lines, "The planner knows no change that needs less; use more ranks or a smaller model"]
     changes.sort(key=lambda one: one.rank(room))

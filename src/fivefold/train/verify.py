@@ -142,7 +142,7 @@ def verify(
     recipe, notes = prepared(recipe, layout, steps, mode)
     wanted, launched = Layout.from_recipe(recipe.layout), ranks_.found()
     if launched and share_gpus:
-        raise UserError("--share-gpus: only for ranks that verify starts itself, not under a launcher")
+        raise UserError("--share-gpus is for ranks that `fivefold verify` starts itself; leave it out")
     validate(wanted, launched[1] if launched else wanted.ranks, partial(allows, recipe))
     data = prepare_data(recipe, quiet=launched is not None and launched[0] != 0)
     recipe = resolve(recipe, vocab_size=data.vocab_size)

@@ -1,11 +1,12 @@
-"""Plain PyTorch that trains the same shape, as a careful user writes it without a framework: FSDP2 over several ranks,
-autocast on one, compiled blocks on GPUs, PyTorch's attention, whole logits, fused AdamW.
+"""A recipe's model as a careful user trains it without a framework: FSDP2 over several ranks, autocast on one, compiled
+blocks of PyTorch's own modules and attention, whole logits, fused AdamW.
 
 Shapes: B batch, T tokens, D width, d width of a head.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -17,28 +18,40 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.launch.ranks import Ranks
+from fivefold.models.base import LanguageModel, block_dict, build
 from fivefold.models.card import card_of
-from fivefold.models.layers import rope_table
 from fivefold.models.section import ModelSection, known
+from fivefold.precision import torch_dtype
 from fivefold.recipe import Recipe
+from fivefold.step.state import compute_mode
+
+WARM_UP, STEPS = 3, 10
 
 
 class Block(nn.Module):
-    def __init__(self, model: ModelSection):
-        super().__init__()
-        D, inner, d, card = model.dim, known(model.ffn_dim), model.head_width, card_of(model)
-        self.heads, self.gated = [model.heads, known(model.kv_heads), known(model.kv_heads)], card.gated
-        line = partial(nn.Linear, bias=card.biased)
-        self.norm1, self.norm2 = norm(model), norm(model)
-        self.qkv, self.out = line(D, sum(self.heads) * d), line(model.heads * d, D)
-        self.up, self.down = line(D, 2 * inner if card.gated else inner), line(inner, D)
+    """again: backward recomputes it."""
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
-        """x (B, T, D); turn: cosines and sines (T, d) of rotary positions."""
-        qkv = self.qkv(self.norm1(x)).unflatten(2, (sum(self.heads), -1)).transpose(1, 2)
-        q, k, v = qkv.split(self.heads, dim=1)
-        if turn is not None:
-            q, k = rotate(q, *turn), rotate(k, *turn)
+    def __init__(self, model: ModelSection, again: bool):
+        super().__init__()
+        D, inner, K, card = model.dim, known(model.ffn_dim), known(model.kv_heads), card_of(model)
+        self.heads, self.gated, self.again = [model.heads, K, K], card.gated, again
+        norm = partial(nn.LayerNorm if card.biased else nn.RMSNorm, D, known(model.norm_eps))
+        line, width = partial(nn.Linear, bias=card.biased), model.head_width
+        self.norm1, self.norm2 = norm(), norm()
+        self.qkv, self.out = line(D, sum(self.heads) * width), line(model.heads * width, D)
+        self.up, self.down = line(D, inner * (1 + card.gated)), line(inner, D)
+
+    def forward(self, x: Tensor, *table: Tensor) -> Tensor:
+        """x (B, T, D); table: cosines and sines (T, d/2) of rotary positions, if they rotate."""
+        if self.again:
+            return checkpoint(self.compute, x, *table, use_reentrant=False)
+        return self.compute(x, *table)
+
+    def compute(self, x: Tensor, *table: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(2, (sum(self.heads), -1)).transpose(1, 2)
+        q, k, v = heads.split(self.heads, dim=1)
+        if table:
+            q, k = rotate(q, *table), rotate(k, *table)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads[0] != self.heads[1])
         x = x + self.out(y.transpose(1, 2).flatten(2))
         h = self.up(self.norm2(x))
@@ -48,71 +61,61 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-def norm(model: ModelSection) -> nn.Module:
-    return (nn.LayerNorm if card_of(model).biased else nn.RMSNorm)(model.dim, known(model.norm_eps))
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
-    return (x * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
-class Plain(nn.Module):
-    """A decoder. again: backward recomputes blocks."""
-
-    def __init__(self, model: ModelSection, again: bool):
-        super().__init__()
-        V, D = known(model.vocab_size), model.dim
-        self.section, self.again = model, again
-        self.embed = nn.Embedding(V, D)
-        self.places = None if card_of(model).rotary else nn.Embedding(model.seq_len, D)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
-        self.norm = norm(model)
-        self.head = None if model.tie_embeddings else nn.Linear(D, V, bias=False)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of (B, T) tokens."""
-        x, turn, places = self.embed(tokens), None, torch.arange(tokens.shape[1], device=tokens.device)
-        if self.places is not None:
-            x = x + self.places(places)
-        else:
-            cos, sin = rope_table(places, self.section, self.section.rotary_width)
-            turn = cos.repeat(1, 2), sin.repeat(1, 2)
-        for block in self.blocks:
-            x = checkpoint(block, x, turn, use_reentrant=False) if self.again else block(x, turn)
-        logits = F.linear(self.norm(x), (self.head or self.embed).weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-def plain_step(recipe: Recipe, ranks: Ranks, dtype: torch.dtype, tokens: Tensor) -> Callable[[], Tensor]:
-    """A function that takes a step of a resolved recipe on these tokens (B, T), and returns the loss."""
+def plain_model(model: ModelSection, again: bool) -> LanguageModel:
+    """On "meta"."""
     with torch.device("meta"):
-        model = Plain(recipe.model, recipe.layout.recompute == "full")
-    kind, optim = ranks.device.type, recipe.optim
+        whole = build(model)
+        whole.blocks = block_dict([Block(model, again) for _ in range(model.layers)])
+    return whole
+
+
+def plain(recipe: Recipe, ranks: Ranks) -> dict[str, float]:
+    """step_s of a resolved recipe."""
+    kind, optim, tokens = ranks.device.type, recipe.optim, random_tokens(recipe, ranks)
+    dtype = torch_dtype(compute_mode(recipe, ranks.device).working)
+    model = plain_model(recipe.model, recipe.layout.recompute == "full")
     if kind == "cuda":
-        for block in model.blocks:
+        for block in model.blocks.values():
             block.compile()
     if ranks.world > 1:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         mesh = init_device_mesh(kind, (ranks.world,))
-        for module in (*model.blocks, model):
+        for module in (*model.blocks.values(), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
     model.to_empty(device=ranks.device)
-    for name, p in model.named_parameters():
-        if p.dim() > 1:
-            nn.init.normal_(p, std=recipe.model.init_std)
-        else:
-            nn.init.constant_(p, 0.0 if name.endswith("bias") else 1.0)
-    first, second = optim.betas or (0.9, 0.999)
-    optimizer = torch.optim.AdamW(model.parameters(), optim.lr, (first, second), fused=True)
+    for p in model.parameters():
+        nn.init.normal_(p, std=recipe.model.init_std)
+    optimizer = torch.optim.AdamW(model.parameters(), optim.lr, optim.betas or (0.9, 0.999), fused=True)
 
-    def step() -> Tensor:
+    def step() -> None:
         with torch.autocast(kind, dtype, enabled=ranks.world == 1 and dtype != torch.float32):
-            loss = model(tokens, tokens)
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
 
-    return step
+    return {"step_s": seconds_per_step(step, ranks.device)}
+
+
+def random_tokens(recipe: Recipe, ranks: Ranks) -> Tensor:
+    """A rank's microbatch (B, T)."""
+    seeded = torch.Generator().manual_seed(ranks.rank)
+    size = recipe.train.microbatch_size or 1, recipe.model.seq_len
+    return torch.randint(known(recipe.model.vocab_size), size, generator=seeded).to(ranks.device)
+
+
+def seconds_per_step(step: Callable[[], object], device: torch.device) -> float:
+    began = 0.0
+    for steps in (WARM_UP, STEPS):
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return (time.perf_counter() - began) / STEPS
