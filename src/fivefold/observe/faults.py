@@ -8,6 +8,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -98,7 +99,7 @@ RESTARTS = "restarts.jsonl"
 def add_restart(run: Path, **line: Any) -> None:
     """Appends a line. Fields: kind, why (one message), died_after (the last step of metrics.jsonl), from_step (that of
     the newest checkpoint, or 0), ranks, wait_s."""
-    with Lines(run / RESTARTS) as file:
+    with closing(Lines(run / RESTARTS)) as file:
         file.write(json.dumps({"time": time.strftime("%Y-%m-%d %H:%M:%S")} | line))
 
 

@@ -89,12 +89,6 @@ class MetricsWriter:
         for said in self._trackers.news():
             print(f"WARNING: {said}", file=sys.stderr)
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The lines of a metrics file, in order; `path` is the file or its run folder. Null becomes NaN.
