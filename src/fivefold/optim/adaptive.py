@@ -121,14 +121,13 @@ CARDS = (
     ),
     RADAM,
     replace(RADAM, name="nadam", source="Dozat, ICLR workshop 2016", rule=nadam),
-    OptimizerCard(
-        "adamsage",
+    replace(
+        RADAM,
+        name="adamsage",
         source="arXiv 2202.02664",
         rule=adamsage,
         fields={"betas": (0.9, 0.95), "eps": 1e-8},
         states=(*MOMENTS, OptimizerState("sensitivity")),
-        counts=True,
-        second_moment="exp_avg_sq",
-        reads=3.0,
+        coupled=False,
     ),
 )
