@@ -118,7 +118,7 @@ def test_a_tracker_that_cannot_begin_is_said(tmp_path: Path, monkeypatch: pytest
 def test_a_missing_library_is_an_error_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(names.TRACKERS, "wandb", names.Tracker("no_such_module", "wandb"))
+    monkeypatch.setitem(names.TRACKERS, "wandb", ("no_such_module", "wandb"))
     recipe = change(load("quickstart"), ["observe.tracker=csv,wandb"])
     with pytest.raises(
         UserError, match=r'observe.tracker = "wandb": the library .* `pip install .fivefold\[wandb\]'

@@ -7,7 +7,6 @@ from fivefold.recipe.messages import explain, to_toml
 from fivefold.recipe.resolve import (
     microbatches_per_step,
     resolve,
-    targets_per_step,
     tokens_before,
     tokens_per_step,
     total_steps,

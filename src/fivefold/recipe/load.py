@@ -276,7 +276,7 @@ class _Draft:
             value: Any = raw  # parsed as TOML; the text itself if it is none, or the field holds text
             with suppress(ValueError, RecursionError):  # not TOML, or beyond what Python reads
                 parsed = tomllib.loads(f"v = {raw}")
-                wants_text = key in KEYS and plain_type(KEYS[key]) is str
+                wants_text = key in KEYS and plain_type(KEYS[key].annotation) is str
                 if parsed.keys() == {"v"} and (not wants_text or isinstance(parsed["v"], str)):
                     value = parsed["v"]
             section, dot, name = key.partition(".")
@@ -337,7 +337,9 @@ class _Draft:
             if isinstance(value, list):
                 values[name] = tuple(value)
             elif isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST:
-                values[name] = int(value) if key in KEYS and plain_type(KEYS[key]) is int else value
+                values[name] = (
+                    int(value) if key in KEYS and plain_type(KEYS[key].annotation) is int else value
+                )
         try:
             return cls.model_validate(values)
         except ValidationError as error:
