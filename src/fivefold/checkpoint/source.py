@@ -279,9 +279,8 @@ def import_folder(source: Path, out: Path) -> Path:
         with suppress(NoSuchToken):  # an end token can be named later
             load_tokenizer(source / "tokenizer.json")
     data = DataSection(tokenizer=str((out / "tokenizer.json").absolute()) if has_tokenizer else "bytes")
-    recipe = Recipe(
-        model=model, data=data, train=TrainSection(steps=1000)
-    )  # what follows from others stays open
+    # what follows from others stays open
+    recipe = Recipe(model=model, data=data, train=TrainSection(steps=1000))
     with _new_folder(out) as folder:
         text = to_toml(recipe, f"Weights imported from a Hugging Face {config['model_type']}.")
         files.write(folder / "recipe.toml", text)

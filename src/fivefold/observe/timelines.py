@@ -22,9 +22,7 @@ from fivefold.schedules.timelines import COMPUTE, MESSAGE, WAIT, StepTimeline
 
 FILL = {"forward": "F", "backward": "B", "update": "U", "other": "-", WAIT: "."}
 LEGEND = "F forward, B backward, U update, - other, . waits; = message beside computing, o message alone"
-COLORS = {
-    "forward": "blue", "backward": "green", "update": "purple", "other": "grey", MESSAGE: "orange"
-}  # fmt: skip
+COLORS = {"forward": "blue", "backward": "green", "update": "purple", "other": "grey", MESSAGE: "orange"}
 MOST = 6  # messages of a lane drawn side by side
 
 

@@ -7,13 +7,9 @@ tests hold them to PyTorch's. g: gradient, t: step.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from fivefold.optim.adamw import MOMENTS
-from fivefold.optim.card import OptimizerCard, OptimizerState, Update
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fivefold.optim.card import OptimizerCard, OptimizerState, Tensor, Update
 
 NADAM_DECAY = 4e-3  # of the momentum's schedule (Dozat, 2016)
 TABLE = 256  # steps after which the product of all momenta, each about a half, is nothing beside 1

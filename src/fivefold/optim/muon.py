@@ -8,14 +8,10 @@ learning rate and weight decay suit both. Embeddings, the output layer and vecto
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from fivefold.optim.adamw import ADAMW
-from fivefold.optim.card import OptimizerCard, OptimizerState, Update
+from fivefold.optim.card import OptimizerCard, OptimizerState, Tensor, Update
 from fivefold.sharding.parts import Shape
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration, steepest at zero (Jordan)."""

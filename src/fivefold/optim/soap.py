@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from fivefold.optim.adamw import ADAMW
-from fivefold.optim.card import OptimizerState, Update
+from fivefold.optim.card import OptimizerState, Tensor, Update
 from fivefold.optim.muon import MUON
 from fivefold.sharding.parts import Shape
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def soap(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:

@@ -17,12 +17,7 @@ from fivefold.recipe.rules.texts import (
     expected_vocab_size,
     leave_out,
     place,
+    run_steps,
     sequences_before,
 )
-from fivefold.recipe.schema import (
-    DataSection,
-    FaultsSection,
-    LayoutSection,
-    OptimSection,
-    TrainSection,
-)
+from fivefold.recipe.schema import DataSection, FaultsSection, LayoutSection, OptimSection, TrainSection

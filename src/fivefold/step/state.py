@@ -256,9 +256,8 @@ def updater_arguments(
     fields = dict(card.fields) if card else {n: getattr(optim, n) for n in OPTIMIZERS[optim.name].fields}
     assert card or None not in fields.values(), "a resolved recipe has the optimizer's fields"
     # with those that the data leaves out, such as prompts of conversations
-    targets = (
-        predicted(card_of(recipe.model).objective, recipe.model.seq_len) * recipe.train.global_batch_size
-    )
+    targets = predicted(card_of(recipe.model).objective, recipe.model.seq_len)
+    targets *= recipe.train.global_batch_size
     return {
         "card": card or OPTIMIZERS[optim.name],
         "lr": optim.lr,
