@@ -310,8 +310,8 @@ class _Draft:
         field, _, rest = name.partition(".")
         wanted, _, key = rest.rpartition(".")
         entries = self.table.get(section, {}).get(field)
-        listed = messages.entry_type(f"{section}.{field}") and isinstance(entries, list | tuple)
-        if not wanted or not listed:
+        listed = messages.entry_type(f"{section}.{field}")
+        if not (wanted and listed and isinstance(entries, list | tuple)):
             return None
         copies = [dict(entry) if isinstance(entry, dict) else entry for entry in entries]
         self.table[section][field] = copies

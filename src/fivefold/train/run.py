@@ -249,8 +249,8 @@ def _opened(job: Job, ranks: Ranks, step: int, stack: ExitStack) -> tuple[Consol
             there = load_tokenizer(out / "tokenizer.json").fingerprint
         if there != tokenizer.fingerprint:
             tokenizer.save(out / "tokenizer.json")
-    writer = MetricsWriter(out, recipe.observe.tracker, step=step, about=recipe.model_dump())
-    metrics = stack.enter_context(writer)
+    metrics = MetricsWriter(out, recipe.observe.tracker, step=step, about=recipe.model_dump())
+    stack.enter_context(closing(metrics))
     if metrics.damaged:
         console.note(f"metrics.jsonl: {several(metrics.damaged, 'damaged line')} left out")
     return console, metrics

@@ -182,7 +182,8 @@ class Rows(Kind):
         try:
             for row, value in self.rows(file, fields, start):
                 if row >= start:
-                    behind, bad = row + 1, isinstance(value, str)
+                    behind = row + 1
+                    bad = isinstance(value, str)
                     yield Bad(number, row, value) if bad else document_of(number, row, value, fields), behind
         except OSError as error:
             yield Bad(number, behind, unreadable(error)), ENDED
