@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from contextlib import closing
 from pathlib import Path
 
 from fivefold.observe.metrics import MetricsWriter
@@ -47,7 +48,7 @@ def make_run(folder: Path, steps: int = 800) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.toml").write_text(to_toml(resolved))
     (folder / "machine.json").write_text(json.dumps(MACHINE))
-    with MetricsWriter(folder, tracker="none") as writer:
+    with closing(MetricsWriter(folder, tracker="none")) as writer:
         for step, loss in enumerate(losses(steps), 1):
             seconds = 0.22 * (3 if step == 1 else 1 + abs(noise.gauss(0, 0.02)))
             writer.write(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stored
 from data_recipes import recipe_of, write
 from hypothesis import given
 from hypothesis import strategies as st
@@ -503,7 +504,7 @@ def test_a_step_weighs_all_answer_tokens_alike(tmp_path: Path):
         run = tmp_path / f"run-{micro}"
         train_rank(0, 1, recipe, run)
         losses.append(lines(run, "loss"))
-        weights.append(store.load(store.latest(run), kinds=("model",)).model)
+        weights.append(stored.load(store.latest(run), kinds=("model",)).model)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert_close_tensors(*weights)
 

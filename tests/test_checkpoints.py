@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored
 import torch
 from marks import only
 from ranks import run_ranks
@@ -345,10 +346,10 @@ def test_ranks_agree_on_the_checkpoint_before(recipe, tmp_path):
     """Only one of them reads the damaged file."""
     two = change(recipe, ["layout.dp_replicate=2", "train.microbatch_size=1", "checkpoint.keep_last=2"])
     run_ranks(2, train_rank, two, tmp_path / "run")
-    before = store.load(store.latest(tmp_path / "run"))
+    before = stored.load(store.latest(tmp_path / "run"))
     cut(store.latest(tmp_path / "run"))
     assert run_ranks(2, train_rank, two, tmp_path / "run", True) == [None, None]
-    after = store.load(store.latest(tmp_path / "run"))
+    after = stored.load(store.latest(tmp_path / "run"))
     assert_same_tensors(after.model, before.model)
     assert "damaged-step-00000006" in names(tmp_path / "run")
 
@@ -412,7 +413,7 @@ def test_more_updates_than_sequences_are_damage(recipe, whole, tmp_path):
     mend(store.latest(run), lambda found: found["meta"].update(updates=most + 1))
     train_rank(0, 1, recipe, run, resume=True)
     assert f"meta.updates is {most + 1}, and step 6 has at most {most}" in lines(run, "alarm")[0]
-    assert_same_tensors(*(store.load(store.latest(one)).model for one in (run, whole)))
+    assert_same_tensors(*(stored.load(store.latest(one)).model for one in (run, whole)))
 
 
 # Going back, and on
@@ -517,7 +518,7 @@ def test_the_command_lists_verifies_copies_and_prunes(recipe, whole, tmp_path):
     assert all(row["verified"] and not row["damage"] and row["format"] == 4 for row in found["checkpoints"])
     code, found = command(run, "--copy", tmp_path / "backup", "--step", 4)
     assert found["copied"] == str(tmp_path / "backup" / "step-00000004")
-    assert store.load(Path(found["copied"])).meta["step"] == 4
+    assert stored.load(Path(found["copied"])).meta["step"] == 4
     cut(run / "checkpoints" / "step-00000002")
     assert command(run)[0] == 0, "without --verify only manifests are read"
     code, found = command(run, "--verify")
@@ -583,7 +584,7 @@ def test_the_format_can_be_read_with_numpy_alone(whole):
     known: dict[str, object] = {}
     exec(reads + checks, known)
     folder = store.latest(whole)
-    found, wanted = known["read"](folder), store.load(folder)  # type: ignore[operator]
+    found, wanted = known["read"](folder), stored.load(folder)  # type: ignore[operator]
     both = {**wanted.model, **wanted.optimizer}
     assert found.keys() == both.keys()
     assert all(torch.equal(torch.from_numpy(found[name].copy()), tensor) for name, tensor in both.items())

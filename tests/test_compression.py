@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -491,7 +492,7 @@ def test_resumes_with_the_same_bits(base: Recipe, tmp_path: Path, text: str) -> 
     train(base, layout, tmp_path / "whole", 4)
     train(base, layout, tmp_path / "parts", 2)
     train(base, f"{layout},recompute=full", tmp_path / "parts", 4, resume=True)
-    a, b = (store.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
+    a, b = (stored.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
     assert_same_tensors(a.model, b.model)
     assert_same_tensors(a.optimizer, b.optimizer)
     assert sum(name.startswith("unsent.") for name in a.optimizer) == 2 * (1 + text.startswith("powersgd"))
@@ -515,7 +516,7 @@ def test_another_layout_starts_without_residuals(base: Recipe, tmp_path: Path, c
     )
     assert not any(left for _, left in forgotten)
     train(recipe, "dp=2,tp=2,compress=topk:0.1", tmp_path, 2, resume=True)
-    assert store.load(store.latest(tmp_path)).meta["step"] == 2
+    assert stored.load(store.latest(tmp_path)).meta["step"] == 2
     same = run_ranks(4, resumed, change(recipe, [], "dp=2,tp=2,compress=topk:0.1"), tmp_path)
     assert [text for text, _ in same] == [""] * 4
     assert all(left > 0 for _, left in same)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stored
 from data_recipes import write
 from ranks import run_ranks
 from runs import assert_same_tensors, lines, train_rank
@@ -199,7 +200,9 @@ def test_a_run_resumes_in_stages_on_any_layout(texts: Path) -> None:
     for name in ("one", "two"):
         assert lines(texts / name, "loss") == pytest.approx(lines(whole, "loss"), rel=1e-5)
         assert lines(texts / name, "source_tokens") == lines(whole, "source_tokens")
-    assert_same_tensors(store.load(store.latest(texts / "one")).model, store.load(store.latest(whole)).model)
+    assert_same_tensors(
+        stored.load(store.latest(texts / "one")).model, stored.load(store.latest(whole)).model
+    )
     assert lines(texts / "one", "val_losses") == lines(whole, "val_losses")
     seen_tokens = lines(whole, "source_tokens")
     assert seen_tokens[2] == {"a": 6 * 16, "b": 4 * 16, "c": 2 * 16}
@@ -251,7 +254,7 @@ def test_conversations_and_texts_in_one_mixture(texts: Path) -> None:
     for later in store.checkpoints(texts / "again")[1:]:
         shutil.rmtree(later)
     train_rank(0, 1, recipe, texts / "again", True)
-    final = [store.load(store.latest(texts / name)).model for name in ("whole", "again")]
+    final = [stored.load(store.latest(texts / name)).model for name in ("whole", "again")]
     assert_same_tensors(*final)
     run_ranks(2, train_rank, change(recipe, layout="dp=2"), texts / "two", timeout_s=60)
     train_rank(0, 1, change(recipe, ["train.microbatch_size=4"]), texts / "one-microbatch")

@@ -277,9 +277,9 @@ def test_an_old_file_is_hashed_once_and_still_never_read_stale(
 ):
     """The remembered hash is used (files older than two seconds), and dropped when the change time moves."""
     hashed = []
-    original = prepare_source.__globals__["sha256_file"]
+    original = prepare_source.__globals__["sha256"]
     monkeypatch.setitem(
-        prepare_source.__globals__, "sha256_file", lambda *a: hashed.append(a[0].name) or original(*a)
+        prepare_source.__globals__, "sha256", lambda *a: hashed.append(a[0].name) or original(*a)
     )
     path = write(tmp_path / "in" / "a.txt", "the first text")
     recipe = recipe_of(path, tmp_path / "cache", val_fraction=0.0)

@@ -252,7 +252,7 @@ def test_a_planned_worker_is_drawn_in_both_orders(tmp_path, capsys):
 def test_a_simulated_worker_does_everything_once_per_step():
     layers = [Layer(1, 2, 4, 4), Layer(1, 2, 4, 4)]
     run = Simulation(layers, Line(1, 1, partition=4), iterations=6)
-    rows = timelines.simulated_worker(run, steps=2)
+    rows = timelines.rows_of(run.events, run.ends[-3], run.ends[-1])
     assert [box.label for box in rows["computing"] if box.kind == "a"] == ["0", "1"] * 2
     assert [box.label for box in rows["computing"] if box.kind == "b"] == ["1", "0"] * 2
     assert max(box.end for box in rows["computing"]) == pytest.approx(run.ends[-1] - run.ends[-3])

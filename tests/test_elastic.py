@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stored
 import torch
 import torch.distributed as dist
 from launched import Launched, last_step
@@ -252,7 +253,7 @@ def test_four_ranks_then_three_then_four(room: Path, tmp_path: Path, zero: str) 
             lines(tmp_path / "whole", key)[-1], rel=1e-5
         )
     assert lines(tmp_path / "parts", "loss") == pytest.approx(lines(tmp_path / "whole", "loss"), rel=1e-6)
-    found, wanted = (store.load(store.latest(tmp_path / name)) for name in ("parts", "whole"))
+    found, wanted = (stored.load(store.latest(tmp_path / name)) for name in ("parts", "whole"))
     for kind in ("model", "optimizer"):
         assert_close_tensors(getattr(found, kind), getattr(wanted, kind))
 
@@ -264,7 +265,7 @@ def test_a_run_of_unequal_shares_is_exact_to_the_bit(room: Path, tmp_path: Path)
         recipe = change(base, [f"train.steps={steps}"])
         resumed = (tmp_path / out).exists()
         run_ranks(3, seen_by_rank, recipe, tmp_path / out, resumed)
-    a, b = (store.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
+    a, b = (stored.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
     for kind in ("model", "optimizer"):
         assert_same_tensors(getattr(a, kind), getattr(b, kind))
 

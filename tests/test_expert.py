@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 import torch.distributed as dist
 from layouts import TINY, compared, side, tiny
@@ -361,7 +362,7 @@ def test_a_run_goes_on_in_one_process(folder, tmp_path, layout):
     assert lines(tmp_path / "many", "val_loss")[-1] == pytest.approx(
         lines(tmp_path / "one", "val_loss")[-1], rel=1e-5
     )
-    a, b = (store.load(store.latest(tmp_path / name)).model for name in ("one", "many"))
+    a, b = (stored.load(store.latest(tmp_path / name)).model for name in ("one", "many"))
     assert a.keys() == b.keys()
     for name, weight in a.items():
         if name.endswith("router.bias"):

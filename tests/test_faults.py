@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored
 import torch
 from marks import slow
 from ranks import run_ranks
@@ -151,7 +152,7 @@ def test_a_run_goes_back_over_a_step(base: Recipe, tmp_path: Path, layout: str) 
     assert "The run went back" in page(tmp_path / "one")
     steps = [int(p.name.removeprefix("step-")) for p in store.checkpoints(tmp_path / "one")]
     assert steps == [4, 6, 8]
-    assert store.load(store.latest(tmp_path / "one")).meta["left_out"] == [4, 8]
+    assert stored.load(store.latest(tmp_path / "one")).meta["left_out"] == [4, 8]
 
 
 def test_going_back_again_and_after_a_resume(base: Recipe, tmp_path: Path) -> None:
@@ -284,18 +285,18 @@ def test_a_run_that_diverged_has_all_its_tries_again(base: Recipe, tmp_path: Pat
     recipe = change(base, ["train.steps=9"])
     ((_, said),) = run_on(recipe, tmp_path, poisoned_rank, [2, 3, 4, 5, 6])
     assert "not finite in 5 steps in a row, up to step 6" in said
-    found = store.load(store.latest(tmp_path))
+    found = stored.load(store.latest(tmp_path))
     assert (found.meta["step"], found.meta["updates"]) == (6, 1)
     ((_, said),) = run_on(recipe, tmp_path, poisoned_rank, [7, 8], True)
     assert said == ""
-    assert store.load(store.latest(tmp_path)).meta["updates"] == 2
+    assert stored.load(store.latest(tmp_path)).meta["updates"] == 2
 
 
 def test_a_run_can_end_at_the_first_fault(base: Recipe, tmp_path: Path) -> None:
     recipe = change(base, ["faults.on_nonfinite=abort"])
     ((_, said),) = run_on(recipe, tmp_path, poisoned_rank, [3])
     assert said == "step 3: loss or gradient is not finite; the update is skipped"
-    found = store.load(store.latest(tmp_path))
+    found = stored.load(store.latest(tmp_path))
     assert (found.meta["step"], found.meta["updates"]) == (3, 2)
 
 
@@ -357,7 +358,7 @@ def test_spikes_are_said_and_counted(
     assert "step 30: the loss is 199.1, and about 4" in said
     assert f"is usual; the update is {used}" in said
     assert "unusual steps   1 spike of the loss, 1 outlier of the gradient's norm" in said
-    assert store.load(store.latest(out)).meta["updates"] == 32 - (policy == "skip")
+    assert stored.load(store.latest(out)).meta["updates"] == 32 - (policy == "skip")
     assert "Unusual steps" in page(out)
     assert [line["step"] for line in map(json.loads, (out / "metrics.jsonl").open()) if "spike" in line] == [
         30

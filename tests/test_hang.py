@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored
 import torch
 from hanging import codes, serve, start, train
 from marks import slow
@@ -22,7 +23,7 @@ from ranks import run_ranks
 from runs import lines, train_rank
 from test_train import TINY, text, tiny  # noqa: F401
 
-from fivefold.checkpoint import store, write
+from fivefold.checkpoint import write
 from fivefold.comm.axis import Axis
 from fivefold.comm.hang import Judge, Post, Seen, Wait
 from fivefold.comm.progress import progress
@@ -338,7 +339,7 @@ def test_a_slow_save_or_load_gets_on(tmp_path: Path) -> None:
         began = progress.moved
         folder = write.save(tmp_path / "checkpoint", {"weight": torch.zeros(4)}, None, {})
         saved = progress.moved
-        store.load(folder)
+        stored.load(folder)
     assert began < saved < progress.moved - 1, "the end of the phase counts, too"
 
 

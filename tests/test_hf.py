@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 from marks import only
 from safetensors.torch import load_file, save_file
@@ -138,7 +139,7 @@ def test_first_gpt2_files_without_prefix_and_with_masks_are_imported(tmp_path):
     weights = {name.removeprefix("transformer."): t for name, t in load_file(path).items()}
     save_file(weights | {"h.0.attn.bias": torch.ones(1, 1, 16, 16)}, path)
     import_folder(tmp_path / "hf", tmp_path / "again")
-    a, b = (store.load(store.latest(r)).model for r in (run, tmp_path / "again"))
+    a, b = (stored.load(store.latest(r)).model for r in (run, tmp_path / "again"))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -154,7 +155,7 @@ def test_first_bert_files_with_gamma_and_pooler_are_imported(tmp_path):
     extra = {"bert.pooler.dense.weight": torch.ones(32, 32), "cls.seq_relationship.bias": torch.ones(2)}
     save_file(weights | extra, path)
     import_folder(tmp_path / "hf", tmp_path / "again")
-    a, b = (store.load(store.latest(r)).model for r in (run, tmp_path / "again"))
+    a, b = (stored.load(store.latest(r)).model for r in (run, tmp_path / "again"))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 

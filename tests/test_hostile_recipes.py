@@ -91,7 +91,7 @@ def test_every_whole_number_has_a_limit() -> None:
     without = [
         key
         for key, field in KEYS.items()
-        if plain_type(field) is int and not any(hasattr(bound, "le") for bound in field.metadata)
+        if plain_type(field.annotation) is int and not any(hasattr(bound, "le") for bound in field.metadata)
     ]
     assert without == []
 

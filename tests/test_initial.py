@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored
 import torch
 from marks import only
 from ranks import run_ranks
@@ -189,7 +190,7 @@ def test_frozen_weights_are_kept_as_they_compute_in_every_layout(base, text, tmp
         base, text, "model.freeze=embed*", "precision.mode=bf16", "train.steps=1", layout="dp=2,zero=3"
     )
     run_ranks(2, started, recipe, tmp_path / "run")
-    found = store.load(store.latest(tmp_path / "run"), kinds=("model",)).model
+    found = stored.load(store.latest(tmp_path / "run"), kinds=("model",)).model
     assert {t.dtype for name, t in found.items() if name.startswith("embed")} == {torch.bfloat16}
     assert {t.dtype for name, t in found.items() if not name.startswith("embed")} == {torch.float32}
     was = weights_of(store.latest(base))

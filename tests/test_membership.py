@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import stored
 import torch
 import torch.distributed as dist
 from layouts import tiny
@@ -109,7 +110,7 @@ def test_a_replica_group_dies_and_returns(tmp_path: Path) -> None:
     for process in (first, again):
         process.join(60 * PATIENCE)
         assert process.exitcode == 0
-    ends = [store.load(store.folder_of(out, 15)) for out in outs]
+    ends = [stored.load(store.folder_of(out, 15)) for out in outs]
     assert_same_tensors(ends[0].model, ends[1].model)
     names = [name for name in ends[0].optimizer if name.startswith("outer.")]
     assert names

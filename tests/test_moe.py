@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 from exported import read_by_transformers
 from runs import train_rank
@@ -335,7 +336,7 @@ def test_a_bias_is_saved_and_goes_on(text, tmp_path):
     whole = train(text, tmp_path / "whole", *options, "train.steps=6")
     train(text, tmp_path / "parts", *options, "train.steps=3")
     train_rank(0, 1, recipe_of(text, *options, "train.steps=6"), tmp_path / "parts", True)
-    a, b = (store.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
+    a, b = (stored.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
     name = "blocks.1.mlp.router.bias"
     assert torch.equal(a.model[name], b.model[name])
     assert torch.equal(a.model["embed.weight"], b.model["embed.weight"])

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import closing
 from itertools import count
 
 import pytest
@@ -34,7 +35,7 @@ def output(terminal: bool, use, **options) -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=options.pop("encoding", "utf-8"), write_through=True)
     ticks = count()
     options = {"total_steps": 20, "clock": lambda: float(next(ticks)), **options}
-    with Console(file=stream, terminal=terminal, **options) as console:
+    with closing(Console(file=stream, terminal=terminal, **options)) as console:
         use(console)
     stream.seek(0)
     return stream.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ def train_line(step: int, **more) -> dict:
 
 
 def write(folder: Path, steps: range, **options) -> None:
-    with MetricsWriter(folder, tracker="none", **options) as writer:
+    with closing(MetricsWriter(folder, tracker="none", **options)) as writer:
         for step in steps:
             writer.write(train_line(step))
 
@@ -38,7 +39,7 @@ def test_lines_read_back_as_written(tmp_path: Path) -> None:
         {"step": 1, "val_loss": 4.5, "val_bits_per_byte": 1.2},
         {"step": 1, "sample": "a\n\u2028ü"},
     ]
-    with MetricsWriter(tmp_path, tracker="none") as writer:
+    with closing(MetricsWriter(tmp_path, tracker="none")) as writer:
         for line in lines:
             writer.write(line)
         assert read_metrics(tmp_path) == lines, "visible at once, before the file is closed"
@@ -46,14 +47,14 @@ def test_lines_read_back_as_written(tmp_path: Path) -> None:
 
 
 def test_numbers_from_numpy_are_plain(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tracker="none") as writer:
+    with closing(MetricsWriter(tmp_path, tracker="none")) as writer:
         writer.write({"step": np.int64(3), "loss": np.float32(1.5), "mfu": None, "sample": "lone \ud800"})
     assert read_metrics(tmp_path) == [{"step": 3, "loss": 1.5, "sample": "lone \\ud800"}]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_not_finite_is_strict_json_and_reads_as_nan(tmp_path: Path, value: float) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write({"step": 1, "loss": value})
 
     def refuse(constant: str) -> None:
@@ -96,7 +97,7 @@ def test_broken_line_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write({"step": 1, "loss": 2.5, "lr": 0.1})
         writer.write({"step": 2, "val_loss": 2.0})
         writer.write({"step": 2, "sample": "def f():\n    pass"})
@@ -118,7 +119,7 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
 
 def test_tensorboard_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
     for start in (0, 3):
-        with MetricsWriter(tmp_path, step=start) as writer:
+        with closing(MetricsWriter(tmp_path, step=start)) as writer:
             for step in range(start + 1, 6):
                 writer.write({"step": step, "loss": float(start)})
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -137,14 +138,17 @@ def test_lines_that_a_power_cut_damaged_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first, second, third = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + bytes(30) + second[:20] + b"\n" + third + bytes(50) + b"\n" + bytes(9))
-    with MetricsWriter(tmp_path, tracker="none", step=3) as writer:
+    with closing(MetricsWriter(tmp_path, tracker="none", step=3)) as writer:
         assert writer.damaged == 1
         writer.write(train_line(4))
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3, 4]
 
 
 def test_a_full_disk_delays_lines(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tracker="none") as writer, open("/dev/full", "ab", buffering=0) as full:
+    with (
+        closing(MetricsWriter(tmp_path, tracker="none")) as writer,
+        open("/dev/full", "ab", buffering=0) as full,
+    ):
         assert writer.write(train_line(1)) == ""
         disk, writer._file._file = writer._file._file, full  # type: ignore[assignment]
         assert "No space left" in writer.write(train_line(2))
@@ -156,7 +160,10 @@ def test_a_full_disk_delays_lines(tmp_path: Path) -> None:
 
 
 def test_lines_that_a_full_disk_kept_back_are_written_when_the_file_closes(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tracker="none") as writer, open("/dev/full", "ab", buffering=0) as full:
+    with (
+        closing(MetricsWriter(tmp_path, tracker="none")) as writer,
+        open("/dev/full", "ab", buffering=0) as full,
+    ):
         disk, writer._file._file = writer._file._file, full  # type: ignore[assignment]
         assert "No space left" in writer.write(train_line(1))
         writer._file._file = disk

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import tomllib
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def page_of(run: Path) -> Page:
 
 
 def write_run(folder: Path, *lines: dict) -> Path:
-    with MetricsWriter(folder, tracker="none") as writer:
+    with closing(MetricsWriter(folder, tracker="none")) as writer:
         for line in lines:
             writer.write(line)
     return folder

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import stored
 import torch
 from layouts import tiny
 from marks import all_but, only, slow
@@ -192,7 +193,7 @@ def test_a_run_resumes_exactly_whatever_its_tier(tmp_path, optimizer):
         train_rank(0, 1, one, parts, steps > 1)
     assert lines(parts, "loss") == lines(whole, "loss")
     assert lines(parts, "val_loss")[-1] == lines(whole, "val_loss")[-1]
-    left, right = (store.load(store.latest(run)) for run in (parts, whole))
+    left, right = (stored.load(store.latest(run)) for run in (parts, whole))
     assert_same_tensors(left.model, right.model)
     assert_same_tensors(left.optimizer, right.optimizer)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -359,7 +360,7 @@ def test_a_run_moves_between_pipelines(room, tmp_path):
     one = tmp_path / "one"
     assert lines(run, "loss") == pytest.approx(lines(one, "loss"), rel=1e-5)
     assert lines(run, "grad_norm") == pytest.approx(lines(one, "grad_norm"), rel=1e-4)
-    a, b = store.load(store.latest(one)), store.load(store.latest(run))
+    a, b = stored.load(store.latest(one)), stored.load(store.latest(run))
     assert a.model.keys() == b.model.keys()
     picture = run / "traces" / "pipeline-step-00000002.svg"
     assert picture.read_text().count("</svg>") == 3

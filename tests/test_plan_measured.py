@@ -108,8 +108,8 @@ def test_ranks_share_the_machine() -> None:
         assert device.peak["fp32"] == pytest.approx(4 * ASSUMED_FLOPS["fp32"] / ranks)
         seconds = cost.products(product, device, "fp32", 4)[0]
         assert seconds == pytest.approx(2 * 512**3 / (ASSUMED_FLOPS["fp32"] * cores))
-    assert assumed_table(4).oversubscription(3) == 1
-    assert assumed_table(4).oversubscription(8) == 2
+    assert cluster.for_ranks(3).oversubscription == 1
+    assert cluster.for_ranks(8).oversubscription == 2
 
 
 def test_mfu_is_at_most_all_of_it() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored
 import torch
 from layouts import compared, tiny
 from marks import only, slow
@@ -326,14 +327,14 @@ def test_layouts_draw_the_same_random_bits(tmp_path):
             assert_same_tensors(answers[0]["all"], answers[1]["all"])
 
 
-def trained(recipe: Recipe, layout: str, out: Path, steps: int, resume: bool = False) -> store.Checkpoint:
+def trained(recipe: Recipe, layout: str, out: Path, steps: int, resume: bool = False) -> stored.Checkpoint:
     recipe = change(recipe, [f"train.steps={steps}"], layout)
     ranks = Layout.from_recipe(recipe.layout).ranks
     if ranks == 1:
         train_rank(0, 1, recipe, out, resume)
     else:
         run_ranks(ranks, train_rank, recipe, out, resume, timeout_s=60)
-    return store.load(store.latest(out))
+    return stored.load(store.latest(out))
 
 
 RESUMED = ["optim.schedule=constant", "observe.tracker=none", "model.layers=2"]
@@ -405,7 +406,7 @@ def overflowing_rank(
 
 def apart(a: Path, b: Path) -> float:
     """The relative difference of two runs' last weights, all together."""
-    mine, theirs = (store.load(store.latest(out)).model for out in (a, b))
+    mine, theirs = (stored.load(store.latest(out)).model for out in (a, b))
     square = sum((mine[name] - w).double().square().sum() for name, w in theirs.items())
     return float((square / sum(w.double().square().sum() for w in theirs.values())).sqrt())
 

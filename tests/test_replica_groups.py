@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored
 import torch
 from layouts import tiny
 from marks import all_but, only
@@ -443,7 +444,7 @@ def run(recipe: Recipe, layout: str, out: Path, steps: int, *sets: str, resume: 
 
 
 def saved(run: Path, step: int) -> dict[str, Tensor]:
-    found = store.load(store.folder_of(run, step))
+    found = stored.load(store.folder_of(run, step))
     return {**found.model, **found.optimizer}
 
 
@@ -500,7 +501,7 @@ def test_resumes_in_another_layout_of_the_replica_groups(whole: tuple[Recipe, Pa
     recipe, out = whole
     again = cut_off(out, 9, tmp_path / "run")
     run(recipe, "dp=2,tp=2", again, 10, resume=True)
-    assert_close_tensors(store.load(store.latest(again)).model, store.load(store.latest(out)).model)
+    assert_close_tensors(stored.load(store.latest(again)).model, stored.load(store.latest(out)).model)
 
 
 @pytest.mark.slow

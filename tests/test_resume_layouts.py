@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 from marks import slow
 from ranks import run_ranks
@@ -92,7 +93,7 @@ def test_goes_on_at_another_layout(
         assert lines(tmp_path, key) == pytest.approx(lines(whole, key), rel=1e-5), key
     assert lines(tmp_path, "val_loss") == pytest.approx(lines(whole, "val_loss"), rel=1e-5)
     assert len(lines(tmp_path, "val_loss")) == 2
-    found, wanted = store.load(store.latest(tmp_path)), store.load(store.latest(whole))
+    found, wanted = stored.load(store.latest(tmp_path)), stored.load(store.latest(whole))
     assert found.meta["step"] == wanted.meta["step"] == 4
     for kind in ("model", "optimizer"):
         assert_close_tensors(getattr(found, kind), getattr(wanted, kind))
@@ -108,7 +109,7 @@ def test_experts_that_are_shared_another_way(base: Recipe, tmp_path: Path, secon
     train(recipe, "dp=4,zero=1", tmp_path / "other", 1)
     train(recipe, second, tmp_path / "other", 3, resume=True)
     train(recipe, ONE, tmp_path / "other", 4, resume=True)
-    a, b = (store.load(store.latest(tmp_path / name)) for name in ("one", "other"))
+    a, b = (stored.load(store.latest(tmp_path / name)) for name in ("one", "other"))
     for kind in ("model", "optimizer"):
         assert_close_tensors(getattr(b, kind), getattr(a, kind))
 
@@ -130,7 +131,7 @@ def test_same_layout_same_bits(base: Recipe, tmp_path: Path, layout: str, mode: 
     train(recipe, layout, tmp_path / "whole", 4)
     train(recipe, layout, tmp_path / "parts", 2)
     train(recipe, layout, tmp_path / "parts", 4, resume=True)
-    a, b = (store.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
+    a, b = (stored.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
     assert_same_tensors(a.model, b.model)
     assert_same_tensors(a.optimizer, b.optimizer)
     for key in ("loss", "grad_norm", "val_loss"):
@@ -170,7 +171,7 @@ def test_other_optimizers_resume_too(
         out = tmp_path / layout
         train(recipe, first, out, 2)
         train(recipe, layout, out, 4, resume=True)
-        a, b = (store.load(store.latest(folder)) for folder in (tmp_path / "whole", out))
+        a, b = (stored.load(store.latest(folder)) for folder in (tmp_path / "whole", out))
         assert {key.partition(".")[0] for key in a.optimizer} == set(card.state_names)
         for kind in ("model", "optimizer"):
             equal = assert_same_tensors if layout == first else assert_close_tensors
@@ -188,7 +189,7 @@ def test_options_resume_too(base: Recipe, tmp_path: Path) -> None:
     train(recipe, "dp=2", tmp_path / "whole", 4)
     train(recipe, "dp=2", tmp_path / "parts", 2)
     train(recipe, "dp=2", tmp_path / "parts", 4, resume=True)
-    a, b = (store.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
+    a, b = (stored.load(store.latest(tmp_path / name)) for name in ("whole", "parts"))
     assert_same_tensors(a.model, b.model)
     assert a.meta["usual"] == b.meta["usual"]
     assert a.meta["usual"][::3] == [4, 4]
@@ -223,7 +224,7 @@ def test_states_of_whole_matrices_resume_too(
         shutil.copytree(tmp_path / "parts", tmp_path / layout)
         train(recipe, layout, tmp_path / layout, 3, resume=True)
     train(recipe, first, tmp_path / "parts", 3, resume=True)
-    found = {key: store.load(store.latest(tmp_path / key)) for key in ("whole", "parts", second, ONE)}
+    found = {key: stored.load(store.latest(tmp_path / key)) for key in ("whole", "parts", second, ONE)}
     for kind in ("model", "optimizer"):
         assert_same_tensors(getattr(found["parts"], kind), getattr(found["whole"], kind))
     assert {name.partition(".")[0] for name in found[ONE].optimizer} == set(OPTIMIZERS[name].state_names)
@@ -245,7 +246,7 @@ def test_a_rank_reads_its_part_only(base: Recipe, tmp_path: Path, monkeypatch: p
     """Resuming at dp 4, ZeRO 3 reads a quarter of each tensor on each rank."""
     train(base, ONE, tmp_path, 1)
     read = run_ranks(4, elements_read, change(base, ["train.steps=1"], "dp=4,zero=3"), tmp_path)
-    tensors = store.load(store.latest(tmp_path))
+    tensors = stored.load(store.latest(tmp_path))
     total = sum(t.numel() for kind in (tensors.model, tensors.optimizer) for t in kind.values())
     assert sum(read) == total
     assert max(read) < 1.1 * total / 4
@@ -373,7 +374,7 @@ def test_what_one_rank_cannot_read_stops_every_rank(base: Recipe, tmp_path: Path
     said = run_ranks(2, error_with_another_manifest, recipe, tmp_path)
     folder = store.latest(tmp_path)
     assert said == [f"{folder / MANIFEST} cannot be read: Permission denied"] * 2
-    saved = store.load(folder)
+    saved = stored.load(folder)
     saved.model["norm.weight"] = torch.ones(33)
     write.save(folder, saved.model, saved.optimizer, saved.meta)
     said = run_ranks(2, error_of, recipe, tmp_path)

@@ -20,6 +20,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import stored
 import torch.distributed as dist
 from layouts import tiny
 from marks import only, slow
@@ -274,7 +275,7 @@ class _Slow:
 
 
 def saved(run: Path, step: int) -> dict[str, Tensor]:
-    found = store.load(store.folder_of(run, step))
+    found = stored.load(store.folder_of(run, step))
     return {**found.model, **found.optimizer}
 
 
@@ -497,7 +498,7 @@ def test_a_run_that_ends_with_a_fault_is_saved(
     assert "not finite" in said.pop()
     (folder,) = store.checkpoints(tmp_path / "run")
     assert len(lines(tmp_path / "run", "loss")) <= store.step_in(folder) < 20
-    assert all(tensor.isfinite().all() for tensor in store.load(folder).model.values())
+    assert all(tensor.isfinite().all() for tensor in stored.load(folder).model.values())
 
 
 @pytest.mark.parametrize(("staleness", "least"), [pytest.param(-1, 4, marks=pytest.mark.slow), (2, 2)])

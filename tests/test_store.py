@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 from pydantic import ValidationError
 from runs import mend
@@ -43,19 +44,19 @@ def fill(folder, name, value):
 def test_round_trip(saved):
     folder, model, moments = saved
     assert len(list(folder.glob("model-*"))) == 2, "cut at max_shard_bytes"
-    found = store.load(folder)
+    found = stored.load(folder)
     assert found.meta == {"step": 7, "tokens": 99}
     assert found.model.keys() == model.keys()
     assert all(torch.equal(found.model[k], v) and found.model[k].dtype == v.dtype for k, v in model.items())
     assert torch.equal(found.optimizer["exp_avg.b"], moments["exp_avg.b"])
-    assert store.load(folder, ["model"]).optimizer == {}
+    assert stored.load(folder, ["model"]).optimizer == {}
     assert [p.name for p in folder.parent.iterdir()] == ["step-00000007"], "no temporary folder is left"
 
 
 def test_saving_again_replaces(saved):
     folder, model, _ = saved
     write.save(folder, {"b": model["b"] + 1}, None, {"step": 7})
-    assert torch.equal(store.load(folder).model["b"], model["b"] + 1)
+    assert torch.equal(stored.load(folder).model["b"], model["b"] + 1)
     assert not list(folder.glob("optimizer-*"))
 
 
@@ -72,7 +73,7 @@ def test_damaged_files_are_named(saved, damage, says):
     path = folder / "model-00000-00001.safetensors"
     damage(path)
     with pytest.raises(UserError, match=says) as error:
-        store.load(folder)
+        stored.load(folder)
     assert str(path) in str(error.value)
 
 
@@ -85,14 +86,14 @@ def test_a_disk_that_fails_is_named(saved, monkeypatch):
 
     monkeypatch.setattr(store, "sha256", fails)
     with pytest.raises(UserError, match=r"model-.* cannot be read: Input/output error"):
-        store.load(folder)
+        stored.load(folder)
 
 
 def test_a_tensor_with_a_hole_is_not_read(tmp_path):
     w = torch.arange(12.0).view(6, 2)
     pieces = [write.Piece("w", w[i : i + 2], (6, 2), ((i, i + 2), (0, 2))) for i in (0, 2, 4)]
     folder = write.save(store.folder_of(tmp_path, 1), pieces, [], {"step": 1})
-    assert torch.equal(store.load(folder).model["w"], w)
+    assert torch.equal(stored.load(folder).model["w"], w)
     reader = store.Reader(folder)
     assert torch.equal(reader.read("model", "w", ((1, 4), (1, 2))), w[1:4, 1:])
     assert reader.read("model", "w", ((3, 3), (0, 2))).shape == (0, 2)
@@ -120,7 +121,7 @@ def test_latest_and_prune(tmp_path):
     with pytest.raises(
         Damaged, match=r"step-00000200 is not a complete checkpoint: it has no manifest\.json"
     ):
-        store.load(store.latest(tmp_path))
+        stored.load(store.latest(tmp_path))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -134,7 +135,7 @@ def test_no_room_on_the_disk(saved, monkeypatch):
     monkeypatch.setattr(write.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
     with pytest.raises(UserError, match=r"it needs 16 MiB, and the disk has 1 MiB free\. Make room"):
         write.save(folder, model, None, {"step": 7})
-    assert store.load(folder).optimizer, "the one before is as it was"
+    assert stored.load(folder).optimizer, "the one before is as it was"
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 
@@ -193,7 +194,7 @@ def test_a_manifest_with_a_mended_hash_is_checked_too(saved, change, says):
     folder, *_ = saved
     mend(folder, change)
     with pytest.raises(Damaged, match=re.escape(says)):
-        store.load(folder)
+        stored.load(folder)
 
 
 def test_a_hostile_list_is_read_to_its_first_error():
@@ -226,10 +227,10 @@ def test_what_is_no_manifest_is_one_clear_error(saved):
     for text in NO_MANIFESTS:
         (folder / "manifest.json").write_bytes(text)
         with pytest.raises(Damaged, match=r"manifest\.json is damaged"):
-            store.load(folder)
+            stored.load(folder)
     (folder / "manifest.json").write_bytes(b'{"format": 99, "files": {}, "meta": {}}')
     with pytest.raises(UserError, match=r"manifest\.json is of format 99, and this version reads 4"):
-        store.load(folder)
+        stored.load(folder)
 
 
 def test_a_part_is_read_from_the_pieces_that_it_meets(tmp_path):
@@ -273,7 +274,7 @@ def test_numbers_that_no_state_has_are_refused(saved, kind, value, says):
     folder, model, moments = saved
     fill(folder, kind, value)
     with pytest.raises(Damaged, match=rf"{kind}-00000-00001\.safetensors is damaged: '.*b' .*{says}"):
-        store.load(folder)
+        stored.load(folder)
     (model["b"] if kind == "model" else moments["exp_avg.b"])[0, 0] = value
     with pytest.raises(UserError, match=rf"cannot write the checkpoint .* '.*b' .*{says}"):
         write.save(folder, model, moments, {"step": 7})
@@ -306,7 +307,7 @@ def test_a_damaged_header_is_one_clear_error(saved, header):
 
     mend(folder, mended)
     with pytest.raises(Damaged, match=r"model-00000-00001\.safetensors is damaged"):
-        store.load(folder)
+        stored.load(folder)
 
 
 def test_what_cannot_be_read_is_not_absent(saved, monkeypatch):
@@ -323,7 +324,7 @@ def test_what_cannot_be_read_is_not_absent(saved, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "open_file", forbidden)
         with pytest.raises(UserError, match=r"manifest\.json cannot be read: Permission denied") as error:
-            store.load(folder)
+            stored.load(folder)
         assert not isinstance(error.value, Damaged)
 
 
@@ -333,7 +334,7 @@ def test_what_cannot_be_read_is_not_absent(saved, monkeypatch):
 def test_copies_are_checked(saved, tmp_path):
     folder, model, _ = saved
     out = keep.copy(folder, tmp_path / "backup")
-    assert torch.equal(store.load(out).model["b"], model["b"])
+    assert torch.equal(stored.load(out).model["b"], model["b"])
     with pytest.raises(UserError, match="exists already"):
         keep.copy(folder, tmp_path / "backup")
     assert keep.verify(folder) == ""

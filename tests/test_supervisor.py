@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stored
 from launched import Launched, command, last_step, typed
 from marks import slow
 from ranks import run_ranks
@@ -327,7 +328,7 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same_run(run: Path, whole: Path) -> None:
-    ours, theirs = store.load(store.latest(run)), store.load(store.latest(whole))
+    ours, theirs = stored.load(store.latest(run)), stored.load(store.latest(whole))
     assert_same_tensors(ours.model, theirs.model)
     assert_same_tensors(ours.optimizer, theirs.optimizer)
     assert lines(run, "loss") == lines(whole, "loss"), "each step is recorded once"
@@ -377,7 +378,7 @@ def test_a_run_in_use_is_refused_and_a_suspended_rank_does_not_keep_it_from_stop
     time.sleep(0.3)
     run.send(signal.SIGTERM)
     assert run.wait(20) == verdict.STOPPED, run.said
-    assert last_step(out) == store.load(store.latest(out)).meta["step"]
+    assert last_step(out) == stored.load(store.latest(out)).meta["step"]
 
 
 def test_a_stop_that_cannot_save_says_so(text: Path, tmp_path: Path) -> None:
@@ -428,7 +429,7 @@ def test_ctrl_c_in_the_last_moments(text: Path, tmp_path: Path, moment: int) -> 
     ctrl_c(run)
     assert run.wait(20) in (verdict.DONE, verdict.STOPPED), run.said
     assert "Traceback" not in run.said
-    assert store.load(store.latest(out)).meta["step"] == last_step(out) == steps
+    assert stored.load(store.latest(out)).meta["step"] == last_step(out) == steps
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)
 

@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import stored
 import torch
 from marks import all_but
 from parity import assert_equal, state_of, steps
@@ -231,7 +232,7 @@ def test_a_run_goes_on_in_one_process(tmp_path, sp):
     train_rank(0, 1, recipe, tmp_path / "two", True)
     for key in ("loss", "grad_norm", "val_loss"):
         assert lines(tmp_path / "two", key) == pytest.approx(lines(tmp_path / "one", key), rel=1e-5)
-    one, two = (store.load(store.latest(tmp_path / name)) for name in ("one", "two"))
+    one, two = (stored.load(store.latest(tmp_path / name)) for name in ("one", "two"))
     assert_close_tensors(two.model, one.model)
 
 

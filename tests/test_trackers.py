@@ -5,6 +5,7 @@ import importlib
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 
 def write(folder: Path, tracker: str, steps: Sequence[int], start: int = 0) -> None:
-    with MetricsWriter(folder, tracker, step=start, about=ABOUT) as writer:
+    with closing(MetricsWriter(folder, tracker, step=start, about=ABOUT)) as writer:
         for step in steps:
             assert writer.write({"step": step, "loss": 1.0 + step, "lr": 0.5}) == ""
         writer.write({"step": steps[-1], "val_loss": 2.0, "val_accuracy": 0.25, "sample": "a, b"})
@@ -59,7 +60,7 @@ def test_csv_has_a_row_per_line(tmp_path: Path) -> None:
         file.write("3,4")  # a row that a crash cut
     write(tmp_path, "csv", [2], start=1)
     assert rows(tmp_path) == [*first, validation]
-    with MetricsWriter(tmp_path, "csv", step=2) as writer:
+    with closing(MetricsWriter(tmp_path, "csv", step=2)) as writer:
         writer.rewind(1)
         assert rows(tmp_path) == first[:1]
     write(tmp_path, "csv", [1])
@@ -89,7 +90,7 @@ def test_a_tracker_that_fails_does_not_stop_training(
 ) -> None:
     monkeypatch.setitem(trackers.KINDS, "wandb", (Failing, apart))
     monkeypatch.setenv("WANDB_API_KEY", "sesame")
-    with MetricsWriter(tmp_path, "wandb,csv") as writer:
+    with closing(MetricsWriter(tmp_path, "wandb,csv")) as writer:
         said = [writer.write({"step": step, "loss": 1.0}) for step in range(1, 7)]
     said += capsys.readouterr().err.splitlines()
     (warning,) = (text for text in said if text)
@@ -117,7 +118,7 @@ def test_a_tracker_that_cannot_begin_is_said(tmp_path: Path, monkeypatch: pytest
 def test_a_missing_library_is_an_error_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(names.TRACKERS, "wandb", names.Tracker("no_such_module", "wandb"))
+    monkeypatch.setitem(names.TRACKERS, "wandb", ("no_such_module", "wandb"))
     recipe = change(load("quickstart"), ["observe.tracker=csv,wandb"])
     with pytest.raises(
         UserError, match=r'observe.tracker = "wandb": the library .* `pip install .fivefold\[wandb\]'

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import stored
 import torch
 from launched import command
 from marks import only
@@ -104,7 +105,7 @@ def test_resume_is_bit_for_bit(text, tmp_path, mode, world):
     at = store.latest(parts).name
     assert "step-00000001" <= at < "step-00000006", at
     assert run_ranks(world, train_rank, recipe, parts, True) == [None] * world
-    a, b = store.load(store.latest(whole)), store.load(store.latest(parts))
+    a, b = stored.load(store.latest(whole)), stored.load(store.latest(parts))
     assert a.meta["step"] == b.meta["step"] == 6
     assert_same_tensors(a.model, b.model)
     assert_same_tensors(a.optimizer, b.optimizer)
@@ -203,7 +204,7 @@ def test_data_parallel_training_is_that_of_one_process(text, tmp_path, world):
     recipe = tiny(text, "precision.mode=fp32", "train.microbatch_size=1")
     train_rank(0, 1, recipe, tmp_path / "one")
     run_ranks(world, train_rank, change(recipe, [f"layout.dp_replicate={world}"]), tmp_path / "many")
-    one, many = store.load(store.latest(tmp_path / "one")), store.load(store.latest(tmp_path / "many"))
+    one, many = stored.load(store.latest(tmp_path / "one")), stored.load(store.latest(tmp_path / "many"))
     for name, weight in one.model.items():
         assert torch.allclose(weight, many.model[name], rtol=0, atol=2e-5), name
     assert lines(tmp_path / "one", "loss") == pytest.approx(lines(tmp_path / "many", "loss"), rel=1e-5)
@@ -353,7 +354,7 @@ def test_a_step_that_is_not_finite_is_skipped(text, tmp_path, hidden, capsys):
     assert [loss is not None for loss in losses] == [True, True, False, True, True, True], "JSON has no NaN"
     assert "step 3: loss or gradient is not finite; the update is skipped" in capsys.readouterr().out
     for folder, updates in zip(store.checkpoints(out), (2, 3, 5), strict=True):
-        found = store.load(folder)
+        found = stored.load(folder)
         assert (found.meta["updates"], found.meta["skipped"]) == (updates, 0)
         assert all(tensor.isfinite().all() for tensor in (*found.model.values(), *found.optimizer.values()))
 
@@ -579,7 +580,7 @@ def test_own_module_is_resumed_with_infinite_and_unsaved_buffers(text, tmp_path)
     assert found.manifest.files == whole.manifest.files
     assert {"mask", "low", "calls"} == set(found.names("model")) - {"table.weight"}
     assert keep.verify(found.folder) == ""
-    assert bool((store.load(found.folder).model["mask"] == Masked().mask).all())
+    assert bool((stored.load(found.folder).model["mask"] == Masked().mask).all())
 
 
 def test_a_buffer_that_no_checkpoint_holds_is_refused_before_anything_is_trained(text, tmp_path):

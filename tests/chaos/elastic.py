@@ -17,6 +17,7 @@ from typing import Any
 
 import kills
 import process
+import stored
 import torch
 from kills import PATIENCE_S, Lost
 from runs import lines
@@ -132,7 +133,7 @@ def difference(wanted: Path, out: Path) -> dict[str, float]:
     a, b = (torch.tensor(lines(folder, "loss"), dtype=torch.float64) for folder in (wanted, out))
     if len(a) != len(b):
         raise Lost(f"{len(b)} steps instead of {len(a)}")
-    one, other = (store.load(store.latest(folder)).model for folder in (wanted, out))
+    one, other = (stored.load(store.latest(folder)).model for folder in (wanted, out))
     far = max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
     return {"losses": float(((a - b) / a).abs().max()), "weights": far}
 

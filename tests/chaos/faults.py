@@ -18,6 +18,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import process
+import stored
 from kills import difference, undisturbed
 
 from fivefold.checkpoint import store
@@ -103,7 +104,7 @@ def disk(folder: Path) -> None:
         run = disturbed(folder, "dp=2,zero=3", 200, fault, name)
         said = [line for _, line in run.lines if "cannot write" in line]
         assert said, f"{name}: nothing was said\n{run.tail()}"
-        assert all(store.load(found) for found in store.checkpoints(run.out))
+        assert all(stored.load(found) for found in store.checkpoints(run.out))
         print(f"{name}: {run.starts} start(s); {said[0]}", flush=True)
 
 

@@ -63,7 +63,7 @@ class Case:
 
 def fitting(known: str, at: random.Random) -> str:
     """A value of the field's type, often one of those that people use."""
-    type_ = plain_type(KEYS[known])
+    type_ = plain_type(KEYS[known].annotation)
     if type_ is bool:
         return at.choice(["true", "false"])
     if type_ is int:

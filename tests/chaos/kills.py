@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import process
+import stored
 import torch
 
 from fivefold.checkpoint import store
@@ -214,7 +215,7 @@ def undisturbed(folder: Path, layout: str, sets: list[str], steps: int = STEPS) 
 
 def difference(wanted: Path, out: Path) -> str:
     """The first tensor or count of a run's last checkpoint that is not the same, bit for bit; "" if all are."""
-    a, b = store.load(wanted), store.load(store.latest(out))
+    a, b = stored.load(wanted), stored.load(store.latest(out))
     for kind in ("model", "optimizer"):
         one, other = getattr(a, kind), getattr(b, kind)
         if one.keys() != other.keys():

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import stored
 from runs import lines
 from test_resume_layouts import TINY, train
 
@@ -42,13 +43,13 @@ def row(number: int, folder: Path) -> dict[str, Any]:
         layouts, recipe = EXPERTS, change(recipe, MOE)
     first = layouts[number % len(LAYOUTS)]
     train(recipe, "dp=1", folder / "one", STEPS)
-    losses, wanted = lines(folder / "one", "loss"), store.load(store.latest(folder / "one"))
+    losses, wanted = lines(folder / "one", "loss"), stored.load(store.latest(folder / "one"))
     found: list[dict[str, Any]] = []
     train(recipe, first, folder / "first", HALF)
     for second in layouts:
         shutil.copytree(folder / "first", folder / "second")
         train(recipe, second, folder / "second", STEPS, resume=True)
-        now, came = lines(folder / "second", "loss"), store.load(store.latest(folder / "second"))
+        now, came = lines(folder / "second", "loss"), stored.load(store.latest(folder / "second"))
         assert len(now) == STEPS
         assert came.model.keys() == wanted.model.keys()
         errors = [

@@ -16,6 +16,7 @@ import faults
 import kills
 import process
 import pytest
+import stored
 from damage import Harness, count
 from runs import assert_same_tensors, lines, train_rank
 from test_power import TINY
@@ -45,7 +46,7 @@ def test_clocks_that_jump(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.Mo
     at, real = random.Random(1), time.time
     monkeypatch.setattr(time, "time", lambda: real() + at.uniform(-1e7, 1e7))
     train_rank(0, 1, recipe, tmp_path / "jumps")
-    a, b = (store.load(store.latest(tmp_path / name)) for name in ("calm", "jumps"))
+    a, b = (stored.load(store.latest(tmp_path / name)) for name in ("calm", "jumps"))
     assert_same_tensors(a.model, b.model)
     assert all(0 < seconds < 60 for seconds in lines(tmp_path / "jumps", "step_s"))
 

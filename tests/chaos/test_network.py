@@ -11,6 +11,7 @@ from pathlib import Path
 
 import process
 import pytest
+import stored
 from namespaces import Done, Hosts
 from runs import lines
 
@@ -56,7 +57,7 @@ def train(hosts: Hosts, folder: Path, out: Path, fault: Callable[[], None]) -> D
 
 
 def assert_same(a: Path, b: Path) -> None:
-    one, other = (store.load(store.latest(run)) for run in (a, b))
+    one, other = (stored.load(store.latest(run)) for run in (a, b))
     assert one.meta["step"] == other.meta["step"] == STEPS
     assert all(bool((one.model[name] == other.model[name]).all()) for name in one.model)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import power
 import pytest
+import stored
 from ranks import run_ranks
 from runs import assert_same_tensors, train_rank
 
@@ -41,10 +42,10 @@ def train_logged(rank: int, world: int, recipe: Recipe, out: Path, log: Path) ->
         writing.watch = lambda *_: None
 
 
-def truth(recipe: Recipe, out: Path) -> dict[int, store.Checkpoint]:
+def truth(recipe: Recipe, out: Path) -> dict[int, stored.Checkpoint]:
     """All checkpoints of an undisturbed run."""
     train(change(recipe, [f"checkpoint.keep_last={STEPS}"]), out)
-    found = [store.load(folder) for folder in store.checkpoints(out)]
+    found = [stored.load(folder) for folder in store.checkpoints(out)]
     return {checkpoint.meta["step"]: checkpoint for checkpoint in found}
 
 
@@ -56,11 +57,11 @@ def train(recipe: Recipe, out: Path, resume: bool = False) -> None:
         run_ranks(ranks, train_rank, recipe, out, resume, timeout_s=60)
 
 
-def newest(run: Path, wanted: dict[int, store.Checkpoint]) -> int:
+def newest(run: Path, wanted: dict[int, stored.Checkpoint]) -> int:
     """The step from which a run would resume; 0 if there is none. Its tensors are checked."""
     if not store.checkpoints(run):
         return 0
-    found = store.load(store.latest(run))
+    found = stored.load(store.latest(run))
     step = found.meta["step"]
     assert_same_tensors(found.model, wanted[step].model)
     assert_same_tensors(found.optimizer, wanted[step].optimizer)

@@ -245,10 +245,8 @@ def checked(manifest: Manifest) -> Manifest:
 def _once(what: str, entry: Entry) -> None:
     """Raises ValueError unless the pieces hold each element of the tensor once."""
     boxes = sorted(piece.box for piece in entry.pieces)
-    held, wanted = (
-        sum(math.prod(stop - start for start, stop in box) for box in boxes),
-        math.prod(entry.shape),
-    )
+    held = sum(math.prod(stop - start for start, stop in box) for box in boxes)
+    wanted = math.prod(entry.shape)
     if held != wanted:
         raise ValueError(
             f"the pieces of {what} hold {held} of its {wanted} elements: the checkpoint is incomplete"

@@ -17,26 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fivefold import files
 from fivefold.checkpoint import store, write
 from fivefold.checkpoint.manifest import MANIFEST, Box, Damaged
 from fivefold.data.chat import TEMPLATE_FILE, ChatTemplate, beside
 from fivefold.data.tokenizer import KNOWN_MASKS, NoSuchToken, Tokenizer, load_tokenizer
 from fivefold.data.tokenizer import MOST_BYTES as MOST_TOKENIZER
 from fivefold.errors import UserError
-from fivefold.files import (
-    MOST_INDEX,
-    MOST_JSON,
-    flush_all,
-    guard,
-    make_folder,
-    open_file,
-    own_word,
-    read_bytes,
-    read_json,
-    remove,
-    rename,
-)
-from fivefold.files import write as write_file
 from fivefold.models.card import card_of
 from fivefold.models.hf import INDEX, WEIGHTS, from_hf, from_hf_config, hf_config, made_from_hf, to_hf
 from fivefold.models.section import ModelSection
@@ -132,7 +119,7 @@ class Elsewhere:
             raise UserError(
                 f"{here} is gone: the frozen weights of this run are there (checkpoint.frozen = false). Put it back"
             )
-        guard(folder, look=False)
+        files.guard(folder, look=False)
         try:
             found = fingerprint(folder, checkpoint)
         except OSError as error:
@@ -168,32 +155,34 @@ def weights_of(checkpoint: Path) -> dict[str, Tensor]:
     Raises:
         UserError: a file is damaged or missing.
     """
-    found = store.load(checkpoint, kinds=("model",))
-    left = Elsewhere.of(checkpoint, found.meta)
+    reader = store.Reader(checkpoint)
+    reader.check(*(file for file in reader.files if file.startswith("model")), threads=store.threads())
+    found = {name: reader.read("model", name) for name in reader.names("model")}
+    left = Elsewhere.of(checkpoint, reader.meta)
     if left is not None:
         source = left.open()
         if source.reader is not None:
             source.reader.check(*source.reader.files)
-        found.model |= {name: source.read(there) for name, there in left.names.items()}
-    real = {t.dtype for t in found.model.values() if t.is_floating_point()}
-    if len(real) < 2 or not found.meta.get(FROZEN):
-        return found.model
+        found |= {name: source.read(there) for name, there in left.names.items()}
+    real = {t.dtype for t in found.values() if t.is_floating_point()}
+    if len(real) < 2 or not reader.meta.get(FROZEN):
+        return found
     widest = max(real, key=lambda dtype: dtype.itemsize)
-    return {name: t.to(widest) if t.is_floating_point() else t for name, t in found.model.items()}
+    return {name: t.to(widest) if t.is_floating_point() else t for name, t in found.items()}
 
 
 def weight_files(source: Path) -> list[str]:
     """model.safetensors, or the files that its index names."""
     if (source / INDEX).is_file():
-        weight_map = read_config(source / INDEX, MOST_INDEX).get("weight_map")
+        weight_map = read_config(source / INDEX, files.MOST_INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
             raise UserError(f"{source / INDEX}: weight_map is missing or is not a table of file names")
-        files = sorted(set(weight_map.values()))
-        for file in files:
+        names = sorted(set(weight_map.values()))
+        for file in names:
             if Path(file).name != file:  # a file elsewhere on this machine is not part of the model
                 raise UserError(f"{source / INDEX}: {file!r} is not the name of a file beside it")
     elif (source / WEIGHTS).is_file():
-        files = [WEIGHTS]
+        names = [WEIGHTS]
     elif pickles := sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in source.glob(pattern)):
         raise UserError(
             f"{source / pickles[0]}: pickle files are refused, because opening one can run any code. Use the "
@@ -202,7 +191,7 @@ def weight_files(source: Path) -> list[str]:
         )
     else:
         raise UserError(f"{source} has neither {WEIGHTS} nor {INDEX}")
-    return files
+    return names
 
 
 def read_weights(source: Path) -> dict[str, Tensor]:
@@ -210,7 +199,7 @@ def read_weights(source: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in weight_files(source):
         try:
-            with open_file(source / file) as opened:
+            with files.open_file(source / file) as opened:
                 same = Path(f"/proc/self/fd/{opened.fileno()}")  # whatever has its name by now
                 weights.update(load_file(same if same.exists() else source / file))
         except FileNotFoundError:
@@ -220,9 +209,9 @@ def read_weights(source: Path) -> dict[str, Tensor]:
     return weights
 
 
-def read_config(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
+def read_config(path: Path, most: int = files.MOST_JSON) -> dict[str, Any]:
     try:
-        return read_json(path, most)
+        return files.read_json(path, most)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -255,7 +244,7 @@ def export_run(
     Raises:
         UserError: the run has no checkpoint, or `out` exists and is not empty.
     """
-    guard(run)
+    files.guard(run)
     recipe = load(run / "recipe.toml")
     checkpoint = checkpoint or store.latest(run)
     state = dict(weights) if weights is not None else weights_of(checkpoint)
@@ -281,7 +270,7 @@ def import_folder(source: Path, out: Path) -> Path:
     Raises:
         UserError: Fivefold cannot compute the model exactly. The message names the keys, weights or files.
     """
-    guard(source)
+    files.guard(source)
     config = read_config(source / "config.json")
     model = from_hf_config(config, source)
     state = from_hf(read_weights(source), model)
@@ -290,12 +279,11 @@ def import_folder(source: Path, out: Path) -> Path:
         with suppress(NoSuchToken):  # an end token can be named later
             load_tokenizer(source / "tokenizer.json")
     data = DataSection(tokenizer=str((out / "tokenizer.json").absolute()) if has_tokenizer else "bytes")
-    recipe = Recipe(
-        model=model, data=data, train=TrainSection(steps=1000)
-    )  # what follows from others stays open
+    # what follows from others stays open
+    recipe = Recipe(model=model, data=data, train=TrainSection(steps=1000))
     with _new_folder(out) as folder:
         text = to_toml(recipe, f"Weights imported from a Hugging Face {config['model_type']}.")
-        write_file(folder / "recipe.toml", text)
+        files.write(folder / "recipe.toml", text)
         _copy_text_files(source, folder)
         write.save(store.folder_of(folder, 0), state, None, {"step": 0, "tokens": 0})
     return out
@@ -313,10 +301,10 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes:
     if len(shards) == 1:
         save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
         return
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, shard in zip(files, shards, strict=True):
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
         save_file(shard, folder / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
     total = sum(tensor.nbytes for tensor in weights.values())
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
@@ -356,8 +344,8 @@ def _copy_text_files(source: Path, folder: Path) -> None:
     """Raises UserError: one is too large."""
     for name in TEXT_FILES:
         if (source / name).is_file():
-            most = MOST_TOKENIZER if name == "tokenizer.json" else MOST_JSON
-            write_file(folder / name, read_bytes(source / name, most))
+            most = MOST_TOKENIZER if name == "tokenizer.json" else files.MOST_JSON
+            files.write(folder / name, files.read_bytes(source / name, most))
 
 
 @contextmanager
@@ -369,20 +357,20 @@ def _new_folder(out: Path) -> Iterator[Path]:
     out = out.absolute()  # "." has no name
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder; name a new one")
-    make_folder(out.parent)
-    temporary = out.parent / f".{out.name}.{own_word()}"
-    make_folder(temporary)
+    files.make_folder(out.parent)
+    temporary = out.parent / f".{out.name}.{files.own_word()}"
+    files.make_folder(temporary)
     try:
         yield temporary
-        flush_all(temporary)
+        files.flush_all(temporary)
         if not out.exists():
-            rename(temporary, out)
+            files.rename(temporary, out)
             return
         for item in list(temporary.iterdir()):
-            rename(item, out / item.name)
+            files.rename(item, out / item.name)
     finally:
-        remove(temporary)
+        files.remove(temporary)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_file(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    files.write(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -10,24 +10,21 @@ dtypes, and that all numbers are finite. A truncated or changed file is an error
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cached_property
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fivefold import files
 from fivefold.checkpoint.manifest import (
     DTYPES,
-    KINDS,
     Box,
     Damaged,
     Entry,
@@ -48,18 +45,7 @@ MOST_HEADER = 1 << 28
 """Bytes of a safetensors header."""
 LARGEST = 1e30
 """No number of a checkpoint is beyond it. In fp32 the square of a weight or gradient would not be finite any more."""
-CHUNK = 1 << 20
-"""Bytes that are hashed at once; they stay in a core's cache."""
 MOST_THREADS = 8
-
-
-@dataclass
-class Checkpoint:
-    """model: {parameter name: tensor}; optimizer: {moment.parameter name: tensor}; meta: step, tokens, ..."""
-
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
 
 
 class Reader:
@@ -225,21 +211,6 @@ def _within(inner: Sequence[tuple[int, int]], outer: Sequence[Sequence[int]]) ->
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer, strict=True))
 
 
-def load(folder: Path, kinds: Sequence[str] = KINDS) -> Checkpoint:
-    """Reads the whole tensors of `kinds` ("model", "optimizer").
-
-    Raises:
-        UserError: a file is missing, truncated or changed, or the format is not known.
-    """
-    reader = Reader(folder)
-    checkpoint = Checkpoint({}, {}, reader.meta)
-    reader.check(*(file for file in reader.files if file.startswith(tuple(kinds))), threads=threads())
-    for kind in kinds:
-        target = checkpoint.model if kind == "model" else checkpoint.optimizer
-        target.update({name: reader.read(kind, name) for name in reader.names(kind)})
-    return checkpoint
-
-
 def threads(processes: int = 1) -> int:
     """Threads that check files in each of so many processes of this machine."""
     return max(1, min(MOST_THREADS, cores() // processes))
@@ -314,12 +285,7 @@ def _verify(path: Path, expected: File) -> None:
 
 
 def sha256(path: Path) -> str:
-    digest, chunk = hashlib.sha256(), memoryview(bytearray(CHUNK))
-    with cast(BufferedReader, open_file(path)) as file:
-        while size := file.readinto(chunk):
-            digest.update(chunk[:size])
-            progress.get_on()
-    return digest.hexdigest()
+    return files.sha256(path, lambda size: progress.get_on())
 
 
 def _tensor(content: mmap.mmap, begin: int, about: Any) -> Tensor:

@@ -320,9 +320,8 @@ class Copy:
         else:
             tensors = (piece.tensor for owned in self.pieces.values() for piece in owned)
             for tensor, host in zip(tensors, self.hosts, strict=True):
-                np.copyto(
-                    _bits(host), _bits(tensor.detach())
-                )  # numpy: on one core, without the interpreter's lock
+                # numpy: on one core, without the interpreter's lock
+                np.copyto(_bits(host), _bits(tensor.detach()))
         self.done.set()
         left = iter(self.hosts)
         return {

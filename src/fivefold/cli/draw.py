@@ -182,13 +182,15 @@ def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
 
 def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of two planned steps of a worker, in each order of its messages."""
-    from fivefold.observe.timelines import end_of, simulated_worker, workers_svg, workers_text
+    from fivefold.observe.timelines import end_of, rows_of, workers_svg, workers_text
     from fivefold.plan.time.servers import simulation, step
     from fivefold.schedules.priority import ORDERS
 
     order = s.servers.order
     ways = {name: replace(s, servers=replace(s.servers, order=order._replace(name=name))) for name in ORDERS}
-    rows = {order: simulated_worker(simulation(one)) for order, one in ways.items()}
+    runs = {order: simulation(one) for order, one in ways.items()}
+    # from the end of the backward before the last two steps
+    rows = {order: rows_of(run.events, run.ends[-3], run.ends[-1]) for order, run in runs.items()}
     seconds, text = max(map(end_of, rows.values())), "\n"
     for order, one in ways.items():
         text += f"planned on {cluster}, sync.order = {order}: {step(one).seconds:.4g} s per step; two steps\n"

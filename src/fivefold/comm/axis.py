@@ -349,9 +349,7 @@ def everyone(ranks: Ranks) -> Axis:
 class Started:
     """A message that has started. Calling it waits, and returns its result."""
 
-    __slots__ = (
-        "axis", "kept", "number", "operation", "ops", "peers", "place", "result", "work",
-    )  # fmt: skip
+    __slots__ = ("axis", "kept", "number", "operation", "ops", "peers", "place", "result", "work")
 
     def __init__(
         self,

@@ -5,10 +5,9 @@ cuts them into batches that depend on (seed, step) only. `Prefetch` keeps the ne
 torch.
 """
 
-from fivefold.data.batches import NOT_COUNTED, Batch, Batches, Prefetch, objective_of
+from fivefold.data.batches import NOT_COUNTED, Batch, Batches, Prefetch
 from fivefold.data.dataset import DataSet
 from fivefold.data.facts import check
 from fivefold.data.one_source import progress_bar
 from fivefold.data.preparation import prepare
-from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 from fivefold.data.tokens import Tokens

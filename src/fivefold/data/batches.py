@@ -37,7 +37,7 @@ from fivefold.data.stream import Stream
 from fivefold.data.tokens import COUNTED, ENDS, Tokens
 from fivefold.models import Objective, predicted
 from fivefold.models.card import card_of
-from fivefold.recipe import Recipe, total_steps
+from fivefold.recipe import Recipe
 
 NOT_COUNTED = -100  # a target that the loss ignores (the convention of torch's cross entropy)
 # Of the positions that `mlm` predicts 80% become the mask token, 10% a random one, 10% stay.
@@ -381,11 +381,6 @@ class Batches:
 
 def objective_of(recipe: Recipe) -> Objective:
     return card_of(recipe.model).objective
-
-
-def steps_of(recipe: Recipe) -> int | None:
-    """Optimizer steps of the run, or None if the recipe sets none (data can be prepared without training)."""
-    return total_steps(recipe) if recipe.train.steps or recipe.train.tokens else None
 
 
 def items_in(recipe: Recipe, tokens: int) -> int:

@@ -25,7 +25,7 @@ from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.tokens import COUNTED, ENDS, Tokens
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, locked, writable, write_atomically
-from fivefold.recipe import LeftOut, Recipe, batch_size, place, sequences_before
+from fivefold.recipe import LeftOut, Recipe, batch_size, place, run_steps, sequences_before
 from fivefold.recipe.entries import HELD_OUT
 
 SCANNED = 1 << 24  # tokens searched for the end token at once
@@ -309,7 +309,7 @@ def order_of(recipe: Recipe, amounts: Mapping[str, Amount]) -> batches.Order:
                     'weigh_by = "tokens"'
                 )
             per_weight.append(amount.tokens / amount.documents)
-    steps = batches.steps_of(recipe)
+    steps = run_steps(recipe)
     begins = recipe.data.first_steps(steps) if steps else [0]
     stages = weights_of(recipe, [float(amount.items) for amount in amounts.values()], per_weight)
     return batches.Order(
@@ -355,7 +355,7 @@ def seen(
 
 def stages_in_words(recipe: Recipe, amounts: Mapping[str, Amount]) -> list[str]:
     """A line per stage: its first step, and the share of each source."""
-    order, steps = order_of(recipe, amounts), batches.steps_of(recipe)
+    order, steps = order_of(recipe, amounts), run_steps(recipe)
     begins = recipe.data.first_steps(steps) if steps else [0]
     lines = []
     for begin, stage in zip(begins, order.stages, strict=True):
@@ -409,7 +409,7 @@ def require_enough(recipe: Recipe, amounts: Mapping[str, Amount], limited: bool 
             + (f"Use at most {sequences} sequences per batch" if sequences else "Use a shorter model.seq_len")
             + ", or more text"
         )
-    steps = batches.steps_of(recipe)
+    steps = run_steps(recipe)
     limits = {entry.name: entry.max_epochs for entry in data.sources}
     for name, row in seen(recipe, amounts, steps or 0).items():
         amount, count = amounts[name], row.items

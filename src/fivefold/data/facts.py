@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fivefold.data import dataset, preparation
-from fivefold.data.batches import Batches, items_in, objective_of, steps_of
+from fivefold.data.batches import Batches, items_in, objective_of
 from fivefold.data.build import require_good
 from fivefold.data.chat import open_template, special_of
 from fivefold.data.dataset import Amount, DataSet, Part, amounts, cut_of, order_of
@@ -23,7 +23,7 @@ from fivefold.data.tokens import open_tokens
 from fivefold.errors import UserError, several
 from fivefold.files import expanded
 from fivefold.kernels.tiling import Sample
-from fivefold.recipe import Recipe, place
+from fivefold.recipe import Recipe, place, run_steps
 from fivefold.recipe.resolve import warning_of_passes
 
 WARNING = "warning: "
@@ -75,10 +75,10 @@ def check(recipe: Recipe) -> list[str]:
     exact = all(source.amount is source.bound for source in sources.values())
     if len(bounds) == len(sources):  # passes that are only estimated are held to no limit here
         dataset.require_enough(recipe, bounds, limited=exact)
-    if steps_of(recipe) is None:
+    if run_steps(recipe) is None:
         return facts
     about = "" if exact else "about "
-    seen = dataset.seen(recipe, amounts, steps_of(recipe) or 0)
+    seen = dataset.seen(recipe, amounts, run_steps(recipe) or 0)
     if recipe.data.sources:
         facts += [
             f"{name}: {about}{100 * row.share:.1f}% of the run, {row.epochs:.2f} passes"
@@ -188,7 +188,7 @@ def sample(recipe: Recipe, data: DataSet) -> Sample | None:
     cuts = [cut_of(recipe, data, source) for source in tokens]
     if min(cut.count for cut in cuts) < 1:
         return None
-    train, steps = recipe.train, steps_of(recipe)
+    train, steps = recipe.train, run_steps(recipe)
     batches = Batches(
         cuts, recipe.model.seq_len, train.global_batch_size, train.seed,
         objective_of(recipe), data.mask_id, data.vocab_size, order=order_of(recipe, amounts(recipe, data)),

@@ -24,7 +24,7 @@ from fivefold.data.dataset import DataSet, Part
 from fivefold.data.kinds import TOKEN_KINDS, hub
 from fivefold.data.kinds.kind import TOKENS, Shard
 from fivefold.data.kinds.token_files import LARGEST_VOCABULARY
-from fivefold.data.sources import Source, find, remembered, sampled_sha256, sha256_file, stat_of
+from fivefold.data.sources import Source, find, remembered, sampled_sha256, stat_of
 from fivefold.data.stream import open_stream
 from fivefold.data.tokenizer import check_bpe_size, load_tokenizer
 from fivefold.data.tokens import (
@@ -40,7 +40,7 @@ from fivefold.data.tokens import (
     read_manifest,
 )
 from fivefold.errors import UserError
-from fivefold.files import rename
+from fivefold.files import rename, sha256
 from fivefold.host import cores
 from fivefold.recipe import DataSection, Recipe
 
@@ -176,7 +176,7 @@ def lookup(source: Source, data: DataSection, mask: bool, tell: Tell) -> tuple[P
         hashes = remembered(
             [f.path for f in local],
             memo,
-            sampled_sha256 if data.stream else (lambda p: sha256_file(p, count)),
+            sampled_sha256 if data.stream else (lambda p: sha256(p, count)),
             lambda e: f"unreadable: {e.strerror}",
         )
         known = dict(zip(local, hashes, strict=True))
@@ -261,7 +261,7 @@ def _open_files(source: Source, recipe: Recipe, tell: Tell) -> DataSet:
         if data.document_masks or data.packing == "best_fit":
             paths = [shard.index[0] for shard in shards if shard.index]
             memo = root / f"indexes-{_short(str(shards[0].path.parent))}.json"
-            indexes = dict(zip(paths, remembered(paths, memo, sha256_file, _unreadable), strict=True))
+            indexes = dict(zip(paths, remembered(paths, memo, sha256, _unreadable), strict=True))
             shards = [s._replace(index=s.index and (s.index[0], indexes[s.index[0]])) for s in shards]
             hashes += [indexes[path] for path in paths]
     reserved = 1 if objective_of(recipe) == "mlm" else 0

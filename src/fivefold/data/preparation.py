@@ -264,11 +264,9 @@ def finished(data: DataSet, recipe: Recipe, tell: Tell) -> DataSet:
             train, count = part.train.whole(tell)
             part = part._replace(train=train, info=part.info | {"tokens": count})
         parts.append(part)
-    news = (
-        {"sources": {part.name: part.info for part in parts}}
-        if data.mixed
-        else {"tokens": parts[0].info["tokens"]}
-    )
+    news = {"tokens": parts[0].info["tokens"]}
+    if data.mixed:
+        news = {"sources": {part.name: part.info for part in parts}}
     return replace(data, parts=tuple(parts), info=data.info | news)
 
 

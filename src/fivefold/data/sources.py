@@ -357,16 +357,6 @@ def stat_of(path: Path) -> list[int] | None:
     return [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino]
 
 
-def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
-    with open(path, "rb", buffering=0) as f:
-        while count := f.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            if advance:
-                advance(count)
-    return digest.hexdigest()
-
-
 def sampled_sha256(path: Path) -> str:
     """Hash of a file's size and its two ends: for streams, which begin before anybody has read all of it."""
     with open(path, "rb") as f:

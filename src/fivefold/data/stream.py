@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ class Stream:
     def begin_at(self, border: tokens.Commit) -> None:
         """Notes where a checkpoint wants to have tokens from."""
         if border not in commits(self.folder):
-            with files.Lines(self.folder / COMMITS) as lines:
+            with closing(files.Lines(self.folder / COMMITS)) as lines:
                 lines.write(json.dumps(border))
 
     def state(self, use: int) -> tokens.Commit:
@@ -397,7 +397,7 @@ class StreamWriter:
     def _tokenize(self) -> None:
         """To the end of the source. The first border in each shard is noted."""
         most_bad = self.data.max_bad_fraction
-        with files.Lines(self.folder / COMMITS) as lines:
+        with closing(files.Lines(self.folder / COMMITS)) as lines:
             noted = set(commits(self.folder))
             for read in tokenized(self.work, self.now, self._append, most_bad, cores()):
                 if read.at.train // self.shard > self.now.at.train // self.shard and read.at not in noted:

@@ -103,11 +103,9 @@ class Tokenizer:
         self.special_tokens = {t["content"]: t["id"] for t in spec["added_tokens"] if t["special"]}
         self.chat_template = ""
         model = spec["model"]
-        self._is_bytes = (model["type"], model.get("merges"), spec["normalizer"]) == (
-            "BPE",
-            [],
-            None,
-        ) and model["vocab"] == {letter: byte for byte, letter in byte_letters().items()}
+        letters = {letter: byte for byte, letter in byte_letters().items()}
+        plain = (model["type"], model.get("merges"), spec["normalizer"]) == ("BPE", [], None)
+        self._is_bytes = plain and model["vocab"] == letters
         self._char_ids = _character_table(spec)
         self.token_bytes = self._count_bytes(spec, vocab)
         self.prefixes = not {"Metaspace", "Prepend"}.isdisjoint(_types(spec, "pre_tokenizer", "normalizer"))

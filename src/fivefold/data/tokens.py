@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -41,9 +42,7 @@ class Tokens:
     ):
         self.flags = flags
         self.shards = [s for s in shards if s.tokens]
-        self._starts = [0]
-        for shard in self.shards:
-            self._starts.append(self._starts[-1] + shard.tokens)
+        self._starts = [0, *accumulate(shard.tokens for shard in self.shards)]
         self._start = start
         self._stop = self._starts[-1] if stop is None else stop
         assert 0 <= self._start <= self._stop <= self._starts[-1]

@@ -10,8 +10,10 @@ from fivefold.files.reading import (
     open_file,
     parse_json,
     read_bytes,
+    read_facts,
     read_json,
     read_text,
+    sha256,
     understood,
 )
 from fivefold.files.writing import (

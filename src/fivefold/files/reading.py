@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fivefold.errors import UserError, shortened
 
@@ -24,7 +26,7 @@ BROKEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeErro
 """What code raises that finds other JSON than it expects."""
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Opens a regular file to read bytes. It never waits, as a pipe would let it, and a device is refused.
 
     Raises:
@@ -89,6 +91,14 @@ def read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
     return content
 
 
+def read_facts(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if it is missing or broken."""
+    try:
+        return read_json(path)
+    except (OSError, UserError):
+        return {}
+
+
 def parse_json(text: str | bytes) -> Any:
     """`json.loads`, without numbers of more than LONGEST_NUMBER digits, which would not fit into a float.
 
@@ -102,6 +112,16 @@ def parse_json(text: str | bytes) -> Any:
         return int(digits)
 
     return json.loads(text, parse_int=whole)
+
+
+def sha256(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
+    """The hash of a regular file. advance: is told the bytes of each part. Raises as `open_file`."""
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(1 << 20))  # so many bytes stay in a core's cache
+    with open_file(path) as file:
+        while size := file.readinto(chunk):
+            digest.update(chunk[:size])
+            advance(size)
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

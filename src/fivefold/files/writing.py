@@ -161,12 +161,6 @@ class Lines:
             self.flush()
         self._file.close()
 
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def make_folder(path: Path, *, new: bool = False, mode: int = 0o777) -> None:
     """Makes a folder and those above it, and flushes their names. new: raises FileExistsError if it is there."""

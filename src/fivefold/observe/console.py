@@ -173,12 +173,6 @@ class Console:
         if bar:
             self._guard(bar.stop)
 
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def eta(self, step: int) -> str:
         """Time to the end at the mean pace since the first step (validations and saves count); "" if not known."""
         first, since = self._pace_from

@@ -8,6 +8,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -71,25 +72,20 @@ def in_words(counted: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {words[kind].replace('(s)', 's' * (n != 1))}" for kind, n in counted.items())
 
 
-def events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
-    """(step, what was wrong) of a run's metrics, in order. Overflows of fp16 are usual, and left out."""
+def section(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The events of a run as HTML, in order; "" if nothing was wrong. Overflows of fp16 are usual, and left out."""
     wrong = []
     for line in lines:
         if isinstance(back := line.get(ROLLBACK), dict):
-            wrong.append((line["step"], f"{back.get('why')}. The run went back to this step"))
+            wrong.append((f"{line['step']:,}", f"{back.get('why')}. The run went back to this step"))
         if words := "; ".join(described(kind, line) for kind in found_in(line) if kind != "overflow"):
-            wrong.append((line["step"], words))
-    return wrong
-
-
-def section(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The events of a run as HTML; "" if nothing was wrong."""
-    if not (every := events(lines)):
+            wrong.append((f"{line['step']:,}", words))
+    if not wrong:
         return ""
-    before = len(every) - SHOWN
+    before = len(wrong) - SHOWN
     more = f'<p class="none">{before:,} earlier ones are in metrics.jsonl.</p>' if before > 0 else ""
-    rows = [(f"{step:,}", words) for step, words in every[-SHOWN:]]
-    return f"<p>{escape(in_words(counts(lines)))}.</p>{more}{table(('Step', 'What was wrong'), rows)}"
+    shown = table(("Step", "What was wrong"), wrong[-SHOWN:])
+    return f"<p>{escape(in_words(counts(lines)))}.</p>{more}{shown}"
 
 
 RESTARTS = "restarts.jsonl"
@@ -98,7 +94,7 @@ RESTARTS = "restarts.jsonl"
 def add_restart(run: Path, **line: Any) -> None:
     """Appends a line. Fields: kind, why (one message), died_after (the last step of metrics.jsonl), from_step (that of
     the newest checkpoint, or 0), ranks, wait_s."""
-    with Lines(run / RESTARTS) as file:
+    with closing(Lines(run / RESTARTS)) as file:
         file.write(json.dumps({"time": time.strftime("%Y-%m-%d %H:%M:%S")} | line))
 
 

@@ -115,9 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND, "There is one page, /")
             return
         more, content = self.server.content()
-        headers = (
-            HEADERS | {"Content-Length": str(len(content))} | ({"Refresh": str(REFRESH_S)} if more else {})
-        )
+        again = {"Refresh": str(REFRESH_S)} if more else {}
+        headers = HEADERS | {"Content-Length": str(len(content))} | again
         self.send_response(HTTPStatus.OK)
         for key, value in headers.items():
             self.send_header(key, value)

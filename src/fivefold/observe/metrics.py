@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import UserError
-from fivefold.files import Lines, make_folder, open_file, parse_json, read_json, write_atomically
+from fivefold.files import Lines, make_folder, open_file, parse_json, write_atomically
 from fivefold.observe.trackers import TAGS, Trackers
 from fivefold.recipe.entries import chosen
 
@@ -89,12 +89,6 @@ class MetricsWriter:
         for said in self._trackers.news():
             print(f"WARNING: {said}", file=sys.stderr)
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The lines of a metrics file, in order; `path` is the file or its run folder. Null becomes NaN.
@@ -128,14 +122,6 @@ def last_line(run: Path, tail: int = 1 << 16) -> dict[str, Any] | None:
         if line is not None and isinstance(line.get("step"), int) and "step_s" in line:
             return line
     return None
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """The content of a JSON file of a run; {} if it is missing or broken."""
-    try:
-        return read_json(path)
-    except (OSError, UserError):
-        return {}
 
 
 def write_trace(run: Path, name: str, facts: Any) -> Path:

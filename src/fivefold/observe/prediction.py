@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from fivefold.errors import printable
+from fivefold.files import read_facts
 from fivefold.observe.format import size, table
-from fivefold.observe.metrics import read_facts
 from fivefold.observe.summary import column, finite
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from fivefold.draw.canvas import LIGHT, css
 from fivefold.errors import UserError, printable
-from fivefold.files import guard, read_bytes, read_json, understood, write_atomically
+from fivefold.files import guard, read_bytes, read_facts, read_json, understood, write_atomically
 from fivefold.models.card import card_of
 from fivefold.observe import faults, memory_picture, prediction, timelines
 from fivefold.observe.chart import Chart, Series, draw, smooth
 from fivefold.observe.format import asset, document, duration, header, section, short_number, size, table
-from fivefold.observe.metrics import FILE, read_facts, read_metrics
+from fivefold.observe.metrics import FILE, read_metrics
 from fivefold.observe.summary import BUSY, by_name, column, finite, summarize
 from fivefold.observe.trackers import FILE_STORE
 from fivefold.recipe import Recipe, count_parameters, explain, load

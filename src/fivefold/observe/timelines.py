@@ -18,14 +18,11 @@ from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write
 from fivefold.observe.format import table
 from fivefold.observe.metrics import read_metrics, write_trace
 from fivefold.schedules.pipeline import Costs, Schedule, Timeline, simulate
-from fivefold.schedules.priority import Simulation
 from fivefold.schedules.timelines import COMPUTE, MESSAGE, WAIT, StepTimeline
 
 FILL = {"forward": "F", "backward": "B", "update": "U", "other": "-", WAIT: "."}
 LEGEND = "F forward, B backward, U update, - other, . waits; = message beside computing, o message alone"
-COLORS = {
-    "forward": "blue", "backward": "green", "update": "purple", "other": "grey", MESSAGE: "orange"
-}  # fmt: skip
+COLORS = {"forward": "blue", "backward": "green", "update": "purple", "other": "grey", MESSAGE: "orange"}
 MOST = 6  # messages of a lane drawn side by side
 
 
@@ -329,11 +326,6 @@ def read_workers(run: Path) -> dict[str, list[Box]]:
     last = max((line["step"] for line in lines), default=0)
     with understood(path):
         return worker_shares(line for line in lines if line["step"] > last - WORKER_STEPS)
-
-
-def simulated_worker(run: Simulation, steps: int = 2) -> dict[str, list[Box]]:
-    """The rows of a simulated worker, from the backward that ends before its last steps to that of the last one."""
-    return rows_of(run.events, run.ends[-steps - 1], run.ends[-1])
 
 
 def rows_of(

@@ -26,8 +26,7 @@ from threading import Thread
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from fivefold.errors import UserError
-from fivefold.files import Lines, inside, make_folder, open_file, read_json, stream, write_atomically
+from fivefold.files import Lines, inside, make_folder, open_file, read_facts, stream, write_atomically
 
 Line = Mapping[str, Any]
 
@@ -205,12 +204,8 @@ def _clean(value: Any) -> Any:
 
 def remembered(folder: Path) -> dict[str, str]:
     """What trackers have called this run before."""
-    try:
-        names = read_json(folder / IDS).items()
-    except (OSError, UserError):
-        return {}
-    plain = re.compile(r"[\w-]{1,64}", re.ASCII)
-    return {kind: name for kind, name in names if isinstance(name, str) and plain.fullmatch(name)}
+    names, plain = read_facts(folder / IDS), re.compile(r"[\w-]{1,64}", re.ASCII)
+    return {kind: name for kind, name in names.items() if isinstance(name, str) and plain.fullmatch(name)}
 
 
 def remember(folder: Path, kind: str, name: str) -> None:

@@ -6,12 +6,7 @@ to the size of the weights. Otherwise it is torch.optim.Adafactor, which waits f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fivefold.optim.card import OptimizerCard, OptimizerState, Update
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fivefold.optim.card import OptimizerCard, OptimizerState, Tensor, Update
 
 EPS = 2.0**-23
 DECAY = -0.8  # the averages take in a share of t^DECAY of the squared gradients in step t

@@ -7,13 +7,9 @@ tests hold them to PyTorch's. g: gradient, t: step.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from fivefold.optim.adamw import MOMENTS
-from fivefold.optim.card import OptimizerCard, OptimizerState, Update
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fivefold.optim.card import OptimizerCard, OptimizerState, Tensor, Update
 
 NADAM_DECAY = 4e-3  # of the momentum's schedule (Dozat, 2016)
 TABLE = 256  # steps after which the product of all momenta, each about a half, is nothing beside 1
@@ -121,14 +117,13 @@ CARDS = (
     ),
     RADAM,
     replace(RADAM, name="nadam", source="Dozat, ICLR workshop 2016", rule=nadam),
-    OptimizerCard(
-        "adamsage",
+    replace(
+        RADAM,
+        name="adamsage",
         source="arXiv 2202.02664",
         rule=adamsage,
         fields={"betas": (0.9, 0.95), "eps": 1e-8},
         states=(*MOMENTS, OptimizerState("sensitivity")),
-        counts=True,
-        second_moment="exp_avg_sq",
-        reads=3.0,
+        coupled=False,
     ),
 )

@@ -20,6 +20,8 @@ from fivefold.sharding.parts import Model, Part, Ranges, Shape, held, patterns, 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+else:
+    Tensor = object  # the rules of this room name it in annotations, which nobody evaluates
 
 Build = Callable[..., "torch.optim.Optimizer"]
 """build(groups, lr, **fields). groups: as torch's optimizers take them ({"params": [...], "weight_decay": ...}).

@@ -8,14 +8,10 @@ rows, so ranks that keep rows keep whole blocks. Vectors have fp32 moments.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from fivefold.optim.adamw import ADAMW
-from fivefold.optim.card import CODES, OptimizerCard, OptimizerState, Update
+from fivefold.optim.card import CODES, OptimizerCard, OptimizerState, Tensor, Update
 from fivefold.sharding.parts import Shape
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BLOCK = 256
 

@@ -8,24 +8,15 @@ learning rate and weight decay suit both. Embeddings, the output layer and vecto
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from fivefold.optim.adamw import ADAMW
-from fivefold.optim.card import OptimizerCard, OptimizerState, Update
+from fivefold.optim.card import OptimizerCard, OptimizerState, Tensor, Update
 from fivefold.sharding.parts import Shape
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration, steepest at zero (Jordan)."""
 EPS = 1e-7
 RMS = 0.2  # of AdamW's updates (arXiv 2502.16982)
-
-
-def is_hidden(name: str, shape: Shape) -> bool:
-    """True for the matrices inside the blocks."""
-    return name.startswith("blocks.") and len(shape) > 1
 
 
 def muon(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
@@ -55,19 +46,19 @@ def muon_flops(shape: Shape) -> float:
     return matrices * 5 * (4.0 * short * short * long + 2.0 * short**3)
 
 
-CARDS = (
-    OptimizerCard(
-        "muon",
-        source="Jordan et al. 2024; arXiv 2502.16982",
-        rule=muon,
-        fields={"momentum": 0.95, "ns_steps": 5, **ADAMW.fields},
-        states=(OptimizerState("momentum_buffer"),),
-        counts=False,
-        second_moment="exp_avg_sq",
-        needs="matrices",
-        applies=is_hidden,
-        rest=ADAMW,
-        reads=2.0,
-        flops=muon_flops,
-    ),
+MUON = OptimizerCard(
+    "muon",
+    source="Jordan et al. 2024; arXiv 2502.16982",
+    rule=muon,
+    fields={"momentum": 0.95, "ns_steps": 5, **ADAMW.fields},
+    states=(OptimizerState("momentum_buffer"),),
+    second_moment="exp_avg_sq",
+    needs="matrices",
+    applies=lambda name, shape: (
+        name.startswith("blocks.") and len(shape) > 1
+    ),  # the matrices inside the blocks
+    rest=ADAMW,
+    reads=2.0,
+    flops=muon_flops,
 )
+CARDS = (MUON,)

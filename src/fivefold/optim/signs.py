@@ -8,12 +8,7 @@ compares as the empirical Fisher. It needs no further pass and no random numbers
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fivefold.optim.card import OptimizerCard, OptimizerState, Update
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fivefold.optim.card import OptimizerCard, OptimizerState, Tensor, Update
 
 
 def lion(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:

@@ -8,15 +8,12 @@ output layer and vectors are left to AdamW.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from fivefold.optim.adamw import ADAMW
-from fivefold.optim.card import OptimizerCard, OptimizerState, Update
-from fivefold.optim.muon import is_hidden
+from fivefold.optim.card import OptimizerState, Tensor, Update
+from fivefold.optim.muon import MUON
 from fivefold.sharding.parts import Shape
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def soap(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
@@ -61,8 +58,9 @@ def soap_flops(shape: Shape) -> float:
 
 
 CARDS = (
-    OptimizerCard(
-        "soap",
+    replace(
+        MUON,
+        name="soap",
         source="arXiv 2409.11321",
         rule=soap,
         fields={**ADAMW.fields, "basis_every": 10},
@@ -75,10 +73,6 @@ CARDS = (
             OptimizerState("right_basis", shape=_right),
         ),
         counts=True,
-        second_moment="exp_avg_sq",
-        needs="matrices",
-        applies=is_hidden,
-        rest=ADAMW,
         reads=5.0,
         flops=soap_flops,
         jumps="rounding chooses the eigenvectors of equal eigenvalues",

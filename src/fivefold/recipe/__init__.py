@@ -7,7 +7,6 @@ from fivefold.recipe.messages import explain, to_toml
 from fivefold.recipe.resolve import (
     microbatches_per_step,
     resolve,
-    targets_per_step,
     tokens_before,
     tokens_per_step,
     total_steps,
@@ -18,12 +17,7 @@ from fivefold.recipe.rules.texts import (
     expected_vocab_size,
     leave_out,
     place,
+    run_steps,
     sequences_before,
 )
-from fivefold.recipe.schema import (
-    DataSection,
-    FaultsSection,
-    LayoutSection,
-    OptimSection,
-    TrainSection,
-)
+from fivefold.recipe.schema import DataSection, FaultsSection, LayoutSection, OptimSection, TrainSection

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -60,19 +60,13 @@ class ValidationEntry(Section):
 NONE = "none"
 
 
-class Tracker(NamedTuple):
-    """module: the library that it needs. extra: the extra of Fivefold that brings it; "": Fivefold itself does."""
-
-    module: str = ""
-    extra: str = ""
-
-
 TRACKERS = {
-    "tensorboard": Tracker("tensorboard"),
-    "csv": Tracker(),
-    "wandb": Tracker("wandb", "wandb"),
-    "mlflow": Tracker("mlflow", "mlflow"),
+    "tensorboard": ("tensorboard", ""),
+    "csv": ("", ""),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow"),
 }
+"""(the library that each needs, the extra of Fivefold that brings it; "": none, and Fivefold itself)."""
 
 
 def joined(value: Any) -> Any:

@@ -125,11 +125,9 @@ def find(name_or_path: str | Path) -> Path:
             f"recipe '{path}': this is a run folder. Resume the run with `fivefold train {path} --resume`, or pass "
             f"its recipe, {path / 'recipe.toml'}"
         )
-    what = (
-        "this is a folder, not a recipe file"
-        if path.is_dir()
-        else "no such file, and no shipped recipe of this name"
-    )
+    what = "no such file, and no shipped recipe of this name"
+    if path.is_dir():
+        what = "this is a folder, not a recipe file"
     hint = did_you_mean(path.name.removesuffix(".toml"), files)
     raise UserError(f"recipe '{name_or_path}': {what}{hint or '.'} Shipped recipes: {', '.join(files)}")
 
@@ -276,7 +274,7 @@ class _Draft:
             value: Any = raw  # parsed as TOML; the text itself if it is none, or the field holds text
             with suppress(ValueError, RecursionError):  # not TOML, or beyond what Python reads
                 parsed = tomllib.loads(f"v = {raw}")
-                wants_text = key in KEYS and plain_type(KEYS[key]) is str
+                wants_text = key in KEYS and plain_type(KEYS[key].annotation) is str
                 if parsed.keys() == {"v"} and (not wants_text or isinstance(parsed["v"], str)):
                     value = parsed["v"]
             section, dot, name = key.partition(".")
@@ -312,11 +310,8 @@ class _Draft:
         field, _, rest = name.partition(".")
         wanted, _, key = rest.rpartition(".")
         entries = self.table.get(section, {}).get(field)
-        if (
-            not wanted
-            or not messages.entry_type(f"{section}.{field}")
-            or not isinstance(entries, list | tuple)
-        ):
+        listed = messages.entry_type(f"{section}.{field}")
+        if not (wanted and listed and isinstance(entries, list | tuple)):
             return None
         copies = [dict(entry) if isinstance(entry, dict) else entry for entry in entries]
         self.table[section][field] = copies
@@ -334,10 +329,11 @@ class _Draft:
         values = dict(values)
         for name, value in values.items():  # a tuple for a list, and 1000000 for 1e6 where numbers are whole
             key = f"{section}.{name}"
+            whole = key in KEYS and plain_type(KEYS[key].annotation) is int
             if isinstance(value, list):
                 values[name] = tuple(value)
-            elif isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST:
-                values[name] = int(value) if key in KEYS and plain_type(KEYS[key]) is int else value
+            elif whole and isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST:
+                values[name] = int(value)
         try:
             return cls.model_validate(values)
         except ValidationError as error:

@@ -74,22 +74,18 @@ def optional(field: FieldInfo) -> bool:
 
 def none_unsets(key: str) -> bool:
     """True if the text "none" unsets a field; it may also be one of its values."""
-    return key in KEYS and optional(KEYS[key]) and "none" not in get_args(plain_type(KEYS[key]))
+    return key in KEYS and optional(KEYS[key]) and "none" not in get_args(plain_type(KEYS[key].annotation))
 
 
-def plain_type(field: FieldInfo) -> Any:
+def plain_type(annotation: Any) -> Any:
     """The type of a field without its `| None`."""
-    return _without_none(field.annotation)
-
-
-def _without_none(annotation: Any) -> Any:
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = (choice for choice in get_args(annotation) if choice is not type(None))
     return annotation
 
 
 def _allowed(annotation: Any, metadata: Any) -> str:
-    annotation = _without_none(annotation)
+    annotation = plain_type(annotation)
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
     if get_origin(annotation) is tuple:
@@ -148,7 +144,7 @@ def bad_field(key: str, value: Any) -> str:
             _home(name) or did_you_mean(name, fields) or f"; valid keys in [{section}]: {', '.join(fields)}"
         )
         return f"{shortened(key, LONGEST_WORD)} = {short(value)}: unknown key{near}"
-    hint, type_ = "", plain_type(KEYS[key])
+    hint, type_ = "", plain_type(KEYS[key].annotation)
     if isinstance(value, str):
         hint = did_you_mean(value, [choice for choice in get_args(type_) if isinstance(choice, str)])
     elif isinstance(value, int) and value > LARGEST and "<=" not in allowed(KEYS[key]):
@@ -160,7 +156,7 @@ def bad_field(key: str, value: Any) -> str:
 
 def entry_type(key: str) -> type[Section] | None:
     """The type of the tables that a field lists; None for all other fields."""
-    items = get_args(plain_type(KEYS[key])) if key in KEYS else ()
+    items = get_args(plain_type(KEYS[key].annotation)) if key in KEYS else ()
     return items[0] if items and items[-1] is Ellipsis else None
 
 

@@ -10,7 +10,6 @@ from itertools import islice, product
 from typing import Any, TypeVar
 
 from fivefold.errors import UserError, several
-from fivefold.models import predicted
 from fivefold.models.card import card_of, resolve_model
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
 from fivefold.recipe.entries import steps as profiled_steps
@@ -36,13 +35,6 @@ def total_steps(recipe: Recipe) -> int:
 def tokens_per_step(recipe: Recipe) -> int:
     """Tokens in an optimizer step with the full batch, over all ranks: B x T."""
     return recipe.train.global_batch_size * recipe.model.seq_len
-
-
-def targets_per_step(recipe: Recipe) -> int:
-    """Predicted tokens in an optimizer step with the full batch, over all ranks; those that the data leaves out, such
-    as prompts of conversations, included."""
-    objective = card_of(recipe.model).objective
-    return recipe.train.global_batch_size * predicted(objective, recipe.model.seq_len)
 
 
 def tokens_before(recipe: Recipe, step: int) -> int:

@@ -145,20 +145,20 @@ def make(
     Raises:
         UserError: the recipe cannot be read, or `over` is not a grid of settings.
     """
-    known = {json.dumps(dict(row.settings), sort_keys=True): row for row in rows}
+    known = [row.settings for row in rows]
     taken = {row.name for row in rows}
     every = grid(over)
     varied = [key for key in every[0] if len({settings[key] for settings in every}) > 1 or len(every) == 1]
     found = list(rows)
     for settings in every:
-        if json.dumps(settings, sort_keys=True) not in known:
+        if settings not in known:
             parts = (key.rpartition(".")[2] + settings[key] for key in varied)  # dim64_heads2_tokens200000
             name = re.sub(r"[^\w.+-]+", "-", "_".join(parts), flags=re.ASCII)[:100].strip("-.") or "run"
             names = chain([name], (f"{name}-{number}" for number in count(2)))
             row = Row(next(name for name in names if name not in taken), settings)
             found.append(row)
             taken.add(row.name)
-            known[json.dumps(settings, sort_keys=True)] = row
+            known.append(settings)
     return Sweep(recipe, list(overrides), layout, list(over), found, source(recipe))
 
 

@@ -18,6 +18,7 @@ from fivefold.host import memory_bytes
 from fivefold.host.machine import has_fast_bf16
 from fivefold.kernels.native import Table
 from fivefold.launch.ranks import Ranks
+from fivefold.models import predicted
 from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard, buffers_of
 from fivefold.models.layers import Output
@@ -31,7 +32,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.parallelize import Parallel, parallelize
 from fivefold.parallel.replica import Gathered, assert_owned_once
 from fivefold.precision import DTYPES, PRECISIONS, Mode, chosen, sent, torch_dtype
-from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters, targets_per_step
+from fivefold.recipe import LeftOut, OptimSection, Recipe, count_parameters
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Part, held, size_of
 from fivefold.sharding.tiers import tiers
@@ -254,6 +255,9 @@ def updater_arguments(
     optim, card = recipe.optim, functions.card
     fields = dict(card.fields) if card else {n: getattr(optim, n) for n in OPTIMIZERS[optim.name].fields}
     assert card or None not in fields.values(), "a resolved recipe has the optimizer's fields"
+    # with those that the data leaves out, such as prompts of conversations
+    targets = predicted(card_of(recipe.model).objective, recipe.model.seq_len)
+    targets *= recipe.train.global_batch_size
     return {
         "card": card or OPTIMIZERS[optim.name],
         "lr": optim.lr,
@@ -261,7 +265,7 @@ def updater_arguments(
         "weight_decay": {n: optim.weight_decay * factors(optim.groups, n)[1] for n in shapes},
         "fields": fields,
         "rates": {name: rate_of(optim, name, shape, embeddings) for name, shape in shapes.items()},
-        "tokens": targets_per_step(recipe) // recipe.replica_groups.count,
+        "tokens": targets // recipe.replica_groups.count,
     }
 
 

@@ -11,7 +11,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +233,7 @@ def _opened(job: Job, ranks: Ranks, step: int, stack: ExitStack) -> tuple[Consol
     """The console, and the metrics in a run folder with its first files; these on rank 0 only."""
     recipe, out = job.recipe, job.out
     steps, every = recipe.train.steps or 0, recipe.observe.log_every
-    console = stack.enter_context(Console(steps, rank=ranks.rank, start_step=step, log_every=every))
+    console = stack.enter_context(closing(Console(steps, rank=ranks.rank, start_step=step, log_every=every)))
     if not ranks.first:
         return console, None
     make_folder(out)
@@ -249,8 +249,8 @@ def _opened(job: Job, ranks: Ranks, step: int, stack: ExitStack) -> tuple[Consol
             there = load_tokenizer(out / "tokenizer.json").fingerprint
         if there != tokenizer.fingerprint:
             tokenizer.save(out / "tokenizer.json")
-    writer = MetricsWriter(out, recipe.observe.tracker, step=step, about=recipe.model_dump())
-    metrics = stack.enter_context(writer)
+    metrics = MetricsWriter(out, recipe.observe.tracker, step=step, about=recipe.model_dump())
+    stack.enter_context(closing(metrics))
     if metrics.damaged:
         console.note(f"metrics.jsonl: {several(metrics.damaged, 'damaged line')} left out")
     return console, metrics

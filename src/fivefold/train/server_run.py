@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty
@@ -158,7 +158,7 @@ class ServerHooks(RunHooks):
             drop_after(path, self.state.step)
         complete = self.state.step == self.job.recipe.train.steps
         try:
-            with Lines(path) if self.ranks.first else nullcontext() as self.lines:
+            with closing(Lines(path)) if self.ranks.first else nullcontext() as self.lines:
                 self._oversee()
                 if not leaving:
                     recipe = self.job.recipe

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from fivefold.data.kinds.kind import LONGEST_LINE, Fields, File, Rows, unreadable
+from fivefold.data.kinds.kind import LONGEST_LINE, Fields, File, Rows
 
 csv.field_size_limit(LONGEST_LINE)  # of the process, 128 KiB by default; `_Lines` bounds whole rows
 
@@ -19,22 +19,19 @@ class Csv(Rows):
 
     def rows(self, file: File, fields: Fields, done: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
         number = 0
-        try:
-            with file.open() as f:
-                lines = _Lines(f)
-                table = csv.reader(lines, strict=True)
-                columns, fault = _next(table, lines) or ([], "")
-                if fault:
-                    yield number, f"the names of the columns: {fault}"
-                    return
-                while found := _next(table, lines):
-                    row, fault = found
-                    if not fault and len(row) != len(columns):
-                        fault = f"a row of {len(row)} fields; the first line names {len(columns)}"
-                    yield number, fault or dict(zip(columns, row, strict=True))
-                    number += 1
-        except OSError as error:
-            yield number, unreadable(error)
+        with file.open() as f:
+            lines = _Lines(f)
+            table = csv.reader(lines, strict=True)
+            columns, fault = _next(table, lines) or ([], "")
+            if fault:
+                yield number, f"the names of the columns: {fault}"
+                return
+            while found := _next(table, lines):
+                row, fault = found
+                if not fault and len(row) != len(columns):
+                    fault = f"a row of {len(row)} fields; the first line names {len(columns)}"
+                yield number, fault or dict(zip(columns, row, strict=True))
+                number += 1
 
 
 def _next(table: Iterator[list[str]], lines: _Lines) -> tuple[list[str], str] | None:

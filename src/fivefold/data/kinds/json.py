@@ -120,8 +120,6 @@ class Json(Rows):
                     yield number, "not JSON: the array does not end"
         except UserError:  # it is a ValueError, and no fault of the file
             raise
-        except OSError as error:
-            yield number, unreadable(error)
         except RecursionError:
             yield number, "not JSON: nested too deeply"
         except ValueError as error:

@@ -125,14 +125,9 @@ Documents = Iterator[tuple[Document | Bad, int]]
 """Documents, and the place behind each."""
 
 
-class Fault(str):
-    """In place of a row: why its file cannot be read any further, at whatever row a run begins. A fault of the content
-    is a text, which whoever goes on behind it has said."""
-
-
-def unreadable(error: OSError) -> Fault:
+def unreadable(error: OSError) -> str:
     reason = error.strerror or str(error)
-    return Fault(reason if "decompressed" in reason else f"cannot be read: {reason}")
+    return reason if "decompressed" in reason else f"cannot be read: {reason}"
 
 
 class Kind(ABC):
@@ -176,16 +171,22 @@ class Rows(Kind):
 
     @abstractmethod
     def rows(self, file: File, fields: Fields, done: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
-        """Number and fields of each row, or why it cannot be read. Those before `done` need not be among them. A
-        `Fault` is the last."""
+        """Number and fields of each row, or why it cannot be read. Those before `done` need not be among them.
+
+        Raises:
+            OSError: the file cannot be read any further.
+        """
 
     def read(self, number: int, file: File, start: int, fields: Fields, cut: int | None = None) -> Documents:
-        for row, value in self.rows(file, fields, start):
-            if isinstance(value, Fault):  # it may have become unreadable before this place
-                yield Bad(number, max(row, start), value), ENDED
-            elif row >= start:
-                bad = isinstance(value, str)
-                yield Bad(number, row, value) if bad else document_of(number, row, value, fields), row + 1
+        behind = start  # it may have become unreadable before this place
+        try:
+            for row, value in self.rows(file, fields, start):
+                if row >= start:
+                    behind = row + 1
+                    bad = isinstance(value, str)
+                    yield Bad(number, row, value) if bad else document_of(number, row, value, fields), behind
+        except OSError as error:
+            yield Bad(number, behind, unreadable(error)), ENDED
 
     def place(self, file: File, bad: Bad) -> str:
         return f"row {bad.place}"

@@ -20,11 +20,8 @@ class Parquet(Rows):
     packs = False  # it has compressions of its own
 
     def rows(self, file: File, fields: Fields, done: int) -> Iterator[tuple[int, dict[str, Any] | str]]:
-        try:
-            with file.open() as f:
-                yield from _rows(file.path if file.plain else f, fields, done)
-        except OSError as error:
-            yield done, unreadable(error)
+        with file.open() as f:
+            yield from _rows(file.path if file.plain else f, fields, done)
 
     def behind(self, file: File, byte: int) -> int | None:
         """The first row of the group that has the byte, as if all rows had as many bytes."""
@@ -71,7 +68,7 @@ def _sizes(parquet: Any) -> list[int]:
 def _reason(error: Exception) -> str:
     if isinstance(error, UserError):  # it is a ValueError, and no fault of the file
         raise error
-    return str(unreadable(error)) if isinstance(error, OSError) else f"a broken parquet file: {error}"
+    return unreadable(error) if isinstance(error, OSError) else f"a broken parquet file: {error}"
 
 
 def _values(batch: Any) -> Iterator[dict[str, Any] | str]:

@@ -70,9 +70,8 @@ def entries(spec: str) -> list[Entry]:
             lambda n: listing[n] if listing[n].get("size") else attempted(n, lambda: system.info(n)), listing
         )
         urls = [system.unstrip_protocol(name) for name in listing]
-    fixed = re.split(r"[*\[]", spec, maxsplit=1)[
-        0
-    ]  # names are what is behind all that is fixed of the address
+    # names are what is behind all that is fixed of the address
+    fixed = re.split(r"[*\[]", spec, maxsplit=1)[0]
     folder = system.unstrip_protocol(system._strip_protocol(fixed))  # as it writes its own
     if (fixed != spec and not fixed.endswith("/")) or folder in urls:
         folder = folder.rpartition("/")[0]

@@ -183,7 +183,7 @@ class Cluster:
     @property
     def oversubscription(self) -> float:
         """Ranks per core where there are more ranks than cores, otherwise 1."""
-        return self.machine.oversubscription(self.on_machine) if self.machine else 1.0
+        return max(1.0, self.on_machine / self.machine.cores) if self.machine else 1.0
 
     @property
     def free(self) -> float:

@@ -155,12 +155,8 @@ class Measured:
             reached += [together * rate for rates in rows for rate in rates]
         return max(reached)
 
-    def oversubscription(self, ranks: int) -> float:
-        """Ranks per core if there are more ranks than cores, otherwise 1."""
-        return max(1.0, ranks / self.cores)
-
     def share(self, ranks: int) -> Share:
-        """The rates of one of `ranks` ranks, as if it had cores of its own (see `oversubscription`)."""
+        """The rates of one of `ranks` ranks, as if it had cores of its own (see `Cluster.oversubscription`)."""
         return _share(self, ranks)
 
     def overhead(self, what: str) -> float:

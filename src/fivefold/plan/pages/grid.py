@@ -52,9 +52,7 @@ LABELS = {
     "pp": "Pipeline stages (pp)",
     "zero": "ZeRO stage of data parallelism",
 }
-TURNS = (
-    "tp", "pp", "zero", "microbatch_size", "devices", "seq_len", "global_batch_size", "layers", "dim",
-)  # fmt: skip
+TURNS = ("tp", "pp", "zero", "microbatch_size", "devices", "seq_len", "global_batch_size", "layers", "dim")
 """The order in which sliders get further values."""
 MODEL, BATCH, AXES = (
     ("layers", "dim", "seq_len"), ("global_batch_size", "microbatch_size"), ("tp", "pp", "zero")

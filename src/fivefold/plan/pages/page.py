@@ -108,7 +108,17 @@ def _sections(data: Mapping[str, Any]) -> str:
         parts.append(_section("Found by the search", note, f'<div class="picture" id="search"></div>{table}'))
     command = '<pre id="command" tabindex="0"></pre>'
     parts.append(_section("The same in the terminal", "", command))
-    return "".join([*parts, _section("What the sliders show", "", _grid(data))])
+    values = "".join(
+        f"<dt>{escape(axis['label'])}</dt><dd>{', '.join(f'{v:,}' for v in axis['values'])}</dd>\n"
+        for axis in data["axes"]
+    )
+    valid = sum(not message for message in data["index"])
+    grid = (
+        f"<p>All {len(data['index']):,} combinations of these values were predicted when this page was written; "
+        f"{valid:,} are valid. Nothing is interpolated. Heads and the feed-forward width grow with the width. Data "
+        f'parallelism uses the remaining devices.</p>\n<dl class="facts">\n{values}</dl>'
+    )
+    return "".join([*parts, _section("What the sliders show", "", grid)])
 
 
 def _keys(kinds: Sequence[tuple[str, str]]) -> str:
@@ -123,17 +133,3 @@ def _table(columns: Sequence[str], body: str, rows: str = "") -> str:
         for name in columns
     )
     return f'<table><thead><tr>{head}</tr></thead><tbody id="{body}">{rows}</tbody></table>'
-
-
-def _grid(data: Mapping[str, Any]) -> str:
-    """The grid in words."""
-    values = "".join(
-        f"<dt>{escape(axis['label'])}</dt><dd>{', '.join(f'{v:,}' for v in axis['values'])}</dd>\n"
-        for axis in data["axes"]
-    )
-    valid = sum(not message for message in data["index"])
-    return (
-        f"<p>All {len(data['index']):,} combinations of these values were predicted when this page was written; "
-        f"{valid:,} are valid. Nothing is interpolated. Heads and the feed-forward width grow with the width. Data "
-        f'parallelism uses the remaining devices.</p>\n<dl class="facts">\n{values}</dl>'
-    )

@@ -255,7 +255,8 @@ def steps_for(train: TrainSection, sequences: int) -> int:
 
 
 def run_steps(recipe: Sections) -> int | None:
-    """Optimizer steps of the run: `train.steps`, or `train.tokens` rounded up to whole steps. None: it has neither."""
+    """Optimizer steps of the run: `train.steps`, or `train.tokens` rounded up to whole steps. None: it has neither,
+    and its data can only be prepared."""
     train = recipe.train
     if train.steps or not train.tokens:
         return train.steps
