@@ -219,13 +219,6 @@ def resident_bytes() -> tuple[int, int]:
         return most, most
 
 
-def compute_alone() -> None:
-    """Operations of this thread run on one core from now on, without a team of OpenMP threads. Those of several threads
-    that run beside each other wait for each other, and spin meanwhile."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libgomp.so.1").omp_set_num_threads(1)  # the one that PyTorch has loaded
-
-
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "sve", "sve2", "bf16")
 TORCH = ("2.11", "2.15")
 """The oldest and the newest version of PyTorch that Fivefold was tried with (`make test-versions`)."""
