@@ -82,7 +82,7 @@ def links(ranks: Ranks, servers: int) -> list[Link]:
     found = list[Link]()
     for worker in range(servers, ranks.world):
         members, names = [*range(servers), worker], ("notes", "push", "pull")
-        notes, up, down = (axis_between(n, members, ranks, apart=True, everywhere=True) for n in names)
+        notes, up, down = (axis_between(n, members, ranks, everywhere=True) for n in names)
         if notes and up and down:
             peers = [servers] if ranks.rank < servers else range(servers)
             found += [Link(notes, up, down, peer) for peer in peers]
