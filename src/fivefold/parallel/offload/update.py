@@ -371,8 +371,14 @@ class StreamedUpdater(Updater):
             states[name] |= {key: found[key][number].float() for key in self._views if key != COMPENSATION}
             if COMPENSATION in self._views:
                 weights[name] += found[COMPENSATION][number]
-        run = self._fused if self.rules is None else self._ruled
-        after = run(weights, gradients, states, scale)
+        if self.rules is None:
+            after = self._fused(weights, gradients, states, scale)
+        else:
+            self._scale(gradients, scale)
+            rates = {name: self._lr * self.rates.get(name, 1.0) for name in weights}
+            self.rules.masters, self.rules.states, after = weights, states, states
+            self.rules.step(gradients, rates, None)
+            self.rules.masters, self.rules.states = {}, {}
         if (most := self._largest(weights)) is not None and self.largest is not None:
             self.largest = torch.maximum(self.largest, most)
         for number, piece in enumerate(chunk.pieces):
@@ -428,21 +434,6 @@ class StreamedUpdater(Updater):
         for weight in weights.values():
             weight.grad = None
         return after
-
-    def _ruled(
-        self,
-        weights: dict[str, Tensor],
-        gradients: dict[str, Tensor],
-        states: dict[str, dict[str, Tensor]],
-        scale: Tensor | None,
-    ) -> dict[str, dict[str, Tensor]]:
-        """The same by the rule."""
-        assert self.rules is not None
-        self._scale(gradients, scale)
-        self.rules.masters, self.rules.states = weights, states
-        self.rules.step(gradients, {name: self._lr * self.rates.get(name, 1.0) for name in weights}, None)
-        self.rules.masters, self.rules.states = {}, {}
-        return states
 
     def states(self) -> dict[str, Tensor]:
         self.settle()
