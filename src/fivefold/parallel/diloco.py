@@ -131,7 +131,7 @@ class Outer:
         found: dict[str, Tensor] = {}
         for names, finish in sums:
             mean = finish().div_(count).to(self.axis.device)
-            found |= views(mean, {name: self.weights[name] for name in names})
+            found |= views(mean, {name: self.weights[name].shape for name in names})
         return found
 
     def _flats(self, fragments: Iterable[int]) -> Flats:
