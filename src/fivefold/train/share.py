@@ -166,7 +166,7 @@ def in_order(
     recipe: Recipe, data: DataSet, tokens: Tokens, size: int, module: nn.Module | None = None
 ) -> Batches:
     """Batches of `size` sequences in their own order, for validation. module: as in `batches_of`."""
-    return _batches(recipe, data, [tokens], size, module, shuffle=False)
+    return _batches(recipe, data, [tokens], size, _sees_documents(module), shuffle=False)
 
 
 def batches_of(
@@ -176,14 +176,14 @@ def batches_of(
     assert recipe.model.vocab_size is not None
     train, order = recipe.train, order_of(recipe, amounts(recipe, data))
     begins = partial(place, train, left_out=left_out) if train.batch_ramp or left_out else None
-    sources = data.sources.values()
-    return _batches(recipe, data, sources, train.global_batch_size, module, begins=begins, order=order)
+    sources, apart = data.sources.values(), _sees_documents(module)
+    return _batches(recipe, data, sources, train.global_batch_size, apart, begins=begins, order=order)
 
 
 def _batches(
-    recipe: Recipe, data: DataSet, sources: Iterable[Tokens], size: int, module: nn.Module | None, **more: Any
+    recipe: Recipe, data: DataSet, sources: Iterable[Tokens | Stream], size: int, apart: bool, **more: Any
 ) -> Batches:
-    apart, objective, seed = _sees_documents(module), objective_of(recipe), recipe.train.seed
+    objective, seed = objective_of(recipe), recipe.train.seed
     cuts = [cut_of(recipe, data, tokens, apart) for tokens in sources]
     given = recipe.model.seq_len, size, seed, objective, data.mask_id, data.vocab_size
     return Batches(cuts, *given, **more)
