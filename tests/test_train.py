@@ -523,7 +523,7 @@ def talking_rank(rank: int, world: int, recipe: Recipe, out: Path) -> int | None
     torch.manual_seed(0)
     module = Talking()
     # not by torch.distributed.new_group: it counts groups to name them, and ranks of a pool may have made others before
-    module.group = axis_between("talk", range(world), ranks_of(rank, world), apart=True).group
+    module.group = axis_between("talk", range(world), ranks_of(rank, world)).group
     job = Job(resolve(recipe, vocab_size=16), out, None, module, Ones(), Ones())
     return run_rank(job, ranks_of(rank, world))
 

@@ -9,7 +9,7 @@ ranks and around the ring, not to the collectives that it predicts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from statistics import fmean, median
@@ -107,7 +107,8 @@ def single_messages(axis: Axis) -> dict[str, Any]:
     arena, other = (torch.zeros(ARENA // 4, device=axis.device) for _ in range(2))
     found: dict[str, Any] = {"pair": [], "ring": []}
     for size in MESSAGES:
-        at = places(arena, size)
+        # The stretches of the arena (fp32), one after the other, again and again
+        at = cycle(slice(start, start + size // 4) for start in range(0, len(arena), size // 4))
 
         def around(at=at) -> None:
             axis.start_moves([(arena[next(at)], (r + 1) % n)], [(other[next(at)], (r - 1) % n)])()
@@ -116,12 +117,6 @@ def single_messages(axis: Axis) -> dict[str, Any]:
         found["pair"].append([size, pair / 2])
         found["ring"].append([size, timed(around, axis)])
     return found | {"gamma": timed(lambda: arena.add_(other), axis) / ARENA}
-
-
-def places(arena: torch.Tensor, size: int) -> Iterator[slice]:
-    """The stretches of `size` bytes of an arena (fp32), one after the other, again and again."""
-    count = size // 4
-    return cycle(slice(start, start + count) for start in range(0, len(arena), count))
 
 
 def all_reduces(axis: Axis, sizes: Sequence[int]) -> dict[str, dict[str, float]]:

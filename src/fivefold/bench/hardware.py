@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import product as combinations
 from pathlib import Path
 from statistics import median
@@ -286,12 +286,11 @@ def encoding(text: str, device: torch.device, times: int = 3) -> float:
         began = time.perf_counter()
         messages = one.sum(given)
         started = next(messages)
-        try:
+        with suppress(StopIteration):
             while True:
                 started = messages.send(started())
-        except StopIteration:
-            _wait(device)
-            laps.append(time.perf_counter() - began)
+        _wait(device)
+        laps.append(time.perf_counter() - began)
     return min(laps)
 
 

@@ -261,8 +261,7 @@ def _seconds(recipe: Recipe, ranks: Ranks, steps: int) -> float:
         began = time.perf_counter()
         take_step(state, recipe, batch).wait()
         laps.append(time.perf_counter() - began)
-    for replica in state.parallel.replicas:
-        replica.close()
+    state.parallel.close()
     return median(laps[min(WARM_UP, steps - 1) :])
 
 

@@ -209,21 +209,12 @@ def has_cpu_fp16() -> bool:
 def resident_bytes() -> tuple[int, int]:
     """Resident memory of this process in bytes: (now, peak since it started or was forked)."""
     try:
-        status = Path("/proc/self/status").read_text()
-        found = dict(
-            line.split(":", 1) for line in status.splitlines() if line.startswith(("VmHWM", "VmRSS"))
-        )
-        return tuple(int(found[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
-    except (OSError, KeyError):  # not Linux: only the maximum is known, in bytes on a Mac, else in KiB
+        words = Path("/proc/self/status").read_text().split()
+        now, most = (int(words[words.index(key) + 1]) * 1024 for key in ("VmRSS:", "VmHWM:"))
+        return now, most
+    except (OSError, ValueError):  # not Linux: only the maximum is known, in bytes on a Mac, else in KiB
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return most, most
-
-
-def compute_alone() -> None:
-    """Operations of this thread run on one core from now on, without a team of OpenMP threads. Those of several threads
-    that run beside each other wait for each other, and spin meanwhile."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libgomp.so.1").omp_set_num_threads(1)  # the one that PyTorch has loaded
 
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "sve", "sve2", "bf16")

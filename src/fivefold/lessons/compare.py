@@ -215,12 +215,8 @@ def compare(recipe: Recipe, cluster: Cluster, ranks: int, layouts: Sequence[str]
     recipe, rows = alike(recipe), []
     for text in layouts:
         values: dict[str, Any] = parse(text)
-        layout, plan, why = Layout(**values), None, ""
-        try:
-            plan = _checked(recipe, cluster, layout)
-        except UserError as error:
-            why = _plain(error)
-        rows.append(Row(*named(layout), layout, plan, why))
+        layout = Layout(**values)
+        rows.append(Row(*named(layout), layout, *_tried(recipe, cluster, layout)))
     if layouts:
         return rows
     alone = Layout(recompute=recipe.layout.recompute)
@@ -254,31 +250,23 @@ def _row(recipe: Recipe, cluster: Cluster, technique: Technique, ranks: int) -> 
     layouts = [technique.layout(size, ranks // size) for size in sizes]
     layouts = [replace(layout, recompute=recipe.layout.recompute) for layout in layouts]
     for layout in layouts[: max(1, len(layouts) - 1)]:  # on one rank nothing is left of the technique
-        try:
-            plan = _checked(recipe, cluster, layout)
+        plan, refused = _tried(recipe, cluster, layout)
+        if plan is not None:
             break
-        except UserError as error:
-            why = why or _plain(error)
+        why = why or refused
     return Row(technique.name, technique.dimension, layouts[0], plan, why)
 
 
-def _checked(recipe: Recipe, cluster: Cluster, layout: Layout) -> Plan:
-    """The prediction of a layout.
-
-    Raises:
-        UserError: it breaks a rule.
-    """
+def _tried(recipe: Recipe, cluster: Cluster, layout: Layout) -> tuple[Plan | None, str]:
+    """The prediction of a layout, or None and why it is not possible: in one line, without the proposals."""
     if layout.ep > 1 and not card_of(recipe.model).has_experts:
-        raise UserError("the model has no experts")
-    broken = [*problems(layout)] or [*contradictions(in_layout(recipe, layout))]
-    if broken:
-        raise UserError(broken[0][1])
-    return predict(in_layout(recipe, layout), cluster)
-
-
-def _plain(error: UserError) -> str:
-    """The reason in one line, without the proposals."""
-    return str(error).removeprefix("recipe: ").split(". Nearest valid")[0]
+        return None, "the model has no experts"
+    try:
+        if broken := [*problems(layout)] or [*contradictions(in_layout(recipe, layout))]:
+            raise UserError(broken[0][1])
+        return predict(in_layout(recipe, layout), cluster), ""
+    except UserError as error:
+        return None, str(error).removeprefix("recipe: ").split(". Nearest valid")[0]
 
 
 def redundant(s: Setting) -> Redundant:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.draw.canvas import NAMES, Axes, Canvas, log_scale, text_width
 from fivefold.errors import printable
-from fivefold.lessons.compare import TECHNIQUES, alike
+from fivefold.lessons.compare import DIMENSION_OF, TECHNIQUES, alike
 from fivefold.lessons.compare import words as message_words
 from fivefold.lessons.overlap import count_text
 from fivefold.observe.format import asset, document, header, memory_text, short_number, size
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 WIDTH, LEFT, TOP, ROW = 860, 96, 108, 26  # pixels
 PANEL, BAR = 255, 160  # a criterion, its longest bar
 REASONS = {"operations": "activations", "recompute": "recompute", "sums": "sums", "update": "updates"}
-AXES = ("dp", "tp", "cp", "pp", "ep")
 
 
 def criteria(rows: Sequence[Row], title: str) -> str:
@@ -49,7 +48,7 @@ def criteria(rows: Sequence[Row], title: str) -> str:
     sent = {number: plan.sent for number, plan in plans.items()}
     held_here = {n: float(figures.get("memory_bytes") or 0) for n, figures in measured.items()}
     sent_here = {n: float(sum((f.get("sent_bytes") or {}).values())) for n, f in measured.items()}
-    reasons, axes = (dict(zip(kinds, NAMES, strict=False)) for kinds in (REASONS, AXES))
+    reasons, axes = (dict(zip(kinds, NAMES, strict=False)) for kinds in (REASONS, DIMENSION_OF))
     for number, (name, colors, values, text, here, line) in enumerate(
         (
             ("Redundant computing", reasons, redundant, "{:.1%}".format, {}, 0),

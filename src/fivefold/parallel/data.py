@@ -36,13 +36,13 @@ def allocate(params: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor
     twice."""
     (dtype,) = {p.dtype for p in params.values()}
     flat = torch.empty(sum(p.numel() for p in params.values()), dtype=dtype, device=device)
-    return flat, views(flat, dict(buffer_order(list(params.items()))))
+    return flat, views(flat, {name: p.shape for name, p in buffer_order(list(params.items()))})
 
 
-def views(flat: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts of a flat buffer in the shapes of `params`, one after the other."""
-    parts = flat.split([p.numel() for p in params.values()])
-    return {name: part.view(p.shape) for (name, p), part in zip(params.items(), parts, strict=True)}
+def views(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The parts of a flat buffer in these shapes, one after the other."""
+    parts = flat.split([math.prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 class Sum(Protocol):
@@ -89,16 +89,17 @@ class DataParallel(Hooked):
             self.offsets.append(self.offsets[-1] + p.numel())
         device = device or self.params[0].device
         by_name = dict(zip(self.names, self.params, strict=True))
+        shapes = {name: p.shape for name, p in by_name.items()}
         self.flat_grads = torch.zeros(self.offsets[-1], dtype=dtype, device=device)
         if masters is None:
             if flat_master is None:
                 flat_master = torch.cat([p.detach().reshape(-1) for p in self.params])
             assert flat_master.shape == (self.offsets[-1],), "another set of parameters"
-            masters = views(flat_master, by_name)
-        self.flat_master, self.masters, self.gradients = flat_master, masters, views(self.flat_grads, by_name)
+            masters = views(flat_master, shapes)
+        self.flat_master, self.masters, self.gradients = flat_master, masters, views(self.flat_grads, shapes)
         if flat_master is None or compute_dtype != dtype:
             self.flat_working = torch.empty(self.offsets[-1], dtype=compute_dtype, device=device)
-            self.working = views(self.flat_working, by_name)
+            self.working = views(self.flat_working, shapes)
         else:
             self.flat_working = flat_master
         for name, p in by_name.items():

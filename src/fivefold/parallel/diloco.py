@@ -25,6 +25,7 @@ from fivefold.errors import CommunicationError
 from fivefold.kernels.rounded import Quantizer
 from fivefold.optim import OuterOptimizer
 from fivefold.optim.updater import Updater
+from fivefold.parallel.data import views
 from fivefold.parallel.replica import Replica
 from fivefold.precision import torch_dtype
 from fivefold.schedules.compression.blocks import INT8
@@ -129,11 +130,8 @@ class Outer:
         sums = [(names, self._sum(flat, axis)) for names, flat in flats.items()]
         found: dict[str, Tensor] = {}
         for names, finish in sums:
-            mean, start = finish().div_(count).to(self.axis.device), 0
-            for name in names:
-                size = self.weights[name].numel()
-                found[name] = mean[start : start + size].view_as(self.weights[name])
-                start += size
+            mean = finish().div_(count).to(self.axis.device)
+            found |= views(mean, {name: self.weights[name].shape for name in names})
         return found
 
     def _flats(self, fragments: Iterable[int]) -> Flats:

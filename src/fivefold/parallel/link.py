@@ -23,27 +23,15 @@ FIGURES = 8  # of a note
 KEPT = 32  # notes whose sending nobody has waited for
 
 
-class Kind(IntEnum):
-    """Notes. From a worker: PUSHED (a part of a gradient is on its way), PULL (send a message's weights), COMPUTED (a
-    share's gradient is computed, and all servers have all of it), APPLIED (all servers have applied its gradient), TEXT
-    (answers an order), BYE. From a server: ACKNOWLEDGED (a part has arrived), UPDATED (a message's weights are new),
-    the orders TRAIN, VALIDATE, SAMPLE, END, and BYE. ALIVE is answered with ALIVE: a receive that lasts fails."""
-
-    PUSHED = 0
-    PULL = 1
-    COMPUTED = 2
-    APPLIED = 3
-    TEXT = 4
-    ACKNOWLEDGED = 5
-    UPDATED = 6
-    TRAIN = 7
-    VALIDATE = 8
-    SAMPLE = 9
-    END = 10
-    BYE = 11
-    ALIVE = 12
-
-
+Kind = IntEnum(
+    "Kind",
+    "PUSHED PULL COMPUTED APPLIED TEXT ACKNOWLEDGED UPDATED TRAIN VALIDATE SAMPLE END BYE ALIVE",
+    start=0,
+)
+"""Notes. From a worker: PUSHED (a part of a gradient is on its way), PULL (send a message's weights), COMPUTED (a
+share's gradient is computed, and all servers have all of it), APPLIED (all servers have applied its gradient), TEXT
+(answers an order), BYE. From a server: ACKNOWLEDGED (a part has arrived), UPDATED (a message's weights are new),
+the orders TRAIN, VALIDATE, SAMPLE, END, and BYE. ALIVE is answered with ALIVE: a receive that lasts fails."""
 ORDERS = (Kind.TRAIN, Kind.VALIDATE, Kind.SAMPLE, Kind.END)
 TEXT_TAG = 1  # of the text after a TEXT note; notes have 0, gradients and weights what follows
 
@@ -94,7 +82,7 @@ def links(ranks: Ranks, servers: int) -> list[Link]:
     found = list[Link]()
     for worker in range(servers, ranks.world):
         members, names = [*range(servers), worker], ("notes", "push", "pull")
-        notes, up, down = (axis_between(n, members, ranks, apart=True, everywhere=True) for n in names)
+        notes, up, down = (axis_between(n, members, ranks, everywhere=True) for n in names)
         if notes and up and down:
             peers = [servers] if ranks.rank < servers else range(servers)
             found += [Link(notes, up, down, peer) for peer in peers]

@@ -81,7 +81,7 @@ class Mesh:
         # Before the others, of which ranks may make different numbers: see `axis_between`.
         alone = None
         for members in every if together and overlap else ():
-            alone = axis_between("replica_groups", members, ranks, apart=True, everywhere=True) or alone
+            alone = axis_between("replica_groups", members, ranks, everywhere=True) or alone
         for name in groups(self.layout):
             members = [first + own for own in group_of(self.layout, name, self.rank)]
             add(name, members, index_in(self.layout, name, self.rank))
@@ -95,9 +95,9 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         return self._axes[name]
 
-    def new_axis(self, name: str, members: Sequence[int], apart: bool = False) -> Axis:
+    def new_axis(self, name: str, members: Sequence[int]) -> Axis:
         """This rank's axis between any ranks: see `axis_between`."""
-        axis = axis_between(name, members, self._ranks, apart)
+        axis = axis_between(name, members, self._ranks)
         assert axis is not None, f"rank {self._ranks.rank} is not in {members}"
         return axis
 
@@ -117,7 +117,7 @@ class Mesh:
                 local, best = agreed(local, best, axis)
             by = resolved(how, axis.size, local, best, self.device.type == "cpu")
             if axis.size > 1 and by != LIBRARY:  # a group that nothing else uses
-                axis = self.new_axis(name, axis.ranks, apart=True)
+                axis = self.new_axis(name, axis.ranks)
             self._sums[shape] = Summation(axis, by, local, best, open=how == AUTO)
         return self._sums[shape]
 
@@ -141,14 +141,12 @@ class Mesh:
         return made[name]
 
 
-def axis_between(
-    name: str, members: Sequence[int], ranks: Ranks, apart: bool = False, everywhere: bool = False
-) -> Axis | None:
-    """An axis between any ranks. All of them make it at the same time, and have made the same number of axes before.
-    apart: with a process group of its own, even for all ranks. everywhere: all ranks of the launch call it, and those
-    that are no members get None. They must do so before anything else makes groups: torch names a group by the number
-    of groups that a rank has made, and later ranks may have made different numbers (torch 2.15 counts all of them)."""
-    group = _new_group(members, ranks, apart, everywhere)
+def axis_between(name: str, members: Sequence[int], ranks: Ranks, everywhere: bool = False) -> Axis | None:
+    """An axis between any ranks, with a process group of its own, even for all ranks. All of them make it at the same
+    time, and have made the same number of axes before. everywhere: all ranks of the launch call it, and those that are
+    no members get None. They must do so before anything else makes groups: torch names a group by the number of groups
+    that a rank has made, and later ranks may have made different numbers (torch 2.15 counts all of them)."""
+    group = _new_group(members, ranks, True, everywhere)
     if ranks.rank not in members:
         return None
     return Axis(name, members, members.index(ranks.rank), ranks.device, group, ranks.timeout_s)

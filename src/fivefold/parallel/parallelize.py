@@ -129,7 +129,14 @@ def parallelize(
     builder.shard(numbered, kept)
     with memory or nullcontext():
         of_stage = builder.replicas(numbered, kept)
-    parallel.activations = _activations(stages, mesh, parallel.disk)
+    layout = mesh.layout
+    alike = partitions(layout.offload, layout.recompute, layout.tp, layout.sp)
+    axis = mesh.axis("tp") if alike else None
+    if parallel.disk is not None and OFFLOADS[layout.offload].activations != "device":
+        weights = (p for stage in stages for p in stage.parameters())
+        parallel.activations = Activations(parallel.disk, mesh.device, weights, axis)
+    elif axis is not None:
+        parallel.activations = Parts(axis)
     if parallel.pipeline is not None:
         parallel.pipeline.replicas = of_stage
         if card.tied and TIED not in card.frozen:
@@ -173,8 +180,14 @@ def cut(
             parameter.data = parameter.data.to(masters)
             if name in card.frozen:  # before anything is built around it
                 parameter.requires_grad_(False)
-    if mesh.device.type == "cuda":
-        _compile(stages, card, layout, modes)
+    for stage in stages if mesh.device.type == "cuda" else ():
+        if not card.stack:  # a module without blocks is compiled as a whole
+            stage.compile()
+            continue
+        for number, block in stage.get_submodule(card.stack).named_children():
+            mixed = isinstance(card, Card) and card.mixed[int(number)]
+            if layout.compiles(mixed, modes[int(number)]):
+                block.compile()
     return numbered, parallel
 
 
@@ -227,28 +240,6 @@ def rounded_layers(stage: nn.Module) -> Iterator[tuple[str, Layer]]:
     for name, module in stage.named_modules():
         if isinstance(module, Layer) and module.rounded is not None:
             yield name, module
-
-
-def _compile(stages: list[nn.Module], card: Card | CustomModel, layout: Layout, modes: Sequence[str]) -> None:
-    """Compiles the blocks that `Layout.compiles` says. A module without blocks is compiled as a whole."""
-    for stage in stages:
-        if not card.stack:
-            stage.compile()
-            continue
-        for number, block in stage.get_submodule(card.stack).named_children():
-            mixed = isinstance(card, Card) and card.mixed[int(number)]
-            if layout.compiles(mixed, modes[int(number)]):
-                block.compile()
-
-
-def _activations(stages: Sequence[nn.Module], mesh: Mesh, disk: Disk | None) -> Activations | Parts | None:
-    """Where activations lie in host memory or in parts; None: whole on the device."""
-    layout = mesh.layout
-    alike = partitions(layout.offload, layout.recompute, layout.tp, layout.sp)
-    axis = mesh.axis("tp") if alike else None
-    if disk is not None and OFFLOADS[layout.offload].activations != "device":
-        return Activations(disk, mesh.device, (p for stage in stages for p in stage.parameters()), axis)
-    return Parts(axis) if axis is not None else None
 
 
 def split(

@@ -30,6 +30,7 @@ from fivefold.comm.progress import Named, progress
 from fivefold.errors import CommunicationError
 from fivefold.optim.scaling import clip_scale, sum_of_squares
 from fivefold.optim.updater import Updater, largest
+from fivefold.parallel.data import views
 from fivefold.parallel.link import TEXT_TAG, Kind, Link, Note, as_note, as_tensor, tag_of
 from fivefold.parallel.replica import Replica
 from fivefold.sharding.parts import Part, local_shape
@@ -60,7 +61,8 @@ class Shard(Replica):
         self.message = message
         self.parts = {name: parts[name] for name in message.rows}
         self.flat, self.gradient = torch.empty(message.size), torch.zeros(message.size)
-        self.masters, self.gradients = (self._views(flat) for flat in (self.flat, self.gradient))
+        shapes = {name: local_shape(part.keeps) for name, part in self.parts.items()}
+        self.masters, self.gradients = (views(flat, shapes) for flat in (self.flat, self.gradient))
         for name, master in self.masters.items():
             master.copy_(initial(name))
         self.arrived = [torch.empty(message.size, dtype=pushed) for _ in range(workers)]
@@ -73,12 +75,6 @@ class Shard(Replica):
             [update(self._rows(self.masters, part)) for part in message.parts], self.masters
         )
         self.refresh()
-
-    def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        sizes = [stop - start for start, stop in self.message.rows.values()]
-        shapes = [local_shape(part.keeps) for part in self.parts.values()]
-        views = zip(self.parts, flat.split(sizes), shapes, strict=True)
-        return {name: view.view(shape) for name, view, shape in views}
 
     def _rows(self, tensors: Mapping[str, Tensor], part: Sequence[Row]) -> dict[str, Tensor]:
         found = {}

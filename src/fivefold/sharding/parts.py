@@ -18,13 +18,13 @@ from functools import lru_cache
 from itertools import pairwise, product
 from typing import Protocol
 
+from fivefold.schedules.collectives.collective import Span, joined
 from fivefold.schedules.pipeline import SCHEDULES, cut, place
 from fivefold.schedules.pipeline.schedule import Placement
 from fivefold.schedules.ring_attention import turns
 from fivefold.sharding.layout import Layout, index_in
 
 Shape = tuple[int, ...]
-Span = tuple[int, int]
 Columns = tuple[Span, ...]
 Ranges = tuple[Columns, ...]
 TIED = "embed.weight"
@@ -317,17 +317,6 @@ def stretches(ranges: Ranges, start: int, stop: int) -> Iterator[Ranges]:
             one = narrow(ranges, 0, number, number + 1)
             for inner in stretches(ranges[1:], first - number * row, last - number * row):
                 yield (one[0], *inner)
-
-
-def joined(spans: list[Span]) -> tuple[Span, ...]:
-    """Merges neighbouring spans."""
-    out: list[Span] = []
-    for start, stop in spans:
-        if out and out[-1][1] == start:
-            out[-1] = (out[-1][0], stop)
-        else:
-            out.append((start, stop))
-    return tuple(out)
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,9 @@ def generate(
             if cache.length + len(new) > cache.capacity:
                 cache.clear()
                 new = text[-(cache.capacity // 2) :]
-            logits = _next_logits(module, torch.tensor([new], device=weight.device), cache)
+            tokens_1T = torch.tensor([new], device=weight.device)
+            with torch.no_grad():  # not around the yield, where it would stay on for the caller
+                logits = module(tokens_1T, cache=cache)[0, -1].cpu()
             token = sample(logits[:vocab_size], sampling, randomness)
             if token in ends:
                 return
@@ -191,11 +193,6 @@ def generate(
             new = [token]
     finally:
         module.train(was_training)
-
-
-@torch.no_grad()  # here, and not in the generator, where it would stay on for the caller between tokens
-def _next_logits(module: nn.Module, tokens_1T: Tensor, cache: Cache) -> Tensor:
-    return module(tokens_1T, cache=cache)[0, -1].cpu()
 
 
 def sample(logits_V: Tensor, sampling: Sampling, randomness: torch.Generator) -> int:

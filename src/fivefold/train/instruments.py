@@ -5,6 +5,7 @@ numbers by their exponent (`histogram_step`). They write into RUN/traces, and ch
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import os
 import re
@@ -23,7 +24,7 @@ from fivefold.bench.peak import busy_share, device_peak, listed_peak
 from fivefold.comm.progress import progress, span
 from fivefold.data.dataset import amounts, order_of, seen
 from fivefold.errors import UserError
-from fivefold.files import NO_ROOM, make_folder, own_word, remove, rename, stream
+from fivefold.files import NO_ROOM, make_folder, own_word, remove, write_atomically
 from fivefold.host.machine import peak_memory_bytes
 from fivefold.launch.ranks import Ranks
 from fivefold.models.card import card_of, flops_per_token
@@ -267,19 +268,11 @@ def operators(averages: Iterable[FunctionEventAvg], cuda: bool) -> list[Operator
 
 
 def _compress(source: Path, target: Path) -> None:
-    """Writes `target`, line by line, without what is private."""
-    temporary = target.with_name(f".{target.name}.{own_word()}")
-    try:
-        with (
-            open(source, "rb") as lines,
-            stream(temporary) as file,
-            gzip.GzipFile("", "wb", 6, file) as zipped,
-        ):
-            zipped.writelines(PRIVATE.sub(rb'\1""', line) for line in lines)
-        rename(temporary, target)
-    except BaseException:
-        remove(temporary)
-        raise
+    """Writes `target` without what is private."""
+    content = io.BytesIO()
+    with open(source, "rb") as lines, gzip.GzipFile("", "wb", 6, content) as zipped:
+        zipped.writelines(PRIVATE.sub(rb'\1""', line) for line in lines)
+    write_atomically(target, content.getvalue())
 
 
 class MemoryWatch(Instrument):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from signal import Signals
 
@@ -25,7 +26,7 @@ from fivefold.launch.local import Attempt, Outcome, as_error
 from fivefold.launch.verdict import STOPPED, Failure, unsaved
 from fivefold.observe.faults import add_restart
 from fivefold.observe.metrics import last_line
-from fivefold.recipe.resolve import Fit, nearest_layout
+from fivefold.recipe.resolve import nearest_layout
 from fivefold.train.job import Job
 
 REPEATED = 3  # what a restart costs after a death that repeats the one before
@@ -224,7 +225,7 @@ class Elastic:
     def __init__(self, job: Job, least: int, most: int, attempt: Callable[[int, Job], Attempt]):
         self.recipe, self.slots, self._attempt = job.recipe, Slots(job.out, least, most), attempt
         self.used: tuple[int, ...] = ()
-        self._fits: dict[int, Fit] = {}
+        self._fit = cache(partial(nearest_layout, self.recipe))  # by the number of slots
         self._printed = ""
 
     def attempt(self, job: Job) -> Attempt:
@@ -257,8 +258,3 @@ class Elastic:
                 f"into {self.slots.file} when it is mended"
             )
             print(line, file=sys.stderr, flush=True)
-
-    def _fit(self, slots: int) -> Fit:
-        if slots not in self._fits:
-            self._fits[slots] = nearest_layout(self.recipe, slots)
-        return self._fits[slots]

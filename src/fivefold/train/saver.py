@@ -28,11 +28,9 @@ from fivefold.comm import Started, all_or_none
 from fivefold.errors import UserError
 from fivefold.host.machine import available
 from fivefold.parallel.mesh import Microbatch
-from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.sharding.layout import to_text
+from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import Part, boxes
-from fivefold.sharding.tiers import NOT_OFFLOADED
 from fivefold.step.state import State
 from fivefold.train.checked import anywhere
 from fivefold.train.instruments import Instrument
@@ -334,23 +332,18 @@ def _pieces(name: str, tensor: Tensor, part: Part) -> Iterator[write.Piece]:
             yield write.Piece(name, tensor[where], part.shape, box)
 
 
+OTHERWISE = ("recompute", "offload", "offload_dir", "microbatches", "cp_method", "sp_regather", "expert_chunks",
+             "all_reduce", "compress_after")  # fmt: skip
+"""Fields of a layout that change no residual."""
+
+
 def compression(state: State) -> dict[str, Any]:
     """Where residuals of compression fit: in the same layout."""
     layout = state.mesh.layout
     if layout.compress == NONE:
         return {}
-    idle = {
-        "recompute": "none",
-        "offload": NOT_OFFLOADED,
-        "offload_dir": "",
-        "microbatches": None,
-        "cp_method": "ring",
-        "sp_regather": False,
-        "expert_chunks": 1,
-        "all_reduce": AUTO,
-        "compress_after": None,
-    }
-    same, replica_groups = to_text(replace(layout, **idle)), state.mesh.size("replica_groups")
+    plain = {name: getattr(Layout(), name) for name in OTHERWISE}
+    same, replica_groups = to_text(replace(layout, **plain)), state.mesh.size("replica_groups")
     if replica_groups > 1:
         same += f" in {replica_groups} replica groups"
     return {"compression": {"layout": same}}

@@ -115,7 +115,7 @@ def build_server(job: Job, ranks: Ranks) -> tuple[State, Server]:
     ]
     assert_owned_once(shards, mesh, count_parameters(recipe.model))
     state = State(Parallel([], [*shards]), mesh, torch.zeros(2, dtype=torch.float64))
-    norms = mesh.new_axis("norms", list(range(servers.count)), apart=True)
+    norms = mesh.new_axis("norms", list(range(servers.count)))
     learning_rate = partial(rate, recipe.optim, steps=recipe.train.steps or 0)
     return state, Server(shards, worker_links, servers, norms, recipe.optim.grad_clip, learning_rate)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -21,6 +21,7 @@ from fivefold.data.facts import sample
 from fivefold.data.stream import Stream
 from fivefold.errors import UserError
 from fivefold.kernels.blockwise_attention import Documents
+from fivefold.kernels.elementwise import to_device
 from fivefold.kernels.tiling import Sample
 from fivefold.models.base import LanguageModel
 from fivefold.parallel.mesh import Mesh, Microbatch, Share, take
@@ -165,17 +166,7 @@ def in_order(
     recipe: Recipe, data: DataSet, tokens: Tokens, size: int, module: nn.Module | None = None
 ) -> Batches:
     """Batches of `size` sequences in their own order, for validation. module: as in `batches_of`."""
-    objective, seed = objective_of(recipe), recipe.train.seed
-    return Batches(
-        cut_of(recipe, data, tokens, _sees_documents(module)),
-        recipe.model.seq_len,
-        size,
-        seed,
-        objective,
-        data.mask_id,
-        data.vocab_size,
-        shuffle=False,
-    )
+    return _batches(recipe, data, [tokens], size, _sees_documents(module), shuffle=False)
 
 
 def batches_of(
@@ -183,18 +174,19 @@ def batches_of(
 ) -> Batches:
     """The training batches of a run. module: the user's own, if it is not the recipe's."""
     assert recipe.model.vocab_size is not None
-    train, apart = recipe.train, _sees_documents(module)
-    return Batches(
-        [cut_of(recipe, data, tokens, apart) for tokens in data.sources.values()],
-        recipe.model.seq_len,
-        train.global_batch_size,
-        train.seed,
-        objective_of(recipe),
-        data.mask_id,
-        data.vocab_size,
-        begins=partial(place, train, left_out=left_out) if train.batch_ramp or left_out else None,
-        order=order_of(recipe, amounts(recipe, data)),
-    )
+    train, order = recipe.train, order_of(recipe, amounts(recipe, data))
+    begins = partial(place, train, left_out=left_out) if train.batch_ramp or left_out else None
+    sources, apart = data.sources.values(), _sees_documents(module)
+    return _batches(recipe, data, sources, train.global_batch_size, apart, begins=begins, order=order)
+
+
+def _batches(
+    recipe: Recipe, data: DataSet, sources: Iterable[Tokens | Stream], size: int, apart: bool, **more: Any
+) -> Batches:
+    objective, seed = objective_of(recipe), recipe.train.seed
+    cuts = [cut_of(recipe, data, tokens, apart) for tokens in sources]
+    given = recipe.model.seq_len, size, seed, objective, data.mask_id, data.vocab_size
+    return Batches(cuts, *given, **more)
 
 
 def documents_of(job: Job) -> Sample | None:
@@ -279,11 +271,8 @@ def _rows(batches: BatchSource, i: int, rows: range, mesh: Mesh) -> tuple[Microb
     """This rank's columns of these rows of batch i, on its device, and the number of targets that count in all
     columns."""
     batch = Batch(*batches.batch(i, rows))
-    gpu = mesh.device.type == "cuda"  # it copies from pinned memory by itself
-    tokens, targets = (
-        (x.pin_memory() if gpu and not x.is_cuda else x).to(mesh.device, torch.int64, non_blocking=True)
-        for x in map(torch.as_tensor, (batch.inputs, batch.targets))
-    )
+    given = (torch.as_tensor(x).to(torch.int64) for x in (batch.inputs, batch.targets))
+    tokens, targets = (to_device(x, mesh.device) for x in given)
     documents = None if batch.first is None else Documents(np.asarray(batch.first), mesh.device)
     return Microbatch(take(tokens, mesh), take(targets, mesh), documents), int((batch.targets >= 0).sum())
 

@@ -7,6 +7,7 @@ because the kernel writes changed pages back before a direct read, and drops the
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from torch import Tensor
 
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, expanded, make_folder
-from fivefold.host.machine import compute_alone
 from fivefold.kernels import private
 
 PAGE = 4096
@@ -78,9 +79,11 @@ class Meter:
 
 
 def alone() -> None:
-    """Of a thread beside computing: takes one core at most."""
+    """Operations of this thread, beside computing, run on one core from now on, without a team of OpenMP threads. Those
+    of several threads that run beside each other wait for each other, and spin meanwhile."""
     torch.get_num_threads()  # PyTorch sets the number of a new thread when it first needs it
-    compute_alone()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libgomp.so.1").omp_set_num_threads(1)  # the one that PyTorch has loaded
 
 
 class Disk:
@@ -165,16 +168,10 @@ class File:
                 os.posix_fallocate(self._file, 0, size)
         except OSError as error:
             raise UserError(_why(disk.folder, size, what, error)) from None
-        self._map = mmap.mmap(self._file, size) if size else None
-        self.flat = self._flat()
-
-    def _flat(self) -> Tensor:
-        """The bytes of the file, mapped: reading and writing them goes through the page cache."""
-        return (
-            torch.empty(0, dtype=torch.uint8)
-            if self._map is None
-            else torch.frombuffer(self._map, dtype=torch.uint8)
-        )
+        self._map, self.flat = None, torch.empty(0, dtype=torch.uint8)
+        if size:  # reading and writing the bytes that are mapped goes through the page cache
+            self._map = mmap.mmap(self._file, size)
+            self.flat = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def tensor(self, dtype: torch.dtype, count: int) -> Tensor:
         """The first elements of the file."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,46 +19,15 @@ from fivefold.comm import Started, Summation
 from fivefold.kernels.elementwise import add_gradient
 from fivefold.optim.scaling import Norms, norms
 from fivefold.optim.updater import Updater
-from fivefold.parallel.offload.disk import Disk, File, wait_for
+from fivefold.parallel.offload.disk import wait_for
 from fivefold.parallel.offload.states import Offload
-from fivefold.parallel.offload.update import GRADIENTS, WORKING, Home, InPlace, OnDisk
+from fivefold.parallel.offload.update import GRADIENTS, WORKING, Home, InHost, InPlace, OnDisk
 from fivefold.parallel.replica import Hooked
 from fivefold.sharding.parts import Part
 from fivefold.sharding.tiers import AHEAD, BEHIND, Chunk
 from fivefold.sharding.units import buffer_order
 
 Futures = list[Future[None]]
-
-
-class Store(Protocol):
-    """Elements of an arena in another tier."""
-
-    def load(self, start: int, into: Tensor) -> Futures: ...
-    def save(self, start: int, tensor: Tensor) -> Futures: ...
-
-
-class InFile:
-    def __init__(self, file: File):
-        self.file = file
-
-    def load(self, start: int, into: Tensor) -> Futures:
-        return self.file.load(start * into.itemsize, into)
-
-    def save(self, start: int, tensor: Tensor) -> Futures:
-        return self.file.store(start * tensor.itemsize, tensor)
-
-
-class InHost:
-    """flat: host memory. The copies run on the threads of I/O."""
-
-    def __init__(self, flat: Tensor, disk: Disk):
-        self.flat, self.disk = flat, disk
-
-    def load(self, start: int, into: Tensor) -> Futures:
-        return [self.disk.submit(into.copy_, self.flat[start : start + into.numel()])]
-
-    def save(self, start: int, tensor: Tensor) -> Futures:
-        return [self.disk.submit(self.flat[start : start + tensor.numel()].copy_, tensor)]
 
 
 class Unit:
@@ -106,11 +74,11 @@ class Paged(Hooked):
         arena, tiers, device = offload.arena, offload.tiers, offload.device
         self.masters = masters
         self.gradients = dict(buffer_order(list(offload.views(GRADIENTS, tiers.gradients).items())))
-        self._gradients = self._store(GRADIENTS)
-        self._working: Store | None = None
+        self._gradients = self._home(GRADIENTS)
+        self._working: InHost | OnDisk | None = None
         if tiers.working != "device":
             offload.views(WORKING, tiers.working, compute_dtype)
-            self._working = self._store(WORKING)
+            self._working = self._home(WORKING)
         self.units: dict[str, Unit] = {}
         self._unit: list[Unit] = [None] * len(self.names)  # type: ignore[list-item]
         resident: dict[str, Tensor] = {}
@@ -139,13 +107,10 @@ class Paged(Hooked):
         self.hook()
         self.refresh()
 
-    def _store(self, kind: str) -> Store:
+    def _home(self, kind: str) -> InHost | OnDisk:
         home = self.offload.homes[kind]
-        if isinstance(home, OnDisk):
-            return InFile(home.file)
-        assert isinstance(home, InPlace)
-        assert home.flat is not None
-        return InHost(home.flat, self.offload.disk)
+        assert isinstance(home, InHost | OnDisk)
+        return home
 
     # Weights
 
@@ -245,12 +210,10 @@ class Paged(Hooked):
                 unit.coming += self._gradients.load(unit.start, unit.gradients)
 
     def add(self, index: int, gradient: Tensor) -> None:
-        unit, size = self._unit[index], self.params[index].numel()
+        unit = self._unit[index]
         self._gather_sums(unit)
         self._wait(unit)
-        assert unit.gradients is not None
-        start = self.offload.arena.starts[self.names[index]] - unit.start
-        add_gradient(unit.gradients[start : start + size], gradient, self._fresh[index])
+        add_gradient(self._slice(unit, index), gradient, self._fresh[index])
         self._fresh[index] = False
 
     def added(self, index: int) -> None:

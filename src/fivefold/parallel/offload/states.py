@@ -17,6 +17,7 @@ from fivefold.parallel.offload.update import (
     WORKING,
     Copied,
     Home,
+    InHost,
     InPlace,
     OnDisk,
     StreamedUpdater,
@@ -49,7 +50,7 @@ class Offload:
         starts, sizes = self.arena.starts, self.arena.sizes
         found = {n: flat[starts[n] : starts[n] + sizes[n]].view(shape) for n, shape in self.shapes.items()}
         if tier != "disk":
-            self.homes[kind] = InPlace(found, dtype, flat)
+            self.homes[kind] = InHost(found, flat, self.disk)
         return found
 
     def masters(self) -> dict[str, Tensor] | None:

@@ -47,14 +47,26 @@ class InPlace(Home):
 
     moves = False
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32, flat: Tensor | None = None
-    ):
-        """flat: the memory of them all, in the order of the arena, if there is such."""
-        self.tensors, self.dtype, self.flat = tensors, dtype, flat
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32):
+        self.tensors, self.dtype = tensors, dtype
 
     def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
         return [self.tensors[p.name].view(-1)[p.start : p.stop] for p in chunk.pieces]
+
+
+class InHost(InPlace):
+    """Tensors of host memory. flat: the memory of them all, in the order of the arena. The threads of I/O copy."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], flat: Tensor, disk: Disk):
+        super().__init__(tensors, flat.dtype)
+        self.flat, self.disk = flat, disk
+
+    def load(self, start: int, into: Tensor) -> list[Future[None]]:
+        """Starts to fill a tensor of the device from an element of the arena on."""
+        return [self.disk.submit(into.copy_, self.flat[start : start + into.numel()])]
+
+    def save(self, start: int, tensor: Tensor) -> list[Future[None]]:
+        return [self.disk.submit(self.flat[start : start + tensor.numel()].copy_, tensor)]
 
 
 class Copied(InPlace):
@@ -83,6 +95,13 @@ class OnDisk(Home):
 
     def store(self, chunk: Chunk, buffer: Tensor) -> None:
         self.file.write(*self._bytes(chunk, buffer))
+
+    def load(self, start: int, into: Tensor) -> list[Future[None]]:
+        """As `InHost.load`."""
+        return self.file.load(start * into.itemsize, into)
+
+    def save(self, start: int, tensor: Tensor) -> list[Future[None]]:
+        return self.file.store(start * tensor.itemsize, tensor)
 
     def _bytes(self, chunk: Chunk, buffer: Tensor) -> tuple[int, Tensor]:
         return chunk.start * self.dtype.itemsize, buffer[: chunk.size * self.dtype.itemsize]
@@ -191,7 +210,11 @@ class StreamedUpdater(Updater):
         for chunk in later:
             self._released[chunk.unit].clear()
         if not self._made:
-            self._make_slots()
+            self._made = True
+            for _ in range(SLOTS):
+                kinds = self.homes.items()
+                sizes = {kind: CHUNK * home.dtype.itemsize if home.moves else 0 for kind, home in kinds}
+                self._slots.put({kind: aligned(size) for kind, size in sizes.items()})
         scale = None if scale is None else scale.to("cpu")
         start = at_once if private.watched() else self._thread.submit
         self._running = start(self._run, scale, later)
@@ -232,17 +255,6 @@ class StreamedUpdater(Updater):
     def slots(self) -> list[Tensor]:
         """The memory of chunks under way, while no update runs."""
         return [memory for slot in self._slots.queue for memory in slot.values() if memory.numel()]
-
-    def _make_slots(self) -> None:
-        """Memory for SLOTS chunks of everything that moves."""
-        self._made = True
-        for _ in range(SLOTS):
-            self._slots.put(
-                {
-                    kind: aligned(CHUNK * home.dtype.itemsize if home.moves else 0)
-                    for kind, home in self.homes.items()
-                }
-            )
 
     def _run(self, scale: Tensor | None, later: list[Chunk]) -> None:
         try:
@@ -359,8 +371,14 @@ class StreamedUpdater(Updater):
             states[name] |= {key: found[key][number].float() for key in self._views if key != COMPENSATION}
             if COMPENSATION in self._views:
                 weights[name] += found[COMPENSATION][number]
-        run = self._fused if self.rules is None else self._ruled
-        after = run(weights, gradients, states, scale)
+        if self.rules is None:
+            after = self._fused(weights, gradients, states, scale)
+        else:
+            self._scale(gradients, scale)
+            rates = {name: self._lr * self.rates.get(name, 1.0) for name in weights}
+            self.rules.masters, self.rules.states, after = weights, states, states
+            self.rules.step(gradients, rates, None)
+            self.rules.masters, self.rules.states = {}, {}
         if (most := self._largest(weights)) is not None and self.largest is not None:
             self.largest = torch.maximum(self.largest, most)
         for number, piece in enumerate(chunk.pieces):
@@ -416,21 +434,6 @@ class StreamedUpdater(Updater):
         for weight in weights.values():
             weight.grad = None
         return after
-
-    def _ruled(
-        self,
-        weights: dict[str, Tensor],
-        gradients: dict[str, Tensor],
-        states: dict[str, dict[str, Tensor]],
-        scale: Tensor | None,
-    ) -> dict[str, dict[str, Tensor]]:
-        """The same by the rule."""
-        assert self.rules is not None
-        self._scale(gradients, scale)
-        self.rules.masters, self.rules.states = weights, states
-        self.rules.step(gradients, {name: self._lr * self.rates.get(name, 1.0) for name in weights}, None)
-        self.rules.masters, self.rules.states = {}, {}
-        return states
 
     def states(self) -> dict[str, Tensor]:
         self.settle()

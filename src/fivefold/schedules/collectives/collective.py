@@ -329,6 +329,17 @@ Span = tuple[int, int]
 """(first element, element after the last)"""
 
 
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Merges neighbouring spans, and leaves out empty ones."""
+    out: list[Span] = []
+    for start, stop in spans:
+        if out and out[-1][1] == start:
+            out[-1] = out[-1][0], stop
+        elif start < stop:
+            out.append((start, stop))
+    return tuple(out)
+
+
 @dataclass(frozen=True)
 class Message:
     """What a rank sends to a peer in one round, or receives from it, to be added (`reduce`) or copied. spans: where it
@@ -377,17 +388,12 @@ def messages_of(collective: Collective, rank: int, size: int) -> Messages:
             for move in moves:
                 parts.setdefault((move.source if receives else move.target, move.reduce), []).append(move)
             for (peer, reduce), moved in parts.items():
-                spans: list[Span] = []
-                for start, stop in (places[chunk] for move in moved for chunk in move.chunks):
-                    if spans and spans[-1][1] == start:
-                        spans[-1] = spans[-1][0], stop
-                    elif start < stop:
-                        spans.append((start, stop))
+                spans = joined(places[chunk] for move in moved for chunk in move.chunks)
                 if length := sum(stop - start for start, stop in spans):
                     direct = len(spans) == 1 and not (receives and reduce)
                     packed = None if direct else (used, used + length)
                     used = packed[1] if packed else used
-                    step[receives].append(Message(peer, tuple(spans), reduce, packed))
+                    step[receives].append(Message(peer, spans, reduce, packed))
         if step.sends or step.receives:
             steps.append(step)
         most = max(most, used)

@@ -19,9 +19,9 @@ this gives the formulas of textbooks:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -95,14 +95,9 @@ class Topology:
         return Levels(self.near, Wire(self.far.latency, self.far.bandwidth * cards / self.local), pair)
 
     @cached_property
-    def _routes(self) -> dict[tuple[int, int], Route]:
-        return {}
-
-    def route(self, source: int, target: int) -> Route:
+    def route(self) -> Callable[[int, int], Route]:
         """The way from one rank to another."""
-        if (source, target) not in self._routes:
-            self._routes[source, target] = self._route(source, target)
-        return self._routes[source, target]
+        return cache(self._route)
 
     def _route(self, source: int, target: int) -> Route:
         near, ends = self.near.latency, (f"rank {source} out", f"rank {target} in")
