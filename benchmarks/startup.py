@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
@@ -89,8 +90,8 @@ def lines_of_a_step(steps: int = 300) -> float:
     screen = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with (
         tempfile.TemporaryDirectory() as folder,
-        Console(steps, file=screen, terminal=True) as console,
-        MetricsWriter(Path(folder)) as writer,
+        closing(Console(steps, file=screen, terminal=True)) as console,
+        closing(MetricsWriter(Path(folder))) as writer,
     ):
         began = time.perf_counter()
         for step in range(1, steps + 1):

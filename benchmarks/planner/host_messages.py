@@ -6,12 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from statistics import median
 from typing import Any
 
 import torch
 
-from fivefold.bench.collectives import ARENA, MESSAGES, collectives, line, ping_pong, places, timed
+from fivefold.bench.collectives import ARENA, MESSAGES, collectives, line, ping_pong, timed
 from fivefold.comm import Axis
 from fivefold.comm.execute import Executor
 from fivefold.schedules.collectives import Collective, shape_of
@@ -59,7 +60,8 @@ def single_messages(axis: Axis, local: int) -> dict[str, Any]:
     node, place = divmod(r, local)
     next_, previous = (node * local + (place + step) % local for step in (1, -1))
     for size in MESSAGES:
-        at = places(arena, size)
+        # The stretches of the arena (fp32), one after the other, again and again
+        at = cycle(slice(start, start + size // 4) for start in range(0, len(arena), size // 4))
 
         def moves(to: int, source: int, at=at) -> None:
             axis.start_moves([(arena[next(at)], to)], [(other[next(at)], source)])()
