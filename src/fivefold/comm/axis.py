@@ -293,12 +293,9 @@ class Axis:
         if self.staged:
             works = [self._post(function, x, peer) for function, _, x, peer in ordered]
         else:
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(function, x, group=self.group, group_peer=peer)
-                    for function, _, x, peer in ordered
-                ]
-            )
+            group = self.group
+            ops = [dist.P2POp(what, x, group=group, group_peer=peer) for what, _, x, peer in ordered]
+            works = dist.batch_isend_irecv(ops)
         return Handle(lambda: [work.wait() for work in works])
 
     def _post(self, function: Callable[..., Any], x: Tensor, peer: int, tag: int = 0) -> Work:

@@ -220,11 +220,9 @@ def _for_compiler() -> Iterator[None]:
         "cuda", 0, PROCESSORS, 10 * major + minor, major,
         regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, warp_size=32,
     )  # fmt: skip
-    known = SimpleNamespace(
-        name="a GPU", major=major, minor=minor, multi_processor_count=PROCESSORS, gcnArchName=""
-    )
+    gpu = SimpleNamespace(name="", major=major, minor=minor, multi_processor_count=PROCESSORS, gcnArchName="")
     with ExitStack() as stack:
-        replaced(stack, torch.cuda, "get_device_properties", lambda device=None: known)
+        replaced(stack, torch.cuda, "get_device_properties", lambda device=None: gpu)
         replaced(stack, Tensor, "pin_memory", lambda tensor: tensor)  # unknown to PyTorch's fake tensors
         replaced(stack, DeviceProperties, "create", lambda device: properties)
         replaced(stack, scheduler, "has_triton", lambda: True)

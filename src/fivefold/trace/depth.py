@@ -77,16 +77,12 @@ class Exact:
 
     def as_json(self) -> dict[str, Any]:
         memory, sent = self.step.memory, self.step.sent
+        sizes = {"at_peak": memory.at_peak, "highest": memory.highest, "away": memory.away}
         return {
             "layout": self.layout,
             "rank": self.rank,
             "device": self.device,
-            "memory": {
-                "peak_bytes": memory.total,
-                "at_peak": memory.at_peak,
-                "highest": memory.highest,
-                "away": memory.away,
-            },
+            "memory": {"peak_bytes": memory.total, **sizes},
             "communication": [
                 {"operation": operation, "axis": axis, "calls": calls, "bytes": size}
                 for (operation, axis), (calls, size) in sent.items()

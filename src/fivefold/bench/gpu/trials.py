@@ -145,9 +145,8 @@ def memory(gpus: int, name: str) -> Iterator[Row]:
     yield Row("memory", found["memory_bytes"] / GIB, "GiB", planned if gpus else None, off)
     listed = gpus > 0 and bool(plan.setting.cluster.name)
     slow = f"{times:.2f} times the plan; `fivefold train --set observe.profile_steps=1` shows where"
-    yield Row(
-        "step", found["step_s"], "s", plan.step.seconds if listed else None, slow * (listed and times > TIME)
-    )
+    expected = plan.step.seconds if listed else None
+    yield Row("step", found["step_s"], "s", expected, slow * (listed and times > TIME))
 
 
 def train(gpus: int, name: str) -> Iterator[Row]:
@@ -238,9 +237,7 @@ def measure(out: Path, parts: Sequence[str], limit_s: float, say: Callable[[str]
     if (out / JSON).exists():
         new, report = report, read_json(out / JSON)
         if report.get("machine") != new["machine"] or report.get("parts", {}).keys() != new["parts"].keys():
-            raise UserError(
-                f"--out {out}: holds results of another machine or version; choose another folder"
-            )
+            raise UserError(f"--out {out}: has results of another machine or version; choose another folder")
     make_folder(out)
     done, gpus = report["parts"], len(report["machine"]["gpus"])
     open_ = {p: [n for n in PARTS[p].trials(gpus) if "why" in done[p].get(n, ["why"])] for p in parts}
@@ -283,11 +280,8 @@ def _trial(part: str, name: str, seconds: float) -> dict[str, Any]:
 
 def anonymous(text: str) -> str:
     """Text that may be passed on: without the names of host, home and user."""
-    for name, instead in (
-        (socket.gethostname(), "HOST"),
-        (str(Path.home()), "~"),
-        (getpass.getuser(), "USER"),
-    ):
+    names = {socket.gethostname(): "HOST", str(Path.home()): "~", getpass.getuser(): "USER"}
+    for name, instead in names.items():
         text = re.sub(rf"\b{re.escape(name)}\b" if name.isalnum() else re.escape(name), instead, text)
     return printable(text)
 
