@@ -428,8 +428,8 @@ def test_batches_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch, 
     source: Any = SimpleNamespace(batch=lambda i, rows: batch)
     mesh: Any = SimpleNamespace(device=torch.device(device), size=lambda name: 1)
     found, counted = share_._rows(source, 0, range(2), mesh)
-    sent = (torch.device(device), torch.int64, {"non_blocking": True})
-    assert said == (["pinned", sent] if device == "cuda" else [sent]) * 2
+    widened, sent = (torch.int64, {}), (torch.device(device), {"non_blocking": True})
+    assert said == [widened, *(["pinned"] if device == "cuda" else []), sent] * 2
     assert (found.inputs.tolist(), counted) == (batch[0].tolist(), 8)
 
 

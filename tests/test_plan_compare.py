@@ -20,7 +20,16 @@ from fivefold.cli.lessons import criteria_table
 from fivefold.cli.main import app, main
 from fivefold.errors import UserError
 from fivefold.lessons import overlap, pictures
-from fivefold.lessons.compare import TECHNIQUES, Row, compare, data_units, moments, named, redundant
+from fivefold.lessons.compare import (
+    DIMENSION_OF,
+    TECHNIQUES,
+    Row,
+    compare,
+    data_units,
+    moments,
+    named,
+    redundant,
+)
 from fivefold.lessons.compare import words as message_words
 from fivefold.models.section import ModelSection
 from fivefold.observe import format as words_of
@@ -503,13 +512,13 @@ def test_a_bar_for_each_row_and_criterion(llama: dict[str, Row]) -> None:
     for kinds, value in (
         (pictures.REASONS, lambda row: row.redundant.share),
         (pictures.COLORS, lambda row: row.plan.peak_bytes),
-        (pictures.AXES, lambda row: sum(row.plan.sent.values())),
+        (DIMENSION_OF, lambda row: sum(row.plan.sent.values())),
     ):
         most = max(value(row) for row in planned.values())
         for name, row in planned.items():
             wide = drawn.bar(name, kinds)
             assert wide == pytest.approx(pictures.BAR * value(row) / most, abs=2.5), (name, kinds)
-    assert drawn.bar("EP", (*pictures.REASONS, *pictures.COLORS, *pictures.AXES)) == 0
+    assert drawn.bar("EP", (*pictures.REASONS, *pictures.COLORS, *DIMENSION_OF)) == 0
     assert set(llama) | {"the model has no experts"} <= set(drawn.words)
     assert not drawn.circles
 
@@ -596,7 +605,7 @@ def test_measure_draws_rings(replaced: list[tuple[list[Layout], int]], tmp_path:
     rows = compare(load("quickstart"), parse("local:2"), 2, ["dp=2", "tp=2"])
     plan = rows[0].plan
     assert plan is not None
-    pairs = (pictures.COLORS, plan.peak_bytes), (pictures.AXES, sum(plan.sent.values()))
+    pairs = (pictures.COLORS, plan.peak_bytes), (DIMENSION_OF, sum(plan.sent.values()))
     for panel, ((kinds, predicted), value) in enumerate(zip(pairs, (40 * 2**20, 5 * 2**20), strict=True), 1):
         place = float(rings[2 * panel - 2].attrib["cx"]) - pictures.LEFT - panel * pictures.PANEL
         wide = drawn.bar("DDP", kinds) / 2  # of two rows with this layout

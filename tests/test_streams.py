@@ -20,6 +20,9 @@ IO = "waits for a thread of I/O, which a trace does not have"
 HOSTS = "processes and threads of the host wait for each other"
 ELSEWHERE = {
     "bench/collectives.py _collectives.around wait": MEASURES,
+    "bench/gpu/plain.py seconds_per_step synchronize": MEASURES,
+    "bench/gpu/trials.py _trial wait": HOSTS,
+    "bench/gpu/trials.py _trial wait 2": HOSTS,
     "bench/hardware.py _wait synchronize": MEASURES,
     "bench/machine.py _seconds wait": MEASURES,
     "bench/peak.py _measure synchronize": MEASURES,
