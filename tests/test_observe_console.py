@@ -14,7 +14,7 @@ from itertools import count
 import pytest
 
 from fivefold.errors import printable
-from fivefold.observe.console import Console
+from fivefold.observe.console import QUIET, VALIDATIONS, Console, quietly
 from fivefold.observe.format import duration, short_number, size
 
 LINE = {
@@ -215,3 +215,13 @@ def test_numbers_and_sizes() -> None:
         "700 GiB",
     ]
     assert printable("plain ü\n\t漢") == "plain ü\n\t漢"
+
+
+@pytest.mark.parametrize("before", ["1", None])
+def test_consoles_are_quiet_inside_of_a_block_only(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(QUIET, before) if before else monkeypatch.delenv(QUIET, raising=False)
+    with quietly(VALIDATIONS):
+        assert os.environ[QUIET] == VALIDATIONS
+    assert os.environ.get(QUIET) == before

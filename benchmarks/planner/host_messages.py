@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fivefold.bench.collectives import ARENA, MESSAGES, collectives, line, ping_pong, timed
+from fivefold.bench.collectives import ARENA, MESSAGES, collectives, ping_pong, timed
+from fivefold.bench.collectives import fitted as of_one_machine
 from fivefold.comm import Axis
 from fivefold.comm.execute import Executor
 from fivefold.schedules.collectives import Collective, shape_of
@@ -28,18 +29,13 @@ def fitted(found: dict[str, Any], local: int, machine: int) -> dict[str, float]:
     and m on one busy machine at once take alpha + m (bus_alpha + S bus_beta). Between nodes one takes far_alpha +
     far_bus + (S - burst) far_beta, and acks of its bytes come back; see `HostLinks` for the others.
     """
-    near = ("pair", "ring") if local > 1 else ("far", "far both")
-    (one_alpha, one_beta), (all_alpha, all_beta) = (line(found[name]) for name in near)
-    bus_alpha = max(0.0, (all_alpha - one_alpha) / max(1, machine - 1))
+    alone, busy = ("pair", "ring") if local > 1 else ("far", "far both")
+    near = {"pair": found[alone], "ring": found[busy], "gamma": found["gamma"]}
     (_, small), *_, (size, seconds), (large, longest) = found["far"]
     beta = (longest - seconds) / (large - size)
     far_bus = max(0.0, (found["far all"][0][1] - small) / max(1, machine - 1))
     return {
-        "alpha": max(1e-9, one_alpha - bus_alpha),
-        "beta": one_beta,
-        "bus_alpha": bus_alpha,
-        "bus_beta": max(all_beta, one_beta) / machine,
-        "gamma": found["gamma"],
+        **of_one_machine(near, machine),
         "far_alpha": max(1e-9, small - far_bus),
         "far_beta": beta,
         "far_bus": far_bus,

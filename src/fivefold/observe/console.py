@@ -42,8 +42,9 @@ def quietly(how: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(QUIET, None)
+        os.environ.pop(QUIET, None)
+        if before is not None:
+            os.environ[QUIET] = before
 
 
 # The fields that a narrow terminal drops first.
