@@ -2,9 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -12,9 +9,6 @@ import pytest
 from fivefold.cli.main import main
 from fivefold.cli.options import bytes_of
 from fivefold.errors import UserError
-from fivefold.observe.collective_picture import page
-from fivefold.observe.format import asset
-from fivefold.schedules.collectives import build
 
 
 def run(*words: str) -> int:
@@ -61,59 +55,6 @@ def test_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "http" not in html.read_text().replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
     assert run("--ranks", "4", "--svg", str(svg)) == 0  # the fastest
     assert "rabenseifner" in svg.read_text() or "halving_doubling" in svg.read_text()
-
-
-def test_page_has_all_rounds() -> None:
-    ring = build("all_reduce", "ring", 3)
-    text = page(ring, [f"{i} µs" for i in range(1, 5)])
-    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[0])
-    assert [len(round_["moves"]) for round_ in data["rounds"]] == [0, 3, 3, 3, 3]
-    assert data["rounds"][1]["moves"][0] == [2, 0, True]
-    assert data["rounds"][-1]["cells"] == [[1.0] * 3] * 3
-    assert data["rounds"][-1]["end"] == "4 µs"
-
-
-class Parts(HTMLParser):
-    """Ids of a page, its script's text, and what it would load."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.ids: list[str] = []
-        self.loads: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.ids += [found["id"] or ""] if "id" in found else []
-        self.loads += [found[name] or "" for name in ("src", "href") if name in found]
-
-
-def test_page_is_whole() -> None:
-    """Each part that the script looks for is there once, and nothing is loaded."""
-    parts, script = Parts(page(build("all_reduce", "ring", 3), ["1 µs"] * 4)), asset("collective.js")
-    assert sorted(parts.ids) == sorted(set(re.findall(r'getElementById\("(\w+)"\)', script)))
-    assert parts.loads == []
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script")
-def test_page_steps_through_the_rounds(tmp_path: Path) -> None:
-    ring = build("all_reduce", "ring", 3)
-    text = page(ring, [f"{i} µs" for i in range(1, 5)])
-    data, script = tmp_path / "data.json", tmp_path / "page.js"
-    data.write_text(re.findall(r'id="data">(.*?)</script>', text, re.S)[0])
-    script.write_text(asset("collective.js"))
-    command = ["node", str(Path(__file__).with_name("collective_page.js")), data, script, *Parts(text).ids]
-    seen = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert [step["where"] for step in seen[:5]] == [
-        "start",
-        *(f"round {i} of 4, {i} µs" for i in range(1, 5)),
-    ]
-    assert [step["arrows"] for step in seen[:5]] == [[], *[["reduce"] * 3] * 2, *[["copy"] * 3] * 2]
-    assert all(step["ranks"] == 3 for step in seen)
-    filled = [sum(step["full"]) for step in seen[:5]]
-    assert filled == sorted(filled)
-    assert filled[-1] == pytest.approx(3 * filled[0])  # of a third of each sum all
-    assert (seen[5]["round"], seen[5]["where"]) == (3, "round 3 of 4, 3 µs")
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,8 @@ def collectives(
 
     --svg and --html show the algorithm of --draw, or the fastest one.
     """
-    from fivefold.observe.collective_picture import page, to_svg, to_text
+    from fivefold.observe.collective_picture import player, to_svg, to_text
+    from fivefold.observe.player import page
     from fivefold.plan.cluster.clusters import topology as read
     from fivefold.schedules.collectives import algorithm, build
     from fivefold.schedules.collectives.cost import compare, simulate
@@ -209,7 +210,11 @@ def collectives(
         if html:
             ends = [time_text(end) for end in simulate(collective, net, message).ends]
             note = f"{size_text(message)} on {net.name}, simulated."
-            options.save_as("--html", html, page(collective, ends, note))
+            options.save_as(
+                "--html",
+                html,
+                page("A collective, round by round", "Collective", [player(collective, ends, note)]),
+            )
         found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}
         lines += found["pictures"].values()
     if json:

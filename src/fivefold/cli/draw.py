@@ -49,6 +49,10 @@ def draw(
             "Also draw the planned timeline of computing and messages on these devices. See `fivefold plan`.",
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        option("FILE", "Write a page that steps through the pipeline, ZeRO 3's gathers, and the ring."),
+    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Draw a layout: what each rank computes and stores, and timelines of a step.
@@ -61,8 +65,8 @@ def draw(
     """
     if (Path(recipe) / "recipe.toml").is_file():
         guard(Path(recipe))
-        if set_ or layout or cluster:
-            raise UserError(f"{recipe} is a run: leave --set, --layout and --cluster out")
+        if set_ or layout or cluster or html:
+            raise UserError(f"{recipe} is a run: leave --set, --layout, --cluster and --html out")
         with understood(Path(recipe) / "traces"):
             drawn = of_run(Path(recipe))
         return _show(*drawn, out, json)
@@ -82,6 +86,9 @@ def draw(
         ("", {"layout": layout_picture.to_svg(loaded, wanted, title)}),
     ]
     pictures = {name: picture for _, drawn in parts for name, picture in drawn.items()}
+    if html is not None:
+        options.require_writable(html=html)
+        options.save_as("--html", html, moving(loaded, wanted, title))
     _show("".join(text for text, _ in parts), pictures, out, json)
 
 
@@ -216,6 +223,34 @@ def context(recipe: Recipe, layout: Layout, title: str) -> tuple[str, dict[str, 
         return text, {}
     words = f"{title}: attention of a sequence on {layout.cp} ranks of the ring"
     return text, {"context": layout_picture.ring_svg(found, causal, words)}
+
+
+def moving(recipe: Recipe, layout: Layout, title: str) -> str:
+    """The page that steps through what ranks do.
+
+    Raises:
+        UserError: the layout has nothing that moves.
+    """
+    from fivefold.models.card import card_of
+    from fivefold.observe import player
+    from fivefold.recipe import microbatches_per_step
+    from fivefold.schedules.pipeline import build, shown, simulate
+    from fivefold.sharding.units import keepings
+
+    card, found = card_of(recipe.model), list[player.Player]()
+    if layout.pp > 1:
+        few = shown(microbatches_per_step(recipe), layout.pp)
+        schedule = build(layout.schedule, layout.pp, few, layout.virtual_stages)
+        found.append(player.pipeline(simulate(schedule), schedule.rank_of, layout.schedule))
+    if layout.zero == 3:
+        found.append(player.zero(keepings(card, layout, [0])[0].units, layout.shards))
+    if layout.cp > 1 and layout.cp_method == "ring":
+        found.append(player.ring(layout.cp, card.causal))
+    if not found:
+        raise UserError(
+            "--html: nothing moves in this layout; use one with pp > 1, zero = 3, or a ring (cp > 1)"
+        )
+    return player.page(title, "Step by step", found)
 
 
 def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str, str]]:

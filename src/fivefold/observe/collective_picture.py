@@ -7,13 +7,11 @@ contains, and empty if the rank does not have it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from html import escape
 from itertools import pairwise
 
 from fivefold.draw.canvas import Canvas
-from fivefold.observe.format import asset, document
+from fivefold.observe.player import ARROWS, Frame, Player
 from fivefold.schedules.collectives import Collective, prove
 from fivefold.schedules.collectives.collective import Round, State, ranges
 
@@ -124,23 +122,14 @@ def to_svg(collective: Collective, title: str = "") -> str:
     return canvas.svg()
 
 
-def page(collective: Collective, ends: list[str], note: str = "") -> str:
-    """The page. ends: the time after each round, as text. note: where these times come from."""
-    cells = shares(collective)
-    rounds = [{"moves": [], "cells": cells[0], "words": "what every rank begins with", "end": ""}]
-    for moves, after, end in zip(collective.rounds, cells[1:], ends, strict=True):
-        pairs = dict.fromkeys((move.source, move.target, move.reduce) for move in moves)
-        rounds.append({"moves": list(pairs), "cells": after, "words": "   ".join(words(moves)), "end": end})
-    data = json.dumps({"ranks": collective.ranks, "rounds": rounds}).replace("<", "\\u003c")
-    title = head(collective)
-    body = f"""<header><p class="kicker">Collective</p><h1>{escape(title)}</h1>
-<p class="lead">{escape(note)} Arrow keys step. Blue arrows add, green arrows copy. A rank's cells are its
-chunks, filled by the share of contributions that they contain.</p></header>
-<main><div class="steps"><button id="back" aria-label="previous round">‹</button>
-<button id="next" aria-label="next round">›</button>
-<button id="play">Play</button><input id="round" type="range" min="0" max="{len(collective.rounds)}" value="0"
-aria-label="round"><span id="where"></span></div>
-<p id="moves"></p>
-<svg id="stage" viewBox="0 0 640 640" role="img" aria-label="{escape(title)}"></svg></main>
-<script type="application/json" id="data">{data}</script>"""
-    return document(title, body, asset("report.css") + asset("collective.css"), asset("collective.js"))
+def player(collective: Collective, ends: list[str], note: str = "") -> Player:
+    """The rounds of a page that steps through them. ends: the time after each round, as text. note: where these times
+    come from."""
+    levels, last = shares(collective), len(collective.rounds)
+    frames = [Frame(levels[0], "start", "what every rank begins with")]
+    for number, (moves, after, end) in enumerate(zip(collective.rounds, levels[1:], ends, strict=True), 1):
+        pairs = list(dict.fromkeys((move.source, move.target, move.reduce) for move in moves))
+        title = f"round {number} of {last}" + f", {end}" * bool(end)
+        frames.append(Frame(after, title, "   ".join(words(moves)), pairs))
+    about = f"A rank's cells are its chunks, filled by the share of contributions that they contain. {ARROWS}"
+    return Player(head(collective), f"{note} {about}".strip(), frames)
