@@ -24,7 +24,7 @@ NEEDED := torch numpy pydantic typer rich tokenizers safetensors
 BARE := build/bare/fivefold.dist-info
 
 .DEFAULT_GOAL := help
-.PHONY: help train gpu test test-all test-chaos test-versions test-mutations check docs audit sbom release format clean
+.PHONY: help train gpu test test-all test-chaos test-versions test-mutations check docs notebooks audit sbom release format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -77,6 +77,9 @@ check: $(TO_TEST)  ## format, lint, types, import rules
 docs: $(TO_DOCS)  ## build/site/index.html: the documentation as a site; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
 	@echo "open build/site/index.html"
+
+notebooks: $(TO_TRAIN)  ## build/notebooks: a Jupyter notebook of each lecture page
+	$(BIN)/python docs/make_notebooks.py
 
 audit: $(TO_TEST)  ## installed versions and files against their pins; known vulnerabilities, if the index answers
 	$(BIN)/python .ci/dependencies.py check

@@ -1,0 +1,52 @@
+"""docs/make_notebooks.py: a notebook has all of its page, and its cells print what they say."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import REPO
+
+MAKER = runpy.run_path(str(REPO / "docs" / "make_notebooks.py"))
+TOPICS = [page for page in MAKER["PAGES"]["pages"]() if page.name != "README.md"]
+OUT = REPO / "build" / "notebooks"
+
+
+def text_of(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+@pytest.mark.parametrize("page", TOPICS, ids=lambda page: page.stem)
+def test_a_notebook_has_all_of_its_page(page: Path) -> None:
+    cells = MAKER["notebook"](page, OUT)["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    first, *others = [text_of(cell) for cell in cells if cell["cell_type"] == "code"]
+    assert (OUT / first.removeprefix("%cd -q ")).resolve() == REPO
+    page_text = page.read_text(encoding="utf-8")
+    commands = [line.removeprefix("!") for cell in others for line in cell.splitlines() if line[0] == "!"]
+    shell = re.findall(r"^```(?:sh|console)\n(.*?)^```", page_text, re.MULTILINE | re.DOTALL)
+    assert all(any(command in block for block in shell) for command in commands)
+    assert len(commands) >= sum(block.count("\n$ ") + block.startswith("$ ") for block in shell)
+    prose = "\n".join(text_of(cell) for cell in cells if cell["cell_type"] == "markdown")
+    links = [link for link in re.findall(r"\]\(([^)#]+)", prose) if "://" not in link]
+    assert links
+    assert [link for link in links if not (OUT / link).resolve().exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["03_tensor_parallelism", "06_pipeline_parallelism", "11_communication"])
+def test_cells_print_what_they_say(name: str, tmp_path: Path) -> None:
+    """In a real shell, as a notebook has it."""
+    [page] = [page for page in TOPICS if page.stem == name]
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
+    for cell in MAKER["notebook"](page, OUT)["cells"]:
+        if not cell.get("outputs"):
+            continue
+        script = re.sub(r"^!", "", text_of(cell), flags=re.MULTILINE)
+        done = subprocess.run(["bash", "-c", script], cwd=REPO, env=env, capture_output=True, text=True)
+        lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
+        assert lines == cell["outputs"][0]["text"].strip("\n").splitlines(), script
