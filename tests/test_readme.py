@@ -146,10 +146,7 @@ def parse_only(line: str) -> None:
     assert all((REPO / name).is_file() for name in named), line
     if named or words[0] == "kubectl":
         return
-    command, *arguments = words[words.index("fivefold") + 1 :]
-    found = COMMANDS[command].make_context(command, arguments).params
-    if not found.get("resume"):
-        fivefold.load(found["recipe"], found["set_"] or [], found["layout"])
+    typed(words[words.index("fivefold") :])
 
 
 def typed(words: list[str]) -> None:
