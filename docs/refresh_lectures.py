@@ -185,7 +185,7 @@ def _beside(words: list[str], folder: Path) -> str:
     done = subprocess.run(
         started, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=PATIENCE_S
     )
-    if "Traceback" in done.stderr:
+    if "Traceback" in done.stderr or not done.stdout:
         raise ValueError(f"{shlex.join(words)} failed:\n{done.stderr}")
     return done.stdout
 

@@ -52,7 +52,7 @@ def test_each_page_has_an_exercise_to_write(name: str) -> None:
     assert len(asked) == len(functions(exercise)) >= 3
     for file in (exercise, solution):
         head = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
-        assert re.search(r"Time: .*Data: ", head, re.DOTALL)
+        assert re.search(r"Time: .*Data:\s", head, re.DOTALL)
     page = (REPO / "docs" / "lectures" / f"{name}.md").read_text("utf-8")
     section = page.partition("\n## To write\n")[2].partition("\n## ")[0]
     assert f"(../../examples/lectures/exercises/{name}.py)" in section
