@@ -95,6 +95,11 @@ def one_device(layer: Experts, x: Tensor) -> Tensor:
     return y
 
 
+def gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -105,12 +110,11 @@ def main() -> None:
     y.square().sum().backward()
     want = one_device(whole, tokens.flatten(0, 1))
     want.square().sum().backward()
-    router = layer.router.grad
-    assert router is not None
+    router = gradient(layer.router)
     dist.all_reduce(router)  # of all tokens; an expert's gradient is whole, since all its tokens were here
-    pairs = [(y, want[rank * N : (rank + 1) * N]), (router, whole.router.grad)]
-    pairs += [(p.grad, w.grad[first:last]) for p, w in ((layer.gate_up, whole.gate_up), (layer.down, whole.down))
-              if w.grad is not None]  # fmt: skip
+    pairs = [(y, want[rank * N : (rank + 1) * N]), (router, gradient(whole.router))]
+    for part, all_experts in ((layer.gate_up, whole.gate_up), (layer.down, whole.down)):
+        pairs.append((gradient(part), gradient(all_experts)[first:last]))
     apart = max(((f - w).norm() / w.norm()).item() for f, w in pairs)
     of_each: list[Any] = [None] * ranks
     dist.all_gather_object(of_each, (rows, apart))
