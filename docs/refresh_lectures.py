@@ -3,9 +3,10 @@ figure.
 
     python docs/refresh_lectures.py [PAGE...]
 
-A block of kind `console` has lines `$ fivefold ...`, each followed by what the command prints. A command may end in
-`| grep [-A N] PATTERN`, `| head -N` or `| tail -N`, which leave out the other lines. The table of README.md has
-commands and parts of what they print; those are typed by hand, because they are the lectures' own figures.
+A block of kind `console` has lines `$ fivefold ...`, `$ python ...` or `$ torchrun ...`, each followed by what the
+command prints. A command may end in `| grep [-A N] PATTERN`, `| head -N` or `| tail -N`, which leave out the other
+lines. All commands start from the repository's root. The table of README.md has commands and parts of what they print;
+those are typed by hand, because they are the lectures' own figures.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,11 +29,13 @@ from unittest.mock import patch
 from fivefold.cli.main import main as fivefold
 
 FOLDER = Path(__file__).with_name("lectures")
+PROGRAMS = FOLDER.parents[1] / "examples"
 START = Path(__file__).with_name("start")
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"^```console\n\$ ", re.MULTILINE)
 ROW = re.compile(r"^\| (\d+) \| (.*?) \| (.*?) \| (`fivefold .*?`) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 QUOTED = re.compile(r"`(.*?)`")
+PATIENCE_S = 300  # for a program
 COLUMNS = "80"  # of the terminal that commands see: what they also take where there is none
 
 
@@ -145,22 +149,45 @@ def _filtered(words: list[str], lines: list[str]) -> list[str]:
 
 @cache
 def printed(command: str) -> str:
-    """What a command prints, run in this process in a folder with what lies beside the pages."""
+    """What a command prints, run in a folder that has what the pages' commands read, as the repository's root has
+    it."""
+    with tempfile.TemporaryDirectory() as folder:
+        there = Path(folder)
+        shutil.copytree(FOLDER, there / "docs/lectures", ignore=shutil.ignore_patterns("*.md"))
+        shutil.copytree(PROGRAMS, there / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+        words = shlex.split(command)
+        return _here(words[1:], there) if words[0] == "fivefold" else _beside(words, there)
+
+
+def _here(arguments: list[str], folder: Path) -> str:
+    """What `fivefold` prints, run in this process."""
     out = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, COLUMNS=COLUMNS):
-        shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.md"), dirs_exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            for way in (
-                contextlib.chdir(folder),
-                contextlib.redirect_stdout(out),
-                contextlib.redirect_stderr(out),
-            ):
-                stack.enter_context(way)
-            stack.enter_context(
-                contextlib.suppress(SystemExit)
-            )  # also that of a refusal, which a page may show
-            fivefold(shlex.split(command)[1:])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, COLUMNS=COLUMNS))
+        for way in (
+            contextlib.chdir(folder),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(out),
+        ):
+            stack.enter_context(way)
+        stack.enter_context(contextlib.suppress(SystemExit))  # also that of a refusal, which a page may show
+        fivefold(arguments)
     return out.getvalue()
+
+
+def _beside(words: list[str], folder: Path) -> str:
+    """What a program prints, run by this Python. It may end with an error that it says itself, as a grader does."""
+    found = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
+    if words[0] not in found:
+        raise ValueError(f"not a program of these pages: {shlex.join(words)}")
+    env = {"OMP_NUM_THREADS": "1", "PET_STANDALONE": "1", "COLUMNS": COLUMNS}  # standalone: at any free port
+    started = [sys.executable, *found[words[0]], *words[1:]]
+    done = subprocess.run(
+        started, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    if "Traceback" in done.stderr or not done.stdout:
+        raise ValueError(f"{shlex.join(words)} failed:\n{done.stderr}")
+    return done.stdout
 
 
 def main(paths: list[Path]) -> None:

@@ -1,4 +1,5 @@
-"""The lectures' programs (examples/lectures): each by hand and by Fivefold, with the same result."""
+"""The lectures' programs (examples/lectures) that import Fivefold: each by hand and by Fivefold, with the same result.
+test_programs_by_hand.py has the others."""
 
 import os
 import re
@@ -14,7 +15,11 @@ from commands import REPO
 from launched import Launched
 from namespaces import Hosts, Unavailable
 
-PROGRAMS = {path.stem: path for path in sorted((REPO / "examples" / "lectures").glob("*.py"))}
+PROGRAMS = {
+    path.stem: path
+    for path in sorted((REPO / "examples" / "lectures").glob("*.py"))
+    if re.search(r"^(import|from) fivefold", path.read_text(encoding="utf-8"), re.MULTILINE)
+}
 FARTHEST = {"bert_classifier": 1e-5}  # AdamW divides by small numbers
 RANKS = re.compile(r"^torchrun --nproc-per-node (\d) examples/lectures/(\w+)\.py", re.MULTILINE)
 CLASSIFIER = PROGRAMS["bert_classifier"]

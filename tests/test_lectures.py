@@ -39,10 +39,29 @@ def test_other_commands_can_be_typed(page: Path) -> None:
     for block in blocks(page):
         assert block.kind in ("console", "sh", "text"), f"{block.kind}: nothing checks it"
         for line in lines(block) if block.kind == "sh" else ():
-            if program := re.search(r"examples/\S+", line):
-                assert (REPO / program[0]).is_file(), line
-            else:
+            if not line.startswith(("python ", "torchrun ")):
                 typed(shlex.split(line))
+        for line in block.text.splitlines():
+            if line.removeprefix("$ ").startswith(("python ", "torchrun ")):
+                files = [word for word in shlex.split(line) if word.endswith(".py")]
+                assert files
+                assert all((REPO / file).is_file() for file in files), (
+                    f"{line}: not from the repository's root"
+                )
+
+
+def test_programs_are_shown_from_one_folder() -> None:
+    """What a program prints is run where its path begins, as commands of `fivefold` are; a filter of lines may follow.
+    Nobody has to change the folder. A program that fails, and a command of no known program, are errors."""
+    said = SCRIPT["shown"]("python examples/lectures/exercises/grade.py 06 | tail -1")
+    assert said == ["0 of 5 functions are right"]
+    assert not any(
+        "\ncd " in block.text or block.text.startswith("cd ") for page in PAGES for block in blocks(page)
+    )
+    with pytest.raises(ValueError, match=r"No such file"):
+        SCRIPT["shown"]("python examples/lectures/none.py")
+    with pytest.raises(ValueError, match="not a program of these pages: ls"):
+        SCRIPT["shown"]("ls docs")
 
 
 def test_the_34_numbers_of_the_lectures() -> None:

@@ -1,0 +1,38 @@
+"""GPUs: what bounds an operation, how tiles save reads, and how well a device is used.
+
+Time: forty minutes. Data: none. Plain Python.
+"""
+
+
+def matmul(m: int, n: int, k: int, width: int = 2) -> tuple[int, int]:
+    """(FLOPs, bytes) of (m, k) times (k, n), if each number of `width` bytes moves once: two matrices in, one out. A
+    multiplication and an addition are two FLOPs."""
+    return 2 * m * n * k, width * (m * k + k * n + m * n)
+
+
+def seconds(flops: float, moved: float, peak: float, bandwidth: float) -> float:
+    """The roofline: the longer of computing and moving."""
+    return max(flops / peak, moved / bandwidth)
+
+
+def tiled_reads(n: int, tile: int) -> int:
+    """Numbers that a matmul of two (n, n) matrices reads from slow memory, if fast memory holds a tile x tile part of
+    each: for each tile of the result all tiles of its rows and of its columns are read. tile divides n."""
+    tiles = n // tile
+    return tiles * tiles * tiles * 2 * tile * tile
+
+
+def smallest_batch(k: int, n: int, peak: float, bandwidth: float) -> int:
+    """The fewest rows m for which an (m, k) x (k, n) matmul in 16 bits takes as long to compute as to move, or
+    longer."""
+    m = 1
+    while matmul(m, n, k)[0] / peak < matmul(m, n, k)[1] / bandwidth:
+        m += 1
+    return m
+
+
+def utilisation(tokens: float, parameters: float, again: float, peak: float) -> tuple[float, float]:
+    """(MFU, HFU) of a device that trains `tokens` per second: 6 FLOPs per token and parameter. HFU also counts the
+    forward that backward repeats, of 2 FLOPs per token and parameter, for the share `again` of the blocks."""
+    mfu = 6 * parameters * tokens / peak
+    return mfu, mfu * (6 + 2 * again) / 6
