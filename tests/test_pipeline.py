@@ -95,6 +95,18 @@ def test_every_schedule_trains_as_one_process(room, name, pp, tied, microbatches
     assert report.passed, report
 
 
+@pytest.mark.parametrize(
+    ("pp", "virtual", "each", "microbatches"),
+    slow_but([(2, 2, 1, 5)], [(2, 2, 1, 5), (4, 2, 2, 7), (4, 2, 3, 8), (2, 4, 5, 8), (2, 2, 40, 6)]),
+)
+def test_rounds_train_as_one_process(room, pp, virtual, each, microbatches):
+    """Rounds of fewer microbatches than ranks, of more, and of all."""
+    sets = ["model.layers=8", "model.tie_embeddings=true", f"train.global_batch_size={microbatches}"]
+    more = f"pp={pp},schedule=interleaved,virtual_stages={virtual},round_microbatches={each}"
+    report = compared(tiny(room, more, *sets), folder=room / "-".join(sets))
+    assert report.passed, report
+
+
 @pytest.mark.parametrize("arch", ["gpt2", "bert"])
 def test_other_architectures(room, arch):
     sets = [f"model.arch={arch}", "model.kv_heads=4"]
@@ -267,13 +279,18 @@ def record(rank: int, world: int, recipe: Recipe) -> tuple[Schedule, Timeline, f
     return *state.parallel.pipeline.recorded, most, losses
 
 
-@pytest.mark.parametrize("name", slow_but(["1f1b", "dualpipev"], list(SCHEDULES)))
+ROUNDS = "interleaved,round_microbatches=2"
+
+
+@pytest.mark.parametrize("name", slow_but(["1f1b", "dualpipev"], [*SCHEDULES, ROUNDS]))
 def test_what_runs_is_what_was_planned(room, name):
     """The measured timeline has the schedule's actions in its order, each after what it needs; never more microbatches
     are held than it says; with dropout, the same step has the same loss, in either order of messages."""
-    recipe = tiny(room, line(name, 4), "model.layers=8")  # (verify's recipes have no dropout)
+    name, _, more = name.partition(",")
+    recipe = tiny(room, line(name, 4, f",{more}"), "model.layers=8")  # (verify's recipes have no dropout)
     answers = run_ranks(4, record, change(recipe, ["model.dropout=0.1"]))
     schedule, timeline = answers[0][:2]
+    assert schedule == Layout.from_recipe(recipe.layout).pipeline(recipe.train.global_batch_size)
     for rank, (_, other, most, losses) in enumerate(answers):
         assert other == timeline, "all ranks know the whole"
         assert [event.action for event in timeline.rows[rank]] == list(schedule.rows[rank])

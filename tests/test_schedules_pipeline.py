@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from fivefold.schedules.pipeline import (
     executed,
     few,
     holds_all,
+    live_phases,
     most_live,
     peak_live,
     place,
@@ -142,6 +143,21 @@ def test_live_bytes_by_stage() -> None:
     assert peak_live(read("0F0,0I0,0F1,0I1,0W0,0W1\n"), [10], after_input=[4]) == [14]
 
 
+def test_phases_of_gradients() -> None:
+    """A stage's gradients add up from its first backward until its last; the most is held before, in and behind."""
+    schedule = read("0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1\n")
+    none, first, second = frozenset[int](), frozenset({0}), frozenset({1})
+    assert live_phases(schedule, [10, 7]) == [[(none, 34), (second, 27), (none, 20), (first, 10), (none, 0)]]
+    assert live_phases(schedule, [10, 7], together=(0, 1))[0][1:] == [
+        (second, 27),
+        (first | second, 10),
+        (none, 0),
+    ]
+    assert live_phases(schedule, [10, 7], sooner=True)[0][1][1] == 34
+    split = live_phases(read("0F0,0F1,0I0,0I1,0W0,0W1\n"), [10], [4])[0]
+    assert split == [(none, 20), (first, 14), (none, 0)]
+
+
 def test_placements() -> None:
     assert place("loop", 3, 2) == (0, 1, 2, 0, 1, 2)
     assert place("v", 3, 2) == (0, 1, 2, 2, 1, 0)
@@ -162,9 +178,39 @@ def test_a_round_is_never_shorter_than_the_ranks() -> None:
     assert second == [0] * 6 + [4] * 6 + [0] * 5 + [4] * 5
 
 
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(2, 4), st.integers(1, 41))
+@settings(max_examples=60, deadline=None)
+def test_rounds_of_any_length(ranks: int, microbatches: int, chunks: int, each: int) -> None:
+    """They run, with messages in order; fewer microbatches are held as all are; no round is shorter than asked for."""
+    schedule = build("interleaved", ranks, microbatches, chunks, each)
+    check(schedule)
+    assert queue_halts(schedule, executed(schedule, in_order=True), QUEUES["pair"]) == []
+    some = few(microbatches, ranks, each)
+    assert peak_live(build("interleaved", ranks, some, chunks, each)) == peak_live(schedule)
+    stages = [action.stage for action in schedule.rows[0] if action.kind == "F"]
+    rounds = [len(list(run)) for _, run in groupby(stages)]
+    assert min(rounds) >= min(each, microbatches)
+    assert sum(rounds) == microbatches * chunks
+
+
+def test_rounds_between_depth_first_and_breadth_first() -> None:
+    """By hand, of 2 ranks with rounds of 1; by what ranks hold: more in longer rounds, up to all of them."""
+    rows = written(build("interleaved", 2, 2, 2, 1).rows)
+    assert rows == "0F0,2F0,0F1,2B0,2F1,0B0,2B1,0B1\n1F0,3F0,3B0,1F1,1B0,3F1,3B1,1B1\n"
+    assert build("interleaved", 4, 16, 2, 4) == build("interleaved", 4, 16, 2)
+    most = [max(peak_live(build("interleaved", 4, 16, 2, each))) for each in (1, 2, 3, 4, 8, 16)]
+    assert most == [4, 6, 8, 11, 15, 23]
+    depth, breadth = (
+        build(name, 4, 16, 2, each) for name, each in (("interleaved", 16), ("looped_bfs", None))
+    )
+    for row, other in zip(depth.rows, breadth.rows, strict=True):
+        assert [a for a in row if a.kind == "F"] == [a for a in other if a.kind == "F"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("1f1b", 4, 8, 1, 2), r"round_microbatches=2: schedule '1f1b' has no rounds.* schedule=interleaved"),
         (("zvb", 4, 8), "did you mean 'zbv'"),
         (("gpipe", 4, 8, 2), "virtual_stages=1, or schedule=looped_bfs"),
         (("interleaved", 4, 8, 1), "virtual_stages=2, or schedule=1f1b"),

@@ -22,7 +22,7 @@ from fivefold.plan.cluster.devices import Cluster, Device
 from fivefold.plan.messages.communication import Group, group
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, chosen
 from fivefold.recipe import Recipe
-from fivefold.schedules.pipeline import DEFAULT, Schedule, build, stages_per_rank
+from fivefold.schedules.pipeline import DEFAULT, Schedule, stages_per_rank
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import on_nodes
 from fivefold.sharding.parts import Shape, ring_columns, stage_blocks, stages_of
@@ -316,7 +316,7 @@ class Setting:
 
     def schedule(self, microbatches: int) -> Schedule:
         """The pipeline schedule of so many microbatches."""
-        return schedule(self.layout.schedule, self.layout.pp, microbatches, self.layout.virtual_stages)
+        return self.layout.pipeline(microbatches)
 
     def group(self, axis: str) -> Group:
         """The ranks of an axis, "replica_groups" included."""
@@ -369,10 +369,6 @@ def _lacks(mode: str, device: Device) -> str:
     """The dtype that a mode needs and the device has no rate of."""
     needed = (PRECISIONS[mode].working, PRECISIONS[mode].rate_on(device.peak))
     return next((dtype for dtype in needed if dtype not in device.peak), "")
-
-
-schedule = lru_cache(maxsize=256)(build)
-"""The pipeline schedule by its name, ranks, microbatches and virtual stages."""
 
 
 def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> tuple[range, ...]:

@@ -240,6 +240,10 @@ class LayoutSection(Section, Counts):
     """Pipeline schedule."""
     virtual_stages: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """Pipeline stages per rank."""
+    round_microbatches: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
+    """With `schedule = "interleaved"`: microbatches that a stage computes before the rank's next stage (N in section
+    3.3.2 of arXiv 2407.21783). A remainder is spread over the rounds. Unset: as many as `pp`. Fewer hold fewer
+    activations, but ranks wait for each round to come back."""
     microbatches: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
     """Microbatches per step, equally many on every rank. Unset: derived from `global_batch_size` and
     `microbatch_size`."""

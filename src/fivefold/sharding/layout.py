@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from fivefold.errors import LONGEST_WORD, UserError, did_you_mean, shortened
 from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.schedules.pipeline import DEFAULT, splits_backward, stages_per_rank
+from fivefold.schedules.pipeline import DEFAULT, Schedule, build, few, shown, splits_backward, stages_per_rank
 from fivefold.sharding.tiers import NOT_OFFLOADED
 
 T = TypeVar("T")
@@ -61,6 +61,7 @@ class Layout(Counts):
     sp_regather: bool = False
     schedule: str = DEFAULT
     virtual_stages: int = 1
+    round_microbatches: int | None = None
     microbatches: int | None = None
     recompute: str = "none"
     offload: str = NOT_OFFLOADED
@@ -94,6 +95,22 @@ class Layout(Counts):
         """Number of pipeline stages per rank: `virtual_stages`, or the number that the schedule requires; 1 without a
         pipeline."""
         return stages_per_rank(self.schedule, self.virtual_stages) if self.pp > 1 else 1
+
+    def pipeline(self, microbatches: int) -> Schedule:
+        """The pipeline schedule of a step with so many microbatches: what is run, priced and drawn.
+
+        Raises:
+            UserError: names the field that the schedule does not allow.
+        """
+        return _pipeline(self.schedule, self.pp, microbatches, self.virtual_stages, self.round_microbatches)
+
+    def few(self, microbatches: int, rounds: int | None = None) -> int:
+        """Fewer microbatches that a pipeline holds as all of them are (`schedules.pipeline.few`)."""
+        return few(microbatches, self.pp, self.round_microbatches, *(() if rounds is None else (rounds,)))
+
+    def shown(self, microbatches: int) -> int:
+        """Microbatches that show how the pipeline fills and drains (`schedules.pipeline.shown`)."""
+        return shown(microbatches, self.pp, self.round_microbatches)
 
     @property
     def splits_backward(self) -> bool:
@@ -132,6 +149,9 @@ class Layout(Counts):
             assert 0 <= index < size, f"{axis} index {index} of {size}"
             rank = rank * size + index
         return rank
+
+
+_pipeline = lru_cache(maxsize=256)(build)
 
 
 def changed(one: T, **fields: Any) -> T:
@@ -339,7 +359,8 @@ def describe(layout: Layout) -> str:
         words.append("sequence parallel" + ", gathered again in backward" * layout.sp_regather)
     if layout.pp > 1:
         stages = f"{layout.stages_per_rank} stage{'s' * (layout.stages_per_rank > 1)}"
-        words.append(f"schedule {layout.schedule} with {stages} per rank")
+        rounds = f" in rounds of {layout.round_microbatches} microbatches" * bool(layout.round_microbatches)
+        words.append(f"schedule {layout.schedule} with {stages} per rank{rounds}")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     if layout.offload != NOT_OFFLOADED:

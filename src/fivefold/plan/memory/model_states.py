@@ -106,6 +106,28 @@ def rank_states(s: Setting, own: Elements) -> tuple[float, float, float]:
     return weights, gradients, optimizer
 
 
+def adding_up(s: Setting, own: Elements) -> tuple[float, float]:
+    """Bytes of the gradients that add up whole on a rank, and of its shards of them. FSDP2 allocates them in the first
+    backward of a pipeline stage and scatters them in its last one. `rank_states` counts all of them as whole."""
+    if not (s.states.cast and s.microbatches > 1 and scattered_once(s.layout.zero, s.layout.pp)):
+        return 0.0, 0.0
+    shared = [group for group in own.groups() if sharing_group(s.layout, group[2])[1] > 1]
+    whole = sum(computes - still for computes, _, _, still, _ in shared)
+    return s.states.gradient * whole, s.states.gradient * sum(
+        keeps - still for _, keeps, _, _, still in shared
+    )
+
+
+def stage_elements(s: Setting, stage: int) -> Elements:
+    """Elements of a pipeline stage. A rank with both ends of the model keeps one copy of a tied embedding: the first
+    stage's."""
+    own, last = elements(s.model, s.layout), len(s.stages) - 1
+    both = any({0, last} <= set(stages_of(s.layout, position)) for position in range(s.layout.pp))
+    outside = [own.before] * (stage == 0) + [own.behind] * (stage == last)
+    outside += [own.tied] * (stage == last and not both)
+    return sum((own.blocks[number] for number in s.stages[stage]), sum(outside, Elements()))
+
+
 class ModelElements(NamedTuple):
     """Elements on the first rank, which has most: of each block, of the parameters before the blocks, of those behind
     them, and of the last stage's copy of a tied embedding."""

@@ -10,11 +10,12 @@ from fivefold.schedules.pipeline.generators import (
     few,
     holds_all,
     most_live,
+    rounds_problem,
     shown,
     splits_backward,
     stages_per_rank,
 )
-from fivefold.schedules.pipeline.schedule import Action, Schedule, check, cut, peak_live, place
+from fivefold.schedules.pipeline.schedule import Action, Schedule, check, cut, live_phases, peak_live, place
 from fivefold.schedules.pipeline.simulate import (
     SENDS_PER_RANK,
     Costs,

@@ -190,10 +190,24 @@ def place(placement: Placement, ranks: int, chunks: int) -> tuple[int, ...]:
 def peak_live(
     schedule: Schedule, size: Sequence[float] | None = None, after_input: Sequence[float] | None = None
 ) -> list[float]:
-    """The most activations that each rank holds at once.
+    """The most activations that each rank holds at once. Arguments: see `live_phases`."""
+    return [max(most for _, most in phases) for phases in live_phases(schedule, size, after_input)]
+
+
+def live_phases(
+    schedule: Schedule,
+    size: Sequence[float] | None = None,
+    after_input: Sequence[float] | None = None,
+    together: Sequence[int] = (),
+    sooner: bool = False,
+) -> list[list[tuple[frozenset[int], float]]]:
+    """The phases of each rank's step: (stages whose weight gradients add up, the most activations held at once). A
+    stage's gradients add up from the end of its first backward until its last one is done.
 
     `size[s]`: bytes that a microbatch holds at stage s, from its F to its B or W. The default is 1, which counts
-    microbatches times stages. `after_input[s]`: the bytes still held from I to W. The default is all.
+    microbatches times stages. `after_input[s]`: the bytes still held from I to W. The default is all. together: stages
+    whose gradients are done together. sooner: a phase begins before the action that changes the stages, as an upper
+    bound where each microbatch stands for several.
     """
     size = size or [1] * schedule.stages
     after_input = after_input or size
@@ -203,15 +217,24 @@ def peak_live(
         "I": [left - s for s, left in zip(size, after_input, strict=True)],
         "W": [-left for left in after_input],
     }
-    peaks = []
+    ranks = []
     for row in schedule.rows:
-        held = peak = 0.0
-        for action in row:
-            held += change[action.kind][action.stage]
-            if held > peak:
+        ends = {stage: number for number, (stage, kind, _) in enumerate(row) if kind in "BW"}
+        if ends.keys() >= set(together):
+            ends |= dict.fromkeys(together, max((ends[stage] for stage in together), default=0))
+        done = set(ends.values())
+        phases, whole, held, peak = list[tuple[frozenset[int], float]](), frozenset[int](), 0.0, 0.0
+        for number, (stage, kind, _) in enumerate(row):
+            before = held
+            held += change[kind][stage]
+            if number in done or (kind in "BI" and stage not in whole):
+                phases.append((whole, peak))
+                whole = frozenset(s for s in {*whole, stage} if ends[s] > number)
+                peak = before if sooner else held
+            elif held > peak:
                 peak = held
-        peaks.append(peak)
-    return peaks
+        ranks.append([*phases, (whole, peak)])
+    return ranks
 
 
 def check(schedule: Schedule) -> list[float]:
