@@ -282,6 +282,15 @@ def test_gradients_of_virtual_stages_do_not_all_exist_at_once(rank: int) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_stages_without_blocks_take_little(rank: int) -> None:
+    recipe = recipe_of("llama", "bf16", "pp=4,dp=2,zero=1,bare_ends=true", "model.layers=2")
+    traced, found = exact(recipe, rank).step.memory, at_peak(planned(recipe))[rank // 2]
+    assert found.total == pytest.approx(traced.total, rel=0.05)
+    assert found.params == traced.at_peak["params"]
+
+
+@pytest.mark.slow
 def test_outputs_of_stages_are_not_kept() -> None:
     """What a stage has sent on is the next one's."""
     recipe = recipe_of("llama", "bf16", f"{VIRTUAL},recompute=full", "model.layers=8")

@@ -374,15 +374,16 @@ def _lacks(mode: str, device: Device) -> str:
 def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> tuple[range, ...]:
     """The blocks of each stage, cut as the trainer does or as other programs do (see `Partition`)."""
     name = layout.schedule if layout.pp > 1 else DEFAULT
-    return _stages(model, layout.pp, name, layout.virtual_stages, how)
+    return _stages(model, layout.pp, name, layout.virtual_stages, layout.bare_ends, how)
 
 
 @lru_cache(maxsize=4096)
 def _stages(
-    model: ModelSection, pp: int, name: str, virtual_stages: int, how: Partition
+    model: ModelSection, pp: int, name: str, virtual_stages: int, bare_ends: bool, how: Partition
 ) -> tuple[range, ...]:
     if how == "balanced":
-        return stage_blocks(card_of(model), Layout(pp=pp, schedule=name, virtual_stages=virtual_stages))
+        layout = Layout(pp=pp, schedule=name, virtual_stages=virtual_stages, bare_ends=bare_ends)
+        return stage_blocks(card_of(model), layout)
     count = pp * stages_per_rank(name, virtual_stages) if pp > 1 else 1
     if how == "even":
         each = model.layers / count

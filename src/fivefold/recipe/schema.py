@@ -244,6 +244,9 @@ class LayoutSection(Section, Counts):
     """With `schedule = "interleaved"`: microbatches that a stage computes before the rank's next stage (N in section
     3.3.2 of arXiv 2407.21783). A remainder is spread over the rounds. Unset: as many as `pp`. Fewer hold fewer
     activations, but ranks wait for each round to come back."""
+    bare_ends: bool = False
+    """The first stage may have the embedding alone, and the last one the head alone, where that divides the work more
+    evenly (as in section 3.3.2 of arXiv 2407.21783)."""
     microbatches: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
     """Microbatches per step, equally many on every rank. Unset: derived from `global_batch_size` and
     `microbatch_size`."""

@@ -62,6 +62,7 @@ class Layout(Counts):
     schedule: str = DEFAULT
     virtual_stages: int = 1
     round_microbatches: int | None = None
+    bare_ends: bool = False
     microbatches: int | None = None
     recompute: str = "none"
     offload: str = NOT_OFFLOADED
@@ -111,6 +112,11 @@ class Layout(Counts):
     def shown(self, microbatches: int) -> int:
         """Microbatches that show how the pipeline fills and drains (`schedules.pipeline.shown`)."""
         return shown(microbatches, self.pp, self.round_microbatches)
+
+    @property
+    def fewest_blocks(self) -> int:
+        """Fewest blocks that the pipeline's stages need: one each, unless the ends may have none."""
+        return max(1, self.pp * self.stages_per_rank - 2 * (self.bare_ends and self.pp > 1))
 
     @property
     def splits_backward(self) -> bool:
@@ -361,6 +367,7 @@ def describe(layout: Layout) -> str:
         stages = f"{layout.stages_per_rank} stage{'s' * (layout.stages_per_rank > 1)}"
         rounds = f" in rounds of {layout.round_microbatches} microbatches" * bool(layout.round_microbatches)
         words.append(f"schedule {layout.schedule} with {stages} per rank{rounds}")
+        words += ["ends without blocks"] * layout.bare_ends
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     if layout.offload != NOT_OFFLOADED:

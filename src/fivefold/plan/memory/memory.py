@@ -235,7 +235,8 @@ class Predictor:
         self.schedule, self.times = live_schedule(s.layout, s.microbatches)
         self.always = transfers(self.microbatch("none"), s.layout, s.microbatches)
         ranks, same = model_states.rank_elements(s), model_states.alike(s)
-        besides = {ends: model_states.buffers(s, *ends) for ends in {s.ends(number) for number in same}}
+        kinds = {number: (*s.ends(number), bool(s.blocks(number))) for number in dict.fromkeys(same)}
+        besides = {kind: model_states.buffers(s, *kind) for kind in {*kinds.values()}}
         held = dict[int, tuple[Memory, Buffers, float, float]]()
         for number in dict.fromkeys(same):
             params, gradients, optimizer = rank_states(s, ranks[number])
@@ -243,7 +244,7 @@ class Predictor:
             more, matrices = uneven_states(s.software.optimizer, s.model, s.layout, number, s.states.moments)
             after = max(summing, model_states.rounding_scratch(s, number), matrices)
             states = Memory(params + node_copies(s, number), gradients + unsent, optimizer + more, 0.0, 0.0)
-            held[number] = states, besides[s.ends(number)], after, model_states.sum_scratch(s, number)
+            held[number] = states, besides[kinds[number]], after, model_states.sum_scratch(s, number)
         several = range(len(self.by_stage)) if s.layout.pp > 1 else ()
         self.adding_up = [model_states.adding_up(s, model_states.stage_elements(s, n)) for n in several]
         """Bytes of the gradients of each pipeline stage while they add up, and after."""
@@ -285,6 +286,8 @@ class Predictor:
                 block, size = self.microbatch(modes[number]), self.kept(modes[number], number)
                 tails.append(Tail(behind, size, block.again, block.inside))
                 behind += size
+            if not self.setting.blocks(position):
+                tails.append(Tail(0.0, 0.0, 0.0, 0.0))
             moments = list[tuple[float, float, float]]()
             for gradients, live in self.moments(position, states.gradients, phases[position]):
                 moments.append((gradients, *at_peak(one, besides, live, own, last, after, tails)))

@@ -177,7 +177,8 @@ def outside_blocks(s: Setting, position: int) -> Elements:
 
 def divided(layout: Layout) -> Layout:
     """The layout by which a rank's part of the model is counted; many layouts have the same."""
-    kept = {name: getattr(layout, name) for name in ("pp", "tp", "ep", "sp", "schedule", "virtual_stages")}
+    fields = ("pp", "tp", "ep", "sp", "schedule", "virtual_stages", "bare_ends")
+    kept = {name: getattr(layout, name) for name in fields}
     return changed(Layout(), **kept, dp_shard=layout.shards, zero=int(layout.zero > 0))
 
 
@@ -225,8 +226,8 @@ class Buffers:
     rest: float = 0.0
 
 
-def buffers(s: Setting, first: bool, last: bool) -> Buffers:
-    """The buffers of ranks that have the first stage, the last, both or neither.
+def buffers(s: Setting, first: bool, last: bool, some: bool = True) -> Buffers:
+    """The buffers of ranks that have the first stage, the last, both or neither, and some blocks or none.
 
     Replicas add each gradient to its sum as soon as it exists. FSDP2 (parallel/zero.py) gathers a block's weights
     while the one before it computes. Under stage 3 these are buffers, and so are the weights outside blocks, which
@@ -234,6 +235,7 @@ def buffers(s: Setting, first: bool, last: bool) -> Buffers:
     so the rank also needs as much to receive into.
     """
     layout, b, (blocks, before, behind, tied) = s.layout, s.states, elements(s.model, s.layout)
+    blocks = blocks if some else [Elements()]
     block = max(blocks, key=lambda block: block.computes)
     rest = [part for part, has in ((before, first), (behind, last), (tied, last and not first)) if has]
     on_its_way = b.working * block.largest

@@ -184,7 +184,11 @@ def layout_at(center: Base, values: Values) -> Layout:
         words = f"tp x pp x cp = {others}" + (f", times {replicas} replicas" if replicas > 1 else "")
         raise UserError(f"{values['devices']} devices cannot be divided by {words}")
     dp = values["devices"] // others
-    pipeline = {} if pp > 1 else {"schedule": DEFAULT, "virtual_stages": 1, "round_microbatches": None}
+    pipeline = (
+        {}
+        if pp > 1
+        else {"schedule": DEFAULT, "virtual_stages": 1, "round_microbatches": None, "bare_ends": False}
+    )
     return replace(
         own,
         pp=pp,

@@ -250,7 +250,7 @@ UNUSED = (
     Unused("faults", "on_spike", lambda r: not r.faults.spike_limit,
            "faults.spike_limit = 0 finds none", "faults.spike_limit"),
     Unused("layout", "schedule", lambda r: r.layout.pp == 1, "a schedule needs pp > 1"),
-    Unused("layout", "virtual_stages round_microbatches", lambda r: r.layout.pp == 1, "stages need pp > 1"),
+    Unused("layout", "virtual_stages round_microbatches bare_ends", lambda r: r.layout.pp == 1, "stages need pp > 1"),
     Unused("layout", "cp_method", lambda r: r.layout.cp == 1, "it needs cp > 1"),
     Unused("layout", "expert_chunks", lambda r: r.layout.ep == 1, "experts exchange rows with ep > 1 only"),
     Unused("layout", "zero zeropp", lambda r: r.layout.ranks == 1, ALONE),

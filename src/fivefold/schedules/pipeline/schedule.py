@@ -298,14 +298,18 @@ StageCost = Callable[[int, int, int], float]
 """(stage, its first block, the block after its last) -> cost of the stage."""
 
 
-def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
+def cut(
+    costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0, bare_ends: bool = False
+) -> tuple[range, ...]:
     """Divides blocks into `stages` runs of at least one block each. The most expensive stage is as cheap as possible.
     Of these cuts it takes the most even one (least sum of squares).
 
     costs: of each block. first, last: extra cost of the first and the last stage (the embedding, the head). Any unit
-    works, for example FLOPs per token.
+    works, for example FLOPs per token. bare_ends: the first and the last stage may have no block.
     """
-    assert 1 <= stages <= len(costs), f"{stages} stages of {len(costs)} blocks"
+    least = [int(not (bare_ends and stage in (0, stages - 1))) for stage in range(stages)]
+    assert stages >= 1, stages
+    assert sum(least) <= len(costs), f"{stages} stages of {len(costs)} blocks"
     before = [0.0, *accumulate(costs)]
 
     def cost(stage: int, start: int, stop: int) -> float:
@@ -314,41 +318,41 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
     if stages == 1:
         return (range(len(costs)),)
     possible = _run_costs(tuple(before), first, last)
-    worst = bisect_left(possible, True, key=lambda limit: _possible(len(costs), stages, cost, limit))
+    worst = bisect_left(possible, True, key=lambda limit: _possible(len(costs), least, cost, limit))
     limit = possible[worst] * (1 + 1e-9)
-    ends = _most_even(len(costs), stages, cost, limit)
+    ends = _most_even(len(costs), least, cost, limit)
     return tuple(range(start, stop) for start, stop in zip([0, *ends], ends, strict=False))
 
 
 @lru_cache(maxsize=64)
 def _run_costs(before: tuple[float, ...], first: float, last: float) -> list[float]:
     """Every possible cost of a stage, ascending. before: prefix sums of the blocks' costs."""
-    runs = {stop - start for i, start in enumerate(before) for stop in before[i + 1 :]}
+    runs = {stop - start for i, start in enumerate(before) for stop in before[i:]}
     return sorted(run + extra for run in runs for extra in (0.0, first, last))
 
 
-def _possible(blocks: int, stages: int, cost: StageCost, limit: float) -> bool:
-    """True if no stage needs to cost more than `limit`. Each stage takes as many blocks as it may, and leaves one for
-    each later stage."""
-    start = 0
-    for stage in range(stages - 1):
-        stop, most = start, blocks - (stages - stage - 1)
+def _possible(blocks: int, least: Sequence[int], cost: StageCost, limit: float) -> bool:
+    """True if no stage needs to cost more than `limit`. Each stage takes as many blocks as it may, and leaves each
+    later stage the least that it needs."""
+    start, last = 0, len(least) - 1
+    for stage in range(last):
+        stop, most = start, blocks - sum(least[stage + 1 :])
         while stop < most and cost(stage, start, stop + 1) <= limit:
             stop += 1
-        if stop == start:
+        if stop - start < least[stage] or cost(stage, start, stop) > limit:
             return False
         start = stop
-    return cost(stages - 1, start, blocks) <= limit
+    return cost(last, start, blocks) <= limit
 
 
-def _most_even(blocks: int, stages: int, cost: StageCost, limit: float) -> list[int]:
+def _most_even(blocks: int, least: Sequence[int], cost: StageCost, limit: float) -> list[int]:
     """The ends of the stages such that none costs more than `limit` and the sum of squares is least."""
     totals: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # after each stage: {end: (sum, its start)}
-    for stage in range(stages):
+    for stage in range(len(least)):
         best = {}
-        for stop in range(stage + 1, blocks - (stages - stage - 1) + 1):
+        for stop in range(sum(least[: stage + 1]), blocks - sum(least[stage + 1 :]) + 1):
             choices = []
-            for start in range(stop - 1, -1, -1):
+            for start in range(stop - least[stage], -1, -1):
                 run = cost(stage, start, stop)
                 if run > limit:
                     break
