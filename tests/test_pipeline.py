@@ -80,7 +80,7 @@ def small(arch: Arch = "llama", tied: bool | None = None, layers: int = 8) -> Mo
 QUICK = {
     ("gpipe", 4, "true", 5), ("1f1b", 2, "true", 5), ("interleaved", 4, "true", 5), ("looped_bfs", 2, "false", 8),
     ("zb_h1", 4, "true", 5), ("zbv", 2, "false", 8), ("zbv", 4, "true", 5), ("dualpipev", 2, "true", 5),
-    ("v_half", 2, "true", 5),
+    ("v_half", 2, "true", 5), ("zb_h2", 2, "true", 5),
 }  # fmt: skip
 
 
@@ -118,6 +118,18 @@ BARE += [
     "pp=4,schedule=zb_h1,dp=2,zero=1",
     "pp=2,dp=2,ep=2,schedule=zbv,tp=2",
 ]
+
+
+@pytest.mark.parametrize(
+    ("pp", "more"),
+    slow_but(
+        [(2, "zb_live=1")], [(2, "zb_live=1"), (4, "zb_costs=1:1.2:0.7:0.1"), (4, "zb_live=3,dp=2,zero=2")]
+    ),
+)
+def test_automatic_schedules_train_as_one_process(room, pp, more):
+    sets = ["model.layers=8", "train.global_batch_size=8"]
+    report = compared(tiny(room, f"pp={pp},schedule=zb_auto,{more}", *sets), folder=room / "-".join(sets))
+    assert report.passed, report
 
 
 @pytest.mark.parametrize("tied", ["true", *slow("false")])

@@ -6,7 +6,7 @@ from itertools import groupby, product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from marks import all_but
 from message_order import QUEUES, check_transfers, queue_halts
@@ -70,6 +70,7 @@ def test_live_activations(ranks: int) -> None:
     assert live["interleaved"] == [ranks + 1 + 2 * (ranks - rank - 1) for rank in every]
     assert live["looped_bfs"] == [2 * enough] * ranks
     assert live["zb_h1"] == [ranks] * ranks
+    assert live["zb_h2"] == live["zb_auto"] == [2 * ranks - 1] * ranks
     assert live["zbv"] == [2 * ranks] * ranks  # of stages half as large: as rank 0 in 1F1B
     assert live["dualpipev"] == [2 * ranks + 1] * ranks
     assert (
@@ -84,6 +85,7 @@ def test_what_the_search_reads_from_few_microbatches(
 ) -> None:
     """No rank needs less than `most_live` says, whatever a stage keeps; the other facts are those of all rows."""
     name, chunks = case
+    assume(SCHEDULES[name].searched)
     schedule = build(name, ranks, microbatches, chunks)
     kept, owed = (data.draw(st.lists(st.floats(0, 9), min_size=n, max_size=n)) for n in [schedule.stages] * 2)
     live = [most_live(name, rank, ranks, microbatches, chunks) for rank in range(ranks)]
@@ -182,11 +184,13 @@ def test_a_round_is_never_shorter_than_the_ranks() -> None:
 @settings(max_examples=60, deadline=None)
 def test_rounds_of_any_length(ranks: int, microbatches: int, chunks: int, each: int) -> None:
     """They run, with messages in order; fewer microbatches are held as all are; no round is shorter than asked for."""
-    schedule = build("interleaved", ranks, microbatches, chunks, each)
+    schedule = build("interleaved", ranks, microbatches, chunks, round_microbatches=each)
     check(schedule)
     assert queue_halts(schedule, executed(schedule, in_order=True), QUEUES["pair"]) == []
     some = few(microbatches, ranks, each)
-    assert peak_live(build("interleaved", ranks, some, chunks, each)) == peak_live(schedule)
+    assert peak_live(build("interleaved", ranks, some, chunks, round_microbatches=each)) == peak_live(
+        schedule
+    )
     stages = [action.stage for action in schedule.rows[0] if action.kind == "F"]
     rounds = [len(list(run)) for _, run in groupby(stages)]
     assert min(rounds) >= min(each, microbatches)
@@ -195,14 +199,15 @@ def test_rounds_of_any_length(ranks: int, microbatches: int, chunks: int, each: 
 
 def test_rounds_between_depth_first_and_breadth_first() -> None:
     """By hand, of 2 ranks with rounds of 1; by what ranks hold: more in longer rounds, up to all of them."""
-    rows = written(build("interleaved", 2, 2, 2, 1).rows)
+    rows = written(build("interleaved", 2, 2, 2, round_microbatches=1).rows)
     assert rows == "0F0,2F0,0F1,2B0,2F1,0B0,2B1,0B1\n1F0,3F0,3B0,1F1,1B0,3F1,3B1,1B1\n"
-    assert build("interleaved", 4, 16, 2, 4) == build("interleaved", 4, 16, 2)
-    most = [max(peak_live(build("interleaved", 4, 16, 2, each))) for each in (1, 2, 3, 4, 8, 16)]
+    assert build("interleaved", 4, 16, 2, round_microbatches=4) == build("interleaved", 4, 16, 2)
+    most = [
+        max(peak_live(build("interleaved", 4, 16, 2, round_microbatches=each)))
+        for each in (1, 2, 3, 4, 8, 16)
+    ]
     assert most == [4, 6, 8, 11, 15, 23]
-    depth, breadth = (
-        build(name, 4, 16, 2, each) for name, each in (("interleaved", 16), ("looped_bfs", None))
-    )
+    depth, breadth = build("interleaved", 4, 16, 2, round_microbatches=16), build("looped_bfs", 4, 16, 2)
     for row, other in zip(depth.rows, breadth.rows, strict=True):
         assert [a for a in row if a.kind == "F"] == [a for a in other if a.kind == "F"]
 
@@ -210,7 +215,6 @@ def test_rounds_between_depth_first_and_breadth_first() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f1b", 4, 8, 1, 2), r"round_microbatches=2: schedule '1f1b' has no rounds.* schedule=interleaved"),
         (("zvb", 4, 8), "did you mean 'zbv'"),
         (("gpipe", 4, 8, 2), "virtual_stages=1, or schedule=looped_bfs"),
         (("interleaved", 4, 8, 1), "virtual_stages=2, or schedule=1f1b"),
@@ -222,6 +226,20 @@ def test_rounds_between_depth_first_and_breadth_first() -> None:
 def test_what_build_refuses(arguments: tuple, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(*arguments)
+
+
+def test_what_build_refuses_of_fields_that_some_schedules_take() -> None:
+    with pytest.raises(
+        UserError, match=r"round_microbatches=2: schedule '1f1b' does not .*schedule=interleaved"
+    ):
+        build("1f1b", 4, 8, round_microbatches=2)
+    with pytest.raises(UserError, match=r"zb_live=4: schedule 'zb_h2' does not take it.*schedule=zb_auto"):
+        build("zb_h2", 4, 8, zb_live=4)
+    for costs in ("1:1:1", "1:0:1:0", "1:1:1:-1", "nan:1:1:0", "1:1:inf:0", "a:b:c:d"):
+        with pytest.raises(
+            UserError, match=rf"zb_costs: '{costs}' must be the times .* Nearest valid: 1:1:1:0"
+        ):
+            build("zb_auto", 4, 8, zb_costs=costs)
 
 
 def test_a_v_has_two_stages_a_rank_whether_said_or_not() -> None:
@@ -327,7 +345,7 @@ def test_few_microbatches_hold_as_much_as_many(name: str) -> None:
     """With any remainder, which interleaved schedules spread over their rounds; unless all microbatches are held."""
     least, most = SCHEDULES[name].stages
     for ranks, chunks in product((2, 3, 4, 8), {least, min(most or 4, 4)}):
-        if holds_all(name, ranks, chunks):
+        if SCHEDULES[name].varies or holds_all(name, ranks, chunks):
             continue
         for microbatches in (
             2 * ranks + 1,

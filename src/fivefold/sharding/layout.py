@@ -20,7 +20,17 @@ from typing import Any, TypeVar
 from fivefold.errors import LONGEST_WORD, UserError, did_you_mean, shortened
 from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.schedules.pipeline import DEFAULT, Schedule, build, few, shown, splits_backward, stages_per_rank
+from fivefold.schedules.pipeline import (
+    DEFAULT,
+    SCHEDULES,
+    TUNED,
+    Schedule,
+    build,
+    few,
+    shown,
+    splits_backward,
+    stages_per_rank,
+)
 from fivefold.sharding.tiers import NOT_OFFLOADED
 
 T = TypeVar("T")
@@ -62,6 +72,8 @@ class Layout(Counts):
     schedule: str = DEFAULT
     virtual_stages: int = 1
     round_microbatches: int | None = None
+    zb_costs: str | None = None
+    zb_live: int | None = None
     bare_ends: bool = False
     microbatches: int | None = None
     recompute: str = "none"
@@ -103,15 +115,23 @@ class Layout(Counts):
         Raises:
             UserError: names the field that the schedule does not allow.
         """
-        return _pipeline(self.schedule, self.pp, microbatches, self.virtual_stages, self.round_microbatches)
+        return _pipeline(self.schedule, self.pp, microbatches, self.virtual_stages, **self.tuned)
+
+    @property
+    def tuned(self) -> dict[str, Any]:
+        """The fields that only some schedules take."""
+        return {field: getattr(self, field) for field in TUNED}
 
     def few(self, microbatches: int, rounds: int | None = None) -> int:
         """Fewer microbatches that a pipeline holds as all of them are (`schedules.pipeline.few`)."""
+        if SCHEDULES[self.schedule].varies:
+            return microbatches
         return few(microbatches, self.pp, self.round_microbatches, *(() if rounds is None else (rounds,)))
 
     def shown(self, microbatches: int) -> int:
         """Microbatches that show how the pipeline fills and drains (`schedules.pipeline.shown`)."""
-        return shown(microbatches, self.pp, self.round_microbatches)
+        varies = SCHEDULES[self.schedule].varies
+        return microbatches if varies else shown(microbatches, self.pp, self.round_microbatches)
 
     @property
     def fewest_blocks(self) -> int:

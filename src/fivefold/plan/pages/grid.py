@@ -34,7 +34,7 @@ from fivefold.plan.predict import Plan, predict, resolved, with_load
 from fivefold.plan.setting import Documents, Software, documents_of, software_of
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.recipe import Recipe
-from fivefold.schedules.pipeline import DEFAULT
+from fivefold.schedules.pipeline import DEFAULT, TUNED
 from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
@@ -187,7 +187,7 @@ def layout_at(center: Base, values: Values) -> Layout:
     pipeline = (
         {}
         if pp > 1
-        else {"schedule": DEFAULT, "virtual_stages": 1, "round_microbatches": None, "bare_ends": False}
+        else {"schedule": DEFAULT, "virtual_stages": 1, "bare_ends": False} | dict.fromkeys(TUNED)
     )
     return replace(
         own,

@@ -22,7 +22,7 @@ from fivefold.plan.time.cost import Cost, forward_flops, message, operation, par
 from fivefold.precision import DTYPES, MASTER, PRECISIONS
 from fivefold.schedules.collectives.registry import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
-from fivefold.schedules.pipeline import SCHEDULES, Costs, simulate, simulate_oversubscribed
+from fivefold.schedules.pipeline import SCHEDULES, TUNED, Costs, simulate, simulate_oversubscribed
 from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.parts import sharing_group, stages_of
@@ -197,7 +197,7 @@ def hidden_by_pairs(s: Setting, costs: Sequence[Cost], rank: int) -> float:
 
 def pipelined(layout: Layout) -> Layout:
     """What of a layout its pipeline schedule depends on; many layouts have the same."""
-    kept = ("pp", "schedule", "virtual_stages", "round_microbatches")
+    kept = ("pp", "schedule", "virtual_stages", *TUNED)
     return changed(Layout(), **{name: getattr(layout, name) for name in kept})
 
 

@@ -5,15 +5,16 @@ from fivefold.schedules.pipeline.generators import (
     DEFAULT,
     FILLING,
     SCHEDULES,
+    TUNED,
     build,
     ends_upwards,
     few,
     holds_all,
     most_live,
-    rounds_problem,
     shown,
     splits_backward,
     stages_per_rank,
+    tuning_problem,
 )
 from fivefold.schedules.pipeline.schedule import Action, Schedule, check, cut, live_phases, peak_live, place
 from fivefold.schedules.pipeline.simulate import (
@@ -27,3 +28,4 @@ from fivefold.schedules.pipeline.simulate import (
     simulate_oversubscribed,
     with_transfers,
 )
+from fivefold.schedules.pipeline.zero_bubble import costs_of

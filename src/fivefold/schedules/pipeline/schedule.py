@@ -66,6 +66,11 @@ def needs(action: Action, last: int) -> tuple[Result, ...]:
     return ("output", stage, microbatch), ("gradient", stage + 1, microbatch)
 
 
+Step = tuple[Kind, int]
+"""What a generator lists: the next action of this kind of a stage."""
+W: Step = ("W", -1)
+"""The weight gradients of the oldest I whose W is still to come, if there is one. Those that are left come last."""
+
 A = TypeVar("A")
 R = TypeVar("R", bound=Hashable)
 
