@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import combinations, pairwise
+from itertools import combinations_with_replacement, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import compared, tiny
-from marks import slow_but
+from marks import slow, slow_but
 from parity import evaluate
 from ranks import run_ranks
 from runs import lines, ranks_of, train_rank
@@ -80,7 +80,7 @@ def small(arch: Arch = "llama", tied: bool | None = None, layers: int = 8) -> Mo
 QUICK = {
     ("gpipe", 4, "true", 5), ("1f1b", 2, "true", 5), ("interleaved", 4, "true", 5), ("looped_bfs", 2, "false", 8),
     ("zb_h1", 4, "true", 5), ("zbv", 2, "false", 8), ("zbv", 4, "true", 5), ("dualpipev", 2, "true", 5),
-    ("v_half", 2, "true", 5),
+    ("v_half", 2, "true", 5), ("zb_h2", 2, "true", 5),
 }  # fmt: skip
 
 
@@ -92,6 +92,63 @@ def test_every_schedule_trains_as_one_process(room, name, pp, tied, microbatches
     """Loss, gradients, their norm, weights after 3 steps; microbatches that are a multiple of the ranks and others."""
     sets = ["model.layers=8", f"model.tie_embeddings={tied}", f"train.global_batch_size={microbatches}"]
     report = compared(tiny(room, line(name, pp), *sets), folder=room / "-".join(sets))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    ("pp", "virtual", "each", "microbatches"),
+    slow_but([(2, 2, 1, 5)], [(2, 2, 1, 5), (4, 2, 2, 7), (4, 2, 3, 8), (2, 4, 5, 8), (2, 2, 40, 6)]),
+)
+def test_rounds_train_as_one_process(room, pp, virtual, each, microbatches):
+    """Rounds of fewer microbatches than ranks, of more, and of all."""
+    sets = ["model.layers=8", "model.tie_embeddings=true", f"train.global_batch_size={microbatches}"]
+    more = f"pp={pp},schedule=interleaved,virtual_stages={virtual},round_microbatches={each}"
+    report = compared(tiny(room, more, *sets), folder=room / "-".join(sets))
+    assert report.passed, report
+
+
+BARE = [
+    "pp=4",
+    "pp=2,schedule=interleaved,virtual_stages=2",
+    "pp=2,schedule=zbv",
+    "pp=2,dp=2,zero=2,schedule=zbv",
+]
+BARE += [
+    "pp=4,dp=2,zero=3,recompute=full",
+    "pp=4,schedule=zb_h1,dp=2,zero=1",
+    "pp=2,dp=2,ep=2,schedule=zbv,tp=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("pp", "more"),
+    slow_but(
+        [(2, "zb_live=1")], [(2, "zb_live=1"), (4, "zb_costs=1:1.2:0.7:0.1"), (4, "zb_live=3,dp=2,zero=2")]
+    ),
+)
+def test_automatic_schedules_train_as_one_process(room, pp, more):
+    sets = ["model.layers=8", "train.global_batch_size=8"]
+    report = compared(tiny(room, f"pp={pp},schedule=zb_auto,{more}", *sets), folder=room / "-".join(sets))
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("tied", ["true", *slow("false")])
+@pytest.mark.parametrize("layout", slow_but(BARE[2:3], BARE))
+def test_stages_without_blocks_train_as_one_process(room, layout, tied):
+    """Four stages of two blocks: one has the embedding alone, one the head alone. In a V one rank has just these."""
+    sets = ["model.layers=2", f"model.tie_embeddings={tied}"]
+    recipe = tiny(room, f"{layout},bare_ends=true", *sets)
+    blocks = stage_blocks(card_of(recipe.model), Layout.from_recipe(recipe.layout))
+    assert list(map(len, blocks)) == [0, 1, 1, 0]
+    report = compared(recipe, folder=room / "-".join([*sets, "ep" * ("ep=" in layout)]))
+    assert report.passed, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gpt2", "bert", "deepseek"])
+def test_stages_without_blocks_of_other_architectures(room, arch):
+    sets = ["model.layers=2", f"model.arch={arch}", "model.kv_heads=4"]
+    report = compared(tiny(room, "pp=4,bare_ends=true", *(sets if arch != "deepseek" else sets[:2])))
     assert report.passed, report
 
 
@@ -133,10 +190,10 @@ def test_bf16(room):
 
 @given(
     st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=1, max_size=8),
-    st.integers(1, 8), st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 1.0, 2.6]),
+    st.integers(1, 8), st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 1.0, 2.6]), st.booleans(),
 )  # fmt: skip
-def test_no_cut_is_better(costs, stages, first, last):
-    stages = min(stages, len(costs))
+def test_no_cut_is_better(costs, stages, first, last, bare):
+    stages = min(stages, len(costs) + 2 * bare)
 
     def judge(ends: tuple[int, ...]) -> tuple[float, float]:
         bounds = [0, *ends, len(costs)]
@@ -145,9 +202,14 @@ def test_no_cut_is_better(costs, stages, first, last):
         sums[-1] += last
         return max(sums), sum(x * x for x in sums)
 
-    found = cut(costs, stages, first, last)
+    def valid(ends: tuple[int, ...]) -> bool:
+        sizes = [b - a for a, b in pairwise([0, *ends, len(costs)])]
+        return all(size or (bare and number in (0, stages - 1)) for number, size in enumerate(sizes))
+
+    found = cut(costs, stages, first, last, bare)
     assert [block for part in found for block in part] == list(range(len(costs)))
-    best = min(judge(ends) for ends in combinations(range(1, len(costs)), stages - 1))
+    every = combinations_with_replacement(range(len(costs) + 1), stages - 1)
+    best = min(judge(ends) for ends in every if valid(ends))
     assert judge(tuple(part.stop for part in found[:-1])) == pytest.approx(best)
 
 
@@ -267,13 +329,18 @@ def record(rank: int, world: int, recipe: Recipe) -> tuple[Schedule, Timeline, f
     return *state.parallel.pipeline.recorded, most, losses
 
 
-@pytest.mark.parametrize("name", slow_but(["1f1b", "dualpipev"], list(SCHEDULES)))
+ROUNDS = "interleaved,round_microbatches=2"
+
+
+@pytest.mark.parametrize("name", slow_but(["1f1b", "dualpipev"], [*SCHEDULES, ROUNDS]))
 def test_what_runs_is_what_was_planned(room, name):
     """The measured timeline has the schedule's actions in its order, each after what it needs; never more microbatches
     are held than it says; with dropout, the same step has the same loss, in either order of messages."""
-    recipe = tiny(room, line(name, 4), "model.layers=8")  # (verify's recipes have no dropout)
+    name, _, more = name.partition(",")
+    recipe = tiny(room, line(name, 4, f",{more}"), "model.layers=8")  # (verify's recipes have no dropout)
     answers = run_ranks(4, record, change(recipe, ["model.dropout=0.1"]))
     schedule, timeline = answers[0][:2]
+    assert schedule == Layout.from_recipe(recipe.layout).pipeline(recipe.train.global_batch_size)
     for rank, (_, other, most, losses) in enumerate(answers):
         assert other == timeline, "all ranks know the whole"
         assert [event.action for event in timeline.rows[rank]] == list(schedule.rows[rank])

@@ -267,6 +267,38 @@ def test_deferred_weight_gradients_are_activations(schedule: str) -> None:
     assert found.activations == pytest.approx(traced.at_peak["activations"], rel=0.08)
 
 
+VIRTUAL = "pp=2,dp=2,zero=1,schedule=interleaved,virtual_stages=4,round_microbatches=4"
+
+
+@pytest.mark.parametrize("rank", [0, *slow(2)])
+def test_gradients_of_virtual_stages_do_not_all_exist_at_once(rank: int) -> None:
+    """When most microbatches are live, those of one or two of a rank's four stages do."""
+    recipe = recipe_of("llama", "bf16", VIRTUAL, "model.layers=8")
+    s, traced = planned(recipe), exact(recipe, rank).step.memory
+    found, position = at_peak(s)[rank // 2], model_states.rank_elements(s)[rank // 2]
+    _, every, _ = model_states.rank_states(s, position)
+    assert found.total == pytest.approx(traced.total, rel=0.01)
+    assert found.gradients == traced.at_peak["gradients"] < 0.4 * every
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_stages_without_blocks_take_little(rank: int) -> None:
+    recipe = recipe_of("llama", "bf16", "pp=4,dp=2,zero=1,bare_ends=true", "model.layers=2")
+    traced, found = exact(recipe, rank).step.memory, at_peak(planned(recipe))[rank // 2]
+    assert found.total == pytest.approx(traced.total, rel=0.05)
+    assert found.params == traced.at_peak["params"]
+
+
+@pytest.mark.slow
+def test_outputs_of_stages_are_not_kept() -> None:
+    """What a stage has sent on is the next one's."""
+    recipe = recipe_of("llama", "bf16", f"{VIRTUAL},recompute=full", "model.layers=8")
+    kept = exact(recipe).step.memory.highest["activations"]
+    s = planned(recipe)
+    assert kept < 9e6 < kept + len(s.stages) / 2 * s.microbatches * s.activation
+
+
 @pytest.mark.parametrize(("name", "layout"), [("sgd", "dp=1"), ("nesterov", "dp=2,zero=3")])
 def test_other_optimizers_are_priced(name: str, layout: str) -> None:
     """Memory is that of a traced step; checkpoints, memory and time follow the states' bytes."""

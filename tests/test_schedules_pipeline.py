@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from marks import all_but
 from message_order import QUEUES, check_transfers, queue_halts
@@ -23,6 +23,7 @@ from fivefold.schedules.pipeline import (
     executed,
     few,
     holds_all,
+    live_phases,
     most_live,
     peak_live,
     place,
@@ -69,6 +70,7 @@ def test_live_activations(ranks: int) -> None:
     assert live["interleaved"] == [ranks + 1 + 2 * (ranks - rank - 1) for rank in every]
     assert live["looped_bfs"] == [2 * enough] * ranks
     assert live["zb_h1"] == [ranks] * ranks
+    assert live["zb_h2"] == live["zb_auto"] == [2 * ranks - 1] * ranks
     assert live["zbv"] == [2 * ranks] * ranks  # of stages half as large: as rank 0 in 1F1B
     assert live["dualpipev"] == [2 * ranks + 1] * ranks
     assert (
@@ -83,6 +85,7 @@ def test_what_the_search_reads_from_few_microbatches(
 ) -> None:
     """No rank needs less than `most_live` says, whatever a stage keeps; the other facts are those of all rows."""
     name, chunks = case
+    assume(SCHEDULES[name].searched)
     schedule = build(name, ranks, microbatches, chunks)
     kept, owed = (data.draw(st.lists(st.floats(0, 9), min_size=n, max_size=n)) for n in [schedule.stages] * 2)
     live = [most_live(name, rank, ranks, microbatches, chunks) for rank in range(ranks)]
@@ -142,6 +145,21 @@ def test_live_bytes_by_stage() -> None:
     assert peak_live(read("0F0,0I0,0F1,0I1,0W0,0W1\n"), [10], after_input=[4]) == [14]
 
 
+def test_phases_of_gradients() -> None:
+    """A stage's gradients add up from its first backward until its last; the most is held before, in and behind."""
+    schedule = read("0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1\n")
+    none, first, second = frozenset[int](), frozenset({0}), frozenset({1})
+    assert live_phases(schedule, [10, 7]) == [[(none, 34), (second, 27), (none, 20), (first, 10), (none, 0)]]
+    assert live_phases(schedule, [10, 7], together=(0, 1))[0][1:] == [
+        (second, 27),
+        (first | second, 10),
+        (none, 0),
+    ]
+    assert live_phases(schedule, [10, 7], sooner=True)[0][1][1] == 34
+    split = live_phases(read("0F0,0F1,0I0,0I1,0W0,0W1\n"), [10], [4])[0]
+    assert split == [(none, 20), (first, 14), (none, 0)]
+
+
 def test_placements() -> None:
     assert place("loop", 3, 2) == (0, 1, 2, 0, 1, 2)
     assert place("v", 3, 2) == (0, 1, 2, 2, 1, 0)
@@ -162,6 +180,38 @@ def test_a_round_is_never_shorter_than_the_ranks() -> None:
     assert second == [0] * 6 + [4] * 6 + [0] * 5 + [4] * 5
 
 
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(2, 4), st.integers(1, 41))
+@settings(max_examples=60, deadline=None)
+def test_rounds_of_any_length(ranks: int, microbatches: int, chunks: int, each: int) -> None:
+    """They run, with messages in order; fewer microbatches are held as all are; no round is shorter than asked for."""
+    schedule = build("interleaved", ranks, microbatches, chunks, round_microbatches=each)
+    check(schedule)
+    assert queue_halts(schedule, executed(schedule, in_order=True), QUEUES["pair"]) == []
+    some = few(microbatches, ranks, each)
+    assert peak_live(build("interleaved", ranks, some, chunks, round_microbatches=each)) == peak_live(
+        schedule
+    )
+    stages = [action.stage for action in schedule.rows[0] if action.kind == "F"]
+    rounds = [len(list(run)) for _, run in groupby(stages)]
+    assert min(rounds) >= min(each, microbatches)
+    assert sum(rounds) == microbatches * chunks
+
+
+def test_rounds_between_depth_first_and_breadth_first() -> None:
+    """By hand, of 2 ranks with rounds of 1; by what ranks hold: more in longer rounds, up to all of them."""
+    rows = written(build("interleaved", 2, 2, 2, round_microbatches=1).rows)
+    assert rows == "0F0,2F0,0F1,2B0,2F1,0B0,2B1,0B1\n1F0,3F0,3B0,1F1,1B0,3F1,3B1,1B1\n"
+    assert build("interleaved", 4, 16, 2, round_microbatches=4) == build("interleaved", 4, 16, 2)
+    most = [
+        max(peak_live(build("interleaved", 4, 16, 2, round_microbatches=each)))
+        for each in (1, 2, 3, 4, 8, 16)
+    ]
+    assert most == [4, 6, 8, 11, 15, 23]
+    depth, breadth = build("interleaved", 4, 16, 2, round_microbatches=16), build("looped_bfs", 4, 16, 2)
+    for row, other in zip(depth.rows, breadth.rows, strict=True):
+        assert [a for a in row if a.kind == "F"] == [a for a in other if a.kind == "F"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -176,6 +226,20 @@ def test_a_round_is_never_shorter_than_the_ranks() -> None:
 def test_what_build_refuses(arguments: tuple, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(*arguments)
+
+
+def test_what_build_refuses_of_fields_that_some_schedules_take() -> None:
+    with pytest.raises(
+        UserError, match=r"round_microbatches=2: schedule '1f1b' does not .*schedule=interleaved"
+    ):
+        build("1f1b", 4, 8, round_microbatches=2)
+    with pytest.raises(UserError, match=r"zb_live=4: schedule 'zb_h2' does not take it.*schedule=zb_auto"):
+        build("zb_h2", 4, 8, zb_live=4)
+    for costs in ("1:1:1", "1:0:1:0", "1:1:1:-1", "nan:1:1:0", "1:1:inf:0", "a:b:c:d"):
+        with pytest.raises(
+            UserError, match=rf"zb_costs: '{costs}' must be the times .* Nearest valid: 1:1:1:0"
+        ):
+            build("zb_auto", 4, 8, zb_costs=costs)
 
 
 def test_a_v_has_two_stages_a_rank_whether_said_or_not() -> None:
@@ -281,7 +345,7 @@ def test_few_microbatches_hold_as_much_as_many(name: str) -> None:
     """With any remainder, which interleaved schedules spread over their rounds; unless all microbatches are held."""
     least, most = SCHEDULES[name].stages
     for ranks, chunks in product((2, 3, 4, 8), {least, min(most or 4, 4)}):
-        if holds_all(name, ranks, chunks):
+        if SCHEDULES[name].varies or holds_all(name, ranks, chunks):
             continue
         for microbatches in (
             2 * ranks + 1,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from schedule_texts import parse, read
 from test_schedules_pipeline import CASES
 
-from fivefold.schedules.pipeline import Costs, Event, Timeline, build, simulate
+from fivefold.schedules.pipeline import Costs, Event, Timeline, build, peak_live, simulate
 
 RANKS = (1, 2, 3, 4, 8)
 COSTS = [(1.0, 1.0, 1.0), (1.0, 1.1, 0.6), (2.0, 2.5, 1.5)]  # F, I, W of a whole rank
@@ -64,6 +64,30 @@ def test_zb_h1_has_a_third_of_the_bubble_and_zbv_none(ranks: int) -> None:
         for row in timeline.rows:  # no gap between the first action and the last
             assert row[-1].end - row[0].start == pytest.approx(3 * microbatches)
         assert timeline.makespan == pytest.approx(3 * microbatches + (ranks - 1) / 2)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_zb_h2_has_no_gap(ranks: int) -> None:
+    """Figure 3 of arXiv 2401.10241: a parallelogram. Only the shifted start is left, as long as H1's idle time."""
+    for microbatches in (2 * ranks - 1, 2 * ranks, 5 * ranks):
+        timeline = simulate(build("zb_h2", ranks, microbatches))
+        for rank, row in enumerate(timeline.rows):
+            assert (row[0].start, row[-1].end) == (rank, rank + 3 * microbatches)
+        assert timeline.makespan - 3 * microbatches == idle("zb_h1", ranks, microbatches, 1, 1, 1)
+
+
+@pytest.mark.parametrize("costs", [(1.0, 1.0, 1.0, 0.0), (1.0, 1.1, 0.6, 0.1), (1.0, 1.2, 0.8, 0.3)])
+@pytest.mark.parametrize("ranks", RANKS[1:])
+def test_the_automatic_schedule_is_as_good_as_those_by_hand(ranks: int, costs: tuple[float, ...]) -> None:
+    """With H1's memory and with H2's, at the costs that it was made for; no rank holds more than it may."""
+    price = Costs(*costs[:3], transfer=costs[3])
+    for microbatches in (2 * ranks, 4 * ranks + 1):
+        for live, name in ((ranks, "zb_h1"), (2 * ranks - 1, "zb_h2")):
+            text = ":".join(map(str, costs))
+            automatic = build("zb_auto", ranks, microbatches, zb_costs=text, zb_live=live)
+            assert max(peak_live(automatic)) <= live
+            best = simulate(build(name, ranks, microbatches), price).makespan
+            assert simulate(automatic, price).makespan <= best + 1e-9
 
 
 @pytest.mark.parametrize("costs", [(1.0, 1.0, 1.0), (1.0, 1.0, 0.6), (2.0, 2.0, 1.5)])

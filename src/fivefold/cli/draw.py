@@ -258,13 +258,13 @@ def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str
     Of many microbatches, only some are simulated: further ones take as long each, and no rank waits for them."""
     from fivefold.observe.timelines import pipeline_svg, pipeline_text
     from fivefold.recipe import microbatches_per_step
-    from fivefold.schedules.pipeline import build, shown, simulate
+    from fivefold.schedules.pipeline import simulate
 
     if layout.pp == 1:
         return "", {}
     title, most = layout.schedule, microbatches_per_step(recipe)
-    few = shown(most, layout.pp)
-    timeline = simulate(build(layout.schedule, layout.pp, few, layout.virtual_stages))
+    few = layout.shown(most)
+    timeline = simulate(layout.pipeline(few))
     waits = timeline.bubble * timeline.makespan
     idle = waits / (waits + (timeline.makespan - waits) * most / few)
     text = f"\nschedule {layout.schedule}: {idle:.1%} idle, if backward takes twice as long as forward\n"

@@ -32,7 +32,7 @@ from fivefold.plan.setting import FIVEFOLD, PAPER, Setting, Software, States
 from fivefold.plan.time import stage_costs
 from fivefold.precision import DTYPES, MASTER
 from fivefold.recipe import active_parameters
-from fivefold.schedules.pipeline import few, simulate
+from fivefold.schedules.pipeline import simulate
 from fivefold.sharding.layout import Layout, groups
 
 
@@ -439,7 +439,7 @@ def bubble(asked: Asked) -> Iterator[Term]:
     yield Term("microbatch", microbatch, "seconds", note="t_f + t_b of a rank with average stages, predicted")
     idle = (layout.pp - 1) * microbatch / layout.stages_per_rank
     yield Term("idle", idle, "seconds", note="(p - 1) (t_f + t_b) / v")
-    schedule = s.schedule(few(m, layout.pp))
+    schedule = s.schedule(layout.few(m))
     timeline = simulate(schedule)  # F and B of equal stages take 1 and 2
     busy = timeline.busy(0)
     simulated = timeline.makespan - busy, busy / schedule.microbatches * m

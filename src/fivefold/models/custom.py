@@ -175,7 +175,7 @@ def problems(model: CustomModel, layout: Layout, given: bool) -> Iterator[str]:
             "of the card). Nearest valid: zero=3"
         )
     stages = layout.pp * layout.stages_per_rank
-    if layout.pp > 1 and model.blocks < stages:
+    if layout.pp > 1 and model.blocks < layout.fewest_blocks:
         why = f"{name} has {model.blocks} blocks for {stages} pipeline stages"
         yield refused("pp", why, f"pp={max(1, model.blocks // layout.stages_per_rank)}")
     if layout.pp > 1 and model.stack != "blocks":

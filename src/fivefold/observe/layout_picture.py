@@ -275,7 +275,9 @@ def _piece(spans: tuple[Span, ...], index: int, parts: int) -> tuple[Span, ...]:
 def stage_words(holds: Holding) -> str:
     """`embedding, blocks 0-2`."""
     words = ["embedding"] if holds.first else []
-    words += [f"block{'s' * (len(b) > 1)} {span_words((b.start, b.stop))}" for b in holds.stages.values()]
+    words += [
+        f"block{'s' * (len(b) > 1)} {span_words((b.start, b.stop))}" for b in holds.stages.values() if b
+    ]
     return ", ".join([*words, "head"] if holds.last else words)
 
 

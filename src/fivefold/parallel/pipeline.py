@@ -1,11 +1,11 @@
 """Runs a pipeline schedule: each rank executes its list of computations and transfers, which `schedules/pipeline` has
 made and checked, and also simulates.
 
-F computes a stage and keeps its input and output. B runs autograd from the output and leaves the gradient of the input.
-I does the same, but queues the weight gradients of linear layers (`autograd.py`), which W computes. Transfers are
-asynchronous. With gloo a receive is posted one computation ahead of its place in the list, since gloo moves data only
-once it is posted. NCCL runs messages in the order of their calls, so the order of the list stays (`executed`). A send
-is waited for only when many are in flight.
+F computes a stage and keeps its input and the graph of its output. B runs autograd from there and leaves the gradient
+of the input. I does the same, but queues the weight gradients of linear layers (`autograd.py`), which W computes.
+Transfers are asynchronous. With gloo a receive is posted one computation ahead of its place in the list, since gloo
+moves data only once it is posted. NCCL runs messages in the order of their calls, so the order of the list stays
+(`executed`). A send is waited for only when many are in flight.
 
 Legend: B rows of a microbatch, T tokens of a sequence that this rank has between stages, D model.
 """
@@ -21,6 +21,7 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fivefold.comm import Started
 from fivefold.comm.progress import span
@@ -36,7 +37,6 @@ from fivefold.schedules.pipeline import (
     Event,
     Schedule,
     Timeline,
-    build,
     check,
     executed,
 )
@@ -86,8 +86,7 @@ class Pipeline:
 
     def schedule(self, microbatches: int) -> Schedule:
         """The schedule of a step with this number of microbatches."""
-        layout = self.mesh.layout
-        return build(layout.schedule, layout.pp, microbatches, layout.virtual_stages)
+        return self.mesh.layout.pipeline(microbatches)
 
     def forward_backward(
         self,
@@ -140,8 +139,8 @@ class Pipeline:
 class _Run:
     """One pass through this rank's list of actions. Dictionaries are keyed by (stage, microbatch).
 
-    losses: by microbatch. kept: input and output, until backward. owed: weight gradients, from I until W. gradients: of
-    outputs.
+    losses: by microbatch. kept: input, and where backward begins (the loss, or the output's place in the graph). owed:
+    weight gradients, from I until W. gradients: of outputs.
     """
 
     pipeline: Pipeline
@@ -153,7 +152,7 @@ class _Run:
     begin_backward: Callable[[int], None] = lambda microbatch: None
     losses: dict[int, Tensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    kept: dict[Key, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kept: dict[Key, tuple[Tensor, Tensor | GradientEdge]] = field(default_factory=dict)
     owed: dict[Key, deque[WeightGradient]] = field(default_factory=dict)
     inputs: dict[Key, Arrival] = field(default_factory=dict)
     gradients: dict[Key, Arrival] = field(default_factory=dict)
@@ -205,7 +204,9 @@ class _Run:
         with self._timed(action):
             y = module(x, targets if module.last else None, **microbatch.options(positions_T))
         if train:
-            self.kept[key] = x, y
+            # the activation itself is the next stage's: kept here, too, it would cost one per live microbatch
+            free = y.requires_grad and not module.last
+            self.kept[key] = x, get_gradient_edge(y) if free else y
         if module.last:
             self.losses[index] = y.detach()
         else:
@@ -226,13 +227,14 @@ class _Run:
         """Runs B or I."""
         key = stage, index = action.stage, action.microbatch
         x, y = self.kept.pop(key)
-        last = self.pipeline.stages[stage].last
-        weighted = self.scale * self.microbatches[index].weight
-        gradient = torch.full_like(y, weighted) if last else self._arrived(self.gradients, key)
-        if last and self.factor is not None:
-            gradient *= self.factor
+        if isinstance(y, Tensor) and self.pipeline.stages[stage].last:
+            gradient = torch.full_like(y, self.scale * self.microbatches[index].weight)
+            gradient = gradient if self.factor is None else gradient * self.factor
+        else:
+            gradient = self._arrived(self.gradients, key)
         # a frozen first stage needs none
-        backward = partial(torch.autograd.backward, y, gradient) if y.requires_grad else lambda: None
+        needed = not isinstance(y, Tensor) or y.requires_grad
+        backward = partial(torch.autograd.backward, y, gradient) if needed else lambda: None
         self.begin_backward(index)
         with self._timed(action):
             if action.kind == "I":

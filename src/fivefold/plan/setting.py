@@ -22,7 +22,7 @@ from fivefold.plan.cluster.devices import Cluster, Device
 from fivefold.plan.messages.communication import Group, group
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, chosen
 from fivefold.recipe import Recipe
-from fivefold.schedules.pipeline import DEFAULT, Schedule, build, stages_per_rank
+from fivefold.schedules.pipeline import DEFAULT, Schedule, stages_per_rank
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import on_nodes
 from fivefold.sharding.parts import Shape, ring_columns, stage_blocks, stages_of
@@ -316,7 +316,7 @@ class Setting:
 
     def schedule(self, microbatches: int) -> Schedule:
         """The pipeline schedule of so many microbatches."""
-        return schedule(self.layout.schedule, self.layout.pp, microbatches, self.layout.virtual_stages)
+        return self.layout.pipeline(microbatches)
 
     def group(self, axis: str) -> Group:
         """The ranks of an axis, "replica_groups" included."""
@@ -371,22 +371,19 @@ def _lacks(mode: str, device: Device) -> str:
     return next((dtype for dtype in needed if dtype not in device.peak), "")
 
 
-schedule = lru_cache(maxsize=256)(build)
-"""The pipeline schedule by its name, ranks, microbatches and virtual stages."""
-
-
 def stages(model: ModelSection, layout: Layout, how: Partition = "balanced") -> tuple[range, ...]:
     """The blocks of each stage, cut as the trainer does or as other programs do (see `Partition`)."""
     name = layout.schedule if layout.pp > 1 else DEFAULT
-    return _stages(model, layout.pp, name, layout.virtual_stages, how)
+    return _stages(model, layout.pp, name, layout.virtual_stages, layout.bare_ends, how)
 
 
 @lru_cache(maxsize=4096)
 def _stages(
-    model: ModelSection, pp: int, name: str, virtual_stages: int, how: Partition
+    model: ModelSection, pp: int, name: str, virtual_stages: int, bare_ends: bool, how: Partition
 ) -> tuple[range, ...]:
     if how == "balanced":
-        return stage_blocks(card_of(model), Layout(pp=pp, schedule=name, virtual_stages=virtual_stages))
+        layout = Layout(pp=pp, schedule=name, virtual_stages=virtual_stages, bare_ends=bare_ends)
+        return stage_blocks(card_of(model), layout)
     count = pp * stages_per_rank(name, virtual_stages) if pp > 1 else 1
     if how == "even":
         each = model.layers / count

@@ -20,7 +20,17 @@ from typing import Any, TypeVar
 from fivefold.errors import LONGEST_WORD, UserError, did_you_mean, shortened
 from fivefold.schedules.collectives.registry import AUTO
 from fivefold.schedules.compression import NONE
-from fivefold.schedules.pipeline import DEFAULT, splits_backward, stages_per_rank
+from fivefold.schedules.pipeline import (
+    DEFAULT,
+    SCHEDULES,
+    TUNED,
+    Schedule,
+    build,
+    few,
+    shown,
+    splits_backward,
+    stages_per_rank,
+)
 from fivefold.sharding.tiers import NOT_OFFLOADED
 
 T = TypeVar("T")
@@ -61,6 +71,10 @@ class Layout(Counts):
     sp_regather: bool = False
     schedule: str = DEFAULT
     virtual_stages: int = 1
+    round_microbatches: int | None = None
+    zb_costs: str | None = None
+    zb_live: int | None = None
+    bare_ends: bool = False
     microbatches: int | None = None
     recompute: str = "none"
     offload: str = NOT_OFFLOADED
@@ -94,6 +108,35 @@ class Layout(Counts):
         """Number of pipeline stages per rank: `virtual_stages`, or the number that the schedule requires; 1 without a
         pipeline."""
         return stages_per_rank(self.schedule, self.virtual_stages) if self.pp > 1 else 1
+
+    def pipeline(self, microbatches: int) -> Schedule:
+        """The pipeline schedule of a step with so many microbatches: what is run, priced and drawn.
+
+        Raises:
+            UserError: names the field that the schedule does not allow.
+        """
+        return _pipeline(self.schedule, self.pp, microbatches, self.virtual_stages, **self.tuned)
+
+    @property
+    def tuned(self) -> dict[str, Any]:
+        """The fields that only some schedules take."""
+        return {field: getattr(self, field) for field in TUNED}
+
+    def few(self, microbatches: int, rounds: int | None = None) -> int:
+        """Fewer microbatches that a pipeline holds as all of them are (`schedules.pipeline.few`)."""
+        if SCHEDULES[self.schedule].varies:
+            return microbatches
+        return few(microbatches, self.pp, self.round_microbatches, *(() if rounds is None else (rounds,)))
+
+    def shown(self, microbatches: int) -> int:
+        """Microbatches that show how the pipeline fills and drains (`schedules.pipeline.shown`)."""
+        varies = SCHEDULES[self.schedule].varies
+        return microbatches if varies else shown(microbatches, self.pp, self.round_microbatches)
+
+    @property
+    def fewest_blocks(self) -> int:
+        """Fewest blocks that the pipeline's stages need: one each, unless the ends may have none."""
+        return max(1, self.pp * self.stages_per_rank - 2 * (self.bare_ends and self.pp > 1))
 
     @property
     def splits_backward(self) -> bool:
@@ -132,6 +175,9 @@ class Layout(Counts):
             assert 0 <= index < size, f"{axis} index {index} of {size}"
             rank = rank * size + index
         return rank
+
+
+_pipeline = lru_cache(maxsize=256)(build)
 
 
 def changed(one: T, **fields: Any) -> T:
@@ -339,7 +385,9 @@ def describe(layout: Layout) -> str:
         words.append("sequence parallel" + ", gathered again in backward" * layout.sp_regather)
     if layout.pp > 1:
         stages = f"{layout.stages_per_rank} stage{'s' * (layout.stages_per_rank > 1)}"
-        words.append(f"schedule {layout.schedule} with {stages} per rank")
+        rounds = f" in rounds of {layout.round_microbatches} microbatches" * bool(layout.round_microbatches)
+        words.append(f"schedule {layout.schedule} with {stages} per rank{rounds}")
+        words += ["ends without blocks"] * layout.bare_ends
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     if layout.offload != NOT_OFFLOADED:

@@ -10,7 +10,7 @@ from itertools import combinations, islice
 from fivefold.errors import UserError, did_you_mean
 from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO, all_reduce_problem
 from fivefold.schedules.compression import NONE, problem
-from fivefold.schedules.pipeline import SCHEDULES, stages_per_rank
+from fivefold.schedules.pipeline import SCHEDULES, costs_of, stages_per_rank, tuning_problem
 from fivefold.sharding.layout import AXES, Layout, divisors, equation, groups, summing_groups, to_text
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS, partitions
 from fivefold.sharding.units import zeropp
@@ -70,6 +70,9 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     try:
         if layout.pp > 1 or layout.schedule not in SCHEDULES:
             stages_per_rank(layout.schedule, layout.virtual_stages)
+            if message := tuning_problem(layout.schedule, layout.tuned):
+                yield {"schedule", *layout.tuned}, message
+            costs_of(layout.zb_costs)
     except UserError as error:
         yield {"schedule", "virtual_stages"}, str(error).removeprefix("layout.")
 

@@ -176,15 +176,15 @@ def _stages_of(placement: Placement, ranks: int, chunks: int, pp_index: int) -> 
 
 def stage_blocks(model: Model, layout: Layout) -> tuple[range, ...]:
     """The blocks of each pipeline stage, cut as evenly as possible by FLOPs, with embedding and head counted."""
-    return _stage_blocks(model, layout.pp * layout.stages_per_rank)
+    return _stage_blocks(model, layout.pp * layout.stages_per_rank, layout.bare_ends)
 
 
 @lru_cache(maxsize=1024)
-def _stage_blocks(model: Model, stages: int) -> tuple[range, ...]:
+def _stage_blocks(model: Model, stages: int, bare_ends: bool) -> tuple[range, ...]:
     blocks, first, last = model.costs
     if stages == 1:  # also of a user's module without blocks
         return (range(len(blocks)),)
-    return cut(blocks, stages, first, last)
+    return cut(blocks, stages, first, last, bare_ends)
 
 
 @lru_cache(maxsize=64)

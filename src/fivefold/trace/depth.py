@@ -35,7 +35,7 @@ from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.predict import Plan
 from fivefold.recipe import Recipe, flops_per_token, microbatches_per_step
-from fivefold.schedules.pipeline import FILLING, few
+from fivefold.schedules.pipeline import FILLING
 from fivefold.schedules.timelines import AWAY, CATEGORIES, MemoryTimeline
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
@@ -233,8 +233,8 @@ def fewer(microbatches: int, layout: Layout) -> tuple[int, ...]:
     FILLING per pipeline rank reach the most live activations. The sends under way and the batches held repeat after
     another one, or two where a rank has several stages (found by tracing every schedule; tested).
     """
-    first = few(microbatches, layout.pp, FILLING + min(layout.stages_per_rank, 2) * (layout.pp > 1))
-    pair = first, first + layout.pp
+    first = layout.few(microbatches, FILLING + min(layout.stages_per_rank, 2) * (layout.pp > 1))
+    pair = first, first + (layout.round_microbatches or layout.pp)
     return pair if sum(pair) < microbatches else (microbatches,)
 
 

@@ -24,6 +24,7 @@ from fivefold.plan.time import stage_costs
 from fivefold.plan.time.cost import operation
 from fivefold.plan.time.offload import EXPOSED
 from fivefold.recipe import Recipe, change
+from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout, describe, divisors, to_text
 from fivefold.sharding.parts import stages_of
@@ -90,6 +91,11 @@ def explain(plan: Plan) -> list[str]:
     exposed = ((f"exposed communication: {name}", seconds) for name, seconds in step.exposed.items())
     for name, seconds in (*step.terms, *exposed, ("bubble", step.bubble), ("step", step.seconds)):
         lines.append(f"  {name:38}{seconds:10.4f}")
+    if "zb_costs" in SCHEDULES[s.layout.schedule].takes and s.layout.pp > 1:
+        longest = max(step.costs, key=lambda cost: cost.seconds)
+        times = (longest.forward, longest.input, longest.weight, max(stage_costs.transfers(s).values()))
+        words = ":".join(f"{seconds / longest.forward:.3g}" for seconds in times)
+        lines.append(f"  F:I:W:transfer of the longest stage     {words} (layout.zb_costs)")
     return [*lines, "", *plan.stalls.lines()] if plan.stalls else lines
 
 

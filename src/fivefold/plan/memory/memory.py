@@ -3,7 +3,7 @@ schedule, and buffers at the moment with the largest sum. Search, `plan` and pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,8 +11,8 @@ from fivefold.models.operations import Kind, Operation, Role
 from fivefold.models.recomputation import region
 from fivefold.plan.memory import model_states
 from fivefold.plan.memory.model_states import Buffers, node_copies, rank_states, uneven_states
-from fivefold.plan.setting import Setting, Software, schedule
-from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, few, holds_all, peak_live
+from fivefold.plan.setting import Setting, Software
+from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, holds_all, live_phases, peak_live
 from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
@@ -235,7 +235,8 @@ class Predictor:
         self.schedule, self.times = live_schedule(s.layout, s.microbatches)
         self.always = transfers(self.microbatch("none"), s.layout, s.microbatches)
         ranks, same = model_states.rank_elements(s), model_states.alike(s)
-        besides = {ends: model_states.buffers(s, *ends) for ends in {s.ends(number) for number in same}}
+        kinds = {number: (*s.ends(number), bool(s.blocks(number))) for number in dict.fromkeys(same)}
+        besides = {kind: model_states.buffers(s, *kind) for kind in {*kinds.values()}}
         held = dict[int, tuple[Memory, Buffers, float, float]]()
         for number in dict.fromkeys(same):
             params, gradients, optimizer = rank_states(s, ranks[number])
@@ -243,7 +244,11 @@ class Predictor:
             more, matrices = uneven_states(s.software.optimizer, s.model, s.layout, number, s.states.moments)
             after = max(summing, model_states.rounding_scratch(s, number), matrices)
             states = Memory(params + node_copies(s, number), gradients + unsent, optimizer + more, 0.0, 0.0)
-            held[number] = states, besides[s.ends(number)], after, model_states.sum_scratch(s, number)
+            held[number] = states, besides[kinds[number]], after, model_states.sum_scratch(s, number)
+        several = range(len(self.by_stage)) if s.layout.pp > 1 else ()
+        self.adding_up = [model_states.adding_up(s, model_states.stage_elements(s, n)) for n in several]
+        """Bytes of the gradients of each pipeline stage while they add up, and after."""
+        self.together = (0, len(several) - 1) if s.model.tie_embeddings else ()
         self.held = [held[number] for number in same]
         """(states, buffers, bytes behind backward, scratch of sums) of each position, whatever it recomputes."""
 
@@ -269,7 +274,9 @@ class Predictor:
             kept[1:] = [size + one.stream * (1 - 1 / parts) for size in kept[1:]]
         kept[0] += one.begin
         kept[-1] += one.end
-        live = [self.times * size for size in peak_live(self.schedule, kept, owed)] if self.schedule else kept
+        phases = [[(frozenset[int](), kept[0])]]
+        if self.schedule:
+            phases = live_phases(self.schedule, kept, owed, self.together, sooner=self.times > 1)
         ranks, several = [], len(set(modes)) > 1
         for position, (states, besides, after, scratch) in enumerate(self.held):
             own = sum(kept[i] for i in stages_of(self.layout, position))
@@ -279,9 +286,29 @@ class Predictor:
                 block, size = self.microbatch(modes[number]), self.kept(modes[number], number)
                 tails.append(Tail(behind, size, block.again, block.inside))
                 behind += size
-            activations, more = at_peak(one, besides, live[position], own, last, after, tails)
-            ranks.append(replace(states, activations=activations, buffers=more + scratch + self.always))
+            if not self.setting.blocks(position):
+                tails.append(Tail(0.0, 0.0, 0.0, 0.0))
+            moments = list[tuple[float, float, float]]()
+            for gradients, live in self.moments(position, states.gradients, phases[position]):
+                moments.append((gradients, *at_peak(one, besides, live, own, last, after, tails)))
+            gradients, activations, more = max(moments, key=sum)
+            buffers = more + scratch + self.always
+            ranks.append(replace(states, gradients=gradients, activations=activations, buffers=buffers))
         return ranks
+
+    def moments(
+        self, position: int, gradients: float, phases: Sequence[tuple[frozenset[int], float]]
+    ) -> Iterator[tuple[float, float]]:
+        """(bytes of gradients, bytes of all live microbatches) of a rank at its fullest in each phase of a step.
+        gradients: of all stages at once, whole."""
+        if not sum(whole for whole, _ in self.adding_up):
+            yield gradients, self.times * max(live for _, live in phases)
+            return
+        gradients -= sum(self.adding_up[stage][0] for stage in stages_of(self.layout, position))
+        begun = set[int]()
+        for whole, live in phases:
+            begun |= whole
+            yield gradients + sum(self.adding_up[n][n not in whole] for n in begun), self.times * live
 
 
 def live_microbatches(layout: Layout, microbatches: int) -> float:
@@ -291,12 +318,11 @@ def live_microbatches(layout: Layout, microbatches: int) -> float:
     return times * max(peak_live(held)) / layout.stages_per_rank if held else 1.0
 
 
-def live_schedule(layout: Layout, microbatches: int) -> tuple[Schedule | None, int]:
+def live_schedule(layout: Layout, microbatches: int) -> tuple[Schedule | None, float]:
     """(a schedule of fewer microbatches, the factor from its peaks to those of the whole step); None without a
-    pipeline. More microbatches than can be live at once change no peak. If all are live at once, one stands for all."""
+    pipeline. More microbatches than can be live at once change no peak. If all are live at once, two stand for all."""
     if layout.pp == 1:
         return None, 1
     every = holds_all(layout.schedule, layout.pp, layout.stages_per_rank)
-    shown = 1 if every else few(microbatches, layout.pp)
-    short = schedule(layout.schedule, layout.pp, shown, layout.virtual_stages)
-    return short, microbatches if every else 1
+    shown = min(2, microbatches) if every else layout.few(microbatches)
+    return layout.pipeline(shown), microbatches / shown if every else 1

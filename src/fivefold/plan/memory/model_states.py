@@ -106,6 +106,28 @@ def rank_states(s: Setting, own: Elements) -> tuple[float, float, float]:
     return weights, gradients, optimizer
 
 
+def adding_up(s: Setting, own: Elements) -> tuple[float, float]:
+    """Bytes of the gradients that add up whole on a rank, and of its shards of them. FSDP2 allocates them in the first
+    backward of a pipeline stage and scatters them in its last one. `rank_states` counts all of them as whole."""
+    if not (s.states.cast and s.microbatches > 1 and scattered_once(s.layout.zero, s.layout.pp)):
+        return 0.0, 0.0
+    shared = [group for group in own.groups() if sharing_group(s.layout, group[2])[1] > 1]
+    whole = sum(computes - still for computes, _, _, still, _ in shared)
+    return s.states.gradient * whole, s.states.gradient * sum(
+        keeps - still for _, keeps, _, _, still in shared
+    )
+
+
+def stage_elements(s: Setting, stage: int) -> Elements:
+    """Elements of a pipeline stage. A rank with both ends of the model keeps one copy of a tied embedding: the first
+    stage's."""
+    own, last = elements(s.model, s.layout), len(s.stages) - 1
+    both = any({0, last} <= set(stages_of(s.layout, position)) for position in range(s.layout.pp))
+    outside = [own.before] * (stage == 0) + [own.behind] * (stage == last)
+    outside += [own.tied] * (stage == last and not both)
+    return sum((own.blocks[number] for number in s.stages[stage]), sum(outside, Elements()))
+
+
 class ModelElements(NamedTuple):
     """Elements on the first rank, which has most: of each block, of the parameters before the blocks, of those behind
     them, and of the last stage's copy of a tied embedding."""
@@ -155,7 +177,8 @@ def outside_blocks(s: Setting, position: int) -> Elements:
 
 def divided(layout: Layout) -> Layout:
     """The layout by which a rank's part of the model is counted; many layouts have the same."""
-    kept = {name: getattr(layout, name) for name in ("pp", "tp", "ep", "sp", "schedule", "virtual_stages")}
+    fields = ("pp", "tp", "ep", "sp", "schedule", "virtual_stages", "bare_ends")
+    kept = {name: getattr(layout, name) for name in fields}
     return changed(Layout(), **kept, dp_shard=layout.shards, zero=int(layout.zero > 0))
 
 
@@ -203,8 +226,8 @@ class Buffers:
     rest: float = 0.0
 
 
-def buffers(s: Setting, first: bool, last: bool) -> Buffers:
-    """The buffers of ranks that have the first stage, the last, both or neither.
+def buffers(s: Setting, first: bool, last: bool, some: bool = True) -> Buffers:
+    """The buffers of ranks that have the first stage, the last, both or neither, and some blocks or none.
 
     Replicas add each gradient to its sum as soon as it exists. FSDP2 (parallel/zero.py) gathers a block's weights
     while the one before it computes. Under stage 3 these are buffers, and so are the weights outside blocks, which
@@ -212,6 +235,7 @@ def buffers(s: Setting, first: bool, last: bool) -> Buffers:
     so the rank also needs as much to receive into.
     """
     layout, b, (blocks, before, behind, tied) = s.layout, s.states, elements(s.model, s.layout)
+    blocks = blocks if some else [Elements()]
     block = max(blocks, key=lambda block: block.computes)
     rest = [part for part, has in ((before, first), (behind, last), (tied, last and not first)) if has]
     on_its_way = b.working * block.largest

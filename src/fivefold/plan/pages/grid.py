@@ -34,7 +34,7 @@ from fivefold.plan.predict import Plan, predict, resolved, with_load
 from fivefold.plan.setting import Documents, Software, documents_of, software_of
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.recipe import Recipe
-from fivefold.schedules.pipeline import DEFAULT, shown
+from fivefold.schedules.pipeline import DEFAULT, TUNED
 from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
@@ -184,7 +184,11 @@ def layout_at(center: Base, values: Values) -> Layout:
         words = f"tp x pp x cp = {others}" + (f", times {replicas} replicas" if replicas > 1 else "")
         raise UserError(f"{values['devices']} devices cannot be divided by {words}")
     dp = values["devices"] // others
-    pipeline = {} if pp > 1 else {"schedule": DEFAULT, "virtual_stages": 1}
+    pipeline = (
+        {}
+        if pp > 1
+        else {"schedule": DEFAULT, "virtual_stages": 1, "bare_ends": False} | dict.fromkeys(TUNED)
+    )
     return replace(
         own,
         pp=pp,
@@ -275,7 +279,7 @@ def as_data(center: Base, command: str, sliders: Sequence[Slider]) -> dict[str, 
         of_key = work.setdefault(_key(values, WORK), {})
         of_key |= {p.name: (float(f"{p.intensity:.5g}"), float(f"{p.rate:.5g}")) for p in points}
         if timeline:
-            if (key := f"{s.layout.pp},{shown(s.microbatches, s.layout.pp)}") not in schedules:
+            if (key := f"{s.layout.pp},{s.layout.shown(s.microbatches)}") not in schedules:
                 actions = [[event.action for event in row] for row in timeline.rows]
                 schedules[key] = [[(a.kind, a.stage, a.microbatch) for a in row] for row in actions]
             scale, begin = 65535 / timeline.makespan, timeline.start
@@ -316,7 +320,7 @@ def _head(plan: Plan, drawn: Pictures) -> list[float]:
     s, roof = plan.setting, drawn.roofline
     length, stages = (drawn.timeline.makespan, plan.step.costs) if drawn.timeline else (0.0, [])
     head = [plan.step.seconds, plan.tokens_per_s, plan.mfu, plan.limit, roof.peak, roof.bandwidth]
-    head += [s.microbatches, shown(s.microbatches, s.layout.pp), length, len(stages), *drawn.shares.values()]
+    head += [s.microbatches, s.layout.shown(s.microbatches), length, len(stages), *drawn.shares.values()]
     head += [getattr(held, name) for held in plan.memory for name in MEMORY]
     return head + [seconds for c in stages for seconds in (c.forward, c.input, c.weight)]
 

@@ -25,7 +25,7 @@ from fivefold.plan.predict import Plan
 from fivefold.plan.setting import Setting
 from fivefold.plan.time import stage_costs
 from fivefold.plan.time.cost import forward_flops, operation, stream
-from fivefold.schedules.pipeline import Timeline, shown, simulate
+from fivefold.schedules.pipeline import Timeline, simulate
 from fivefold.sharding.layout import to_text as layout_text
 from fivefold.sharding.parts import stages_of
 
@@ -156,7 +156,7 @@ def timeline(plan: Plan) -> Timeline | None:
     if s.layout.pp == 1:
         return None
     price = stage_costs.pipeline_costs([cost.timed for cost in plan.step.costs], stage_costs.transfers(s))
-    return simulate(s.schedule(shown(s.microbatches, s.layout.pp)), price)
+    return simulate(s.schedule(s.layout.shown(s.microbatches)), price)
 
 
 def _moved(op: Operation, s: Setting) -> tuple[float, float]:

@@ -347,7 +347,7 @@ class LeastBytes:
         self.shared = shared
         self._fewest: dict[tuple[int, int], tuple[Share, int]] = {}
         self._kept: dict[Key, list[tuple[Position, float, float]]] = {}
-        self._states: dict[Key, tuple[float, Buffers]] = {}
+        self._states: dict[Key, tuple[float, float, Buffers]] = {}
 
     def of(self, c: Choice, buffers: bool = True) -> float:
         """Bytes of the ranks that probably hold most. Without buffers it is a bound for every way to share states, if
@@ -376,19 +376,25 @@ class LeastBytes:
                     kept, each = kept + waiting * stage + unfinished * owed, each + stage
                 self._kept[key].append((at, kept, each))
         for at, kept, each in self._kept[key]:
-            states, besides = self._held(c, at.part)
-            peak = memory.at_peak(size, besides if buffers else NONE, kept, each, bool(at.part.last))
-            most = max(most, states + sum(peak))
+            states, late, besides = self._held(c, at.part)
+            besides, last = besides if buffers else NONE, bool(at.part.last)
+            # gradients of several stages need not exist at once, nor any of them when most is live
+            for held, live in ((states - late, kept), (states - late * (len(at.stages) > 1), 0.0)):
+                most = max(most, held + sum(memory.at_peak(size, besides, live, each, last)))
         return ROUNDING * (most + memory.transfers(size, x, c.count))
 
-    def _held(self, c: Choice, part: Share) -> tuple[float, Buffers]:
-        """Bytes of the states of a rank with this part of the model, and its buffers."""
+    def _held(self, c: Choice, part: Share) -> tuple[float, float, Buffers]:
+        """Bytes of the states of a rank with this part of the model, those of them that a pipeline does not always
+        hold, and its buffers."""
         x = c.layout
         key = (x.tp, x.ep, x.sp, x.pp > 1, x.zero, x.dp_shard * x.cp, part, c.mode, c.count == 1)
         if key not in self._states:
             s = self.shared.setting(c)
-            held = sum(model_states.rank_states(s, self.shared.elements(x, part)))
-            self._states[key] = held, model_states.buffers(s, bool(part.first), bool(part.last))
+            own = self.shared.elements(x, part)
+            held, late = sum(model_states.rank_states(s, own)), 0.0
+            if x.pp > 1:
+                late, _ = model_states.adding_up(s, own)
+            self._states[key] = held, late, model_states.buffers(s, bool(part.first), bool(part.last))
         return self._states[key]
 
     def shape(self, c: Choice, space: Space) -> float:
@@ -406,11 +412,13 @@ class LeastBytes:
         key = (x.tp, x.ep, x.sp, x.pp, x.dp * x.cp, c.mode, c.count == 1, part)
         if key not in self._states:
             lean = self.shared.setting(replace(c, layout=space.leanest(x)))
-            states = model_states.rank_states(lean, self.shared.elements(lean.layout, part))
-            self._states[key] = sum(states), NONE
+            own = self.shared.elements(lean.layout, part)
+            states, late = model_states.rank_states(lean, own), model_states.adding_up(lean, own)[0]
+            self._states[key] = sum(states), late if x.pp > 1 else 0.0, NONE
         kept = [each for each, number in ((size.plain, part.plain), (size.mixed, part.mixed)) if number]
         live = blocks * min(kept, default=0.0) + size.again + size.inside
-        return (self._states[key][0] + live + memory.transfers(size, x, c.count)) * ROUNDING
+        held, late, _ = self._states[key]
+        return (held - late + live + memory.transfers(size, x, c.count)) * ROUNDING
 
 
 def _live_blocks(live: Live, at: Position) -> int:

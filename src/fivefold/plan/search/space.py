@@ -146,12 +146,11 @@ class Space:
     def schedules(self) -> dict[int, tuple[tuple[str, int], ...]]:
         """(name, virtual stages) of every schedule, by the number of pipeline ranks."""
         found: dict[int, tuple[tuple[str, int], ...]] = {1: ((DEFAULT, 1),)}
-        # the bounds count all messages of a block, which paired schedules hide
-        unpaired = {name: made.stages for name, made in SCHEDULES.items() if not made.paired}
+        searched = {name: made.stages for name, made in SCHEDULES.items() if made.searched}
         for pp in {shape.pp for shape in self.shapes} - {1}:
             found[pp] = tuple(
                 (name, virtual)
-                for name, (least, most) in unpaired.items()
+                for name, (least, most) in searched.items()
                 for virtual in range(least, (most or self.recipe.model.layers // pp) + 1)
                 if self._allowed(Layout(pp=pp, schedule=name, virtual_stages=virtual))
             )

@@ -17,14 +17,14 @@ from fivefold.plan.memory import model_states
 from fivefold.plan.memory.model_states import Elements
 from fivefold.plan.messages import communication, volume
 from fivefold.plan.messages.communication import collective, exposed, held
-from fivefold.plan.setting import Setting, schedule
+from fivefold.plan.setting import Setting
 from fivefold.plan.time.cost import Cost, forward_flops, message, operation, part, slowest, stream, together
 from fivefold.precision import DTYPES, MASTER, PRECISIONS
 from fivefold.schedules.collectives.registry import LIBRARY
 from fivefold.schedules.compression import NONE, compressor
-from fivefold.schedules.pipeline import SCHEDULES, Costs, shown, simulate, simulate_oversubscribed
+from fivefold.schedules.pipeline import SCHEDULES, TUNED, Costs, simulate, simulate_oversubscribed
 from fivefold.schedules.timelines import exposed_in_pieces
-from fivefold.sharding.layout import Layout
+from fivefold.sharding.layout import Layout, changed
 from fivefold.sharding.parts import sharing_group, stages_of
 from fivefold.sharding.tiers import partitions
 from fivefold.sharding.units import Sync, bucket_bytes, scattered_once
@@ -159,7 +159,7 @@ def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], lis
     Only some of many microbatches are simulated. Once the pipeline is full, each further one takes as long as on the
     busiest rank.
     """
-    m, p, v = s.microbatches, s.layout.pp, s.layout.virtual_stages
+    m, p = s.microbatches, s.layout.pp
     oversubscription = s.cluster.oversubscription
     if p == 1:
         busy = m * costs[0].slowed(oversubscription).seconds
@@ -168,10 +168,10 @@ def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], lis
     once = [0.0] * p
     for stage, cost in enumerate(costs):
         once[rank_of[stage]] += cost.seconds
-    few = shown(m, p)
+    few = s.layout.shown(m)
     parts = tuple(cost.timed for cost in costs)
     at_once = p / oversubscription  # number of pipeline ranks that can compute at full speed
-    makespan, ends = _simulated(s.layout.schedule, p, few, v, parts, tuple(transfers(s).items()), at_once)
+    makespan, ends = _simulated(pipelined(s.layout), few, parts, tuple(transfers(s).items()), at_once)
     once = [seconds - hidden_by_pairs(s, costs, rank) for rank, seconds in enumerate(once)]
     once = [max(seconds, sum(once) / at_once) if oversubscription > 1 else seconds for seconds in once]
     more = (m - few) * max(once)
@@ -195,20 +195,25 @@ def hidden_by_pairs(s: Setting, costs: Sequence[Cost], rank: int) -> float:
     return sum(price.hidden(*pair) for pair in pairs)
 
 
+def pipelined(layout: Layout) -> Layout:
+    """What of a layout its pipeline schedule depends on; many layouts have the same."""
+    kept = ("pp", "schedule", "virtual_stages", *TUNED)
+    return changed(Layout(), **{name: getattr(layout, name) for name in kept})
+
+
 @lru_cache(maxsize=512)
 def _simulated(
-    name: str,
-    p: int,
+    layout: Layout,
     m: int,
-    v: int,
     costs: tuple[tuple[float, ...], ...],
     transfers: tuple[tuple[tuple[int, int], float], ...],
     at_once: float = math.inf,
 ) -> tuple[float, list[float]]:
     """Makespan and the end of each rank."""
-    price = pipeline_costs(costs, dict(transfers))
-    built = schedule(name, p, m, v)
-    timeline = simulate_oversubscribed(built, price, at_once) if at_once < p else simulate(built, price)
+    price, built = pipeline_costs(costs, dict(transfers)), layout.pipeline(m)
+    timeline = (
+        simulate_oversubscribed(built, price, at_once) if at_once < layout.pp else simulate(built, price)
+    )
     return timeline.makespan, [row[-1].end for row in timeline.rows]
 
 

@@ -74,13 +74,16 @@ def layout_rules(recipe: Sections) -> Iterator[Contradiction]:
     if any({"schedule", "virtual_stages"} & names for names, _ in wrong):
         return  # already reported
     per_rank = layout.stages_per_rank
-    if layout.pp * per_rank > model.layers:
+    if layout.fewest_blocks > model.layers:
         name = "layout.virtual_stages" if layout.virtual_stages == per_rank else f"{layout.schedule}'s"
-        fitting = max(1, model.layers // per_rank)
+        most, but = model.layers, "each stage has"
+        if layout.bare_ends:
+            most, but = model.layers + 2, "each stage but the first and the last has"
+        fitting = max(1, most // per_rank)
         yield (
             {"model.layers", "layout.pp", "layout.virtual_stages", "layout.schedule"},
-            f"layout.pp = {layout.pp} x {name} {per_rank} = {layout.pp * per_rank} stages, more than model.layers = "
-            f"{model.layers}: each stage has at least one block. Nearest valid: layout.pp = {fitting}",
+            f"layout.pp = {layout.pp} x {name} {per_rank} = {layout.pp * per_rank} stages, more than model.layers"
+            f"{' + 2' * layout.bare_ends} = {most}: {but} at least one block. Nearest valid: layout.pp = {fitting}",
         )
 
 

@@ -5,6 +5,7 @@ from fivefold.schedules.pipeline.generators import (
     DEFAULT,
     FILLING,
     SCHEDULES,
+    TUNED,
     build,
     ends_upwards,
     few,
@@ -13,8 +14,9 @@ from fivefold.schedules.pipeline.generators import (
     shown,
     splits_backward,
     stages_per_rank,
+    tuning_problem,
 )
-from fivefold.schedules.pipeline.schedule import Action, Schedule, check, cut, peak_live, place
+from fivefold.schedules.pipeline.schedule import Action, Schedule, check, cut, live_phases, peak_live, place
 from fivefold.schedules.pipeline.simulate import (
     SENDS_PER_RANK,
     Costs,
@@ -26,3 +28,4 @@ from fivefold.schedules.pipeline.simulate import (
     simulate_oversubscribed,
     with_transfers,
 )
+from fivefold.schedules.pipeline.zero_bubble import costs_of

@@ -10,16 +10,13 @@ Symbols: p ranks, v stages per rank, m microbatches; F, I, W seconds of forward,
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from fivefold.errors import UserError, did_you_mean, several
-from fivefold.schedules.pipeline.schedule import Action, Kind, Placement, Schedule, place
-
-Step = tuple[Kind, int]
-W: Step = ("W", -1)
-"""The weight gradients of the oldest I whose W is still to come, if there is one. Those that are left come last."""
+from fivefold.schedules.pipeline.schedule import Action, Kind, Placement, Schedule, Step, W, place
+from fivefold.schedules.pipeline.zero_bubble import zb_auto, zb_h1, zb_h2
 
 
 def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
@@ -43,22 +40,31 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int, chunks: int) -> list[S
     return _alternate([rank] * microbatches, [rank] * microbatches, warmup=ranks - rank - 1)
 
 
-def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
+def interleaved(
+    rank: int, ranks: int, microbatches: int, chunks: int, round_microbatches: int | None = None
+) -> list[Step]:
     """1F1B with several stages per rank (arXiv 2104.04473). Microbatches go through the first stage in rounds, and a
     round reaches the rank's next stage before the next round starts.
 
-    Idle share (p-1) / (vm+p-1) for m >= p. A round has at least p microbatches if there are that many. Their number
-    need not be a multiple of p (section 3.3.2 of the Llama 3 report, arXiv 2407.21783).
+    round_microbatches: of a round, if there are that many (N in section 3.3.2 of the Llama 3 report, arXiv 2407.21783);
+    None: p. Their number need not be a multiple of it. Idle share (p-1) / (vm+p-1) for m, N >= p. With N = m this is
+    breadth-first. A smaller N holds fewer microbatches, but below p ranks wait for each round to come back.
     """
-    # A round of fewer than `ranks` would leave ranks idle. A later round larger than the first would need activations
-    # that the warm-up has not made, so the remainder is spread over the first rounds.
-    count = max(1, microbatches // ranks)
+    # A later round larger than the first would need activations that the warm-up has not made, so the remainder is
+    # spread over the first rounds.
+    count = max(1, microbatches // (round_microbatches or ranks))
     size, rest = divmod(microbatches, count)
     rounds = [size + (number < rest) for number in range(count)]
+    behind = ranks - rank - 1
+    warmup = 2 * behind
+    if count > 1 and size < ranks:
+        # The first rank's forwards wait for the last rank's backwards of two rounds before: more than 2 rounds between
+        # their warm-ups would halt. Microbatches that come back late are not worth holding, so 1F1B's warm-up suffices.
+        warmup = min(behind, 2 * size * behind // (ranks - 1))
     stages = range(rank, ranks * chunks, ranks)
     forwards = [stage for size in rounds for stage in stages for _ in range(size)]
     backwards = [stage for size in rounds for stage in reversed(stages) for _ in range(size)]
-    return _alternate(forwards, backwards, warmup=(chunks - 1) * rounds[0] + 2 * (ranks - rank - 1))
+    return _alternate(forwards, backwards, warmup=(chunks - 1) * rounds[0] + warmup)
 
 
 def _alternate(forwards: list[int], backwards: list[int], warmup: int) -> list[Step]:
@@ -69,23 +75,6 @@ def _alternate(forwards: list[int], backwards: list[int], warmup: int) -> list[S
         if position < len(forwards):
             steps.append(("F", forwards[position]))
         steps.append(("B", stage))
-    return steps
-
-
-def zb_h1(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
-    """Zero bubble H1 (arXiv 2401.10241): 1F1B with each W delayed by `rank` microbatches. Later ranks send gradients to
-    earlier ones sooner, and have W left for the end, where they would otherwise be idle.
-
-    Every rank holds at most `ranks` microbatches, as rank 0 does in 1F1B. Idle time per rank for m >= p and F, I >= W:
-    (p-1) (F + I - W), a third of 1F1B's if they are equal.
-    """
-    assert chunks == 1
-    forward: Step = ("F", rank)
-    inputs: Step = ("I", rank)
-    warmup = min(ranks - rank - 1, microbatches)
-    steps: list[Step] = [forward] * warmup
-    for position in range(microbatches):
-        steps += [forward] * (warmup + position < microbatches) + [inputs] + [W] * (position >= rank)
     return steps
 
 
@@ -181,35 +170,49 @@ class Generator:
 
     row: (rank, ranks, microbatches, stages per rank) -> the rank's steps. stages: the fewest and the most stages
     per rank (None: no limit). instead: the schedule for another number. fill: the fewest microbatches that `row` needs,
-    given the ranks. paired: neighbouring forwards and backwards run together (`Schedule.pairs`).
+    given the ranks. paired: neighbouring forwards and backwards run together (`Schedule.pairs`). takes: fields
+    of a layout that `row` takes, too, None if unset. varies: the middle of many microbatches is not a repetition.
+    searched: `plan search` tries it. (Its bounds count all messages of a block, which pairs hide, and read few
+    microbatches for many.)
     """
 
-    row: Callable[[int, int, int, int], list[Step]]
+    row: Callable[..., list[Step]]
     placement: Placement = "loop"
     stages: tuple[int, int | None] = (1, 1)
     instead: str = "interleaved"
     fill: Callable[[int], int] = lambda ranks: 1
     paired: bool = False
+    takes: tuple[str, ...] = ()
+    varies: bool = False
+    searched: bool = True
 
 
 SCHEDULES = {
     "gpipe": Generator(breadth_first, instead="looped_bfs"),
     "1f1b": Generator(one_f_one_b),
-    "interleaved": Generator(interleaved, stages=(2, None), instead="1f1b"),
+    "interleaved": Generator(interleaved, stages=(2, None), instead="1f1b", takes=("round_microbatches",)),
     "looped_bfs": Generator(breadth_first, stages=(2, None), instead="gpipe"),
     "zb_h1": Generator(zb_h1),
+    "zb_h2": Generator(zb_h2, searched=False),
+    "zb_auto": Generator(zb_auto, takes=("zb_costs", "zb_live"), varies=True, searched=False),
     "zbv": Generator(zbv, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks - 1),
     "dualpipev": Generator(dualpipev, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks),
-    "dualpipev_paired": Generator(dualpipev, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks, paired=True),
+    "dualpipev_paired": Generator(
+        dualpipev, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks, paired=True, searched=False
+    ),
     "v_half": Generator(v_half, "v", stages=(2, 2)),
 }
+TUNED = tuple(field for made in SCHEDULES.values() for field in made.takes)
+"""Fields of a layout that some schedules take. None: unset."""
 DEFAULT = "1f1b"
 """The default schedule. It has one stage per rank, so it also stands for no pipeline at all."""
 
 
-def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+def build(
+    name: str, ranks: int, microbatches: int, virtual_stages: int = 1, **tuned: int | str | None
+) -> Schedule:
     """Builds the schedule `name` for any number of ranks and microbatches. virtual_stages: stages per rank. If a
-    schedule allows only one number, 1 (a layout's default) stands for it.
+    schedule allows only one number, 1 (a layout's default) stands for it. tuned: values of `TUNED`.
 
     Raises:
         UserError: names the layout's field, its value and the nearest valid one.
@@ -218,19 +221,34 @@ def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> 
     for field, value in (("pp", ranks), ("microbatches", microbatches)):
         if value < 1:
             raise UserError(f"layout.{field}: {value} is not possible with a pipeline; must be at least 1")
-    rows = tuple(tuple(build_row(name, rank, ranks, microbatches, chunks)) for rank in range(ranks))
+    if message := tuning_problem(name, tuned):
+        raise UserError(f"layout.{message}")
+    rows = tuple(tuple(build_row(name, rank, ranks, microbatches, chunks, **tuned)) for rank in range(ranks))
     rank_of = place(SCHEDULES[name].placement, ranks, chunks)
     return Schedule(name, microbatches, rank_of, rows, SCHEDULES[name].paired)
 
 
-def build_row(name: str, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """One rank's computations under schedule `name`, with `chunks` stages per rank."""
+def tuning_problem(name: str, tuned: Mapping[str, int | str | None]) -> str:
+    """Says which field of `TUNED` is set that the schedule `name` does not take; "" if there is none."""
+    for field, value in tuned.items():
+        if value is not None and field not in SCHEDULES[name].takes:
+            others = " or ".join(other for other, made in SCHEDULES.items() if field in made.takes)
+            nearest = f"Nearest valid: leave it out, or schedule={others}"
+            return f"{field}={value}: schedule '{name}' does not take it. {nearest}"
+    return ""
+
+
+def build_row(
+    name: str, rank: int, ranks: int, microbatches: int, chunks: int, **tuned: int | str | None
+) -> list[Action]:
+    """One rank's computations under schedule `name`, with `chunks` stages per rank. tuned: values of `TUNED`."""
     # A schedule stays in order if some microbatches are left out, so build enough and drop the surplus.
     enough = max(microbatches, SCHEDULES[name].fill(ranks))
     row: list[Action] = []
     forwards, backwards = [0] * (ranks * chunks), [0] * (ranks * chunks)  # of each stage, up to here
     owed: deque[Action] = deque()  # W still to come
-    for kind, stage in SCHEDULES[name].row(rank, ranks, enough, chunks):
+    given = {field: tuned[field] for field in SCHEDULES[name].takes if field in tuned}
+    for kind, stage in SCHEDULES[name].row(rank, ranks, enough, chunks, **given):
         if kind == "W":
             row += [owed.popleft()] if owed else []
             continue
@@ -269,19 +287,23 @@ FILLING = 2
 """Microbatches per pipeline rank that fill the pipeline. More do not raise any rank's memory, unless it holds all."""
 
 
-def few(microbatches: int, ranks: int, rounds: int = FILLING) -> int:
-    """Fewer microbatches that are held as all of them are, if there are fewer: at least `rounds` per rank.
+def few(microbatches: int, ranks: int, each: int | None = None, rounds: int = FILLING) -> int:
+    """Fewer microbatches that are held as all of them are, if there are fewer: at least `rounds` rounds. each:
+    microbatches of a round; None: one per rank.
 
-    They have the same remainder modulo the ranks. `interleaved` spreads it over its rounds, so there are at least as
-    many rounds; with fewer, each is longer, and more is held.
+    They have the same remainder modulo a round. `interleaved` spreads it over its rounds, so there are at least as
+    many rounds; with fewer, each is longer, and more is held. Below p a round of the length `each` must be among them.
     """
-    rest = microbatches % ranks
-    return min(microbatches, ranks * max(rounds, rest) + rest)
+    each = each or ranks
+    rest = microbatches % each
+    return min(microbatches, each * max(rounds, rest + (each < ranks)) + rest)
 
 
-def shown(microbatches: int, ranks: int) -> int:
-    """Microbatches that show how the pipeline fills and drains. Each further one only repeats the middle."""
-    return min(microbatches, FILLING * ranks + microbatches % ranks)
+def shown(microbatches: int, ranks: int, each: int | None = None) -> int:
+    """Microbatches that show how the pipeline fills and drains. Each further one only repeats the middle. each: as in
+    `few`. With rounds of fewer microbatches than ranks, every round has idle time of its own, so all are shown."""
+    each = each or ranks
+    return microbatches if each < ranks else min(microbatches, FILLING * each + microbatches % each)
 
 
 @cache

@@ -66,6 +66,11 @@ def needs(action: Action, last: int) -> tuple[Result, ...]:
     return ("output", stage, microbatch), ("gradient", stage + 1, microbatch)
 
 
+Step = tuple[Kind, int]
+"""What a generator lists: the next action of this kind of a stage."""
+W: Step = ("W", -1)
+"""The weight gradients of the oldest I whose W is still to come, if there is one. Those that are left come last."""
+
 A = TypeVar("A")
 R = TypeVar("R", bound=Hashable)
 
@@ -190,10 +195,24 @@ def place(placement: Placement, ranks: int, chunks: int) -> tuple[int, ...]:
 def peak_live(
     schedule: Schedule, size: Sequence[float] | None = None, after_input: Sequence[float] | None = None
 ) -> list[float]:
-    """The most activations that each rank holds at once.
+    """The most activations that each rank holds at once. Arguments: see `live_phases`."""
+    return [max(most for _, most in phases) for phases in live_phases(schedule, size, after_input)]
+
+
+def live_phases(
+    schedule: Schedule,
+    size: Sequence[float] | None = None,
+    after_input: Sequence[float] | None = None,
+    together: Sequence[int] = (),
+    sooner: bool = False,
+) -> list[list[tuple[frozenset[int], float]]]:
+    """The phases of each rank's step: (stages whose weight gradients add up, the most activations held at once). A
+    stage's gradients add up from the end of its first backward until its last one is done.
 
     `size[s]`: bytes that a microbatch holds at stage s, from its F to its B or W. The default is 1, which counts
-    microbatches times stages. `after_input[s]`: the bytes still held from I to W. The default is all.
+    microbatches times stages. `after_input[s]`: the bytes still held from I to W. The default is all. together: stages
+    whose gradients are done together. sooner: a phase begins before the action that changes the stages, as an upper
+    bound where each microbatch stands for several.
     """
     size = size or [1] * schedule.stages
     after_input = after_input or size
@@ -203,15 +222,24 @@ def peak_live(
         "I": [left - s for s, left in zip(size, after_input, strict=True)],
         "W": [-left for left in after_input],
     }
-    peaks = []
+    ranks = []
     for row in schedule.rows:
-        held = peak = 0.0
-        for action in row:
-            held += change[action.kind][action.stage]
-            if held > peak:
+        ends = {stage: number for number, (stage, kind, _) in enumerate(row) if kind in "BW"}
+        if ends.keys() >= set(together):
+            ends |= dict.fromkeys(together, max((ends[stage] for stage in together), default=0))
+        done = set(ends.values())
+        phases, whole, held, peak = list[tuple[frozenset[int], float]](), frozenset[int](), 0.0, 0.0
+        for number, (stage, kind, _) in enumerate(row):
+            before = held
+            held += change[kind][stage]
+            if number in done or (kind in "BI" and stage not in whole):
+                phases.append((whole, peak))
+                whole = frozenset(s for s in {*whole, stage} if ends[s] > number)
+                peak = before if sooner else held
+            elif held > peak:
                 peak = held
-        peaks.append(peak)
-    return peaks
+        ranks.append([*phases, (whole, peak)])
+    return ranks
 
 
 def check(schedule: Schedule) -> list[float]:
@@ -275,14 +303,18 @@ StageCost = Callable[[int, int, int], float]
 """(stage, its first block, the block after its last) -> cost of the stage."""
 
 
-def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
+def cut(
+    costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0, bare_ends: bool = False
+) -> tuple[range, ...]:
     """Divides blocks into `stages` runs of at least one block each. The most expensive stage is as cheap as possible.
     Of these cuts it takes the most even one (least sum of squares).
 
     costs: of each block. first, last: extra cost of the first and the last stage (the embedding, the head). Any unit
-    works, for example FLOPs per token.
+    works, for example FLOPs per token. bare_ends: the first and the last stage may have no block.
     """
-    assert 1 <= stages <= len(costs), f"{stages} stages of {len(costs)} blocks"
+    least = [int(not (bare_ends and stage in (0, stages - 1))) for stage in range(stages)]
+    assert stages >= 1, stages
+    assert sum(least) <= len(costs), f"{stages} stages of {len(costs)} blocks"
     before = [0.0, *accumulate(costs)]
 
     def cost(stage: int, start: int, stop: int) -> float:
@@ -291,41 +323,41 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
     if stages == 1:
         return (range(len(costs)),)
     possible = _run_costs(tuple(before), first, last)
-    worst = bisect_left(possible, True, key=lambda limit: _possible(len(costs), stages, cost, limit))
+    worst = bisect_left(possible, True, key=lambda limit: _possible(len(costs), least, cost, limit))
     limit = possible[worst] * (1 + 1e-9)
-    ends = _most_even(len(costs), stages, cost, limit)
+    ends = _most_even(len(costs), least, cost, limit)
     return tuple(range(start, stop) for start, stop in zip([0, *ends], ends, strict=False))
 
 
 @lru_cache(maxsize=64)
 def _run_costs(before: tuple[float, ...], first: float, last: float) -> list[float]:
     """Every possible cost of a stage, ascending. before: prefix sums of the blocks' costs."""
-    runs = {stop - start for i, start in enumerate(before) for stop in before[i + 1 :]}
+    runs = {stop - start for i, start in enumerate(before) for stop in before[i:]}
     return sorted(run + extra for run in runs for extra in (0.0, first, last))
 
 
-def _possible(blocks: int, stages: int, cost: StageCost, limit: float) -> bool:
-    """True if no stage needs to cost more than `limit`. Each stage takes as many blocks as it may, and leaves one for
-    each later stage."""
-    start = 0
-    for stage in range(stages - 1):
-        stop, most = start, blocks - (stages - stage - 1)
+def _possible(blocks: int, least: Sequence[int], cost: StageCost, limit: float) -> bool:
+    """True if no stage needs to cost more than `limit`. Each stage takes as many blocks as it may, and leaves each
+    later stage the least that it needs."""
+    start, last = 0, len(least) - 1
+    for stage in range(last):
+        stop, most = start, blocks - sum(least[stage + 1 :])
         while stop < most and cost(stage, start, stop + 1) <= limit:
             stop += 1
-        if stop == start:
+        if stop - start < least[stage] or cost(stage, start, stop) > limit:
             return False
         start = stop
-    return cost(stages - 1, start, blocks) <= limit
+    return cost(last, start, blocks) <= limit
 
 
-def _most_even(blocks: int, stages: int, cost: StageCost, limit: float) -> list[int]:
+def _most_even(blocks: int, least: Sequence[int], cost: StageCost, limit: float) -> list[int]:
     """The ends of the stages such that none costs more than `limit` and the sum of squares is least."""
     totals: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # after each stage: {end: (sum, its start)}
-    for stage in range(stages):
+    for stage in range(len(least)):
         best = {}
-        for stop in range(stage + 1, blocks - (stages - stage - 1) + 1):
+        for stop in range(sum(least[: stage + 1]), blocks - sum(least[stage + 1 :]) + 1):
             choices = []
-            for start in range(stop - 1, -1, -1):
+            for start in range(stop - least[stage], -1, -1):
                 run = cost(stage, start, stop)
                 if run > limit:
                     break
