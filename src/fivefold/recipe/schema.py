@@ -266,11 +266,12 @@ class LayoutSection(Section, Counts):
     the cache folder."""
     compress: str = NONE
     """Sums gradients over replicas with fewer bytes, and adds what was left out to the next step's (error feedback,
-    arXiv 1901.09847). `int8`, `int4`; `1bit` (arXiv 2102.02888); `topk:0.01`, the largest hundredth;
-    `randk:0.01`, a random hundredth; `powersgd:4`, matrices of rank 4 (arXiv 1905.13727). Needs zero = 0."""
+    arXiv 1901.09847). `int8`, `int4`; `nf4`, `dynamic8`, whose levels are closer near zero (arXiv 2305.14314,
+    2110.02861); `1bit` (arXiv 2102.02888); `topk:0.01`, the largest hundredth; `randk:0.01`, a random hundredth;
+    `powersgd:4`, matrices of rank 4 (arXiv 1905.13727). Needs zero = 0."""
     compress_after: int | None = Field(default=None, ge=0, le=LARGEST)
-    """First steps of the run, whose sums are not compressed. Unset: a tenth of the run, but none with `int8` and
-    `int4`."""
+    """First steps of the run, whose sums are not compressed. Unset: a tenth of the run, but none with
+    8 and 4 bits per element."""
     all_reduce: AllReduce = AUTO
     """Algorithm that sums gradients over replicas, bucket by bucket, while backward runs. `library`: gloo's or NCCL's.
     The others are those of `fivefold collectives --draw`. `auto`: across CPU hosts with several ranks each
