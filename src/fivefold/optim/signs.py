@@ -11,7 +11,8 @@ from __future__ import annotations
 from fivefold.optim.card import OptimizerCard, OptimizerState, Tensor, Update
 
 FISHER, LABELS, HUTCHINSON = "fisher", "gnb", "hutchinson"
-"""`optim.estimator`."""
+PASSES = LABELS, HUTCHINSON
+"""The values of `optim.estimator`; those that take another forward and backward."""
 
 
 def lion(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:

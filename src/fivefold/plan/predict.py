@@ -13,7 +13,7 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.recomputation import budget_of
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, kept_in
-from fivefold.optim.signs import FISHER
+from fivefold.optim.signs import PASSES
 from fivefold.plan.cluster.clusters import of_gpu, parse
 from fivefold.plan.cluster.devices import Cluster, of_table
 from fivefold.plan.cluster.measured import load as load_table
@@ -305,7 +305,8 @@ def resolved(recipe: Recipe) -> Recipe:
 def for_recipe(software: Software, recipe: Recipe) -> Software:
     """The software with a recipe's optimizer states and its dtype for sending gradients."""
     card, states = OPTIMIZERS[recipe.optim.name], dict[str, States]()
-    passes = recipe.optim.estimator not in (None, FISHER)
+    passes = (recipe.optim.estimator in PASSES) / (recipe.optim.estimate_every or 1)
+    estimate = DTYPES[MASTER].bytes if passes else 0.0
     rounded = [state for state in card.states if state.dtype == MASTER]
     for name, plain in software.states.items():
         mode = PRECISIONS[name]
@@ -318,11 +319,8 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
         # of master, gradient, states
         copied = DTYPES[MASTER].bytes * (2 + len(rounded)) if mode.rounds else 0.0
         reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
-        states[name] = replace(
-            plain, reduce=reduce, moments=moments, copied=copied, estimate=DTYPES[MASTER].bytes * passes
-        )
-    every = (recipe.optim.estimate_every or 0) * passes
-    return replace(software, states=states, optimizer=card.name, estimate_every=every)
+        states[name] = replace(plain, reduce=reduce, moments=moments, copied=copied, estimate=estimate)
+    return replace(software, states=states, optimizer=card.name, estimates=passes)
 
 
 def with_load(software: Software, model: ModelSection, load: float | None) -> Software:

@@ -187,7 +187,7 @@ class Software(Program):
     collective that adds up shards of gradients. kernel: seconds between two kernels of the device. host: seconds the
     host takes to issue a block's forward, and as long again for its backward. step: fixed seconds per step.
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
-    estimate_every: steps between those that take a second forward and backward, for the curvature; 0: none does.
+    estimates: forwards and backwards per step that only estimate the curvature.
     checked: each update is checked by the largest weight (step/step.py).
     documents: those that attention does not cross; None: sequences are whole.
     """
@@ -205,15 +205,10 @@ class Software(Program):
     step: float = 5e-3
     optimizer_passes: float = 1.0
     optimizer: str = OPTIMIZER
-    estimate_every: int = 0
+    estimates: float = 0.0
     checked: bool = True
     documents: Documents | None = None
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
-
-    @property
-    def estimates(self) -> float:
-        """Forwards and backwards per step that only estimate the curvature."""
-        return 1 / self.estimate_every if self.estimate_every else 0.0
 
     def check_traffic(self, on_cpu: bool) -> float:
         """Bytes per parameter that are read to check an update. on_cpu: it runs there."""

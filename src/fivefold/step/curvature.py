@@ -13,7 +13,8 @@ so every layout estimates the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from fivefold.errors import UserError
 from fivefold.kernels.hashing import keys
 from fivefold.models.base import fill_normal_
 from fivefold.models.layers import Output
-from fivefold.optim.signs import FISHER, LABELS
+from fivefold.optim.signs import FISHER, LABELS, PASSES
 from fivefold.optim.updater import Rules
 from fivefold.parallel.mesh import Microbatch, Share, take
 from fivefold.parallel.replica import Replica
@@ -44,20 +45,18 @@ def estimate(
     """Estimates the curvature of this step, if that is due, for the update that follows. Returns what the step calls
     once it has its own gradient, before it clips it."""
     optim, seed = recipe.optim, recipe.train.seed
-    if optim.estimator in (None, FISHER) or state.step % (optim.estimate_every or 1):
+    if optim.estimator not in PASSES or state.step % (optim.estimate_every or 1):
         return lambda: None
     text = f"{seed}/{optim.estimator}/{state.step}"
     if optim.estimator == LABELS:
-        _of_labels(state, lambda some: compute(state, some, seed), microbatches, text)
-        return lambda: None
-    return _of_difference(
-        state, lambda: compute(state, microbatches, seed), MOVED * recipe.model.init_std, text
-    )
+        return _of_labels(state, lambda some: compute(state, some, seed), microbatches, text)
+    again = partial(compute, state, microbatches, seed)
+    return _of_difference(state, again, MOVED * recipe.model.init_std, text)
 
 
 def _of_labels(
     state: State, compute: Callable[[Share], object], microbatches: Sequence[Microbatch], text: str
-) -> None:
+) -> Callable[[], None]:
     outputs = [m for stage in state.parallel.stages for m in stage.modules() if isinstance(m, Output)]
     if not outputs or state.functions.loss is not None:
         raise UserError(
@@ -74,6 +73,7 @@ def _of_labels(
     for replica, rules in _updated(state):
         factor = 1.0 if state.loss_scale is None else 1 / state.loss_scale.factor
         rules.estimates = {n: (g * factor).square_().mul_(rules.tokens) for n, g in replica.gradients.items()}
+    return lambda: None
 
 
 def _of_difference(state: State, compute: Callable[[], object], s: float, text: str) -> Callable[[], None]:
@@ -98,11 +98,9 @@ def _of_difference(state: State, compute: Callable[[], object], s: float, text: 
     return complete
 
 
-def _updated(state: State) -> Iterator[tuple[Replica, Rules]]:
-    """The replicas that are trained, with the rules of their updates."""
-    for replica in state.parallel.replicas:
-        assert replica.updater.rules is not None, "only rules average estimates"
-        yield replica, replica.updater.rules
+def _updated(state: State) -> list[tuple[Replica, Rules]]:
+    """The replicas with the rules of their updates."""
+    return [(one, rules) for one in state.parallel.replicas if (rules := one.updater.rules) is not None]
 
 
 def _normal(replica: Replica, name: str, text: str) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fivefold.models.card import Contradiction, card_of, resolve_model
 from fivefold.models.recomputation import budget_of
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
-from fivefold.optim.signs import FISHER, HUTCHINSON
+from fivefold.optim.signs import HUTCHINSON, PASSES
 from fivefold.precision import FIELDS, MASTER, PRECISIONS, Mode
 from fivefold.recipe.messages import short, toml_value
 from fivefold.recipe.schema import Sections
@@ -58,10 +58,6 @@ def _elementwise(recipe: Sections) -> bool:
     return OPTIMIZERS[recipe.optim.name].elementwise
 
 
-def _estimates(recipe: Sections) -> bool:
-    return recipe.optim.estimator not in (None, FISHER)
-
-
 def _value(recipe: Sections, key: str) -> Any:
     return attrgetter(key)(recipe)
 
@@ -103,7 +99,7 @@ REFUSED = (
             "its estimate goes by the tokens of a batch of one size",
             'train.batch_ramp = "", or optim.name = "adamw"'),
     *(
-        Refused("optim.estimator", other, lambda r, wrong=wrong: _estimates(r) and wrong(r), why, nearest)
+        Refused("optim.estimator", other, lambda r, wrong=wrong: r.optim.estimator in PASSES and wrong(r), why, nearest)
         for other, wrong, why, nearest in (
             ("sync.method", _servers, OWN_STEPS, NO_SERVERS),
             ("layout.offload", _streams, "its update runs beside the next step", f'offload = "{NOT_OFFLOADED}"'),
