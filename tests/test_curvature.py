@@ -5,6 +5,7 @@ import torch
 from layouts import compared, tiny
 from marks import slow
 from runs import ranks_of
+from steps import planned, recipe_of
 
 from fivefold.errors import UserError
 from fivefold.kernels.hashing import keys
@@ -12,11 +13,13 @@ from fivefold.kernels.matmul import drawn
 from fivefold.models.hf import hf_config, to_hf
 from fivefold.parallel.mesh import Microbatch
 from fivefold.plan.cluster.clusters import parse
-from fivefold.plan.predict import predict
+from fivefold.plan.messages import volume
+from fivefold.plan.predict import held, predict
 from fivefold.recipe import change, load, resolve
 from fivefold.step import curvature
 from fivefold.step.state import build_state
 from fivefold.step.step import forward_backward, take_step
+from fivefold.trace.step import trace
 
 SOPHIA = ["optim.name=sophia", "precision.mode=fp32", "optim.estimate_every=2"]
 
@@ -163,3 +166,16 @@ def test_an_estimate_is_planned():
     assert drawn_.sent["dp"] == pytest.approx(1.1 * fisher.sent["dp"], rel=1e-6)
     more = drawn_.memory[0].total - fisher.memory[0].total
     assert more == pytest.approx(4 * 6_738_415_616 / 8, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["gnb", "hutchinson"])
+def test_a_step_with_an_estimate_is_traced_as_it_is_planned(estimator):
+    """Every message twice, but for what ranks agree on at its end; the memory of the formula."""
+    sets = ["model.layers=4", "model.dim=256", "model.heads=4", "model.kv_heads=4", "model.seq_len=64"]
+    recipe = recipe_of("llama", "fp32", "dp=2,zero=3", *sets, *SOPHIA, f"optim.estimator={estimator}")
+    s = planned(recipe)
+    step, counted = trace(recipe, 0, s.microbatches), volume.counted(s, 0)
+    twice = {key: (2 * calls, 2 * size) for key, (calls, size) in counted.items() if key[0] != "all_reduce"}
+    assert {key: sent for key, sent in step.sent.items() if key[0] != "all_reduce"} == twice
+    assert held(s)[0].total == pytest.approx(step.memory.total, rel=0.02)

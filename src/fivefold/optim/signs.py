@@ -29,8 +29,7 @@ def sophia(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
     b1, b2 = u.fields["betas"]
     mean, hessian = states["exp_avg"].lerp_(g, 1 - b1), states["hessian"]
     if u.estimate is not None:
-        averaged = hessian.lerp(u.estimate, 1 - b2)
-        hessian.copy_(averaged.where(averaged.isfinite(), hessian))
+        hessian.add_(u.estimate.sub_(hessian).nan_to_num_(0.0, 0.0, 0.0), alpha=1 - b2)
     elif u.fields["estimator"] == FISHER and (u.fresh or u.number % u.fields["estimate_every"] == 0):
         hessian.mul_(b2).addcmul_(g, g, value=(1 - b2) * u.tokens)
     return (mean / (hessian * u.fields["gamma"]).clamp_(min=u.fields["eps"])).clamp_(-1, 1)
