@@ -88,7 +88,6 @@ def _of_difference(state: State, compute: Callable[[], object], s: float, text: 
             weight.copy_(before[name])
         replica.refresh()
         rules.estimates = {name: gradient.clone() for name, gradient in replica.gradients.items()}
-    del kept
 
     def complete() -> None:
         for replica, rules in _updated(state):

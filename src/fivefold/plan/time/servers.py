@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fivefold.optim import update_traffic
 from fivefold.plan.memory import memory
@@ -112,21 +113,17 @@ def sums(s: Setting) -> dict[str, Sums]:
     sizes = [(sum(local[n].size for n in names) * s.states.reduce, 0.0) for names in units(s.card)]
     costs = layers(s, sizes, s.layout.ranks)
 
-    def takes(size: float) -> float:
-        return communication.sum_gradients(size, among, s.cluster, s.layout.all_reduce)
-
     def simulated(order: str, partition: float) -> Sums:
+        takes = partial(communication.sum_gradients, group=among, cluster=s.cluster, by=s.layout.all_reduce)
         return Sums(costs, Line(1.0, 1.0, partition=partition, order=order), takes=takes)
 
     found = {order: simulated(order, math.inf) for order in SUM_ORDERS}
-    cut = (
-        simulated(PRIORITY, part * 2**20) for part in PARTS_MIB
-    )  # small parts are overtaken sooner, and cost more
+    cut = (simulated(PRIORITY, part * 2**20) for part in PARTS_MIB)
     return found | {PRIORITY: min((found[PRIORITY], *cut), key=lambda run: run.seconds)}
 
 
 PARTS_MIB = (2, 8, 32)
-"""Sizes of parts that are tried for sums by priority; ByteScheduler tunes them in the run."""
+"""Sizes of parts that are tried for sums by priority: small ones are overtaken sooner, and cost more."""
 
 
 def layers(w: Setting, sizes: Sequence[tuple[float, float]], ranks: int) -> list[Layer]:

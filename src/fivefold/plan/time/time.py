@@ -120,8 +120,7 @@ def step(s: Setting, shared: Parts | None = None) -> Step:
     apart = stage_costs.outer_seconds(s, inner) / s.replica_groups.every
     seconds = inner + apart
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
-    exposed = {"model": waits[worst] + tensor_sums, "data": data}
-    exposed = {axis: takes * (1 + again) for axis, takes in exposed.items()}
+    exposed = {"model": (waits[worst] + tensor_sums) * (1 + again), "data": data * (1 + again)}
     exposed |= {"replica_groups": apart} if apart else {}
     if not offload.of(s).stays:
         exposed[offload.EXPOSED] = moved
