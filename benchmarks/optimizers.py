@@ -36,6 +36,8 @@ RATES = {
     "adafactor": (5e-3, 1e-2),
     "adamw8bit": (2.5e-3,),
     "sophia": (5e-4, 1e-3),
+    "sophia_gnb": (5e-4,),
+    "sophia_hutchinson": (5e-4,),
     "nadam": (2.5e-3,),
     "radam": (2.5e-3,),
     "adamsage": (2.5e-3,),
@@ -48,6 +50,13 @@ RATES = {
 }
 """Learning rates to try. Weight decay that is added to the gradient is off (COUPLED)."""
 COUPLED = {"sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "radam", "nadam"}
+NAMED = {
+    "sophia_gnb": ["optim.name=sophia", "optim.estimator=gnb"],
+    "sophia_hutchinson": [  # with the gamma of the paper's Sophia-H
+        "optim.name=sophia", "optim.estimator=hutchinson", "optim.gamma=0.01", "precision.mode=fp32",
+    ],
+}  # fmt: skip
+"""Rows that are more than a name of the registry."""
 CHECKS = 20  # validations per run
 
 
@@ -114,7 +123,11 @@ def of(found: dict[str, Any], name: str, steps: int) -> list[dict[str, Any]]:
 
 
 def sets_of(name: str, lr: float) -> list[str]:
-    return [f"optim.name={name}", f"optim.lr={lr}", *(["optim.weight_decay=0.0"] if name in COUPLED else [])]
+    return [
+        *NAMED.get(name, [f"optim.name={name}"]),
+        f"optim.lr={lr}",
+        *(["optim.weight_decay=0.0"] if name in COUPLED else []),
+    ]
 
 
 def run(name: str, lr: float, seed: int, steps: int) -> dict[str, Any]:

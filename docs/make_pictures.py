@@ -91,6 +91,10 @@ COMMANDS = {
         f"draw llama2-13b --cluster h100:1 --layout {OFFLOADED} --out .",
         "offload.svg",
     ),
+    PLAN_FOLDER / "sum_orders.svg": (
+        "draw gpt2-124m --cluster h100:8x1 --layout dp=8 --set train.global_batch_size=8 --out .",
+        "orders.svg",
+    ),
 }
 """Pictures that commands of the lectures' pages draw: (command, the file that it writes)."""
 

@@ -11,6 +11,7 @@ from runs import train_rank
 from steps import Numbers, _state, recipe_of
 
 from fivefold.cli.main import main
+from fivefold.host.devices import CORES, SHEETS
 from fivefold.observe import number_formats
 from fivefold.observe.number_formats import BINS, KINDS, LOWEST, Histogram, from_json
 from fivefold.precision.formats import BLOCKS, E8M0, FORMATS, Format
@@ -174,6 +175,19 @@ def main_ends(arguments: list[str], code: int = 0) -> None:
     assert (ended.value.code or 0) == code
 
 
+def test_cores_multiply_what_data_sheets_have_a_rate_for() -> None:
+    """Each format of an NVIDIA sheet is one of its architecture's; fp64 of Turing and Ada is that of CUDA cores."""
+    nvidia = [sheet for sheet in SHEETS if sheet.maker == "NVIDIA"]
+    assert {sheet.generation for sheet in nvidia} == CORES.keys()
+    for sheet in nvidia:
+        cuda, tensor = (kinds.split(", ") for kinds in CORES[sheet.generation])
+        assert sheet.peak.keys() <= {*cuda, *tensor}, sheet.name
+        assert ("tf32" in sheet.peak) == ("tf32" in tensor), sheet.name
+    for name in ("Turing (2018)", "Ada (2022)"):
+        assert "fp64" in CORES[name][0]
+        assert "fp64" not in CORES[name][1]
+
+
 def test_formats_names_ranges_and_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     main_ends(["formats"])
     out = capsys.readouterr().out
@@ -182,6 +196,7 @@ def test_formats_names_ranges_and_hardware(capsys: pytest.CaptureFixture[str]) -
     assert "fp4 e2m1  Blackwell, Blackwell Ultra, CDNA 4" in out
     main_ends(["formats", "--json"])
     rows = {row["format"]: row for row in json.loads(capsys.readouterr().out)["formats"]}
+    assert "Turing (2018)           fp64, fp32, fp16, int8        fp16, int8, int4" in out
     assert rows["fp16"]["computed_by"][0] == "Pascal (2016)"
     assert rows["bf16"]["computed_by"][0] == "Ampere (2020)"
     assert rows["fp4 e2m1"]["devices"] == ["gb200", "b200", "b300", "mi355x"]

@@ -21,13 +21,14 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, learning_rate
 from fivefold.optim.card import gathered, places, planned_ways, state_bytes, ways
-from fivefold.optim.eight_bit import decode, encode, table
+from fivefold.optim.eight_bit import decode, encode
 from fivefold.optim.muon import orthogonal
 from fivefold.optim.scaling import clip_scale, sum_of_squares
 from fivefold.optim.updater import Updater
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Gathered
 from fivefold.recipe import load, resolve
+from fivefold.schedules.compression.blocks import dynamic
 from fivefold.sharding.layout import Layout, parse
 from fivefold.sharding.matrices import exchanges, sizes_sent
 from fivefold.sharding.parts import boxes, held, local_shape
@@ -277,9 +278,9 @@ def test_moments_of_eight_bits():
     x = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
     for signed in (True, False):
         values = x if signed else x.square()
-        assert len(set(table(signed))) == 256
+        assert len(set(dynamic(signed))) == 256
         codes, scales = torch.zeros(3, 700, dtype=torch.uint8), torch.zeros(3, 3)
-        numbers = torch.tensor(table(signed))
+        numbers = torch.tensor(dynamic(signed))
         encode(values, codes, scales, numbers, lowest=0 if signed else 1)
         found = decode(codes, scales, numbers)
         assert ((found - values).norm() / values.norm()).item() < 0.02

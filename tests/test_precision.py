@@ -27,7 +27,8 @@ from fivefold.optim.scaling import HIGHEST, LOWEST, LossScale
 from fivefold.optim.updater import Rounded, Updater
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import held, predict
-from fivefold.precision import PRECISIONS
+from fivefold.plan.setting import own_states
+from fivefold.precision import DTYPES, PRECISIONS
 from fivefold.recipe import Recipe, change, count_parameters, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Part, boxes, local_shape, whole
@@ -502,3 +503,21 @@ def test_tf32_needs_a_gpu(tmp_path):
     recipe = resolve(recipe, vocab_size=256)
     with pytest.raises(UserError, match=r'Nearest valid: precision\.mode = "fp32"'):
         build_state(recipe, ranks_of(0, 1))
+
+
+def test_bytes_of_recipes_in_8_bits() -> None:
+    """The table of docs/precision.md: each row is the sum of its dtypes, and our modes are what the planner counts."""
+    page = (Path(__file__).parents[1] / "docs" / "precision.md").read_text(encoding="utf-8")
+    table = page.split("## Bytes of recipes in 8 bits")[1].split("|---|---|---|---|---|---|---|---|---|\n")[1]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n\n")[0].splitlines()]
+    assert len(rows) == 8
+    modes = 0
+    for name, matmuls, *kept, total, _ in rows:
+        names = [dtype for cell in kept for dtype in cell.split(" + ") if dtype != "-"]
+        assert sum(DTYPES[dtype].bytes for dtype in names) == float(total), name
+        if (mode := PRECISIONS.get(name.strip("`"))) is not None:
+            modes += 1
+            states, card = own_states(mode.name), kept_in(OPTIMIZERS["adamw"], mode, "nearest")
+            assert states.working + states.master + states.gradient + card.bytes == float(total), name
+            assert matmuls == mode.rate
+    assert modes == 3

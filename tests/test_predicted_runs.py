@@ -13,7 +13,7 @@ from fivefold.cli.draw import of_run
 from fivefold.observe import memory_picture
 from fivefold.observe.prediction import rows
 from fivefold.plan.cluster.measured import assumed_table
-from fivefold.recipe import Recipe, load
+from fivefold.recipe import Recipe, flops_per_token, load, resolve
 from fivefold.train import prediction
 from fivefold.train.job import Job
 
@@ -65,6 +65,25 @@ def test_memory_and_bytes_are_those_predicted(tmp_path: Path, layout: str, mode:
     text, pictures = of_run(out)
     assert "step 2, rank 0: peak" in text
     assert list(pictures) == ["memory"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "none"])
+def test_hfu_stands_beside_mfu_where_blocks_are_recomputed(tmp_path: Path, recompute: str) -> None:
+    """The blocks' forward runs twice: of 4 blocks with 4/3 of the FLOPs that the model has, and an output layer."""
+    small = ["observe.memory_step=0", "train.steps=2", "train.val_sequences=1", "train.sample_tokens=1"]
+    recipe, out = recipe_of(tmp_path, f"dp=1,recompute={recompute}", *small), tmp_path / "run"
+    assert train_rank(0, 1, recipe, out) is None
+    (mfu, _), hfu = lines(out, "mfu"), lines(out, "hfu")
+    report = (out / "report.html").read_text()
+    if recompute == "none":
+        assert hfu == []
+        assert ">HFU<" not in report
+        return
+    seen = flops_per_token(resolve(recipe, vocab_size=257).model)
+    head = 6 * 96 * 257
+    assert hfu[0] / mfu == pytest.approx(1 + (seen - head) / seen / 3, rel=0.01)
+    assert ">HFU<" in report
 
 
 @pytest.mark.slow

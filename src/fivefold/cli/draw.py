@@ -39,7 +39,7 @@ def draw(
         Path | None,
         option(
             "DIR",
-            "Also write the pictures to DIR: layout, schedule, context, timeline, offload, memory, workers.svg.",
+            "Also write the pictures to DIR: layout, schedule, context, timeline, offload, orders, memory, workers.",
         ),
     ] = None,
     cluster: Annotated[
@@ -168,8 +168,8 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
         words += f", {DRAWN} of {most} microbatches of a step of {plan.step.seconds:.4g} s"
     text = f"\n{words}: {summary(drawn)}\n{step_text(drawn, options.columns(40, 160, 48))}{LEGEND}\n"
     picture = step_svg([(words, drawn)], f"{title}: computing and messages")
-    more, pictures = offloaded(found, title)
-    return text + more, {"timeline": picture} | pictures
+    ways, orders = offloaded(found, title), ordered(found, title)
+    return text + ways[0] + orders[0], {"timeline": picture} | ways[1] | orders[1]
 
 
 def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
@@ -185,6 +185,22 @@ def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
     for (name, line), way in zip(lines, found, strict=True):
         text += f"  {name}, {line.seconds:.3g} s{' (the trainer)' * WAYS[way].runs}\n"
     return text, {"offload": step_svg(lines, f"{title}: updates on the host, a step of one microbatch")}
+
+
+def ordered(s: Setting, title: str) -> tuple[str, dict[str, str]]:
+    """(text, picture) of two planned steps in each order of gradient sums; neither where replicas sum nothing."""
+    from fivefold.observe.timelines import rows_of, workers_svg
+    from fivefold.plan.time.servers import sums
+    from fivefold.schedules.priority import SUM_ORDERS
+
+    if not (runs := sums(s)):
+        return "", {}
+    rows = {SUM_ORDERS[o]: rows_of(run.events, run.ends[-3], run.ends[-1]) for o, run in runs.items()}
+    text = "orders of gradient sums, seconds per step by the simulator:\n"
+    text += "".join(f"  {SUM_ORDERS[order]:36}{run.seconds:9.4g}\n" for order, run in runs.items())
+    text += f"  {'ideal: everything overlaps':36}{next(iter(runs.values())).ideal:9.4g}\n"
+    shown = {name: {row: boxes for row, boxes in found.items() if boxes} for name, found in rows.items()}
+    return text, {"orders": workers_svg(shown, f"{title}: two steps by the order of gradient sums")}
 
 
 def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:

@@ -102,7 +102,7 @@ def _shifted(x: Tensor, by: int) -> Tensor:
 
 
 class BlockSum(CompressedSum):
-    """int8, int4 and 1-bit sums. Legend: n ranks; C blocks of a chunk; B elements of a block; R bytes of an encoded
+    """Sums with a scale per block. Legend: n ranks; C blocks of a chunk; B elements of a block; R bytes of an encoded
     chunk.
 
     The residual of a rank's own chunk is what the encoded sum left out (1-bit Adam's "server error"), that of the
@@ -113,7 +113,9 @@ class BlockSum(CompressedSum):
         self.blocks, self.C, n, B = blocks, blocks.chunk(shapes, axis.size), axis.size, blocks.block
         self.starts, padded = blocks.starts(shapes), n * self.C * B
         self.quantizer = (
-            Quantizer(blocks.bits, B, [self.C * B], axis.device) if blocks.bits in LARGEST else None
+            Quantizer(blocks.bits, B, [self.C * B], axis.device, blocks.levels)
+            if blocks.bits in LARGEST
+            else None
         )
         self.residual = torch.zeros(padded, device=axis.device)
         spans = zip(self.starts, self.sizes, strict=False)

@@ -187,6 +187,18 @@ SHEETS = (
     ),
 )  # fmt: skip
 """Of two that fit a device's name, the first counts."""
+CORES = {
+    _PASCAL: ("fp64, fp32, fp16", ""),
+    _VOLTA: ("fp64, fp32, fp16, int8", "fp16"),
+    _TURING: ("fp64, fp32, fp16, int8", "fp16, int8, int4"),
+    _AMPERE: ("fp64, fp32, bf16, fp16, int8", "fp64, tf32, bf16, fp16, int8, int4"),
+    _ADA: ("fp64, fp32, bf16, fp16, int8", "tf32, bf16, fp16, fp8, int8, int4"),
+    _HOPPER: ("fp64, fp32, bf16, fp16, int8", "fp64, tf32, bf16, fp16, fp8, int8"),
+    _BLACKWELL: ("fp64, fp32, bf16, fp16", "fp64, tf32, bf16, fp16, fp8, fp6, fp4, int8"),
+    _ULTRA: ("fp64, fp32, bf16, fp16", "fp64, tf32, bf16, fp16, fp8, fp6, fp4, int8"),
+}
+"""What CUDA cores and what tensor cores of NVIDIA's architectures multiply: its page on tensor cores, and its papers on
+Pascal (GP100) and Ada. Numbers of 1 bit are left out."""
 BY_NAME = {sheet.name: sheet for sheet in SHEETS}
 
 

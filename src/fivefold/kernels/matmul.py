@@ -30,9 +30,14 @@ from torch.autograd.function import once_differentiable
 from fivefold.host.machine import has_cpu_fp16
 from fivefold.kernels import native, sizes
 from fivefold.kernels.elementwise import add_gradient
+from fivefold.kernels.hashing import chunk_on, hash_
 from fivefold.kernels.native import INPUT_GRADIENT, OUTPUT, PRODUCTS, WEIGHT_GRADIENT, onednn_linear
 from fivefold.kernels.rounded import RoundedMatmuls
+from fivefold.precision.card import MOST_IDS
 from fivefold.sharding.units import LOSS_STATISTICS
+
+Keys = tuple[int, int]
+"""Of the hash that draws (hashing.py)."""
 
 
 def linear(
@@ -189,14 +194,21 @@ def wide(x: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, z_loss: float = 0.0
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    z_loss: float = 0.0,
+    drawing: Keys | None = None,
 ) -> Tensor:
     """Mean over targets >= 0 of the cross-entropy of x @ weight.T + bias, in fp32, plus z_loss * log-sum-exp^2.
 
     x (N, D), weight (V, D), targets (N) int64 with -100 for "not counted", bias (V) or None. Returns a scalar; 0
-    where no target counts.
+    where no target counts. drawing: the targets are numbers of tokens, whose labels the model draws (`drawn`).
     """
-    return _LinearCrossEntropy.apply(x, weight, targets.long(), bias, torch.is_grad_enabled(), z_loss)
+    return _LinearCrossEntropy.apply(
+        x, weight, targets.long(), bias, torch.is_grad_enabled(), z_loss, drawing
+    )
 
 
 class _LinearCrossEntropy(Function):
@@ -209,12 +221,17 @@ class _LinearCrossEntropy(Function):
         bias: Tensor | None,
         gradients: bool,
         z_loss: float,
+        drawing: Keys | None,
     ) -> Tensor:
         assert targets.shape == x.shape[:1], "one target a row"
-        assert_on_device((targets < len(weight)).all(), "a target beyond the vocabulary")
+        if drawing is None:
+            assert_on_device((targets < len(weight)).all(), "a target beyond the vocabulary")
 
         def chunk(part: slice, losses: Tensor, scale: Tensor) -> Tensor:
-            return loss_and_gradient(linear(x[part], weight, bias), targets[part], losses, scale, z_loss)
+            logits, labels = linear(x[part], weight, bias), targets[part]
+            if drawing is not None:
+                labels = labels.where(labels < 0, drawn(logits, labels, drawing)[1])
+            return loss_and_gradient(logits, labels, losses, scale, z_loss)
 
         loss, dx, dweight, dbias = mean_by_chunks(ctx, x, weight, targets, bias, gradients, chunk)
         ctx.save_for_backward(dx, dweight, dbias)
@@ -230,7 +247,27 @@ class _LinearCrossEntropy(Function):
             if gradient is not None:
                 gradient.mul_(factor)
         dweight = None if dweight is None else dweight.to(ctx.dtypes[0])
-        return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None, None
+        return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None, None, None
+
+
+def drawn(logits: Tensor, tokens: Tensor, key: Keys, first: int = 0) -> tuple[Tensor, Tensor]:
+    """The largest logit plus Gumbel noise of each row, (n) fp32, and its number in the vocabulary, (n) int64. Over the
+    whole vocabulary that number is a draw from the softmax (Gumbel, 1954; Maddison et al., arXiv 1411.0030).
+
+    logits (n, V): columns from `first` on. tokens (n) int64: the noise depends on (key, token, column) alone, so every
+    layout draws the same labels, unless rounding decides between two sums that are almost equal.
+    """
+    best, labels = logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(tokens)
+    columns = torch.arange(first, first + logits.shape[1], device=logits.device)
+    rows = max(1, chunk_on(logits.device) // max(1, logits.shape[1]))
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        bits = hash_(tokens[part, None].clamp(min=0) * MOST_IDS + columns, *key)
+        uniform = (bits >> 32).bitwise_and_(0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32)  # (0, 1]
+        noise = uniform.neg_().log1p_().neg_().log_()  # of an exponential variable: minus Gumbel's
+        best[part], index = (logits[part].float() - noise).max(1)
+        labels[part] = index + first
+    return best, labels
 
 
 def mean_by_chunks(

@@ -120,10 +120,13 @@ def power_of_two(largest: Tensor, form: Format) -> Tensor:
 class Quantizer:
     """Encodes rows of several parameters. Each parameter begins a new block, so no two share a scale.
 
-    sizes: elements of each parameter in a row. Missing elements of a last block are zeros, which travel, too.
+    sizes: elements of each parameter in a row. Missing elements of a last block are zeros, which travel, too. levels:
+    see `schedules.compression.blocks.Blocks`.
     """
 
-    def __init__(self, bits: int, block: int, sizes: Sequence[int], device: torch.device):
+    def __init__(
+        self, bits: int, block: int, sizes: Sequence[int], device: torch.device, levels: Sequence[float] = ()
+    ):
         assert block <= LONGEST, f"blocks of {block} elements: native.c takes {LONGEST}"
         self.bits, self.B, ends = bits, block, list(accumulate(sizes))
         firsts = [
@@ -134,10 +137,11 @@ class Quantizer:
         self.starts = to_device(torch.tensor([*firsts, self.S]), device)  # (C + 1)
         self.numbers = self.C * block * bits // 8  # bytes
         self.R = self.numbers + 4 * self.C
+        self.levels = to_device(torch.tensor(levels, dtype=torch.float32), device) if levels else None
 
     def encode(self, x: Tensor, out: Tensor) -> None:
         """(r, S) -> (r, R), uint8. The last dims are contiguous. A number that is not finite makes its block NaN."""
-        if x.device.type == "cpu" and native.usable(x):
+        if self.levels is None and x.device.type == "cpu" and native.usable(x):
             native.call(
                 "quantize", x.dtype, x, x.stride(0), self.starts, out, out.stride(0), len(x), self.C, self.B, self.bits
             )  # fmt: skip
@@ -146,14 +150,19 @@ class Quantizer:
         if not self.whole:
             blocks[:, self._places()] = x.float()
         blocks, (numbers, scales) = blocks.unflatten(1, (self.C, self.B)), self._parts(out)
-        # The largest element becomes the largest whole number.
-        scales.copy_(blocks.abs().amax(-1)).mul_(1 / LARGEST[self.bits])
-        rounded = (blocks / scales.clamp(min=1e-38)[..., None]).round_().to(torch.int8)
+        # The largest element becomes the largest whole number, or the last level.
+        scales.copy_(blocks.abs().amax(-1)).mul_(1 if self.levels is not None else 1 / LARGEST[self.bits])
+        shares = blocks / scales.clamp(min=1e-38)[..., None]
+        if self.levels is None:
+            codes = shares.round_().to(torch.int8).view(torch.uint8)
+        else:
+            middles = (self.levels[1:] + self.levels[:-1]) / 2
+            codes = torch.bucketize(shares, middles, out_int32=True).to(torch.uint8)
         if self.bits == 8:
-            numbers.view(torch.int8).copy_(rounded)
+            numbers.copy_(codes)
             return
         # Element i of a block shares a byte with element i + B / 2, so that whole halves are packed at once.
-        low, high = rounded.view(torch.uint8).chunk(2, -1)
+        low, high = codes.chunk(2, -1)
         numbers.copy_(low & 15).bitwise_or_(high << 4)
 
     def encoded(self, x: Tensor) -> Tensor:
@@ -164,16 +173,20 @@ class Quantizer:
 
     def decode(self, encoded: Tensor, out: Tensor, add: bool = False) -> None:
         """(r, R) -> (r, S), in the dtype of `out`, or added to it."""
-        if out.device.type == "cpu" and native.usable(out):
+        if self.levels is None and out.device.type == "cpu" and native.usable(out):
             native.call(
                 "dequantize", out.dtype, out, out.stride(0), self.starts, encoded, encoded.stride(0), len(out), self.C,
                 self.B, self.bits, int(add),
             )  # fmt: skip
             return
         numbers, scales = self._parts(encoded)
-        signed = numbers.view(torch.int8)
-        if self.bits == 4:
-            signed = torch.cat([(numbers << 4).view(torch.int8) >> 4, signed >> 4], -1)
+        if self.levels is not None:
+            codes = torch.cat([numbers & 15, numbers >> 4], -1) if self.bits == 4 else numbers
+            signed = self.levels.index_select(0, codes.flatten().int()).view(codes.shape)
+        elif self.bits == 4:
+            signed = torch.cat([(numbers << 4).view(torch.int8) >> 4, numbers.view(torch.int8) >> 4], -1)
+        else:
+            signed = numbers.view(torch.int8)
         decoded = (signed * scales[..., None]).flatten(1)  # (r, C, B) -> (r, C B)
         decoded = decoded if self.whole else decoded[:, self._places()]
         out.add_(decoded) if add else out.copy_(decoded)

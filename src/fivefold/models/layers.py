@@ -164,20 +164,26 @@ class Output(nn.Module):
     computed in chunks, so that the logits never exist as a whole.
 
     Tensor parallelism replaces it by a module that works on a part of the vocabulary. z_loss: the factor of the squared
-    log-sum-exp in the training loss.
+    log-sum-exp in the training loss. drawing: while it is set, targets are numbers of tokens, and the loss is that of
+    labels which the model draws for them (`matmul.drawn`), without z_loss.
     """
 
     z_loss: float = 0.0
+    drawing: matmul.Keys | None = None
 
     def forward(
         self, x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, bias_V: Tensor | None = None
     ) -> Tensor:
         if targets_BT is None:
             return matmul.linear(x_BTD, weight_VD, bias_V).float()
-        z_loss = self.z_loss * self.training
         return matmul.linear_cross_entropy(
-            x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, z_loss
+            x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, self.z_factor, self.drawing
         )
+
+    @property
+    def z_factor(self) -> float:
+        """The factor of the squared log-sum-exp in this pass."""
+        return self.z_loss if self.training and self.drawing is None else 0.0
 
 
 def rope_table(

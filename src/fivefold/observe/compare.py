@@ -46,6 +46,7 @@ FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "train_s": ("Time", duration),
     "tokens_per_s": ("Tokens/s", short_number),
     "mfu": ("MFU", lambda v: f"{100 * v:.1f}%"),
+    "hfu": ("HFU", lambda v: f"{100 * v:.1f}%"),
     "peak_memory_bytes": ("Memory", size),
 }
 """Of a run, in the table: its title, and how it is shown."""

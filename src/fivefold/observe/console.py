@@ -48,7 +48,7 @@ def quietly(how: str) -> Iterator[None]:
 
 
 # The fields that a narrow terminal drops first.
-_LEAST_IMPORTANT = ("wait", "mem", "norm", "lr", "mfu", "eta", "speed")
+_LEAST_IMPORTANT = ("wait", "mem", "norm", "lr", "hfu", "mfu", "eta", "speed")
 
 
 class Console:
@@ -193,6 +193,7 @@ class Console:
             ("skipped_steps", "skipped", lambda v: f"skipped {v:.0f}"),
             ("tokens_per_s", "speed", lambda v: f"{short_number(v):>6} tok/s"),
             ("mfu", "mfu", lambda v: f"mfu {100 * v:4.1f}%"),
+            ("hfu", "hfu", lambda v: f"hfu {100 * v:4.1f}%"),
             ("peak_memory_bytes", "mem", lambda v: f"mem {size(v):>8}"),
         ):
             if metrics.get(key) is not None:
@@ -259,6 +260,7 @@ def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("val_bits_per_byte", "bits per byte", lambda v: f"{v:.4f}" + best(v, "best_val_bits_per_byte")),
         ("tokens_per_s", "tokens/s", short_number),
         ("mfu", "MFU", lambda v: f"{100 * v:.1f}%" + (f" ({BUSY})" if "peak_share" in figures else "")),
+        ("hfu", "HFU", lambda v: f"{100 * v:.1f}% (all FLOPs that were computed)"),
         ("data_wait", "data wait", lambda v: f"{100 * v:.2f}% of the time"),
         ("peak_memory_bytes", "peak memory", size),
         ("loss_scale", "loss scale", lambda v: f"2^{math.log2(v):.0f}"),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fivefold.draw.canvas import Canvas
 from fivefold.errors import UserError
 from fivefold.files import read_json, understood
-from fivefold.host.devices import SHEETS
+from fivefold.host.devices import CORES, SHEETS
 from fivefold.observe.format import aligned
 from fivefold.observe.metrics import write_trace
 from fivefold.precision import PRECISIONS
@@ -74,7 +74,9 @@ def to_text() -> str:
         mode = ", ".join(modes(form)) or "shown, not trained"
         devices = ", ".join(name.partition(" (")[0] for name in generations(form))
         computed.append([form.name, devices, mode])
-    return "\n\n".join("\n".join(aligned(part)) for part in (rows, scaled, computed)) + "\n"
+    cores = [["architecture", "CUDA cores multiply", "tensor cores multiply"]]
+    cores += [[name, *(kinds or "(none)" for kinds in pair)] for name, pair in CORES.items()]
+    return "\n\n".join("\n".join(aligned(part)) for part in (rows, scaled, computed, cores)) + "\n"
 
 
 KINDS = ("weights", "activations", "activation gradients", "weight gradients")

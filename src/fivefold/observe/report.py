@@ -138,6 +138,7 @@ def _headline(figures: Mapping[str, Any]) -> str:
         ("train_s", "Time in steps", duration, ""),
         ("tokens_per_s", "Tokens per second", short_number, "median"),
         ("mfu", "MFU", lambda v: f"{100 * v:.1f}%", BUSY if "peak_share" in figures else "of the dense peak"),
+        ("hfu", "HFU", lambda v: f"{100 * v:.1f}%", "all FLOPs that were computed"),
         ("peak_memory_bytes", "Peak memory", size, ""),
         ("noise_scale", "Noise scale", short_number, "tokens, about the critical batch size"),
         ("data_wait", "Waiting for data", lambda v: f"{100 * v:.2f}%", "of the time"),

@@ -44,7 +44,7 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     steps, tokens; train_s (time in steps); loss (mean over the last 5% of the steps, 1 to 100 of them),
     val_loss (last), best_val_loss, best_val_step, val_bits_per_byte (last), best_val_bits_per_byte,
     val_losses (last, by validation set, if there are several), source_tokens (last, by source of a mixture),
-    tokens_per_s and mfu (medians, after the first tenth of the steps, where caches and compilers warm up),
+    tokens_per_s, mfu and hfu (medians, after the first tenth of the steps, where caches and compilers warm up),
     peak_share (last: the share of the cores' time that MFU's peak was measured with, if others took the rest),
     data_wait (share of the time in steps), noise_scale (last; in tokens), loss_scale and skipped_steps (last), faults
     (`faults.counts`), alarms (step, text), peak_memory_bytes, nonfinite (number of steps whose loss is NaN or
@@ -70,7 +70,7 @@ def summarize(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
             figures[f"best_{key}"], best_step = min(pairs)
             if key == "val_loss":
                 figures["best_val_step"] = best_step
-    for key in ("tokens_per_s", "mfu"):
+    for key in ("tokens_per_s", "mfu", "hfu"):
         if values := finite(column(lines, key)[1]):
             figures[key] = median(values[len(values) // 10 :])
     if shares := column(lines, "peak_share")[1]:

@@ -40,6 +40,7 @@ TAGS = {
     "data_wait_s": "speed/data_wait_s",
     "tokens_per_s": "speed/tokens_per_s",
     "mfu": "speed/mfu",
+    "hfu": "speed/hfu",
     "noise_scale": "train/noise_scale",
     "loss_scale": "train/loss_scale",
     "skipped_steps": "train/skipped_steps",

@@ -46,7 +46,8 @@ class Update:
     optimizer has begun, from 0, skipped ones included: the host knows it. fresh: True if the states were just made, all
     zeros. lr: the learning rate. compute: the dtype in which the model computes. fields: the card's. tokens: how
     many losses of the batch its mean gradient is of. weight: the master, if the rule's card needs elements only.
-    constants: see `constant`; the same in all updates of an optimizer.
+    constants: see `constant`; the same in all updates of an optimizer. estimate: of the Hessian's diagonal in this
+    step, if its passes made one.
     """
 
     step: Tensor
@@ -58,6 +59,7 @@ class Update:
     tokens: int = 1
     weight: Tensor | None = None
     constants: dict[Any, Tensor] = field(default_factory=dict)
+    estimate: Tensor | None = None
 
     def constant(self, values: tuple[float, ...], device: torch.device) -> Tensor:
         """These numbers in the device's memory, in fp32. They are copied there once: a copy waits for the device."""

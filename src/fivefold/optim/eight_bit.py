@@ -7,10 +7,9 @@ rows, so ranks that keep rows keep whole blocks. Vectors have fp32 moments.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from fivefold.optim.adamw import ADAMW
 from fivefold.optim.card import CODES, OptimizerCard, OptimizerState, Tensor, Update
+from fivefold.schedules.compression.blocks import dynamic
 from fivefold.sharding.parts import Shape
 
 BLOCK = 256
@@ -18,28 +17,13 @@ BLOCK = 256
 
 def adamw8bit(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
     (b1, b2), t = u.fields["betas"], u.step
-    signed, unsigned = (u.constant(table(signs), g.device) for signs in (True, False))
+    signed, unsigned = (u.constant(dynamic(signs), g.device) for signs in (True, False))
     mean = decode(states["mean_codes"], states["mean_scales"], signed).lerp_(g, 1 - b1)
     square = decode(states["square_codes"], states["square_scales"], unsigned)
     square.mul_(b2).addcmul_(g, g, value=1 - b2)
     encode(mean, states["mean_codes"], states["mean_scales"], signed)
     encode(square, states["square_codes"], states["square_scales"], unsigned, lowest=1)
     return mean.div_(1 - b1**t).div_(square.div_(1 - b2**t).sqrt_().add_(u.fields["eps"]))
-
-
-@lru_cache(maxsize=2)
-def table(signed: bool) -> tuple[float, ...]:
-    """The 256 values of a code, ascending, from -1 or 0 to 1: a power of ten times a linear fraction. The larger the
-    power, the more fractions."""
-    values, bits = [0.0, 1.0], 6 if signed else 7
-    for power in range(bits + 1):  # 1, 2, 4, ... 2^bits fractions, in the middle of equal parts of [0.1, 1]
-        parts = 2**power
-        middles = (0.1 + 0.9 * (i + 0.5) / parts for i in range(parts))
-        values += [10.0 ** (power - bits) * middle for middle in middles]
-    if signed:
-        return tuple(sorted(values + [-value for value in values[2:]]))
-    values.sort()
-    return (0.0, *values[2:])  # one too many: the smallest
 
 
 def decode(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:

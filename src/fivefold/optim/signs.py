@@ -1,14 +1,18 @@
 """Steps whose elements are limited to the learning rate: Lion (arXiv 2302.06675) and Sophia (arXiv 2305.14342).
 
-Sophia divides momentum by an estimate of the Hessian's diagonal. The paper's estimators need a further backward pass of
-their own every few steps: of labels that the model draws (Gauss-Newton-Bartlett), or a Hessian-vector product
-(Hutchinson). Here the estimate is that of the step's own gradient with the true labels, tokens x g^2, which the paper
-compares as the empirical Fisher. It needs no further pass and no random numbers, so it is the same in every layout.
+Sophia divides momentum by an estimate of the Hessian's diagonal. The paper's estimators need a further forward and
+backward every few steps: of labels that the model draws (Gauss-Newton-Bartlett), or for a Hessian-vector product
+(Hutchinson). step/curvature.py computes them. The empirical Fisher, which the paper compares, is tokens x g^2 of the
+step's own gradient with the true labels: it needs no further pass.
 """
 
 from __future__ import annotations
 
 from fivefold.optim.card import OptimizerCard, OptimizerState, Tensor, Update
+
+FISHER, LABELS, HUTCHINSON = "fisher", "gnb", "hutchinson"
+PASSES = LABELS, HUTCHINSON
+"""The values of `optim.estimator`; those that take another forward and backward."""
 
 
 def lion(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
@@ -20,12 +24,15 @@ def lion(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
 
 
 def sophia(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
-    """Momentum over curvature, each element limited to 1."""
+    """Momentum over curvature, each element limited to 1 (algorithm 3). An estimate that is not finite, as of an
+    overflow in fp16, leaves the average as it is."""
     b1, b2 = u.fields["betas"]
-    mean = states["exp_avg"].lerp_(g, 1 - b1)
-    if u.fresh or u.number % u.fields["estimate_every"] == 0:
-        states["hessian"].mul_(b2).addcmul_(g, g, value=(1 - b2) * u.tokens)
-    return (mean / (states["hessian"] * u.fields["gamma"]).add_(u.fields["eps"])).clamp_(-1, 1)
+    mean, hessian = states["exp_avg"].lerp_(g, 1 - b1), states["hessian"]
+    if u.estimate is not None:
+        hessian.add_(u.estimate.sub_(hessian).nan_to_num_(0.0, 0.0, 0.0), alpha=1 - b2)
+    elif u.fields["estimator"] == FISHER and (u.fresh or u.number % u.fields["estimate_every"] == 0):
+        hessian.mul_(b2).addcmul_(g, g, value=(1 - b2) * u.tokens)
+    return (mean / (hessian * u.fields["gamma"]).clamp_(min=u.fields["eps"])).clamp_(-1, 1)
 
 
 CARDS = (
@@ -40,10 +47,16 @@ CARDS = (
     ),
     OptimizerCard(
         "sophia",
-        source="arXiv 2305.14342, empirical Fisher",
+        source="arXiv 2305.14342",
         rule=sophia,
         usual_lr=(1e-6, 0.01),
-        fields={"betas": (0.965, 0.99), "eps": 1e-15, "gamma": 0.05, "estimate_every": 10},
+        fields={
+            "betas": (0.965, 0.99),
+            "eps": 1e-15,
+            "gamma": 0.05,
+            "estimator": FISHER,
+            "estimate_every": 10,
+        },
         states=(OptimizerState("exp_avg"), OptimizerState("hessian")),
         second_moment="hessian",
         reads=2.0,

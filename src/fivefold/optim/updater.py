@@ -46,7 +46,8 @@ class Rules:
     """The optimizer of a card with a rule, over some masters.
 
     decays: weight decay of each. gathering: None: every parameter is whole, or needs nothing. states: of each
-    parameter, by name; empty before the first step. number: see `Update`.
+    parameter, by name; empty before the first step. number: see `Update`. estimates: of the Hessian's diagonal by
+    parameter, while a step has them (step/curvature.py).
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Rules:
         self.states: dict[str, dict[str, Tensor]] = {}
         self.number = 0
         self.constants: dict[Any, Tensor] = {}
+        self.estimates: Mapping[str, Tensor] = {}
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], rates: Mapping[str, float], skip: Tensor | None) -> None:
@@ -99,8 +101,9 @@ class Rules:
         if weight is not None and self.card.coupled and self.decays[name]:
             gradient = gradient.add(weight, alpha=self.decays[name])
         update = Update(
-            step, self.number, fresh, lr, self.compute, self.fields, self.tokens, weight, self.constants
-        )
+            step, self.number, fresh, lr, self.compute, self.fields, self.tokens, weight, self.constants,
+            self.estimates.get(name),
+        )  # fmt: skip
         assert self.card.rule is not None
         direction = self.card.rule(gradient, states, update)
         for key, old in before.items():
@@ -230,7 +233,7 @@ class Updater:
 
     def _count(self) -> None:
         if self.rules is not None:
-            self.rules.number += 1
+            self.rules.number, self.rules.estimates = self.rules.number + 1, {}
         if self.rounder is not None:
             self.rounder.steps += 1
 

@@ -294,8 +294,8 @@ class VocabularyOutput(Output):
         if axis.sp:  # targets follow the order of the pieces, which saves copies of x
             axis = replace(axis, ordered=False)
             targets = torch.cat(targets.chunk(axis.size, dim=1))  # (tp B, t)
-        z_loss = self.z_loss * self.training
-        return _Loss.apply(x, weight_vD, targets, bias_v, axis, torch.is_grad_enabled(), z_loss)
+        grad = torch.is_grad_enabled()
+        return _Loss.apply(x, weight_vD, targets, bias_v, axis, grad, self.z_factor, self.drawing)
 
 
 class _Loss(Function):
@@ -313,15 +313,19 @@ class _Loss(Function):
         axis: TensorAxis,
         grad: bool,
         z_loss: float,
+        drawing: matmul.Keys | None,
     ) -> Tensor:
         whole = axis.start_whole(x)().contiguous()  # (B, T, D) or (tp B, t, D)
         x_ND, targets_N = whole.flatten(0, 1), targets.flatten()
         v, first = len(weight), axis.index * len(weight)
-        assert_on_device((targets_N < v * axis.size).all(), "a target beyond the vocabulary")
+        if drawing is None:
+            assert_on_device((targets_N < v * axis.size).all(), "a target beyond the vocabulary")
         ctx.dx, ctx.gone = (lambda: torch.zeros_like(x)) if ctx.needs_input_grad[0] and grad else None, False
 
         def chunk(part: slice, losses: Tensor, scale: Tensor) -> Tensor:
             logits, targets = matmul.linear(x_ND[part], weight, bias), targets_N[part].contiguous()
+            if drawing is not None:
+                targets = targets.where(targets < 0, _drawn(logits, targets, drawing, first, axis))
             statistics = axis.axis.run(STATISTICS, vocabulary_statistics(logits, targets, first))  # (tp 3, n)
             lse, loss = vocabulary_loss(statistics.view(axis.size, LOSS_STATISTICS, -1))
             gradient, counted = vocabulary_gradient(logits, targets, lse, first, scale), targets >= 0
@@ -354,4 +358,12 @@ class _Loss(Function):
         ctx.dx = None  # the loss keeps this context, and so the gradient, until the next loss
         ctx.gone = True
         dx, dweight, dbias = (None if g is None else (g * factor).to(ctx.dtype) for g in found)
-        return dx, dweight, None, dbias, None, None, None
+        return dx, dweight, None, dbias, None, None, None, None
+
+
+def _drawn(logits: Tensor, tokens: Tensor, key: matmul.Keys, first: int, axis: TensorAxis) -> Tensor:
+    """The labels (n) of `matmul.drawn` over the vocabulary of all ranks. fp32 holds every number of it."""
+    highest, numbers = matmul.drawn(logits, tokens, key, first)
+    own = torch.stack([highest, numbers.float()])  # (2, n)
+    best, labels = axis.axis.run(STATISTICS, own).view(axis.size, 2, -1).unbind(1)
+    return labels.gather(0, best.argmax(0, keepdim=True))[0].long()

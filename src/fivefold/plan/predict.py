@@ -13,6 +13,7 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.recomputation import budget_of
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, kept_in
+from fivefold.optim.signs import PASSES
 from fivefold.plan.cluster.clusters import of_gpu, parse
 from fivefold.plan.cluster.devices import Cluster, of_table
 from fivefold.plan.cluster.measured import load as load_table
@@ -124,9 +125,14 @@ class Plan:
         return self.model_flops_per_gpu / s.cluster.device.peak[s.rate]
 
     @cached_property
+    def executed(self) -> float:
+        """FLOPs that are executed per FLOP of the model: with those that backward repeats, and those of estimates."""
+        return (1 + recomputed(self.setting)) * (1 + self.setting.software.estimates)
+
+    @property
     def hfu(self) -> float:
-        """MFU with the FLOPs that backward repeats (hardware FLOPs utilisation: PaLM, arXiv 2204.02311, appendix B)."""
-        return self.mfu * (1 + recomputed(self.setting))
+        """MFU of the FLOPs that are executed (hardware FLOPs utilisation: PaLM, arXiv 2204.02311, appendix B)."""
+        return self.mfu * self.executed
 
     @property
     def attention(self) -> str:
@@ -299,6 +305,8 @@ def resolved(recipe: Recipe) -> Recipe:
 def for_recipe(software: Software, recipe: Recipe) -> Software:
     """The software with a recipe's optimizer states and its dtype for sending gradients."""
     card, states = OPTIMIZERS[recipe.optim.name], dict[str, States]()
+    passes = (recipe.optim.estimator in PASSES) / (recipe.optim.estimate_every or 1)
+    estimate = DTYPES[MASTER].bytes if passes else 0.0
     rounded = [state for state in card.states if state.dtype == MASTER]
     for name, plain in software.states.items():
         mode = PRECISIONS[name]
@@ -311,8 +319,8 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
         # of master, gradient, states
         copied = DTYPES[MASTER].bytes * (2 + len(rounded)) if mode.rounds else 0.0
         reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
-        states[name] = replace(plain, reduce=reduce, moments=moments, copied=copied)
-    return replace(software, states=states, optimizer=card.name)
+        states[name] = replace(plain, reduce=reduce, moments=moments, copied=copied, estimate=estimate)
+    return replace(software, states=states, optimizer=card.name, estimates=passes)
 
 
 def with_load(software: Software, model: ModelSection, load: float | None) -> Software:

@@ -136,7 +136,8 @@ class States:
     moments: the optimizer's states, by its card; what some parameters have more is in `uneven_states`. gradient:
     the sum over microbatches. reduce: bytes per element of a gradient message. cast: under ZeRO, working weights exist
     only gathered, cast from the masters (FSDP2), and whole gradients only while microbatches add up. copied:
-    fp32 copies of what an update rounds (optim/updater.py), of a few parameters at a time.
+    fp32 copies of what an update rounds (optim/updater.py), of a few parameters at a time. estimate: of the curvature,
+    from the passes that estimate it to the update.
     """
 
     working: float = DTYPES["bf16"].bytes
@@ -146,6 +147,7 @@ class States:
     reduce: float = DTYPES[MASTER].bytes
     cast: bool = False
     copied: float = 0.0
+    estimate: float = 0.0
 
     @property
     def optimizer(self) -> float:
@@ -185,6 +187,7 @@ class Software(Program):
     collective that adds up shards of gradients. kernel: seconds between two kernels of the device. host: seconds the
     host takes to issue a block's forward, and as long again for its backward. step: fixed seconds per step.
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
+    estimates: forwards and backwards per step that only estimate the curvature.
     checked: each update is checked by the largest weight (step/step.py).
     documents: those that attention does not cross; None: sequences are whole.
     """
@@ -202,6 +205,7 @@ class Software(Program):
     step: float = 5e-3
     optimizer_passes: float = 1.0
     optimizer: str = OPTIMIZER
+    estimates: float = 0.0
     checked: bool = True
     documents: Documents | None = None
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})

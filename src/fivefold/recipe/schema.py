@@ -158,8 +158,8 @@ class OptimSection(Section):
     Sutskever et al., ICML 2013). A rate per weight: `adagrad` (JMLR 2011), `rmsprop` (Hinton, 2012), `adam` (arXiv
     1412.6980), `adamw` (arXiv 1711.05101), `radam` (arXiv 1908.03265), `nadam` (Dozat, 2016), `adamsage` (guided by
     sensitivity, arXiv 2202.02664). Less memory: `adafactor` (arXiv 1804.04235), `adamw8bit` (arXiv 2110.02861), `lion`
-    (arXiv 2302.06675). Curvature: `sophia` (arXiv 2305.14342; from the step's own gradient). Whole matrices: `soap`
-    (arXiv 2409.11321), `muon` (arXiv 2502.16982)."""
+    (arXiv 2302.06675). Curvature: `sophia` (arXiv 2305.14342). Whole matrices: `soap` (arXiv 2409.11321), `muon` (arXiv
+    2502.16982)."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     min_lr: float | None = Field(default=None, ge=0)
@@ -200,6 +200,10 @@ class OptimSection(Section):
     gamma: float | None = Field(default=None, gt=0)
     """Factor of the curvature: the smaller, the more elements move by the whole learning rate. `sophia` only. Unset:
     0.05."""
+    estimator: Literal["fisher", "gnb", "hutchinson"] | None = None
+    """Estimate of the curvature. `fisher`: from the step's own gradient. `gnb` (Gauss-Newton-Bartlett: of labels that
+    the model draws) and `hutchinson` (a Hessian-vector product) take another forward and backward. `sophia` only.
+    Unset: `fisher`."""
     estimate_every: int | None = Field(default=None, ge=1, le=LARGEST)
     """Steps between estimates of the curvature. `sophia` only. Unset: 10."""
     basis_every: int | None = Field(default=None, ge=1, le=LARGEST)
@@ -274,11 +278,12 @@ class LayoutSection(Section, Counts):
     the cache folder."""
     compress: str = NONE
     """Sums gradients over replicas with fewer bytes, and adds what was left out to the next step's (error feedback,
-    arXiv 1901.09847). `int8`, `int4`; `1bit` (arXiv 2102.02888); `topk:0.01`, the largest hundredth;
-    `randk:0.01`, a random hundredth; `powersgd:4`, matrices of rank 4 (arXiv 1905.13727). Needs zero = 0."""
+    arXiv 1901.09847). `int8`, `int4`; `nf4`, `dynamic8`, whose levels are closer near zero (arXiv 2305.14314,
+    2110.02861); `1bit` (arXiv 2102.02888); `topk:0.01`, the largest hundredth; `randk:0.01`, a random hundredth;
+    `powersgd:4`, matrices of rank 4 (arXiv 1905.13727). Needs zero = 0."""
     compress_after: int | None = Field(default=None, ge=0, le=LARGEST)
-    """First steps of the run, whose sums are not compressed. Unset: a tenth of the run, but none with `int8` and
-    `int4`."""
+    """First steps of the run, whose sums are not compressed. Unset: a tenth of the run, but none with
+    8 and 4 bits per element."""
     all_reduce: AllReduce = AUTO
     """Algorithm that sums gradients over replicas, bucket by bucket, while backward runs. `library`: gloo's or NCCL's.
     The others are those of `fivefold collectives --draw`. `auto`: across CPU hosts with several ranks each

@@ -1,4 +1,5 @@
-"""The order in which a worker of parameter servers sends the parts of its messages, and what it is worth. No torch.
+"""The order in which a worker sends the parts of its gradients, to parameter servers or into sums over all workers, and
+what it is worth. No torch.
 
 Gradients are ready from the last layer to the first, and the next forward needs weights from the first to the last. So
 the first layer's messages, ready last, should go first (P3, arXiv 1905.03960; ByteScheduler, SOSP 2019). Messages are
@@ -10,6 +11,7 @@ The worker takes parts from the same queue as the simulator.
 from __future__ import annotations
 
 import heapq
+import math
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,13 @@ from itertools import count
 from typing import Any, NamedTuple
 
 FIFO, PRIORITY = ORDERS = ("fifo", "priority")
+WFBP = "wfbp"
+SUM_ORDERS = {
+    FIFO: "FIFO, after backward",
+    WFBP: "WFBP, beside backward (the trainer)",
+    PRIORITY: "priority (ByteScheduler)",
+}
+"""Orders of sums over all workers (`Sums`), in words."""
 ORDER = r"^(fifo|priority)(:[1-9][0-9]{0,5}[KM]iB)?$"
 """The texts of `Order`."""
 CREDITS = 4
@@ -214,3 +223,46 @@ class Simulation:
 
         size = sum(self.layers[layer].pushed / self._parts[layer] for layer in complete)
         self._at(self.line.update * size, lambda: self._tell(self._pull, ask))
+
+
+@dataclass
+class Sums(Simulation):
+    """The same with sums over all workers in place of servers: one message at a time, which all workers start together.
+
+    FIFO: sums begin after backward. WFBP: as soon as a gradient is ready (wait-free backpropagation: Poseidon, arXiv
+    1706.03292). In both forward begins after the last sum, as the norm of the whole gradient wants it. Priority: the
+    first layer's part goes first, and a layer's forward waits for its own sums only, so it needs `grad_clip = 0`.
+
+    takes: seconds of a sum of so many bytes, in place of the line's rates. events: "push" is a sum.
+    """
+
+    takes: Callable[[float], float] = lambda size: size
+
+    @property
+    def ideal(self) -> float:
+        """Seconds of an iteration in which all that can overlap does: the longer of computing and sums."""
+        sums = (n * self.takes(one.pushed / n) for n, one in zip(self._parts, self.layers, strict=True))
+        return max(sum(one.forward + one.backward for one in self.layers), sum(sums))
+
+    def _compute(self) -> None:
+        super()._compute()
+        self._fill(self._push)
+
+    def _fill(self, way: _Way) -> None:
+        waits = self.line.order == FIFO and self._next is not None and self._next[0] == "backward"
+        if way.free or not len(way.ready) or waits:
+            return
+        layer, way.free = way.ready.pop(), math.inf
+        seconds = self.takes(self.layers[layer].pushed / self._parts[layer])
+        self.events.append(("push", layer, self._now, self._now + seconds))
+        self._at(seconds, lambda: self._summed(layer))
+
+    def _summed(self, layer: int) -> None:
+        self._push.free = 0.0
+        self._left[layer] -= 1
+        if self.line.order == PRIORITY:
+            self._fresh[layer] = self._left[layer] == 0
+        elif self._next in (("forward", 0), None) and not any(self._left):
+            self._fresh = [True] * len(self.layers)
+        self._fill(self._push)
+        self._compute()

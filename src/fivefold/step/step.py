@@ -28,6 +28,7 @@ from fivefold.optim.scaling import clip_scale
 from fivefold.parallel.mesh import Mesh, Microbatch, Share
 from fivefold.parallel.replica import gradient_square
 from fivefold.recipe import FaultsSection, OptimSection, Recipe
+from fivefold.step import curvature
 from fivefold.step.state import State
 
 OWN = ("loss", "norm", "asked", "skipped")
@@ -123,7 +124,9 @@ def take_step(
     save_wanted: returns True on the first rank if a checkpoint is due by time.
     """
     assert recipe.train.steps, "a resolved recipe has steps"
+    complete = curvature.estimate(state, recipe, microbatches, forward_backward)
     share = forward_backward(state, microbatches, recipe.train.seed)
+    complete()
     more = dict(inspect() or {})
     seconds = own_seconds(state.mesh.axis("all"), state.step)
     asks = STOP if stop_wanted() else SAVE if save_wanted() else 0.0

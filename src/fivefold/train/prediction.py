@@ -164,6 +164,11 @@ class Prediction(Instrument):
         self.watching.close()
         return ""
 
+    def figures(self, line: dict[str, Any]) -> dict[str, Any]:
+        """HFU, where a rank executes more FLOPs than the model has, by the plan's count of them."""
+        more = self.plan is not None and "mfu" in line and self.plan.executed > 1
+        return {"hfu": line["mfu"] * self.plan.executed} if self.plan and more else {}
+
     def close(self) -> None:
         self.watching.close()
 

@@ -334,7 +334,7 @@ def _differences(
         moment = f"{second}.{name}"  # a buffer has none, and no parameter if `second` is None
         sides = (s for s in (mine, theirs) if moment in s.names("optimizer"))
         moments = [s.read("optimizer", moment) for s in sides]
-        root = torch.stack(moments).amax(0).sqrt() if moments else torch.ones_like(a)
+        root = torch.stack(moments).abs().amax(0).sqrt() if moments else torch.ones_like(a)
         root = torch.where(root > 0, root, root.max().clamp(min=1e-30))  # no gradient: counts fully
         yield ("weights", name), _relative(a * root, b * root)
     if together:

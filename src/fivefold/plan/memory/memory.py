@@ -242,6 +242,7 @@ class Predictor:
             params, gradients, optimizer = rank_states(s, ranks[number])
             unsent, summing = model_states.compression(s, number)
             more, matrices = uneven_states(s.software.optimizer, s.model, s.layout, number, s.states.moments)
+            more += s.states.estimate * (ranks[number].keeps - ranks[number].frozen[1])
             after = max(summing, model_states.rounding_scratch(s, number), matrices)
             states = Memory(params + node_copies(s, number), gradients + unsent, optimizer + more, 0.0, 0.0)
             held[number] = states, besides[kinds[number]], after, model_states.sum_scratch(s, number)

@@ -121,6 +121,10 @@ def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None =
             rank = s.layout.rank({"pp": position, "dp_replicate": i, "dp_shard": j, "cp": index})
             found = counted(s, rank) if as_counted else _added_up(moments(s, rank))
             sizes = Counter(leaving(found, s.layout, s.replica_groups.count))
+            if fragments is None:  # an estimate of the curvature sends what forward and backward do
+                sizes = Counter(
+                    {axis: round(size * (1 + s.software.estimates)) for axis, size in sizes.items()}
+                )
             if s.replica_groups.count > 1:
                 between = leaving(outer_counted(s, rank, summed), s.layout, s.replica_groups.count)
                 sizes["replica_groups"] += round(between.get("replica_groups", 0) / every)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fivefold.optim import update_traffic
 from fivefold.plan.memory import memory
@@ -13,7 +15,10 @@ from fivefold.plan.setting import Setting
 from fivefold.plan.time import stage_costs, time
 from fivefold.plan.time.cost import Cost, slowest, stream
 from fivefold.precision import DTYPES, MASTER
-from fivefold.schedules.priority import Layer, Line, Simulation
+from fivefold.schedules.compression import NONE
+from fivefold.schedules.priority import PRIORITY, SUM_ORDERS, Layer, Line, Simulation, Sums
+from fivefold.sharding.layout import summing_groups
+from fivefold.sharding.parts import local_parameters
 from fivefold.sharding.sync import Servers, messages, units
 
 
@@ -94,10 +99,38 @@ def simulation(s: Service) -> Simulation:
     """What a worker computes and exchanges in several steps, but for the fixed time of each (`time.fixed`): seconds and
     bytes of each unit. Pulls end before the first microbatch's forward, pushes begin in the last one's backward; the
     microbatches between them count as the last layer's."""
-    w, shared = s.worker, stage_costs.parts(s.worker)
-    slower = slowest(s.ranks, w.cluster.device.spread)
+    sizes = [(size * s.pushed, size * s.pulled) for size in s.elements]
+    return Simulation(layers(s.worker, sizes, s.ranks), line(s), iterations=8)
+
+
+def sums(s: Setting) -> dict[str, Sums]:
+    """What a rank of replicas computes and sums in several steps, without updates, by the order of the sums. Empty in
+    other layouts, and where all ranks share one machine's cores."""
+    axes = summing_groups(s.layout)
+    if len(axes) != 1 or s.layout.zero or s.layout.pp > 1 or s.layout.compress != NONE or s.cluster.on_cpu:
+        return {}
+    among, local = s.group(axes[0]), local_parameters(s.card, s.layout)
+    sizes = [(sum(local[n].size for n in names) * s.states.reduce, 0.0) for names in units(s.card)]
+    costs = layers(s, sizes, s.layout.ranks)
+
+    def simulated(order: str, partition: float) -> Sums:
+        takes = partial(communication.sum_gradients, group=among, cluster=s.cluster, by=s.layout.all_reduce)
+        return Sums(costs, Line(1.0, 1.0, partition=partition, order=order), takes=takes)
+
+    found = {order: simulated(order, math.inf) for order in SUM_ORDERS}
+    cut = (simulated(PRIORITY, part * 2**20) for part in PARTS_MIB)
+    return found | {PRIORITY: min((found[PRIORITY], *cut), key=lambda run: run.seconds)}
+
+
+PARTS_MIB = (2, 8, 32)
+"""Sizes of parts that are tried for sums by priority: small ones are overtaken sooner, and cost more."""
+
+
+def layers(w: Setting, sizes: Sequence[tuple[float, float]], ranks: int) -> list[Layer]:
+    """The units of a model. sizes: bytes of gradients and of weights of each. ranks: the slowest of so many counts."""
+    shared, slower = stage_costs.parts(w), slowest(ranks, w.cluster.device.spread)
     block, begins = stage_costs.block_cost(w, 0, shared), shared.begin
-    costs, layers = list[Cost](), list[Layer]()
+    costs, found = list[Cost](), list[Layer]()
     for names in units(w.card):
         if names[0].startswith("blocks."):
             costs.append(block)
@@ -108,12 +141,12 @@ def simulation(s: Service) -> Simulation:
             costs.append(Cost())
     costs[-1] += shared.end
     whole = sum((cost.seconds for cost in costs), 0.0) * slower
-    for number, (cost, size) in enumerate(zip(costs, s.elements, strict=True)):
+    for number, (cost, size) in enumerate(zip(costs, sizes, strict=True)):
         slow = cost.slowed(slower)
         between = (w.microbatches - 1) * whole if number == len(costs) - 1 else 0.0
         forward, backward = slow.forward + between, slow.input + slow.weight
-        layers.append(Layer(forward, backward, size * s.pushed, size * s.pulled))
-    return Simulation(layers, line(s), iterations=8)
+        found.append(Layer(forward, backward, *size))
+    return found
 
 
 def step(s: Service) -> time.Step:

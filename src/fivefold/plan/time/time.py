@@ -114,17 +114,17 @@ def step(s: Setting, shared: Parts | None = None) -> Step:
     encoding = (
         max(stage_costs.compressed_sums(s, own)[2] for own in ranks) if s.layout.compress != NONE else 0.0
     )
-    besides = fixed(s)
-    inner = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides
+    besides, again = fixed(s), s.software.estimates
+    curvature = again * (makespan + max(0.0, extra - updated - moved) + tensor_sums + tied_sums)
+    inner = makespan + max(0.0, extra) + tensor_sums + tied_sums + besides + curvature
     apart = stage_costs.outer_seconds(s, inner) / s.replica_groups.every
     seconds = inner + apart
     data = max(0.0, min(extra, reduced + gathered)) + tied_sums
-    exposed = {"model": waits[worst] + tensor_sums, "data": data} | (
-        {"replica_groups": apart} if apart else {}
-    )
+    exposed = {"model": (waits[worst] + tensor_sums) * (1 + again), "data": data * (1 + again)}
+    exposed |= {"replica_groups": apart} if apart else {}
     if not offload.of(s).stays:
         exposed[offload.EXPOSED] = moved
-    compute = busy[worst] - waits[worst] + updated + besides
+    compute = (busy[worst] - waits[worst]) * (1 + again) + updated + besides
     bubble = seconds - compute - sum(exposed.values())
     terms = [(f"stage {i} forward", c.forward) for i, c in enumerate(costs)]
     terms += [(f"stage {i} backward", c.input + c.weight) for i, c in enumerate(costs)]
@@ -138,6 +138,7 @@ def step(s: Setting, shared: Parts | None = None) -> Step:
         *([("offload: exposed I/O", moved)] if moved else []),
         ("gradient sums over the tensor axis", tensor_sums),
         ("sum of tied embeddings", tied_sums),
+        *([("estimates of the curvature, mean", curvature)] if again else []),
         ("fixed per step", besides),
         *([("outer steps of replica groups, mean", apart)] if apart else []),
     ]

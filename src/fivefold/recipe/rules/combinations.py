@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from fivefold.models.card import Contradiction, card_of, resolve_model
 from fivefold.models.recomputation import budget_of
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
+from fivefold.optim.signs import HUTCHINSON, PASSES
 from fivefold.precision import FIELDS, MASTER, PRECISIONS, Mode
 from fivefold.recipe.messages import short, toml_value
 from fivefold.recipe.schema import Sections
@@ -97,6 +98,25 @@ REFUSED = (
     Refused("train.batch_ramp", "optim.name", lambda r: bool(r.train.batch_ramp) and r.optim.name == "sophia",
             "its estimate goes by the tokens of a batch of one size",
             'train.batch_ramp = "", or optim.name = "adamw"'),
+    *(
+        Refused("optim.estimator", other, lambda r, wrong=wrong: r.optim.estimator in PASSES and wrong(r), why, nearest)
+        for other, wrong, why, nearest in (
+            ("sync.method", _servers, OWN_STEPS, NO_SERVERS),
+            ("layout.offload", _streams, "its update runs beside the next step", f'offload = "{NOT_OFFLOADED}"'),
+            ("layout.compress", lambda r: r.layout.compress != NONE,
+             "what compression keeps back is of another gradient", f'compress = "{NONE}"'),
+            ("layout.zeropp", lambda r: r.layout.zeropp != NONE,
+             "its messages round the two gradients differently", f'zeropp = "{NONE}"'),
+            ("precision.mode", lambda r: _mode(r).rounds, "an estimate needs fp32 masters", 'mode = "bf16"'),
+            ("precision.mode", lambda r: r.optim.estimator == HUTCHINSON and not _mode(r).exact,
+             "the difference of two gradients is smaller than their rounding", 'mode = "fp32"'),
+            ("model.arch", lambda r: card_of(r.model).has_experts,
+             "experts that get other tokens change the loss by steps", 'arch = "llama"'),
+            ("observe.noise_scale", lambda r: r.observe.noise_scale, "it counts every gradient of a step", NOISELESS),
+            ("observe.histogram_step", lambda r: r.observe.histogram_step > 0, "it counts every gradient of a step",
+             "observe.histogram_step = 0"),
+        )
+    ),
     Refused("train.batch_ramp", "observe.noise_scale", lambda r: bool(r.train.batch_ramp and r.observe.noise_scale),
             "it averages over steps, whose batches must have one size", NOISELESS),
     # Precision and offload

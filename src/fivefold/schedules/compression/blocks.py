@@ -1,5 +1,6 @@
 """Few bits per element, with a scale per block: int8 and int4 (largest element), and 1 bit (mean magnitude: 1-bit SGD,
-Seide et al., Interspeech 2014; 1-bit Adam, arXiv 2102.02888).
+Seide et al., Interspeech 2014; 1-bit Adam, arXiv 2102.02888). The levels of int8 and int4 are equally far apart.
+Gradients are not spread evenly, so `nf4` and `dynamic8` have levels that are closer where more numbers are.
 
 Each rank owns a chunk of the bucket. It gets the others' encoded gradients of its chunk (all-to-all), sums them in
 fp32, and sends the encoded sum to everyone (all-gather). Its own gradient of its chunk is never encoded.
@@ -10,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
 
 from fivefold.schedules.compression.compressor import Compressor, Shape, Wire, sizes
 
@@ -17,12 +20,39 @@ LARGEST = {8: 127, 4: 7}
 """What the largest element of a block becomes, by bits."""
 
 
+@lru_cache(maxsize=2)
+def dynamic(signed: bool) -> tuple[float, ...]:
+    """The 256 values of the dynamic map (arXiv 2110.02861), ascending, from -1 or 0 to 1: a power of ten times a linear
+    fraction. The larger the power, the more fractions."""
+    values, bits = [0.0, 1.0], 6 if signed else 7
+    for power in range(bits + 1):  # 1, 2, 4, ... 2^bits fractions, in the middle of equal parts of [0.1, 1]
+        parts = 2**power
+        middles = (0.1 + 0.9 * (i + 0.5) / parts for i in range(parts))
+        values += [10.0 ** (power - bits) * middle for middle in middles]
+    if signed:
+        return tuple(sorted(values + [-value for value in values[2:]]))
+    values.sort()
+    return (0.0, *values[2:])  # one too many: the smallest
+
+
+def normal() -> tuple[float, ...]:
+    """The 16 values of NormalFloat (QLoRA, arXiv 2305.14314, appendix E), ascending, from -1 to 1: quantiles of normal
+    numbers, 0 among them, so that each value stands for about as many numbers. The last quantile is the mean of the
+    last ones of 15 and of 16 equal parts."""
+    last = 1 - (1 / 30 + 1 / 32) / 2
+    halves = ([NormalDist().inv_cdf(last - (last - 0.5) * i / n) for i in range(n)] for n in (7, 8))
+    below, above = ([value / half[0] for value in half] for half in halves)
+    return tuple(sorted([*(-value for value in below), 0.0, *above]))
+
+
 @dataclass(frozen=True)
 class Blocks(Compressor):
-    """bits: per element. block: elements that share a scale (fp32). Each parameter begins a new block."""
+    """bits: per element. block: elements that share a scale (fp32). Each parameter begins a new block. levels: what
+    the codes stand for, as shares of a block's largest element, ascending; none: they are equally far apart."""
 
     bits: int
     block: int
+    levels: tuple[float, ...] = ()
 
     @property
     def whole(self) -> float:
@@ -30,7 +60,7 @@ class Blocks(Compressor):
 
     @property
     def passes(self) -> float:
-        return 22.0 if self.bits == 8 else 38.0
+        return 22.0 if self.bits == 8 and not self.levels else 38.0
 
     def starts(self, shapes: Sequence[Shape]) -> list[int]:
         """The element at which each parameter begins, and the end, if each fills whole blocks."""
@@ -60,13 +90,15 @@ class Blocks(Compressor):
         return 4 * ranks * self.chunk(shapes, ranks) * self.block
 
     def scratch(self, shapes: Sequence[Shape], ranks: int) -> int:
-        """A chunk in fp32; its bits as bytes, twice."""
-        return (4 if self.bits == 8 else 6) * self.chunk(shapes, ranks) * self.block
+        """A chunk in fp32; its bits as bytes, twice, or its codes in int32."""
+        return (8 if self.levels else 4 if self.bits == 8 else 6) * self.chunk(shapes, ranks) * self.block
 
 
 INT8, INT4 = Blocks("int8", bits=8, block=256), Blocks("int4", bits=4, block=256)
 COMPRESSORS: dict[str, Callable[[str], Compressor]] = {
     "int8": lambda text: INT8,
     "int4": lambda text: INT4,
+    "nf4": lambda text: Blocks(text, bits=4, block=256, levels=normal()),
+    "dynamic8": lambda text: Blocks(text, bits=8, block=256, levels=dynamic(True)),
     "1bit": lambda text: Blocks(text, bits=1, block=64),
 }
