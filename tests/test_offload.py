@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,8 +28,10 @@ from fivefold.parallel.parallelize import Parallel
 from fivefold.plan.messages import volume
 from fivefold.plan.time.offload import streams
 from fivefold.recipe import change, resolve
+from fivefold.schedules.timelines import UPDATE
 from fivefold.sharding import tiers
 from fivefold.sharding.layout import Layout
+from fivefold.step.recorder import Recorder
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace.memory import Tracker
@@ -237,11 +240,33 @@ def test_says_where_it_cannot_write(tmp_path, monkeypatch):
         trained(0, 1, recipe)
 
 
+def crossed(recipe, away, share: float, microbatches: int) -> Counter[str]:
+    """Bytes that `tiers.flows` lets cross the slow link each way in a step, by their lanes in a measured timeline.
+    share: of the update that runs twice."""
+    arena, link = away.arena, away.tiers.states
+    outside = arena.spans[""][1]
+    blocks = arena.total - outside
+    chunks, found = list(arena.chunks()), Counter[str]()
+    again = sum(chunk.size for chunk in chunks[: math.ceil(share * len(chunks))])
+    for flow in streams(planned(recipe), again / arena.total):
+        times, size = 1 if flow.phase in ("update", "again") else microbatches, arena.total
+        if flow.kind == "working" and away.tiers.working == "device":
+            size = sum(arena.sizes.values())  # without the ends of pages
+        elif (
+            flow.kind == "working"
+        ):  # only blocks are paged; the last one stays between its forward and its backward
+            size = blocks - (blocks // 4 if flow.phase == "backward" else 0)
+        if flow.link == link:
+            found[tiers.lane_of(flow.link, flow.out)] += times * flow.bytes * size
+    return found
+
+
 @pytest.mark.parametrize(
     ("offload", "microbatches", "share", "sets"),
     [
         ("states:disk", 1, 0, []),
         ("states:disk", 4, 0, []),
+        ("states:host", 4, 0, []),
         ("all:disk", 1, 1, []),
         ("all:disk", 4, 1, []),
         ("all:disk", 1, 0.25, []),
@@ -250,8 +275,8 @@ def test_says_where_it_cannot_write(tmp_path, monkeypatch):
     ],
 )
 def test_reads_and_writes_what_the_table_says(tmp_path, monkeypatch, offload, microbatches, share, sets):
-    """`tiers.flows`, by which the planner prices I/O, is what crosses to the disk and back in a step. share: of the
-    update that runs twice."""
+    """`tiers.flows`, by which the planner prices I/O, is what crosses to the disk and back in a step, by its counts and
+    by the lanes of its measured timeline. share: of the update that runs twice."""
     monkeypatch.setattr(_Second, "next_share", lambda *_: share)
     recipe = change(
         tiny(tmp_path, "dp=1", mode="bf16"),
@@ -268,23 +293,23 @@ def test_reads_and_writes_what_the_table_says(tmp_path, monkeypatch, offload, mi
     disk, (away,) = state.parallel.disk, state.parallel.offloads.values()
     tokens = torch.randint(0, 256, (8, 17)).split(8 // microbatches)
     for _ in range(2):
-        before = disk.meter.figures()
+        before, recorder = disk.meter.figures(), Recorder(state)
         take_step(state, recipe, [(rows[:, :-1], rows[:, 1:]) for rows in tokens])
         state.parallel.settle()
+        timeline = recorder.stop(0)
     after = disk.meter.figures()
-    outside, blocks = away.arena.spans[""][1], away.arena.total - away.arena.spans[""][1]
-    last = blocks // 4  # the last block's weights stay between its forward and its backward
-    wanted = {"read": 0.0, "written": 0.0}
     assert away.updater.share == share
-    chunks = list(away.arena.chunks())
-    again = sum(chunk.size for chunk in chunks[: math.ceil(share * len(chunks))])
-    for flow in streams(planned(recipe), again / away.arena.total):
-        times = 1 if flow.phase in ("update", "again") else microbatches
-        size = blocks + outside * (flow.kind != "working")  # only blocks are paged
-        size -= last * (flow.kind == "working" and flow.phase == "backward")
-        if flow.link == "disk":
-            wanted["written" if flow.out else "read"] += times * flow.bytes * size
-    assert {key: after[key] - before[key] for key in wanted} == wanted
+    wanted = crossed(recipe, away, share, microbatches)
+    lanes = Counter[str]()
+    for span in timeline.spans:
+        lanes[span.lane] += span.bytes
+    assert +lanes == wanted
+    if offload != "states:host":
+        assert {key: after[key] - before[key] for key in ("read", "written")} == {
+            "read": wanted["read disk"],
+            "written": wanted["write disk"],
+        }
+    assert len(timeline.of(UPDATE)) >= len(list(away.arena.chunks()))
     state.parallel.close()
 
 

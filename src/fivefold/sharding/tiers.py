@@ -102,6 +102,11 @@ def share_of_second(slack: float, seconds: float) -> float:
 Phase = Literal["update", "forward", "again", "backward"]
 
 
+def lane_of(link: str, out: bool) -> str:
+    """What a link is called in a measured timeline, one way."""
+    return f"{'write' if out else 'read'} {link}"
+
+
 @dataclass(frozen=True)
 class Flow:
     """Bytes per parameter that cross a link each time that a phase runs.

@@ -21,7 +21,7 @@ from fivefold.optim.scaling import Norms, norms
 from fivefold.optim.updater import Updater
 from fivefold.parallel.offload.disk import wait_for
 from fivefold.parallel.offload.states import Offload
-from fivefold.parallel.offload.update import GRADIENTS, WORKING, Home, InHost, InPlace, OnDisk
+from fivefold.parallel.offload.update import GRADIENTS, OUTSIDE, WORKING, Home, InHost, InPlace, OnDisk
 from fivefold.parallel.replica import Hooked
 from fivefold.sharding.parts import Part
 from fivefold.sharding.tiers import AHEAD, BEHIND, Chunk
@@ -149,7 +149,7 @@ class Paged(Hooked):
     def _wait(self, unit: Unit) -> None:
         if unit.coming:
             coming, unit.coming = unit.coming, []
-            self.offload.disk.meter.wait(lambda: wait_for(coming))
+            self.offload.disk.meter.wait(lambda: wait_for(coming), unit.name or OUTSIDE)
 
     def _computed(self, unit: Unit, output: object) -> None:
         """Frees a block's weights after its forward, except the last block's, whose backward is next."""
@@ -267,7 +267,7 @@ class Paged(Hooked):
         self._behind.append(unit.going)
         if len(self._behind) > BEHIND:
             oldest = self._behind.popleft()
-            self.offload.disk.meter.wait(lambda: wait_for(oldest))
+            self.offload.disk.meter.wait(lambda: wait_for(oldest), "gradients")
 
     def _slice(self, unit: Unit, index: int) -> Tensor:
         assert unit.gradients is not None
@@ -288,7 +288,7 @@ class Paged(Hooked):
         while self._summing:
             self._summed(self._summing.pop(0))
         going = [each for unit in self.units.values() for each in unit.going]
-        self.offload.disk.meter.wait(lambda: wait_for(going))
+        self.offload.disk.meter.wait(lambda: wait_for(going), "gradients")
         self._behind.clear()
         for unit in self.units.values():
             unit.going = []

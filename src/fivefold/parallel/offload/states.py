@@ -50,7 +50,7 @@ class Offload:
         starts, sizes = self.arena.starts, self.arena.sizes
         found = {n: flat[starts[n] : starts[n] + sizes[n]].view(shape) for n, shape in self.shapes.items()}
         if tier != "disk":
-            self.homes[kind] = InHost(found, flat, self.disk)
+            self.homes[kind] = InHost(found, flat, self.disk, kind)
         return found
 
     def masters(self) -> dict[str, Tensor] | None:
@@ -68,12 +68,13 @@ class Offload:
     ) -> StreamedUpdater:
         """The optimizer over this replica's masters. gradients, working: on the device, unless they have a home.
         rounder: if masters are not fp32. more: arguments of `Updater`."""
-        away = InPlace if self.tiers.states == "disk" and self.device.type == "cpu" else Copied
-        self.homes.setdefault(MASTERS, away(masters, self.dtype))
-        self.homes.setdefault(GRADIENTS, away(gradients, self.dtype))
+        in_place = self.tiers.states == "disk" and self.device.type == "cpu"
+        here = [(MASTERS, masters, self.dtype), (GRADIENTS, gradients, self.dtype)]
         if working:  # else they are the masters, or lie elsewhere
-            dtype = next(iter(working.values())).dtype
-            self.homes.setdefault(WORKING, away(working, dtype))
+            here.append((WORKING, working, next(iter(working.values())).dtype))
+        for kind, tensors, dtype in here:
+            away = InPlace(tensors, dtype) if in_place else Copied(tensors, dtype, self.disk, kind)
+            self.homes.setdefault(kind, away)
         kept = card if rounder is None else rounder.card
         states = {
             state.name: self.views(state.name, self.tiers.states, torch_dtype(state.dtype))
