@@ -121,7 +121,7 @@ MODES = tuple(_field("precision.mode", mode, mode) for mode in PRECISIONS)
 MEMORY = (
     _layout("recompute", "full"), _layout("recompute", "selective"), _layout("recompute", "ops:attention+gate+norm"),
     _layout("offload", "activations:tp", tp=2, recompute="full"),
-    *(_layout("offload", name) for name in ("activations", "states:host", "states:disk", "all:disk")),
+    *(_layout("offload", name) for name in ("activations", "states:host", "states:disk", "all:host", "all:disk")),
 )  # fmt: skip
 MESSAGES = (
     _layout("all_reduce", "ring", dp=2),

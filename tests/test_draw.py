@@ -15,7 +15,6 @@ from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.plan.time.offload import ways
 from fivefold.recipe import count_parameters, load, resolve
-from fivefold.schedules.offload import busy
 from fivefold.schedules.priority import Layer, Line, Simulation
 from fivefold.sharding.layout import Layout, equation
 
@@ -220,9 +219,9 @@ def test_offload_is_drawn_as_it_is_planned(tmp_path, capsys):
     found = ways(plan.setting)
     shown = " ".join(texts(pictures["offload"]))
     for name, line in found.items():
-        assert f"{name}: device busy {busy(line):.0%}" in shown
-        assert f"{name}: device busy {busy(line):.0%}, {line.seconds:.3g} s" in text
-    assert busy(found["after"]) < busy(found["beside"]) < busy(found["early"])
+        assert f"{name}: device busy {line.busy:.0%}" in shown
+        assert f"{name}: device busy {line.busy:.0%}, {line.seconds:.3g} s" in text
+    assert found["after"].busy < found["beside"].busy < found["early"].busy
     assert text.count("(the trainer)") == 1
     text, pictures = drawn(capsys, tmp_path, *options, f"{layout}states:disk")
     assert re.search(r"(?m)^disk +│", text)

@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,8 +28,10 @@ from fivefold.parallel.parallelize import Parallel
 from fivefold.plan.messages import volume
 from fivefold.plan.time.offload import streams
 from fivefold.recipe import change, resolve
+from fivefold.schedules.timelines import UPDATE
 from fivefold.sharding import tiers
 from fivefold.sharding.layout import Layout
+from fivefold.step.recorder import Recorder
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace.memory import Tracker
@@ -96,6 +99,9 @@ QUICK = [
     ("activations", "bf16", "tp=2,recompute=full", []),
     ("activations:tp", "bf16", "tp=2,recompute=full", []),
     ("states:disk", "fp32", "dp=2,zero=1", ["optim.name=sophia", "optim.estimate_every=2"]),
+    ("states:host", "bf16", "dp=2,zero=2", ["optim.grad_clip=0.1"]),
+    ("all:disk", "bf16", "dp=2,zero=3", ["optim.grad_clip=0.1"]),
+    ("all:disk", "bf16", "pp=2", []),
     ("all:disk", "bf16_pure", "dp=1", ["precision.rounding=kahan", "optim.grad_clip=0.1"]),
 ]
 SLOW = [
@@ -123,7 +129,34 @@ SLOW = [
     ("all:disk", "bf16", "cp=2", []),
     ("states:disk", "bf16", "pp=2", []),
     ("states:disk", "bf16", "tp=2,sp=true", []),
-    ("states:host", "bf16", "dp=2,zero=2", []),
+    ("states:host", "bf16", "dp=2,zero=1", []),
+    ("states:host", "bf16", "dp=2,zero=3", []),
+    ("states:host", "fp32", "dp=2,zero=3,recompute=full", []),
+    ("states:host", "bf16_pure", "dp=2,zero=2", []),
+    ("states:host", "bf16", "dp_replicate=2,dp_shard=2,zero=1", []),
+    ("states:host", "bf16", "dp_replicate=2,dp_shard=2,zero=2", ["optim.grad_clip=0.1"]),
+    ("states:host", "bf16", "dp=2,tp=2,zero=2", []),
+    ("states:host", "bf16", "dp=2,pp=2,zero=2", []),
+    ("states:disk", "bf16", "dp=2,pp=2,zero=1,schedule=zbv,virtual_stages=2", []),
+    ("states:host", "bf16", "dp=4,ep=2,zero=2", []),
+    ("states:host", "bf16", "dp=2,zero=3,zeropp=weights,hier,gradients,ranks_per_node=1", []),
+    ("states:disk", "bf16", "dp_replicate=2,dp_shard=2,zero=3", []),
+    ("all:host", "bf16", "dp=1", []),
+    ("all:host", "bf16", "dp=2,zero=1", []),
+    ("all:host", "bf16", "dp=2,zero=3", []),
+    ("all:disk", "bf16", "dp=2,zero=1", []),
+    ("all:disk", "bf16", "dp=2,zero=2", []),
+    ("all:disk", "fp32", "dp=2,zero=3,recompute=full", []),
+    ("all:disk", "bf16_pure", "dp=2,zero=3", ["precision.rounding=kahan"]),
+    ("all:disk", "bf16", "dp=2,tp=2,zero=3", []),
+    ("all:disk", "bf16", "cp=2,zero=3", []),
+    ("all:disk", "bf16", "dp=4,ep=2,zero=3", []),
+    ("all:disk", "bf16", "dp_replicate=2,dp_shard=2,zero=3", []),
+    ("all:disk", "bf16", "dp=2,pp=2,zero=3", []),
+    ("all:disk", "bf16", "dp=2,pp=2,zero=1,schedule=zbv,virtual_stages=2", []),
+    ("all:disk", "bf16", "pp=2,recompute=full", []),
+    ("all:disk", "bf16", "pp=2,schedule=zbv,virtual_stages=2", []),
+    ("all:host", "bf16", "pp=2,schedule=interleaved,virtual_stages=2", []),
     ("states:host", "bf16", "pp=2,schedule=zbv,virtual_stages=2", []),
     ("states:disk", "bf16", "dp=2,ep=2", []),
     ("states:disk", "bf16", "dp=2,ep=2,zero=3", []),
@@ -201,8 +234,6 @@ def test_a_run_resumes_exactly_whatever_its_tier(tmp_path, optimizer):
 @pytest.mark.parametrize(
     ("layout", "sets", "message"),
     [
-        ("dp=2,zero=1", ["layout.offload=all:disk"], "Nearest valid: offload=states:disk"),
-        ("pp=2", ["layout.offload=all:disk"], "Nearest valid: offload=states:disk"),
         ("dp=1", ["layout.offload=states:disk", "optim.name=muon"], 'Nearest valid: optim.name = "adamw"'),
         ("dp=2", ["layout.offload=activations:tp"], "Nearest valid: offload=none"),
         ("tp=2", ["layout.offload=activations:tp"], "it needs recompute=full and tp > 1 without sp"),
@@ -237,55 +268,105 @@ def test_says_where_it_cannot_write(tmp_path, monkeypatch):
         trained(0, 1, recipe)
 
 
+def crossed(recipe, away, share: float, microbatches: int) -> Counter[str]:
+    """Bytes that `tiers.flows` lets cross the slow link each way in a step, by their lanes in a measured timeline.
+    share: of the update that runs twice."""
+    arena, link, layout = away.arena, away.tiers.states, Layout.from_recipe(recipe.layout)
+    outside = arena.spans.get("", (0, 0))[1]
+    chunks, found = list(arena.chunks()), Counter[str]()
+    again = sum(chunk.size for chunk in chunks[: math.ceil(share * len(chunks))])
+    for flow in streams(planned(recipe), again / arena.total):
+        times, size = 1 if flow.phase in ("update", "again") else microbatches, arena.total
+        if flow.kind == "working" and away.tiers.working == "device":
+            size = sum(arena.sizes.values())  # without the ends of pages
+        elif flow.kind == "working":  # only blocks are paged
+            size -= outside
+            if flow.phase == "backward" and not layout.zero and layout.pp == 1:
+                start, stop = arena.spans["blocks.3"]
+                size -= stop - start  # the last one stays between its forward and its backward
+        if flow.link == link:
+            found[tiers.lane_of(flow.link, flow.out)] += round(times * flow.bytes * size)
+    return found
+
+
+def crosses(rank: int, world: int, recipe, share: float):
+    """(what `tiers.flows` says, bytes in the lanes of a measured step, bytes that the disk counts)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Second, "next_share", lambda *_: share)
+        state, train, data = build_state(recipe, ranks_of(rank, world)), recipe.train, prepare(recipe)
+        batches = batches_of(recipe, data)
+        disk, (away,) = state.parallel.disk, state.parallel.offloads.values()
+        for step in range(2):
+            before, recorder = disk.meter.figures(), Recorder(state)
+            take_step(state, recipe, share_of(batches, step, 8, train.microbatch_size, state.mesh))
+            state.parallel.settle()
+            timeline = recorder.stop(0)
+        after = disk.meter.figures()
+        assert away.updater.share == share
+        assert len(timeline.of(UPDATE)) >= len(list(away.arena.chunks()))
+        microbatches = 8 // train.microbatch_size // state.mesh.layout.dp
+        wanted, lanes = crossed(recipe, away, share, microbatches), Counter[str]()
+        for span in timeline.spans:
+            lanes[span.lane] += span.bytes
+        state.parallel.close()
+        return wanted, +lanes, (after["read"] - before["read"], after["written"] - before["written"])
+
+
+@all_but("*zero=*", "*pp=*")
 @pytest.mark.parametrize(
-    ("offload", "microbatches", "share", "sets"),
+    ("offload", "layout", "microbatches", "share", "sets"),
     [
-        ("states:disk", 1, 0, []),
-        ("states:disk", 4, 0, []),
-        ("all:disk", 1, 1, []),
-        ("all:disk", 4, 1, []),
-        ("all:disk", 1, 0.25, []),
-        ("states:disk", 1, 0, [PURE]),
-        ("all:disk", 4, 0.25, [PURE, "precision.rounding=kahan"]),
+        ("states:disk", "dp=1", 1, 0, []),
+        ("states:disk", "dp=1", 4, 0, []),
+        ("states:host", "dp=1", 4, 0, []),
+        ("all:disk", "dp=1", 1, 1, []),
+        ("all:disk", "dp=1", 4, 1, []),
+        ("all:disk", "dp=1", 1, 0.25, []),
+        ("states:disk", "dp=1", 1, 0, [PURE]),
+        ("all:disk", "dp=1", 4, 0.25, [PURE, "precision.rounding=kahan"]),
+        ("states:host", "dp=2,zero=1", 2, 0, []),
+        ("states:host", "dp=2,zero=2", 2, 0, []),
+        ("all:disk", "dp=2,zero=1", 2, 0, []),
+        ("all:disk", "dp=2,zero=3", 2, 0, []),
+        ("all:disk", "pp=2", 4, 0.5, []),
     ],
 )
-def test_reads_and_writes_what_the_table_says(tmp_path, monkeypatch, offload, microbatches, share, sets):
-    """`tiers.flows`, by which the planner prices I/O, is what crosses to the disk and back in a step. share: of the
-    update that runs twice."""
-    monkeypatch.setattr(_Second, "next_share", lambda *_: share)
+def test_reads_and_writes_what_the_table_says(tmp_path, offload, layout, microbatches, share, sets):
+    """`tiers.flows`, by which the planner prices I/O, is what crosses to the disk and back on each rank in a step, by
+    its counts and by the lanes of its measured timeline. share: of the update that runs twice."""
     recipe = change(
-        tiny(tmp_path, "dp=1", mode="bf16"),
+        tiny(tmp_path, layout, mode="bf16"),
         [
             *sets,
-            f"train.microbatch_size={8 // microbatches}",
+            f"train.microbatch_size={8 // microbatches // (2 if 'dp=2' in layout else 1)}",
             f"layout.offload={offload}",
             f"layout.offload_dir={tmp_path}",
         ],
     )
-    data = prepare(recipe)
-    recipe = resolve(recipe, vocab_size=data.vocab_size)
-    state = build_state(recipe, ranks_of(0, 1))
-    disk, (away,) = state.parallel.disk, state.parallel.offloads.values()
-    tokens = torch.randint(0, 256, (8, 17)).split(8 // microbatches)
-    for _ in range(2):
-        before = disk.meter.figures()
-        take_step(state, recipe, [(rows[:, :-1], rows[:, 1:]) for rows in tokens])
-        state.parallel.settle()
-    after = disk.meter.figures()
-    outside, blocks = away.arena.spans[""][1], away.arena.total - away.arena.spans[""][1]
-    last = blocks // 4  # the last block's weights stay between its forward and its backward
-    wanted = {"read": 0.0, "written": 0.0}
-    assert away.updater.share == share
-    chunks = list(away.arena.chunks())
-    again = sum(chunk.size for chunk in chunks[: math.ceil(share * len(chunks))])
-    for flow in streams(planned(recipe), again / away.arena.total):
-        times = 1 if flow.phase in ("update", "again") else microbatches
-        size = blocks + outside * (flow.kind != "working")  # only blocks are paged
-        size -= last * (flow.kind == "working" and flow.phase == "backward")
-        if flow.link == "disk":
-            wanted["written" if flow.out else "read"] += times * flow.bytes * size
-    assert {key: after[key] - before[key] for key in wanted} == wanted
-    state.parallel.close()
+    recipe = resolve(recipe, vocab_size=prepare(recipe).vocab_size)
+    world = Layout.from_recipe(recipe.layout).ranks
+    found = (
+        run_ranks(world, crosses, recipe, share, timeout_s=60)
+        if world > 1
+        else [crosses(0, 1, recipe, share)]
+    )
+    for wanted, lanes, disk in found:
+        assert lanes == wanted
+        if offload != "states:host":
+            assert disk == (wanted["read disk"], wanted["write disk"])
+
+
+@only("all:disk-dp=2,zero=1")
+@pytest.mark.parametrize(
+    ("offload", "layout"),
+    [("all:disk", "dp=2,zero=1"), ("states:host", "dp=2,zero=2"), ("all:host", "dp=2,zero=3")],
+)
+def test_sends_the_messages_of_the_plan(tmp_path, offload, layout):
+    """Where rows leave the device, weights are gathered for each use under every stage."""
+    recipe = change(
+        tiny(tmp_path, layout, mode="bf16"), [f"layout.offload={offload}", f"layout.offload_dir={tmp_path}"]
+    )
+    assert run_ranks(2, sent, recipe, timeout_s=60) == [volume.counted(planned(recipe))] * 2
 
 
 def test_the_share_of_a_second_pass_follows_from_the_last_one():

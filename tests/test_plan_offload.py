@@ -40,8 +40,19 @@ def test_each_byte_is_in_one_tier():
     assert not plan_of("none").fits
     assert plan_of("states:host").fits
     assert plan_of("all:disk").memory[0].total < 0.1 * none.total
-    shared = plan_of("states:disk", "dp=8,zero=1").memory[0]
-    assert shared.disk == pytest.approx(8 * parameters / 8, rel=1e-3)
+    for zero, one in (
+        (1, 2),
+        (2, 2),
+        (3, 2 / 8),
+    ):  # weights: whole, or gathered for each use; and rows to gather from
+        shared, infinity = (
+            plan_of(away, f"dp=8,zero={zero}").memory[0] for away in ("states:host", "all:disk")
+        )
+        assert shared.host == pytest.approx(16 * parameters / 8, rel=1e-3), "gradients and masters, too"
+        assert shared.params == pytest.approx((one + 2 / 8 * (zero < 3)) * parameters, rel=1e-3)
+        assert shared.optimizer == infinity.optimizer == 0
+        assert infinity.disk == pytest.approx(18 * parameters / 8, rel=1e-3)
+        assert infinity.params < 0.1 * 2 * parameters / 8
 
 
 def test_pure_bf16_takes_half():

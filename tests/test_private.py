@@ -43,7 +43,7 @@ def unit(rank: int, world: int) -> tuple[Twice, list[FSDPModule]]:
         part.set_force_sum_reduction_for_comms(True)
         table = FsdpUnit(0, "unit", "shard", ("weight",), (16 // world,), 16, 16, ())
         UnitMessages(mesh, table, torch.float32).attach(part)
-        assert private.shares(part) == [16 // world]
+        assert [size for _, size in private.rows(part)] == [16 // world]
     assert isinstance(module, FSDPModule)
     assert isinstance(module.second, FSDPModule)
     return module, [module, module.second]
@@ -102,7 +102,34 @@ def one_memory(rank: int, world: int) -> None:
     assert module.second.weight.float().eq(2.0).all()
 
 
-@pytest.mark.parametrize("what", [whole_and_scattered, divided_alone, one_memory])
+def rows_that_leave(rank: int, world: int) -> None:
+    """Of a unit, while it does not gather its weights."""
+    module, units = unit(rank, world)
+    ((weight, size),) = private.rows(module)
+    assert weight is module.first.weight
+    flat = torch.zeros(size + 5)
+    before = module.first.weight.to_local().detach().clone()
+    private.place(module, [flat[2 : 2 + size]])
+    assert torch.equal(flat[2 : 2 + size], before.view(-1))
+    kept, seen = flat.clone(), list[bool]()
+
+    def come(backward: bool) -> None:
+        seen.append(backward)
+        flat.untyped_storage().resize_(4 * (size + 5))
+        flat.copy_(kept)
+
+    private.around_gather(module, come, lambda: flat.untyped_storage().resize_(0))
+    private.begin(units[0])
+    flat.untyped_storage().resize_(0)
+    units[0].set_reshard_after_forward(True)
+    module(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    assert seen == [False, True], "told which gather is for a backward"
+    grad = module.first.weight.grad
+    assert isinstance(grad, DTensor)
+    assert grad.to_local().shape == before.shape
+
+
+@pytest.mark.parametrize("what", [whole_and_scattered, divided_alone, one_memory, rows_that_leave])
 def test_fsdp_does_what_is_assumed(what) -> None:
     run_ranks(2, what)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.schedules.offload import WAYS, Unit, busy, simulate
+from fivefold.schedules.offload import WAYS, Unit, simulate
 from fivefold.schedules.timelines import COMPUTE, WAIT
 
 UNITS = [Unit(forward=1, backward=2, out=1, update=1, back=0.5)] * 6
@@ -47,6 +47,6 @@ def test_a_step_computes_everything_once(name):
     timeline = simulate(UNITS, WAYS[name])
     computed = [span for span in timeline.of(COMPUTE) if span.kind != WAIT]
     assert sum(span.seconds for span in computed) == pytest.approx(18)
-    assert busy(timeline) == pytest.approx(18 / timeline.seconds)
+    assert timeline.busy == pytest.approx(18 / timeline.seconds)
     ends = [span.end for span in timeline.of(COMPUTE)]
     assert ends == sorted(ends)

@@ -31,6 +31,7 @@ from fivefold.recipe import Recipe, change, load, resolve_model
 from fivefold.schedules.timelines import (
     COMPUTE,
     MESSAGE,
+    UPDATE,
     WAIT,
     Message,
     Span,
@@ -223,6 +224,43 @@ def test_a_run_writes_and_draws_its_step(tmp_path: Path, capsys: pytest.CaptureF
     ET.parse(tmp_path / "timeline.svg")
 
 
+def test_a_run_that_offloads_draws_what_it_reads_writes_and_waits_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lanes of reads, writes, waits and updates, and the share of the step in which the device computes."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    sets = [
+        *SMALL, f"data.source={tmp_path}/text.txt", "data.tokenizer=bytes", "train.steps=3", "observe.trace_step=3",
+        "train.global_batch_size=4", "train.sample_every=0", "train.val_sequences=4", "observe.tracker=none",
+        "layout.offload=all:disk", f"layout.offload_dir={tmp_path}/away",
+    ]  # fmt: skip
+    run = tmp_path / "run"
+    train_rank(0, 1, load("quickstart", sets, "dp=1"), run)
+    one = timelines.read(run)[0][1]
+    assert {"read disk", "write disk", UPDATE} < {*one.lanes}
+    assert {"masters", "gradients", "working"} <= {span.name for span in one.of("read disk")}
+    assert all(span.bytes > 0 for span in one.of("read disk") + one.of("write disk"))
+    assert {span.name for span in one.waits} & {
+        "gradients",
+        "blocks.1",
+        "update of blocks.0",
+        "update of blocks.1",
+    }
+    spans = one.of(COMPUTE)
+    assert all(a.end <= b.start + 1e-9 for a, b in pairwise(spans)), "one thing at a time"
+    computed = sum(span.seconds for span in spans if span.kind != WAIT)
+    assert one.busy == pytest.approx(computed / one.seconds)
+    assert sum(one.utilisation(10)) == pytest.approx(10 * one.busy)
+    with pytest.raises(SystemExit):
+        main(["draw", str(run), "--out", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert f"device busy {one.busy:.0%}" in out
+    assert "read disk  │" in out
+    picture = (tmp_path / "timeline.svg").read_text()
+    assert all(f">{lane}</text>" in picture for lane in ("wait", "read disk", "write disk", UPDATE))
+    ET.parse(tmp_path / "utilisation.svg")
+
+
 @given(
     st.integers(1, 9),
     st.sampled_from([1.0, 0.25, 0.6]),
@@ -313,8 +351,6 @@ def test_the_planned_timeline_has_what_offload_waits_for(device: str, microbatch
     for away in OFFLOADS:
         parts = ("tp=2,recompute=full",)  # activations:tp needs them
         for axes in parts if away == "activations:tp" else ("dp=1", "tp=2", "dp=2", "dp=2,zero=2"):
-            if away == "all:disk" and "zero" in axes:
-                continue  # refused
             s = setting(
                 model,
                 layout_of(f"{axes},offload={away}"),
@@ -335,7 +371,7 @@ def test_the_planned_timeline_has_what_offload_waits_for(device: str, microbatch
             waits += step.exposed.get("offload", 0) > 0
             lanes = {"host", "link", "disk"} & {*drawn.lanes}
             none = OFFLOADS[away].stays or (
-                away == "states:host" and device == "cpu"
+                away.endswith(":host") and device == "cpu"
             )  # whose host is the device
             assert bool(lanes) != none, (away, axes)
     assert waits >= (8 if device == "gpu" else 1), "not everything is hidden"

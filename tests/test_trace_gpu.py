@@ -27,6 +27,7 @@ from fivefold.schedules.timelines import AWAY
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
 from fivefold.sharding.tiers import tiers
+from fivefold.sharding.units import scattered_once
 from fivefold.trace import gpu
 from fivefold.trace.depth import exact
 from fivefold.trace.fake import CPU, Fake, FakeMode
@@ -151,6 +152,8 @@ OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
             ("states:host", "dp=1"),
             ("states:host", "tp=2,sp=true"),
             ("states:host", "dp=2,zero=1"),
+            ("states:host", "dp=2,zero=2"),
+            ("all:disk", "dp=2,zero=3"),
             ("states:disk", "dp=1"),
             ("all:disk", "dp=1"),
         )
@@ -240,7 +243,7 @@ def of_offload(recipe: Recipe) -> dict[tuple[str, str], int]:
     the update, of each unit's gradients and weights."""
     layout, m = Layout.from_recipe(recipe.layout), microbatches_per_step(recipe)
     mode = PRECISIONS[chosen(recipe.precision.mode, fast_bf16=True)]
-    away, L = tiers(layout.offload, layout.shards > 1, mode.copies), recipe.model.layers
+    away, L = tiers(layout.offload, mode.copies), recipe.model.layers
     if not away.streams:
         return {}
     params, outside = len([*card_of(recipe.model).table()]), 2  # the tied embedding and the last norm
@@ -250,15 +253,14 @@ def of_offload(recipe: Recipe) -> dict[tuple[str, str], int]:
     )  # gradients to it, masters there and back
     found = {("item", "parallel/offload/update.py"): 1, ("to_copy", "parallel/offload/update.py"): 1}
     if away.working != "device":
-        moved = outside
-    found["copy_", "parallel/offload/update.py"] = moved
-    units = 0
+        moved, found["copy_", "parallel/offload/update.py"] = 0, outside
+    if layout.zero and scattered_once(layout.zero, layout.pp):
+        m = 1
     if away.gradients != "device":
-        units += (L + 1) * (m + m - 1)
+        moved += (L + 1) * (m + m - 1)
     if away.working != "device":
-        units += m * (L + L - 1)  # the last block's stay for its backward
-    if units:
-        found["copy_", "parallel/offload/disk.py"] = units
+        moved += m * (L + L - (not layout.zero))  # the last block's stay for its backward
+    found["copy_", "parallel/offload/disk.py"] = moved
     if (
         layout.tp > 1 and away.gradients != "device"
     ):  # sums of norms' gradients; the norms of all, as one message
@@ -276,6 +278,7 @@ LIKE = {
     "adam", "momentum", "adagrad", "rmsprop", "radam", "nadam", "adamsage", "lion", "fp16 rows", "soap", "muon",
     "bf16_pure nearest", "bf16_pure kahan", "bf16_pure, all:disk", "fp8 tensors", "activations, dp=2,zero=3",
     "activations, tp=2,recompute=full", "states:host, tp=2,sp=true", "states:host, dp=2,zero=1",
+    "states:host, dp=2,zero=2", "all:disk, dp=2,zero=3",
 }  # fmt: skip
 """Others resemble them: `make test-all`."""
 
@@ -319,7 +322,7 @@ def attention(recipe: Recipe) -> set[str]:
 
 def keeps_states(recipe: Recipe) -> bool:
     """True if masters or the optimizer's states are on the device."""
-    away = tiers(recipe.layout.offload, Layout.from_recipe(recipe.layout).shards > 1)
+    away = tiers(recipe.layout.offload)
     return "device" in (away.masters, away.states)
 
 

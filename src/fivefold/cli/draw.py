@@ -122,6 +122,7 @@ def of_run(run: Path) -> tuple[str, dict[str, str]]:
         title = f"{name}, step {found[0][1].step}: computing and messages"
         texts.append(f"{timelines.LEGEND}\n\n{timelines.words(found, options.columns(40, 160, 48))}")
         pictures["timeline"] = timelines.step_svg(found, title)
+        pictures["utilisation"] = timelines.utilisation_svg(found, f"{name}: utilisation over a step")
     if held := memory_picture.read(run):
         texts.append(memory_picture.to_text(held, options.columns(40, 160, 16)))
         pictures["memory"] = memory_picture.to_svg(
@@ -176,11 +177,11 @@ def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of the ways to order updates on the host; neither if the host does not update."""
     from fivefold.observe.timelines import step_svg
     from fivefold.plan.time.offload import ways
-    from fivefold.schedules.offload import WAYS, busy
+    from fivefold.schedules.offload import WAYS
 
     if not (found := ways(s)):
         return "", {}
-    lines = [(f"{name}: device busy {busy(line):.0%}", line) for name, line in found.items()]
+    lines = [(f"{name}: device busy {line.busy:.0%}", line) for name, line in found.items()]
     text = "ways to order updates on the host, a step of one microbatch:\n"
     for (name, line), way in zip(lines, found, strict=True):
         text += f"  {name}, {line.seconds:.3g} s{' (the trainer)' * WAYS[way].runs}\n"

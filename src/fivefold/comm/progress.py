@@ -298,16 +298,29 @@ class Handle:
         self.wait = wait
 
 
+AT_ONCE = 2e-5  # seconds of a wait for I/O that is over already
+
+
 class Watch:
     """The messages and waits of this thread, in seconds since `began`. Messages are named by their operation, what they
-    are for (`Axis.purpose`), and what the rank computes when they begin (`during`)."""
+    are for (`Axis.purpose`), and what the rank computes when they begin (`during`). beside: what threads of offload
+    read, write and update."""
 
     def __init__(self) -> None:
         self.began, self.during = perf_counter(), ""
-        self.thread, self.spans = get_ident(), list[Span]()
+        self.thread, self.spans, self.beside = get_ident(), list[Span](), list[Span]()
 
     def clock(self) -> float:
         return perf_counter() - self.began
+
+    def note(self, lane: str, kind: str, name: str, since: float, size: int = 0) -> None:
+        """Notes what any thread has done since a time of `perf_counter`. A wait counts in this thread, unless it was
+        over at once."""
+        span = Span(lane, kind, name, max(0.0, since - self.began), self.clock(), size)
+        if kind != WAIT:
+            self.beside.append(span)
+        elif get_ident() == self.thread and span.seconds > AT_ONCE:
+            self.spans.append(span)
 
     def follow(self, axis: Label, operation: str, work: Work | None, began: float) -> Work | None:
         """Wraps what a started message is waited for by. A thread waits for it and notes its end: some of gloo's can be
@@ -339,4 +352,4 @@ class Watch:
     def close(self) -> list[Span]:
         """All spans. Messages that are still under way end now."""
         now = self.clock()
-        return [span if span.end >= 0 else span.until(now) for span in self.spans]
+        return [*(span if span.end >= 0 else span.until(now) for span in self.spans), *self.beside]

@@ -4,7 +4,7 @@ one (test_private, test_comm, test_membership): run them first when you upgrade 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -71,10 +71,52 @@ def groups(unit: FSDPModule) -> list[FSDPParamGroup]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []  # before torch 2.12: one at most
 
 
-def shares(unit: FSDPModule) -> list[int]:
-    """Elements of each parameter of a unit on a rank, in the order of its messages. Without it: ZeRO++ does not know
-    where a parameter begins."""
-    return [p.padded_sharded_param_size.numel() for group in groups(unit) for p in group.fsdp_params]
+def rows(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:
+    """Each parameter of a unit, as a DTensor, with the elements of its rows on a rank with padding, in the order of its
+    messages. Without it: nobody knows where in a message a parameter begins."""
+    params = [p for group in groups(unit) for p in group.fsdp_params]
+    return [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in params]
+
+
+def place(unit: FSDPModule, memory: Sequence[Tensor]) -> None:
+    """Moves the rows of a unit's parameters, with padding, into flat tensors, in the order of `rows`. Without it:
+    weights that leave the device cannot be read in one piece."""
+    for p, flat in zip((p for group in groups(unit) for p in group.fsdp_params), memory, strict=True):
+        local, dim = p.sharded_param._local_tensor, p.fsdp_placement.dim
+        flat.copy_(p._sharded_param_data)
+        p._sharded_param_data = flat
+        placed = flat.view(p.padded_sharded_param_size).narrow(
+            dim, 0, local.size(dim) if local.numel() else 0
+        )
+        p.sharded_param._local_tensor = placed
+
+
+def around_gather(unit: FSDPModule, before: Callable[[bool], None], after: Callable[[], None]) -> None:
+    """Calls `before`, told whether it is for a backward, when a unit begins to gather its weights, and `after` once its
+    own rows are copied into the message. Without it: rows cannot leave the device."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    def around(group: FSDPParamGroup, unshard: Callable[[bool], None]) -> Callable[[bool], None]:
+        def gather(async_op: bool = False) -> None:
+            if group.is_unsharded or group._all_gather_result is not None:
+                return
+            backward = group._training_state == TrainingState.PRE_BACKWARD
+            before(backward)
+            unshard(async_op)
+            if group.device.type == "cuda":
+                copies, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+                torch.cuda.current_stream().wait_stream(copies)
+            after()
+
+        return gather
+
+    for group in groups(unit):
+        group.unshard = around(group, group.unshard)
+
+
+def begin(root: FSDPModule) -> None:
+    """Lets FSDP2 look at its parameters now. Without it: it does so in the first forward, when rows may have left."""
+    root._get_fsdp_state()._lazy_init()
 
 
 def gathered(unit: FSDPModule) -> list[Tensor]:

@@ -22,6 +22,7 @@ from fivefold.sharding.parts import (
     token_spans,
 )
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
+from fivefold.sharding.units import regathers
 
 MOST = 64  # ranks drawn; the first ones of larger layouts
 COLUMNS = 6  # ranks side by side, if groups can be broken
@@ -93,7 +94,7 @@ def to_svg(recipe: Recipe, layout: Layout, title: str = "") -> str:
     weights = "computes with these weights" + " (experts: the lower part of a layer)" * (layout.ep > 1)
     whole, piece = "computes these tokens of the batch", "and has only these between matmuls"
     kinds = {
-        **({"lent": f"{weights}, gathered for each use"} if layout.zero == 3 else {"has": weights}),
+        **({"lent": f"{weights}, gathered for each use"} if regathers(layout) else {"has": weights}),
         "keeps": "keeps their fp32 masters and moments",
         **({"whole": whole, "sees": piece} if layout.sp else {"sees": whole}),
     }
@@ -160,7 +161,7 @@ def _model(canvas: Canvas, holds: Holding, recipe: Recipe, layout: Layout, left:
     """
     layers, card = recipe.model.layers + 2, card_of(recipe.model)  # the embedding, the blocks, the head
     (index, of), high = holds.tensor, ICON / layers
-    computes = COLORS["lent" if layout.zero == 3 else "has"]
+    computes = COLORS["lent" if regathers(layout) else "has"]
     canvas.rect("idle", left, top, ICON, ICON)
 
     def draw(y: float, tall: float, start: float, stop: float, shard: tuple[int, int]) -> None:

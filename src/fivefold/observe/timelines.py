@@ -12,18 +12,26 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from fivefold.draw.canvas import stacked
+from fivefold.draw.canvas import Line, picture, stacked
 from fivefold.draw.lanes import Box, Lane, lanes, strip, time_text
 from fivefold.files import MOST_TRACE, make_folder, read_json, understood, write_atomically
 from fivefold.observe.format import table
 from fivefold.observe.metrics import read_metrics, write_trace
 from fivefold.schedules.pipeline import Costs, Schedule, Timeline, simulate
-from fivefold.schedules.timelines import COMPUTE, MESSAGE, WAIT, StepTimeline
+from fivefold.schedules.timelines import COMPUTE, MESSAGE, UPDATE, WAIT, Span, StepTimeline
 
 FILL = {"forward": "F", "backward": "B", "update": "U", "other": "-", WAIT: "."}
 LEGEND = "F forward, B backward, U update, - other, . waits; = message beside computing, o message alone"
-COLORS = {"forward": "blue", "backward": "green", "update": "purple", "other": "grey", MESSAGE: "orange"}
+COLORS = {
+    "forward": "blue",
+    "backward": "green",
+    "update": "purple",
+    "other": "grey",
+    MESSAGE: "orange",
+    WAIT: "red",
+}
 MOST = 6  # messages of a lane drawn side by side
+PARTS = 100  # of a step whose utilisation is drawn
 
 
 def summary(timeline: StepTimeline) -> str:
@@ -47,6 +55,10 @@ def step_text(timeline: StepTimeline, columns: int = 100, seconds: float | None 
         alone = (FILL[WAIT], " ")
         line = ("o" if x == "=" and beside in alone else x for x, beside in zip(sent, computed, strict=True))
         words = f"{len(messages)} messages, {time_text(timeline.under_way(lane))}, {timeline.hidden(lane):.0%} hidden"
+        if size := sum(span.bytes for span in messages):
+            words += f", {size / 1e6:,.1f} MB"
+        if lane == UPDATE:
+            words = f"{len(messages)} chunks updated"
         lines.append(f"{lane:{width}} │{''.join(line)}│ {words}")
     return "\n".join(lines) + "\n"
 
@@ -55,21 +67,30 @@ def step_svg(timelines: Sequence[tuple[str, StepTimeline]], title: str = "", wid
     """Timelines with their names, one under the other, on one scale."""
     seconds = max((timeline.seconds for _, timeline in timelines), default=0.0)
     groups = [
-        (f"{name}: {summary(timeline)}", [_lane(timeline, lane) for lane in timeline.lanes])
+        (f"{name}: {summary(timeline)}", [_lane(timeline, lane) for lane in _drawn(timeline)])
         for name, timeline in timelines
     ]
-    there = {span.kind for _, timeline in timelines for span in timeline.spans} - {WAIT}
+    there = {span.kind for _, t in timelines for lane in _drawn(t) for span in _spans(t, lane)}
     legend = [(color, kind) for kind, color in COLORS.items() if kind in there]
     return lanes(title, groups, legend, seconds, partial(time_text, whole=seconds), width)
 
 
+def _drawn(timeline: StepTimeline) -> list[str]:
+    """The lanes; with offload also one of what the rank waits for."""
+    first, *others = timeline.lanes
+    return [first, *([WAIT] if any(span.bytes for span in timeline.spans) else []), *others]
+
+
+def _spans(timeline: StepTimeline, lane: str) -> list[Span]:
+    return timeline.waits if lane == WAIT else [span for span in timeline.of(lane) if span.kind != WAIT]
+
+
 def _lane(timeline: StepTimeline, lane: str) -> Lane:
-    spans = timeline.of(lane)
+    spans = _spans(timeline, lane)
     if lane == COMPUTE:
         boxes = [
             Box(x.start, x.end, COLORS[x.kind], x.name.rpartition(".")[2], f"{x.name} {x.kind}")
             for x in spans
-            if x.kind != WAIT
         ]
         return Lane(lane, [boxes], timeline.seconds)
     # Messages side by side where they overlap; the last row takes what is too much
@@ -78,10 +99,22 @@ def _lane(timeline: StepTimeline, lane: str) -> Lane:
         row = next((row for row in rows if row[-1].end <= span.start), None)
         if row is None and len(rows) < MOST:
             rows.append(row := [])
-        box = Box(span.start, span.end, COLORS[MESSAGE], name=span.name)
+        box = Box(span.start, span.end, COLORS[span.kind], name=span.name)
         (rows[-1] if row is None else row).append(box)
-    hidden = f"{timeline.hidden(lane):.0%} hidden" if timeline.under_way(lane) else ""  # else: only updates
-    return Lane(lane, rows, timeline.seconds, hidden, 8)
+    words = f"{timeline.hidden(lane):.0%} hidden" if timeline.under_way(lane) else ""  # else: only updates
+    if size := sum(span.bytes for span in spans):
+        words += f", {size / 1e6:,.1f} MB"
+    return Lane(lane, rows, timeline.seconds, words, 8)
+
+
+def utilisation_svg(timelines: Sequence[tuple[str, StepTimeline]], title: str) -> str:
+    """The share of the device that computes over a step, of each timeline a line."""
+    lines = []
+    for color, (name, timeline) in enumerate(timelines):
+        width, shares = timeline.seconds / PARTS, timeline.utilisation(PARTS)
+        points = [(at * width, 100 * share) for i, share in enumerate(shares) for at in (i, i + 1)]
+        lines.append(Line(f"{name}: {timeline.busy:.0%}", points, color))
+    return picture(title, lines, "seconds", "% of the time computing")
 
 
 PLANNED = "planned"
@@ -113,7 +146,7 @@ def words(timelines: list[tuple[str, StepTimeline]], columns: int) -> str:
     """All timelines as text, on one scale."""
     seconds = max(timeline.seconds for _, timeline in timelines)
     return "\n".join(
-        f"{name}: {summary(timeline)}\n{step_text(timeline, columns, seconds)}"
+        f"{name}: {summary(timeline)}; device busy {timeline.busy:.0%}\n{step_text(timeline, columns, seconds)}"
         for name, timeline in timelines
     )
 

@@ -38,9 +38,18 @@ from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import TIED, Part, held, stage_blocks, stage_parameters, stages_of, tensor_sums
+from fivefold.sharding.parts import (
+    TIED,
+    Part,
+    held,
+    local_shape,
+    stage_blocks,
+    stage_parameters,
+    stages_of,
+    tensor_sums,
+)
 from fivefold.sharding.tiers import OFFLOADS, Tiers, partitions, tiers
-from fivefold.sharding.units import FlatBuffer, Keeping, keepings
+from fivefold.sharding.units import FlatBuffer, FsdpUnit, Keeping, keepings
 
 if TYPE_CHECKING:  # importing FSDP2 takes half a second
     from fivefold.parallel.zero import UnitMessages
@@ -125,7 +134,8 @@ def parallelize(
     numbered, parallel = cut(recipe, mesh, compute_dtype, masters, card, table)
     stages = parallel.stages
     kept = keepings(card, mesh.layout, list(numbered))
-    builder = _ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, parallel, filled=own is not None)
+    filled = own is not None
+    builder = _ReplicaBuilder(recipe, mesh, table, compute_dtype, reduce, masters, parallel, filled)
     builder.shard(numbered, kept)
     with memory or nullcontext():
         of_stage = builder.replicas(numbered, kept)
@@ -308,6 +318,7 @@ class _ReplicaBuilder:
     table: dict[str, Part]
     compute_dtype: torch.dtype
     reduce: torch.dtype
+    masters: torch.dtype
     into: Parallel
     filled: bool
     messages: dict[int, list[UnitMessages]] = field(default_factory=dict)
@@ -319,7 +330,10 @@ class _ReplicaBuilder:
 
             for number in keeping.stages:
                 units = [unit for unit in keeping.units if unit.stage == number]
-                sharded = zero.shard(numbered[number], units, self.mesh, self.compute_dtype, self.reduce)
+                away = self._tiers().masters != "device"
+                sharded = zero.shard(
+                    numbered[number], units, self.mesh, self.compute_dtype, self.reduce, away
+                )
                 self.messages[number] = sharded
 
     def replicas(self, numbered: dict[int, Any], kept: Sequence[Keeping]) -> dict[int, list[Replica]]:
@@ -333,15 +347,7 @@ class _ReplicaBuilder:
             stages = [numbered[number] for number in keeping.stages]
             made: list[Replica] = []
             if keeping.units:  # FSDP2 shards them
-                from fivefold.parallel import zero
-
-                messages = [m for number in keeping.stages for m in self.messages[number]]
-                initial = None if self.filled else self._initial
-                sharded = zero.Sharded(stages, self.table, self.compute_dtype, messages, initial)
-                offload = self._offload(sharded.masters, tiers(self.mesh.layout.offload, sharded=True))
-                if offload is not None:
-                    self.into.offloads[id(sharded)] = offload
-                made.append(sharded)
+                made.append(self._sharded(stages, keeping.units))
             made += [self._whole(stages, buffer) for buffer in keeping.buffers]
             if keeping.frozen:
                 frozen, _, _ = self._parameters(stages, keeping.frozen, None)
@@ -350,13 +356,43 @@ class _ReplicaBuilder:
             of_stage |= dict.fromkeys(keeping.stages, made)
         return of_stage
 
+    def _sharded(self, stages: list[nn.Module], units: Sequence[FsdpUnit]) -> Replica:
+        """The replica of parameters that FSDP2 has sharded."""
+        from fivefold.parallel import zero
+        from fivefold.parallel.offload.rows import Rows
+
+        numbers = sorted({unit.stage for unit in units})
+        messages = [message for number in numbers for message in self.messages[number]]
+        given, layout = (stages, self.table, self.compute_dtype, messages), self.mesh.layout
+        if self._tiers().masters == "device":
+            replica = zero.Sharded(*given, None if self.filled else self._initial)
+            offload = self._offload(replica.masters)
+        else:
+            room = {
+                name: (unit.module, share)
+                for unit in units
+                for name, share in zip(unit.names, unit.shares, strict=True)
+            }
+            order = dict.fromkeys(
+                name for stage in stages for name, _ in stage.named_parameters() if name in room
+            )
+            shapes = {name: local_shape(self.table[name].keeps) for name in order}
+            like = {
+                name: torch.empty(shape, dtype=self.masters, device="meta") for name, shape in shapes.items()
+            }
+            offload = self._offload(like, room)
+            assert offload is not None
+            replica = Rows(*given, self._initial, offload, layout.tp > 1 or layout.pp > 1)
+        if offload is not None:
+            self.into.offloads[id(replica)] = offload
+        return replica
+
     def _whole(self, stages: list[nn.Module], buffer: FlatBuffer) -> Replica:
         """The replica of parameters that this rank has whole, in a flat buffer."""
         layout, sums = self.mesh.layout, self.mesh.sums(buffer.group)
         meta = {name: p for stage in stages for name, p in stage.named_parameters()}
         like = {name: meta[name] for name in buffer.names}
-        own_masters = any(p.dtype != self.compute_dtype for p in like.values())
-        offload = self._offload(like, tiers(layout.offload, own_masters=own_masters))
+        offload = self._offload(like)
         params, flat, masters = self._parameters(stages, buffer.names, offload)
         shared = params, self.table, self.compute_dtype, sums, self.reduce
         if offload is None or offload.tiers.gradients == "device":
@@ -369,14 +405,20 @@ class _ReplicaBuilder:
             self.into.offloads[id(replica)] = offload
             offload.attach(list(stages))
         if isinstance(replica, Paged):
-            replica.attach(list(stages))
+            replica.attach(list(stages), layout.pp > 1)
         return replica
 
-    def _offload(self, like: Mapping[str, Tensor], where: Tiers) -> Offload | None:
+    def _tiers(self) -> Tiers:
+        return tiers(self.mesh.layout.offload, own_masters=self.masters != self.compute_dtype)
+
+    def _offload(
+        self, like: Mapping[str, Tensor], sharded: Mapping[str, tuple[str, int]] | None = None
+    ) -> Offload | None:
         """The tiers of parameters like these (see `Offload`); None: all is on the device."""
-        if self.into.disk is None or not OFFLOADS[self.mesh.layout.offload].streams:
+        where = self._tiers()
+        if self.into.disk is None or not where.streams:
             return None
-        return Offload(self.into.disk, where, like, self.mesh.device)
+        return Offload(self.into.disk, where, like, self.mesh.device, sharded)
 
     def _parameters(
         self, stages: list[nn.Module], names: Sequence[str], offload: Offload | None

@@ -56,9 +56,11 @@ def shard(
     mesh: Mesh,
     compute_dtype: torch.dtype,
     reduce: torch.dtype = torch.float32,
+    away: bool = False,
 ) -> list[UnitMessages]:
     """Shards the parameters of a stage on "meta": those of its units become DTensors, and each rank has its rows of
-    them. Parameters that are in no unit stay unchanged. Returns the messages of each unit."""
+    them. Parameters that are in no unit stay unchanged. away: masters lie elsewhere, so the rows are those of weights
+    that compute. Returns the messages of each unit."""
     divided = {name for unit in units for name in unit.names}
     whole, sent = {p for name, p in stage.named_parameters() if name not in divided}, []
     for unit in units:
@@ -68,6 +70,8 @@ def shard(
             f"{unit.module or 'the stage'} has others"
         )
         (masters,) = {p.dtype for p in here} or {torch.float32}  # a stage may have nothing but its blocks
+        for p in here if away else ():
+            p.data = p.data.to(compute_dtype)
         sent.append(UnitMessages(mesh, unit, reduce))
         # The inputs are not cast: the rotary table stays fp32. Gradients are summed in the dtype of the masters.
         ranks = mesh.size(unit.group)
@@ -149,6 +153,9 @@ class Sharded(Replica):
     def start_step(self) -> None:
         """Forgets the gradients of the last step, and frees their memory."""
         self.gradients.clear()
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
         for name, same in self._params.items():
             self.masters[name].grad = None
             for parameter in same:
@@ -169,12 +176,8 @@ class Sharded(Replica):
             private.take_deferred_gradients(unit)
 
     def finish(self) -> None:
-        """Collects the summed gradients. In a pipeline, some stages had their last backward before `enable_sync`; their
-        gradients are scattered now."""
-        if self.pipeline:
-            self.enable_sync()
-            for root in self.roots:
-                private.end_backward(root)
+        """Collects the summed gradients."""
+        self.scatter_rest()
         for messages in self.messages:
             messages.finish()
             assert messages.arrived is None, f"{messages.axis.purpose}: no gradients in the last microbatch"
@@ -186,12 +189,22 @@ class Sharded(Replica):
             for other in found[1:]:
                 found[0].add_(other)
 
+    def scatter_rest(self) -> None:
+        """In a pipeline, some stages had their last backward before `enable_sync`: scatters their gradients."""
+        if self.pipeline:
+            self.enable_sync()
+            for root in self.roots:
+                private.end_backward(root)
+
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         self.updater.step(self.gradients, lr, scale, skip)
         self.updater.settle()  # the next forward gathers ahead
-        self.refresh()
+        self.forget_gathered()
 
     def refresh(self) -> None:
+        self.forget_gathered()
+
+    def forget_gathered(self) -> None:
         """Frees the gathered weights after the masters have changed; the next forward gathers them again."""
         for unit in self.units:
             unit.reshard()
@@ -207,7 +220,8 @@ class Sharded(Replica):
             adding += [gradient for unit in self.units for gradient in private.whole_gradients(unit)]
         gathered = [tensor for unit in self.units for tensor in private.gathered(unit)]
         copies = [m.gathers.copy for m in self.messages if m.gathers and m.gathers.copy is not None]
-        own = [master for master in self.masters.values() if self.compute_dtype == master.dtype]
+        rows = self.masters if self.working is None else self.working
+        own = [weight for weight in rows.values() if self.compute_dtype == weight.dtype]
         return {
             "params": own + copies + ([] if self.again else gathered),
             "buffers": gathered if self.again else [],
@@ -234,7 +248,8 @@ def _units(module: Any) -> list[FSDPModule]:
 
 class UnitMessages:
     """The messages of one unit. sent: dtype of gradient messages. gathers, scatters: those of ZeRO++,
-    which take the place of the axis' own.
+    which take the place of the axis' own. taken: called with the rows that a scatter has brought, before FSDP2 gets
+    them, if they leave the device (offload/rows.py).
 
     In a hybrid the replicas sum their gradients once per step: in the `last` microbatch, together with the gradients
     that earlier microbatches have scattered (stages 2 and 3). FSDP2 adds these up in the buffer that `arrived` first;
@@ -243,6 +258,7 @@ class UnitMessages:
 
     gathers: Gathers | None = None
     scatters: Scatters | None = None
+    taken: Callable[[Tensor], None] | None = None
 
     def __init__(self, mesh: Mesh, unit: FsdpUnit, sent: torch.dtype):
         self.name = name = unit.module or "outside of blocks"
@@ -256,7 +272,8 @@ class UnitMessages:
     def attach(self, module: FSDPModule) -> None:
         """Makes FSDP2 send the messages of a unit through this object."""
         self.module = module
-        shares, plus = private.shares(module), zeropp(self.mesh.layout.zeropp)
+        shares = [size for _, size in private.rows(module)]
+        plus = zeropp(self.mesh.layout.zeropp)
         assert sorted(shares) == sorted(self.table.shares), f"{self.name}: FSDP2 sends {shares}"
         if plus.two_gathers:
             self.gathers = Gathers(plus, self.mesh, self.name, shares)
@@ -289,11 +306,16 @@ class UnitMessages:
             self.scatters.sum(input_tensor, output_tensor)
         else:
             self.axis.sum_scatter(input_tensor, output_tensor, self.sent)
+        if self.taken is not None and self.replicas.size == 1:
+            self.taken(output_tensor)
 
     def sum_replicas(self, rows: Tensor) -> None:
         """Sums a microbatch's gradients over replicas. rows: flat; FSDP2 is about to add them to the gradients of
         earlier microbatches. On GPUs it has allocated them on its scatter stream and calls this on another one, so the
         allocator is told who else reads them."""
+        if self.taken is not None:
+            self.taken(rows)
+            return
         for gradients in (rows, self.arrived):
             if gradients is not None and gradients.is_cuda:
                 gradients.record_stream(torch.cuda.current_stream())

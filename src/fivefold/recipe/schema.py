@@ -264,15 +264,15 @@ class LayoutSection(Section, Counts):
     `full`: whole blocks, from their inputs (arXiv 1604.06174). `ops:attention+gate+norm`: the operations named, here
     all there are. `budget:6GiB`: as little as keeps the tensors of a rank within so many bytes, block by block, chosen
     by the planner before the run. `full*3/none*9`: modes of the first three blocks and of the nine behind them."""
-    offload: Literal["none", "activations:tp", "activations", "states:host", "states:disk", "all:disk"] = (
-        NOT_OFFLOADED
-    )
+    offload: Literal[
+        "none", "activations:tp", "activations", "states:host", "states:disk", "all:host", "all:disk"
+    ] = NOT_OFFLOADED
     """What leaves the memory of the device. `activations:tp`: with recompute = full, tensor-parallel ranks keep a part
     each of the inputs of blocks (ZeRO-R's Pa, arXiv 1910.02054). `activations`: what forward saves for backward, to
     host memory.
     `states:host`: gradients while backward runs, masters and optimizer states, to host memory, where the update runs
-    (ZeRO-Offload, arXiv 2101.06840). `states:disk`: masters and states, to files. `all:disk`: also gradients and
-    the weights of blocks (ZeRO-Infinity, arXiv 2104.07857)."""
+    (ZeRO-Offload, arXiv 2101.06840). `states:disk`: masters and states, to files. `all:host`, `all:disk`: also
+    gradients and the weights of blocks (ZeRO-Infinity, arXiv 2104.07857). With ZeRO what leaves is a rank's rows."""
     offload_dir: str = ""
     """Folder for `offload`, on a local disk. Its files have no names and vanish with the process. Unset: `offload` in
     the cache folder."""

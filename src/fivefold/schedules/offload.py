@@ -140,9 +140,3 @@ def _cut(spans: Sequence[Span], start: float, end: float) -> StepTimeline:
         if span.end > start and span.start < end
     ]
     return StepTimeline(tuple(sorted(inside, key=lambda span: (span.lane != COMPUTE, span.start))))
-
-
-def busy(timeline: StepTimeline) -> float:
-    """Share of a step in which the device computes."""
-    computed = sum(span.seconds for span in timeline.of(COMPUTE) if span.kind != WAIT)
-    return computed / timeline.seconds if timeline.seconds else 1.0

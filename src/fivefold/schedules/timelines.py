@@ -19,17 +19,20 @@ COMPUTE = "compute"
 """The lane of what the rank computes. Others are axes."""
 KINDS = ("forward", "backward", "update", "other")
 WAIT, MESSAGE = "wait", "message"
+UPDATE = "update"
+"""The lane of updates on the host, beside what the rank computes."""
 
 
 class Span(NamedTuple):
     """From `start` to `end`, in seconds since the step began. kind: on the compute lane one of KINDS, or "wait" for the
-    message of this name; else "message"."""
+    message of this name; else "message", or "update" on the host. bytes: that offload reads or writes."""
 
     lane: str
     kind: str
     name: str
     start: float
     end: float
+    bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -87,7 +90,26 @@ class StepTimeline:
     @property
     def waited(self) -> float:
         """Seconds in which the rank waits for messages."""
-        return sum(span.seconds for span in self.spans if span.kind == WAIT)
+        return sum(span.seconds for span in self.waits)
+
+    @property
+    def waits(self) -> list[Span]:
+        return [span for span in self.spans if span.kind == WAIT]
+
+    @property
+    def busy(self) -> float:
+        """Share of the step in which the rank computes."""
+        return self.utilisation(1)[0]
+
+    def utilisation(self, parts: int) -> list[float]:
+        """Share of each of so many equal parts of the step in which the rank computes, 0..1."""
+        width, found = self.seconds / parts or 1.0, [0.0] * parts
+        for span in (span for span in self.of(COMPUTE) if span.kind != WAIT):
+            for part in range(int(span.start / width), parts):
+                if span.end <= part * width:
+                    break
+                found[part] += (min(span.end, (part + 1) * width) - max(span.start, part * width)) / width
+        return found
 
     def _messages(self, lane: str | None) -> list[tuple[float, float]]:
         return _union((s.start, s.end) for s in self.spans if s.kind == MESSAGE and lane in (None, s.lane))

@@ -92,14 +92,6 @@ def _offload_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             f"offload={layout.offload} divides the inputs of recomputed blocks over tensor-parallel ranks, so it needs "
             f"recompute=full and tp > 1 without sp. Nearest valid: offload={NOT_OFFLOADED}",
         )
-    if away.working != "device" and (layout.zero or layout.pp > 1):
-        other, why = f"pp={layout.pp}", "has several microbatches in every block"
-        if layout.zero:
-            other, why = f"zero={layout.zero}", "gathers weights from rows in memory"
-        yield (
-            {"offload", "zero", "pp"},
-            f"offload={layout.offload} does not combine with {other}, which {why}. Nearest valid: offload=states:disk",
-        )
     if away.gradients != "device" and layout.compress != NONE:
         yield (
             {"offload", "compress"},

@@ -65,28 +65,27 @@ OFFLOADS: dict[str, Tiers] = {
     "activations": Tiers(activations="host", divided=True),
     "states:host": Tiers(gradients="host", masters="host", states="host"),
     "states:disk": Tiers(masters="disk", states="disk"),
+    "all:host": Tiers("host", "host", "host", "host"),
     "all:disk": Tiers("disk", "disk", "disk", "disk"),
 }
 """ZeRO-R (arXiv 1910.02054) is "activations:tp" (Pa) and "activations" (Pa+cpu), ZeRO-Offload (arXiv 2101.06840)
-"states:host", ZeRO-Infinity (arXiv 2104.07857) "all:disk"."""
+"states:host", ZeRO-Infinity (arXiv 2104.07857) "all:host" and "all:disk"."""
 
 
-def tiers(offload: str, sharded: bool = False, own_masters: bool = True) -> Tiers:
-    """The tiers of a rank's parameters. sharded: ZeRO divides them; FSDP2 then gathers weights from the masters and
-    scatters gradients to rows, so both stay. own_masters: False if the masters compute (`Mode.copies`); they stay
-    unless gradients leave, too."""
+def tiers(offload: str, own_masters: bool = True) -> Tiers:
+    """The tiers of a rank's parameters, or of its rows under ZeRO. own_masters: False if the masters compute
+    (`Mode.copies`); they stay unless gradients leave, too."""
     found = OFFLOADS[offload]
-    if not found.streams:
-        return found
-    if sharded or (not own_masters and found.gradients == "device"):
+    if found.streams and not own_masters and found.gradients == "device":
         return Tiers(states=found.states)
     return found
 
 
-def runs_twice(away: Tiers, on_cpu: bool) -> bool:
+def runs_twice(away: Tiers, on_cpu: bool, sharded: bool) -> bool:
     """True if an update may run twice: beside forward for the working weights, beside backward for masters and states.
-    The second time needs the step's gradients, which memory does not keep. A GPU computes too fast to hide either."""
-    return on_cpu and away.gradients == "disk"
+    The second time needs the step's gradients, which memory does not keep. A GPU computes too fast to hide either, and
+    the forward of sharded weights waits for the whole update."""
+    return on_cpu and away.gradients == "disk" and not sharded
 
 
 LEAST = 1 / 16
@@ -100,6 +99,11 @@ def share_of_second(slack: float, seconds: float) -> float:
 
 
 Phase = Literal["update", "forward", "again", "backward"]
+
+
+def lane_of(link: str, out: bool) -> str:
+    """What a link is called in a measured timeline, one way."""
+    return f"{'write' if out else 'read'} {link}"
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,11 @@ def flows(
     gradient: float = 4.0,
     master: float = 4.0,
     share: float = 0.0,
+    sums: int | None = None,
 ) -> tuple[Flow, ...]:
     """What a streamed update and the paging of weights and gradients move. working, states, ...: bytes per parameter of
-    each kind; master: 0 if the masters compute and do not leave. share: of the update that runs twice."""
+    each kind; master: 0 if the masters compute and do not leave. share: of the update that runs twice. sums: how often
+    gradients leave in a step, if not in every microbatch."""
     if not away.streams:
         return ()
     found: list[Flow] = []
@@ -160,8 +166,9 @@ def flows(
         moves("forward", "working", away.working, working, "in")
         moves("backward", "working", away.working, working, "in")
     if away.gradients != "device":
-        moves("backward", "gradients", away.gradients, gradient, "out")
-        moves("backward", "gradients", away.gradients, gradient * (microbatches - 1) / microbatches, "in")
+        sums = sums or microbatches
+        moves("backward", "gradients", away.gradients, gradient * sums / microbatches, "out")
+        moves("backward", "gradients", away.gradients, gradient * (sums - 1) / microbatches, "in")
     return tuple(found)
 
 
@@ -230,17 +237,20 @@ class Arena:
                 yield Chunk(unit, start, stop - start, pieces)
 
 
-def arena(sizes: Mapping[str, int]) -> Arena:
-    """The arena of parameters in the order of the module: {name: number of elements}. Units are contiguous."""
+def arena(
+    sizes: Mapping[str, int], units_of: Mapping[str, str] | None = None, room: Mapping[str, int] | None = None
+) -> Arena:
+    """The arena of parameters in the order of the module: {name: number of elements}. Units are contiguous. units_of:
+    of each parameter, if not `unit_of`. room: elements that each has place for, if more."""
     units: dict[str, list[str]] = {"": []}
     for name in sizes:
-        units.setdefault(unit_of(name), []).append(name)
+        units.setdefault(unit_of(name) if units_of is None else units_of[name], []).append(name)
     starts, spans, at = dict[str, int](), dict[str, tuple[int, int]](), 0
     for unit, names in units.items():
         first = at
         for name in names:
             starts[name] = at
-            at += -(-sizes[name] // ALIGNMENT) * ALIGNMENT
+            at += -(-(sizes if room is None else room)[name] // ALIGNMENT) * ALIGNMENT
         if names:
             spans[unit] = (first, at)
     return Arena(starts, dict(sizes), spans, at)

@@ -35,6 +35,7 @@ from fivefold.sharding.parts import (
     stage_blocks,
     stage_parameters,
 )
+from fivefold.sharding.tiers import OFFLOADS
 
 What = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
 
@@ -317,18 +318,19 @@ def syncs(layout: Layout, expert: bool = False) -> tuple[Sync, ...]:
     """
     group, ranks = sharing_group(layout, expert)
     inside = groups(layout)["inside"][0] if layout.zeropp != NONE else 1
+    again = regathers(layout)
     return _syncs(
-        group, ranks > 1, layout.zero, layout.pp > 1, layout.dp_replicate > 1, layout.zeropp, inside
+        group, ranks > 1, layout.zero, layout.pp > 1, layout.dp_replicate > 1, layout.zeropp, inside, again
     )
 
 
 @lru_cache
 def _syncs(
-    group: str, shared: bool, zero: int, pipeline: bool, hybrid: bool, plus: str, inside: int
+    group: str, shared: bool, zero: int, pipeline: bool, hybrid: bool, plus: str, inside: int, again: bool
 ) -> tuple[Sync, ...]:
     if not shared:
         return (Sync("sum", {"shard": "batch", "eshard": "edp"}[group]),)
-    chosen, gathers, scatters = zeropp(plus), 2 if zero == 3 else 0, 1
+    chosen, gathers, scatters = zeropp(plus), 2 if again else 0, 1
     if scattered_once(zero, 2 if pipeline else 1):
         scatters = 0
     found = [Sync("gather", group, gathers)]
@@ -343,6 +345,11 @@ def _syncs(
     else:
         found.append(Sync("scatter", group, scatters))
     return (*found, Sync("sum", "replicate", rows=True)) if hybrid else tuple(found)
+
+
+def regathers(layout: Layout) -> bool:
+    """True if gathered weights are freed after each use: under ZeRO 3, and where a rank's own rows leave the device."""
+    return layout.zero == 3 or (layout.zero > 0 and OFFLOADS[layout.offload].working != "device")
 
 
 def scattered_once(zero: int, pp: int) -> bool:

@@ -31,8 +31,8 @@ class Recorder:
     ranks begin together: call it at the same time.
 
     Hooks on the blocks note when a computation begins; it lasts until the next one begins. A block's backward begins
-    when the gradient of its output is there. `comm/progress.py` notes messages and waits. CPUs only: on a GPU the host
-    runs ahead of what it measures.
+    when the gradient of its output is there. `comm/progress.py` notes messages and waits, and what threads of offload
+    read, write and update. CPUs only: on a GPU the host runs ahead of what it measures.
     """
 
     def __init__(self, state: State):

@@ -298,7 +298,7 @@ def _fits(recipe: Recipe, layout: Layout, ranks: Ranks) -> None:
     """Refuses a model whose states alone do not fit into the machine."""
     card, mode = card_of(recipe.model), compute_mode(recipe, ranks.device)
     kept = sum(size_of(part.keeps) for part in held(card, layout, ranks.rank).values())
-    away = tiers(layout.offload, layout.shards > 1, mode.copies)
+    away = tiers(layout.offload, mode.copies)
     optimizer = kept_in(OPTIMIZERS[recipe.optim.name], mode, recipe.precision.rounding)
     states = {
         "masters": DTYPES[mode.master].bytes * kept,

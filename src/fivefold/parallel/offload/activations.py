@@ -164,7 +164,7 @@ class Activations:
             return found
         saved = self._saved[key] = Saved(self, tensor, self._last and self._last())
         self._last = weakref.ref(saved)
-        saved.copies.append(self._copy(tensor.detach(), saved.view()))
+        saved.copies.append(self._copy(tensor.detach(), saved.view(), out=True))
         self.moved += tensor.nbytes
         return saved
 
@@ -176,7 +176,7 @@ class Activations:
             return packed
         self._fetch(packed)
         assert packed.here is not None
-        self.disk.meter.wait(packed.under_way.result)
+        self.disk.meter.wait(packed.under_way.result, "activations")
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         found, packed.here = packed.here, None
@@ -194,11 +194,11 @@ class Activations:
             saved.under_way.result()  # it has left
             view = saved.view()
             saved.here = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=self.device)
-            saved.copies.append(self._copy(view, saved.here))
+            saved.copies.append(self._copy(view, saved.here, out=False))
 
-    def _copy(self, source: Tensor, target: Tensor) -> Future[None]:
+    def _copy(self, source: Tensor, target: Tensor, out: bool) -> Future[None]:
         if self._stream is None:
-            return self.disk.submit(target.copy_, source)
+            return self.disk.submit(self.disk.copy, target, source, out, "activations")
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             target.copy_(source, non_blocking=True)

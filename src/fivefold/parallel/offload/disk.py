@@ -22,9 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.files import cache_folder, expanded, make_folder
 from fivefold.kernels import private
+from fivefold.schedules.timelines import COMPUTE, MESSAGE, WAIT
+from fivefold.sharding.tiers import lane_of
 
 PAGE = 4096
 THREADS = 4
@@ -43,7 +46,7 @@ def folder_of(setting: str) -> Path:
 
 class Meter:
     """What I/O has cost so far. busy: seconds in which any was under way. waited: seconds in which computing waited for
-    it. read, written: bytes."""
+    it. read, written: bytes of files. All of it is also noted while a step is measured (`comm.progress.Watch`)."""
 
     def __init__(self) -> None:
         self.busy = self.waited = 0.0
@@ -62,17 +65,25 @@ class Meter:
             if self._under_way == 0:
                 self.busy += time.perf_counter() - self._began
 
-    def count(self, read: int = 0, written: int = 0) -> None:
-        with self._lock:
-            self.read, self.written = self.read + read, self.written + written
+    def moved(self, link: str, out: bool, what: str, began: float, size: int) -> None:
+        """Bytes have crossed a link since `began`, "disk" or "host" (see `tiers.Flow`)."""
+        if link == "disk":
+            with self._lock:
+                self.read, self.written = self.read + size * (not out), self.written + size * out
+        self.note(lane_of(link, out), MESSAGE, what, began, size)
 
-    def wait(self, ready: Callable[[], Any]) -> Any:
-        """Calls `ready`, which waits for I/O, and counts the time."""
+    def wait(self, ready: Callable[[], Any], what: str) -> Any:
+        """Calls `ready`, which waits for I/O, and counts the time. what: is waited for."""
         began = time.perf_counter()
         try:
             return ready()
         finally:
             self.waited += time.perf_counter() - began
+            self.note(COMPUTE, WAIT, what, began)
+
+    def note(self, lane: str, kind: str, what: str, began: float, size: int = 0) -> None:
+        if progress.watch is not None:
+            progress.watch.note(lane, kind, what, began, size)
 
     def figures(self) -> dict[str, float]:
         return {"busy": self.busy, "waited": self.waited, "read": self.read, "written": self.written}
@@ -134,6 +145,12 @@ class Disk:
             return at_once(self._run, work, *arguments)
         return self._pool.submit(self._run, work, *arguments)
 
+    def copy(self, target: Tensor, source: Tensor, out: bool, what: str) -> None:
+        """Copies between the device and host memory. out: away from the device."""
+        began = time.perf_counter()
+        target.copy_(source)
+        self.meter.moved("host", out, what, began, target.nbytes)
+
     def _run(self, work: Callable[..., object], *arguments: Any) -> None:
         self.meter.begin()
         try:
@@ -186,21 +203,21 @@ class File:
 
     def read(self, offset: int, into: Tensor) -> None:
         """Fills aligned bytes from a multiple of PAGE on. Blocks."""
-        done, size, memory = 0, into.numel(), into.numpy().data
+        done, size, memory, began = 0, into.numel(), into.numpy().data, time.perf_counter()
         while done < size:
             count = os.preadv(self._file, [memory[done:]], offset + done)
             if count <= 0:
                 raise OSError(errno.EIO, f"{self.what}: the file ends at byte {offset + done}")
             done += count
-        self.disk.meter.count(read=size)
+        self.disk.meter.moved("disk", False, self.what, began, size)
         self._forget(offset, size)
 
     def write(self, offset: int, data: Tensor) -> None:
         """Writes aligned bytes at a multiple of PAGE. Blocks."""
-        done, size, memory = 0, data.numel(), data.numpy().data
+        done, size, memory, began = 0, data.numel(), data.numpy().data, time.perf_counter()
         while done < size:
             done += os.pwritev(self._file, [memory[done:]], offset + done)
-        self.disk.meter.count(written=size)
+        self.disk.meter.moved("disk", True, self.what, began, size)
         self._forget(offset, size)
 
     def sync(self) -> None:

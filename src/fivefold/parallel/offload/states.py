@@ -27,14 +27,23 @@ from fivefold.sharding.tiers import Tiers, arena, runs_twice, unit_of
 
 
 class Offload:
-    """Where one replica keeps what. like: tensors in the shapes of its parameters and in the dtype of their masters and
-    of the sums of gradients, in the order of the module. Only these two are read."""
+    """Where one replica keeps what. like: tensors in the shapes of its parameters, or of a rank's rows of them, and in
+    the dtype of their masters and of the sums of gradients, in the order of the module. Only these two are read.
+    sharded: (the unit, the elements with padding) of each parameter, if ZeRO divides them."""
 
-    def __init__(self, disk: Disk, tiers: Tiers, like: Mapping[str, Tensor], device: torch.device):
-        self.disk, self.tiers, self.device = disk, tiers, device
+    def __init__(
+        self,
+        disk: Disk,
+        tiers: Tiers,
+        like: Mapping[str, Tensor],
+        device: torch.device,
+        sharded: Mapping[str, tuple[str, int]] | None = None,
+    ):
+        self.disk, self.tiers, self.device, self.sharded = disk, tiers, device, sharded is not None
         self.shapes = {name: tuple(t.shape) for name, t in like.items()}
         (self.dtype,) = {t.dtype for t in like.values()}
-        self.arena = arena({name: t.numel() for name, t in like.items()})
+        units, room = ({n: some[i] for n, some in sharded.items()} if sharded else None for i in (0, 1))
+        self.arena = arena({name: t.numel() for name, t in like.items()}, units, room)
         self.homes: dict[str, Home] = {}
         self.updater: StreamedUpdater | None = None
 
@@ -47,11 +56,15 @@ class Offload:
             flat, self.homes[kind] = file.tensor(dtype, total), OnDisk(file, dtype)
         else:
             flat = torch.zeros(total, dtype=dtype, pin_memory=self.device.type == "cuda")
-        starts, sizes = self.arena.starts, self.arena.sizes
-        found = {n: flat[starts[n] : starts[n] + sizes[n]].view(shape) for n, shape in self.shapes.items()}
+        found = self.cut(flat)
         if tier != "disk":
-            self.homes[kind] = InHost(found, flat, self.disk)
+            self.homes[kind] = InHost(found, flat, self.disk, kind)
         return found
+
+    def cut(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters' views of a flat tensor in the order of the arena."""
+        starts, sizes = self.arena.starts, self.arena.sizes
+        return {n: flat[starts[n] : starts[n] + sizes[n]].view(shape) for n, shape in self.shapes.items()}
 
     def masters(self) -> dict[str, Tensor] | None:
         """Views of the masters, without values; None if they stay."""
@@ -68,18 +81,19 @@ class Offload:
     ) -> StreamedUpdater:
         """The optimizer over this replica's masters. gradients, working: on the device, unless they have a home.
         rounder: if masters are not fp32. more: arguments of `Updater`."""
-        away = InPlace if self.tiers.states == "disk" and self.device.type == "cpu" else Copied
-        self.homes.setdefault(MASTERS, away(masters, self.dtype))
-        self.homes.setdefault(GRADIENTS, away(gradients, self.dtype))
+        in_place = self.tiers.states == "disk" and self.device.type == "cpu"
+        here = [(MASTERS, masters, self.dtype), (GRADIENTS, gradients, self.dtype)]
         if working:  # else they are the masters, or lie elsewhere
-            dtype = next(iter(working.values())).dtype
-            self.homes.setdefault(WORKING, away(working, dtype))
+            here.append((WORKING, working, next(iter(working.values())).dtype))
+        for kind, tensors, dtype in here:
+            away = InPlace(tensors, dtype) if in_place else Copied(tensors, dtype, self.disk, kind)
+            self.homes.setdefault(kind, away)
         kept = card if rounder is None else rounder.card
         states = {
             state.name: self.views(state.name, self.tiers.states, torch_dtype(state.dtype))
             for state in kept.states
         }
-        twice = runs_twice(self.tiers, self.device.type == "cpu")
+        twice = runs_twice(self.tiers, self.device.type == "cpu", self.sharded)
         homes = self.arena, self.homes, states, self.disk
         self.updater = StreamedUpdater(card, masters, *homes, twice=twice, rounder=rounder, **more)
         return self.updater

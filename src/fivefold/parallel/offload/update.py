@@ -20,9 +20,11 @@ from fivefold.optim.card import COMPENSATION, OptimizerCard
 from fivefold.optim.rounding import Rounder, cut_off
 from fivefold.optim.updater import Updater
 from fivefold.parallel.offload.disk import Disk, File, aligned, alone, at_once, wait_for
+from fivefold.schedules.timelines import UPDATE
 from fivefold.sharding.tiers import CHUNK, SLOTS, Arena, Chunk, Piece, share_of_second
 
 MASTERS, GRADIENTS, WORKING = "masters", "gradients", "working"
+OUTSIDE = "outside of blocks"
 
 
 class Home:
@@ -57,16 +59,18 @@ class InPlace(Home):
 class InHost(InPlace):
     """Tensors of host memory. flat: the memory of them all, in the order of the arena. The threads of I/O copy."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], flat: Tensor, disk: Disk):
+    def __init__(self, tensors: Mapping[str, Tensor], flat: Tensor, disk: Disk, what: str):
         super().__init__(tensors, flat.dtype)
-        self.flat, self.disk = flat, disk
+        self.flat, self.disk, self.what = flat, disk, what
 
     def load(self, start: int, into: Tensor) -> list[Future[None]]:
         """Starts to fill a tensor of the device from an element of the arena on."""
-        return [self.disk.submit(into.copy_, self.flat[start : start + into.numel()])]
+        there = self.flat[start : start + into.numel()]
+        return [self.disk.submit(self.disk.copy, into, there, False, self.what)]
 
     def save(self, start: int, tensor: Tensor) -> list[Future[None]]:
-        return [self.disk.submit(self.flat[start : start + tensor.numel()].copy_, tensor)]
+        there = self.flat[start : start + tensor.numel()]
+        return [self.disk.submit(self.disk.copy, there, tensor, True, self.what)]
 
 
 class Copied(InPlace):
@@ -75,13 +79,17 @@ class Copied(InPlace):
     moves = True
     pieces = Home.pieces
 
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, disk: Disk, what: str):
+        super().__init__(tensors, dtype)
+        self.disk, self.what = disk, what
+
     def fetch(self, chunk: Chunk, buffer: Tensor) -> None:
         for here, there in zip(self.pieces(chunk, buffer), super().pieces(chunk, buffer), strict=True):
-            here.copy_(there)
+            self.disk.copy(here, there, True, self.what)
 
     def store(self, chunk: Chunk, buffer: Tensor) -> None:
         for here, there in zip(self.pieces(chunk, buffer), super().pieces(chunk, buffer), strict=True):
-            there.copy_(here)
+            self.disk.copy(there, here, False, self.what)
 
 
 class OnDisk(Home):
@@ -225,21 +233,21 @@ class StreamedUpdater(Updater):
     def ready(self, unit: str) -> None:
         """Waits until the weights of a unit are updated. Counts the time."""
         if unit in self._done and not self._done[unit].is_set():
-            self.disk.meter.wait(self._done[unit].wait)
+            self.disk.meter.wait(self._done[unit].wait, f"update of {unit or OUTSIDE}")
         self._check()
 
     def release(self, unit: str) -> None:
         """Waits until the gradients of a unit, the next in backward's order, may be overwritten. Counts the time."""
         began = time.perf_counter()
         if not self._released[unit].is_set():
-            self.disk.meter.wait(self._released[unit].wait)
+            self.disk.meter.wait(self._released[unit].wait, f"second update of {unit or OUTSIDE}")
         self._second.asked(began, time.perf_counter() - began)
         self._check()
 
     def settle(self) -> None:
         """Waits until the update is done."""
         if self._running is not None:
-            self.disk.meter.wait(self._running.result)
+            self.disk.meter.wait(self._running.result, "update")
             self._running = None
         self._check()
 
@@ -361,6 +369,7 @@ class StreamedUpdater(Updater):
         scale: Tensor | None,
         scalars: dict[str, dict[str, Tensor]],
     ) -> None:
+        began = time.perf_counter()
         found = {kind: home.pieces(chunk, slot[kind]) for kind, home in homes.items()}
         # fp32 is updated in place, all else in fp32 copies.
         weights = {p.name: t.float() for p, t in zip(chunk.pieces, found[MASTERS], strict=True)}
@@ -384,6 +393,7 @@ class StreamedUpdater(Updater):
         for number, piece in enumerate(chunk.pieces):
             scalars[piece.name] = {key: t for key, t in after[piece.name].items() if key not in self._views}
             self._keep({kind: some[number] for kind, some in found.items()}, piece, weights, after)
+        self.disk.meter.note(UPDATE, "update", chunk.unit or OUTSIDE, began)
 
     def _keep(
         self,

@@ -24,7 +24,7 @@ from fivefold.sharding.layout import Layout, changed, groups
 from fivefold.sharding.matrices import sizes_sent
 from fivefold.sharding.parts import TIED, held, local_parameters, sharing_group, size_of, stages_of
 from fivefold.sharding.tiers import OFFLOADS
-from fivefold.sharding.units import buffer_order, scattered_once, syncs, updated_together, zeropp
+from fivefold.sharding.units import buffer_order, regathers, scattered_once, syncs, updated_together, zeropp
 
 Four = tuple[float, float, float, float]
 Group = tuple[float, float, bool, float, float]
@@ -72,15 +72,22 @@ class Elements(NamedTuple):
 
 
 def state_bytes(
-    b: States, zero: int, computes: float, keeps: float, microbatches: int = 2, pp: int = 1
+    b: States,
+    zero: int,
+    computes: float,
+    keeps: float,
+    microbatches: int = 2,
+    pp: int = 1,
+    again: bool = False,
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer states. Each is whole (`computes` elements) below the ZeRO stage that
     shards it, and `keeps` elements from that stage on (arXiv 1910.02054, figure 1). FSDP2 (`States.cast`) differs in
     two ways: the gathered weights of stage 3 are buffers, and gradients that are scattered once per step are whole
-    until then. b: bytes per parameter."""
+    until then. b: bytes per parameter. again: weights are gathered for each use also below stage 3
+    (`units.regathers`)."""
     if b.cast and zero:
         whole = scattered_once(zero, pp) and microbatches > 1
-        gathered = computes if zero < 3 else 0.0
+        gathered = computes if zero < 3 and not again else 0.0
         own = 0.0 if b.master else b.working * keeps
         return b.working * gathered + own, b.gradient * (computes if whole else keeps), b.optimizer * keeps
     return (
@@ -101,7 +108,7 @@ def rank_states(s: Setting, own: Elements) -> tuple[float, float, float]:
             only = replace(s.states, gradient=0.0, moments=0.0, master=s.states.master if zero else 0.0)
             parts.append((only, still, still_keep))
         for b, whole, shared in parts:
-            w, g, o = state_bytes(b, zero, whole, shared, s.microbatches, s.layout.pp)
+            w, g, o = state_bytes(b, zero, whole, shared, s.microbatches, s.layout.pp, regathers(s.layout))
             weights, gradients, optimizer = weights + w, gradients + g, optimizer + o
     return weights, gradients, optimizer
 
@@ -252,7 +259,7 @@ def buffers(s: Setting, first: bool, last: bool, some: bool = True) -> Buffers:
     cast = b.reduce if b.reduce != b.gradient else 0.0
     # a copy and its shard, the send buffer, the receive buffer
     scattered = b.gradient * (1 + 1 / shards) + cast + received
-    gathered = b.working if layout.zero == 3 else 0.0
+    gathered = b.working if regathers(layout) else 0.0
     if last and not scattered_once(layout.zero, layout.pp):
         on_its_way += b.working * behind.computes  # scattered together with the embedding's
     under_way = 0.0  # of the next unit's weights, besides the place where FSDP2 wants them

@@ -29,6 +29,7 @@ from fivefold.sharding.tiers import (
     share_of_second,
     tiers,
 )
+from fivefold.sharding.units import scattered_once
 
 EXPOSED = "offload"
 """The key of exposed I/O in `time.Step.exposed`."""
@@ -52,13 +53,14 @@ class Loads:
 
 
 def of(s: Setting) -> Tiers:
-    return tiers(s.layout.offload, s.layout.shards > 1, s.states.master > 0)
+    return tiers(s.layout.offload, s.states.master > 0)
 
 
 def streams(s: Setting, share: float = 0.0) -> tuple[Flow, ...]:
     """What a rank reads and writes in a step. share: see `flows`."""
-    b = s.states
-    return flows(of(s), b.working, b.moments, s.microbatches, b.gradient, _masters_apart(s), share)
+    b, zero = s.states, s.layout.zero
+    sums = 1 if zero and scattered_once(zero, s.layout.pp) else s.microbatches
+    return flows(of(s), b.working, b.moments, s.microbatches, b.gradient, _masters_apart(s), share, sums)
 
 
 def _masters_apart(s: Setting) -> float:
@@ -87,19 +89,26 @@ def held(s: Setting, ranks: list[Memory]) -> list[Memory]:
 
 def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
     """The memory of a rank without what is offloaded."""
-    t, b, keeps = of(s), s.states, own.keeps if s.layout.zero else own.computes
-    outside = outside_blocks(s, position).computes
-    block = max(block.computes for block in elements(s.model, s.layout).blocks)
+    t, b, zero = of(s), s.states, s.layout.zero
+    keeps = own.keeps if zero else own.computes
+    outside, block = (
+        outside_blocks(s, position),
+        max(elements(s.model, s.layout).blocks, key=lambda b: b.computes),
+    )
+    outside, block = (part.keeps if zero else part.computes for part in (outside, block))
     away = {"device": 0.0, "host": 0.0, "disk": 0.0}
     params, gradients, optimizer, activations = one.params, one.gradients, one.optimizer, one.activations
     buffers = one.buffers
+    if zero and t.masters != "device" and b.master:  # FSDP2's rows are of weights that compute
+        params += b.working * keeps
     if t.working != "device":
-        inside = min(own.computes - outside, (AHEAD + 2) * block)
-        away[t.working] += b.working * own.computes
-        params = b.working * (outside + inside)
+        away[t.working] += b.working * keeps
+        params = b.working * (outside + min(keeps - outside, (AHEAD + 2) * block))
     if t.gradients != "device":  # but for two units (one computes, one moves) and what is outside of blocks
-        away[t.gradients] += b.gradient * own.computes
-        gradients = b.gradient * (outside + min(own.computes - outside, 2 * block))
+        away[t.gradients] += b.gradient * keeps
+        whole = zero and scattered_once(zero, s.layout.pp) and s.microbatches > 1
+        gradients = gradients if whole else 0.0
+        gradients += b.gradient * (outside + min(keeps - outside, 2 * block))
     if t.masters != "device":
         away[t.masters] += _masters_apart(s) * keeps
         optimizer -= b.master * keeps
@@ -111,7 +120,7 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
             slot = b.moments + sum(size for tier, size in tiers if tier == "disk")
             buffers += SLOTS * CHUNK * slot
         if s.cluster.on_cpu:
-            buffers += min(CHUNK, max(outside, block) * keeps / own.computes) * b.copied  # of one chunk
+            buffers += min(CHUNK, max(outside, block)) * b.copied  # of one chunk
     if t.activations != "device":
         kept = min(activations, READ_AHEAD * s.activation)
         away[t.activations] += activations - kept
@@ -195,7 +204,7 @@ def loads(s: Setting, backward: float, own: Elements) -> Loads:
         return seconds
 
     share, other = 0.0, io("backward")
-    if runs_twice(t, cluster.on_cpu):
+    if runs_twice(t, cluster.on_cpu, s.layout.zero > 0):
         busy = _longest(0.0, other)
         share = share_of_second(max(backward, busy) - busy, _longest(0.0, io("again", share=1.0)))
     update = {HOST: 0.0}
