@@ -15,7 +15,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor, nn
 
-from fivefold.comm import Started, Summation
+from fivefold.comm import Scheduled, Started
 from fivefold.kernels.elementwise import add_gradient
 from fivefold.optim.scaling import Norms, norms
 from fivefold.optim.updater import Updater
@@ -62,7 +62,7 @@ class Paged(Hooked):
         params: dict[str, nn.Parameter],
         parts: dict[str, Part],
         compute_dtype: torch.dtype,
-        sums: Summation,
+        sums: Scheduled,
         reduce: torch.dtype,
         masters: dict[str, Tensor],
         offload: Offload,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import Literal, cast
 
 from fivefold.host import tables
 from fivefold.plan.cluster.devices import Cluster
@@ -109,7 +109,29 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
         if not seconds:
             return collective("all_reduce", size, group, cluster)
         return cluster.machine.factors["messages"] * line_through(seconds, size)
-    made = ALGORITHMS["all_reduce"][name]
+    return by_schedule("all_reduce", name, size, group, cluster)
+
+
+def share_states(
+    primitive: Literal["all_gather", "reduce_scatter"], size: float, group: Group, cluster: Cluster, by: str
+) -> float:
+    """Seconds of ZeRO's all-gather or reduce-scatter by a `layout.all_gather` or `layout.reduce_scatter`. On this
+    machine those of the library are measured; others take as many times as long as the simulator says."""
+    library = collective(primitive, size, group, cluster)
+    if primitive == "reduce_scatter":
+        library = scatter_gradients(size, group, cluster)
+    if by == LIBRARY or group.ranks == 1:
+        return library
+    seconds = by_schedule(primitive, by, size, group, cluster)
+    if cluster.machine and group.nodes == 1:
+        own = ("all_to_all", "direct") if primitive == "reduce_scatter" else GLOO[primitive]
+        return library * seconds / by_schedule(*own, size, group, cluster)
+    return seconds
+
+
+def by_schedule(primitive: Primitive, name: str, size: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of an algorithm that the trainer runs round by round."""
+    made = ALGORITHMS[primitive][name]
     shape = shape_of(group.ranks, group.local, pieces=pieces_of(made, round(size)))
     if cluster.machine:  # small groups are simulated
         links, start = on_hosts(group, cluster), 0.0
@@ -121,7 +143,13 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
         )
     if formula and (price := formula(shape, levels)):
         return start + price.alpha + price.beta * size
-    return start + simulate(build("all_reduce", name, shape), links, size).seconds
+    if group.ranks <= SIMULATED:
+        return start + simulate(build(primitive, name, shape), links, size).seconds
+    key = f"{primitive} by {name} in {shape.pieces}", group.ranks, group.local
+    if key not in cluster.lines:  # one simulation for all sizes
+        cluster.lines[key] = (line(build(primitive, name, shape), links),)
+    ((alpha, beta),) = cluster.lines[key]
+    return start + alpha + beta * size
 
 
 def send(size: float, crosses: bool, cluster: Cluster) -> float:
