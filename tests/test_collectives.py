@@ -27,7 +27,7 @@ from fivefold.schedules.collectives.families.rooted import parent
 EVERY = [(primitive, name) for primitive in PRIMITIVES for name in ALGORITHMS[primitive]]
 ALL_REDUCES = [
     "reduce_broadcast", "ring", "tree", "double_tree", "halving_doubling", "butterfly", "rabenseifner",
-    "hierarchical", "leaders", "torus_2d", "mesh_2d", "mesh_2d_whole", "torus_3d", "torus",
+    "hierarchical", "leaders", "in_network", "torus_2d", "mesh_2d", "mesh_2d_whole", "torus_3d", "torus",
 ]  # fmt: skip
 
 
@@ -94,6 +94,26 @@ def test_grids_of_other_forms(grid: tuple[int, ...]) -> None:
             assert max(steps) in (1, grid[steps.index(max(steps))] - 1), move
     with pytest.raises(UserError, match=r"grid: .* ranks, not 7"):
         shape_of(7, grid=grid)
+
+
+def test_a_switch_adds() -> None:
+    """A rank sends and gets everything once. The switch contributes nothing and has every sum in the end."""
+    collective = build("all_reduce", "in_network", 5)
+    last = prove(collective)[-1]
+    assert (len(collective.rounds), collective.members, len(last)) == (2, 6, 6)
+    assert {bits for row in last for bits, _ in row.values()} == {0b11111}
+    for rank in range(5):
+        moves = [move for moves in collective.rounds for move in moves if rank in move[:2]]
+        assert {5 if move.source == rank else move.source for move in moves} == {5}
+        assert sum(len(move.chunks) for move in moves) == 2 * collective.chunks
+    text = to_text(build("all_reduce", "in_network", 2))
+    assert (
+        text.splitlines()[0]
+        == "all_reduce 'in_network': 2 ranks, 1 chunks, 2 rounds; 2 is a switch that adds"
+    )
+    assert "round 1   0 +0→ 2   1 +0→ 2" in text
+    with pytest.raises(UserError, match="rank 0 ends without rank 0's contribution"):
+        prove(replace(collective, rounds=(collective.rounds[0][1:], *collective.rounds[1:])))
 
 
 def place(rank: int, grid: tuple[int, ...]) -> list[int]:

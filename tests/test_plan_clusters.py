@@ -293,6 +293,22 @@ def test_prices_are_those_of_the_simulator(primitive: Primitive, text: str, rank
             assert simulated <= priced * 1.0001 <= 1.15 * simulated
 
 
+def test_the_planner_prices_switches_that_add() -> None:
+    """NVLink's, over whole nodes: the plan takes the line of the schedule that the simulator runs."""
+    cluster = parse("h100:8")
+    net = topology("h100:8", 8)
+    choices, _ = compare("all_reduce", net, 1e9)
+    assert choices[0].algorithm.name == "in_network"
+    price = collective("all_reduce", 1e9, communication.Group(8, 8), cluster) - communication.LAUNCH
+    assert price == pytest.approx(choices[0].cost.seconds, rel=1e-6)
+    assert 2 * 7 / 8 * 1e9 / price == pytest.approx(480e9, rel=0.01)
+    assert topology("h100:8", 4).switch is topology("a100:8", 8).switch is None
+    half = collective("all_reduce", 1e9, communication.Group(4, 4), cluster)
+    assert half - communication.LAUNCH == pytest.approx(
+        compare("all_reduce", topology("h100:8", 4), 1e9)[0][0].cost.seconds, rel=0.01
+    )
+
+
 def test_collectives_of_one_rank_cost_nothing() -> None:
     alone, cluster = communication.Group(1, 1), parse("h100:8")
     for what in ("all_reduce", "all_gather", "all_to_all"):

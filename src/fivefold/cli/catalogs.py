@@ -238,6 +238,7 @@ def _collective_lines(
     choices: list[Choice], refused: dict[str, str], net: Topology, primitive: str, message: float
 ) -> list[str]:
     """The table of algorithms, with what each is for, and the fastest one by size."""
+    from fivefold.schedules.collectives import ALGORITHMS
     from fivefold.schedules.collectives.cost import compare
 
     near, far = net.near, net.far
@@ -254,7 +255,9 @@ def _collective_lines(
         name = f"{made.name} ({pieces})" if pieces > 1 else made.name
         figures = f"{cost.rounds:6}{size_text(cost.sent):>11}{time_text(cost.seconds):>10}"
         lines.append(f"{name:18}{figures}   {cost.busiest:16}{made.when}")
-    lines += [f"{name:18}{'-':>6}   {why}, not {net.ranks}" for name, why in refused.items()]
+    for name, why in refused.items():
+        alone = ALGORITHMS[choices[0].algorithm.primitive][name].switches
+        lines.append(f"{name:18}{'-':>6}   {why}" + ("" if alone else f", not {net.ranks}"))
     if any(choice.pieces > 1 for choice in choices):
         lines.append("In parentheses: the best number of pieces that follow each other.")
     if primitive != "barrier" and net.ranks in range(2, 65):

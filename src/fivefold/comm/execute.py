@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -67,10 +67,14 @@ class Executor:
     - all-to-all: gives and gets (n d0, ...), by rank;
     - send: as broadcast, but only the rank after the root gets it;
     - barrier: any tensor, which stays as it is.
+
+    A switch of the collective is a rank more on the axis; what it gives does not count.
     """
 
     def __init__(self, axis: Axis, collective: Collective, scratch: Scratch | None = None):
-        assert axis.size == collective.ranks, f"{collective.ranks} ranks on axis {axis.name} of {axis.size}"
+        assert axis.size == collective.members, (
+            f"{collective.members} ranks on axis {axis.name} of {axis.size}"
+        )
         prove(collective)
         self.axis, self.collective, self.scratch = axis, collective, scratch or Scratch(axis.device)
 
@@ -98,7 +102,7 @@ class Executor:
             return part if out is None else out.copy_(part)
         if primitive == "all_to_all":
             return self._all_to_all(x)
-        self._run(x.view(-1))
+        self._run(x.view(-1) if self.axis.index < self.collective.ranks else x.zero_().view(-1))
         return x
 
     def _all_to_all(self, x: Tensor) -> Tensor:
@@ -115,11 +119,16 @@ class Executor:
         return out.view(x.shape)
 
     def _run(self, work: Tensor, size: int | None = None) -> None:
-        """Goes through the rounds in place. size: elements of the message, if not those of `work`."""
+        for _ in self.rounds(work, size):
+            pass
+
+    def rounds(self, work: Tensor, size: int | None = None) -> Iterator[int]:
+        """Goes through this rank's rounds in place, and yields after each, from 0: what has arrived can be used while
+        the others are still to come. work: flat. size: elements of the message, if not those of `work`."""
         whole = work.numel() if size is None else size
         steps, _, most = messages_of(self.collective, self.axis.index, whole)
         scratch = self.scratch.of(most, work.dtype)
-        for sends, receives in steps:
+        for number, (sends, receives) in enumerate(steps):
             for message in sends:
                 if message.packed:
                     parts = [work[a:b] for a, b in message.spans]
@@ -140,6 +149,7 @@ class Executor:
                         work[start:stop].add_(arrived)
                     else:
                         work[start:stop].copy_(arrived)
+            yield number
 
 
 class Scheduled:

@@ -396,7 +396,8 @@ def topology(text: str, ranks: int) -> Topology:
     far = cluster.inter.wire if connected else None
     wiring: dict[str, Any] = vars(x) | {"pcie": x.pcie and x.pcie.wire}
     near, pairs = cluster.intra.wire, cluster.intra.mesh
-    return Topology(cluster.name, ranks, cluster.per_node, near, far, pairs=pairs, **wiring)
+    switch = cluster.intra.switch(ranks) if ranks == cluster.per_node else None
+    return Topology(cluster.name, ranks, cluster.per_node, near, far, pairs=pairs, switch=switch, **wiring)
 
 
 def _fit(ranks: int) -> dict[str, float]:

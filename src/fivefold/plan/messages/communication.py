@@ -25,7 +25,6 @@ from fivefold.sharding.layout import Layout, changed, groups, on_node
 # H200, 43.8 on 8 A100, 47.8 on 8 B200 (stas00/ml-engineering, network/README.md). Of these the best algorithm
 # explains 10.5.
 LAUNCH = 33e-6
-SWITCH = 25e-6  # latency of sums in NVLink's switches (NCCL's tuning model, "NVLS")
 
 
 @dataclass(frozen=True)
@@ -225,9 +224,6 @@ def _lines(primitive: Primitive, group: Group, cluster: Cluster) -> tuple[Line, 
         for made in ALGORITHMS[primitive].values()
         if made.line and made.fits(shape) and (formula := made.line(shape, levels))
     ]
-    reduce = cluster.intra.reduce
-    if primitive == "all_reduce" and reduce and group.ranks == group.local == cluster.per_node:
-        found.append(Line(SWITCH, 2 * (group.ranks - 1) / group.ranks / reduce))
     best: list[Line] = []
     for one in sorted(found):  # by alpha: each must have less beta than those before it
         if not best or one.beta < best[-1].beta:
@@ -242,7 +238,8 @@ def _levels(group: Group, cluster: Cluster) -> Levels:
         near *= (group.local - 1) / max(1, cluster.per_node - 1)
     # A device that is alone on its node sends nothing inside, but through its port to the network.
     near = near or link.achieved
-    return Levels(Wire(link.latency, near), Wire(cluster.inter.latency, cluster.rail), _pair(cluster))
+    switch = link.switch(group.ranks) if group.ranks == group.local == cluster.per_node else None
+    return Levels(Wire(link.latency, near), Wire(cluster.inter.latency, cluster.rail), _pair(cluster), switch)
 
 
 def _pair(cluster: Cluster) -> float:

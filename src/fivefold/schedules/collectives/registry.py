@@ -80,7 +80,9 @@ def build(primitive: str, name: str, shape: Shape | int) -> Collective:
     if made.fits(shape):
         rounds = tuple(made.rounds(shape)) if shape.ranks > 1 else ()
         chunks, streams = made.chunks(shape), made.streams(shape)
-        return Collective(made.primitive, name, shape.ranks, chunks, rounds, shape.root, streams)
+        return Collective(
+            made.primitive, name, shape.ranks, chunks, rounds, shape.root, streams, made.switches
+        )
     below, above = range(shape.ranks - 1, 0, -1), range(shape.ranks + 1, 2 * shape.ranks + 8)
     nearest = [
         next((n for n in side if made.fits(shape._replace(ranks=n, grid=()))), None)
@@ -94,7 +96,7 @@ def build(primitive: str, name: str, shape: Shape | int) -> Collective:
 
 
 LIBRARY, AUTO = "library", "auto"
-ALL_REDUCES = (LIBRARY, *ALGORITHMS["all_reduce"], AUTO)
+ALL_REDUCES = (LIBRARY, *(n for n, made in ALGORITHMS["all_reduce"].items() if not made.switches), AUTO)
 GATHERS, SCATTERS = ((LIBRARY, *ALGORITHMS[primitive]) for primitive in ("all_gather", "reduce_scatter"))
 CHOICES: dict[Primitive, tuple[str, ...]] = {
     "all_reduce": ALL_REDUCES,
