@@ -173,16 +173,18 @@ def collectives(
     draw: Annotated[str | None, option("NAME", "Draw the rounds of this algorithm.")] = None,
     svg: Annotated[Path | None, option("FILE", "Write the rounds as a picture.")] = None,
     html: Annotated[Path | None, option("FILE", "Write a page that steps through them.")] = None,
+    msccl: Annotated[Path | None, option("FILE", "Write the program that MSCCL runs, as XML.")] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Compare the algorithms of a collective: rounds, bytes, time on a topology, and when to use which.
 
-    --svg and --html show the algorithm of --draw, or the fastest one.
+    --svg, --html and --msccl write the algorithm of --draw, or the fastest one.
     """
     from fivefold.observe.collective_picture import page, to_svg, to_text
     from fivefold.plan.cluster.clusters import topology as read
     from fivefold.schedules.collectives import algorithm, build
     from fivefold.schedules.collectives.cost import compare, simulate
+    from fivefold.schedules.collectives.msccl import to_xml
     from fivefold.schedules.collectives.registry import check_primitive
 
     check_primitive(primitive)
@@ -190,13 +192,13 @@ def collectives(
         raise UserError(f"--ranks: {ranks} is not possible; must be at least 1 and at most {MOST}")
     if draw is not None:
         algorithm(primitive, draw)
-    options.require_writable(svg=svg, html=html)
+    options.require_writable(svg=svg, html=html, msccl=msccl)
     message, net = options.bytes_of("--size", size), read(topology, ranks)
     choices, refused = compare(primitive, net, message)
     found: dict[str, Any] = {"primitive": primitive, "ranks": ranks, "size": message, "topology": net.name}
     found["algorithms"], found["refused"] = [_row(choice) for choice in choices], refused
     lines = _collective_lines(choices, refused, net, primitive, message)
-    if draw is not None or svg or html:
+    if draw is not None or svg or html or msccl:
         # The named one or the fastest; a pipelined one is drawn in few pieces
         name = choices[0].algorithm.name if draw is None else draw
         pieces = next((min(choice.pieces, 4) for choice in choices if choice.algorithm.name == name), 1)
@@ -210,7 +212,10 @@ def collectives(
             ends = [time_text(end) for end in simulate(collective, net, message).ends]
             note = f"{size_text(message)} on {net.name}, simulated."
             options.save_as("--html", html, page(collective, ends, note))
-        found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}
+        if msccl:
+            options.save_as("--msccl", msccl, to_xml(collective))
+        written = (("svg", svg), ("html", html), ("msccl", msccl))
+        found["pictures"] = {name: str(path) for name, path in written if path}
         lines += found["pictures"].values()
     if json:
         print_json(found)
