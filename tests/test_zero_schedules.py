@@ -90,12 +90,15 @@ def test_messages_are_those_planned(room: Path, layout: str, reduce: str) -> Non
 def test_the_plan_adds_the_memory_that_a_real_rank_takes(by: tuple[str, str], more: str) -> None:
     """A trace sees it, too. A schedule's reduce-scatter works in what it sends, the library's in as much again."""
     layout = f"dp=2,zero=3,all_gather={by[0]},reduce_scatter={by[1]}"
-    both = [recipe_of("llama", "bf16", text, *more.split()) for text in (layout, "dp=2,zero=3")]
+    both = [
+        recipe_of("llama", "bf16", text, "model.layers=2", *more.split()) for text in (layout, "dp=2,zero=3")
+    ]
     traced, library = (trace(recipe, 0, 3) for recipe in both)
-    assert traced[0].memory.total == run_ranks(2, tracked, both[0], timeout_s=300)[0].peak
+    assert traced.memory.total == run_ranks(2, tracked, both[0], timeout_s=300)[0].peak
     plans = [memory.predict(planned(recipe))[0].total for recipe in both]
-    measured = traced[0].memory.total - library[0].memory.total
-    assert plans[0] - plans[1] == pytest.approx(measured, abs=0.01 * plans[0])
+    measured = traced.memory.total - library.memory.total
+    assert plans[0] - plans[1] == measured
+    assert measured > 0
 
 
 @pytest.mark.parametrize("primitive", BOTH)

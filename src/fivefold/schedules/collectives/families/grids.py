@@ -199,7 +199,7 @@ ALGORITHMS = (
     ),
     Algorithm(
         "all_reduce", "mesh_2d_whole", lambda s: whole_all_reduces(_grid(s, 2)),
-        lambda s: math.lcm(*_grid(s, 2)), "to compare: all-reduces of everything along rows, then columns",
+        lambda s: math.lcm(*_grid(s, 2)), "to compare: whole messages along rows, then columns",
         fits=_fits(2), needs="a product of two numbers", grids=2,
     ),
 )  # fmt: skip

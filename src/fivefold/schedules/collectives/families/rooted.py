@@ -181,7 +181,7 @@ ALGORITHMS = (
     ),
     Algorithm(
         "all_reduce", "in_network", in_network, one,
-        "a switch that adds: a rank sends and gets everything once",
+        "a switch that adds: everything is sent once",
         "Graham et al. 2016, Scalable hierarchical aggregation protocol (SHArP)", needs="a switch that adds",
         switches=1, line=in_network_line,
     ),
