@@ -24,7 +24,7 @@ def run(folder: Path, ranks: Ranks) -> None:
     for primitive in PRIMITIVES:
         for name, made in ALGORITHMS[primitive].items():
             shape = shape_of(world, root=world - 1)
-            if made.fits(shape):
+            if made.fits(shape) and not made.switches:
                 x = every[ranks.rank][: 2 if primitive in ("all_gather", "gather") else None]
                 found = Executor(axis, build(primitive, name, shape))(x.clone())
                 right = wanted(primitive, ranks.rank, world, world - 1, every)

@@ -110,6 +110,7 @@ def _algorithm_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         name = getattr(layout, primitive)
         if name not in valid:
             yield _unknown(primitive, name, valid)
+        if name in (LIBRARY, AUTO) or name not in valid:
             continue
         sharing = dict.fromkeys(sharing_group(layout, expert) for expert in (False, layout.ep > 1))
         summing = [(group, groups(layout)[group][0]) for group in summing_groups(layout)]
