@@ -123,7 +123,7 @@ def share_states(
         return library
     seconds = by_schedule(primitive, by, size, group, cluster)
     if cluster.machine and group.nodes == 1:
-        own = ("all_to_all", "direct") if primitive == "reduce_scatter" else GLOO[primitive]
+        own = GLOO["all_to_all" if primitive == "reduce_scatter" else primitive]
         return library * seconds / by_schedule(*own, size, group, cluster)
     return seconds
 

@@ -28,7 +28,7 @@ from fivefold.plan.messages.communication import best_all_reduces, summed_by
 from fivefold.plan.setting import Partition, Setting, stages
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules import ring_attention
-from fivefold.schedules.collectives.collective import Collective, messages_of
+from fivefold.schedules.collectives.collective import Collective, Primitive, messages_of
 from fivefold.schedules.collectives.registry import LIBRARY, chosen
 from fivefold.schedules.compression import Compressor, compressor
 from fivefold.sharding.layout import Layout, first_names, groups, index_in, summing_groups
@@ -278,8 +278,8 @@ def _divided(s: Setting, rank: int, sync: Sync, size: float) -> Iterator[Piece]:
     """The messages that gather weights or scatter gradients, `size` bytes with all ranks' parts, by the layout's
     algorithms."""
     gathers, among = sync.what == "gather", s.group(sync.group)
-    primitive, each = ("all_gather", s.states.working) if gathers else ("reduce_scatter", s.states.reduce)
-    name = getattr(s.layout, primitive)
+    primitive: Primitive = "all_gather" if gathers else "reduce_scatter"
+    name, each = getattr(s.layout, primitive), s.states.working if gathers else s.states.reduce
     schedule = chosen(name, among.ranks, among.local, round(size), primitive=primitive)
     if schedule is None:
         what = primitive if gathers else "all_to_all" if sync.blocks else s.software.scatter

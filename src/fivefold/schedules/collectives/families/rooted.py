@@ -115,7 +115,7 @@ def in_network(shape: Shape) -> Rounds:
 
 
 def in_network_line(shape: Shape, levels: Levels) -> Line | None:
-    return levels.switch and Line(levels.switch.latency, 1 / levels.switch.bandwidth)
+    return Line(levels.switch.latency, 1 / levels.switch.bandwidth) if levels.switch else None
 
 
 def double(shape: Shape) -> Rounds:
