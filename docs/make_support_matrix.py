@@ -125,6 +125,7 @@ MEMORY = (
 )  # fmt: skip
 MESSAGES = (
     _layout("all_reduce", "ring", dp=2),
+    _layout("all_gather", "broadcasts", dp=2, zero=3), _layout("reduce_scatter", "ring", dp=2, zero=3),
     *(_layout("compress", name, dp=2) for name in ("int8", "1bit", "topk:0.01", "powersgd:2")),
     Option(
         "zeropp", [], {"dp": 4, "zero": 3, "ranks_per_node": 2, "zeropp": "weights,hier,gradients"},
@@ -326,6 +327,7 @@ PROOFS = (
         lambda p: ([_mode(p), *p["sets"]], f"{p['layout']},offload={p['offload']}"),
     ),
     Proof("test_all_reduce", "test_training_is_that_of_one_process", lambda p: ((), p["layout"])),
+    Proof("test_zero_schedules", "test_training_is_that_of_one_process", lambda p: ((), p["layout"])),
     Proof(
         "test_compression", "test_equals_a_simulation_in_one_process",
         lambda p: ((), f"dp={p['world']},compress={p['text']}"),

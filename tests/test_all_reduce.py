@@ -16,7 +16,7 @@ from runs import ranks_of
 from steps import counted, planned, recipe_of, tracked
 
 import fivefold.comm.axis as axis_
-from fivefold.comm import Axis, Summation
+from fivefold.comm import Axis, Beside, Scheduled
 from fivefold.comm.execute import agreed
 from fivefold.errors import CommunicationError, UserError
 from fivefold.host import tables
@@ -31,7 +31,7 @@ from fivefold.recipe import change, load, resolve
 from fivefold.recipe.rules.combinations import notes
 from fivefold.schedules.collectives import ALGORITHMS, shape_of
 from fivefold.schedules.collectives.collective import messages_of
-from fivefold.schedules.collectives.registry import ALL_REDUCES, all_reduce_problem, chosen, fastest, resolved
+from fivefold.schedules.collectives.registry import ALL_REDUCES, algorithm_problem, chosen, fastest, resolved
 from fivefold.sharding.layout import Layout, on_node, summing_groups
 from fivefold.sharding.layout import parse as parse_layout
 from fivefold.trace.step import trace
@@ -87,7 +87,7 @@ def sums(rank: int, world: int) -> dict[str, list[bytes]]:
     """Twice four sums that are all under way at once, of two sizes, and another axis' messages in between."""
     found: dict[str, list[bytes]] = {}
     for name in ALL_REDUCES[:-1]:
-        if all_reduce_problem(name, world):
+        if algorithm_problem("all_reduce", name, world):
             continue
         mesh = Mesh(Layout(dp_replicate=world, all_reduce=name), ranks_of(rank, world))
         summation, all_ = mesh.sums("batch"), mesh.axis("all")
@@ -144,7 +144,7 @@ def test_a_sum_is_under_way_while_its_rank_does_something_else() -> None:
 def absent(rank: int, world: int) -> tuple[str, str] | None:
     group = dist.new_group(list(range(world)), timedelta(seconds=2))
     assert isinstance(group, dist.ProcessGroup)
-    summation = Summation(Axis("batch", range(world), rank, CPU, group, 2), "ring")
+    summation = Scheduled(Beside(Axis("batch", range(world), rank, CPU, group, 2)), "ring")
     if rank == 1:
         return None
     first = summation.start(torch.zeros(8))
@@ -251,7 +251,7 @@ def tabled(rank: int, world: int) -> tuple[int, dict[int, str]]:
 def by_table(rank: int, world: int) -> list[list[str]]:
     axis = Mesh(Layout(dp_replicate=world, all_reduce="auto"), ranks_of(rank, world)).sums("batch").axis
     tables_ = ({1024: "library", 1 << 20: "ring"}, {})
-    found = [Summation(axis, "auto", world, best, open=True) for best in tables_]
+    found = [Scheduled(Beside(axis), "auto", world, best, open=True) for best in tables_]
     for summation in found:
         for size in (100, 1 << 18):
             x = torch.ones(size)
@@ -310,7 +310,7 @@ def test_impossible_numbers_are_refused_with_what_is_possible() -> None:
             fits = name not in ALGORITHMS["all_reduce"] or ALGORITHMS["all_reduce"][name].fits(
                 shape_of(ranks)
             )
-            assert (all_reduce_problem(name, ranks) is None) == fits
+            assert (algorithm_problem("all_reduce", name, ranks) is None) == fits
 
 
 def uneven(rank: int, world: int) -> str:

@@ -1,5 +1,6 @@
 """Collectives as data: every algorithm proven for many numbers of ranks, its faults found, its pictures drawn."""
 
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -26,7 +27,7 @@ from fivefold.schedules.collectives.families.rooted import parent
 EVERY = [(primitive, name) for primitive in PRIMITIVES for name in ALGORITHMS[primitive]]
 ALL_REDUCES = [
     "reduce_broadcast", "ring", "tree", "double_tree", "halving_doubling", "butterfly", "rabenseifner",
-    "hierarchical", "torus_2d", "mesh_2d", "torus_3d",
+    "hierarchical", "leaders", "in_network", "torus_2d", "mesh_2d", "mesh_2d_whole", "torus_3d", "torus",
 ]  # fmt: skip
 
 
@@ -72,13 +73,83 @@ def test_every_algorithm_is_proven_for_any_shape(which: tuple[Primitive, str], d
         proven(build(*which, shape))
 
 
-@pytest.mark.parametrize("grid", [(2, 3), (4, 2), (3, 5), (2, 2, 3), (3, 2, 2)])
+@pytest.mark.parametrize(
+    "grid", [(2, 3), (4, 2), (3, 5), (2, 2, 3), (3, 2, 2), (2, 1, 3, 2), (3, 2, 2, 2, 2), (2, 2, 2, 2, 2, 2)]
+)
 def test_grids_of_other_forms(grid: tuple[int, ...]) -> None:
-    ranks = grid[0] * grid[1] * (grid[2] if len(grid) > 2 else 1)
-    for name in ("torus_2d", "mesh_2d") if len(grid) == 2 else ("torus_3d",):
+    """A torus takes sum(size - 1) rounds of sums and as many of copies, whatever its number of dims."""
+    ranks = math.prod(grid)
+    for name in {2: ("torus_2d", "mesh_2d", "mesh_2d_whole"), 3: ("torus_3d",)}.get(len(grid), ()):
         proven(build("all_reduce", name, shape_of(ranks, grid=grid)))
+    torus = build("all_reduce", "torus", shape_of(ranks, grid=grid))
+    proven(torus)
+    assert len(torus.rounds) == 2 * sum(size - 1 for size in grid)
+    for moves in torus.rounds:  # every message goes to a neighbour along one dim
+        for move in moves:
+            steps = [
+                (b - a) % size
+                for a, b, size in zip(place(move.source, grid), place(move.target, grid), grid, strict=True)
+            ]
+            assert sorted(steps)[:-1] == [0] * (len(grid) - 1), move
+            assert max(steps) in (1, grid[steps.index(max(steps))] - 1), move
     with pytest.raises(UserError, match=r"grid: .* ranks, not 7"):
         shape_of(7, grid=grid)
+
+
+def test_a_switch_adds() -> None:
+    """A rank sends and gets everything once. The switch contributes nothing and has every sum in the end."""
+    collective = build("all_reduce", "in_network", 5)
+    last = prove(collective)[-1]
+    assert (len(collective.rounds), collective.members, len(last)) == (2, 6, 6)
+    assert {bits for row in last for bits, _ in row.values()} == {0b11111}
+    for rank in range(5):
+        moves = [move for moves in collective.rounds for move in moves if rank in move[:2]]
+        assert {5 if move.source == rank else move.source for move in moves} == {5}
+        assert sum(len(move.chunks) for move in moves) == 2 * collective.chunks
+    text = to_text(build("all_reduce", "in_network", 2))
+    assert (
+        text.splitlines()[0]
+        == "all_reduce 'in_network': 2 ranks, 1 chunks, 2 rounds; 2 is a switch that adds"
+    )
+    assert "round 1   0 +0→ 2   1 +0→ 2" in text
+    with pytest.raises(UserError, match="rank 0 ends without rank 0's contribution"):
+        prove(replace(collective, rounds=(collective.rounds[0][1:], *collective.rounds[1:])))
+
+
+def place(rank: int, grid: tuple[int, ...]) -> list[int]:
+    """Where a rank is, by dim."""
+    found = []
+    for size in reversed(grid):
+        rank, at = divmod(rank, size)
+        found.append(at)
+    return found[::-1]
+
+
+def test_only_leaders_send_between_nodes() -> None:
+    """They have everything of their node by then; the others wait."""
+    collective = build("all_reduce", "leaders", shape_of(12, 4))
+    states = prove(collective)
+    across = [
+        (number, move)
+        for number, moves in enumerate(collective.rounds)
+        for move in moves
+        if move.source // 4 != move.target // 4
+    ]
+    assert {rank for _, move in across for rank in move[:2]} == {0, 4, 8}
+    first = min(number for number, _ in across)
+    assert {states[first][rank][c][0] for rank in (0, 4, 8) for c in range(3)} == {0xF, 0xF0, 0xF00}
+    assert all(len({m.target // 4, m.source // 4}) == 1 for moves in collective.rounds[-2:] for m in moves)
+
+
+def test_whole_messages_go_along_rows_then_columns() -> None:
+    """After the first half every row of a 3 x 4 mesh has its whole sum; then only columns send."""
+    collective = build("all_reduce", "mesh_2d_whole", shape_of(12, grid=(3, 4)))
+    states, half = prove(collective), 2 * (4 - 1)
+    for rank, row in enumerate(states[half]):
+        assert {bits for bits, _ in row.values()} == {0xF << rank // 4 * 4}, rank
+    assert len(collective.rounds) == half + 2 * (3 - 1)
+    for number, moves in enumerate(collective.rounds):
+        assert all(abs(m.source - m.target) == (1 if number < half else 4) for m in moves)
 
 
 @pytest.mark.parametrize("name", ["ring", "butterfly", "double_tree"])

@@ -23,7 +23,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--ranks", "8", "--size", "4K", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in found["algorithms"]}
-    assert (found["size"], found["refused"], len(rows)) == (4096, {}, 11)
+    assert (found["size"], found["refused"], len(rows)) == (4096, {}, 15)
     assert found["algorithms"][0]["name"] == "butterfly"
     assert rows["ring"]["rounds"] == 14
     assert rows["ring"]["bytes_per_rank"] == pytest.approx(2 * 7 / 8 * 4096)
@@ -33,6 +33,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all_reduce of 4.00 KiB on 7 ranks; h100: 367.2 GB/s, 3.4 µs inside a node" in text
     assert re.search(r"butterfly +4 +12.0 KiB +13.6 µs +rank 0 in +small messages", text)
     assert re.search(r"torus_3d +- +needs a product of three numbers, not 7", text)
+    assert re.search(r"in_network +- +needs a switch that adds$", text, re.M)
     assert "fastest by size: 4.00 KiB butterfly 13.6 µs" in text
 
 

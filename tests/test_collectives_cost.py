@@ -55,6 +55,39 @@ def test_torus_is_rings_along_rows_and_columns(grid: tuple[int, int]) -> None:
     assert cost.seconds == pytest.approx(2 * (a + b - 2) * A + bytes_ * S * (B + G / 2), rel=1e-9)
 
 
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2, 2), (2, 2, 2, 2, 2, 2), (3, 2, 2, 4)])
+def test_a_torus_of_any_number_of_dims(sizes: tuple[int, ...]) -> None:
+    """On the links of such a torus: rings along each dim, with less and less data; every message goes over one link."""
+    n = math.prod(sizes)
+    torus = Topology("torus", n, n, Wire(A, 1 / B), torus=sizes, reduce_s=G)
+    cost = simulate(build("all_reduce", "torus", torus.shape), torus, S)
+    bytes_, left = 0.0, 1.0
+    for size in reversed(sizes):
+        bytes_, left = bytes_ + 2 * left * (size - 1) / size, left / size
+    hops = 2 * sum(size - 1 for size in sizes)
+    assert cost.seconds == pytest.approx(hops * A + bytes_ * S * (B + G / 2), rel=1e-9)
+    assert cost.busiest.startswith("link ")
+
+
+def test_leaders_and_whole_messages() -> None:
+    """With k nodes the card of each carries 2 (k-1)/k S, as with hierarchical; but inside, every message is whole. A
+    2-D mesh with two whole all-reduces sends 8/5 of what one sends with parts."""
+    card = Topology("hosts", 8, 4, Wire(A, 1 / B), Wire(5 * A, 0.1 / B), cards=1)
+    by = {
+        name: simulate(build("all_reduce", name, card.shape), card, S) for name in ("leaders", "hierarchical")
+    }
+    assert by["leaders"].seconds == pytest.approx(
+        2 * 2 * (A + S * B) + 2 * (5 * A + S / 2 * B / 0.1), rel=1e-9
+    )
+    assert {cost.link_bytes for cost in by.values()} == {S}
+    grid = shape_of(16, grid=(4, 4))
+    sent = {
+        name: simulate(build("all_reduce", name, grid), flat(16), S).sent
+        for name in ("mesh_2d", "mesh_2d_whole")
+    }
+    assert sent["mesh_2d_whole"] == pytest.approx(sent["mesh_2d"] * 8 / 5)
+
+
 @pytest.mark.parametrize(
     ("primitive", "name", "formula"),
     [
@@ -65,6 +98,7 @@ def test_torus_is_rings_along_rows_and_columns(grid: tuple[int, int]) -> None:
         ("scatter", "binomial", lambda n: log2(n) * A + (n - 1) / n * S * B),
         ("gather", "binomial", lambda n: log2(n) * A + (n - 1) / n * S * B),
         ("all_gather", "ring", lambda n: (n - 1) * (A + S / n * B)),
+        ("all_gather", "keys_then_values", lambda n: 2 * (n - 1) * (A + S / n / 2 * B)),
         ("all_gather", "doubling", lambda n: log2(n) * A + (n - 1) / n * S * B),
         ("all_gather", "bruck", lambda n: log2(n) * A + (n - 1) / n * S * B),
         ("all_gather", "broadcasts", lambda n: n * log2(n) * (A + S / n * B)),
@@ -207,14 +241,31 @@ def test_small_messages_on_8_h100() -> None:
     assert us["butterfly"] == pytest.approx(10.2, rel=0.01)
     assert us["rabenseifner"] == pytest.approx(20.4, rel=0.01)
     assert us["ring"] == pytest.approx(47.6, rel=0.01)
-    assert not refused
+    assert refused == {"in_network": "needs a switch that adds"}
     large = compare("all_reduce", h100, 1e9)[0]
     assert large[0].cost.sent == pytest.approx(1.75e9)
-    assert compare("all_reduce", replace(h100, ranks=7), 1e6)[1] == {
+    assert compare("all_reduce", replace(h100, ranks=7), 1e6)[1] == refused | {
         "torus_2d": "needs a product of two numbers",
         "mesh_2d": "needs a product of two numbers",
+        "mesh_2d_whole": "needs a product of two numbers",
         "torus_3d": "needs a product of three numbers",
+        "torus": "needs a product of two or more numbers",
     }
+
+
+@pytest.mark.parametrize("size", [1e3, 1e9])
+def test_in_network_sums(size: float) -> None:
+    """A rank sends S and gets S, at once: the switch adds while data arrives. Its line is the simulation."""
+    net = replace(flat(8), switch=Wire(5 * A, 0.9 / B))
+    schedule = build("all_reduce", "in_network", 8)
+    cost = simulate(schedule, net, size)
+    assert cost.seconds == pytest.approx(5 * A + size * B / 0.9, rel=1e-9)
+    assert cost.sent == pytest.approx(size)
+    formula = ALGORITHMS["all_reduce"]["in_network"].line
+    assert formula is not None
+    assert formula(net.shape, flat(8).levels) is None
+    assert formula(net.shape, net.levels) == pytest.approx(line(schedule, net), rel=1e-9)
+    assert (compare("all_reduce", net, size)[0][0].algorithm.name == "in_network") == (size > 1e6)
 
 
 def test_errors() -> None:

@@ -9,7 +9,7 @@ import torch
 from test_collectives_run import of_rank, wanted
 
 from fivefold.comm import everyone
-from fivefold.comm.execute import Executor, Summation
+from fivefold.comm.execute import Beside, Executor, Scheduled
 from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.schedules.collectives import ALGORITHMS, PRIMITIVES, build, shape_of
@@ -24,13 +24,13 @@ def run(folder: Path, ranks: Ranks) -> None:
     for primitive in PRIMITIVES:
         for name, made in ALGORITHMS[primitive].items():
             shape = shape_of(world, root=world - 1)
-            if made.fits(shape):
+            if made.fits(shape) and not made.switches:
                 x = every[ranks.rank][: 2 if primitive in ("all_gather", "gather") else None]
                 found = Executor(axis, build(primitive, name, shape))(x.clone())
                 right = wanted(primitive, ranks.rank, world, world - 1, every)
                 assert right is None or torch.equal(found, right), f"{primitive} {name}, rank {ranks.rank}"
                 done.append(f"{primitive} {name}")
-    started = Summation(axis, "ring").start(x := every[ranks.rank].clone())  # on a stream
+    started = Scheduled(Beside(axis), "ring").start(x := every[ranks.rank].clone())  # on a stream
     started()
     assert torch.equal(x, torch.stack(every).sum(0)), f"rank {ranks.rank}"
     (folder / f"{ranks.rank}.json").write_text(json.dumps(done))

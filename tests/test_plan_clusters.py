@@ -19,8 +19,8 @@ from fivefold.plan.predict import predict
 from fivefold.plan.setting import mode_of
 from fivefold.precision import DTYPES
 from fivefold.recipe import load
-from fivefold.schedules.collectives import Primitive
-from fivefold.schedules.collectives.cost import compare
+from fivefold.schedules.collectives import Primitive, build
+from fivefold.schedules.collectives.cost import compare, simulate
 from fivefold.sharding.layout import Layout
 
 
@@ -291,6 +291,25 @@ def test_prices_are_those_of_the_simulator(primitive: Primitive, text: str, rank
             assert size < 1e9 or priced <= simulated * 1.02
         else:
             assert simulated <= priced * 1.0001 <= 1.15 * simulated
+
+
+def test_the_planner_prices_switches_that_add(tmp_path: Path) -> None:
+    """NVLink's, over whole nodes: the plan takes the line of the schedule that the simulator runs."""
+    cluster = parse("h100:8")
+    net = topology("h100:8", 8)
+    choices, _ = compare("all_reduce", net, 1e9)
+    assert choices[0].algorithm.name == "in_network"
+    price = collective("all_reduce", 1e9, communication.Group(8, 8), cluster) - communication.LAUNCH
+    assert price == pytest.approx(choices[0].cost.seconds, rel=1e-6)
+    assert 2 * 7 / 8 * 1e9 / price == pytest.approx(480e9, rel=0.01)
+    assert topology("h100:8", 4).switch is topology("a100:8", 8).switch is None
+    half = collective("all_reduce", 1e9, communication.Group(4, 4), cluster) - communication.LAUNCH
+    rings = compare("all_reduce", topology("h100:8", 4), 1e9)[0][0].cost.seconds
+    assert half == pytest.approx(rings, rel=0.01)
+    own = topology(written(tmp_path, LINKS + "switch_gb_s = 350"), 4)
+    sums = simulate(build("all_reduce", "in_network", 4), own, 1e9).seconds
+    assert 2 * 3 / 4 * 1e9 / sums == pytest.approx(350e9, rel=0.01)
+    assert topology(written(tmp_path, LINKS), 4).switch is None
 
 
 def test_collectives_of_one_rank_cost_nothing() -> None:

@@ -136,7 +136,7 @@ def collectives(shape: Shape, size: int) -> dict[str, Collective]:
     return {
         name: build("all_reduce", name, shape._replace(pieces=pieces_of(made, size)))
         for name, made in ALGORITHMS["all_reduce"].items()
-        if made.fits(shape)
+        if made.fits(shape) and not made.switches
     }
 
 

@@ -173,17 +173,19 @@ def collectives(
     draw: Annotated[str | None, option("NAME", "Draw the rounds of this algorithm.")] = None,
     svg: Annotated[Path | None, option("FILE", "Write the rounds as a picture.")] = None,
     html: Annotated[Path | None, option("FILE", "Write a page that steps through them.")] = None,
+    msccl: Annotated[Path | None, option("FILE", "Write the program that MSCCL runs, as XML.")] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Compare the algorithms of a collective: rounds, bytes, time on a topology, and when to use which.
 
-    --svg and --html show the algorithm of --draw, or the fastest one.
+    --svg, --html and --msccl write the algorithm of --draw, or the fastest one.
     """
     from fivefold.observe.collective_picture import player, to_svg, to_text
     from fivefold.observe.player import page
     from fivefold.plan.cluster.clusters import topology as read
     from fivefold.schedules.collectives import algorithm, build
     from fivefold.schedules.collectives.cost import compare, simulate
+    from fivefold.schedules.collectives.msccl import to_xml
     from fivefold.schedules.collectives.registry import check_primitive
 
     check_primitive(primitive)
@@ -191,13 +193,13 @@ def collectives(
         raise UserError(f"--ranks: {ranks} is not possible; must be at least 1 and at most {MOST}")
     if draw is not None:
         algorithm(primitive, draw)
-    options.require_writable(svg=svg, html=html)
+    options.require_writable(svg=svg, html=html, msccl=msccl)
     message, net = options.bytes_of("--size", size), read(topology, ranks)
     choices, refused = compare(primitive, net, message)
     found: dict[str, Any] = {"primitive": primitive, "ranks": ranks, "size": message, "topology": net.name}
     found["algorithms"], found["refused"] = [_row(choice) for choice in choices], refused
     lines = _collective_lines(choices, refused, net, primitive, message)
-    if draw is not None or svg or html:
+    if draw is not None or svg or html or msccl:
         # The named one or the fastest; a pipelined one is drawn in few pieces
         name = choices[0].algorithm.name if draw is None else draw
         pieces = next((min(choice.pieces, 4) for choice in choices if choice.algorithm.name == name), 1)
@@ -215,7 +217,10 @@ def collectives(
                 html,
                 page("A collective, round by round", "Collective", [player(collective, ends, note)]),
             )
-        found["pictures"] = {name: str(path) for name, path in (("svg", svg), ("html", html)) if path}
+        if msccl:
+            options.save_as("--msccl", msccl, to_xml(collective))
+        written = (("svg", svg), ("html", html), ("msccl", msccl))
+        found["pictures"] = {name: str(path) for name, path in written if path}
         lines += found["pictures"].values()
     if json:
         print_json(found)
@@ -243,6 +248,7 @@ def _collective_lines(
     choices: list[Choice], refused: dict[str, str], net: Topology, primitive: str, message: float
 ) -> list[str]:
     """The table of algorithms, with what each is for, and the fastest one by size."""
+    from fivefold.schedules.collectives import ALGORITHMS
     from fivefold.schedules.collectives.cost import compare
 
     near, far = net.near, net.far
@@ -259,7 +265,9 @@ def _collective_lines(
         name = f"{made.name} ({pieces})" if pieces > 1 else made.name
         figures = f"{cost.rounds:6}{size_text(cost.sent):>11}{time_text(cost.seconds):>10}"
         lines.append(f"{name:18}{figures}   {cost.busiest:16}{made.when}")
-    lines += [f"{name:18}{'-':>6}   {why}, not {net.ranks}" for name, why in refused.items()]
+    for name, why in refused.items():
+        alone = ALGORITHMS[choices[0].algorithm.primitive][name].switches
+        lines.append(f"{name:18}{'-':>6}   {why}" + ("" if alone else f", not {net.ranks}"))
     if any(choice.pieces > 1 for choice in choices):
         lines.append("In parentheses: the best number of pieces that follow each other.")
     if primitive != "barrier" and net.ranks in range(2, 65):

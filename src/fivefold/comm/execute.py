@@ -5,10 +5,11 @@
 
 Sums are added in the order of the schedule, so they have the same bits every time and on every rank (`prove`).
 
-`Summation` sums gradients so, by the algorithm that `layout.all_reduce` names, beside the computation. Each round of a
-schedule needs the one before, so something must drive the rounds while backward computes. On CPUs it is a thread. It
-runs the sums in the order in which they were started, which is the same on all ranks, and it sends over a process group
-of its own, so no other message comes in between. On GPUs it is a stream.
+`Scheduled` sums gradients so, by the algorithm that `layout.all_reduce` names, beside the computation; or it gathers
+and scatters what ZeRO divides (`layout.all_gather`, `layout.reduce_scatter`). Each round of a schedule needs the one
+before, so something must drive the rounds while backward computes. On CPUs it is a thread. It runs the schedules in the
+order in which they were started, which is the same on all ranks, and it sends over a process group of its own, so no
+other message comes in between. On GPUs it is a stream.
 
 Legend: n ranks; d0 first dim of a tensor; elements count from the start of the flat tensor that a rank works in.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -29,7 +30,7 @@ from torch import Tensor
 from fivefold.comm.axis import Axis, Started
 from fivefold.comm.progress import Handle, Work, progress
 from fivefold.errors import CommunicationError
-from fivefold.schedules.collectives import Collective, prove
+from fivefold.schedules.collectives import Collective, Primitive, prove
 from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO, LIBRARY, Best, chosen
 
@@ -61,14 +62,19 @@ class Executor:
 
     - all-reduce, broadcast, reduce: x, in place (after a reduce, only the root's is the sum; the others' are partial);
     - all-gather, gather: gives (d0, ...), gets (n d0, ...), by rank; after a gather, only the root's is complete;
-    - reduce-scatter, scatter: gives (n d0, ...), gets (d0, ...); in a scatter, only the root's matters;
+    - reduce-scatter, scatter: gives (n d0, ...), which it uses up, gets (d0, ...); in a scatter, only the root's
+      matters;
     - all-to-all: gives and gets (n d0, ...), by rank;
     - send: as broadcast, but only the rank after the root gets it;
     - barrier: any tensor, which stays as it is.
+
+    A switch of the collective is a rank more on the axis; what it gives does not count.
     """
 
     def __init__(self, axis: Axis, collective: Collective, scratch: Scratch | None = None):
-        assert axis.size == collective.ranks, f"{collective.ranks} ranks on axis {axis.name} of {axis.size}"
+        assert axis.size == collective.members, (
+            f"{collective.members} ranks on axis {axis.name} of {axis.size}"
+        )
         prove(collective)
         self.axis, self.collective, self.scratch = axis, collective, scratch or Scratch(axis.device)
 
@@ -76,8 +82,8 @@ class Executor:
         """Prepares for messages of `size` elements."""
         self.scratch.of(messages_of(self.collective, self.axis.index, size).scratch, dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Runs the collective. x: contiguous."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Runs the collective. x: contiguous. out: the result of a gather or scatter, contiguous; None: a new one."""
         primitive, n = self.collective.primitive, self.axis.size
         if n == 1:
             return x
@@ -85,18 +91,18 @@ class Executor:
             self._run(torch.zeros(1, dtype=torch.uint8, device=self.axis.device))
             return x
         if primitive in ("all_gather", "gather"):
-            out = x.new_empty(n * x.shape[0], *x.shape[1:])
+            out = x.new_empty(n * x.shape[0], *x.shape[1:]) if out is None else out
             out.view(n, -1)[self.axis.index] = x.view(-1)
             self._run(out.view(-1))
             return out
         if primitive in ("reduce_scatter", "scatter"):
             assert x.shape[0] % n == 0, f"{x.shape[0]} rows over {n} ranks"
-            work = x.reshape(-1).clone()
-            self._run(work)
-            return work.view(n, -1)[self.axis.index].view(x.shape[0] // n, *x.shape[1:])
+            self._run(x.view(-1))
+            part = x.view(n, x.shape[0] // n, *x.shape[1:])[self.axis.index]
+            return part if out is None else out.copy_(part)
         if primitive == "all_to_all":
             return self._all_to_all(x)
-        self._run(x.view(-1))
+        self._run(x.view(-1) if self.axis.index < self.collective.ranks else x.zero_().view(-1))
         return x
 
     def _all_to_all(self, x: Tensor) -> Tensor:
@@ -113,11 +119,16 @@ class Executor:
         return out.view(x.shape)
 
     def _run(self, work: Tensor, size: int | None = None) -> None:
-        """Goes through the rounds in place. size: elements of the message, if not those of `work`."""
+        for _ in self.rounds(work, size):
+            pass
+
+    def rounds(self, work: Tensor, size: int | None = None) -> Iterator[int]:
+        """Goes through this rank's rounds in place, and yields after each, from 0: what has arrived can be used while
+        the others are still to come. work: flat. size: elements of the message, if not those of `work`."""
         whole = work.numel() if size is None else size
         steps, _, most = messages_of(self.collective, self.axis.index, whole)
         scratch = self.scratch.of(most, work.dtype)
-        for sends, receives in steps:
+        for number, (sends, receives) in enumerate(steps):
             for message in sends:
                 if message.packed:
                     parts = [work[a:b] for a, b in message.spans]
@@ -138,23 +149,30 @@ class Executor:
                         work[start:stop].add_(arrived)
                     else:
                         work[start:stop].copy_(arrived)
+            yield number
 
 
-class Summation:
-    """Sums over one axis.
+class Scheduled:
+    """Sums, or gathers or scatters (`primitive`), over one axis.
 
-    axis: with a process group that nothing else uses, unless `name` is "library". local: the axis' ranks on each node.
-    best: see `registry.chosen`. open: the recipe left the algorithm open.
+    beside: where schedules run. local: the axis' ranks on each node. best: see `registry.chosen`. open: the recipe left
+    the algorithm open.
     """
 
     def __init__(
-        self, axis: Axis, name: str = LIBRARY, local: int = 0, best: Best | None = None, open: bool = False
+        self,
+        beside: Beside,
+        name: str = LIBRARY,
+        local: int = 0,
+        best: Best | None = None,
+        open: bool = False,
+        primitive: Primitive = "all_reduce",
     ):
-        self.axis, self.name, self.local, self.best, self.open = axis, name, local, best, open
-        self.scratch = Scratch(axis.device)
+        self.axis, self.name, self.local, self.best, self.open = beside.axis, name, local, best, open
+        self.primitive, self.scratch = primitive, beside.scratch
         self.by_size: dict[int, str] = {}  # the algorithm for messages of so many bytes
         self._executors: dict[Collective, Executor] = {}
-        self._beside = Beside(axis)
+        self._beside = beside
 
     def notes(self) -> list[str]:
         """What "auto" has chosen, for people; nothing if it is the library."""
@@ -168,16 +186,19 @@ class Summation:
         if (run := self._executor(size, dtype)) is not None:
             run.reserve(size, dtype)
 
-    def start(self, x: Tensor, purpose: str = "") -> Started:
-        """Starts the sum of every rank's x (contiguous), in place. purpose: see `Axis`."""
+    def start(self, x: Tensor, purpose: str = "", out: Tensor | None = None) -> Started:
+        """Starts the sum of every rank's x (contiguous), in place; or a gather or scatter of it into `out`, for which
+        the library's own is not here (see `Executor`). purpose: see `Axis`."""
         axis = self.axis.for_purpose(purpose) if purpose else self.axis
-        run = self._executor(x.numel(), x.dtype)
+        size, result = (x.numel(), x) if out is None else (max(x.numel(), out.numel()), out)
+        run = self._executor(size, x.dtype)
         if run is None:
+            assert out is None, f"{self.primitive} of the library"
             return axis.start_all_reduce(x)
-        run.reserve(x.numel(), x.dtype)
-        operation, watch = f"all_reduce by {run.collective.algorithm}", progress.watch
-        started, began = Started.here(axis, operation, x), watch.clock() if watch else 0.0
-        started.work = self._beside.start(partial(run, x), x)
+        run.reserve(size, x.dtype)
+        operation, watch = f"{self.primitive} by {run.collective.algorithm}", progress.watch
+        started, began = Started.here(axis, operation, result), watch.clock() if watch else 0.0
+        started.work = self._beside.start(partial(run, x, out), x, result)
         if watch:
             started.work = watch.follow(axis, operation, started.work, began)
         return started
@@ -185,7 +206,7 @@ class Summation:
     def _executor(self, size: int, dtype: torch.dtype) -> Executor | None:
         """Runs the schedule for tensors of this size; None: the library does it."""
         nbytes = size * dtype.itemsize
-        schedule = chosen(self.name, self.axis.size, self.local, nbytes, self.best)
+        schedule = chosen(self.name, self.axis.size, self.local, nbytes, self.best, self.primitive)
         self.by_size[nbytes] = LIBRARY if schedule is None else schedule.algorithm
         if schedule is None:
             return None
@@ -196,10 +217,10 @@ class Summation:
 
 class Beside:
     """Runs functions that send over an axis, one after the other, beside the computation. The axis has a process group
-    that nothing else uses."""
+    that nothing else uses. scratch: memory of those that run schedules."""
 
     def __init__(self, axis: Axis):
-        self.axis = axis
+        self.axis, self.scratch = axis, Scratch(axis.device)
         self._queue: SimpleQueue[Job | None] | None = None
         self._stream: torch.cuda.Stream | None = None
 

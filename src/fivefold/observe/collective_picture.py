@@ -35,7 +35,7 @@ def shares(collective: Collective, states: list[State] | None = None) -> list[li
         return row[chunk][0].bit_count() / whole[chunk].bit_count() if chunk in row else 0.0
 
     places = []  # by rank, the chunks of each cell
-    for rank in range(collective.ranks):
+    for rank in range(collective.members):
         chunks = collective.wants(rank) if collective.primitive == "all_to_all" else range(collective.chunks)
         count = min(MOST_CELLS, len(chunks))
         bounds = [i * len(chunks) // count for i in range(count + 1)]
@@ -51,7 +51,10 @@ def shares(collective: Collective, states: list[State] | None = None) -> list[li
 
 def head(collective: Collective) -> str:
     x = collective
-    return f"{x.primitive} '{x.algorithm}': {x.ranks} ranks, {x.chunks} chunks, {len(x.rounds)} rounds"
+    switch = f"; {x.ranks} is a switch that adds" * x.switches
+    return (
+        f"{x.primitive} '{x.algorithm}': {x.ranks} ranks, {x.chunks} chunks, {len(x.rounds)} rounds{switch}"
+    )
 
 
 def words(moves: Round) -> Iterator[str]:
@@ -72,7 +75,7 @@ def to_text(collective: Collective, columns: int = 100) -> str:
     to 5 to rank 2, which adds them; with `=` it copies them."""
     levels = shares(collective)
     lines = [head(collective)]
-    strips = collective.ranks * (len(levels[0][0]) + 2) + 10 <= columns
+    strips = collective.members * (len(levels[0][0]) + 2) + 10 <= columns
     for number, ranks in enumerate(levels):
         if number:
             line = f"{f'round {number}':10}"
@@ -100,7 +103,7 @@ def to_svg(collective: Collective, title: str = "") -> str:
     canvas.legend(
         LEFT, 36, [(f"line {color}", word) for kind, (color, word) in KINDS.items() if kind in there]
     )
-    for rank in range(collective.ranks):
+    for rank in range(collective.members):
         canvas.text(LEFT + rank * lane, TOP - 12, f"rank {rank}")
     for number, ranks in enumerate(levels):
         top = TOP + number * ROW

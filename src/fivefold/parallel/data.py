@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fivefold.comm import Started, Summation
+from fivefold.comm import Scheduled, Started
 from fivefold.comm.compress import CompressedSum, Messages, compressed_sum
 from fivefold.kernels.elementwise import add_gradient
 from fivefold.parallel.replica import Hooked
@@ -69,7 +69,7 @@ class DataParallel(Hooked):
         params: dict[str, nn.Parameter],
         parts: dict[str, Part],
         compute_dtype: torch.dtype,
-        sums: Summation,
+        sums: Scheduled,
         reduce: torch.dtype = torch.float32,
         flat_master: Tensor | None = None,
         compressor: Compressor | None = None,
@@ -177,7 +177,7 @@ class GradientSum:
     def __init__(
         self,
         replica: DataParallel,
-        sums: Summation,
+        sums: Scheduled,
         reduce: torch.dtype = torch.float32,
         bucket_bytes: float = math.inf,
         compressor: Compressor | None = None,

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.comm import Axis, Summation
+from fivefold.comm import Axis, Beside, Scheduled
 from fivefold.comm.execute import agreed
 from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.host.tables import best_all_reduce
 from fivefold.kernels.blockwise_attention import Documents
 from fivefold.launch.ranks import Ranks, connect, group_options
+from fivefold.schedules.collectives import Primitive
 from fivefold.schedules.collectives.registry import AUTO, LIBRARY, resolved
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node, to_text
@@ -68,7 +69,8 @@ class Mesh:
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # axes with the same ranks share a group
         self._axes: dict[str, Axis] = {}
         self._device_meshes: dict[str, DeviceMesh] = {}
-        self._sums: dict[tuple[int, int], Summation] = {}
+        self._scheduled: dict[tuple[Primitive, tuple[int, int]], Scheduled] = {}
+        self._besides: dict[tuple[int, int], Beside] = {}
 
         def add(name: str, members: list[int], index: int) -> None:
             key = tuple(members)
@@ -101,29 +103,39 @@ class Mesh:
         assert axis is not None, f"rank {self._ranks.rank} is not in {members}"
         return axis
 
-    def sums(self, name: str) -> Summation:
-        """What sums gradients over an axis, by the layout's algorithm. All ranks of the axis call it at the same time.
+    def sums(self, name: str) -> Scheduled:
+        """What sums gradients over an axis: see `scheduled`."""
+        return self.scheduled("all_reduce", name)
+
+    def scheduled(self, primitive: Primitive, name: str) -> Scheduled:
+        """What sums, gathers or scatters over an axis, by the layout's algorithm. All ranks of the axis call it at the
+        same time.
 
         Raises:
             UserError: the algorithm is not for the ranks of the axis on these nodes.
         """
-        shape = groups(self.layout)[name]  # axes with the same ranks share it: their sums are in one order
-        if shape not in self._sums:
-            axis, how, best = self.axis(name), self.layout.all_reduce, {}
+        shape = groups(self.layout)[
+            name
+        ]  # axes with the same ranks share it: their messages are in one order
+        if (primitive, shape) not in self._scheduled:
+            axis, how, best = self.axis(name), getattr(self.layout, primitive), {}
             local = on_node(self.layout, name, self._ranks.local_world)
             if how != LIBRARY and axis.size > 1:
                 measured = how == AUTO and local == axis.size
                 best = best_all_reduce(axis.size, self.device.type) if measured else {}
                 local, best = agreed(local, best, axis)
             by = resolved(how, axis.size, local, best, self.device.type == "cpu")
+            beside = Beside(axis)
             if axis.size > 1 and by != LIBRARY:  # a group that nothing else uses
-                axis = self.new_axis(name, axis.ranks)
-            self._sums[shape] = Summation(axis, by, local, best, open=how == AUTO)
-        return self._sums[shape]
+                if shape not in self._besides:
+                    self._besides[shape] = Beside(self.new_axis(name, axis.ranks))
+                beside = self._besides[shape]
+            self._scheduled[primitive, shape] = Scheduled(beside, by, local, best, how == AUTO, primitive)
+        return self._scheduled[primitive, shape]
 
     def notes(self) -> list[str]:
         """How gradients are summed if that was left open."""
-        return [note for summation in self._sums.values() for note in summation.notes()]
+        return [note for scheduled in self._scheduled.values() for note in scheduled.notes()]
 
     def size(self, name: str) -> int:
         return self._axes[name].size

@@ -14,7 +14,8 @@ scattered to the owners of the rows. The stages are one engine with two switches
 Psi is the number of parameters; a gather or a scatter of all of them counts Psi, as in the paper. In a hybrid, the
 replicas sum their shards once per step, in fp32. In a pipeline, every stage scatters as stage 1 (`scattered_once`).
 
-FSDP2's units send their messages over our axes. ZeRO++ (arXiv 2306.10209) sends fewer bytes of ZeRO 3 between nodes. A
+FSDP2's units send their messages over our axes, by the library or by schedules (`layout.all_gather`,
+`layout.reduce_scatter`). ZeRO++ (arXiv 2306.10209) sends fewer bytes of ZeRO 3 between nodes. A
 unit's weights are gathered in two messages: across the nodes, between ranks with the same place on each; then inside
 each node. Gradients go the opposite way. `layout.zeropp` says what else:
 
@@ -45,6 +46,7 @@ from fivefold.kernels import private
 from fivefold.kernels.rounded import Quantizer
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
+from fivefold.schedules.collectives.registry import LIBRARY
 from fivefold.schedules.compression.blocks import Blocks
 from fivefold.sharding.parts import Part, local_shape, shard_dim
 from fivefold.sharding.units import FsdpUnit, ZeroPP, syncs, zeropp
@@ -216,6 +218,8 @@ class Sharded(Replica):
         """Gathered weights stay for the step, except under stage 3, which may keep a node's share of them (ZeRO++).
         Without a cast the rows compute themselves. Gradients are those that add up before they are summed."""
         adding = [messages.arrived for messages in self.messages if messages.arrived is not None]
+        by = (one for messages in self.messages for one in (messages.gathered, messages.scattered))
+        scratch = {id(x): x for scheduled in by for x in scheduled.scratch.kept()}  # which units share
         if self.defer:
             adding += [gradient for unit in self.units for gradient in private.whole_gradients(unit)]
         gathered = [tensor for unit in self.units for tensor in private.gathered(unit)]
@@ -224,7 +228,7 @@ class Sharded(Replica):
         own = [weight for weight in rows.values() if self.compute_dtype == weight.dtype]
         return {
             "params": own + copies + ([] if self.again else gathered),
-            "buffers": gathered if self.again else [],
+            "buffers": [*scratch.values(), *(gathered if self.again else [])],
             "gradients": adding,
         }
 
@@ -265,6 +269,8 @@ class UnitMessages:
         self.axis, self.replicas = (mesh.axis(n).of_unit(name) for n in (unit.group, "replicate"))
         self.mesh, self.table, self.sent, self.last = mesh, unit, sent, True
         self.sums = mesh.sums("replicate")
+        self.gathered = mesh.scheduled("all_gather", unit.group)
+        self.scattered = mesh.scheduled("reduce_scatter", unit.group)
         self.seen: Callable[[Tensor], None] | None = None
         self.arrived: Tensor | None = None
         self._summing: Started | None = None
@@ -290,6 +296,8 @@ class UnitMessages:
         """FSDP2's all-gather of a unit's weights."""
         if self.gathers is not None:
             finish = self.gathers.start(input_tensor, output_tensor)
+        elif self.gathered.name != LIBRARY:
+            finish = self.gathered.start(input_tensor, self.axis.purpose, output_tensor)
         else:
             finish = self.axis.start_all_gather(input_tensor, output_tensor)
         if async_op:
@@ -304,6 +312,8 @@ class UnitMessages:
             self.seen(input_tensor)
         if self.scatters is not None:
             self.scatters.sum(input_tensor, output_tensor)
+        elif self.scattered.name != LIBRARY:
+            self.scattered.start(input_tensor.to(self.sent), self.axis.purpose, output_tensor)()
         else:
             self.axis.sum_scatter(input_tensor, output_tensor, self.sent)
         if self.taken is not None and self.replicas.size == 1:

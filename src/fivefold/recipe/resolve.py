@@ -16,9 +16,9 @@ from fivefold.recipe.entries import steps as profiled_steps
 from fivefold.recipe.load import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.recipe.rules.texts import ramp, run_steps, sequences_before
-from fivefold.schedules.collectives.registry import AUTO
-from fivefold.schedules.compression import NONE, compressor
+from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout, divisors, largest, to_text
+from fivefold.sharding.layout_rules import PLAIN
 
 
 def total_steps(recipe: Recipe) -> int:
@@ -216,7 +216,7 @@ def _nearest(asked: Layout, ranks: int, batch: int) -> Iterator[Layout]:
         for dp in islice((dp for dp in range(most, 0, -1) if dp * cp % ep == 0), TRIED):
             for sharing in _sharings(layout, dp):
                 yield sharing
-                yield replace(sharing, all_reduce=AUTO, zeropp=NONE)
+                yield replace(sharing, **PLAIN)
 
 
 def _sharings(layout: Layout, dp: int) -> Iterator[Layout]:

@@ -16,7 +16,7 @@ from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, ROUNDINGS, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
 from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry, as_text, joined
-from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO
+from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO, GATHERS, LIBRARY, SCATTERS
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDER, ORDERS, PRIORITY, Order
 from fivefold.sharding.layout import BUCKET_BYTES, Counts
@@ -25,11 +25,13 @@ from fivefold.sharding.sync import ONE_REPLICA_GROUP, SERVER, UNBOUNDED, Replica
 from fivefold.sharding.tiers import NOT_OFFLOADED
 
 if TYPE_CHECKING:  # a type checker reads no tables
-    AllReduce = Dtype = Fp8Gradient = Mode = Rounding = Scaling = OptimizerName = SyncMethod = str
+    Dtype = Fp8Gradient = Mode = Rounding = Scaling = OptimizerName = SyncMethod = str
+    AllGather = AllReduce = ReduceScatter = str
 else:
     Dtype, Mode = Literal[TRAINED], Literal["auto", *PRECISIONS]
     Scaling, Fp8Gradient, Rounding = Literal[SCALINGS], Literal[tuple(GRADIENTS)], Literal[ROUNDINGS]
     OptimizerName, AllReduce = Literal[tuple(OPTIMIZERS)], Literal[ALL_REDUCES]
+    AllGather, ReduceScatter = Literal[GATHERS], Literal[SCATTERS]
     SyncMethod = Literal["all", SERVER, *OUTER]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 TrackerNames = Annotated[str, BeforeValidator(joined)]
@@ -289,6 +291,12 @@ class LayoutSection(Section, Counts):
     The others are those of `fivefold collectives --draw`. `auto`: across CPU hosts with several ranks each
     `hierarchical`; on one machine whichever `fivefold bench collectives` found fastest for a bucket's size; else
     `library`."""
+    all_gather: AllGather = LIBRARY
+    """Algorithm by which ZeRO gathers weights. `library`: gloo's or NCCL's. The others are those of
+    `fivefold collectives --primitive all_gather`, such as `broadcasts`, by which ZeRO-3 began (arXiv 1910.02054)."""
+    reduce_scatter: ReduceScatter = LIBRARY
+    """Algorithm by which ZeRO sums gradients and scatters them to the ranks that keep the rows. `library`: NCCL's; on
+    CPUs, since gloo has none, each rank sends every other one its part."""
     zeropp: str = NONE
     """ZeRO++ (arXiv 2306.10209), for less traffic between nodes: some of `weights` (gathered as int8), `hier` (each
     node keeps a copy of what was gathered until the weights change) and `gradients` (summed as int4 inside the nodes,

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from fivefold.errors import LONGEST_WORD, UserError, did_you_mean, shortened
-from fivefold.schedules.collectives.registry import AUTO
+from fivefold.schedules.collectives.registry import AUTO, LIBRARY
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.pipeline import (
     DEFAULT,
@@ -82,6 +82,8 @@ class Layout(Counts):
     compress: str = NONE
     compress_after: int | None = None
     all_reduce: str = AUTO
+    all_gather: str = LIBRARY
+    reduce_scatter: str = LIBRARY
     zeropp: str = NONE
     ranks_per_node: int | None = None
     expert_chunks: int = 1
@@ -394,6 +396,10 @@ def describe(layout: Layout) -> str:
         words.append(f"offload {layout.offload}")
     if layout.all_reduce != AUTO:
         words.append(f"gradients summed by {layout.all_reduce}")
+    if layout.all_gather != LIBRARY:
+        words.append(f"weights gathered by {layout.all_gather}")
+    if layout.reduce_scatter != LIBRARY:
+        words.append(f"gradients scattered by {layout.reduce_scatter}")
     if layout.compress != NONE:
         after = f" after step {layout.compress_after}" if layout.compress_after else ""
         words.append(f"gradients compressed by {layout.compress}{after}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 
 from fivefold.errors import UserError, did_you_mean
-from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO, all_reduce_problem
+from fivefold.schedules.collectives.registry import AUTO, CHOICES, LIBRARY, algorithm_problem
 from fivefold.schedules.compression import NONE, problem
 from fivefold.schedules.pipeline import SCHEDULES, costs_of, stages_per_rank, tuning_problem
 from fivefold.sharding.layout import AXES, Layout, divisors, equation, groups, summing_groups, to_text
+from fivefold.sharding.parts import sharing_group
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS, partitions
 from fivefold.sharding.units import zeropp
 
@@ -19,6 +20,10 @@ MOST_RANKS = 1_000_000
 """Ranks of a layout: ten times as many as the largest run had so far."""
 MANY_DIVISORS = 40
 """Numbers of ranks with more divisors can be divided between the axes in more than 10,000 ways."""
+
+
+PLAIN = {"all_reduce": AUTO, "all_gather": LIBRARY, "reduce_scatter": LIBRARY, "zeropp": NONE}
+"""How messages are sent that any number of ranks can send."""
 
 
 def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
@@ -61,12 +66,7 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         )
     yield from _zeropp_problems(layout)
     yield from _offload_problems(layout)
-    if layout.all_reduce not in ALL_REDUCES:
-        yield _unknown("all_reduce", layout.all_reduce, ALL_REDUCES)
-    else:
-        for name in summing_groups(layout):
-            if message := all_reduce_problem(layout.all_reduce, groups(layout)[name][0]):
-                yield {"all_reduce", "dp_replicate", "dp_shard", "cp", "ep"}, f"all_reduce: {message}"
+    yield from _algorithm_problems(layout)
     try:
         if layout.pp > 1 or layout.schedule not in SCHEDULES:
             stages_per_rank(layout.schedule, layout.virtual_stages)
@@ -100,6 +100,20 @@ def _offload_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         )
 
 
+def _algorithm_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
+    for primitive, valid in CHOICES.items():
+        name = getattr(layout, primitive)
+        if name not in valid:
+            yield _unknown(primitive, name, valid)
+        if name in (LIBRARY, AUTO) or name not in valid:
+            continue
+        sharing = dict.fromkeys(sharing_group(layout, expert) for expert in (False, layout.ep > 1))
+        summing = [(group, groups(layout)[group][0]) for group in summing_groups(layout)]
+        for _, ranks in summing if primitive == "all_reduce" else sharing:
+            if message := algorithm_problem(primitive, name, ranks):
+                yield {primitive, "dp_replicate", "dp_shard", "cp", "ep"}, f"{primitive}: {message}"
+
+
 def _zeropp_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     if layout.zeropp == NONE:
         return
@@ -113,6 +127,14 @@ def _zeropp_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             {"zeropp", "zero"},
             f"zeropp={layout.zeropp} changes what zero=3 sends: it needs zero=3, not zero={layout.zero}",
         )
+    plus = zeropp(layout.zeropp)
+    for field, part in (("all_gather", plus.two_gathers), ("reduce_scatter", plus.gradients)):
+        if part and (by := getattr(layout, field)) != LIBRARY:
+            yield (
+                {"zeropp", field},
+                f"zeropp={layout.zeropp} sends messages of its own in place of {field}={by}: it needs "
+                f"{field}={LIBRARY}",
+            )
     if layout.ep > 1:
         yield (
             {"zeropp", "ep"},
@@ -177,22 +199,20 @@ def nearest(
 ) -> list[Layout]:
     """The valid layouts with `ranks` ranks that are most like `layout`: the axes change by the fewest doublings, and
     unused axes stay unused if possible. ZeRO is set to 1 where states must be shared, and to 0 where no ranks can share
-    them; gradients are summed as by default where their algorithm is not for so many ranks, and without ZeRO++ where
-    that does not fit."""
+    them. Messages are sent as `PLAIN` says where their algorithm, or ZeRO++, is not for so many ranks."""
 
     def distance(candidate: Layout) -> float:
         pairs = [(getattr(layout, axis), getattr(candidate, axis)) for axis in AXES]
         doublings = sum(abs(math.log2(new / old)) + (old == 1 < new) for old, new in pairs)
-        others = sum(
-            getattr(candidate, name) != getattr(layout, name) for name in ("zero", "all_reduce", "zeropp")
-        )
+        others = sum(getattr(candidate, name) != getattr(layout, name) for name in ("zero", *PLAIN))
         return doublings + 0.5 * others
 
     stages = {0, layout.zero, layout.zero or (1 if layout.dp_shard > 1 else 0)}
     candidates = [
-        replace(layout, zero=zero, all_reduce=all_reduce, zeropp=plus, **dict(zip(AXES, sizes, strict=True)))
-        for all_reduce in dict.fromkeys((layout.all_reduce, AUTO))
-        for plus in dict.fromkeys((layout.zeropp, NONE))
+        replace(
+            layout, zero=zero, **dict(zip(PLAIN, how, strict=True)), **dict(zip(AXES, sizes, strict=True))
+        )
+        for how in product(*(dict.fromkeys((getattr(layout, name), usual)) for name, usual in PLAIN.items()))
         for sizes in _sizes(layout, ranks)
         for zero in sorted(stages)
     ]

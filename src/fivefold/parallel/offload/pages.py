@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fivefold.comm import Started, Summation
+from fivefold.comm import Scheduled, Started
 from fivefold.kernels.elementwise import add_gradient
 from fivefold.optim.scaling import Norms, norms
 from fivefold.optim.updater import Updater
@@ -247,7 +247,7 @@ class Paged(Pages, Hooked):
         params: dict[str, nn.Parameter],
         parts: dict[str, Part],
         compute_dtype: torch.dtype,
-        sums: Summation,
+        sums: Scheduled,
         reduce: torch.dtype,
         masters: dict[str, Tensor],
         offload: Offload,

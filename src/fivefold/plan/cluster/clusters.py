@@ -237,6 +237,7 @@ _KEYS = {
     "intra_gb_s": _Key("intra", "bandwidth", GB),
     "intra_share": _Key("intra", "share", most=1.0),
     "intra_latency_us": _Key("intra", "latency", **_LATENCY),
+    "switch_gb_s": _Key("intra", "reduce", GB),
     "inter_gb_s": _Key("inter", "bandwidth", GB),
     "inter_share": _Key("inter", "share", most=1.0),
     "inter_latency_us": _Key("inter", "latency", **_LATENCY),
@@ -356,7 +357,7 @@ def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...],
         parts[rule.part][rule.field] = int(value) if rule.whole else value
     for side in ("intra", "inter"):
         if given := parts[side]:
-            parts[""][side] = replace(getattr(cluster, side), **given, reduce=None)
+            parts[""][side] = replace(getattr(cluster, side), **({"reduce": None} | given))
     assumed = tuple(what for what in cluster.device.assumed if _SHARES.get(what) not in values)
     peak = cluster.device.peak | parts["peak"]
     device = replace(cluster.device, name=name, peak=peak, assumed=assumed, **parts["device"])
@@ -396,7 +397,8 @@ def topology(text: str, ranks: int) -> Topology:
     far = cluster.inter.wire if connected else None
     wiring: dict[str, Any] = vars(x) | {"pcie": x.pcie and x.pcie.wire}
     near, pairs = cluster.intra.wire, cluster.intra.mesh
-    return Topology(cluster.name, ranks, cluster.per_node, near, far, pairs=pairs, **wiring)
+    switch = cluster.intra.switch(ranks) if ranks == cluster.per_node else None
+    return Topology(cluster.name, ranks, cluster.per_node, near, far, pairs=pairs, switch=switch, **wiring)
 
 
 def _fit(ranks: int) -> dict[str, float]:

@@ -46,6 +46,10 @@ class Device:
     margin: float = MARGIN
 
 
+SWITCH = 25e-6
+"""Latency of sums in NVLink's switches (NCCL's tuning model, "NVLS")."""
+
+
 @dataclass(frozen=True)
 class Link:
     """A device's link into one level of the network, in one direction.
@@ -65,6 +69,13 @@ class Link:
     def achieved(self) -> float:
         """Bytes/s of a large collective."""
         return self.bandwidth * self.share
+
+    def switch(self, ranks: int) -> Wire | None:
+        """The links of a whole node of so many ranks to a switch that adds, if it does. Bus bandwidth is 2 (n-1)/n S by
+        the seconds of an all-reduce."""
+        if self.reduce is None or ranks == 1:
+            return None
+        return Wire(SWITCH, self.reduce * ranks / (2 * (ranks - 1)))
 
     @property
     def wire(self) -> Wire:

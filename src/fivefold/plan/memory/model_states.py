@@ -17,8 +17,9 @@ from fivefold.optim.card import planned_ways
 from fivefold.optim.card import state_bytes as all_state_bytes
 from fivefold.plan.setting import Partition, Setting, States, stages
 from fivefold.precision import DTYPES, MASTER
+from fivefold.schedules.collectives import Primitive
 from fivefold.schedules.collectives.collective import messages_of
-from fivefold.schedules.collectives.registry import AUTO, LIBRARY, chosen
+from fivefold.schedules.collectives.registry import AUTO, CHOICES, LIBRARY, chosen
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout, changed, groups
 from fivefold.sharding.matrices import sizes_sent
@@ -255,7 +256,8 @@ def buffers(s: Setting, first: bool, last: bool, some: bool = True) -> Buffers:
     shared = sharing_group(layout, expert=True)[1] > 1
     unit = max(max(one.experts if shared else 0.0, one.computes - one.experts) for one in blocks)
     whole = sum(part.computes for part in rest)
-    received = b.reduce if s.software.scatter == "all_to_all" else 0.0
+    library = layout.reduce_scatter == LIBRARY  # a schedule works in what it sends
+    received = b.reduce if s.software.scatter == "all_to_all" and library else 0.0
     cast = b.reduce if b.reduce != b.gradient else 0.0
     # a copy and its shard, the send buffer, the receive buffer
     scattered = b.gradient * (1 + 1 / shards) + cast + received
@@ -310,22 +312,26 @@ def uneven_states(
 
 
 def sum_scratch(s: Setting, position: int) -> float:
-    """Bytes into which the messages of gradient sums are received, on the first rank of a group, as on one node: of
-    each group the largest."""
-    layout, b, most = s.layout, s.states, dict[str, float]()
-    if layout.all_reduce in (LIBRARY, AUTO):
+    """Bytes into which the messages of schedules are received that sum gradients, or gather and scatter what ZeRO
+    divides, on the first rank of a group, as on one node: of each group and width of numbers the largest."""
+    layout, b, most = s.layout, s.states, dict[tuple[str, float], float]()
+    if all(getattr(layout, primitive) in (LIBRARY, AUTO) for primitive in CHOICES):
         return 0.0
     for keeping in s.keepings(position):
-        sums = list[tuple[str, int, float]]()
+        sent = list[tuple[Primitive, str, int, float]]()
         for unit in keeping.units:
             sharing = sharing_group(layout, unit.group == "eshard")[1]
-            sums.append(("replicate", unit.trained // sharing, b.gradient))
-        sums += [(buffer.group, size, b.reduce) for buffer in keeping.buffers for size in buffer.bucket_sizes]
-        for name, size, each in sums:
-            ranks = groups(layout)[name][0]
-            schedule = chosen(layout.all_reduce, ranks, ranks, round(size * each))
+            sent.append(("all_reduce", "replicate", unit.trained // sharing, b.gradient))
+            sent.append(("all_gather", unit.group, unit.padded, b.working))
+            sent.append(("reduce_scatter", unit.group, unit.trained, b.reduce))
+        for buffer in keeping.buffers:
+            sent += [("all_reduce", buffer.group, size, b.reduce) for size in buffer.bucket_sizes]
+        for primitive, name, size, each in sent:
+            ranks, by = groups(layout)[name][0], getattr(layout, primitive)
+            schedule = None if by == AUTO else chosen(by, ranks, ranks, round(size * each), None, primitive)
             if schedule is not None:
-                most[name] = max(most.get(name, 0.0), messages_of(schedule, 0, size).scratch * each)
+                scratch = messages_of(schedule, 0, size).scratch * each
+                most[name, each] = max(most.get((name, each), 0.0), scratch)
     return sum(most.values())
 
 

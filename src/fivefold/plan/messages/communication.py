@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import Literal, cast
 
 from fivefold.host import tables
 from fivefold.plan.cluster.devices import Cluster
@@ -25,7 +25,6 @@ from fivefold.sharding.layout import Layout, changed, groups, on_node
 # H200, 43.8 on 8 A100, 47.8 on 8 B200 (stas00/ml-engineering, network/README.md). Of these the best algorithm
 # explains 10.5.
 LAUNCH = 33e-6
-SWITCH = 25e-6  # latency of sums in NVLink's switches (NCCL's tuning model, "NVLS")
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,29 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
         if not seconds:
             return collective("all_reduce", size, group, cluster)
         return cluster.machine.factors["messages"] * line_through(seconds, size)
-    made = ALGORITHMS["all_reduce"][name]
+    return by_schedule("all_reduce", name, size, group, cluster)
+
+
+def share_states(
+    primitive: Literal["all_gather", "reduce_scatter"], size: float, group: Group, cluster: Cluster, by: str
+) -> float:
+    """Seconds of ZeRO's all-gather or reduce-scatter by a `layout.all_gather` or `layout.reduce_scatter`. On this
+    machine those of the library are measured; others take as many times as long as the simulator says."""
+    library = collective(primitive, size, group, cluster)
+    if primitive == "reduce_scatter":
+        library = scatter_gradients(size, group, cluster)
+    if by == LIBRARY or group.ranks == 1:
+        return library
+    seconds = by_schedule(primitive, by, size, group, cluster)
+    if cluster.machine and group.nodes == 1:
+        own = GLOO["all_to_all" if primitive == "reduce_scatter" else primitive]
+        return library * seconds / by_schedule(*own, size, group, cluster)
+    return seconds
+
+
+def by_schedule(primitive: Primitive, name: str, size: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of an algorithm that the trainer runs round by round."""
+    made = ALGORITHMS[primitive][name]
     shape = shape_of(group.ranks, group.local, pieces=pieces_of(made, round(size)))
     if cluster.machine:  # small groups are simulated
         links, start = on_hosts(group, cluster), 0.0
@@ -121,7 +142,13 @@ def sum_gradients(size: float, group: Group, cluster: Cluster, by: str) -> float
         )
     if formula and (price := formula(shape, levels)):
         return start + price.alpha + price.beta * size
-    return start + simulate(build("all_reduce", name, shape), links, size).seconds
+    if group.ranks <= SIMULATED:
+        return start + simulate(build(primitive, name, shape), links, size).seconds
+    key = f"{primitive} by {name} in {shape.pieces}", group.ranks, group.local
+    if key not in cluster.lines:  # one simulation for all sizes
+        cluster.lines[key] = (line(build(primitive, name, shape), links),)
+    ((alpha, beta),) = cluster.lines[key]
+    return start + alpha + beta * size
 
 
 def send(size: float, crosses: bool, cluster: Cluster) -> float:
@@ -197,9 +224,6 @@ def _lines(primitive: Primitive, group: Group, cluster: Cluster) -> tuple[Line, 
         for made in ALGORITHMS[primitive].values()
         if made.line and made.fits(shape) and (formula := made.line(shape, levels))
     ]
-    reduce = cluster.intra.reduce
-    if primitive == "all_reduce" and reduce and group.ranks == group.local == cluster.per_node:
-        found.append(Line(SWITCH, 2 * (group.ranks - 1) / group.ranks / reduce))
     best: list[Line] = []
     for one in sorted(found):  # by alpha: each must have less beta than those before it
         if not best or one.beta < best[-1].beta:
@@ -214,7 +238,8 @@ def _levels(group: Group, cluster: Cluster) -> Levels:
         near *= (group.local - 1) / max(1, cluster.per_node - 1)
     # A device that is alone on its node sends nothing inside, but through its port to the network.
     near = near or link.achieved
-    return Levels(Wire(link.latency, near), Wire(cluster.inter.latency, cluster.rail), _pair(cluster))
+    switch = link.switch(group.ranks) if group.ranks == group.local == cluster.per_node else None
+    return Levels(Wire(link.latency, near), Wire(cluster.inter.latency, cluster.rail), _pair(cluster), switch)
 
 
 def _pair(cluster: Cluster) -> float:

@@ -28,7 +28,7 @@ from fivefold.plan.messages.communication import best_all_reduces, summed_by
 from fivefold.plan.setting import Partition, Setting, stages
 from fivefold.precision import DTYPES, MASTER
 from fivefold.schedules import ring_attention
-from fivefold.schedules.collectives.collective import messages_of
+from fivefold.schedules.collectives.collective import Collective, Primitive, messages_of
 from fivefold.schedules.collectives.registry import LIBRARY, chosen
 from fivefold.schedules.compression import Compressor, compressor
 from fivefold.sharding.layout import Layout, first_names, groups, index_in, summing_groups
@@ -249,13 +249,12 @@ def _gradients(s: Setting, rank: int, position: int) -> Iterator[Moment]:
                     yield from _together(f"{GRADIENTS} of {name}", _sum(s, rank, sync, size), 1)
                     continue
                 if sync.what == "gather":
-                    what = "all_gather"
                     ways = ("forward", "backward")[: sync.each] or ("first forward",)
                 else:
-                    what = "all_to_all" if sync.blocks else s.software.scatter
                     ways = ("backward",) if sync.each else (GRADIENTS,)
-                times = s.microbatches if sync.each else 1
-                yield from (Moment(f"{way} of {name}", what, sync.group, size, 1, times) for way in ways)
+                pieces, times = [*_divided(s, rank, sync, size)], s.microbatches if sync.each else 1
+                for way in ways:
+                    yield from _together(f"{way} of {name}", pieces, times)
         for buffer in keeping.buffers:
             sums = (
                 piece
@@ -274,10 +273,32 @@ def _sum(s: Setting, rank: int, sync: Sync, size: float) -> Iterator[Piece]:
     if schedule is None:
         yield "all_reduce", sync.group, size, 1
         return
-    each = s.states.gradient if sync.rows else s.states.reduce
-    for step in messages_of(schedule, index_in(s.layout, sync.group, rank), round(size / each)).steps:
+    yield from _moves(
+        s, rank, sync.group, schedule, size, s.states.gradient if sync.rows else s.states.reduce
+    )
+
+
+def _divided(s: Setting, rank: int, sync: Sync, size: float) -> Iterator[Piece]:
+    """The messages that gather weights or scatter gradients, `size` bytes with all ranks' parts, by the layout's
+    algorithms."""
+    gathers, among = sync.what == "gather", s.group(sync.group)
+    primitive: Primitive = "all_gather" if gathers else "reduce_scatter"
+    name, each = getattr(s.layout, primitive), s.states.working if gathers else s.states.reduce
+    schedule = chosen(name, among.ranks, among.local, round(size), primitive=primitive)
+    if schedule is None:
+        what = primitive if gathers else "all_to_all" if sync.blocks else s.software.scatter
+        yield what, sync.group, size, 1
+    else:
+        yield from _moves(s, rank, sync.group, schedule, size, each)
+
+
+def _moves(
+    s: Setting, rank: int, group: str, schedule: Collective, size: float, each: float
+) -> Iterator[Piece]:
+    """The messages of a rank in a schedule. each: bytes of an element."""
+    for step in messages_of(schedule, index_in(s.layout, group, rank), round(size / each)).steps:
         for what, some in (("send", step.sends), ("receive", step.receives)):
-            yield from ((what, sync.group, message.size * each, 1) for message in some)
+            yield from ((what, group, message.size * each, 1) for message in some)
 
 
 def synced(

@@ -281,11 +281,11 @@ def _seconds(sync: Sync, size: float, whole: float, s: Setting) -> float:
     """Seconds of a message of data parallelism. whole: elements of its parameters on all ranks that share them."""
     among = s.group(sync.group)
     if sync.what == "gather":
-        return collective("all_gather", size, among, s.cluster)
+        return communication.share_states("all_gather", size, among, s.cluster, s.layout.all_gather)
     if sync.what == "scatter":
         if sync.blocks:
             return collective("all_to_all", size, among, s.cluster)
-        return communication.scatter_gradients(size, among, s.cluster)
+        return communication.share_states("reduce_scatter", size, among, s.cluster, s.layout.reduce_scatter)
     by = communication.summed_by(s.layout.all_reduce, among, s.cluster)
     if by == LIBRARY:
         return collective("all_reduce", size, among, s.cluster)

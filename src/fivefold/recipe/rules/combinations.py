@@ -275,6 +275,8 @@ UNUSED = (
     Unused("layout", "cp_method", lambda r: r.layout.cp == 1, "it needs cp > 1"),
     Unused("layout", "expert_chunks", lambda r: r.layout.ep == 1, "experts exchange rows with ep > 1 only"),
     Unused("layout", "zero zeropp", lambda r: r.layout.ranks == 1, ALONE),
+    Unused("layout", "all_gather reduce_scatter", lambda r: Layout.from_recipe(r.layout).shards == 1,
+           "only ZeRO gathers weights and scatters gradients (zero > 0)"),
     Unused("layout", "recompute",
            lambda r: r.layout.recompute == "ops:norm" and r.layout.sp and not r.layout.sp_regather,
            "with sp a rank keeps what it gathered, not what norms give (sp_regather = true changes that)"),

@@ -45,7 +45,8 @@ class Collective:
     chunks: number of chunks with ids. In an all-to-all, chunk s n + d is what rank s has for rank d. whole: number of
     chunks that make up the S bytes of the message. root: the rank that has or gets everything, where there is one; a
     send goes from the root to the next rank. streams: a rank's messages are in so many streams that do not wait for
-    each other, as NCCL's channels; chunk c is in stream c modulo their number.
+    each other, as NCCL's channels; chunk c is in stream c modulo their number. switches: participants besides the
+    ranks, numbered behind them, which contribute nothing and add what they are sent.
     """
 
     primitive: Primitive
@@ -55,6 +56,12 @@ class Collective:
     rounds: tuple[Round, ...]
     root: int = 0
     streams: int = 1
+    switches: int = 0
+
+    @property
+    def members(self) -> int:
+        """Ranks and switches."""
+        return self.ranks + self.switches
 
     @property
     def whole(self) -> int:
@@ -72,6 +79,8 @@ class Collective:
 
     def wants(self, rank: int) -> range:
         """The chunks that a rank has in the end, each with all contributions."""
+        if rank >= self.ranks:
+            return range(0)
         if self.primitive in ("broadcast", "all_gather", "all_reduce", "barrier"):
             return range(self.chunks)
         if self.primitive == "all_to_all":
@@ -89,7 +98,7 @@ class Collective:
     @cached_property
     def rows(self) -> list[list[Group]]:
         """What each rank sends and receives, in order. The executor runs these lists."""
-        rows: list[list[Group]] = [[] for _ in range(self.ranks)]
+        rows: list[list[Group]] = [[] for _ in range(self.members)]
         for number, moves in enumerate(self.rounds):
             sends: dict[int, list[Move]] = {}
             receives: dict[int, list[Move]] = {}
@@ -180,11 +189,13 @@ class Wire(NamedTuple):
 
 class Levels(NamedTuple):
     """The two levels of a group: a device's link to its node, and its share of the node's links to other nodes. pair:
-    the bandwidth between two devices of a node, less than all of it where each pair has its own wire."""
+    the bandwidth between two devices of a node, less than all of it where each pair has its own wire. switch: the links
+    of all devices to a switch that adds, there and back; None: there is none."""
 
     near: Wire
     far: Wire
     pair: float
+    switch: Wire | None = None
 
 
 class Line(NamedTuple):
@@ -221,8 +232,8 @@ class Algorithm:
 
     rounds: its moves. chunks: into how many chunks it cuts the message. when: when to use it, for people. source: the
     paper. fits: the shapes it is for, and `needs` in words. pieces: numbers of pieces to choose from; (1,) if it is not
-    pipelined. grids: number of dims of its grid, 0 without one. streams: as in `Collective`. line: its cost on two
-    levels as a formula, for groups too large to be simulated, None if it has none or not for these ranks.
+    pipelined. grids: number of dims of its grid, 0 without one. streams, switches: as in `Collective`. line: its cost
+    on two levels as a formula, for groups too large to be simulated, None if it has none or not for these ranks.
     """
 
     primitive: Primitive
@@ -236,6 +247,7 @@ class Algorithm:
     pieces: tuple[int, ...] = (1,)
     grids: int = 0
     streams: Callable[[Shape], int] = one
+    switches: int = 0
     line: Callable[[Shape, Levels], Line | None] | None = None
 
 
@@ -268,8 +280,11 @@ def prove(collective: Collective) -> list[State]:
     """
     states: list[State] = [
         [
-            {chunk: (1 << rank, hash(("input", rank, chunk))) for chunk in collective.holds(rank)}
-            for rank in range(collective.ranks)
+            {
+                chunk: (1 << rank if rank < collective.ranks else 0, hash(("input", rank, chunk)))
+                for chunk in collective.holds(rank)
+            }
+            for rank in range(collective.members)
         ]
     ]
     name, barrier = f"{collective.primitive} '{collective.algorithm}'", collective.primitive == "barrier"

@@ -2,6 +2,7 @@
 
     rank -> port -> [switch of the node] -> port -> rank                          inside a node (NVLink, or PCIe alone)
     rank -> port -> card -> [leaf switch] -> card -> port -> rank                 between nodes
+    rank -> [switch that adds] -> rank                                            where there is one
     rank -> port -> card -> leaf -> [spine] -> leaf -> card -> port -> rank       between leaf switches
 
 Every link has its bandwidth in each direction. Messages of one round that use the same link share it.
@@ -9,8 +10,8 @@ Every link has its bandwidth in each direction. Messages of one round that use t
 A message of S bytes from a rank that is ready at time t is there at t + alpha + S beta: alpha is the latency of its
 route, 1 / beta the bandwidth of its slowest link, shared with the other messages of the round. Messages of a round
 through one port pay their alphas one after the other. The sender goes on after S beta, the receiver when the message is
-there, and when it has added it (gamma per byte). No rank waits for ranks that it has no messages with. On equal links
-this gives the formulas of textbooks:
+there, and when it has added it (gamma per byte). A switch adds and passes on what arrives, while it arrives. No rank
+waits for ranks that it has no messages with. On equal links this gives the formulas of textbooks:
 
     ring 2 (n-1) (alpha + S/n beta) + (n-1)/n S gamma          butterfly log2 n (alpha + S beta + S gamma)
     Rabenseifner 2 log2 n alpha + 2 (n-1)/n S beta + (n-1)/n S gamma          (Thakur et al. 2005)
@@ -49,6 +50,7 @@ class Topology:
     devices in a node has its own wire, and `near` is all wires of a device together. bus: what all messages of a
     machine share, its cores and memory; its latency is the time that each message inside a node keeps it busy. hosts:
     nodes on one machine (namespaces, containers), which share its bus. reduce_s: seconds per byte that is added.
+    switch: every rank's link to a switch that adds; its latency is that of the way there and back. None: there is none.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Topology:
     bus: Wire | None = None
     hosts: int = 1
     reduce_s: float = 0.0
+    switch: Wire | None = None
 
     def __post_init__(self) -> None:
         if self.torus and prod(self.torus) != self.local:
@@ -90,7 +93,7 @@ class Topology:
         """The two levels, for formulas: every device with its share of the node's cards."""
         pair = self.near.bandwidth / max(1, self.local - 1) if self.pairs else self.near.bandwidth
         if self.far is None:
-            return Levels(self.near, self.near, pair)
+            return Levels(self.near, self.near, pair, self.switch)
         cards = self.cards or self.local
         return Levels(self.near, Wire(self.far.latency, self.far.bandwidth * cards / self.local), pair)
 
@@ -100,6 +103,10 @@ class Topology:
         return cache(self._route)
 
     def _route(self, source: int, target: int) -> Route:
+        if max(source, target) >= self.ranks:
+            assert self.switch is not None, f"topology '{self.name}' has no switch that adds"
+            way = f"switch {source} up" if source < target else f"switch {target} down"
+            return Route(self.switch.latency / 2, (way,))
         near, ends = self.near.latency, (f"rank {source} out", f"rank {target} in")
         machines = (rank // (self.local * self.hosts) for rank in (source, target))
         buses = dict.fromkeys(f"bus {machine}" for machine in machines) if self.bus else ()
@@ -146,6 +153,9 @@ class Topology:
     def bandwidth(self, link: str) -> float:
         """Bytes/s of a link in one direction."""
         kind = link.partition(" ")[0]
+        if kind == "switch":
+            assert self.switch is not None
+            return self.switch.bandwidth
         if kind == "bus":
             assert self.bus is not None
             return self.bus.bandwidth
@@ -202,7 +212,7 @@ class Run:
         self.topology, self.rounds, self.streams = topology, collective.rounds, collective.streams
         self.each = size / collective.whole if collective.primitive != "barrier" else 0.0
         self.clock: dict[Place, float] = defaultdict(float)
-        self.sent = [0.0] * collective.ranks
+        self.sent = [0.0] * collective.members
         self.carried: dict[str, float] = defaultdict(float)
         self.busy: dict[str, float] = defaultdict(float)
 
@@ -213,7 +223,14 @@ class Run:
             ends.append(max(self.clock.values()))
         link = max(self.busy, key=self.busy.__getitem__, default="")
         seconds, carried = ends[-1] if ends else 0.0, self.carried.get(link, 0.0)
-        return Cost(seconds, tuple(ends), max(self.sent), link, carried, self.busy.get(link, 0.0))
+        return Cost(
+            seconds,
+            tuple(ends),
+            max(self.sent[: self.topology.ranks]),
+            link,
+            carried,
+            self.busy.get(link, 0.0),
+        )
 
     def go(self, moves: Round) -> None:
         """Goes through a round."""
@@ -238,10 +255,11 @@ class Run:
                 lag[port] += latency
             from_, to = (source, stream), (target, stream)
             after[from_] = max(after.get(from_, 0.0), leaves + before)
-            arrived[to] = max(arrived.get(to, 0.0), leaves + max(lag[port] for port in ports))
+            begins = leaves if target < net.ranks else self.clock[from_]
+            arrived[to] = max(arrived.get(to, 0.0), begins + max(lag[port] for port in ports))
             self.sent[source] += amount
         for to, at in arrived.items():
-            adding = net.reduce_s * added.get(to, 0.0)
+            adding = net.reduce_s * added.get(to, 0.0) * (to[0] < net.ranks)
             after[to] = max(after.get(to, 0.0), max(at, self.clock[to]) + adding)
         self.clock.update(after)
 
@@ -285,7 +303,8 @@ def compare(primitive: str, topology: Topology, size: float) -> tuple[list[Choic
     """(all algorithms of a primitive that are possible on a topology, fastest first; why the others are not)."""
     choices, refused, shape = [], {}, topology.shape
     for made in ALGORITHMS[primitive].values():  # type: ignore[index]
-        if not made.fits(shape) or (made.grids and len(shape.grid) not in (0, made.grids)):
+        switched = topology.switch is not None or not made.switches
+        if not (made.fits(shape) and switched) or (made.grids and len(shape.grid) not in (0, made.grids)):
             refused[made.name] = f"needs {made.needs}"
             continue
         costs = {

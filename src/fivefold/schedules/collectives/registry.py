@@ -1,5 +1,5 @@
-"""The algorithms there are, how to build one, and which one sums gradients (`layout.all_reduce`). Each file in
-`families/` has a table of its own."""
+"""The algorithms there are, how to build one, and which ones a run uses (`layout.all_reduce`, `layout.all_gather`,
+`layout.reduce_scatter`). Each file in `families/` has a table of its own."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def build(primitive: str, name: str, shape: Shape | int) -> Collective:
     if made.fits(shape):
         rounds = tuple(made.rounds(shape)) if shape.ranks > 1 else ()
         chunks, streams = made.chunks(shape), made.streams(shape)
-        return Collective(made.primitive, name, shape.ranks, chunks, rounds, shape.root, streams)
+        return Collective(
+            made.primitive, name, shape.ranks, chunks, rounds, shape.root, streams, made.switches
+        )
     below, above = range(shape.ranks - 1, 0, -1), range(shape.ranks + 1, 2 * shape.ranks + 8)
     nearest = [
         next((n for n in side if made.fits(shape._replace(ranks=n, grid=()))), None)
@@ -94,7 +96,14 @@ def build(primitive: str, name: str, shape: Shape | int) -> Collective:
 
 
 LIBRARY, AUTO = "library", "auto"
-ALL_REDUCES = (LIBRARY, *ALGORITHMS["all_reduce"], AUTO)
+ALL_REDUCES = (LIBRARY, *(n for n, made in ALGORITHMS["all_reduce"].items() if not made.switches), AUTO)
+GATHERS, SCATTERS = ((LIBRARY, *ALGORITHMS[primitive]) for primitive in ("all_gather", "reduce_scatter"))
+CHOICES: dict[Primitive, tuple[str, ...]] = {
+    "all_reduce": ALL_REDUCES,
+    "all_gather": GATHERS,
+    "reduce_scatter": SCATTERS,
+}
+"""What a layout may name for a primitive, in its field of that name."""
 PIECE = 1 << 18
 """Bytes of a piece of a pipelined algorithm, if there may be so many."""
 
@@ -117,10 +126,17 @@ def resolved(name: str, ranks: int, local: int, best: Best, cpu: bool) -> str:
     return AUTO if any(measured != LIBRARY for measured in best.values()) else LIBRARY
 
 
-def chosen(name: str, ranks: int, local: int, size: int, best: Best | None = None) -> Collective | None:
-    """The schedule that sums `size` bytes over a group of ranks; None: the library's own.
+def chosen(
+    name: str,
+    ranks: int,
+    local: int,
+    size: int,
+    best: Best | None = None,
+    primitive: Primitive = "all_reduce",
+) -> Collective | None:
+    """The schedule that sums, gathers or scatters `size` bytes over a group of ranks; None: the library's own.
 
-    name: one of ALL_REDUCES. local: ranks of the group on each node. best: what "auto" goes by.
+    name: one of its CHOICES. local: ranks of the group on each node. best: what "auto" goes by.
 
     Raises:
         UserError: the algorithm is not for so many ranks.
@@ -129,8 +145,8 @@ def chosen(name: str, ranks: int, local: int, size: int, best: Best | None = Non
         name = fastest(best or {}, size)
     if ranks == 1 or name == LIBRARY:
         return None
-    pieces = pieces_of(algorithm("all_reduce", name), size)
-    return build("all_reduce", name, shape_of(ranks, local, pieces=pieces))
+    pieces = pieces_of(algorithm(primitive, name), size)
+    return build(primitive, name, shape_of(ranks, local, pieces=pieces))
 
 
 def fastest(best: Best, size: int) -> str:
@@ -144,14 +160,14 @@ def pieces_of(made: Algorithm, size: int) -> int:
     return min(made.pieces[-1], max(1, size // PIECE)) if len(made.pieces) > 1 else 1
 
 
-def all_reduce_problem(name: str, ranks: int) -> str | None:
-    """What is wrong with an all-reduce for so many ranks, in words; None: nothing."""
+def algorithm_problem(primitive: Primitive, name: str, ranks: int) -> str | None:
+    """What is wrong with an algorithm for so many ranks, in words; None: nothing."""
     shape = shape_of(ranks)
-    if name in (LIBRARY, AUTO) or algorithm("all_reduce", name).fits(shape):
+    if name in (LIBRARY, AUTO) or algorithm(primitive, name).fits(shape):
         return None
     try:
-        build("all_reduce", name, shape)
+        build(primitive, name, shape)
     except UserError as error:
-        fitting = [other.name for other in ALGORITHMS["all_reduce"].values() if other.fits(shape)]
+        fitting = [other.name for other in ALGORITHMS[primitive].values() if other.fits(shape)]
         return f"{error}; for {ranks} ranks: {LIBRARY}, {', '.join(fitting)}"
     return None

@@ -1,7 +1,8 @@
 """Collectives on grids: nodes and their devices, tori, meshes.
 
 An all-reduce on a grid is a reduce-scatter along each dim in turn, with less and less data, and the same back as
-all-gathers. Ranks are numbered with the last dim next to each other.
+all-gathers. The plain variants move whole messages instead: `leaders` and `mesh_2d_whole`. Ranks are numbered with the
+last dim next to each other.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fivefold.schedules.collectives.collective import (
     reverse,
 )
 from fivefold.schedules.collectives.families import halving, rings
+from fivefold.schedules.collectives.families.rooted import binomial
 
 MIKAMI = "Mikami et al. 2018, arXiv 1811.05233"
 
@@ -78,11 +80,36 @@ def grid_all_reduce(grid: tuple[int, ...], scatter: Callable[[int], Rounds]) -> 
     return rounds + reverse(rounds, False)
 
 
+def whole_all_reduces(grid: tuple[int, ...]) -> Rounds:
+    """An all-reduce of the whole message along the last dim, then one of the sums along the one before, and so on."""
+    rounds: Rounds = []
+    for dim, size in reversed([*enumerate(grid)]):
+        width, scatter = math.lcm(*grid) // size, line(size)
+        both = scatter + reverse(scatter, False)
+        parts = (embed(both, ranks, lambda c, w=width: range(c * w, c * w + w)) for ranks in lines(grid, dim))
+        rounds += beside(*parts)
+    return rounds
+
+
+def leaders(shape: Shape) -> Rounds:
+    """Each node sums on its first rank, the leaders sum among themselves, and each node gets its leader's sum."""
+    nodes, local = shape.nodes, shape.local
+    inside = [
+        embed(binomial(local), range(first, first + local), lambda c: range(nodes))
+        for first in range(0, shape.ranks, local)
+    ]
+    down = beside(*inside)
+    across = embed(grid_all_reduce((nodes,), shortest), range(0, shape.ranks, local))
+    return reverse(down, True) + across + down
+
+
 def grid_of(shape: Shape, dims: int) -> tuple[int, ...] | None:
-    """The grid with so many dims: that of the shape, else the most even one."""
-    if len(shape.grid) == dims and math.prod(shape.grid) == shape.ranks:
+    """The grid with so many dims: that of the shape, else the most even one. dims: 0 for any: without a grid in the
+    shape, the most that its ranks have factors for, but at least two."""
+    if len(shape.grid) == (dims or len(shape.grid)) > 1 and math.prod(shape.grid) == shape.ranks:
         return shape.grid
-    return even_grid(shape.ranks, dims)
+    counts = [dims] if dims else range(shape.ranks.bit_length(), 1, -1)
+    return next((grid for count in counts if (grid := even_grid(shape.ranks, count))), None)
 
 
 def hierarchical_gather(shape: Shape) -> Rounds:
@@ -125,13 +152,13 @@ def _fits(dims: int) -> Callable[[Shape], bool]:
     return lambda shape: grid_of(shape, dims) is not None
 
 
-def _on_grid(dims: int, scatter: Callable[[int], Rounds]) -> Callable[[Shape], Rounds]:
-    def rounds(shape: Shape) -> Rounds:
-        grid = grid_of(shape, dims)
-        assert grid is not None, f"{shape.ranks} ranks"
-        return grid_all_reduce(grid, scatter)
+def _grid(shape: Shape, dims: int) -> tuple[int, ...]:
+    """The grid of ranks that fit one; one rank is alone."""
+    return grid_of(shape, dims) or (1,)
 
-    return rounds
+
+def _on_grid(dims: int, scatter: Callable[[int], Rounds]) -> Callable[[Shape], Rounds]:
+    return lambda shape: grid_all_reduce(_grid(shape, dims), scatter)
 
 
 NODES = "a multiple of the ranks per node"
@@ -161,5 +188,18 @@ ALGORITHMS = (
     Algorithm(
         "all_reduce", "torus_3d", _on_grid(3, rings.scatter), each_rank, "a torus with three dims", MIKAMI, _fits(3),
         "a product of three numbers", grids=3,
+    ),
+    Algorithm(
+        "all_reduce", "torus", _on_grid(0, rings.scatter), each_rank, "a torus with any number of dims", MIKAMI,
+        _fits(0), "a product of two or more numbers",
+    ),
+    Algorithm(
+        "all_reduce", "leaders", leaders, lambda s: s.nodes, "several nodes with one card each, small messages",
+        "Jia et al. 2018, arXiv 1807.11205", full_nodes, NODES,
+    ),
+    Algorithm(
+        "all_reduce", "mesh_2d_whole", lambda s: whole_all_reduces(_grid(s, 2)),
+        lambda s: math.lcm(*_grid(s, 2)), "to compare: whole messages along rows, then columns",
+        fits=_fits(2), needs="a product of two numbers", grids=2,
     ),
 )  # fmt: skip

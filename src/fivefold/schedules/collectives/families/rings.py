@@ -68,6 +68,13 @@ def reduce_scatter(shape: Shape) -> Rounds:
     return _all_channels(scatter(shape.ranks), shape)
 
 
+def keys_then_values(shape: Shape) -> Rounds:
+    """All-gather of two chunks per rank: the first of every rank goes all around before any second one does. Attention
+    needs all keys for its softmax, and values only behind it."""
+    once, ranks = gather(shape.ranks), range(shape.ranks)
+    return embed(once, ranks, lambda c: (2 * c,)) + embed(once, ranks, lambda c: (2 * c + 1,))
+
+
 def all_reduce(shape: Shape) -> Rounds:
     return reduce_scatter(shape) + all_gather(shape)
 
@@ -89,6 +96,10 @@ one_turn, two_turns = partial(_line, 1), partial(_line, 2)
 ALGORITHMS = (
     Algorithm(
         "all_gather", "ring", all_gather, chunks, "large messages", BANDWIDTH, streams=channels, line=one_turn
+    ),
+    Algorithm(
+        "all_gather", "keys_then_values", keys_then_values, lambda s: 2 * s.ranks,
+        "ring self-attention: keys pass by, then values", "Li et al. 2021, arXiv 2105.13120",
     ),
     Algorithm(
         "reduce_scatter", "ring", reduce_scatter, chunks, "large messages", BANDWIDTH, streams=channels, line=one_turn

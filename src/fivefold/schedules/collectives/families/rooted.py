@@ -11,6 +11,8 @@ from typing import Any
 
 from fivefold.schedules.collectives.collective import (
     Algorithm,
+    Levels,
+    Line,
     Move,
     Primitive,
     Rounds,
@@ -106,6 +108,16 @@ def pipelined(ranks: int, pieces: int) -> Rounds:
     return [tuple(moves) for moves in rounds] if ranks > 1 else []
 
 
+def in_network(shape: Shape) -> Rounds:
+    """All ranks send everything to a switch, which sends the sum to all of them."""
+    up = tuple(Move(r, shape.ranks, ALL, True) for r in range(shape.ranks))
+    return [up, *reverse([up], False)]
+
+
+def in_network_line(shape: Shape, levels: Levels) -> Line | None:
+    return Line(levels.switch.latency, 1 / levels.switch.bandwidth) if levels.switch else None
+
+
 def double(shape: Shape) -> Rounds:
     """Each half of the message has a tree of its own. Who has children in one is a leaf of the other, or nearly so:
     the second tree is the mirror image of the first, or shifted by one if the number of ranks is odd."""
@@ -166,6 +178,12 @@ ALGORITHMS = (
         "large messages on very many ranks, in pieces",
         "Sanders, Speck, Traeff 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan",
         pieces=PIECES,
+    ),
+    Algorithm(
+        "all_reduce", "in_network", in_network, one,
+        "a switch that adds: everything is sent once",
+        "Graham et al. 2016, Scalable hierarchical aggregation protocol (SHArP)", needs="a switch that adds",
+        switches=1, line=in_network_line,
     ),
     Algorithm("barrier", "tree", lambda s: there_and_back(binomial(s.ranks)), one, "any number of ranks"),
 )  # fmt: skip
