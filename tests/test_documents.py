@@ -34,7 +34,7 @@ from fivefold.plan.setting import FIVEFOLD, documents_of
 from fivefold.plan.setting import Documents as PlannedDocuments
 from fivefold.recipe import Recipe, change, flops_per_token, load, resolve
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import ring_columns
+from fivefold.sharding.sequence import ring_columns
 
 ROWS, T, V, END = 8, 32, 96, 0
 MODELS = {

@@ -19,8 +19,8 @@ from fivefold.sharding.parts import (
     size_of,
     stage_blocks,
     stages_of,
-    token_spans,
 )
+from fivefold.sharding.sequence import token_spans
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
 
 MOST = 64  # ranks drawn; the first ones of larger layouts

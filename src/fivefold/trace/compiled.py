@@ -150,7 +150,8 @@ def blocks(recipe: Recipe, rank: int) -> dict[str, Block]:
         stack.enter_context(a_gpu())
         stack.enter_context(_for_compiler())
         replaced(stack, nn.Module, "compile", lambda module, *_, **__: by_trainer.add(module))
-        mesh, working = Mesh(layout, ranks), torch_dtype(compute_mode(recipe, DEVICE).working)
+        mesh = Mesh(layout, ranks, causal=card.causal)
+        working = torch_dtype(compute_mode(recipe, DEVICE).working)
         with Creating(FakeTensorMode(allow_non_fake_inputs=True)):
             numbered, parallel = cut(recipe, mesh, working, working, card, held(card, layout, rank))
         stack.callback(parallel.close)
