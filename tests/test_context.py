@@ -183,10 +183,10 @@ def seams(rank: int, world: int, recipe: Recipe) -> tuple[list, list, list, Tens
     """(positions, inputs, targets, logits) of this rank, of the first two sequences."""
     state = state_of(rank, world, recipe)
     (microbatch,) = share_of(Source(), 0, 2, 2, state.mesh)
-    where = state.parallel.positions
+    where = microbatch.positions
     assert where is not None
     with torch.no_grad():
-        logits = state.module.eval()(microbatch.inputs, **microbatch.options(where))
+        logits = state.module.eval()(microbatch.inputs, **microbatch.options())
     return where.tolist(), microbatch.inputs.tolist(), microbatch.targets.tolist(), logits
 
 
@@ -274,7 +274,7 @@ def saved_bytes(rank: int, world: int, recipe: Recipe) -> int:
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, V, (1, recipe.model.seq_len), generator=generator)
-    inputs = mesh.take(tokens, state.mesh)
+    inputs = mesh.divided(tokens, tokens, None, state.mesh).inputs
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         hidden = module.begin(inputs, torch.arange(inputs.shape[1]))
         tables = module.context(torch.arange(inputs.shape[1]))

@@ -193,10 +193,11 @@ def test_who_computes_which_queries_and_keys(tmp_path, capsys):
 
 
 def test_attention_without_a_mask_is_even_in_both():
-    found = layout_picture.ring_plans(Layout(cp=4))
-    assert [layout_picture.ring_work(owners, False) for owners in found.values()] == [[0.25] * 4] * 2
-    assert layout_picture.ring_work(found["zig-zag"], True) == pytest.approx([0.25] * 4)
-    assert layout_picture.ring_work(found["neighbouring parts"], True) == pytest.approx(
+    found = layout_picture.divisions(Layout(cp=4), True)
+    every, causal = (layout_picture.seen_pairs(8, mask) for mask in (False, True))
+    assert [layout_picture.work_shares(owners, every) for owners in found.values()] == [[0.25] * 4] * 2
+    assert layout_picture.work_shares(found["zig-zag"], causal) == pytest.approx([0.25] * 4)
+    assert layout_picture.work_shares(found["neighbouring parts"], causal) == pytest.approx(
         [1 / 16, 3 / 16, 5 / 16, 7 / 16]
     )
 

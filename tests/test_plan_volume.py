@@ -20,13 +20,15 @@ from fivefold.sharding.units import keepings
 TWO = [
     "dp=2,zero=2", "cp=2,cp_method=ulysses", "pp=2", "tp=2,sp=true,sp_regather=true",
     "tp=2,sp=true,recompute=ops:attention+gate+norm", "cp=2,recompute=full",
-    "dp=2,ep=2,expert_chunks=3,recompute=full",
+    "dp=2,ep=2,expert_chunks=3,recompute=full", "cp=2,cp_method=all_gather,recompute=ops:attention",
 ]  # fmt: skip
 SLOW = [
     "dp=2", "dp=2,zero=1", "tp=2", "tp=2,sp=true,recompute=selective", "cp=2,ep=2,zero=1", "cp=4",
     "pp=2,dp=2,zero=3", "pp=2,tp=2,sp=true", "dp_replicate=2,dp_shard=2,ep=2,zero=1", "pp=4,schedule=zb_h1",
     "dp=2,zero=3", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "pp=2,schedule=zbv,virtual_stages=2", "tp=2,recompute=full",
     "tp=2,recompute=selective", "cp=2,recompute=selective", "tp=2,recompute=ops:gate", "cp=2,recompute=ops:attention",
+    "cp=4,cp_method=all_gather", "cp=2,tp=2,sp=true,cp_method=all_gather,recompute=full",
+    "pp=2,cp=2,cp_method=all_gather,zero=2",
 ]  # fmt: skip
 FOUR = [
     "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,sp=true,sp_regather=true,zero=2", "cp=2,tp=2,sp=true",

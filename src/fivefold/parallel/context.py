@@ -22,7 +22,7 @@ Legend: B batch, T sequence, t = T/c tokens of a rank, c ranks, H heads, K key-v
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,12 +50,6 @@ from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Columns
 from fivefold.sharding.sequence import ring_columns, token_spans
 from fivefold.sharding.units import HEADS, KEYS, TARGETS
-
-
-def positions(T: int, mesh: Mesh) -> Tensor:
-    """Positions of this rank's tokens in a sequence of T tokens: (t)."""
-    mine = token_spans(mesh.layout, T, mesh.index("cp"))
-    return torch.cat([torch.arange(start, stop, device=mesh.device) for start, stop in mine])
 
 
 def apply(stage: LanguageModel, mesh: Mesh) -> None:
@@ -119,12 +113,16 @@ def _some_late(axis: Axis, causal: bool) -> bool:
     return any(turn.late for turn in turns(axis.size, axis.index, causal))
 
 
-class RingAttention(AttentionCore):
-    """(B, t, (H + 2K) d) -> (B, t, H d), attending to the keys of all ranks of the axis."""
+class ContextAttention(AttentionCore):
+    """Attention of this rank's tokens to those of all ranks of the axis: (B, t, (H + 2K) d) -> (B, t, H d)."""
 
     def __init__(self, core: AttentionCore, axis: Axis, layout: Layout) -> None:
         super().__init__(core.heads, core.kv_heads, core.causal)
         self.axis, self.layout = axis, layout
+
+
+class RingAttention(ContextAttention):
+    """Attends to the keys of one rank at a time."""
 
     def forward(
         self,
@@ -213,12 +211,8 @@ def _add_arrived(dkv: Tensor, coming_home: list[Started]) -> None:
     coming_home.clear()
 
 
-class Ulysses(AttentionCore):
-    """(B, t, (H + 2K) d) -> (B, t, H d), attending with H/c heads to the whole sequence."""
-
-    def __init__(self, core: AttentionCore, axis: Axis, layout: Layout) -> None:
-        super().__init__(core.heads, core.kv_heads, core.causal)
-        self.axis = axis
+class Ulysses(ContextAttention):
+    """Attends with H/c heads to the whole sequence."""
 
     def forward(
         self,
@@ -278,40 +272,28 @@ class _WholeSequence(Function):
         return split_heads_backward(dq, torch.stack((dk, dv)), cos, sin), *[None] * 5
 
 
-class Seen(NamedTuple):
-    """Keys that some queries of a rank see: all of them, or those that a causal mask or `tiles` leave."""
-
-    keys: slice
-    causal: bool = False
-    tiles: list[Tile] | None = None
-
-
-Parts = list[tuple[slice, list[Seen]]]
-"""Queries of a rank, and which of all keys they see: one part after the other."""
+Parts = list[tuple[slice, list[tuple[slice, bool, list[Tile] | None]]]]
+"""Queries of a rank, and which of all keys they see: a part of the keys, whether a causal mask hides some of them, and
+the tiles that documents leave."""
 
 
 def parts_of(columns: Columns, T: int, causal: bool, documents: Documents | None, element_size: int) -> Parts:
     """What a rank with the queries at these columns computes, given the keys of all T."""
     if documents is None and not causal:
-        return [(slice(None), [Seen(slice(T))])]
+        return [(slice(None), [(slice(T), False, None)])]
     found, start = Parts(), 0
-    for span in columns:
-        rows = slice(start, start := start + span[1] - span[0])
+    for a, b in columns:
+        rows = slice(start, start := start + b - a)
         if documents is not None:
-            tiles = documents.tiles((span,), ((0, T),), causal, element_size)
-            found.append((rows, [Seen(slice(T), tiles=tiles)]))
-        else:
-            before = [Seen(slice(span[0]))] if span[0] else []
-            found.append((rows, [Seen(slice(*span), causal=True), *before]))
+            tiles = documents.tiles(((a, b),), ((0, T),), causal, element_size)
+            found.append((rows, [(slice(T), False, tiles)]))
+        else:  # their own keys, and those before them
+            found.append((rows, [(slice(a, b), True, None), (slice(a), False, None)][: 1 + (a > 0)]))
     return found
 
 
-class GatheredAttention(AttentionCore):
-    """(B, t, (H + 2K) d) -> (B, t, H d), attending to the keys of all ranks, which are gathered."""
-
-    def __init__(self, core: AttentionCore, axis: Axis, layout: Layout) -> None:
-        super().__init__(core.heads, core.kv_heads, core.causal)
-        self.axis, self.layout = axis, layout
+class GatheredAttention(ContextAttention):
+    """Attends to the keys of all ranks, which are gathered."""
 
     def forward(
         self,
@@ -378,10 +360,10 @@ def _gathered_gradients(
     k, v = whole = _all_keys(kv, axis, every)
     dq = torch.zeros_like(rows.q, dtype=torch.float32)
     dwhole = torch.zeros_like(whole, dtype=torch.float32)
-    for at, every_seen in parts:
+    for at, seen in parts:
         some = rows.at(at)
-        for keys, causal, tiles in every_seen:
-            part, dk, dv = attend_backward(some, k[:, :, keys], v[:, :, keys], causal, tiles)
+        for keys, *how in seen:
+            part, dk, dv = attend_backward(some, k[:, :, keys], v[:, :, keys], *how)
             dq[:, :, at] += part
             dwhole[0][:, :, keys] += dk
             dwhole[1][:, :, keys] += dv

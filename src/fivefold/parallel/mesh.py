@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,15 +17,17 @@ from fivefold.comm.progress import progress
 from fivefold.errors import UserError
 from fivefold.host.tables import best_all_reduce
 from fivefold.kernels.blockwise_attention import Documents
-from fivefold.kernels.elementwise import to_device
 from fivefold.launch.ranks import Ranks, connect, group_options
 from fivefold.schedules.collectives.registry import AUTO, LIBRARY, resolved
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node, to_text
 from fivefold.sharding.layout_rules import on_nodes
-from fivefold.sharding.parts import Columns
+from fivefold.sharding.parts import Span
 from fivefold.sharding.sequence import deals, token_spans
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Mesh:
@@ -179,8 +180,8 @@ class Microbatch(NamedTuple):
     inputs, targets: (B, T) int64, this rank's columns. The loss is the mean over targets that are not negative.
     documents: the documents in these sequences, in all of their columns; None: a sequence is one document. weight: the
     factor of the mean loss: this microbatch's targets, relative to the average microbatch of the global batch. So a
-    step's loss is the mean over all of its targets, wherever they lie. positions: (T) of this rank's columns, where
-    documents decide them.
+    step's loss is the mean over all of its targets, wherever they lie. positions: (T), of this rank's columns; None:
+    0, 1, 2, ...
     """
 
     inputs: Tensor
@@ -189,10 +190,9 @@ class Microbatch(NamedTuple):
     weight: float = 1.0
     positions: Tensor | None = None
 
-    def options(self, positions_T: Tensor | None) -> dict[str, Any]:
-        """The model's arguments besides tokens. positions_T: of this rank's usual columns; None: 0, 1, 2, ..."""
-        own = positions_T if self.positions is None else self.positions
-        given = {"positions_T": own, "documents": self.documents}
+    def options(self) -> dict[str, Any]:
+        """The model's arguments besides tokens."""
+        given = {"positions_T": self.positions, "documents": self.documents}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -221,18 +221,13 @@ def divided(inputs_BT: Tensor, targets_BT: Tensor, first_BT: np.ndarray | None, 
     """This rank's part of whole sequences, which are on its device. first_BT: the column at which the document of each
     token begins; None: a sequence is one document."""
     documents = None if first_BT is None else Documents(first_BT, mesh.device)
-    if documents is None or not deals(mesh.layout):
-        return Microbatch(take(inputs_BT, mesh), take(targets_BT, mesh), documents)
-    documents.columns = documents.tiling.dealt(mesh.size("cp"), mesh.causal)
-    mine = documents.columns[mesh.index("cp")]
-    inputs, targets = (take(tokens, mesh, mine) for tokens in (inputs_BT, targets_BT))
-    places = torch.from_numpy(np.concatenate([np.arange(*span) for span in mine]))
-    return Microbatch(inputs, targets, documents, positions=to_device(places, mesh.device))
-
-
-def take(tokens_BT: Tensor, mesh: Mesh, columns: Columns = ()) -> Tensor:
-    """This rank's columns of inputs or targets: (B, t). columns: none: its usual ones."""
-    if mesh.size("cp") == 1:
-        return tokens_BT
-    mine = columns or token_spans(mesh.layout, tokens_BT.shape[1], mesh.index("cp"))
-    return torch.cat([tokens_BT[:, start:stop] for start, stop in mine], dim=1)
+    if (c := mesh.size("cp")) == 1:
+        return Microbatch(inputs_BT, targets_BT, documents)
+    T, index = inputs_BT.shape[1], mesh.index("cp")
+    mine: Sequence[Span] = token_spans(mesh.layout, T, index)
+    if documents is not None and deals(mesh.layout):
+        documents.columns = documents.tiling.dealt(c, mesh.causal)
+        mine = documents.columns[index]
+    whole = inputs_BT, targets_BT, torch.arange(T, device=mesh.device)
+    inputs, targets, places = (torch.cat([x[..., a:b] for a, b in mine], dim=-1) for x in whole)
+    return Microbatch(inputs, targets, documents, positions=places)

@@ -54,21 +54,17 @@ def deals(layout: Layout) -> bool:
     return layout.cp > 1 and layout.cp_method == "all_gather"
 
 
-def block_tokens(T: int, ranks: int) -> int:
-    """Tokens of a block that `dealt` deals: a divisor of a rank's tokens."""
-    own = T // ranks
-    most = min(MOST_BLOCKS, max(2, own // LEAST_TOKENS))
-    return own // max(n for n in range(1, most + 1) if own % n == 0)
-
-
 def dealt(keys_T: np.ndarray, ranks: int) -> tuple[Columns, ...]:
     """The columns of each rank, dealt in blocks by the work of their queries: the heaviest block first, each to the
     rank with the least work that still has place (Graham 1969; torchtitan's PTRR deals sorted blocks in turn).
 
     keys_T: number of keys that the queries of each column see, in all sequences of a microbatch.
     """
-    T, size = len(keys_T), block_tokens(len(keys_T), ranks)
-    work, place = keys_T.reshape(-1, size).sum(1).tolist(), T // ranks // size
+    tokens = len(keys_T) // ranks
+    most = min(MOST_BLOCKS, max(2, tokens // LEAST_TOKENS))
+    place = max(n for n in range(1, most + 1) if tokens % n == 0)  # blocks of a rank
+    size = tokens // place
+    work = keys_T.reshape(-1, size).sum(1).tolist()
     own: list[list[int]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for block in sorted(range(len(work)), key=lambda block: -work[block]):

@@ -175,7 +175,7 @@ def _analyse(
     with fake:
         block.to_empty(device=DEVICE)
         batch = microbatch(recipe, mesh)
-        given, (B, T) = batch.options(None), batch.inputs.shape
+        given, (B, T) = batch._replace(positions=None).options(), batch.inputs.shape
         t, working = T // mesh.layout.tp if mesh.layout.sp else T, next(block.parameters()).dtype
         x = torch.empty(B, t, model.dim, dtype=working, device=DEVICE, requires_grad=trained)
         tables = stage.context(torch.empty(T, dtype=torch.int64, device=DEVICE))
