@@ -4,7 +4,8 @@
 
 Of each sequence of a run, one in a microbatch, two counts are taken per rank: pairs of a query and a key that see each
 other, which FLOPs are proportional to, and scores of the tiles that the kernels for CPUs compute for them. The table
-has the mean over sequences of the largest rank's share relative to the mean rank's (1 is even), and the worst sequence.
+has the mean over sequences of the largest rank's count relative to the mean rank's (1 is even), and the worst sequence;
+and the tiles of the slowest rank relative to those of the zig-zag's slowest: small blocks of queries need more tiles.
 
 - neighbours: each rank has one contiguous part.
 - zig-zag: a chunk from the front and its mirror image from the back, as in the ring.
@@ -94,10 +95,13 @@ def balance(first_RT: np.ndarray, ranks: int) -> dict[str, Any]:
     }
     for first_T in first_RT:
         tiling = Tiling(first_T[None])
-        for name, every in (*fixed.items(), ("dealt", tiling.dealt(ranks, True))):
-            row = found.setdefault(name, {"pairs": [], "tiles": []})
+        ways = {**fixed, "dealt": tiling.dealt(ranks, True)}
+        tiles = {name: [computed(tiling, columns) for columns in every] for name, every in ways.items()}
+        for name, every in ways.items():
+            row = found.setdefault(name, {"pairs": [], "tiles": [], "slowest": []})
             row["pairs"].append(uneven([pairs(first_T, columns) for columns in every]))
-            row["tiles"].append(uneven([computed(tiling, columns) for columns in every]))
+            row["tiles"].append(uneven(tiles[name]))
+            row["slowest"].append(max(tiles[name]) / max(tiles["zig-zag"]))
     return {
         name: {kind: [float(np.mean(values)), max(values)] for kind, values in row.items()}
         for name, row in found.items()
@@ -119,7 +123,8 @@ def uneven(work: Sequence[int]) -> float:
 
 def line(row: dict[str, Any]) -> str:
     ways = (
-        f"{way} {row[way]['pairs'][0]:.3f} (worst {row[way]['pairs'][1]:.3f}; tiles {row[way]['tiles'][0]:.3f})"
+        f"{way} {row[way]['pairs'][0]:.3f} (worst {row[way]['pairs'][1]:.3f}; tiles {row[way]['tiles'][0]:.3f}, "
+        f"slowest {row[way]['slowest'][0]:.2f})"
         for way in ("neighbours", "zig-zag", "dealt")
     )
     return f"{row['text']:16} T {row['T']:6} cp {row['cp']:2}: " + "   ".join(ways)
