@@ -320,14 +320,14 @@ class _Gathered(Function):
         q, kv = split_heads(qkv, heads, kv_heads, cos, sin)
         k, v = _all_keys(kv, axis, every)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        for rows, (first, *others) in parts:
+        for rows, seen in parts:
             some = q[:, :, rows].contiguous()
-            part, part_lse = attend(some, k[:, :, first.keys], v[:, :, first.keys], first.causal, first.tiles)
-            part = part.float() if others else part
-            for seen in others:
-                merge(
-                    part, part_lse, *attend(some, k[:, :, seen.keys], v[:, :, seen.keys], False, seen.tiles)
-                )
+            (part, part_lse), *others = (
+                attend(some, k[:, :, keys], v[:, :, keys], masked, tiles) for keys, masked, tiles in seen
+            )
+            for other in others:
+                part = part.float()
+                merge(part, part_lse, *other)
             out[:, :, rows], lse[:, :, rows] = part, part_lse
         out = out.transpose(1, 2).flatten(2)  # (B, t, H d), which the next layer keeps anyway
         ctx.save_for_backward(q, kv, out, lse, cos, sin)
@@ -362,8 +362,8 @@ def _gathered_gradients(
     dwhole = torch.zeros_like(whole, dtype=torch.float32)
     for at, seen in parts:
         some = rows.at(at)
-        for keys, *how in seen:
-            part, dk, dv = attend_backward(some, k[:, :, keys], v[:, :, keys], *how)
+        for keys, masked, tiles in seen:
+            part, dk, dv = attend_backward(some, k[:, :, keys], v[:, :, keys], masked, tiles)
             dq[:, :, at] += part
             dwhole[0][:, :, keys] += dk
             dwhole[1][:, :, keys] += dv
