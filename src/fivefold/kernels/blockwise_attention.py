@@ -69,6 +69,8 @@ class Documents:
 
     def filled(self, rows: int) -> Documents:
         """With more sequences, up to `rows`, that are as the first one."""
+        if rows == self.shape[0]:
+            return self
         more = np.repeat(self.first_BT[:1], rows - self.shape[0], axis=0)
         filled = Documents(np.concatenate([self.first_BT, more]), self.device)
         filled.columns = self.columns  # tokens have been taken by them
