@@ -112,6 +112,10 @@ AXES = (
         "cp, ulysses", [], {"cp": 2, "cp_method": "ulysses"},
         lambda r, one: one.cp > 1 and one.cp_method == "ulysses",
     ),
+    Option(
+        "cp, all_gather", [], {"cp": 2, "cp_method": "all_gather"},
+        lambda r, one: one.cp > 1 and one.cp_method == "all_gather",
+    ),
     Option("pp", [], {"pp": 2}, lambda r, one: one.pp > 1 and not _splits(one)),
     Option("pp, split backward", [], {"pp": 2, "schedule": "zb_h1"}, lambda r, one: _splits(one)),
     Option("ep", [], {"dp": 2, "ep": 2}, lambda r, one: one.ep > 1),

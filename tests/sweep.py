@@ -25,6 +25,7 @@ from fivefold.errors import UserError
 from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.sharding.layout import AXES, Layout, to_text
 from fivefold.sharding.layout_rules import problems
+from fivefold.sharding.sequence import METHODS
 from fivefold.train.verify import Report
 
 RANKS = 8
@@ -36,7 +37,7 @@ SIZES = (1, 2, 4, 8)
 def candidates() -> Iterator[Layout]:
     """Every layout of 8 ranks that makes sense whatever the model."""
     ways = {pp: cycle(_schedules(pp)) for pp in SIZES}
-    methods, recomputes = cycle(("ring", "ulysses")), cycle(("none", "full", "selective"))
+    methods, recomputes = cycle(METHODS), cycle(("none", "full", "selective"))
     for sizes in product(SIZES, repeat=len(AXES)):
         axes = dict(zip(AXES, sizes, strict=True))
         if Layout(**axes).ranks != RANKS:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import only
+from marks import only, slow
 from parity import assert_equal, joined, state_of, steps
 from ranks import run_ranks
 from torch import Tensor
@@ -20,7 +20,7 @@ from fivefold.kernels.partial_attention import attend, attend_backward, merge, q
 from fivefold.parallel import context, mesh
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import token_spans
+from fivefold.sharding.sequence import METHODS, token_spans
 from fivefold.step.step import forward_backward
 from fivefold.train.share import share_of
 
@@ -81,16 +81,21 @@ def one_process(model: str, targets: str = "all", mode: str = "fp32") -> dict:
 
 
 LAYOUTS = [
-    f"{sizes},cp_method={method}"
-    for sizes in ("cp=2", "cp=4", "cp=2,dp_replicate=2")
-    for method in ("ring", "ulysses")
+    f"{sizes},cp_method={method}" for sizes in ("cp=2", "cp=4", "cp=2,dp_replicate=2") for method in METHODS
 ]
+
+
+def quick(layout: str, model: str) -> bool:
+    """`make test` has it."""
+    if "all_gather" in layout:
+        return (layout[:4], model) in (("cp=2", "llama gqa"), ("cp=2", "bert")) and "dp" not in layout
+    return model == "llama" or "cp=2,cp" in layout
 
 
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        pytest.param(layout, model, marks=[] if model == "llama" or "cp=2,cp" in layout else pytest.mark.slow)
+        pytest.param(layout, model, marks=[] if quick(layout, model) else pytest.mark.slow)
         for model in MODELS
         for layout in LAYOUTS
     ],
@@ -101,7 +106,9 @@ def test_equals_one_process(layout, model):
     assert_equal(run_ranks(world, steps, recipe, Source(targets)), one_process(model, targets))
 
 
-@pytest.mark.parametrize("layout", ["cp=4", "cp=2,cp_method=ulysses,dp_replicate=2"])
+@pytest.mark.parametrize(
+    "layout", ["cp=4", "cp=2,cp_method=ulysses,dp_replicate=2", *slow("cp=4,cp_method=all_gather")]
+)
 def test_ignored_targets_may_lie_anywhere(layout):
     """A rank may have none that count: still the mean is over those of all."""
     world, recipe = on(layout, "llama")
@@ -124,6 +131,10 @@ def test_a_rank_without_targets(layout, model):
         ("cp=2,zero=3,dp_shard=2", []),
         ("cp=2,tp=2,sp=true", []),
         ("cp=2,tp=2,cp_method=ulysses", []),
+        pytest.param("cp=2,tp=2,cp_method=all_gather,sp=true", [], marks=pytest.mark.slow),
+        pytest.param("cp=2,cp_method=all_gather,recompute=full", [], marks=pytest.mark.slow),
+        pytest.param("cp=2,cp_method=all_gather,zero=3,dp_shard=2", [], marks=pytest.mark.slow),
+        pytest.param("cp=8,cp_method=all_gather", [], marks=pytest.mark.slow),
         ("cp=2,recompute=full", []),
         pytest.param("cp=2,tp=2,dp_replicate=2,sp=true", [], marks=pytest.mark.slow),
         pytest.param("cp=4,zero=2,dp_replicate=2", [], marks=pytest.mark.slow),
@@ -135,7 +146,7 @@ def test_with_other_axes(layout, overrides):
     assert_equal(run_ranks(world, steps, recipe, Source(), timeout_s=60), one_process("llama gqa"))
 
 
-@pytest.mark.parametrize("layout", ["cp=4", "cp=4,cp_method=ulysses"])
+@pytest.mark.parametrize("layout", ["cp=4", "cp=4,cp_method=ulysses", "cp=4,cp_method=all_gather"])
 def test_in_bf16_no_worse_than_one_process(layout):
     """Both in bf16, against one process in fp32: the difference over all gradients may be a quarter larger, that of
     the losses by bf16's spacing. The ring rounds the sums over the keys of each rank (and with four ranks a key's
@@ -157,14 +168,14 @@ def distance(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 # ------------------------------------------------------------------------------------ places and seams
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_ranks_divide_the_sequence(method, cp):
     layout, T = Layout(cp=cp, cp_method=method), 12 * cp
     places = [[p for span in token_spans(layout, T, i) for p in range(*span)] for i in range(cp)]
     assert sorted(p for mine in places for p in mine) == list(range(T))
     assert all(mine == sorted(mine) and len(mine) == 12 for mine in places)
-    if method == "ring":  # a chunk and its mirror image
+    if method != "ulysses":  # a chunk and its mirror image
         assert all(a + b == T - 1 for mine in places for a, b in zip(mine, reversed(mine), strict=True))
 
 
@@ -172,14 +183,16 @@ def seams(rank: int, world: int, recipe: Recipe) -> tuple[list, list, list, Tens
     """(positions, inputs, targets, logits) of this rank, of the first two sequences."""
     state = state_of(rank, world, recipe)
     (microbatch,) = share_of(Source(), 0, 2, 2, state.mesh)
-    where = state.parallel.positions
+    where = microbatch.positions
     assert where is not None
     with torch.no_grad():
-        logits = state.module.eval()(microbatch.inputs, **microbatch.options(where))
+        logits = state.module.eval()(microbatch.inputs, **microbatch.options())
     return where.tolist(), microbatch.inputs.tolist(), microbatch.targets.tolist(), logits
 
 
-@pytest.mark.parametrize("layout", ["cp=2", "cp=4", "cp=4,cp_method=ulysses"])
+@pytest.mark.parametrize(
+    "layout", ["cp=2", "cp=4", "cp=4,cp_method=ulysses", *slow("cp=4,cp_method=all_gather")]
+)
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_every_position_is_right_at_the_seams(layout, model):
     """Each token's position, target and logits are those it has in the whole sequence."""
@@ -225,10 +238,11 @@ def count_work(rank: int, world: int, recipe: Recipe) -> tuple[int, int, int]:
     return pairs["forward"], pairs["backward"], sum(sent)
 
 
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_every_rank_computes_the_same_number_of_pairs(cp):
+def test_every_rank_computes_the_same_number_of_pairs(cp, method):
     """Exactly a share of the causal half, T (T + 1) / 2: nothing masked is computed but within a rank's own part."""
-    world, recipe = on(f"cp={cp}", "llama", "model.layers=1")
+    world, recipe = on(f"cp={cp},cp_method={method}", "llama", "model.layers=1")
     answers = run_ranks(world, count_work, recipe)
     assert [answer[:2] for answer in answers] == [(T * (T + 1) // 2 // cp,) * 2] * cp
 
@@ -260,7 +274,7 @@ def saved_bytes(rank: int, world: int, recipe: Recipe) -> int:
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, V, (1, recipe.model.seq_len), generator=generator)
-    inputs = mesh.take(tokens, state.mesh)
+    inputs = mesh.divided(tokens, tokens, None, state.mesh).inputs
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         hidden = module.begin(inputs, torch.arange(inputs.shape[1]))
         tables = module.context(torch.arange(inputs.shape[1]))
@@ -269,7 +283,7 @@ def saved_bytes(rank: int, world: int, recipe: Recipe) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("method", METHODS)
 def test_activations_take_a_share_of_the_memory(method):
     """Of one process's, which keeps no probabilities either at this length."""
     long = ["model.seq_len=2048", "train.microbatch_size=1"]
@@ -397,7 +411,7 @@ def test_heads_and_sequence_change_places_and_back(world):
          r"layout.cp x layout.tp = 4 must divide model.kv_heads = 2: .* layout.cp = 2, or layout.cp_method = ring"),
         (["layout.cp=4", "layout.tp=2", "layout.cp_method=ulysses"],
          r"layout.cp x layout.tp = 8 must divide model.heads = 4: .* layout.cp = 2, or"),
-        (["layout.cp_method=star"], '"star": must be one of "ring", "ulysses"'),
+        (["layout.cp_method=star"], '"star": must be one of "ring", "ulysses", "all_gather"'),
     ],
 )  # fmt: skip
 def test_what_cannot_be_divided_is_refused(overrides, message):

@@ -1,10 +1,12 @@
 """Packed documents: what attention sees, what a step learns from them in any layout, and how they are packed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from marks import all_but, slow_but
-from parity import assert_equal, steps
+from parity import assert_equal, state_of, steps
 from ranks import run_ranks
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -25,8 +27,9 @@ from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.blockwise_attention import Documents, qkv_attention
-from fivefold.kernels.tiling import Columns, Sample, shared_spans
+from fivefold.kernels.tiling import Columns, Sample, scores, shared_spans
 from fivefold.models.base import build
+from fivefold.parallel import context
 from fivefold.plan.advice.explain import summary
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
@@ -34,7 +37,9 @@ from fivefold.plan.setting import FIVEFOLD, documents_of
 from fivefold.plan.setting import Documents as PlannedDocuments
 from fivefold.recipe import Recipe, change, flops_per_token, load, resolve
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import ring_columns
+from fivefold.sharding.sequence import ring_columns, token_spans
+from fivefold.step.step import take_step
+from fivefold.train.share import share_of
 
 ROWS, T, V, END = 8, 32, 96, 0
 MODELS = {
@@ -209,7 +214,10 @@ LAYOUTS = [
     ("llama", "cp=4"), ("llama", "cp=2,cp_method=ulysses"), ("llama", "pp=2"), ("llama", "recompute=full"),
     ("llama", "pp=2,schedule=zb_h1,recompute=ops:attention"), ("gpt2", "cp=2,tp=2,sp=true"), ("bert", "cp=2"),
     ("bert", "tp=2,sp=true"), ("gpt2", "pp=2,cp=2,cp_method=ulysses"), ("deepseek", "tp=2,sp=true"),
-    ("deepseek", "cp=2"), ("llama", "dp_replicate=2,cp=2"),
+    ("deepseek", "cp=2"), ("llama", "dp_replicate=2,cp=2"), ("llama", "cp=2,cp_method=all_gather"),
+    ("llama", "cp=4,cp_method=all_gather"), ("bert", "cp=2,cp_method=all_gather"),
+    ("gpt2", "cp=2,cp_method=all_gather,tp=2,sp=true"), ("gpt2", "pp=2,cp=2,cp_method=all_gather"),
+    ("deepseek", "cp=2,cp_method=all_gather"), ("llama", "dp_shard=2,cp=2,cp_method=all_gather,zero=3"),
     )
 ] + [("llama", layout, "best_fit") for layout in ("dp_shard=2,zero=3", "tp=2,sp=true", "cp=2", "pp=2")]  # fmt: skip
 
@@ -222,7 +230,10 @@ def one_process(model: str, packing: str) -> dict:
 SLOW = {
     ("llama", "dp_replicate=2", "concat"), ("llama", "cp=4", "concat"), ("bert", "tp=2,sp=true", "concat"),
     ("llama", "dp_replicate=2,cp=2", "concat"), ("deepseek", "cp=2", "concat"), ("llama", "tp=2,sp=true", "best_fit"),
-    ("llama", "cp=2", "best_fit"), ("llama", "pp=2", "best_fit"),
+    ("llama", "cp=2", "best_fit"), ("llama", "pp=2", "best_fit"), ("llama", "cp=4,cp_method=all_gather", "concat"),
+    ("bert", "cp=2,cp_method=all_gather", "concat"), ("gpt2", "pp=2,cp=2,cp_method=all_gather", "concat"),
+    ("gpt2", "cp=2,cp_method=all_gather,tp=2,sp=true", "concat"), ("deepseek", "cp=2,cp_method=all_gather", "concat"),
+    ("llama", "dp_shard=2,cp=2,cp_method=all_gather,zero=3", "concat"),
 }  # fmt: skip
 """Their parts are in the others, too: `make test-all`."""
 
@@ -240,6 +251,62 @@ def test_layouts_equal_one_process(model, layout, packing):
     source = SOURCES[packing]()
     found = run_ranks(world, steps, recipe, source) if world > 1 else [steps(0, 1, recipe, source)]
     assert_equal(found, one_process(model, packing))
+
+
+def counted_scores(rank: int, world: int, recipe: Recipe, first: np.ndarray) -> tuple[int, int]:
+    """Scores that attention of a rank computes in one forward and in its backward, of these documents."""
+    state, found, kernels = state_of(rank, world, recipe), [0, 0], (context.attend, context.attend_backward)
+    source = SimpleNamespace(batch=lambda i, rows: (first * 0, first * 0, first))
+
+    def counted(at: int, kernel):
+        def call(q, k, v, causal, tiles):
+            assert not causal
+            found[at] += sum(
+                (t.rows.stop - t.rows.start) * (t.end - t.start) * (t.high - t.low) for t in tiles
+            )
+            return kernel(q, k, v, causal, tiles)
+
+        return call
+
+    try:
+        context.attend, context.attend_backward = counted(0, kernels[0]), counted(1, kernels[1])
+        take_step(state, recipe, share_of(source, 0, len(first), len(first), state.mesh))
+    finally:
+        context.attend, context.attend_backward = kernels
+    return found[0], found[1]
+
+
+def test_ranks_compute_what_was_dealt_and_equally_much():
+    """On real ranks, in forward and backward: the scores of the tiles that the planner counts."""
+    first = firsts(2, 256, 0.02)
+    layout = Layout(cp=4, cp_method="all_gather")
+    sizes = ["model.seq_len=256", "model.layers=1", "train.global_batch_size=2"]
+    recipe = recipe_of("llama", "layout.cp=4", "layout.cp_method=all_gather", *sizes)
+    turns = Documents(first).tiling.turns(layout, True)
+    wanted = [scores(Documents(first).tiling, of, True, 4) for (of,) in turns]
+    assert run_ranks(4, counted_scores, recipe, first) == [(count, count) for count in wanted]
+
+
+def work_of(first: np.ndarray, every: Sequence[Columns], causal: bool) -> list[int]:
+    """Pairs of a query and a key that each rank has."""
+    seen = Documents(first).mask(causal)[:, 0].sum(2).sum(0)
+    return [sum(int(seen[a:b].sum()) for a, b in columns) for columns in every]
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 99), st.sampled_from([2, 3, 4]), st.integers(1, 3), st.booleans())
+def test_every_rank_is_dealt_equally_many_tokens(seed, ranks, B, causal):
+    """Each column once. The work of ranks differs by less than in a zig-zag, and by little."""
+    T, draw = 256 * ranks, np.random.default_rng(seed)
+    begins = draw.random((B, T)) < draw.choice([0.003, 0.03], (B, 1))
+    first = np.maximum.accumulate(np.where(begins, np.arange(T), 0), axis=1)
+    every = Documents(first).tiling.dealt(ranks, causal)
+    assert sorted(at for columns in every for span in columns for at in range(*span)) == list(range(T))
+    assert {sum(b - a for a, b in columns) for columns in every} == {256}
+    zigzag = [tuple(token_spans(Layout(cp=ranks), T, rank)) for rank in range(ranks)]
+    work, before = work_of(first, every, causal), work_of(first, zigzag, causal)
+    assert max(work) <= max(1.05 * np.mean(work), max(before))
+    assert max(work) <= 1.15 * np.mean(work)
 
 
 # ----------------------------------------------------------------------------------------------- data
@@ -370,21 +437,21 @@ def test_what_is_refused(sets, said):
 
 
 def test_the_planner_counts_the_tiles_that_kernels_compute():
-    """In whole sequences and in each turn of a ring; pairs are those of the mask."""
+    """In whole sequences, in each turn of a ring, and of dealt queries; pairs are those of the mask."""
     first, B = firsts(8, 256, 0.03), 2
     sample, zeros = Sample(first), np.zeros((B, 256), np.int64)
 
-    def scores(of: np.ndarray, turn: tuple[Columns, Columns]) -> int:
+    def scores_of(of: np.ndarray, turn: tuple[Columns, Columns]) -> int:
         tiles = Documents(of).tiles(*turn, True, 2)
         return sum((t.rows.stop - t.rows.start) * (t.end - t.start) * (t.high - t.low) for t in tiles)
 
     whole = [[(((0, 256),), ((0, 256),))]]
     ring = [ring_columns(Layout(cp=4), 256, rank, True) for rank in range(4)]
-    for ranks, asked in ((whole, ()), (ring, ring)):
-        batches = [first[at : at + B] for at in range(0, 8, B)]
+    batches = [first[at : at + B] for at in range(0, 8, B)]
+    for ranks, asked in ((whole, Layout()), (ring, Layout(cp=4))):
         found, most = (
             sum(
-                max(scores(of, turn) for turn in turns)
+                max(scores_of(of, turn) for turn in turns)
                 for of in several
                 for turns in zip(*ranks, strict=True)
             )
@@ -392,6 +459,14 @@ def test_the_planner_counts_the_tiles_that_kernels_compute():
         )
         assert sample.computed(B, True, 2, asked) == found / most
         assert found < 0.9 * most
+
+    def slowest(of: np.ndarray) -> int:
+        dealt = Documents(of).tiling.dealt(4, True)
+        return max(sum(scores_of(of, ((span,), ((0, 256),))) for span in columns) for columns in dealt)
+
+    found, most = (sum(map(slowest, several)) for several in (batches, [zeros] * len(batches)))
+    assert sample.computed(B, True, 2, Layout(cp=4, cp_method="all_gather")) == found / most
+    assert found < 0.9 * most
     for causal in (True, False):
         mask, all_of_it = Documents(first).mask(causal), Documents(np.zeros_like(first)).mask(causal)
         assert sample.pairs(causal) == pytest.approx((mask.sum() / all_of_it.sum()).item())

@@ -6,9 +6,11 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fivefold.cli.main import main
+from fivefold.kernels.tiling import Tiling
 from fivefold.observe import layout_picture, timelines
 from fivefold.observe.layout_picture import COLORS, holding, to_svg, to_text
 from fivefold.plan.cluster.clusters import parse
@@ -192,12 +194,31 @@ def test_who_computes_which_queries_and_keys(tmp_path, capsys):
 
 
 def test_attention_without_a_mask_is_even_in_both():
-    found = layout_picture.ring_plans(Layout(cp=4))
-    assert [layout_picture.ring_work(owners, False) for owners in found.values()] == [[0.25] * 4] * 2
-    assert layout_picture.ring_work(found["zig-zag"], True) == pytest.approx([0.25] * 4)
-    assert layout_picture.ring_work(found["neighbouring parts"], True) == pytest.approx(
+    found = layout_picture.divisions(Layout(cp=4), True)
+    every, causal = (layout_picture.seen_pairs(8, mask) for mask in (False, True))
+    assert [layout_picture.work_shares(owners, every) for owners in found.values()] == [[0.25] * 4] * 2
+    assert layout_picture.work_shares(found["zig-zag"], causal) == pytest.approx([0.25] * 4)
+    assert layout_picture.work_shares(found["neighbouring parts"], causal) == pytest.approx(
         [1 / 16, 3 / 16, 5 / 16, 7 / 16]
     )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_documents_deal_is_drawn(causal):
+    """Of one sequence, in blocks: every pair that documents leave is in a square, and the shares are those dealt."""
+    first = np.repeat([[0, 100, 400, 410]], [100, 300, 10, 102], axis=1)
+    tiling, layout = Tiling(first), Layout(cp=2, cp_method="all_gather")
+    found = layout_picture.divisions(layout, causal, tiling)
+    seen = layout_picture.seen_pairs(16, causal, tiling)
+    behind = np.arange(512) + 1 if causal else np.repeat([100, 400, 410, 512], [100, 300, 10, 102])
+    assert seen.sum() * 32**2 == (behind - first[0]).sum()
+    work = [sum((behind - first[0])[a:b].sum() for a, b in columns) for columns in tiling.dealt(2, causal)]
+    shares = layout_picture.work_shares(found["dealt by documents"], seen)
+    assert shares == pytest.approx([part / sum(work) for part in work])
+    assert max(shares) < 0.52 < max(layout_picture.work_shares(found["zig-zag"], seen))
+    root = ET.fromstring(layout_picture.context_svg(found, seen, "documents"))
+    assert len(root.findall(".//{*}rect/{*}title")) == 3 * (seen > 0).sum()
+    assert "dealt by documents" in texts(root)
 
 
 OFFLOADED = [

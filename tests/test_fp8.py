@@ -221,6 +221,7 @@ CASES = [
         pytest.param("fp8", layout, [f"precision.fp8_{set_}"], marks=pytest.mark.slow)
         for layout, set_ in (
             ("dp=2", "scaling=row"), ("dp=2,zero=2", "scaling=row"), ("cp=2,cp_method=ulysses", "scaling=row"),
+            ("cp=2,cp_method=all_gather", "scaling=row"),
             ("dp_replicate=2,dp_shard=2,zero=3", "scaling=tensor"), ("tp=2,sp=true", "backward=e4m3"),
             ("pp=2", "backward=e4m3"),
         )

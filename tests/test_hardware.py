@@ -87,7 +87,7 @@ def _blocks(rank: int, world: int) -> dict[str, list[list[float]]]:
 def test_what_axes_take_beyond_the_sum_of_a_block_s_parts() -> None:
     """The table with what was found predicts the very seconds that were found; here made-up ones in their place."""
     blocks = run_ranks(2, _blocks, timeout_s=120)[0]
-    assert blocks.keys() == machine.AXES.keys()
+    assert blocks.keys() == measured.AXES.keys()
     blocks = {
         name: [[elements, 1.0 + number] for number, (elements, _) in enumerate(points)]
         for name, points in blocks.items()

@@ -41,6 +41,7 @@ SLOW = [
     "cp=4",
     "cp=2,dp=2",
     "cp=4,cp_method=ulysses",
+    "cp=4,cp_method=all_gather",
     "pp=4",
     "pp=2,dp=2",
     "pp=2,dp=2,schedule=interleaved,virtual_stages=2",

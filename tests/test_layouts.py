@@ -17,7 +17,8 @@ SINGLE = [
     for size in (2, 4)
     for axis, more in (
         ("dp", ""), ("dp", ",zero=1"), ("dp", ",zero=2"), ("dp", ",zero=3"), ("tp", ""), ("tp", ",sp=true"),
-        ("cp", ""), ("cp", ",cp_method=ulysses"), ("cp", ",zero=3"), ("pp", ""), (f"dp={size},ep", ""),
+        ("cp", ""), ("cp", ",cp_method=ulysses"), ("cp", ",cp_method=all_gather"), ("cp", ",zero=3"), ("pp", ""),
+        (f"dp={size},ep", ""),
     )
 ]  # fmt: skip
 SCHEDULED = [
@@ -30,6 +31,8 @@ TOGETHER = [
     *(f"dp=2,tp=2,zero={zero}" for zero in range(4)), "dp=2,tp=2,sp=true,zero=3", "cp=2,tp=2",
     "cp=2,tp=2,sp=true", "cp=2,tp=2,sp=true,sp_regather=true",
     "pp=2,tp=2,sp=true,sp_regather=true,schedule=zb_h1", "cp=2,tp=2,cp_method=ulysses",
+    "cp=2,tp=2,cp_method=all_gather", "cp=2,tp=2,sp=true,cp_method=all_gather", "dp=2,cp=2,cp_method=all_gather,zero=3",
+    "pp=2,cp=2,cp_method=all_gather", "cp=2,cp_method=all_gather,ep=2",
     "dp=2,cp=2", "dp=2,cp=2,zero=2", "dp=2,cp=2,zero=3", "pp=2,tp=2", "pp=2,tp=2,sp=true",
     "pp=2,cp=2", "pp=2,dp=2", "pp=2,dp=2,zero=2", "pp=2,dp=2,zero=3", "dp=4,ep=2",
     "dp=2,ep=2,zero=1", "dp=4,ep=2,zero=1",
@@ -46,6 +49,7 @@ EIGHT = [
 FIVE = [
     "pp=2,dp=2,cp=2,tp=2,ep=2", "pp=2,dp=2,cp=2,tp=2,sp=true,ep=2,zero=1",
     "pp=2,dp=2,cp=2,cp_method=ulysses,tp=2,ep=2,zero=2,schedule=zb_h1",
+    "pp=2,dp=2,cp=2,cp_method=all_gather,tp=2,sp=true,ep=2,zero=1",
     "pp=2,dp=2,cp=2,tp=2,sp=true,ep=2,zero=3,schedule=zbv,virtual_stages=2,recompute=selective",
     "pp=2,dp=2,cp=2,tp=2,sp=true,ep=4,zero=3,recompute=full",
 ]  # fmt: skip
@@ -79,7 +83,8 @@ def test_layouts(room, layout):
 
 NORMED = [
     "dp=2", *(f"dp=2,zero={zero}" for zero in (1, 2, 3)), "tp=2", "tp=2,sp=true", "pp=2", "cp=2",
-    "cp=2,cp_method=ulysses", "dp=1,recompute=selective", "dp=1,recompute=full", "tp=2,sp=true,recompute=selective",
+    "cp=2,cp_method=ulysses", "cp=2,cp_method=all_gather",
+    "dp=1,recompute=selective", "dp=1,recompute=full", "tp=2,sp=true,recompute=selective",
     "dp=2,tp=2,pp=2",
 ]  # fmt: skip
 

@@ -216,6 +216,7 @@ TRACED = [
     ("deepseek", "bf16", "dp=1"),
     ("deepseek", "bf16", "tp=2,sp=true,sp_regather=true"),
     ("deepseek", "bf16", "cp=2"),
+    ("llama", "bf16", "cp=2,cp_method=all_gather"),
     ("llama", "bf16", "dp=4,zero=3,ranks_per_node=2,zeropp=weights,hier,gradients"),
     ("llama", "fp8", "tp=2,sp=true,recompute=full"),
     ("moe", "fp8", "dp=2,ep=2,zero=2"),
@@ -242,6 +243,9 @@ TRACED_SLOW = [
     ("moe", "bf16", "tp=2"),
     ("llama", "fp8", "dp=1"),
     ("moe", "bf16", "tp=2,sp=true,recompute=full"),
+    ("llama", "fp32", "cp=4,cp_method=all_gather"),
+    ("deepseek", "bf16", "cp=2,cp_method=all_gather"),
+    ("gpt2", "bf16", "cp=2,cp_method=all_gather,recompute=full"),
 ]
 """Their parts are in the others, too: `make test-all`."""
 

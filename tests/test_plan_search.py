@@ -25,6 +25,7 @@ from fivefold.recipe import Recipe, change, load
 from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.sharding.layout import Layout, divisors, largest, to_text
+from fivefold.sharding.sequence import METHODS
 
 PUBLISHED = json.loads(
     (Path(__file__).parents[1] / "benchmarks/results/planner_published.json").read_text(encoding="utf-8")
@@ -78,7 +79,7 @@ def every_valid(recipe: Recipe, devices: int, modes: list[str]) -> Iterator[tupl
         if pp * replicate * shard * cp * tp != devices:
             continue
         options = itertools.product(
-            ("ring", "ulysses") if cp > 1 else ("ring",),
+            METHODS if cp > 1 else ("ring",),
             range(1, (model.experts or 1) + 1),
             range(4),
             SEQUENCES,

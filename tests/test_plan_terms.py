@@ -227,6 +227,8 @@ def test_messages_of_context_and_expert_ranks() -> None:
         ("llama2-7b --layout cp=8", "CP, ring", "1 s b h (6 c - 7) / c"),
         ("llama2-7b --layout cp=8,cp_method=ulysses", "CP, ulysses", "8 s b h (c - 1) / c^2"),
         ("llama3-8b --layout cp=8,cp_method=ulysses", "CP, ulysses", "5 s b h (c - 1) / c^2"),
+        ("llama2-7b --layout cp=8,cp_method=all_gather", "CP, all_gather", "6 s b h (c - 1) / c"),
+        ("llama3-8b --layout cp=8,cp_method=all_gather", "CP, all_gather", "1.5 s b h (c - 1) / c"),
         ("mixtral-8x7b --layout dp=8,ep=8", "EP", "4 k s b h (e - 1) / e"),
         ("mixtral-8x7b --layout dp=4,tp=2,sp=true,ep=4", "EP", "4 k s b h (e - 1) / e / t"),
     ):

@@ -12,7 +12,7 @@ from sweep import candidates
 
 from fivefold.models.card import card_of
 from fivefold.plan.messages import volume
-from fivefold.recipe import Recipe
+from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import local_parameters
 from fivefold.sharding.units import keepings
@@ -20,13 +20,15 @@ from fivefold.sharding.units import keepings
 TWO = [
     "dp=2,zero=2", "cp=2,cp_method=ulysses", "pp=2", "tp=2,sp=true,sp_regather=true",
     "tp=2,sp=true,recompute=ops:attention+gate+norm", "cp=2,recompute=full",
-    "dp=2,ep=2,expert_chunks=3,recompute=full",
+    "dp=2,ep=2,expert_chunks=3,recompute=full", "cp=2,cp_method=all_gather,recompute=ops:attention",
 ]  # fmt: skip
 SLOW = [
     "dp=2", "dp=2,zero=1", "tp=2", "tp=2,sp=true,recompute=selective", "cp=2,ep=2,zero=1", "cp=4",
     "pp=2,dp=2,zero=3", "pp=2,tp=2,sp=true", "dp_replicate=2,dp_shard=2,ep=2,zero=1", "pp=4,schedule=zb_h1",
     "dp=2,zero=3", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "pp=2,schedule=zbv,virtual_stages=2", "tp=2,recompute=full",
     "tp=2,recompute=selective", "cp=2,recompute=selective", "tp=2,recompute=ops:gate", "cp=2,recompute=ops:attention",
+    "cp=4,cp_method=all_gather", "cp=2,tp=2,sp=true,cp_method=all_gather,recompute=full",
+    "pp=2,cp=2,cp_method=all_gather,zero=2",
 ]  # fmt: skip
 FOUR = [
     "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,sp=true,sp_regather=true,zero=2", "cp=2,tp=2,sp=true",
@@ -147,6 +149,31 @@ def test_what_is_sent_follows_from_what_is_counted(room: Path) -> None:
     states = int(3 / 4 * size["all_gather"]) + int(3 / 4 * size["all_to_all"])
     assert volume.sent(s) == {"dp": states}
     assert volume.sent(s, as_counted=True) == {"dp": states + 48}, "all ranks are those of the axis"
+
+
+@pytest.mark.parametrize(("tp", "V"), [(2, 256), (8, 1024)])
+def test_parts_of_activations_add_a_twelfth(tp: int, V: int) -> None:
+    """ZeRO-R's Pa: one all-gather of an activation, beside six all-reduces, of which each sends twice as much (arXiv
+    1910.02054, section 8: less than 10% of Megatron's messages)."""
+    sizes = [
+        "model.heads=8",
+        "model.kv_heads=8",
+        f"model.vocab_size={V}",
+        "train.microbatch_size=2",
+        "precision.mode=bf16",
+    ]
+
+    def of_blocks(offload: str) -> tuple[float, float]:
+        recipe = resolve(load("quickstart", sizes, f"tp={tp},recompute=full,offload={offload}"), vocab_size=V)
+        sent = dict[str, float]()
+        for one in volume.moments(planned(recipe)):
+            if one.axis == "tp" and "block" in one.when:
+                sent[one.what] = sent.get(one.what, 0) + volume.SENT[one.what](tp) * one.size * one.times
+        return sent["all_reduce"], sent.get("all_gather", 0.0)
+
+    before, none = of_blocks("none")
+    assert none == 0
+    assert of_blocks("activations:tp") == (before, pytest.approx(before / 12))
 
 
 EIGHT = list(candidates())

@@ -257,7 +257,8 @@ QUICK = {
         for mode in ("bf16_pure", "fp16")
         for layout in (
             "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp_replicate=2,dp_shard=2,zero=1",
-            "dp_replicate=2,dp_shard=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses", "pp=2",
+            "dp_replicate=2,dp_shard=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "cp=2,cp_method=ulysses",
+            "cp=2,cp_method=all_gather", "pp=2",
             "pp=2,schedule=zb_h1", "pp=2,schedule=zbv,virtual_stages=2", "pp=2,dp=2,zero=1", "dp=2,ep=2",
             "dp=2,ep=2,zero=1", "dp=2,tp=2,zero=3", "dp=4,zero=3,ranks_per_node=2,zeropp=hier",
         )

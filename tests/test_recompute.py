@@ -19,6 +19,7 @@ from fivefold.models.layers import AttentionCore
 from fivefold.models.operations import Part, Program, Role, Sizes
 from fivefold.models.recomputation import EVERY, MODES, OPERATIONS, PARTS, PREFIX, REGIONS, chosen, region
 from fivefold.parallel import recompute
+from fivefold.parallel.mesh import divided
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import build_state
@@ -34,7 +35,8 @@ TINY = [
 LAYOUTS = [
     "dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,sp=true",
     "tp=2,sp=true,sp_regather=true", "cp=2",
-    "cp=2,cp_method=ulysses", "pp=2,schedule=1f1b", "pp=2,schedule=zbv,virtual_stages=2", "dp=2,tp=2,zero=3",
+    "cp=2,cp_method=ulysses", "cp=2,cp_method=all_gather",
+    "pp=2,schedule=1f1b", "pp=2,schedule=zbv,virtual_stages=2", "dp=2,tp=2,zero=3",
     "dp=2,ep=2",
 ]  # fmt: skip
 QUICK = {
@@ -57,12 +59,10 @@ def gradients(rank: int, world: int, recipe: Recipe) -> tuple[dict[str, torch.Te
     bytes of its messages."""
     state = build_state(recipe, ranks_of(rank, world))
     tokens = torch.arange(8 * 33).view(8, 33) * 7919 % 128
-    dp, T = state.mesh.index("dp"), state.parallel.positions
+    dp = state.mesh.index("dp")
     rows = tokens[8 // state.mesh.size("dp") * dp :][: 8 // state.mesh.size("dp")]
-    inputs, targets = rows[:, :-1], rows[:, 1:]
-    if T is not None:
-        inputs, targets = inputs[:, T], targets[:, T]
-    microbatches = [(inputs[i : i + 2], targets[i : i + 2]) for i in range(0, len(rows), 2)]
+    parts = [rows[i : i + 2] for i in range(0, len(rows), 2)]
+    microbatches = [divided(part[:, :-1], part[:, 1:], None, state.mesh) for part in parts]
     try:
         with Collectives(state.mesh) as sent:
             for _ in range(2):

@@ -55,7 +55,8 @@ PIPELINES = [
 LAYOUTS = [
     "dp=1", "dp=1,recompute=full", "dp=1,recompute=selective", "dp=2",
     "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp_replicate=2,dp_shard=2,zero=2",
-    "tp=2", "tp=2,sp=true", "tp=2,sp=true,recompute=selective", "cp=2", "cp=2,cp_method=ulysses", *PIPELINES,
+    "tp=2", "tp=2,sp=true", "tp=2,sp=true,recompute=selective", "cp=2", "cp=2,cp_method=ulysses",
+    "cp=2,cp_method=all_gather", *PIPELINES,
     "dp=2,tp=2,pp=2,zero=1,schedule=1f1b",
     "dp=2,tp=2,pp=2,sp=true,zero=3,schedule=zbv,virtual_stages=2,recompute=full",
     "dp=2,cp=2,tp=2,pp=2,sp=true,zero=2,schedule=gpipe",
@@ -109,6 +110,8 @@ OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
     "whole sequences": ("dp=1", "llama", WHOLE),
     "whole sequences, fp32": ("dp=1", "gpt2", ["precision.mode=fp32", *WHOLE]),
     "whole sequences, ring": ("cp=2", "llama", WHOLE),
+    "whole sequences, gathered": ("cp=2,cp_method=all_gather", "llama", WHOLE),
+    "fp32, gathered": ("cp=2,cp_method=all_gather", "bert", ["precision.mode=fp32"]),
     "diloco": ("dp_replicate=2", "llama", ["sync.method=diloco", "sync.every=2"]),
     "diloco in fragments": (
         "dp_replicate=2,dp_shard=2,zero=3",
@@ -305,15 +308,15 @@ def check(recipe: Recipe, answer: dict) -> None:
 
 
 def attention(recipe: Recipe) -> set[str]:
-    """The fused kernels of attention. None: matmuls, by tiles in a ring."""
+    """The fused kernels of attention. None: matmuls, by tiles where a rank has some of the queries."""
     model, layout = recipe.model, Layout.from_recipe(recipe.layout)
     size = DTYPES[PRECISIONS[chosen(recipe.precision.mode, fast_bf16=True)].working].bytes
-    ring = layout.cp > 1 and layout.cp_method == "ring"
-    if recipe.data.document_masks and not ring and size == 2 and model.head_width % 8 == 0:
+    some = layout.cp > 1 and layout.cp_method != "ulysses"
+    if recipe.data.document_masks and not some and size == 2 and model.head_width % 8 == 0:
         kernel = VARLEN
     elif size == 2 and not recipe.data.document_masks:
         kernel = "aten::_scaled_dot_product_flash_attention"
-    elif ring or model.kv_heads != model.heads or model.head_width * size % 16:
+    elif some or model.kv_heads != model.heads or model.head_width * size % 16:
         return set()
     else:
         kernel = "aten::_scaled_dot_product_efficient_attention"

@@ -170,7 +170,6 @@ def _measure_rank(dtypes: list[str], has_cores: bool, ranks: Ranks) -> dict[str,
 VOCABULARY = 64
 STEPS, WARM_UP = 14, 3
 BLOCKS, MICROBATCHES = (2, 6), (1, 3)
-AXES = {"tp": "tp=2", "sp": "tp=2,sp=true", "ring": "cp=2", "ulysses": "cp=2,cp_method=ulysses"}
 MODELS = ((32, 64), (192, 256))
 """Tokens and dim of the models for measuring axes: one with almost no work, one whose operations take time."""
 
@@ -213,7 +212,7 @@ def blocks(ranks: Ranks, dtype: str, steps: int = STEPS // 2) -> dict[str, list[
     """[elements of a rank's activations, total seconds per block and microbatch], by axis that communicates within a
     block. The axis has 2 ranks, and the others are data parallel."""
     found: dict[str, list[list[float]]] = {}
-    for name in AXES:
+    for name in measured.AXES:
         for model in MODELS:
             pair = recipes(name, ranks.world, model, dtype)
             elements = math.prod(model) // pair[0].layout.cp
@@ -224,7 +223,7 @@ def blocks(ranks: Ranks, dtype: str, steps: int = STEPS // 2) -> dict[str, list[
 
 def recipes(name: str, world: int, model: tuple[int, int], dtype: str) -> tuple[Recipe, Recipe]:
     """Recipes of an axis, with few and with many blocks."""
-    layout = f"{AXES[name]},dp={world // 2}"
+    layout = f"{measured.AXES[name]},dp={world // 2}"
     few, many = (_recipe(layout, layers, MICROBATCHES[1], model, dtype) for layers in BLOCKS)
     return few, many
 

@@ -225,21 +225,29 @@ def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
 
 
 def context(recipe: Recipe, layout: Layout, title: str) -> tuple[str, dict[str, str]]:
-    """(text, picture) of who computes which queries and keys in ring attention; neither without it."""
+    """(text, picture) of who computes which queries and keys, where ranks have some of the queries. With documents that
+    are known, those of the run's first sequence."""
+    from fivefold.kernels.tiling import Tiling
     from fivefold.models.card import card_of
     from fivefold.observe import layout_picture
+    from fivefold.plan.setting import documents_of
+    from fivefold.sharding.sequence import deals
 
-    found, causal = layout_picture.ring_plans(layout), card_of(recipe.model).causal
+    causal, tiling = card_of(recipe.model).causal, None
+    if deals(layout) and (documents := documents_of(recipe)) and documents.sample:
+        tiling = Tiling(documents.sample.tiling.first_BT[:1])
+    found = layout_picture.divisions(layout, causal, tiling)
     if not found:
         return "", {}
-    text = "\n"
+    chunks = len(found["zig-zag"])
+    seen, text = layout_picture.seen_pairs(chunks, causal, tiling), "\n"
     for name, owners in found.items():
-        shares = ", ".join(f"{part:.0%}" for part in layout_picture.ring_work(owners, causal))
+        shares = ", ".join(f"{part:.0%}" for part in layout_picture.work_shares(owners, seen))
         text += f"attention of a sequence, share of each rank, {name}: {shares}\n"
-    if layout.cp > layout_picture.MOST_RING:
+    if chunks > layout_picture.MOST_CHUNKS:
         return text, {}
-    words = f"{title}: attention of a sequence on {layout.cp} ranks of the ring"
-    return text, {"context": layout_picture.ring_svg(found, causal, words)}
+    words = f"{title}: attention of a sequence on {layout.cp} ranks"
+    return text, {"context": layout_picture.context_svg(found, seen, words)}
 
 
 def moving(recipe: Recipe, layout: Layout, title: str) -> str:

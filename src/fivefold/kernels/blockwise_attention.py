@@ -29,7 +29,8 @@ from fivefold.kernels import native
 from fivefold.kernels.elementwise import rope, to_device
 from fivefold.kernels.matmul import wide
 from fivefold.kernels.sizes import any_length, keeps_probabilities, query_blocks
-from fivefold.kernels.tiling import Columns, Tiling
+from fivefold.kernels.tiling import Tiling
+from fivefold.sharding.parts import Columns
 
 
 class Tile(NamedTuple):
@@ -50,9 +51,13 @@ class Tile(NamedTuple):
 class Documents:
     """The documents in a batch of sequences. first_BT: the column at which the document of each token begins.
 
+    columns: of each rank of the context axis, if documents decide it (`sharding.sequence.dealt`); else none.
+
     On the device: `first`, and `cumulative`, the cumulative lengths of all documents of the flattened batch, int32
     (N + 1). Tiles are kept, since every layer asks for the same.
     """
+
+    columns: tuple[Columns, ...] = ()
 
     def __init__(self, first_BT: np.ndarray, device: torch.device | str = "cpu") -> None:
         self.tiling, self.device = Tiling(first_BT), torch.device(device)
@@ -64,8 +69,12 @@ class Documents:
 
     def filled(self, rows: int) -> Documents:
         """With more sequences, up to `rows`, that are as the first one."""
+        if rows == self.shape[0]:
+            return self
         more = np.repeat(self.first_BT[:1], rows - self.shape[0], axis=0)
-        return Documents(np.concatenate([self.first_BT, more]), self.device) if len(more) else self
+        filled = Documents(np.concatenate([self.first_BT, more]), self.device)
+        filled.columns = self.columns  # tokens have been taken by them
+        return filled
 
     def positions(self, columns_t: Tensor) -> Tensor:
         """Positions of the tokens at these columns in their documents: (B, t)."""

@@ -48,9 +48,9 @@ class Queries(NamedTuple):
     lse: Tensor
     delta: Tensor
 
-    def late(self, count: int) -> Queries:
-        """The last `count` queries."""
-        return Queries(*(x[:, :, -count:].contiguous() for x in self))
+    def at(self, rows: slice) -> Queries:
+        """Some of the queries."""
+        return Queries(*(x[:, :, rows].contiguous() for x in self))
 
 
 def split_heads(

@@ -3,8 +3,8 @@ and the planner counts them.
 
 A document is a run of columns, so the keys that a token sees are a range. The kernels for CPUs compute tiles: blocks of
 queries with the keys that any of them sees. Keys of other documents are skipped, block by block. Which tiles there are
-follows from two lists of columns, those of the queries and those of the keys that are present. So a whole sequence and
-a turn of ring attention are the same thing here.
+follows from two lists of columns, those of the queries and those of the keys that are present. So a whole sequence, a
+turn of ring attention and a rank's part of one are the same thing here.
 
 Legend: B sequences, T columns of a sequence, Q queries, S keys.
 """
@@ -17,14 +17,15 @@ from functools import cached_property
 import numpy as np
 
 from fivefold.kernels.sizes import SPAN_STEPS, WASTE, block_size, query_blocks
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import Columns
+from fivefold.sharding.sequence import deals, dealt, ring_columns
 
-Columns = tuple[tuple[int, int], ...]
-"""Spans [start, stop) of a sequence's columns, in order."""
 Block = tuple[slice, int, int, int, int, np.ndarray]
 """A block of queries with the keys that any of them sees: sequences; queries [from, to); keys [from, to); the keys
 [from, to) that each query sees (B, Q, 2), counted among all keys."""
-Turns = Sequence[tuple[Columns, Columns]]
-"""Columns of the queries and of the keys that a rank multiplies, one after the other."""
+Product = tuple[Columns, Columns]
+"""Columns of queries and of the keys that they are multiplied with."""
 
 
 class Tiling:
@@ -43,6 +44,21 @@ class Tiling:
         # The next beginning at or behind each column, found from the right.
         next_BT = np.minimum.accumulate(np.where(self.begins_BT, columns_T, T)[:, ::-1], axis=1)[:, ::-1]
         self.behind_BT = np.concatenate([next_BT[:, 1:], np.full((B, 1), T)], axis=1)
+
+    def dealt(self, ranks: int, causal: bool) -> tuple[Columns, ...]:
+        """The columns of each rank of the context axis, dealt by the pairs that these documents leave."""
+        behind = np.arange(self.shape[1]) + 1 if causal else self.behind_BT
+        return dealt((behind - self.first_BT).sum(0), ranks)
+
+    def turns(self, layout: Layout, causal: bool) -> list[list[list[Product]]]:
+        """What each rank of the context axis multiplies in each turn. A whole sequence is one rank's."""
+        T = self.shape[1]
+        whole = ((0, T),)
+        if deals(layout):
+            return [[[((span,), whole) for span in columns]] for columns in self.dealt(layout.cp, causal)]
+        if layout.cp == 1 or layout.cp_method == "ulysses":
+            return [[[(whole, whole)]]]
+        return [[[turn] for turn in ring_columns(layout, T, rank, causal)] for rank in range(layout.cp)]
 
     def blocks(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> Iterator[Block]:
         """The tiles of queries and keys at these columns. A query that sees none of the keys may be in no tile."""
@@ -104,18 +120,18 @@ class Sample:
             return self.seen / T
         return float((np.arange(T) - self.tiling.first_BT + 1).sum()) / (R * T * (T + 1) / 2)
 
-    def computed(self, B: int, causal: bool, element_size: int, ranks: Sequence[Turns] = ()) -> float:
+    def computed(self, B: int, causal: bool, element_size: int, layout: Layout | None = None) -> float:
         """The share of the scores that tiles have, in microbatches of B sequences.
 
-        ranks: the turns of each rank of a ring; the slowest one counts in each turn. None: one rank has all columns.
+        layout: says which columns a rank of the context axis has. The slowest one counts, in each turn of a ring.
         """
-        T = self.tiling.shape[1]
-        ranks = ranks or [[(((0, T),), ((0, T),))]]
-        asked = B, causal, element_size, tuple(map(tuple, ranks))
+        layout = layout or Layout()
+        asked = B, causal, element_size, layout.cp, layout.cp_method
         if asked not in self._computed:
-            whole = _scores(Tiling(np.zeros((1, T), np.int64)), ranks, causal, element_size)
+            none = Tiling(np.zeros((1, self.tiling.shape[1]), np.int64))
             rows = [self.tiling.first_BT[at : at + B] for at in range(0, self.tiling.shape[0], B)]
-            scores = sum(_scores(Tiling(first_BT), ranks, causal, element_size) for first_BT in rows)
+            scores = sum(max_scores(Tiling(first_BT), layout, causal, element_size) for first_BT in rows)
+            whole = max_scores(none, layout, causal, element_size)
             self._computed[asked] = scores / (whole * self.tiling.shape[0])
         return self._computed[asked]
 
@@ -131,13 +147,13 @@ def assumed(T: int, tokens: float) -> Sample:
 ASSUMED = 1 << 17  # tokens of a sample that is drawn
 
 
-def _scores(tiling: Tiling, ranks: Sequence[Turns], causal: bool, element_size: int) -> int:
+def max_scores(tiling: Tiling, layout: Layout, causal: bool, element_size: int) -> int:
     """Scores that the slowest rank of each turn computes."""
+    turns = zip(*tiling.turns(layout, causal), strict=True)
+    return sum(max(scores(tiling, of, causal, element_size) for of in ranks) for ranks in turns)
 
-    def of(queries: Columns, keys: Columns) -> int:
-        blocks = tiling.blocks(queries, keys, causal, element_size)
-        return sum(
-            (r.stop - r.start) * (end - start) * (high - low) for r, start, end, low, high, _ in blocks
-        )
 
-    return sum(max(of(*turn) for turn in turns) for turns in zip(*ranks, strict=True))
+def scores(tiling: Tiling, products: Sequence[Product], causal: bool, element_size: int) -> int:
+    """Scores of the tiles of these products."""
+    blocks = (block for of in products for block in tiling.blocks(*of, causal, element_size))
+    return sum((r.stop - r.start) * (end - start) * (high - low) for r, start, end, low, high, _ in blocks)

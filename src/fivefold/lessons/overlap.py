@@ -95,7 +95,12 @@ def rules(s: Setting) -> list[Rule]:
     in_backward = program.overlap_data and (program.overlap_scatter or not x.zero)
     # one of Ulysses' all-to-alls comes before attention and one behind it: they hide only behind other heads
     heads = "heads on their way behind the attention of others"
-    sent = "keys and values behind the attention of a turn" if ring else heads
+    gathered = "keys and values on their way behind the attention of other heads"
+    sent = {
+        "ring": "keys and values behind the attention of a turn",
+        "ulysses": heads,
+        "all_gather": gathered,
+    }
     # technique, axis, what is sent, what decides, whether it overlaps; seconds of messages over those of computing, the
     # value of what decides, the setting with it times a factor (None if that is not possible), the ratio's limit
     table: list[tuple[str, str, str, str, bool, Ratio, Ratio, Resized, float]] = [
@@ -103,7 +108,7 @@ def rules(s: Setting) -> list[Rule]:
          _data, lambda s: s.sizes.N, _more_tokens, 1.0),
         ("TP + SP" if x.sp else "TP", "tp", "sums of activations behind a block's forward", "width of the model", False,
          _tensor, lambda s: s.model.dim, _wider, 1.0),
-        ("CP", "cp", sent, "tokens of a sequence", ring,
+        ("CP", "cp", sent[x.cp_method], "tokens of a sequence", ring,
          _context, lambda s: s.model.seq_len, _longer, 1.0),
         ("EP", "ep", "rows on their way behind the experts' matmuls", "width of an expert", x.expert_chunks > 1,
          _experts, lambda s: s.card.expert_features()[1], _wider_experts, 1.0),

@@ -396,6 +396,13 @@ IN_BLOCKS: tuple[tuple[str, str, Sequence[str], Mapping[str, Any], Sequence[str]
     # under a causal mask, some keys are sent by half (schedules/ring_attention.py)
     ("CP, ring", "cp", ("send",), {"cp_method": "ring"}, ("s b h (c - 1) / c", "s b h (6 c - 7) / c")),
     ("CP, ulysses", "cp", ("all_to_all",), {"cp_method": "ulysses"}, ("s b h (c - 1) / c^2",)),
+    (
+        "CP, all_gather",
+        "cp",
+        ("all_gather", "reduce_scatter"),
+        {"cp_method": "all_gather"},
+        ("s b h (c - 1) / c",),
+    ),
     ("EP", "ep", ("all_to_all",), {}, ("k s b h (e - 1) / e",)),
 )
 """Ways of sending activations within blocks: name, axis, its messages (other ones of the axis are a few numbers),

@@ -10,9 +10,11 @@ from dataclasses import replace
 
 from fivefold.kernels import sizes
 from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes
+from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.units import (
     COUNTS,
     HEADS,
+    KEYS,
     LOSS_STATISTICS,
     ROWS,
     STATISTICS,
@@ -241,11 +243,18 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
     if s.cp > 1 and s.cp_method == "ulysses":  # tokens are exchanged for heads, and back
         (there, there_back), (home, home_back) = (s.sends(HEADS, N * x) for x in (qkv, value))
         forward, backward = (*there, *home), (*there_back, *home_back)
+    elif s.cp > 1 and s.cp_method == "all_gather":
+        forward, sums = s.sends(KEYS, N * (qkv - q) * s.cp)
+        backward = (*forward, *sums)
     turned = 2 * N * (qkv - (qkv - q) / 2) * e if rotary else 0.0
     turned *= 1.0 if program.fused else ROTATED if program.eager else 3.0
     if program.attention == "plain":
         return _plain_attention(s, program, share)
     saved, besides = _kept_by_attention(s, program, share)
+    if (
+        s.cp > 1 and s.cp_method == "all_gather"
+    ):  # backward has all keys and values, and fp32 sums of their gradients
+        besides += N * (qkv - q) * s.cp * (e + 4)
     return [
         Operation(
             "attention",
@@ -293,18 +302,18 @@ def query_key_norms(
 def _kept_by_attention(s: Sizes, program: Program, causal: float) -> tuple[tuple[Saved, ...], float]:
     """(tensors that fused attention keeps besides its output, bytes that its backward holds besides gradients).
     Attention by blocks multiplies some queries at a time with all keys they see (kernels/blockwise_attention.py). It
-    keeps queries, keys and values in the order of heads, and up to KEEP tokens the probabilities. A ring of ranks keeps
-    no probabilities."""
+    keeps queries, keys and values in the order of heads, and up to KEEP tokens the probabilities. Ranks with some
+    queries keep no probabilities."""
     H, T = s.model.heads / s.tp, s.model.seq_len
-    ring = s.cp > 1 and s.cp_method == "ring"
+    some = some_queries(s.cp, s.cp_method)
     statistics = Saved("log-sum-exp", s.N * H * 4, "inner")
     if program.attention == "flash":
         return (statistics,), 0.0
-    blocks = sizes.query_blocks(T // s.cp if ring else T, causal < 1, int(s.e))
-    each = s.B * H / (1 if ring else s.cp) * s.e  # bytes of a query's probability of one key, over heads
+    blocks = sizes.query_blocks(T // s.cp if some else T, causal < 1, int(s.e))
+    each = s.B * H / (1 if some else s.cp) * s.e  # bytes of a query's probability of one key, over heads
     largest = each * max((stop - start) * seen for start, stop, seen in blocks)
     copies = Saved("queries, keys, values", s.N * s.qkv * s.e, "inner")
-    if ring:
+    if some:
         return (copies, statistics), 2 * largest
     if not sizes.keeps_probabilities(T):
         return (copies,), 2 * largest

@@ -3,10 +3,15 @@ parallelism also which queries see which keys, by the rank that computes them.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
 
 from fivefold.draw.canvas import NAMES, Canvas
+from fivefold.kernels.tiling import Tiling
 from fivefold.models.card import card_of
 from fivefold.observe.format import aligned, short_number
 from fivefold.recipe import Recipe
@@ -19,8 +24,8 @@ from fivefold.sharding.parts import (
     size_of,
     stage_blocks,
     stages_of,
-    token_spans,
 )
+from fivefold.sharding.sequence import some_queries, token_spans
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
 from fivefold.sharding.units import regathers
 
@@ -288,37 +293,48 @@ def span_words(span: Span) -> str:
     return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
 
 
-MOST_RING = 16  # ranks of the ring that are drawn
+MOST_CHUNKS = 32  # of a sequence that are drawn
 CELL, LEFT, TOP, SIDE = 22, 40, 70, 130  # pixels: a pair of chunks, margins, room for words beside a picture
 
 
-def ring_plans(layout: Layout) -> dict[str, list[int]]:
-    """The rank of each of 2 cp chunks of a sequence: as neighbouring parts, and zig-zag as the ring has them. Empty if
-    no ring divides the sequence."""
-    chunks = 2 * layout.cp
-    if layout.cp == 1 or layout.cp_method != "ring":
+def divisions(layout: Layout, causal: bool, tiling: Tiling | None = None) -> dict[str, list[int]]:
+    """The rank of each of 2 cp chunks of a sequence: as neighbouring parts, and zig-zag. With the documents of one
+    sequence, in smaller chunks, also as they are dealt. Empty if ranks attend to whole sequences."""
+    c, T = layout.cp, 2 * layout.cp if tiling is None else tiling.shape[1]
+    if not some_queries(c, layout.cp_method):
         return {}
-    owner = {first: rank for rank in range(layout.cp) for first, _ in token_spans(layout, chunks, rank)}
-    near, zigzag = ([chunk // 2 for chunk in range(chunks)], [owner[chunk] for chunk in range(chunks)])
-    return {"neighbouring parts": near, "zig-zag": zigzag}
+    near = [[(T // c * rank, T // c * (rank + 1))] for rank in range(c)]
+    ways = {"neighbouring parts": near, "zig-zag": [token_spans(layout, T, rank) for rank in range(c)]}
+    if tiling is not None:
+        ways["dealt by documents"] = [list(columns) for columns in tiling.dealt(c, causal)]
+    size, found = math.gcd(*chain(*chain(*chain(*ways.values())))), dict[str, list[int]]()
+    for name, every in ways.items():
+        owner = {at: rank for rank, spans in enumerate(every) for span in spans for at in range(*span, size)}
+        found[name] = [owner[at] for at in range(0, T, size)]
+    return found
 
 
-def ring_tiles(chunks: int, causal: bool) -> Iterator[tuple[int, int, float]]:
-    """(chunk of queries, chunk of keys, share of their pairs that are seen) of what attention computes."""
-    for query in range(chunks):
-        for key in range(query + 1 if causal else chunks):
-            yield query, key, 0.5 if causal and key == query else 1.0
+def seen_pairs(chunks: int, causal: bool, tiling: Tiling | None = None) -> np.ndarray:
+    """The share of the pairs of each chunk of queries (rows) and of keys that attention computes."""
+    if tiling is None:
+        return (
+            np.tril(np.ones((chunks, chunks))) - np.eye(chunks) / 2 if causal else np.ones((chunks, chunks))
+        )
+    T = tiling.shape[1]
+    behind_T = np.arange(T) + 1 if causal else tiling.behind_BT[0]
+    size, (first_T1, behind_T1) = T // chunks, (x[:, None] for x in (tiling.first_BT[0], behind_T))
+    low = np.arange(0, T, size)
+    seen = np.clip(behind_T1, low, low + size) - np.clip(first_T1, low, low + size)
+    return seen.reshape(chunks, size, chunks).sum(1) / size**2
 
 
-def ring_work(owners: Sequence[int], causal: bool) -> list[float]:
+def work_shares(owners: Sequence[int], seen: np.ndarray) -> list[float]:
     """Each rank's share of the pairs of queries and keys that are computed."""
-    pairs = [0.0] * (max(owners) + 1)
-    for query, _, seen in ring_tiles(len(owners), causal):
-        pairs[owners[query]] += seen
-    return [computed / sum(pairs) for computed in pairs]
+    pairs = np.bincount(owners, seen.sum(1))
+    return (pairs / pairs.sum()).tolist()
 
 
-def ring_svg(plans: Mapping[str, Sequence[int]], causal: bool, title: str) -> str:
+def context_svg(plans: Mapping[str, Sequence[int]], seen: np.ndarray, title: str) -> str:
     """Queries down, keys across, a square for each pair of chunks that attention computes, in the colour of its rank;
     paler where half of the pairs are seen."""
     canvas, left, chunks = Canvas(title), LEFT, len(next(iter(plans.values())))
@@ -326,12 +342,12 @@ def ring_svg(plans: Mapping[str, Sequence[int]], causal: bool, title: str) -> st
     colors = [NAMES[rank % len(NAMES)] for rank in range(chunks)]
     for name, owners in plans.items():
         canvas.text(left, TOP - 10, name)
-        for query, key, seen in ring_tiles(chunks, causal):
-            kind = colors[owners[query]] + " half" * (seen < 1)
+        for query, key in np.argwhere(seen > 0).tolist():
+            kind = colors[owners[query]] + " half" * bool(seen[query, key] < 1)
             tip = f"rank {owners[query]}: queries {query}, keys {key}"
             canvas.rect(kind, left + key * CELL, TOP + query * CELL, CELL - 2, CELL - 2, tip)
         beside = left + chunks * CELL + 8
-        for rank, part in enumerate(ring_work(owners, causal)):
+        for rank, part in enumerate(work_shares(owners, seen)):
             canvas.legend(beside, TOP + 14 + rank * CELL, [(colors[rank], f"rank {rank}: {part:.0%}")])
         for query, owner in enumerate(owners):
             canvas.text(left - 6, TOP + query * CELL + 14, str(owner), "soft small end")

@@ -1,6 +1,6 @@
 """Context parallelism: each rank has a part of every sequence, and only attention looks beyond it.
 
-The queries of a rank see the keys of the others in one of two ways (`cp_method`):
+The queries of a rank see the keys of the others in one of three ways (`cp_method`):
 
 - *ring* (arXiv 2310.01889): keys and values travel round the ranks. Each rank attends to the ones it has while the next
   ones arrive. A rank has one chunk from the front of the sequence and its mirror image from the back (as in Llama 3,
@@ -8,16 +8,20 @@ The queries of a rank see the keys of the others in one of two ways (`cp_method`
   many query-key pairs. (The imbalance: Striped Attention, arXiv 2311.09431.)
 - *ulysses* (arXiv 2309.14509): an all-to-all turns a part of the sequence with all heads into the whole sequence with
   a part of the heads, and another one turns the output back. The ranks must divide the heads.
+- *all_gather* (Llama 3, arXiv 2407.21783, section 3.3.2; Megatron-LM): every rank gathers all keys and values, which
+  are few where heads share them. Backward gathers them again and reduce-scatters their gradients.
 
 Packed documents change nothing in what is sent. Each rank knows the documents of whole sequences, and computes the
-tiles that its queries and the keys present have in common. In a ring, ranks may then compute unequally much.
+tiles that its queries and the keys present have in common. In a ring, ranks may then compute unequally much. With
+`all_gather` any rank may have any queries, so blocks of them are dealt by the work that documents leave
+(`sharding/sequence.py`).
 
 Legend: B batch, T sequence, t = T/c tokens of a rank, c ranks, H heads, K key-value heads, d head size, S keys present.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,16 +44,12 @@ from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Output
 from fivefold.parallel.autograd import sent
 from fivefold.parallel.mesh import Mesh
+from fivefold.schedules.collectives.collective import joined
 from fivefold.schedules.ring_attention import Turn, turns
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import ring_columns, token_spans
-from fivefold.sharding.units import HEADS, TARGETS
-
-
-def positions(T: int, mesh: Mesh) -> Tensor:
-    """Positions of this rank's tokens in a sequence of T tokens: (t)."""
-    mine = token_spans(mesh.layout, T, mesh.index("cp"))
-    return torch.cat([torch.arange(start, stop, device=mesh.device) for start, stop in mine])
+from fivefold.sharding.parts import Columns
+from fivefold.sharding.sequence import ring_columns, token_spans
+from fivefold.sharding.units import HEADS, KEYS, TARGETS
 
 
 def apply(stage: LanguageModel, mesh: Mesh) -> None:
@@ -59,7 +59,7 @@ def apply(stage: LanguageModel, mesh: Mesh) -> None:
     """
     axis = mesh.axis("cp")
     assert axis.size > 1, "one rank needs no context parallelism"
-    method = Ulysses if mesh.layout.cp_method == "ulysses" else RingAttention
+    method = METHODS[mesh.layout.cp_method]
     for name, core in list(stage.named_modules()):
         if isinstance(core, AttentionCore):
             attention = method(core, axis, mesh.layout)
@@ -113,12 +113,16 @@ def _some_late(axis: Axis, causal: bool) -> bool:
     return any(turn.late for turn in turns(axis.size, axis.index, causal))
 
 
-class RingAttention(AttentionCore):
-    """(B, t, (H + 2K) d) -> (B, t, H d), attending to the keys of all ranks of the axis."""
+class ContextAttention(AttentionCore):
+    """Attention of this rank's tokens to those of all ranks of the axis: (B, t, (H + 2K) d) -> (B, t, H d)."""
 
     def __init__(self, core: AttentionCore, axis: Axis, layout: Layout) -> None:
         super().__init__(core.heads, core.kv_heads, core.causal)
         self.axis, self.layout = axis, layout
+
+
+class RingAttention(ContextAttention):
+    """Attends to the keys of one rank at a time."""
 
     def forward(
         self,
@@ -179,7 +183,7 @@ def _ring_gradients(
     """Gradients of this rank's queries (B, H, t, d), and of its keys and values (2, B, K, t, d), in fp32. What
     turns need is gone when it returns."""
     (B, K, t, d), half = kv.shape[1:], kv.shape[3] // 2
-    late = rows.late(half) if _some_late(axis, causal) else rows
+    late = rows.at(slice(half, None)) if _some_late(axis, causal) else rows
     dq = dkv = kv  # placeholders until the first turn sets them
     coming_home: list[Started] = []
     for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal)):
@@ -207,12 +211,8 @@ def _add_arrived(dkv: Tensor, coming_home: list[Started]) -> None:
     coming_home.clear()
 
 
-class Ulysses(AttentionCore):
-    """(B, t, (H + 2K) d) -> (B, t, H d), attending with H/c heads to the whole sequence."""
-
-    def __init__(self, core: AttentionCore, axis: Axis, layout: Layout) -> None:
-        super().__init__(core.heads, core.kv_heads, core.causal)
-        self.axis = axis
+class Ulysses(ContextAttention):
+    """Attends with H/c heads to the whole sequence."""
 
     def forward(
         self,
@@ -270,3 +270,116 @@ class _WholeSequence(Function):
         arrived = ctx.axis.run(HEADS, leaving, backward=True)
         dq, dk, dv = (x.transpose(0, 1).flatten(1, 2) for x in arrived.split(ctx.sections, dim=2))
         return split_heads_backward(dq, torch.stack((dk, dv)), cos, sin), *[None] * 5
+
+
+Parts = list[tuple[slice, list[tuple[slice, bool, list[Tile] | None]]]]
+"""Queries of a rank, and which of all keys they see: a part of the keys, whether a causal mask hides some of them, and
+the tiles that documents leave."""
+
+
+def parts_of(columns: Columns, T: int, causal: bool, documents: Documents | None, element_size: int) -> Parts:
+    """What a rank with the queries at these columns computes, given the keys of all T."""
+    if documents is None and not causal:
+        return [(slice(None), [(slice(T), False, None)])]
+    found, start = Parts(), 0
+    for a, b in columns:
+        rows = slice(start, start := start + b - a)
+        if documents is not None:
+            tiles = documents.tiles(((a, b),), ((0, T),), causal, element_size)
+            found.append((rows, [(slice(T), False, tiles)]))
+        else:  # their own keys, and those before them
+            found.append((rows, [(slice(a, b), True, None), (slice(a), False, None)][: 1 + (a > 0)]))
+    return found
+
+
+class GatheredAttention(ContextAttention):
+    """Attends to the keys of all ranks, which are gathered."""
+
+    def forward(
+        self,
+        qkv: Tensor,
+        cos_Td: Tensor | None = None,
+        sin_Td: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        T = qkv.shape[1] * self.axis.size
+        every = () if documents is None else documents.columns
+        every = every or [joined(token_spans(self.layout, T, index)) for index in range(self.axis.size)]
+        parts = parts_of(every[self.axis.index], T, self.causal, documents, qkv.element_size())
+        return _Gathered.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.axis, every, parts)
+
+
+class _Gathered(Function):
+    """Only this rank's keys and values are kept: those of a whole sequence would be c times as many."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor | None, sin: Tensor | None,
+        heads: int, kv_heads: int, axis: Axis, every: Sequence[Columns], parts: Parts,
+    ):  # fmt: skip
+        q, kv = split_heads(qkv, heads, kv_heads, cos, sin)
+        k, v = _all_keys(kv, axis, every)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        for rows, seen in parts:
+            some = q[:, :, rows].contiguous()
+            (part, part_lse), *others = (
+                attend(some, k[:, :, keys], v[:, :, keys], masked, tiles) for keys, masked, tiles in seen
+            )
+            for other in others:
+                part = part.float()
+                merge(part, part_lse, *other)
+            out[:, :, rows], lse[:, :, rows] = part, part_lse
+        out = out.transpose(1, 2).flatten(2)  # (B, t, H d), which the next layer keeps anyway
+        ctx.save_for_backward(q, kv, out, lse, cos, sin)
+        ctx.axis, ctx.every, ctx.parts = axis, every, parts
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        q, kv, out, lse, cos, sin = ctx.saved_tensors
+        out, dout = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).contiguous() for x in (out, grads[0]))
+        dq, dkv = _gathered_gradients(queries(q, dout, out, lse), kv, ctx.axis, ctx.every, ctx.parts)
+        return split_heads_backward(dq, dkv, cos, sin), *[None] * 7
+
+
+def _all_keys(kv: Tensor, axis: Axis, every: Sequence[Columns]) -> Tensor:
+    """The keys and values of all ranks, in the order of the sequence: (2, B, K, T, d). every: the columns of each."""
+    gathered = axis.run(KEYS, kv).view(axis.size, *kv.shape)
+    whole = kv.new_empty(*kv.shape[:3], axis.size * kv.shape[3], kv.shape[4])
+    for piece, place in _pieces(gathered, whole, every):
+        place.copy_(piece)
+    return whole
+
+
+def _gathered_gradients(
+    rows: Queries, kv: Tensor, axis: Axis, every: Sequence[Columns], parts: Parts
+) -> tuple[Tensor, Tensor]:
+    """Gradients of this rank's queries (B, H, t, d), and of its keys and values (2, B, K, t, d). Those of all keys are
+    added up in fp32, and over ranks in the dtype of the message."""
+    k, v = whole = _all_keys(kv, axis, every)
+    dq = torch.zeros_like(rows.q, dtype=torch.float32)
+    dwhole = torch.zeros_like(whole, dtype=torch.float32)
+    for at, seen in parts:
+        some = rows.at(at)
+        for keys, masked, tiles in seen:
+            part, dk, dv = attend_backward(some, k[:, :, keys], v[:, :, keys], masked, tiles)
+            dq[:, :, at] += part
+            dwhole[0][:, :, keys] += dk
+            dwhole[1][:, :, keys] += dv
+    del k, v, whole
+    leaving = kv.new_empty(axis.size, *kv.shape)
+    for piece, place in _pieces(leaving, dwhole, every):
+        piece.copy_(place)
+    del dwhole
+    return dq.to(rows.q.dtype), axis.run(KEYS, leaving.flatten(0, 1), backward=True)
+
+
+def _pieces(by_rank: Tensor, whole: Tensor, every: Sequence[Columns]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same columns of (c, 2, B, K, t, d) and of (2, B, K, T, d), span by span."""
+    for part, columns in zip(by_rank, every, strict=True):
+        for piece, span in zip(part.split([b - a for a, b in columns], dim=3), columns, strict=True):
+            yield piece, whole[:, :, :, slice(*span)]
+
+
+METHODS = {"ring": RingAttention, "ulysses": Ulysses, "all_gather": GatheredAttention}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,12 @@ from fivefold.schedules.collectives.registry import AUTO, LIBRARY, resolved
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node, to_text
 from fivefold.sharding.layout_rules import on_nodes
-from fivefold.sharding.parts import token_spans
+from fivefold.sharding.parts import Span
+from fivefold.sharding.sequence import deals, token_spans
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Mesh:
@@ -36,7 +40,7 @@ class Mesh:
     and "run", all ranks. Attribute `layout` is the replica group's, as `divided` and `in_step` are, and `rank` the
     number in it. replica_group: this launch's, if each replica group is a launch of its own: its mesh then has no other
     replica group (`apart`). overlap: the axis "outer" has a group of its own: its sums are under way on a thread while
-    a step's figures are summed over "replica_groups".
+    a step's figures are summed over "replica_groups". causal: the model's tokens see earlier ones only.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Mesh:
         replica_groups: int = 1,
         replica_group: int | None = None,
         overlap: bool = False,
+        causal: bool = True,
     ):
         """Raises UserError if ZeRO++ needs other nodes."""
         own = replica_group_layout(layout, replica_groups)
@@ -53,7 +58,7 @@ class Mesh:
         assert here.ranks == ranks.world, f"{here.ranks} ranks in the layout, {ranks.world} in the launch"
         self.layout, self.device = on_nodes(own, ranks.local_world), ranks.device
         self.divided, self.in_step = own.divided, own.in_step
-        self._ranks = ranks
+        self._ranks, self.causal = ranks, causal
         node, local = self.layout.ranks_per_node, ranks.local_world
         if self.layout.zeropp != NONE and node and local % node:
             raise UserError(
@@ -187,17 +192,19 @@ class Microbatch(NamedTuple):
     inputs, targets: (B, T) int64, this rank's columns. The loss is the mean over targets that are not negative.
     documents: the documents in these sequences, in all of their columns; None: a sequence is one document. weight: the
     factor of the mean loss: this microbatch's targets, relative to the average microbatch of the global batch. So a
-    step's loss is the mean over all of its targets, wherever they lie.
+    step's loss is the mean over all of its targets, wherever they lie. positions: (T), of this rank's columns; None:
+    0, 1, 2, ...
     """
 
     inputs: Tensor
     targets: Tensor
     documents: Documents | None = None
     weight: float = 1.0
+    positions: Tensor | None = None
 
-    def options(self, positions_T: Tensor | None) -> dict[str, Any]:
-        """The model's arguments besides tokens. positions_T: of this rank's columns; None: 0, 1, 2, ..."""
-        given = {"positions_T": positions_T, "documents": self.documents}
+    def options(self) -> dict[str, Any]:
+        """The model's arguments besides tokens."""
+        given = {"positions_T": self.positions, "documents": self.documents}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -222,9 +229,17 @@ class Share(list[Microbatch]):
         return cls(microbatches, count, count * mesh.size("dp"))
 
 
-def take(tokens_BT: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's columns of inputs or targets: (B, t)."""
-    if mesh.size("cp") == 1:
-        return tokens_BT
-    mine = token_spans(mesh.layout, tokens_BT.shape[1], mesh.index("cp"))
-    return torch.cat([tokens_BT[:, start:stop] for start, stop in mine], dim=1)
+def divided(inputs_BT: Tensor, targets_BT: Tensor, first_BT: np.ndarray | None, mesh: Mesh) -> Microbatch:
+    """This rank's part of whole sequences, which are on its device. first_BT: the column at which the document of each
+    token begins; None: a sequence is one document."""
+    documents = None if first_BT is None else Documents(first_BT, mesh.device)
+    if (c := mesh.size("cp")) == 1:
+        return Microbatch(inputs_BT, targets_BT, documents)
+    T, index = inputs_BT.shape[1], mesh.index("cp")
+    mine: Sequence[Span] = token_spans(mesh.layout, T, index)
+    if documents is not None and deals(mesh.layout):
+        documents.columns = documents.tiling.dealt(c, mesh.causal)
+        mine = documents.columns[index]
+    whole = inputs_BT, targets_BT, torch.arange(T, device=mesh.device)
+    inputs, targets, places = (torch.cat([x[..., a:b] for a, b in mine], dim=-1) for x in whole)
+    return Microbatch(inputs, targets, documents, positions=places)

@@ -62,7 +62,7 @@ Layer = Linear | tensor.CutLinear | Experts
 class Parallel:
     """A rank's part of the model and its states.
 
-    stages: the model, or this rank's pipeline stages. positions: (T), of this rank's tokens; None: all positions.
+    stages: the model, or this rank's pipeline stages.
     reductions: gradient sums beyond those of the replicas, called after these finish. pipeline: runs the stages if pp >
     1. balance: of the experts' load, if the model has experts. offloads: what replicas keep elsewhere, and the disk.
     computes: the dtype of weights that compute.
@@ -70,7 +70,6 @@ class Parallel:
 
     stages: list[nn.Module]
     replicas: list[Replica]
-    positions: Tensor | None = None
     reductions: list[Callable[[], None]] = field(default_factory=list)
     pipeline: Pipeline | None = None
     balance: expert.Balance | None = None
@@ -216,7 +215,6 @@ def _divide(
         messages = tensor_sums(card, layout, partial)
         parallel.reductions.append(tensor.sum_gradients(parallel.replicas, messages, mesh))
     if mesh.size("cp") > 1:
-        parallel.positions = context.positions(model.seq_len, mesh)
         for stage in stages:
             context.apply(stage, mesh)
 

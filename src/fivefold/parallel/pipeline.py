@@ -93,17 +93,13 @@ class Pipeline:
         microbatches: Sequence[Microbatch],
         scale: float,
         seed: Seed,
-        positions_T: Tensor | None = None,
         factor: Tensor | None = None,
         backward: Callable[[int], None] = lambda microbatch: None,
     ) -> Tensor:
         """Adds the gradients of `scale` x `factor` x the sum of the microbatches' weighted losses. Returns that sum of
         losses (scalar) on the rank with the last stage, 0 on others. Replicas sync their gradients as the last ones are
-        computed. factor: of loss scaling. backward: called before each backward of a microbatch.
-
-        positions_T: of this rank's tokens; None: all positions.
-        """
-        run = _Run(self, microbatches, positions_T, scale, seed, factor, backward)
+        computed. factor: of loss scaling. backward: called before each backward of a microbatch."""
+        run = _Run(self, microbatches, scale, seed, factor, backward)
         schedule = self.schedule(len(microbatches))
         if self.recording:
             self.mesh.axis("pp").barrier()
@@ -115,10 +111,10 @@ class Pipeline:
         return torch.stack([torch.zeros((), device=self.mesh.device), *losses]).sum()
 
     @torch.no_grad()
-    def losses(self, microbatches: Sequence[Microbatch], positions_T: Tensor | None = None) -> list[Tensor]:
+    def losses(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """The loss of each microbatch, from the forwards of the schedule alone; empty on ranks without the last
         stage."""
-        run = _Run(self, microbatches, positions_T, 0.0, lambda microbatch, stage: None)
+        run = _Run(self, microbatches, 0.0, lambda microbatch, stage: None)
         if microbatches:
             run(self._actions(len(microbatches), backward=False))
         return [loss for _, loss in sorted(run.losses.items())]
@@ -145,7 +141,6 @@ class _Run:
 
     pipeline: Pipeline
     microbatches: Sequence[Microbatch]
-    positions_T: Tensor | None
     scale: float
     seed: Seed
     factor: Tensor | None = None
@@ -197,12 +192,10 @@ class _Run:
         tokens, targets = microbatch.inputs, microbatch.targets
         train = torch.is_grad_enabled()
         x = tokens if stage == 0 else self._arrived(self.inputs, key).requires_grad_(train)
-        positions_T = self.positions_T
-        if positions_T is None:
-            positions_T = torch.arange(tokens.shape[1], device=tokens.device)
+        given = {"positions_T": torch.arange(tokens.shape[1], device=tokens.device)} | microbatch.options()
         self.seed(index, list(self.pipeline.stages).index(stage))
         with self._timed(action):
-            y = module(x, targets if module.last else None, **microbatch.options(positions_T))
+            y = module(x, targets if module.last else None, **given)
         if train:
             # the activation itself is the next stage's: kept here, too, it would cost one per live microbatch
             free = y.requires_grad and not module.last

@@ -25,7 +25,8 @@ from fivefold.recipe import Recipe
 from fivefold.schedules.pipeline import DEFAULT, Schedule, stages_per_rank
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import on_nodes
-from fivefold.sharding.parts import Shape, ring_columns, stage_blocks, stages_of
+from fivefold.sharding.parts import Shape, stage_blocks, stages_of
+from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.sync import ONE_REPLICA_GROUP, ReplicaGroups
 from fivefold.sharding.units import Keeping, compressed_buckets, keepings
 
@@ -58,11 +59,11 @@ class Documents:
         sample = self.sample
         if sample is None:
             return WHOLE_SEQUENCES
-        causal, ring = card_of(model).causal, _ring(layout)
+        causal = card_of(model).causal
         if program.attention == "blocks":
-            ranks = [ring_columns(layout, model.seq_len, i, causal) for i in range(layout.cp)] if ring else ()
-            return Seen(sample.computed(B, causal, int(element_size), ranks))
-        if program.attention == "flash" and not ring and any_length(element_size, model.head_width):
+            return Seen(sample.computed(B, causal, int(element_size), layout))
+        whole = program.attention == "flash" and not some_queries(layout.cp, layout.cp_method)
+        if whole and any_length(element_size, model.head_width):
             return Seen(sample.pairs(causal), sample.seen)
         return WHOLE_SEQUENCES
 
@@ -75,7 +76,8 @@ class Documents:
             return ""
         work = f"{100 * seen.share:.3g}% of the work of whole sequences"
         if seen == WHOLE_SEQUENCES:
-            why = "its kernel for documents has no price" if _ring(layout) else "its kernel skips nothing"
+            some = some_queries(layout.cp, layout.cp_method)
+            why = "its kernel for documents has no price" if some else "its kernel skips nothing"
             work = f"priced as whole sequences ({why})"
         return (
             f"documents of {sample.tokens:.0f} tokens on average in a sequence ({SOURCES[self.source]}): "
@@ -91,10 +93,6 @@ class Documents:
             "pairs": self.pairs(model),
             "work": seen.share,
         }
-
-
-def _ring(layout: Layout) -> bool:
-    return layout.cp > 1 and layout.cp_method == "ring"
 
 
 def documents_of(recipe: Recipe, tokens: float | None = None) -> Documents | None:

@@ -62,7 +62,7 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field may hold: `a whole number >= 1`, `one of "ring", "ulysses"`."""
+    """What a field may hold: `a whole number >= 1`, `one of "ring", "ulysses", "all_gather"`."""
     such = ", ".join(f'"{example}"' for example in field.examples or ())
     return _allowed(field.annotation, field.metadata) + (f", such as {such}" if such else "")
 

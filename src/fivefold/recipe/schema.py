@@ -230,9 +230,10 @@ class LayoutSection(Section, Counts):
     Megatron-LM does (arXiv 2205.05198). Less memory for one more gather per attention and feed-forward."""
     cp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Context-parallel ranks. Each has a part of every sequence."""
-    cp_method: Literal["ring", "ulysses"] = "ring"
+    cp_method: Literal["ring", "ulysses", "all_gather"] = "ring"
     """Context-parallel attention: `ring` sends keys and values round the ranks (arXiv 2310.01889), `ulysses` exchanges
-    heads for sequence by all-to-all (arXiv 2309.14509)."""
+    heads for sequence by all-to-all (arXiv 2309.14509), `all_gather` gathers keys and values (arXiv 2407.21783) and
+    balances the work of packed documents."""
     pp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Pipeline-parallel ranks."""
     ep: int = Field(default=1, ge=1, le=MOST_RANKS)

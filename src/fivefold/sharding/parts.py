@@ -21,7 +21,6 @@ from typing import Protocol
 from fivefold.schedules.collectives.collective import Span, joined
 from fivefold.schedules.pipeline import SCHEDULES, cut, place
 from fivefold.schedules.pipeline.schedule import Placement
-from fivefold.schedules.ring_attention import turns
 from fivefold.sharding.layout import Layout, index_in
 
 Shape = tuple[int, ...]
@@ -201,25 +200,6 @@ def stage_parameters(model: Model, blocks: tuple[range, ...]) -> tuple[tuple[str
         if name == TIED and model.tied and len(blocks) > 1:
             found[-1].append(name)
     return tuple(map(tuple, found))
-
-
-def token_spans(layout: Layout, T: int, index: int) -> list[Span]:
-    """The spans [start, stop) of a sequence of T tokens on rank `index` of the context axis, in order. `ring`: a chunk
-    from the front and its mirror image from the back, which balances causal attention. `ulysses`: one chunk."""
-    c = layout.cp
-    if layout.cp_method == "ulysses":
-        return [(T // c * index, T // c * (index + 1))]
-    n = T // (2 * c)
-    return [(n * i, n * (i + 1)) for i in (index, 2 * c - 1 - index)]
-
-
-def ring_columns(layout: Layout, T: int, index: int, causal: bool) -> list[tuple[Columns, Columns]]:
-    """The columns of the queries and of the keys that rank `index` multiplies, in each turn of ring attention."""
-    own, found = tuple(token_spans(layout, T, index)), []
-    for turn in turns(layout.cp, index, causal):
-        keys = tuple(token_spans(layout, T, turn.owner))  # two chunks each
-        found.append((own[1:] if turn.late else own, keys[:1] if turn.keys < 1 else keys))
-    return found
 
 
 def sharing_group(layout: Layout, expert: bool = False) -> tuple[str, int]:

@@ -62,6 +62,8 @@ class Collective:
     number: int = 0
 
 
+KEYS = Collective("cp", "all_gather", "reduce_scatter")
+"""Keys and values of all tokens, which forward and backward gather, and the sums of their gradients."""
 HEADS = Collective("cp", "all_to_all", "all_to_all")
 """Ulysses: all heads of some tokens for some heads of all tokens, and back."""
 STATISTICS = Collective("tp", "all_gather", number=4)

@@ -166,7 +166,8 @@ def build_state(
     if memory is None and module is None and functions.card is None and ranks.device.type == "cpu":
         _fits(recipe, layout, ranks)
     total = count_parameters(recipe.model) if module is None else sum(p.numel() for p in module.parameters())
-    mesh = Mesh(layout, ranks, replica_groups.count, replica_group, overlap=bool(replica_groups.overlap))
+    overlap, causal = bool(replica_groups.overlap), card_of(recipe.model).causal
+    mesh = Mesh(layout, ranks, replica_groups.count, replica_group, overlap, causal)
     mode = compute_mode(recipe, ranks.device, module is not None)
     dtype, masters = torch_dtype(mode.working), torch_dtype(mode.master)
     if ranks.device.type == "cuda":

@@ -187,7 +187,7 @@ def forward_backward(state: State, microbatches: list[Microbatch], seed: int) ->
     with parallel.saving(), scaled(factor):
         if parallel.pipeline is not None:
             run = parallel.pipeline.forward_backward
-            total = run(share, scale, seeds, parallel.positions, factor, backward)
+            total = run(share, scale, seeds, factor, backward)
         else:
             total = accumulate(state, share, scale, seeds, factor, backward)
     for replica in parallel.replicas:
@@ -216,9 +216,8 @@ def accumulate(
         if index == len(microbatches) - 1:
             for replica in parallel.replicas:
                 replica.enable_sync()
-        given = microbatch.options(parallel.positions)
         with span("forward, microbatch", index):
-            loss = state.module(microbatch.inputs, microbatch.targets, **given)
+            loss = state.module(microbatch.inputs, microbatch.targets, **microbatch.options())
         gradient = torch.full_like(loss, scale * microbatch.weight)
         backward(index)
         with span("backward, microbatch", index):
@@ -411,11 +410,9 @@ def _sums(
     for stage in parallel.stages:
         stage.eval()
     if parallel.pipeline is not None:  # only the last stage has losses
-        losses = parallel.pipeline.losses(microbatches, parallel.positions)
+        losses = parallel.pipeline.losses(microbatches)
     else:
-        losses = (
-            state.module(one.inputs, one.targets, **one.options(parallel.positions)) for one in microbatches
-        )
+        losses = (state.module(one.inputs, one.targets, **one.options()) for one in microbatches)
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # nats, targets, bytes
     for loss, microbatch in zip(losses, microbatches, strict=False):
         progress.mark()

@@ -150,7 +150,8 @@ def blocks(recipe: Recipe, rank: int) -> dict[str, Block]:
         stack.enter_context(a_gpu())
         stack.enter_context(_for_compiler())
         replaced(stack, nn.Module, "compile", lambda module, *_, **__: by_trainer.add(module))
-        mesh, working = Mesh(layout, ranks), torch_dtype(compute_mode(recipe, DEVICE).working)
+        mesh = Mesh(layout, ranks, causal=card.causal)
+        working = torch_dtype(compute_mode(recipe, DEVICE).working)
         with Creating(FakeTensorMode(allow_non_fake_inputs=True)):
             numbered, parallel = cut(recipe, mesh, working, working, card, held(card, layout, rank))
         stack.callback(parallel.close)
@@ -174,7 +175,7 @@ def _analyse(
     with fake:
         block.to_empty(device=DEVICE)
         batch = microbatch(recipe, mesh)
-        given, (B, T) = batch.options(None), batch.inputs.shape
+        given, (B, T) = batch._replace(positions=None).options(), batch.inputs.shape
         t, working = T // mesh.layout.tp if mesh.layout.sp else T, next(block.parameters()).dtype
         x = torch.empty(B, t, model.dim, dtype=working, device=DEVICE, requires_grad=trained)
         tables = stage.context(torch.empty(T, dtype=torch.int64, device=DEVICE))

@@ -34,14 +34,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
-from fivefold.kernels.blockwise_attention import Documents
 from fivefold.launch.ranks import Ranks, threads_of
 from fivefold.models import predicted
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.optim.updater import Updater
 from fivefold.parallel.expert import AllToAll
-from fivefold.parallel.mesh import Mesh, Microbatch, take
+from fivefold.parallel.mesh import Mesh, Microbatch, divided
 from fivefold.parallel.offload import disk
 from fivefold.parallel.offload.activations import Activations
 from fivefold.recipe import Recipe
@@ -149,9 +148,8 @@ def probe(
 def microbatch(recipe: Recipe, mesh: Mesh) -> Microbatch:
     """As the trainer's, with DOCUMENTS in each sequence if attention sees them."""
     B, T = recipe.train.microbatch_size or 1, recipe.model.seq_len
-    inputs, targets = (take(torch.empty(B, T, dtype=torch.int64, device=mesh.device), mesh) for _ in range(2))
-    masks = recipe.data.document_masks
-    return Microbatch(inputs, targets, Documents(firsts(B, T), mesh.device) if masks else None)
+    inputs, targets = (torch.empty(B, T, dtype=torch.int64, device=mesh.device) for _ in range(2))
+    return divided(inputs, targets, firsts(B, T) if recipe.data.document_masks else None, mesh)
 
 
 def firsts(B: int, T: int) -> np.ndarray:

@@ -20,11 +20,10 @@ from fivefold.data.dataset import amounts, cut_of, order_of
 from fivefold.data.facts import sample
 from fivefold.data.stream import Stream
 from fivefold.errors import UserError
-from fivefold.kernels.blockwise_attention import Documents
 from fivefold.kernels.elementwise import to_device
 from fivefold.kernels.tiling import Sample
 from fivefold.models.base import LanguageModel
-from fivefold.parallel.mesh import Mesh, Microbatch, Share, take
+from fivefold.parallel.mesh import Mesh, Microbatch, Share, divided
 from fivefold.recipe import LeftOut, Recipe, batch_size, place
 from fivefold.sharding import layout
 from fivefold.step.step import ValidationSet
@@ -84,9 +83,10 @@ class Copies:
         if copied is not None:
             step = torch.cuda.current_stream()
             step.wait_event(copied)
-            for inputs, targets, documents, _ in share:
-                of = () if documents is None else (documents.first, documents.cumulative)
-                for tensor in (inputs, targets, *of):
+            for one in share:
+                of = () if one.documents is None else (one.documents.first, one.documents.cumulative)
+                places = () if one.positions is None else (one.positions,)
+                for tensor in (one.inputs, one.targets, *of, *places):
                     tensor.record_stream(step)
         return share
 
@@ -273,8 +273,8 @@ def _rows(batches: BatchSource, i: int, rows: range, mesh: Mesh) -> tuple[Microb
     batch = Batch(*batches.batch(i, rows))
     given = (torch.as_tensor(x).to(torch.int64) for x in (batch.inputs, batch.targets))
     tokens, targets = (to_device(x, mesh.device) for x in given)
-    documents = None if batch.first is None else Documents(np.asarray(batch.first), mesh.device)
-    return Microbatch(take(tokens, mesh), take(targets, mesh), documents), int((batch.targets >= 0).sum())
+    first_BT = None if batch.first is None else np.asarray(batch.first)
+    return divided(tokens, targets, first_BT, mesh), int((batch.targets >= 0).sum())
 
 
 def _fill(given: Microbatch, real: int, rows: int) -> Microbatch:
@@ -282,4 +282,4 @@ def _fill(given: Microbatch, real: int, rows: int) -> Microbatch:
     inputs, targets = (torch.cat([x, x[:1].expand(rows - len(x), -1)]) for x in (given.inputs, given.targets))
     targets[real:] = NOT_COUNTED
     documents = given.documents
-    return Microbatch(inputs, targets, documents and documents.filled(rows))
+    return given._replace(inputs=inputs, targets=targets, documents=documents and documents.filled(rows))

@@ -70,7 +70,7 @@ TINY = (
 )  # fmt: skip
 LAYOUTS = {
     2: ("dp=2,zero=3", "tp=2,sp=true", "cp=2", "pp=2", "dp=2,ep=2", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2",
-        "cp=2,cp_method=ulysses", "pp=2,schedule=zbv,virtual_stages=2"),
+        "cp=2,cp_method=ulysses", "cp=2,cp_method=all_gather", "pp=2,schedule=zbv,virtual_stages=2"),
     4: ("dp=2,tp=2,sp=true,zero=3", "pp=2,tp=2"),
     8: ("dp=2,tp=2,pp=2,zero=1", "dp_replicate=2,dp_shard=4,zero=3"),
 }  # fmt: skip

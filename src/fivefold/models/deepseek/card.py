@@ -12,6 +12,7 @@ from fivefold.models.moe import card as moe
 from fivefold.models.operations import Matmul, Operation, Program, Saved, Sizes
 from fivefold.models.section import ModelSection
 from fivefold.sharding.parts import Cut, Shape
+from fivefold.sharding.sequence import some_queries
 
 
 class Widths(NamedTuple):
@@ -125,7 +126,7 @@ class Card(moe.Card):
         moved = written + 2 * N * (H + 1) * w.rope * e * (work.ROTATED - 1) * program.eager
         cut = 0.0 if value == H * w.value else N * (value + H * w.value) * e  # values lose their padding
         held = [Saved("attention output", N * H * w.value * e, "inner")]
-        if cut and (not blocks or (s.cp > 1 and s.cp_method == "ring")):  # these keep their own result
+        if cut and (not blocks or some_queries(s.cp, s.cp_method)):  # these keep their own result
             held.append(Saved("padded output", N * value * e, "inner"))
         out = work.region_last("attention out", s, H * w.value, "out", saved=tuple(held))
         return [

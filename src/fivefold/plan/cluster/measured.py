@@ -203,6 +203,13 @@ def line_through(points: Sequence[Sequence[float]], size: float) -> float:
     return low + (high - low) * (size - a) / (b - a)
 
 
+AXES = {
+    "tp": "tp=2", "sp": "tp=2,sp=true", "ring": "cp=2", "ulysses": "cp=2,cp_method=ulysses",
+    "all_gather": "cp=2,cp_method=all_gather",
+}  # fmt: skip
+"""Ways of communicating within a block, with the layouts that measure `Measured.axes`."""
+
+
 def save(table: Measured) -> None:
     """Writes the table of this machine into the cache's file, beside those of other machines."""
     tables.write(table.machine, as_json(table))
@@ -228,6 +235,8 @@ def from_json(found: dict[str, Any]) -> Measured | None:
         read: dict[str, Any] = {
             name: {int(n): x for n, x in found[name].items()} for name in ("links", "axes")
         }
+        if any(axes.keys() != AXES.keys() for axes in read["axes"].values()):
+            return None
         read["shares"] = {int(n): Share(**share) for n, share in found["shares"].items()}
         return Measured(**found | read)
     except (KeyError, TypeError, ValueError, AttributeError):

@@ -23,6 +23,7 @@ from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
 from fivefold.sharding.layout import Layout, changed, divisors, largest
 from fivefold.sharding.layout_rules import problems
+from fivefold.sharding.sequence import METHODS
 
 SEQUENCES = ((False, False), (True, False), (True, True))
 """(sp, sp_regather) on a tensor axis."""
@@ -107,7 +108,7 @@ class Space:
         context = [
             layout
             for cp in divisors(devices)
-            for method in (("ring", "ulysses") if cp > 1 else ("ring",))
+            for method in (METHODS if cp > 1 else METHODS[:1])
             if self._allowed(layout := Layout(cp=cp, cp_method=method))
         ]
         for tp, layout in product(tensor, context):

@@ -19,6 +19,7 @@ from fivefold.plan.messages.communication import exposed, held
 from fivefold.plan.setting import Setting
 from fivefold.precision import MASTER
 from fivefold.schedules.ring_attention import messages
+from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.units import ROWS
 
 # Tiles of a matmul's result that one processor computes at once, and the share of the best rate that each reaches.
@@ -66,7 +67,8 @@ def attention(
 ) -> float:
     """Seconds of fused attention with `flops` in forward (2.5 times as many in backward) over sequences of `tokens`.
 
-    parts: number of partial attentions that a ring merges. Heads narrower than 128 are slower, because they do as many
+    parts: of a sequence, on as many ranks, each of which attends with its queries.
+    Heads narrower than 128 are slower, because they do as many
     exponentials for fewer FLOPs."""
     if device.measured:
         rate = device.measured.attended(tokens / parts, head, dtype, backward, parts > 1)
@@ -166,8 +168,10 @@ def operation(op: Operation, s: Setting) -> Cost:
     """Cost of an operation."""
     device, e, dtype = s.cluster.device, s.sizes.e, s.dtype
     gap = 0.0 if device.measured else op.kernels * s.software.kernel  # or measured, of a whole block
-    ring = s.layout.cp if s.layout.cp_method == "ring" else 1
-    within = bool(device.measured and op.attention and ring == 1)  # what attention moves was measured with it
+    parts = s.layout.cp if some_queries(s.layout.cp, s.layout.cp_method) else 1
+    within = bool(
+        device.measured and op.attention and parts == 1
+    )  # what attention moves was measured with it
     forward = gap + (0.0 if within else stream(op.forward, device, op.rate, dtype))
     forward += random(op.random, device, dtype)
     inputs = gap + (0.0 if within else stream(op.backward, device, op.rate, dtype, True))
@@ -188,8 +192,8 @@ def operation(op: Operation, s: Setting) -> Cost:
             inputs += second + gap
     if op.attention:
         length, head = s.sizes.seen.tokens or s.model.seq_len, s.model.head_width
-        forward += attention(op.attention, length, head, device, dtype, False, ring)
-        inputs += attention(op.attention, length, head, device, dtype, True, ring)
+        forward += attention(op.attention, length, head, device, dtype, False, parts)
+        inputs += attention(op.attention, length, head, device, dtype, True, parts)
     ahead, back = forward, inputs  # seconds that hide messages
     if op.beside:
         beside = [operation(one, s) for one in op.beside]

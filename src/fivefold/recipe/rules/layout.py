@@ -139,7 +139,7 @@ def _context(recipe: Sections) -> Iterator[Contradiction]:
         name = "layout.cp" if ulysses else "2 x layout.cp"
         why = "each rank has the same number of tokens"
         if not ulysses:
-            why = "a ring rank has a chunk from the front and one from the back"
+            why = "a rank has a chunk from the front and one from the back"
         yield (
             keys,
             f"{name} = {unit} must divide model.seq_len = {T}: {why}. Nearest valid: layout.cp = {nearest}, or "
