@@ -212,11 +212,7 @@ def collectives(
         if html:
             ends = [time_text(end) for end in simulate(collective, net, message).ends]
             note = f"{size_text(message)} on {net.name}, simulated."
-            options.save_as(
-                "--html",
-                html,
-                page("A collective, round by round", "Collective", [player(collective, ends, note)]),
-            )
+            options.save_as("--html", html, page(name, "Collective", [player(collective, ends, note)]))
         if msccl:
             options.save_as("--msccl", msccl, to_xml(collective))
         written = (("svg", svg), ("html", html), ("msccl", msccl))
