@@ -457,6 +457,7 @@ def test_whole_logits_need_room() -> None:
     assert smaller.tokens < plan.tokens
 
 
+@pytest.mark.slow
 def test_make_gpu_takes_an_environment_that_is_there(tmp_path: Path) -> None:
     """Whose packages may be found by PYTHONPATH, in a checkout that is not installed."""
     (tmp_path / "sitecustomize.py").write_text("print('found')")

@@ -126,6 +126,7 @@ def test_a_card_that_was_idle_sends_a_burst_at_once() -> None:
     assert seconds(600, 600) == pytest.approx(2e-4, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_measurement_is_saved_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

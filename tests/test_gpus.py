@@ -318,6 +318,7 @@ def connected(folder: Path, ranks: Ranks) -> None:
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_every_communicator_is_made_at_the_start(tmp_path: Path) -> None:
     """By ranks that wait for each other: an order in which they cannot meet would hang."""
     start_ranks(partial(connected, tmp_path), 4, fork=False)

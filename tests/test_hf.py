@@ -41,6 +41,7 @@ def make_run(folder, arch="llama", dtype=torch.float32, tokenizer=True, **fields
     return folder, recipe.model
 
 
+@only("dtype0-*")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_transformers_loads_an_export_and_gives_the_same_logits(tmp_path, arch, dtype):

@@ -123,6 +123,7 @@ def test_a_link_that_is_made_later_is_not_opened(tmp_path: Path) -> None:
     assert contents(outside) == {"secret": SECRET.encode()}
 
 
+@pytest.mark.slow
 def test_links_within_a_folder_and_to_it_are_followed(copy: Path, tmp_path: Path) -> None:
     (copy / "newest").symlink_to(copy / "checkpoints")
     (tmp_path / "name").symlink_to(copy)

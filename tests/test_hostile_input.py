@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from data_recipes import recipe_of, write
+from marks import slow
 from test_hostile_folders import run as run  # the fixture
 from typer.testing import CliRunner
 
@@ -276,7 +277,7 @@ def test_arrays_of_no_length(tmp_path: Path, shape: str) -> None:
 JSONS = ["[]", "null", DEEP, f'{{"step": {DIGITS}}}', '{"a": ' * 5000, '{"spans": 3}', "\x00"]
 
 
-@pytest.mark.parametrize("name", ["plan.json", "machine.json", "data.json"])
+@pytest.mark.parametrize("name", ["data.json", *slow("plan.json", "machine.json")])
 def test_a_page_of_broken_facts(run: Path, tmp_path: Path, name: str) -> None:
     """The report leaves them out."""
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
@@ -322,10 +323,9 @@ def test_pages_and_pictures_show_what_a_run_hides(run: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        "timeline-step-00000001-rank-0",
-        "memory-step-00000001-rank-0",
         "histogram-step-00000001",
         "profile-step-00000001-00000001",
+        *slow("timeline-step-00000001-rank-0", "memory-step-00000001-rank-0"),
     ],
 )
 def test_broken_traces(run: Path, tmp_path: Path, name: str) -> None:
@@ -380,7 +380,7 @@ def test_broken_notes_of_a_run(run: Path, tmp_path: Path) -> None:
     assert last_line(copy) == {"step": 1, "step_s": 1}
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", *slow("model.safetensors.index.json", "model.safetensors")])
 def test_broken_models(run: Path, tmp_path: Path, name: str) -> None:
     assert CliRunner().invoke(app, ["export", str(run), str(tmp_path / "model")]).exit_code == 0
     for number, text in enumerate(

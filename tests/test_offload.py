@@ -207,6 +207,7 @@ PURE = "precision.mode=bf16_pure"
         *slow(*(([f"optim.name={name}"],) for name in RULES)),
     ],
 )
+@pytest.mark.slow
 def test_a_run_resumes_exactly_whatever_its_tier(tmp_path, optimizer):
     """Saved in memory, resumed on disk, saved there, resumed in host memory: the bits of a run that never stopped."""
     sets = [

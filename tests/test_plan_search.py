@@ -325,6 +325,7 @@ def test_a_margin_of_memory_is_kept() -> None:
     assert MARGIN - 0.01 < max(needed) <= MARGIN
 
 
+@pytest.mark.slow
 def test_a_margin_that_excludes_every_layout_is_named() -> None:
     recipe = change(LLAMA, ["train.global_batch_size=64"], "dp=1")
     roomy = with_margin(parse("h100:8"), 0)
@@ -441,6 +442,7 @@ def test_saved_recipes_load(tmp_path: Path) -> None:
     assert again.step.seconds == pytest.approx(plan.step.seconds)
 
 
+@pytest.mark.slow
 def test_fp8_is_searched_when_asked_for() -> None:
     """It wins where the device multiplies it faster, and loses where it is emulated."""
     best = {

@@ -124,6 +124,7 @@ def test_messages_in_order_never_deadlock(name: str, chunks: int, ranks: int) ->
 
 @given(st.sampled_from(CASES), st.integers(1, 12), st.integers(1, 40), st.integers(0, 3), st.data())
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_messages_in_order_never_deadlock_at_any_size(
     case: tuple[str, int], ranks: int, microbatches: int, more: int, data: st.DataObject
 ) -> None:

@@ -124,6 +124,7 @@ def test_every_wait_is_missed() -> None:
     [["parallel/expert.py", "parallel/data.py"], pytest.param(sorted(TRACES), marks=pytest.mark.slow)],
     ids=["few", "all"],
 )
+@pytest.mark.slow
 def test_every_message_is_waited_for(files: list[str]) -> None:
     """Line by line, also where what waits is handed on. One trace of a line that finds a race is enough: in another a
     later wait for the same stream may do."""

@@ -109,7 +109,7 @@ def compare(recipe: Recipe) -> Traced:
     return real[0]
 
 
-@all_but("cp=2-bf16")
+@all_but("cp=2-bf16", "dp=2,ep=2-bf16")
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [

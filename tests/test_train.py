@@ -13,7 +13,7 @@ import pytest
 import stored
 import torch
 from launched import command
-from marks import only
+from marks import only, slow
 from ranks import run_ranks
 from runs import after_each_step, assert_same_tensors, lines, ranks_of, train_rank
 
@@ -72,6 +72,7 @@ def stopped_rank(rank: int, world: int, recipe: Recipe, out: Path, stop_at: int)
     return train_rank(rank, world, recipe, out, data=data)
 
 
+@pytest.mark.slow
 def test_pulse(text, tmp_path):
     """A tiny model learns a sentence by heart in seconds."""
     recipe = tiny(
@@ -85,7 +86,7 @@ def test_pulse(text, tmp_path):
     assert 0 < lines(tmp_path / "run", "val_bits_per_byte")[-1] < 0.3 / math.log(2) * 1.01
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "bert"])
+@pytest.mark.parametrize("arch", ["bert", *slow("gpt2")])
 def test_other_architectures_learn(text, tmp_path, arch):
     train_rank(0, 1, tiny(text, f"model.arch={arch}", "train.steps=25", "model.kv_heads=4"), tmp_path / "run")
     losses = lines(tmp_path / "run", "loss")
