@@ -25,7 +25,7 @@ from fivefold.models.base import fill_normal_
 from fivefold.models.layers import Output
 from fivefold.optim.signs import FISHER, LABELS, PASSES
 from fivefold.optim.updater import Rules
-from fivefold.parallel.mesh import Microbatch, Share, take
+from fivefold.parallel.mesh import Microbatch, Share
 from fivefold.parallel.replica import Replica
 from fivefold.recipe import Recipe
 from fivefold.sharding.layout import share as share_of
@@ -119,7 +119,7 @@ def _numbered(microbatches: Sequence[Microbatch], state: State) -> Share:
     for number, microbatch in enumerate(share, first):
         B, t = microbatch.targets.shape
         rows = torch.arange(number * B, (number + 1) * B, device=mesh.device)[:, None]
-        columns = take(torch.arange(t * mesh.size("cp"), device=mesh.device)[None], mesh)
+        columns = torch.arange(t, device=mesh.device) if microbatch.positions is None else microbatch.positions
         tokens = rows * (t * mesh.size("cp")) + columns
         found.append(microbatch._replace(targets=microbatch.targets.where(microbatch.targets < 0, tokens)))
     return Share(found, share.counted, share.total)
