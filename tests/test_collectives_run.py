@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import slow_but
 from ranks import run_ranks
 from torch import Tensor
 
@@ -79,7 +80,7 @@ def with_a_switch(rank: int, world: int) -> list[Tensor]:
     return [run(of_rank(rank, dtype, 7, 3)) for dtype in (torch.float32, torch.bfloat16) for _ in range(2)]
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", slow_but([3], [3, 4]))
 def test_a_switch_adds_for_the_ranks(world: int) -> None:
     *every, _ = run_ranks(world, with_a_switch)
     for number, dtype in enumerate((torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)):
@@ -151,7 +152,7 @@ def ring_self_attention(rank: int, world: int, length: int, dim: int) -> list[Te
     return [out, dscores @ keys, dk, dv]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", slow_but([3], [2, 3, 4]))
 def test_ring_self_attention_is_that_of_one_process(world: int) -> None:
     """Li et al. 2021: result and gradients, in float64."""
     *inputs, dout = (x.requires_grad_() for x in of_sequence(12, 5))
