@@ -15,7 +15,14 @@ from commands import REPO
 FOLDER = REPO / "examples" / "lectures" / "exercises"
 PAGES = [page for page in sorted((REPO / "docs" / "lectures").glob("*.md")) if page.name != "README.md"]
 NAMES = [page.stem for page in PAGES]
+OTHER = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+AS_GOOD = {  # operations whose opposite computes the same
+    "sign * math.inf": "the sign of infinity",
+    "blocks / k * given + k * (given + inside) - given": "the lowest of sums that differ by a constant",
+    "blocks + 1": "of the divisors this lacks only `blocks`, which is never best in a check",
+}
 EMPTY = {"missing": "raise NotImplementedError", "None": "return None", "error": "return 1 / 0"}
+PATIENCE_S = 2  # of the grader, in tests
 
 
 def graded(name: str, file: Path | None = None) -> tuple[int, list[str]]:
@@ -105,7 +112,30 @@ def test_each_function_is_graded(
 
 
 @pytest.mark.slow
-def test_what_cannot_be_graded(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # overflows
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_operator_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each solution with one + that is -, one / that is *, and so on: the grader passes none of them."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import grade as grader  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.setattr(grader, "PATIENCE_S", PATIENCE_S)
+    tree = ast.parse((FOLDER / "solutions" / f"{name}.py").read_text("utf-8"))
+    tried = 0
+    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+        for node in (node for part in function.body for node in ast.walk(part)):
+            if not isinstance(node, ast.BinOp) or type(node.op) not in OTHER or ast.unparse(node) in AS_GOOD:
+                continue
+            right, node.op = node.op, OTHER[type(node.op)]()
+            file = tmp_path / f"{name}.py"
+            file.write_text(ast.unparse(tree), encoding="utf-8")
+            assert not grader.grade(name[:2], file)[1], f"{function.name}: {ast.unparse(node)} passes"
+            node.op, tried = right, tried + 1
+    assert tried >= 3
+
+
+@pytest.mark.slow
+def test_what_cannot_be_graded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file with an error, one without a function, a number that is none: a sentence each."""
     broken = tmp_path / "broken.py"
     broken.write_text("def rows(:\n", encoding="utf-8")
@@ -120,6 +150,14 @@ def test_what_cannot_be_graded(tmp_path: Path) -> None:
         "  no   ring_bytes: ring_bytes(1, 24) is 24, expected 0: each round sends an n-th of the bytes"
         in lines
     )
+    broken.write_text("def rows(rank, ranks, batch):\n    while True:\n        pass\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(FOLDER)
+    import grade as grader  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.setattr(grader, "PATIENCE_S", 1)
+    lines, right = grader.grade("01", broken)
+    assert "  no   rows: does not end within 1 s" in lines
+    assert not right
     code, [line] = graded("99")
     assert code == 1
     assert line.startswith("there is no exercise '99'; there are: 01, 02,")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
+PATIENCE_S = 20  # for all checks of a function
 
 
 class Wrong(Exception):
@@ -47,6 +49,8 @@ class Graded:
             return function(*arguments)
         except NotImplementedError:
             raise Wrong("not written yet") from None
+        except Wrong:  # it takes too long
+            raise
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             line = [frame.lineno for frame in frames if Path(frame.filename) == self.file][-1:]
@@ -103,6 +107,10 @@ def short(value: Any) -> str:
     return text if len(text) <= 160 else f"{text[:150]} ... "
 
 
+def too_long(*_: object) -> NoReturn:
+    raise Wrong(f"does not end within {PATIENCE_S} s")
+
+
 def grade(number: str, file: Path | None = None) -> tuple[list[str], bool]:
     """The lines that say how an exercise went, and whether all is right."""
     found = sorted(HERE.glob(f"{number}_*.py"))
@@ -116,8 +124,10 @@ def grade(number: str, file: Path | None = None) -> tuple[list[str], bool]:
     except Exception as error:
         return [f"{exercise.name} cannot be run: {type(error).__name__}: {error}"], False
     lines, right = [exercise.name], 0
+    signal.signal(signal.SIGALRM, too_long)
     names = [name.removeprefix("check_") for name in checks if name.startswith("check_")]
     for name in names:
+        signal.alarm(PATIENCE_S)
         try:
             checks[f"check_{name}"](Graded(name, defined, exercise))
         except Wrong as wrong:
@@ -130,6 +140,8 @@ def grade(number: str, file: Path | None = None) -> tuple[list[str], bool]:
         else:
             lines.append(f"  {'yes':<4} {name}")
             right += 1
+        finally:
+            signal.alarm(0)
     return [*lines, f"{right} of {len(names)} functions are right"], right == len(names)
 
 

@@ -36,10 +36,18 @@ def check_finished(finished):
     finished.gives(3.0, [one], 1.0, 2.0)
     finished.gives(3.0, [[("F", 0), ("F", 1)]] * 2, 1.0, 2.0, why="two forwards on two stages")
     finished.gives(9.0, [one] * 3, 1.0, 2.0, why="three forwards and three backwards, one after the other")
-    schedule, flushing, share = (finished.others[name] for name in ("one_f_one_b", "gpipe", "bubble"))
     for p, m in ((2, 2), (4, 8), (3, 7)):
-        wanted = m * 3.0 * (1 + share(p, m))
+        wanted = (m + p - 1) * 3.0
         finished.gives(
-            wanted, [schedule(stage, p, m) for stage in range(p)], 1.0, 2.0, why="1F1B by the formula"
+            wanted, [in_turns(p - 1 - stage, m) for stage in range(p)], 1.0, 2.0, why=f"1F1B, {p} stages"
         )
-        finished.gives(wanted, [flushing(m)] * p, 1.0, 2.0, why="GPipe by the formula")
+        flushing = [("F", i) for i in range(m)] + [("B", i) for i in range(m)]
+        finished.gives(wanted, [flushing] * p, 1.0, 2.0, why=f"all forwards first, {p} stages")
+
+
+def in_turns(warm, m):
+    """`warm` forwards ahead, then a backward behind each forward while there are any."""
+    order = [("F", i) for i in range(min(warm, m))]
+    for i in range(m):
+        order += [("F", i + warm)] * (i + warm < m) + [("B", i)]
+    return order
