@@ -2,9 +2,12 @@
 
 import pytest
 
-from fivefold.plan.cluster.clusters import parse
+from fivefold.models.card import card_of
+from fivefold.plan.cluster.clusters import parse, with_margin
 from fivefold.plan.predict import predict
 from fivefold.recipe import active_parameters, count_parameters, load, shipped
+from fivefold.sharding.layout import Layout
+from fivefold.sharding.parts import stage_blocks
 
 # Recipe: (parameters, vocabulary, source). Vocabulary: the published one, where the recipe rounds it up to a multiple
 # of 64. "HF": elements of the published weights on Hugging Face, without tied copies.
@@ -100,6 +103,19 @@ def test_berts_weights_but_for_what_only_its_second_task_needs() -> None:
     """HF google-bert/bert-*-uncased, as `BertForMaskedLM`."""
     for name, count in (("bert-base-mlm", 109_514_298), ("bert-large-mlm", 335_174_458)):
         assert count_parameters(load(name, ["model.vocab_size=30522"]).model) == count
+
+
+def test_the_published_405b_layout_needs_no_recomputation() -> None:
+    """Table 4 of arXiv 2407.21783: tp 8, pp 16, dp 128, 16 sequences per group; 400 TFLOP/s, 41%. A stage per block."""
+    recipe = load("llama3-405b", ["layout.recompute=none"])
+    layout, cluster = Layout.from_recipe(recipe.layout), with_margin(parse("h100:16384"), 0.0)
+    assert (layout.tp, layout.cp, layout.pp, layout.dp) == (8, 1, 16, 128)
+    assert recipe.train.global_batch_size == 16 * layout.dp
+    blocks = stage_blocks(card_of(recipe.model), layout)
+    assert list(map(len, blocks)) == [0, *[1] * 126, 0]
+    plan = predict(recipe, cluster)
+    assert plan.fits
+    assert 0.41 < plan.mfu == plan.hfu < 1.15 * 0.41
 
 
 @pytest.mark.parametrize("name", PLACES)

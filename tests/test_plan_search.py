@@ -83,7 +83,7 @@ def every_valid(recipe: Recipe, devices: int, modes: list[str]) -> Iterator[tupl
             range(1, (model.experts or 1) + 1),
             range(4),
             SEQUENCES,
-            [name for name, made in SCHEDULES.items() if not made.paired] if pp > 1 else ("1f1b",),
+            [name for name, made in SCHEDULES.items() if made.searched] if pp > 1 else ("1f1b",),
             range(1, model.layers + 1) if pp > 1 else (1,),
             modes,
         )

@@ -83,14 +83,14 @@ def llama(layout: Layout, microbatches: int = 16, software: Software = FIVEFOLD)
 
 def test_many_microbatches_as_if_all_were_simulated() -> None:
     """What is added for microbatches that are not simulated is what they would take."""
-    for name, v in (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zbv", 1)):
+    for name, v in (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_h2", 1), ("zbv", 1)):
         layout = Layout(pp=4, schedule=name, virtual_stages=v)
         few, many = llama(layout, 12).seconds, llama(layout, 24).seconds
         section = ModelSection(layers=32, dim=4096, heads=32, ffn_dim=11008, seq_len=4096)
         s = setting(resolve_model(section, vocab_size=32000), layout, parse("h100"), 1, 24)
         costs = stage_costs.stage_costs(s)
         parts = tuple((c.forward, c.input, c.weight) for c in costs)
-        exact, _ = stage_costs._simulated(name, 4, 24, v, parts, tuple(stage_costs.transfers(s).items()))
+        exact, _ = stage_costs._simulated(layout, 24, parts, tuple(stage_costs.transfers(s).items()))
         assert stage_costs.pipeline(s, costs)[0] == pytest.approx(exact, rel=2e-3)
         assert few < many
 
@@ -198,14 +198,8 @@ def test_pairs_hide_rows() -> None:
         assert (pairs < plain) == faster
     many = s("dualpipev_paired", 16, 40)
     costs = stage_costs.stage_costs(many)
-    exact, _ = stage_costs._simulated(
-        "dualpipev_paired",
-        4,
-        40,
-        1,
-        tuple(c.timed for c in costs),
-        tuple(stage_costs.transfers(many).items()),
-    )
+    priced = tuple(c.timed for c in costs)
+    exact, _ = stage_costs._simulated(many.layout, 40, priced, tuple(stage_costs.transfers(many).items()))
     assert stage_costs.pipeline(many, costs)[0] == pytest.approx(exact, rel=2e-3)
 
 

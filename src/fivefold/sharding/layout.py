@@ -71,10 +71,6 @@ class Layout(Counts):
     sp_regather: bool = False
     schedule: str = DEFAULT
     virtual_stages: int = 1
-    round_microbatches: int | None = None
-    zb_costs: str | None = None
-    zb_live: int | None = None
-    bare_ends: bool = False
     microbatches: int | None = None
     recompute: str = "none"
     offload: str = NOT_OFFLOADED
@@ -88,6 +84,10 @@ class Layout(Counts):
     ranks_per_node: int | None = None
     expert_chunks: int = 1
     bucket_mib: float = BUCKET_BYTES / 2**20
+    round_microbatches: int | None = None
+    zb_costs: str | None = None
+    zb_live: int | None = None
+    bare_ends: bool = False
 
     @classmethod
     def from_recipe(cls, section: Any) -> Layout:
