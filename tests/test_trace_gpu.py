@@ -277,7 +277,8 @@ def test_every_layout_and_architecture(traced, arch: str, layout: str) -> None:
 
 
 LIKE = {
-    "fp32, gathered", "adam", "momentum", "adagrad", "rmsprop", "radam", "nadam", "adamsage", "lion", "fp16 rows", "soap", "muon",
+    "fp32, gathered", "adam", "momentum", "adagrad", "rmsprop", "radam", "nadam", "adamsage", "lion", "fp16 rows",
+    "soap", "muon",
     "bf16_pure nearest", "bf16_pure kahan", "bf16_pure, all:disk", "fp8 tensors", "activations, dp=2,zero=3",
     "activations, tp=2,recompute=full", "states:host, tp=2,sp=true", "states:host, dp=2,zero=1",
 }  # fmt: skip
