@@ -81,6 +81,7 @@ FEW = {"dp=2,zero=3", "tp=2,sp=true", EXPERTS[1]}
 """Layouts of `make test` for architectures that others resemble; `make test-all` has all of them."""
 SLOW = SAME - {text for text in PIPELINES if "zb_h1" in text} | {
     "dp=1", "dp=2", "dp=2,zero=1", "dp=1,recompute=full", "dp=1,recompute=selective", "tp=2", LAYOUTS[-2], LAYOUTS[-3],
+    "cp=2,cp_method=all_gather",
 }  # fmt: skip
 """Layouts whose operators others have, too."""
 SOME = [
@@ -278,7 +279,8 @@ def test_every_layout_and_architecture(traced, arch: str, layout: str) -> None:
 
 
 LIKE = {
-    "adam", "momentum", "adagrad", "rmsprop", "radam", "nadam", "adamsage", "lion", "fp16 rows", "soap", "muon",
+    "fp32, gathered", "adam", "momentum", "adagrad", "rmsprop", "radam", "nadam", "adamsage", "lion", "fp16 rows",
+    "soap", "muon",
     "bf16_pure nearest", "bf16_pure kahan", "bf16_pure, all:disk", "fp8 tensors", "activations, dp=2,zero=3",
     "activations, tp=2,recompute=full", "states:host, tp=2,sp=true", "states:host, dp=2,zero=1",
     "states:host, dp=2,zero=2", "all:disk, dp=2,zero=3",

@@ -93,13 +93,11 @@ def rules(s: Setting) -> list[Rule]:
     data = f"ZeRO-{x.zero}" if x.shards > 1 else "DDP" if x.dp > 1 else "gradients of CP"
     gradients = "gradients behind backward" + ", weights behind forward" * (x.shards > 1)
     in_backward = program.overlap_data and (program.overlap_scatter or not x.zero)
-    # one of Ulysses' all-to-alls comes before attention and one behind it: they hide only behind other heads
-    heads = "heads on their way behind the attention of others"
-    gathered = "keys and values on their way behind the attention of other heads"
+    # keys that are gathered, and one of Ulysses' all-to-alls, come before attention: only other heads could hide them
     sent = {
         "ring": "keys and values behind the attention of a turn",
-        "ulysses": heads,
-        "all_gather": gathered,
+        "ulysses": "heads on their way behind the attention of others",
+        "all_gather": "keys and values on their way behind the attention of other heads",
     }
     # technique, axis, what is sent, what decides, whether it overlaps; seconds of messages over those of computing, the
     # value of what decides, the setting with it times a factor (None if that is not possible), the ratio's limit

@@ -272,9 +272,10 @@ class _WholeSequence(Function):
         return split_heads_backward(dq, torch.stack((dk, dv)), cos, sin), *[None] * 5
 
 
-Parts = list[tuple[slice, list[tuple[slice, bool, list[Tile] | None]]]]
-"""Queries of a rank, and which of all keys they see: a part of the keys, whether a causal mask hides some of them, and
-the tiles that documents leave."""
+Seen = tuple[slice, bool, list[Tile] | None]
+"""A part of all keys, whether a causal mask hides some of them, and the tiles that documents leave."""
+Parts = list[tuple[slice, list[Seen]]]
+"""Queries of a rank, and which keys they see."""
 
 
 def parts_of(columns: Columns, T: int, causal: bool, documents: Documents | None, element_size: int) -> Parts:
@@ -287,8 +288,9 @@ def parts_of(columns: Columns, T: int, causal: bool, documents: Documents | None
         if documents is not None:
             tiles = documents.tiles(((a, b),), ((0, T),), causal, element_size)
             found.append((rows, [(slice(T), False, tiles)]))
-        else:  # their own keys, and those before them
-            found.append((rows, [(slice(a, b), True, None), (slice(a), False, None)][: 1 + (a > 0)]))
+        else:
+            before: list[Seen] = [(slice(a), False, None)] if a else []
+            found.append((rows, [(slice(a, b), True, None), *before]))
     return found
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,9 +27,6 @@ from fivefold.sharding.layout_rules import on_nodes
 from fivefold.sharding.parts import Span
 from fivefold.sharding.sequence import deals, token_spans
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Mesh:

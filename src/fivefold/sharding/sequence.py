@@ -17,8 +17,7 @@ from fivefold.sharding.parts import Columns
 if TYPE_CHECKING:
     import numpy as np
 
-METHODS = ("ring", "ulysses", "all_gather")
-"""Of context parallelism: `parallel/context.py` says what each does."""
+METHODS = ("ring", "ulysses", "all_gather")  # parallel/context.py says what each does
 MOST_BLOCKS, LEAST_TOKENS = 8, 32
 """Blocks that a rank is dealt at most, and their tokens at least, if that leaves two. Small blocks balance better, but
 their matmuls are slower."""
@@ -44,8 +43,7 @@ def ring_columns(layout: Layout, T: int, index: int, causal: bool) -> list[tuple
 
 
 def some_queries(cp: int, method: str) -> bool:
-    """True if a rank computes attention of its own tokens' queries with all heads (`kernels/partial_attention.py`);
-    else of all tokens, if perhaps with some heads."""
+    """True if a rank attends with some queries and all heads (`kernels/partial_attention.py`)."""
     return cp > 1 and method != "ulysses"
 
 

@@ -67,9 +67,8 @@ def attention(
 ) -> float:
     """Seconds of fused attention with `flops` in forward (2.5 times as many in backward) over sequences of `tokens`.
 
-    parts: of a sequence, on as many ranks, each of which attends with its queries.
-    Heads narrower than 128 are slower, because they do as many
-    exponentials for fewer FLOPs."""
+    parts: ranks that attend with a part of the queries each. Heads narrower than 128 are slower, because they do
+    as many exponentials for fewer FLOPs."""
     if device.measured:
         rate = device.measured.attended(tokens / parts, head, dtype, backward, parts > 1)
         return flops * (2.5 if backward else 1.0) / rate
