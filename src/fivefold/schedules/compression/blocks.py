@@ -90,8 +90,8 @@ class Blocks(Compressor):
         return 4 * ranks * self.chunk(shapes, ranks) * self.block
 
     def scratch(self, shapes: Sequence[Shape], ranks: int) -> int:
-        """A chunk in fp32; its bits as bytes, twice, or its codes in int32."""
-        return (8 if self.levels else 4 if self.bits == 8 else 6) * self.chunk(shapes, ranks) * self.block
+        """A chunk in fp32; its bits as bytes, twice, or its codes as bytes and in int32 with their levels."""
+        return (13 if self.levels else 4 if self.bits == 8 else 6) * self.chunk(shapes, ranks) * self.block
 
 
 INT8, INT4 = Blocks("int8", bits=8, block=256), Blocks("int4", bits=4, block=256)
