@@ -143,6 +143,16 @@ def test_storage() -> None:
         assert private.storage_of(x) != private.storage_of(other)
 
 
+def test_in_backward() -> None:
+    x, seen = torch.ones(2, requires_grad=True), list[bool]()
+    y = x * 2
+    y.register_hook(lambda _: seen.append(private.in_backward()))
+    assert not private.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not private.in_backward()
+
+
 def test_watched() -> None:
     assert not private.watched()
     with FakeTensorMode():

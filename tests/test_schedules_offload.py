@@ -42,6 +42,22 @@ def test_a_window_fetches_twice_and_no_sooner_than_there_is_room():
     assert narrow.waited > 0
 
 
+def test_direct_reads_in_place_what_would_be_late():
+    """With a link that takes three times as long as forward each unit waits for the link alone, not for both in turn;
+    with a fast one nothing but the first unit is late, and it is the window."""
+    slow = [Unit(1, 2, 0.1, 0.1, 3.0)] * 6
+    found = {name: simulate(slow, replace(WAYS[name], width=1)) for name in ("window", "direct")}
+    assert found["direct"].seconds < found["window"].seconds
+    assert found["direct"].seconds == pytest.approx(6 * 3 + 2 + 5 * 3 + 0.1 + 0.1)
+    for timeline in found.values():
+        assert sum(span.seconds for span in timeline.of("in")) == pytest.approx((6 + 5) * 3.0), (
+            "once for each use"
+        )
+    fast = [Unit(1, 2, 0.1, 0.1, 0.01)] * 6
+    late = [s.name for s in simulate(fast, WAYS["direct"]).of("in") if "in place" in s.name]
+    assert late == ["weights 0, read in place"]
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_a_step_computes_everything_once(name):
     timeline = simulate(UNITS, WAYS[name])

@@ -258,10 +258,9 @@ def of_offload(recipe: Recipe) -> dict[tuple[str, str], int]:
     found = {("item", "parallel/offload/update.py"): 1, ("to_copy", "parallel/offload/update.py"): 1}
     if away.working != "device":
         moved, found["copy_", "parallel/offload/update.py"] = 0, outside
-    if layout.zero and scattered_once(layout.zero, layout.pp):
-        m = 1
+    sums = 1 if layout.zero and scattered_once(layout.zero, layout.pp) else m
     if away.gradients != "device":
-        moved += (L + 1) * (m + m - 1)
+        moved += (L + 1) * (sums + sums - 1)
     if away.working != "device":
         moved += m * (L + L - (not layout.zero))  # the last block's stay for its backward
     found["copy_", "parallel/offload/disk.py"] = moved

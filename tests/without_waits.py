@@ -206,7 +206,9 @@ TRACES: dict[str, Callable[[], dict[str, int]]] = {
     "parallel/expert.py": partial(traced, "dp=2,ep=2", "moe"),
     "parallel/offload/activations.py": partial(traced, "dp=1", "llama", "layout.offload=activations", *LARGE),
     "parallel/offload/pages.py": TO_DISK,
+    "parallel/offload/rows.py": partial(traced, "dp=2,zero=2", "llama", "layout.offload=states:disk", *LARGE),
     "parallel/offload/update.py": TO_DISK,
+    "kernels/private.py": partial(traced, "dp=2,zero=3", "llama", "layout.offload=all:disk", *LARGE),
     "parallel/pipeline.py": partial(traced, "pp=2,schedule=1f1b", "llama"),
     "parallel/tensor.py": partial(traced, "tp=2,sp=true", "moe"),
     "parallel/zero.py": partial(

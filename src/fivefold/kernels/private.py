@@ -49,6 +49,12 @@ def storage_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def in_backward() -> bool:
+    """True while autograd runs a backward in this thread. Without it: paged weights do not tell a recomputation from
+    another microbatch's forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def watched() -> bool:
     """True while a mode sees every operation of this thread, such as a trace. Without it: a trace would miss what a
     pipeline's pairs run on their second thread."""

@@ -323,12 +323,12 @@ class UnitMessages:
         """Sums a microbatch's gradients over replicas. rows: flat; FSDP2 is about to add them to the gradients of
         earlier microbatches. On GPUs it has allocated them on its scatter stream and calls this on another one, so the
         allocator is told who else reads them."""
-        if self.taken is not None:
-            self.taken(rows)
-            return
         for gradients in (rows, self.arrived):
             if gradients is not None and gradients.is_cuda:
                 gradients.record_stream(torch.cuda.current_stream())
+        if self.taken is not None:
+            self.taken(rows)
+            return
         if not self.last:
             self.arrived = rows if self.arrived is None else self.arrived
             return

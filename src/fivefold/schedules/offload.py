@@ -8,10 +8,12 @@ for what:
   all weights are back (ZeRO-Offload, arXiv 2101.06840). The device waits twice.
 - `beside`: the update goes in the order of forward, and a unit's forward waits for its own weights (parallel/offload;
   arXiv 2104.07857 reads ahead likewise). The values are the same.
-- `early`: a unit is updated as soon as its gradients are out, beside backward, so both waits are hidden (MemFerry's
-  aim). It needs an update without the norm of the whole gradient, so no recipe runs it.
+- `early`: a unit is updated as soon as its gradients are out, beside backward, so both waits are hidden. It needs an
+  update without the norm of the whole gradient, so no recipe runs it.
 - `window`: as `early`, and only `width` units have weights on the device (STRONGHOLD, SC 2022). They are fetched for
   forward, and again for backward.
+- `direct`: as `window`; where the link would be late, the device computes on the weights in host memory, and reads them
+  over the link meanwhile (MemFerry, ICS 2025). It needs kernels that do so, so it is planned only.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ STEPS = 4  # simulated; the last but one is steady
 @dataclass(frozen=True)
 class Way:
     """eager: updates do not wait for the norm. together: forward waits for all weights. width: units whose weights are
-    on the device; 0: all. runs: the trainer has it."""
+    on the device; 0: all. direct: weights that would be late are read in place. runs: the trainer has it."""
 
     name: str
     eager: bool = False
     together: bool = False
     width: int = 0
+    direct: bool = False
     runs: bool = False
 
 
@@ -44,6 +47,7 @@ WAYS = {
         Way("beside", runs=True),
         Way("early", eager=True),
         Way("window", eager=True, width=3),
+        Way("direct", eager=True, width=3, direct=True),
     )
 }
 
@@ -95,26 +99,41 @@ def _forward(
     """Returns when each unit's forward has ended."""
     done = list[float]()
     for number, unit in enumerate(units):
-        here = ready[number]
         if way.width:
             freed = done[number - way.width] if number >= way.width else 0.0
-            here = clock.run(IN, MESSAGE, f"weights {number}", unit.back, max(here, freed))
-        done.append(clock.run(COMPUTE, "forward", f"unit.{number}", unit.forward, here))
+            done.append(_fetched(clock, unit, number, "forward", way.direct, ready[number], freed))
+        else:
+            done.append(clock.run(COMPUTE, "forward", f"unit.{number}", unit.forward, ready[number]))
         if number == 0:
-            starts.append(done[0] - unit.forward)
+            starts.append(clock.spans[-1].start)
     return done
+
+
+def _fetched(
+    clock: _Clock, unit: Unit, number: int, kind: str, direct: bool, ready: float, freed: float
+) -> float:
+    """Computes with weights that are in host memory from `ready` on. There is room for them on the device when another
+    unit's are `freed`. Returns the end."""
+    seconds, name = getattr(unit, kind), f"weights {number}"
+    idle, link = clock.free.get(COMPUTE, 0.0), clock.free.get(IN, 0.0)
+    if direct and max(ready, freed, link) + unit.back > max(idle, ready):
+        begin = max(idle, ready, link)
+        clock.run(IN, MESSAGE, f"{name}, read in place", unit.back, begin)
+        return clock.run(COMPUTE, kind, f"unit.{number}", seconds, begin + max(0.0, unit.back - seconds))
+    here = clock.run(IN, MESSAGE, name, unit.back, max(ready, freed))
+    return clock.run(COMPUTE, kind, f"unit.{number}", seconds, here)
 
 
 def _backward(clock: _Clock, units: Sequence[Unit], way: Way, done: list[float]) -> list[float]:
     """Returns when each unit's gradients are out."""
     out, ended, last = [0.0] * len(units), dict[int, float](), len(units) - 1
     for number in range(last, -1, -1):
-        unit, here = units[number], 0.0
+        unit = units[number]
         if way.width and number <= last - way.width:  # the last units are still there
-            here = clock.run(
-                IN, MESSAGE, f"weights {number}", unit.back, ended.get(number + way.width, done[last])
-            )
-        ended[number] = clock.run(COMPUTE, "backward", f"unit.{number}", unit.backward, here)
+            freed = ended.get(number + way.width, done[last])
+            ended[number] = _fetched(clock, unit, number, "backward", way.direct, 0.0, freed)
+        else:
+            ended[number] = clock.run(COMPUTE, "backward", f"unit.{number}", unit.backward)
         out[number] = clock.run(OUT, MESSAGE, f"gradients {number}", unit.out, ended[number])
     return out
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.comm import Scheduled, Started
+from fivefold.kernels import private
 from fivefold.kernels.elementwise import add_gradient
 from fivefold.optim.scaling import Norms, norms
 from fivefold.optim.updater import Updater
@@ -283,13 +284,13 @@ class Paged(Pages, Hooked):
             for unit in units:
                 block = stage.get_submodule(unit.name)
                 block.register_forward_pre_hook(
-                    lambda *_, unit=unit: self.need(unit, -1 if unit.backward else 1)
+                    lambda *_, unit=unit: self.need(unit, -1 if private.in_backward() else 1)
                 )
                 block.register_forward_hook(lambda _m, _i, output, unit=unit: self._computed(unit, output))
 
     def _computed(self, unit: Unit, output: object) -> None:
         """Frees a block's weights after its forward, unless it is a recomputation's."""
-        if unit.backward:
+        if private.in_backward():
             return
         outputs = output if isinstance(output, tuple) else (output,)
         tensors = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]

@@ -9,8 +9,8 @@ sums, in the order of the arena, and FSDP2's own gradients are dropped.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -26,6 +26,19 @@ from fivefold.sharding.parts import Part
 
 Shares = Sequence[tuple[str, int]]
 """(name, elements with padding) of a unit's parameters, in the order of its messages."""
+
+
+@contextmanager
+def _on_default_stream(on_gpu: bool) -> Iterator[None]:
+    """The threads of I/O copy on the default stream. FSDP2 calls us on one of its own."""
+    if not on_gpu:
+        yield
+        return
+    main, its = torch.cuda.default_stream(), torch.cuda.current_stream()
+    main.wait_stream(its)
+    with torch.cuda.stream(main):
+        yield
+    its.wait_stream(main)
 
 
 class Rows(Pages, Sharded):
@@ -92,16 +105,10 @@ class Rows(Pages, Sharded):
 
     def _take(self, messages: UnitMessages, unit: Unit, shares: Shares, rows: Tensor) -> None:
         """Adds what a scatter has brought. In a hybrid, the last microbatch's sums are summed over replicas, too."""
-        stream = nullcontext()
-        if rows.is_cuda:  # the threads of I/O copy on the default stream
-            main = torch.cuda.default_stream(rows.device)
-            main.wait_stream(torch.cuda.current_stream())
-            rows.record_stream(main)
-            stream = torch.cuda.stream(main)
         if self._last is not None:  # what FSDP2 made of the unit's before
             private.forget_gradients(self._last)
         self._last = messages.module
-        with stream, torch.no_grad():
+        with _on_default_stream(rows.is_cuda), torch.no_grad():
             self.gather_sums(unit)
             self.wait(unit)
             for name, part in self._parts(shares, rows):
