@@ -35,7 +35,7 @@ from fivefold.parallel.tensor import ColumnLinear, RowLinear
 from fivefold.recipe import load, resolve
 from fivefold.schedules.collectives.registry import build, shape_of
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import token_spans
+from fivefold.sharding.sequence import token_spans
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 

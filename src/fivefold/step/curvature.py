@@ -119,7 +119,9 @@ def _numbered(microbatches: Sequence[Microbatch], state: State) -> Share:
     for number, microbatch in enumerate(share, first):
         B, t = microbatch.targets.shape
         rows = torch.arange(number * B, (number + 1) * B, device=mesh.device)[:, None]
-        columns = torch.arange(t, device=mesh.device) if microbatch.positions is None else microbatch.positions
+        columns = (
+            torch.arange(t, device=mesh.device) if microbatch.positions is None else microbatch.positions
+        )
         tokens = rows * (t * mesh.size("cp")) + columns
         found.append(microbatch._replace(targets=microbatch.targets.where(microbatch.targets < 0, tokens)))
     return Share(found, share.counted, share.total)
