@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -88,13 +88,14 @@ def place(unit: FSDPModule, memory: Sequence[Tensor]) -> None:
     """Moves the rows of a unit's parameters, with padding, into flat tensors, in the order of `rows`. Without it:
     weights that leave the device cannot be read in one piece."""
     for p, flat in zip((p for group in groups(unit) for p in group.fsdp_params), memory, strict=True):
-        local, dim = p.sharded_param._local_tensor, p.fsdp_placement.dim
+        parameter: Any = p.sharded_param
+        local, dim = parameter._local_tensor, p.fsdp_placement.dim
         flat.copy_(p._sharded_param_data)
         p._sharded_param_data = flat
         placed = flat.view(p.padded_sharded_param_size).narrow(
             dim, 0, local.size(dim) if local.numel() else 0
         )
-        p.sharded_param._local_tensor = placed
+        parameter._local_tensor = placed
 
 
 def around_gather(unit: FSDPModule, before: Callable[[bool], None], after: Callable[[], None]) -> None:
@@ -102,7 +103,7 @@ def around_gather(unit: FSDPModule, before: Callable[[bool], None], after: Calla
     own rows are copied into the message. Without it: rows cannot leave the device."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-    def around(group: FSDPParamGroup, unshard: Callable[[bool], None]) -> Callable[[bool], None]:
+    def around(group: FSDPParamGroup, unshard: Callable[[bool], None]) -> Any:
         def gather(async_op: bool = False) -> None:
             if group.is_unsharded or group._all_gather_result is not None:
                 return

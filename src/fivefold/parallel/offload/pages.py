@@ -107,13 +107,14 @@ class Pages(Replica):
 
     # Weights
 
-    def in_order(self, units: list[Unit], last_stays: bool) -> None:
-        """The paged units of a stage, in the order of forward. last_stays: the last one's weights stay until its
-        backward, which is next."""
-        for before, after in pairwise(units):
-            before.beside[1], after.beside[-1] = after, before
-        if units:
-            units[-1].stays = last_stays
+    def in_order(self, forward: list[Unit], backward: list[Unit], last_stays: bool) -> None:
+        """The paged units of a stage, in the orders in which their weights are needed. last_stays: the last one's stay
+        until its backward, which is next."""
+        for direction, units in ((1, forward), (-1, backward)):
+            for one, following in pairwise(units):
+                one.beside[direction] = following
+        if forward:
+            forward[-1].stays = last_stays
 
     def need(self, unit: Unit, direction: int) -> None:
         """Waits until the weights of a block are there, and starts to read those of the next ones."""
@@ -280,7 +281,7 @@ class Paged(Pages, Hooked):
         for stage in stages:
             here = {unit_of(name) for name, _ in stage.named_parameters()}
             units = [unit for unit in self.pages.values() if unit.paged and unit.name in here]
-            self.in_order(units, last_stays=not pipeline)
+            self.in_order(units, units[::-1], last_stays=not pipeline)
             for unit in units:
                 block = stage.get_submodule(unit.name)
                 block.register_forward_pre_hook(

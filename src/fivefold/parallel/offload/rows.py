@@ -23,6 +23,7 @@ from fivefold.parallel.offload.pages import Pages, Unit
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.zero import Sharded, UnitMessages
 from fivefold.sharding.parts import Part
+from fivefold.sharding.tiers import unit_of
 
 Shares = Sequence[tuple[str, int]]
 """(name, elements with padding) of a unit's parameters, in the order of its messages."""
@@ -80,9 +81,11 @@ class Rows(Pages, Sharded):
             for stage, root in zip(stages, self.roots, strict=True):
                 private.begin(root)
                 here = {e.table.module for e in messages if e.module in {*stage.modules()}}
-                self.in_order(
-                    [u for u in self.pages.values() if u.paged and u.name in here], last_stays=False
-                )
+                units = [unit for unit in self.pages.values() if unit.paged and unit.name in here]
+                blocks = dict.fromkeys(unit_of(unit.name) for unit in units)
+                # A block itself is gathered before its experts, in backward, too
+                back = [unit for block in reversed(blocks) for unit in units if unit_of(unit.name) == block]
+                self.in_order(units, back, last_stays=False)
         self.refresh()
 
     def _page(self, messages: UnitMessages, unit: Unit, shares: Shares) -> None:
@@ -159,6 +162,11 @@ class Rows(Pages, Sharded):
     def refresh(self) -> None:
         Pages.refresh(self)
         self.forget_gathered()
+
+    def forget_gathered(self) -> None:
+        super().forget_gathered()
+        for unit in self.pages.values():  # what was read ahead, and not used, is of old weights
+            self.free(unit)
 
     def kept(self) -> dict[str, list[Tensor]]:
         here = Pages.kept(self)

@@ -42,7 +42,8 @@ class Offload:
         self.disk, self.tiers, self.device, self.sharded = disk, tiers, device, sharded is not None
         self.shapes = {name: tuple(t.shape) for name, t in like.items()}
         (self.dtype,) = {t.dtype for t in like.values()}
-        units, room = ({n: some[i] for n, some in sharded.items()} if sharded else None for i in (0, 1))
+        units = {name: unit for name, (unit, _) in sharded.items()} if sharded else None
+        room = {name: size for name, (_, size) in sharded.items()} if sharded else None
         self.arena = arena({name: t.numel() for name, t in like.items()}, units, room)
         self.homes: dict[str, Home] = {}
         self.updater: StreamedUpdater | None = None
