@@ -10,7 +10,7 @@ from itertools import combinations, islice
 from fivefold.errors import UserError, did_you_mean
 from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO, all_reduce_problem
 from fivefold.schedules.compression import NONE, problem
-from fivefold.schedules.pipeline import SCHEDULES, costs_of, stages_per_rank, tuning_problem
+from fivefold.schedules.pipeline import SCHEDULES, copies_problem, costs_of, stages_per_rank, tuning_problem
 from fivefold.sharding.layout import AXES, Layout, divisors, equation, groups, summing_groups, to_text
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS, partitions
 from fivefold.sharding.units import zeropp
@@ -70,11 +70,35 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     try:
         if layout.pp > 1 or layout.schedule not in SCHEDULES:
             stages_per_rank(layout.schedule, layout.virtual_stages)
+            yield from _copies_problems(layout)
             if message := tuning_problem(layout.schedule, layout.tuned):
                 yield {"schedule", *layout.tuned}, message
             costs_of(layout.zb_costs)
     except UserError as error:
         yield {"schedule", "virtual_stages"}, str(error).removeprefix("layout.")
+
+
+def _copies_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
+    """What two copies of the model in a pipeline do not combine with."""
+    name = layout.schedule
+    if layout.copies == 1:
+        return
+    if message := copies_problem(name, layout.pp):
+        yield {"schedule", "pp"}, message
+    for field in ("tp", "cp"):
+        if SCHEDULES[name].paired and (size := getattr(layout, field)) > 1:
+            yield (
+                {"schedule", field},
+                f"schedule={name} does not combine with {field}={size}: of a forward and a backward that run in turns, "
+                f"only messages of experts hide. Nearest valid: {field}=1, or schedule={name.removesuffix('_paired')}",
+            )
+    for field, plain in (("offload", NOT_OFFLOADED), ("compress", NONE)):
+        if (value := getattr(layout, field)) != plain:
+            yield (
+                {"schedule", field},
+                f"schedule={name} does not combine with {field}={value}, which counts with one copy of the model. "
+                f"Nearest valid: {field}={plain}",
+            )
 
 
 def _unknown(field: str, value: str, valid: Iterable[str]) -> tuple[set[str], str]:

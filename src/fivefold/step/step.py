@@ -411,12 +411,13 @@ def _sums(
         losses = parallel.pipeline.losses(microbatches, parallel.positions)
     else:
         losses = (
-            state.module(one.inputs, one.targets, **one.options(parallel.positions)) for one in microbatches
+            (number, state.module(one.inputs, one.targets, **one.options(parallel.positions)))
+            for number, one in enumerate(microbatches)
         )
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # nats, targets, bytes
-    for loss, microbatch in zip(losses, microbatches, strict=False):
+    for number, loss in losses:
         progress.mark()
-        targets = microbatch.targets
+        targets = microbatches[number].targets
         counted = targets >= 0
         sums[0] += loss.double() * counted.sum()
         sums[1] += counted.sum()

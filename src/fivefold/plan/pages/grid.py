@@ -187,7 +187,8 @@ def layout_at(center: Base, values: Values) -> Layout:
     pipeline = (
         {}
         if pp > 1
-        else {"schedule": DEFAULT, "virtual_stages": 1, "bare_ends": False} | dict.fromkeys(TUNED)
+        else {"schedule": DEFAULT, "virtual_stages": 1, "bare_ends": False}
+        | {name: getattr(Layout(), name) for name in TUNED}
     )
     return replace(
         own,
