@@ -85,20 +85,13 @@ def _copies_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         return
     if message := copies_problem(name, layout.pp):
         yield {"schedule", "pp"}, message
-    for field in ("tp", "cp"):
-        if SCHEDULES[name].paired and (size := getattr(layout, field)) > 1:
-            yield (
-                {"schedule", field},
-                f"schedule={name} does not combine with {field}={size}: of a forward and a backward that run in turns, "
-                f"only messages of experts hide. Nearest valid: {field}=1, or schedule={name.removesuffix('_paired')}",
-            )
-    for field, plain in (("offload", NOT_OFFLOADED), ("compress", NONE)):
+    hidden, counted = "whose messages pairs do not hide", "which counts with one copy of the model"
+    pairs = [("tp", 1, hidden), ("cp", 1, hidden)] * SCHEDULES[name].paired
+    for field, plain, why in (*pairs, ("offload", NOT_OFFLOADED, counted), ("compress", NONE, counted)):
         if (value := getattr(layout, field)) != plain:
-            yield (
-                {"schedule", field},
-                f"schedule={name} does not combine with {field}={value}, which counts with one copy of the model. "
-                f"Nearest valid: {field}={plain}",
-            )
+            other = f", or schedule={name.removesuffix('_paired')}" if why == hidden else ""
+            message = f"schedule={name} does not combine with {field}={value}, {why}"
+            yield {"schedule", field}, f"{message}. Nearest valid: {field}={plain}{other}"
 
 
 def _unknown(field: str, value: str, valid: Iterable[str]) -> tuple[set[str], str]:
