@@ -83,7 +83,7 @@ def wanted(schedule: Schedule, moves: Mapping[Action, Any]) -> Callable[[Step], 
     def before(step: Step) -> list[Step]:
         what, action = step
         if what == "compute":
-            results = (r for r in needs(action, schedule.stages - 1) if r[1] != action.stage)
+            results = (r for r in needs(action, schedule.length) if r[1] != action.stage)
             return [("end", receive_of[result]) for result in results if result in receive_of]
         if what == "call":
             return [("compute", maker[action])] if action in maker else []

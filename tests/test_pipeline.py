@@ -22,6 +22,7 @@ from runs import lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
+from fivefold.errors import UserError
 from fivefold.models.base import build as build_model
 from fivefold.models.base import init_weights
 from fivefold.models.card import card_of
@@ -80,7 +81,7 @@ def small(arch: Arch = "llama", tied: bool | None = None, layers: int = 8) -> Mo
 QUICK = {
     ("gpipe", 4, "true", 5), ("1f1b", 2, "true", 5), ("interleaved", 4, "true", 5), ("looped_bfs", 2, "false", 8),
     ("zb_h1", 4, "true", 5), ("zbv", 2, "false", 8), ("zbv", 4, "true", 5), ("dualpipev", 2, "true", 5),
-    ("v_half", 2, "true", 5), ("zb_h2", 2, "true", 5),
+    ("v_half", 2, "true", 5), ("zb_h2", 2, "true", 5), ("dualpipe", 2, "true", 5),
 }  # fmt: skip
 
 
@@ -166,7 +167,7 @@ def test_with_replicas_on_eight_ranks(room):
 
 
 @pytest.mark.parametrize(
-    ("name", "zero"), slow_but([("zbv", 3)], [(n, z) for n in ("1f1b", "zbv") for z in (1, 2, 3)])
+    ("name", "zero"), slow_but([("zbv", 3)], [(n, z) for n in ("1f1b", "zbv", "dualpipe") for z in (1, 2, 3)])
 )
 def test_with_shared_states(room, name, zero):
     report = compared(tiny(room, line(name, 2, f",dp=2,zero={zero}")), folder=room / "zero")
@@ -178,6 +179,48 @@ def test_shared_states_with_one_microbatch_in_bf16(room):
     sets = ["train.global_batch_size=4", "train.microbatch_size=2"]
     report = compared(tiny(room, line("zbv", 2, ",dp=2,zero=2"), *sets, mode="bf16"))
     assert report.passed, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        "pp=2,schedule=dualpipe,tp=2,sp=true", "pp=2,schedule=dualpipe,cp=2,dp=2,zero=3,recompute=full",
+        "pp=2,schedule=dualpipe_paired,dp=2,ep=2", "pp=4,schedule=dualpipe,dp_replicate=2",
+    ],
+)  # fmt: skip
+def test_two_copies_of_the_model_with_other_axes(room, more):
+    report = compared(tiny(room, more), folder=room / f"dual-{'ep=' in more}")
+    assert report.passed, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_copy_of_the_model_without_microbatches(room, dp):
+    """One microbatch, or two of one replica and one of the other."""
+    sets = [f"train.global_batch_size={2 * dp - 1}"]
+    report = compared(tiny(room, f"pp=2,dp={dp},schedule=dualpipe", *sets), folder=room / sets[0])
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("pp=3,schedule=dualpipe", "pp=3 must be divisible by 2"),
+        (
+            "pp=2,tp=2,schedule=dualpipe_paired",
+            "does not combine with tp=2.* tp=1, or schedule=dualpipe",
+        ),
+        (
+            "pp=2,cp=2,schedule=dualpipe_paired",
+            "does not combine with cp=2.* cp=1, or schedule=dualpipe",
+        ),
+        ("pp=2,schedule=dualpipe,offload=states:disk", "does not combine with offload=states:disk"),
+    ],
+)
+def test_what_two_copies_refuse(room, layout, message):
+    with pytest.raises(UserError, match=message):
+        tiny(room, layout)
 
 
 def test_bf16(room):
@@ -346,10 +389,11 @@ def test_what_runs_is_what_was_planned(room, name):
         assert [event.action for event in timeline.rows[rank]] == list(schedule.rows[rank])
         assert most == peak_live(schedule)[rank]
         assert losses[0] == losses[1]
-        assert (losses[0] > 0) == (schedule.rank_of[-1] == rank), "only the last stage has the loss"
+        ends = {owner for stage, owner in enumerate(schedule.rank_of) if (stage + 1) % schedule.length == 0}
+        assert (losses[0] > 0) == (rank in ends), "only the last stage has the loss"
     ends = {event.action: event.end for event in timeline.events()}
     for action, start, _ in timeline.events():
-        if action.kind == "F" and action.stage:
+        if action.kind == "F" and action.stage % schedule.length:
             assert start > ends[Action(action.stage - 1, "F", action.microbatch)]
 
 
@@ -399,7 +443,7 @@ def validate(rank: int, world: int, recipe: Recipe, sequences: int) -> dict[str,
     ("name", "sequences"),
     slow_but(
         [("1f1b", 7), ("interleaved", 1), ("zbv", 24)],
-        [(n, s) for n in ("1f1b", "interleaved", "zbv") for s in (1, 7, 24)],
+        [(n, s) for n in ("1f1b", "interleaved", "zbv", "dualpipe") for s in (1, 7, 24)],
     ),
 )
 def test_validation_is_that_of_one_process(room, name, sequences):
@@ -412,14 +456,15 @@ def test_validation_is_that_of_one_process(room, name, sequences):
         assert got == pytest.approx(one, rel=1e-6)
 
 
-def test_a_run_moves_between_pipelines(room, tmp_path):
+@pytest.mark.parametrize("name", ["zbv", *slow("dualpipe")])
+def test_a_run_moves_between_pipelines(room, tmp_path, name):
     """Saved at pp 2, gone on with at pp 4 and in one process: the losses are those of one process all along. On the
     way the timeline of a step is drawn."""
     sets = ["model.layers=8", "optim.schedule=constant", "observe.tracker=none", "train.val_sequences=4"]
     recipe = tiny(room, "dp=1", *sets, "train.val_every=100", "data.val_fraction=0.1")
     train_rank(0, 1, change(recipe, ["train.steps=6"]), tmp_path / "one")
     run = tmp_path / "run"
-    first = change(recipe, ["train.steps=2", "observe.trace_step=2"], line("zbv", 2))
+    first = change(recipe, ["train.steps=2", "observe.trace_step=2"], line(name, 2))
     run_ranks(2, train_rank, first, run)
     run_ranks(4, train_rank, change(recipe, ["train.steps=4"], line("1f1b", 4)), run, True)
     train_rank(0, 1, change(recipe, ["train.steps=6"]), run, True)

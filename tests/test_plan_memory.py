@@ -286,6 +286,18 @@ def test_gradients_of_virtual_stages_do_not_all_exist_at_once(rank: int) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("zero", "rank"), [(0, 0), (1, 0), (1, 2), (3, 4)])
+def test_two_copies_of_the_model_take_twice_the_states(zero: int, rank: int) -> None:
+    recipe = recipe_of("llama", "bf16", f"pp=4,dp=2,zero={zero},schedule=dualpipe", "model.layers=8")
+    one = recipe_of("llama", "bf16", f"pp=4,dp=2,zero={zero}", "model.layers=8")
+    traced, found = exact(recipe, rank).step.memory, at_peak(planned(recipe))[rank // 2]
+    assert found.total == pytest.approx(traced.total, rel=0.05)
+    assert found.optimizer == pytest.approx(traced.at_peak["optimizer"], rel=1e-4)
+    states = [sum(held.optimizer for held in at_peak(planned(r))) for r in (recipe, one)]
+    assert states[0] >= 2 * states[1] * (1 - 1e-3 - 0.2 * (zero == 0))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_stages_without_blocks_take_little(rank: int) -> None:
     recipe = recipe_of("llama", "bf16", "pp=4,dp=2,zero=1,bare_ends=true", "model.layers=2")

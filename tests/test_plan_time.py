@@ -83,7 +83,7 @@ def llama(layout: Layout, microbatches: int = 16, software: Software = FIVEFOLD)
 
 def test_many_microbatches_as_if_all_were_simulated() -> None:
     """What is added for microbatches that are not simulated is what they would take."""
-    for name, v in (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_h2", 1), ("zbv", 1)):
+    for name, v in (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_h2", 1), ("zbv", 1), ("dualpipe", 1)):
         layout = Layout(pp=4, schedule=name, virtual_stages=v)
         few, many = llama(layout, 12).seconds, llama(layout, 24).seconds
         section = ModelSection(layers=32, dim=4096, heads=32, ffn_dim=11008, seq_len=4096)

@@ -25,6 +25,7 @@ TWO = [
 SLOW = [
     "dp=2", "dp=2,zero=1", "tp=2", "tp=2,sp=true,recompute=selective", "cp=2,ep=2,zero=1", "cp=4",
     "pp=2,dp=2,zero=3", "pp=2,tp=2,sp=true", "dp_replicate=2,dp_shard=2,ep=2,zero=1", "pp=4,schedule=zb_h1",
+    "pp=2,dp=2,zero=3,schedule=dualpipe", "pp=4,schedule=dualpipe",
     "dp=2,zero=3", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "pp=2,schedule=zbv,virtual_stages=2", "tp=2,recompute=full",
     "tp=2,recompute=selective", "cp=2,recompute=selective", "tp=2,recompute=ops:gate", "cp=2,recompute=ops:attention",
     "cp=4,cp_method=all_gather", "cp=2,tp=2,sp=true,cp_method=all_gather,recompute=full",

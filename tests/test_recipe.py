@@ -34,6 +34,7 @@ from fivefold.recipe import (
 )
 from fivefold.recipe.messages import ESSENTIAL, KEYS
 from fivefold.recipe.rules.combinations import REFUSED, UNUSED, notes
+from fivefold.schedules.pipeline import TUNED
 
 SHIPPED = [
     "bert-base-mlm", "bert-large-mlm", "bert-tiny", "continue", "deepseek-v3", "gpt2-1.5b", "gpt2-124m", "gpt2-355m",
@@ -396,6 +397,7 @@ def test_resolve_fills_everything_and_is_idempotent(recipe: Recipe, vocab_size: 
     allowed |= {"optim.lr_embeddings", "optim.lr_vectors"}  # those of optim.lr
     allowed |= {"optim.restart_steps"} if recipe.optim.schedule != "restarts" else set()
     allowed |= {"data.end_token"}  # only token files have it
+    allowed |= {f"layout.{name}" for name in TUNED}  # each of some pipeline schedules
     allowed |= {"layout.compress_after"} if recipe.layout.compress == "none" else set()
     assert (
         left_open

@@ -35,6 +35,7 @@ MICROBATCHES = (1, 2, 3, 4, 6, 7, 8, 13, 16)
 CASES = [
     (name, stages)
     for name, made in SCHEDULES.items()
+    if made.copies == 1  # the others: `test_two_copies_of_the_model`
     for stages in range(made.stages[0], (made.stages[1] or 3) + 1)  # per rank
 ]
 
@@ -137,6 +138,40 @@ def test_messages_in_order_never_deadlock_at_any_size(
     for passes in (schedule, forwards):
         lists = executed(passes, in_order=True)
         assert queue_halts(passes, lists, lambda other, sends: number[2 * other + sends]) == []
+
+
+@given(st.sampled_from(["dualpipe", "dualpipe_paired"]), st.integers(1, 5), st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_two_copies_of_the_model(name: str, half: int, microbatches: int) -> None:
+    """Each microbatch passes all stages of one copy, on the ranks in one direction or in the other."""
+    schedule = build(name, 2 * half, microbatches)
+    check(schedule)
+    check_transfers(schedule, with_transfers(schedule))
+    for queue in QUEUES.values():
+        assert queue_halts(schedule, executed(schedule, in_order=True), queue) == []
+    assert schedule.rank_of == (*range(2 * half), *reversed(range(2 * half)))
+    passed = {
+        action.microbatch: [] for row in schedule.rows for action in row
+    }  # stages, in order of the microbatch
+    for action in sorted(action for row in schedule.rows for action in row if action.kind == "F"):
+        passed[action.microbatch].append(action.stage)
+    first = -(-microbatches // 2)
+    for microbatch, stages in passed.items():
+        assert stages == list(range(2 * half) if microbatch < first else range(2 * half, 4 * half))
+    assert max(peak_live(schedule)) <= 2 * half + 1
+    if microbatches >= 4 * half:
+        assert peak_live(schedule) == [2 * half + 1] * (2 * half)
+
+
+def test_two_copies_need_pairs_of_ranks() -> None:
+    with pytest.raises(
+        UserError, match=r"layout.pp=3 must be divisible by 2, .* 'dualpipe'. Nearest valid: pp=4"
+    ):
+        build("dualpipe", 3, 6)
+    moved = build("dualpipe", 2, 4)
+    rows = [tuple(a._replace(microbatch=3 - a.microbatch) for a in row) for row in moved.rows]
+    with pytest.raises(UserError, match="this microbatch passes another copy of the model"):
+        check(replace(moved, rows=tuple(rows)))
 
 
 def test_live_bytes_by_stage() -> None:
@@ -345,7 +380,8 @@ def test_nothing_is_sent_within_a_rank() -> None:
 def test_few_microbatches_hold_as_much_as_many(name: str) -> None:
     """With any remainder, which interleaved schedules spread over their rounds; unless all microbatches are held."""
     least, most = SCHEDULES[name].stages
-    for ranks, chunks in product((2, 3, 4, 8), {least, min(most or 4, 4)}):
+    copies = SCHEDULES[name].copies
+    for ranks, chunks in product((2, 4, 8, *[3] * (copies == 1)), {least, min(most or 4, 4)}):
         if SCHEDULES[name].varies or holds_all(name, ranks, chunks):
             continue
         for microbatches in (

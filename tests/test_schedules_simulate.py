@@ -101,6 +101,18 @@ def test_idle_time_of_dualpipev(ranks: int, costs: tuple[float, float, float]) -
         assert idle("dualpipev_paired", ranks, microbatches, *costs) == pytest.approx(paper)
 
 
+@pytest.mark.parametrize("costs", [(1.0, 1.0, 1.0), (1.0, 1.0, 0.6), (2.0, 2.0, 1.5)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_idle_time_of_dualpipe(ranks: int, costs: tuple[float, float, float]) -> None:
+    """Table 2 of arXiv 2412.19437, with F&B = F + B: (p/2-1) (F&B + B - 3W)."""
+    forward, inputs, weights = costs  # of one stage
+    for microbatches in (2 * ranks, 2 * ranks + 2, 5 * ranks):
+        expected = (ranks / 2 - 1) * (forward + inputs - weights)
+        assert idle("dualpipe", ranks, microbatches, *costs) == pytest.approx(expected)
+        paper = (ranks / 2 - 1) * (forward + 2 * (inputs + weights) - 3 * weights)
+        assert idle("dualpipe_paired", ranks, microbatches, *costs) == pytest.approx(paper)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_pairs_hide_messages(ranks: int) -> None:
     """Of a forward behind the other's backward, and the other way round, as far as that computes."""

@@ -16,7 +16,7 @@ THEIRS = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [name for name, made in SCHEDULES.items() if made.copies == 1])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 3), (4, 8), (3, 7)])
 def test_pytorch_accepts_ours(name: str, ranks: int, microbatches: int) -> None:
     schedule = build(name, ranks, microbatches, 2 if name in ("interleaved", "looped_bfs") else 1)

@@ -378,7 +378,7 @@ def messages(asked: Asked) -> Iterator[Term]:
     yield from block_messages(asked)
     if s.layout.pp > 1:
         crossed = sum(stage != following for stage, following in pairwise(s.schedule(1).rank_of))
-        size = 2 * crossed * s.microbatches * s.sizes.n * s.model.dim
+        size = 2 * crossed * s.passes * s.sizes.n * s.model.dim
         formula = matching(["2 s b h m (p v - 1)", "2 s b h m (p v - 1) / t"], size, x)
         note = f"of a step, there and back over {crossed} boundaries between ranks"
         yield Term("PP", size, "elements", formula, note, {"bytes": size * s.sizes.e})

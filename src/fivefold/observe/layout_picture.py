@@ -18,6 +18,7 @@ from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout, describe, equation, index_in, share
 from fivefold.sharding.parts import (
     Span,
+    ends_of,
     held,
     joined,
     sharing_group,
@@ -252,8 +253,8 @@ def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
         replica_group=replica_group if recipe.replica_groups.count > 1 else None,
         coordinates=coordinates,
         stages={stage: blocks[stage] for stage in stages},
-        first=0 in stages,
-        last=len(blocks) - 1 in stages,
+        first=ends_of(layout, stages)[0],
+        last=ends_of(layout, stages)[1],
         tensor=tp,
         shard=(index_in(layout, "shard", rank), layout.shards) if layout.zero else (0, 1),
         expert_shard=(index_in(layout, group, rank), sharers) if layout.zero else (0, 1),

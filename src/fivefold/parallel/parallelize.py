@@ -41,6 +41,7 @@ from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import (
     TIED,
     Part,
+    ends_of,
     held,
     local_shape,
     stage_blocks,
@@ -150,6 +151,8 @@ def parallelize(
         parallel.pipeline.replicas = of_stage
         if card.tied and TIED not in card.frozen:
             parallel.reductions += sum_tied(parallel.replicas, mesh, parallel.pipeline.rank_of)
+        if layout.copies > 1:
+            parallel.reductions.append(sum_copies(parallel.replicas, mesh))
     return parallel
 
 
@@ -263,7 +266,7 @@ def split(
         module = made()
         assert isinstance(module, LanguageModel)
         keep(module, set(names[stage]))
-        module.first, module.last = stage == 0, stage == len(names) - 1
+        module.first, module.last = ends_of(layout, [stage])
         stages[stage] = module
     return stages
 
@@ -296,13 +299,30 @@ def sum_tied(replicas: Sequence[Replica], mesh: Mesh, rank_of: Sequence[int]) ->
     def reduction() -> None:
         for replica in replicas:
             if TIED in replica.gradients:
-                gradient = replica.gradients[TIED]
-                mine = gradient.to(mesh.device).contiguous()  # NCCL sends nothing from host memory
-                theirs = torch.empty_like(mine)
-                mesh.axis("pp").start_exchange(mine, other, theirs, other)()
-                gradient.add_(theirs.to(gradient.device))
+                _add_others(replica.gradients[TIED], other, mesh)
 
     return [reduction]
+
+
+def sum_copies(replicas: Sequence[Replica], mesh: Mesh) -> Callable[[], None]:
+    """Returns a reduction that sums the gradients of both copies of the model (DualPipe). The rank at the same place
+    from the other end of the pipeline has the same stages, of the other copies, and the same rows of them."""
+    other = mesh.size("pp") - 1 - mesh.index("pp")
+
+    def reduction() -> None:
+        gradients = {name: gradient for replica in replicas for name, gradient in replica.gradients.items()}
+        for name in sorted(gradients):
+            _add_others(gradients[name], other, mesh)
+
+    return reduction
+
+
+def _add_others(gradient: Tensor, other: int, mesh: Mesh) -> None:
+    """Exchanges a gradient with another pipeline rank, and adds its one: both then hold the same bits."""
+    mine = gradient.to(mesh.device).contiguous()  # NCCL sends nothing from host memory
+    theirs = torch.empty_like(mine)
+    mesh.axis("pp").start_exchange(mine, other, theirs, other)()
+    gradient.add_(theirs.to(gradient.device))
 
 
 @dataclass

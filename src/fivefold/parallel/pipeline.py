@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import torch
@@ -111,13 +111,13 @@ class Pipeline:
         return torch.stack([torch.zeros((), device=self.mesh.device), *losses]).sum()
 
     @torch.no_grad()
-    def losses(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """The loss of each microbatch, from the forwards of the schedule alone; empty on ranks without the last
-        stage."""
+    def losses(self, microbatches: Sequence[Microbatch]) -> list[tuple[int, Tensor]]:
+        """(number, loss) of each microbatch whose last stage is on this rank, from the forwards of the schedule
+        alone."""
         run = _Run(self, microbatches, 0.0, lambda microbatch, stage: None)
         if microbatches:
             run(self._actions(len(microbatches), backward=False))
-        return [loss for _, loss in sorted(run.losses.items())]
+        return sorted(run.losses.items(), key=lambda pair: pair[0])
 
     @cache  # noqa: B019  a pipeline lives as long as its run
     def _actions(self, microbatches: int, backward: bool = True) -> list[Action]:
@@ -127,7 +127,7 @@ class Pipeline:
             check(schedule)
         else:
             rows = tuple(tuple(action for action in row if action.kind == "F") for row in schedule.rows)
-            schedule = Schedule(schedule.name, schedule.microbatches, schedule.rank_of, rows)
+            schedule = replace(schedule, rows=rows, paired=False)
         return executed(schedule, self.in_order)[self.mesh.index("pp")]
 
 
@@ -171,6 +171,13 @@ class _Run:
                 replicas = self.pipeline.replicas.get(action.stage, ())
                 last[action] = [replica for replica in replicas if id(replica) not in seen]
                 seen.update(map(id, replicas))
+        for replica in (
+            one for some in self.pipeline.replicas.values() for one in some if id(one) not in seen
+        ):
+            if (
+                torch.is_grad_enabled()
+            ):  # a copy of the model without microbatches: other ranks wait for its sums
+                replica.enable_sync()
         ahead: Action | None = None
         for action in actions:
             for replica in last.get(action, ()):
@@ -191,7 +198,7 @@ class _Run:
         module, microbatch = self.pipeline.stages[stage], self.microbatches[index]
         tokens, targets = microbatch.inputs, microbatch.targets
         train = torch.is_grad_enabled()
-        x = tokens if stage == 0 else self._arrived(self.inputs, key).requires_grad_(train)
+        x = tokens if module.first else self._arrived(self.inputs, key).requires_grad_(train)
         given = {"positions_T": torch.arange(tokens.shape[1], device=tokens.device)} | microbatch.options()
         self.seed(index, list(self.pipeline.stages).index(stage))
         with self._timed(action):
@@ -234,7 +241,7 @@ class _Run:
                 self.owed[key] = self.pipeline.deferred.collect(backward)
             else:
                 backward()
-        if stage > 0:
+        if not self.pipeline.stages[stage].first:
             assert x.grad is not None
             self._hand_over(x.grad, self.gradients, stage - 1, Action(stage, "SEND_B", index))
 

@@ -25,7 +25,7 @@ from fivefold.recipe import Recipe
 from fivefold.schedules.pipeline import DEFAULT, Schedule, stages_per_rank
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import on_nodes
-from fivefold.sharding.parts import Shape, stage_blocks, stages_of
+from fivefold.sharding.parts import Shape, ends_of, stage_blocks, stages_of
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.sync import ONE_REPLICA_GROUP, ReplicaGroups
 from fivefold.sharding.units import Keeping, compressed_buckets, keepings
@@ -294,6 +294,11 @@ class Setting:
         """Bytes of the activation between two blocks."""
         return self.sizes.n * self.model.dim * self.sizes.e
 
+    @property
+    def passes(self) -> int:
+        """Microbatches that pass a pipeline stage: of two copies of the model, each has half of them."""
+        return -(-self.microbatches // self.layout.copies)
+
     @cached_property
     def stages(self) -> tuple[range, ...]:
         """The blocks of each pipeline stage."""
@@ -305,8 +310,7 @@ class Setting:
 
     def ends(self, position: int) -> tuple[bool, bool]:
         """Whether a pipeline position has the first stage, and the last."""
-        mine = stages_of(self.layout, position)
-        return 0 in mine, len(self.stages) - 1 in mine
+        return ends_of(self.layout, stages_of(self.layout, position))
 
     def keepings(self, position: int) -> list[Keeping]:
         """What the ranks of a pipeline position gather, scatter and sum together."""

@@ -251,9 +251,9 @@ class LayoutSection(Section, Counts):
     """With `schedule = "interleaved"`: microbatches that a stage computes before the rank's next stage (N in section
     3.3.2 of arXiv 2407.21783). A remainder is spread over the rounds. Unset: as many as `pp`. Fewer hold fewer
     activations, but ranks wait for each round to come back."""
-    zb_costs: str | None = None
+    zb_costs: str = ""
     """With `schedule = "zb_auto"`: times of forward, input gradients, weight gradients and a transfer between ranks, in
-    any unit, as `F:I:W:transfer`. Unset: `1:1:1:0`. `fivefold plan --explain` prints the predicted ones."""
+    any unit, as `F:I:W:transfer`. Empty: `1:1:1:0`. `fivefold plan --explain` prints the predicted ones."""
     zb_live: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
     """With `schedule = "zb_auto"`: the most microbatches that a rank holds. Unset: 2 pp - 1."""
     bare_ends: bool = False

@@ -85,7 +85,7 @@ class Layout(Counts):
     expert_chunks: int = 1
     bucket_mib: float = BUCKET_BYTES / 2**20
     round_microbatches: int | None = None
-    zb_costs: str | None = None
+    zb_costs: str = ""
     zb_live: int | None = None
     bare_ends: bool = False
 
@@ -138,7 +138,12 @@ class Layout(Counts):
     @property
     def fewest_blocks(self) -> int:
         """Fewest blocks that the pipeline's stages need: one each, unless the ends may have none."""
-        return max(1, self.pp * self.stages_per_rank - 2 * (self.bare_ends and self.pp > 1))
+        return max(1, self.pp * self.stages_per_rank // self.copies - 2 * (self.bare_ends and self.pp > 1))
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model in a pipeline, on the same ranks."""
+        return SCHEDULES[self.schedule].copies if self.pp > 1 else 1
 
     @property
     def splits_backward(self) -> bool:

@@ -10,7 +10,7 @@ from itertools import combinations, islice, product
 from fivefold.errors import UserError, did_you_mean
 from fivefold.schedules.collectives.registry import AUTO, CHOICES, LIBRARY, algorithm_problem
 from fivefold.schedules.compression import NONE, problem
-from fivefold.schedules.pipeline import SCHEDULES, costs_of, stages_per_rank, tuning_problem
+from fivefold.schedules.pipeline import SCHEDULES, copies_problem, costs_of, stages_per_rank, tuning_problem
 from fivefold.sharding.layout import AXES, Layout, divisors, equation, groups, summing_groups, to_text
 from fivefold.sharding.parts import sharing_group
 from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS, partitions
@@ -70,11 +70,28 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     try:
         if layout.pp > 1 or layout.schedule not in SCHEDULES:
             stages_per_rank(layout.schedule, layout.virtual_stages)
+            yield from _copies_problems(layout)
             if message := tuning_problem(layout.schedule, layout.tuned):
                 yield {"schedule", *layout.tuned}, message
             costs_of(layout.zb_costs)
     except UserError as error:
         yield {"schedule", "virtual_stages"}, str(error).removeprefix("layout.")
+
+
+def _copies_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
+    """What two copies of the model in a pipeline do not combine with."""
+    name = layout.schedule
+    if layout.copies == 1:
+        return
+    if message := copies_problem(name, layout.pp):
+        yield {"schedule", "pp"}, message
+    hidden, counted = "whose messages pairs do not hide", "which counts with one copy of the model"
+    pairs = [("tp", 1, hidden), ("cp", 1, hidden)] * SCHEDULES[name].paired
+    for field, plain, why in (*pairs, ("offload", NOT_OFFLOADED, counted), ("compress", NONE, counted)):
+        if (value := getattr(layout, field)) != plain:
+            other = f", or schedule={name.removesuffix('_paired')}" if why == hidden else ""
+            message = f"schedule={name} does not combine with {field}={value}, {why}"
+            yield {"schedule", field}, f"{message}. Nearest valid: {field}={plain}{other}"
 
 
 def _unknown(field: str, value: str, valid: Iterable[str]) -> tuple[set[str], str]:

@@ -157,7 +157,10 @@ def held(model: Model, layout: Layout, rank: int) -> dict[str, Part]:
     table, mine = parts(model, layout, rank), stages_of(layout, index_in(layout, "pp", rank))
     by_stage = stage_parameters(model, stage_blocks(model, layout))
     names = {name for stage in mine for name in by_stage[stage]}
-    owned = {name for stage in mine for name in by_stage[stage] if name != TIED or stage == 0}
+    first = len(by_stage) // layout.copies  # the first copy of the model owns them
+    owned = {
+        name for stage in mine if stage < first for name in by_stage[stage] if name != TIED or stage == 0
+    }
     return {n: p if n in owned else replace(p, owned=False) for n, p in table.items() if n in names}
 
 
@@ -175,7 +178,14 @@ def _stages_of(placement: Placement, ranks: int, chunks: int, pp_index: int) -> 
 
 def stage_blocks(model: Model, layout: Layout) -> tuple[range, ...]:
     """The blocks of each pipeline stage, cut as evenly as possible by FLOPs, with embedding and head counted."""
-    return _stage_blocks(model, layout.pp * layout.stages_per_rank, layout.bare_ends)
+    stages = layout.pp * layout.stages_per_rank // layout.copies
+    return _stage_blocks(model, stages, layout.bare_ends) * layout.copies
+
+
+def ends_of(layout: Layout, stages: Sequence[int]) -> tuple[bool, bool]:
+    """Whether some stages have a first stage of the model among them, and a last one."""
+    length = layout.pp * layout.stages_per_rank // layout.copies
+    return any(stage % length == 0 for stage in stages), any((stage + 1) % length == 0 for stage in stages)
 
 
 @lru_cache(maxsize=1024)
@@ -190,6 +200,9 @@ def _stage_blocks(model: Model, stages: int, bare_ends: bool) -> tuple[range, ..
 def stage_parameters(model: Model, blocks: tuple[range, ...]) -> tuple[tuple[str, ...], ...]:
     """Names of the parameters of each pipeline stage, in the module's order. The first stage has the embeddings; the
     last has the rest and a copy of a tied embedding. blocks: those of each stage."""
+    half = len(blocks) // 2
+    if half and blocks[:half] == blocks[half:]:  # two copies of the model
+        return stage_parameters(model, blocks[:half]) * 2
     stage_of = {str(block): stage for stage, part in enumerate(blocks) for block in part}
     found: list[list[str]] = [[] for _ in blocks]
     for name in model.parameters:

@@ -29,6 +29,7 @@ from fivefold.sharding.parts import (
     Model,
     Shape,
     block_of,
+    ends_of,
     kept_rows,
     local_parameters,
     sharing_group,
@@ -153,7 +154,7 @@ def keepings(
     """The units and buffers of ranks with these pipeline stages. blocks: of every stage, if another program cuts
     them."""
     blocks = blocks or stage_blocks(model, layout)
-    by_stage, tied = stage_parameters(model, blocks), model.tied and {0, len(blocks) - 1} <= set(stages)
+    by_stage, tied = stage_parameters(model, blocks), model.tied and all(ends_of(layout, stages))
     together = [tuple(stages)] if tied else [(stage,) for stage in stages]
     local, kept = local_parameters(model, layout), list[Keeping]()
     for some in together:

@@ -412,11 +412,14 @@ def _sums(
     if parallel.pipeline is not None:  # only the last stage has losses
         losses = parallel.pipeline.losses(microbatches)
     else:
-        losses = (state.module(one.inputs, one.targets, **one.options()) for one in microbatches)
+        losses = (
+            (number, state.module(one.inputs, one.targets, **one.options()))
+            for number, one in enumerate(microbatches)
+        )
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # nats, targets, bytes
-    for loss, microbatch in zip(losses, microbatches, strict=False):
+    for number, loss in losses:
         progress.mark()
-        targets = microbatch.targets
+        targets = microbatches[number].targets
         counted = targets >= 0
         sums[0] += loss.double() * counted.sum()
         sums[1] += counted.sum()

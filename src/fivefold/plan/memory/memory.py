@@ -15,7 +15,7 @@ from fivefold.plan.setting import Setting, Software
 from fivefold.schedules.pipeline import SENDS_PER_RANK, Schedule, holds_all, live_phases, peak_live
 from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout
-from fivefold.sharding.parts import stages_of
+from fivefold.sharding.parts import ends_of, stages_of
 from fivefold.sharding.tiers import partitions
 
 ERROR = 0.015
@@ -273,8 +273,9 @@ class Predictor:
         ]
         if (parts := parts_of(self.layout)) > 1:  # a pipeline holds what a stage has received whole
             kept[1:] = [size + one.stream * (1 - 1 / parts) for size in kept[1:]]
-        kept[0] += one.begin
-        kept[-1] += one.end
+        for stage in range(len(kept)):
+            first, last = ends_of(self.layout, [stage])
+            kept[stage] += one.begin * first + one.end * last
         phases = [[(frozenset[int](), kept[0])]]
         if self.schedule:
             phases = live_phases(self.schedule, kept, owed, self.together, sooner=self.times > 1)

@@ -23,7 +23,7 @@ from fivefold.schedules.collectives.registry import AUTO, CHOICES, LIBRARY, chos
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout, changed, groups
 from fivefold.sharding.matrices import sizes_sent
-from fivefold.sharding.parts import TIED, held, local_parameters, sharing_group, size_of, stages_of
+from fivefold.sharding.parts import TIED, ends_of, held, local_parameters, sharing_group, size_of, stages_of
 from fivefold.sharding.tiers import OFFLOADS
 from fivefold.sharding.units import buffer_order, regathers, scattered_once, syncs, updated_together, zeropp
 
@@ -129,10 +129,9 @@ def adding_up(s: Setting, own: Elements) -> tuple[float, float]:
 def stage_elements(s: Setting, stage: int) -> Elements:
     """Elements of a pipeline stage. A rank with both ends of the model keeps one copy of a tied embedding: the first
     stage's."""
-    own, last = elements(s.model, s.layout), len(s.stages) - 1
-    both = any({0, last} <= set(stages_of(s.layout, position)) for position in range(s.layout.pp))
-    outside = [own.before] * (stage == 0) + [own.behind] * (stage == last)
-    outside += [own.tied] * (stage == last and not both)
+    own, (first, last) = elements(s.model, s.layout), ends_of(s.layout, [stage])
+    both = any(all(s.ends(position)) for position in range(s.layout.pp))
+    outside = [own.before] * first + [own.behind] * last + [own.tied] * (last and not both)
     return sum((own.blocks[number] for number in s.stages[stage]), sum(outside, Elements()))
 
 
@@ -211,7 +210,7 @@ def _positions(
     for position in range(layout.pp):
         mine = stages_of(layout, position)
         kinds = [tuple(i if model.freeze else mixed[i] for i in by_stage[stage]) for stage in mine]
-        ends = 0 in mine, len(by_stage) - 1 in mine
+        ends = ends_of(layout, mine)
         same.append(first.setdefault((tuple(kinds), ends), position))
         if same[-1] < position:
             ranks.append(ranks[same[-1]])

@@ -35,6 +35,7 @@ from fivefold.sharding.layout import Layout, first_names, groups, index_in, summ
 from fivefold.sharding.matrices import sizes_sent
 from fivefold.sharding.parts import (
     TIED,
+    ends_of,
     kept_elements,
     local_parameters,
     sharing_group,
@@ -167,20 +168,20 @@ def moments(s: Setting, rank: int = 0) -> Iterator[Moment]:
     for (mixed, mode), count in blocks.items():
         name = "a block with experts" if mixed else "a block"
         ops = s.work.block[s.kind(mixed, mode)]
-        yield from of_operations(s, rank, ops, mode, name, count * s.microbatches)
+        yield from of_operations(s, rank, ops, mode, name, count * s.passes)
         if partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
             name = f"backward of {name}"
-            yield Moment(name, "all_gather", "tp", s.activation, 1, count * s.microbatches)
+            yield Moment(name, "all_gather", "tp", s.activation, 1, count * s.passes)
     if first:
-        yield from of_operations(s, rank, s.work.begin, "none", "the embedding", s.microbatches)
+        yield from of_operations(s, rank, s.work.begin, "none", "the embedding", s.passes)
     if last:
-        yield from of_operations(s, rank, s.work.end, "none", "the output layer and loss", s.microbatches)
+        yield from of_operations(s, rank, s.work.end, "none", "the output layer and loss", s.passes)
     # activations and their gradients between neighbouring stages on different ranks
     for ends in itertools.pairwise(s.schedule(1).rank_of[: len(s.stages)]) if s.layout.pp > 1 else ():
         if ends[0] != ends[1] and position in ends:  # one way in forward, the other in backward
             there, back = ("forward", "backward") if position == ends[0] else ("backward", "forward")
-            yield Moment(f"behind the {there} of a stage", "send", "pp", s.activation, 1, s.microbatches)
-            yield Moment(f"ahead of the {back} of a stage", "receive", "pp", s.activation, 1, s.microbatches)
+            yield Moment(f"behind the {there} of a stage", "send", "pp", s.activation, 1, s.passes)
+            yield Moment(f"ahead of the {back} of a stage", "receive", "pp", s.activation, 1, s.passes)
     yield from _gradients(s, rank, position)
     for when, sent in (
         (GRADIENTS, shared(s, position, index_in(s.layout, "shard", rank))),
@@ -252,7 +253,7 @@ def _gradients(s: Setting, rank: int, position: int) -> Iterator[Moment]:
                     ways = ("forward", "backward")[: sync.each] or ("first forward",)
                 else:
                     ways = ("backward",) if sync.each else (GRADIENTS,)
-                pieces, times = [*_divided(s, rank, sync, size)], s.microbatches if sync.each else 1
+                pieces, times = [*_divided(s, rank, sync, size)], s.passes if sync.each else 1
                 for way in ways:
                     yield from _together(f"{way} of {name}", pieces, times)
         for buffer in keeping.buffers:
@@ -349,33 +350,37 @@ Sent = tuple[str, str, float]
 
 def shared(s: Setting, position: int, index: int = 0) -> list[Sent]:
     """The messages that sum gradients once per step over other axes than the data's, for a rank at a position of the
-    pipeline: over "tp" those that are partial (`summed_over_tp`); over "pp" those of an embedding that two
-    stages share. index: the rank's among those that share its states; the first has most.
+    pipeline: over "tp" those that are partial (`summed_over_tp`); over "pp" those of an embedding that two stages
+    share, or of all that two copies of the model have. index: the rank's among those that share its states; the first
+    has most.
     """
-    if not (s.layout.tp > 1 or (s.model.tie_embeddings and s.layout.pp > 1)):
+    if not (s.layout.tp > 1 or s.layout.copies > 1 or (s.model.tie_embeddings and s.layout.pp > 1)):
         return []
     # other programs sum whole gradients under ZeRO 1
     zero, each = s.layout.zero if s.states.cast or s.layout.zero > 1 else 0, s.states.gradient
     of_rank = divided(replace(s.layout, zero=zero))
-    partial, tied = _shared(s.model, of_rank, s.software.partition, position, index)
+    partial, twice = _shared(s.model, of_rank, s.software.partition, position, index)
     found = [("all_reduce", "tp", elements * each) for elements in partial]
-    return found + [("send", "pp", tied * each), ("receive", "pp", tied * each)] * (tied > 0)
+    return found + [(way, "pp", elements * each) for elements in twice for way in ("send", "receive")]
 
 
 @lru_cache(maxsize=4096)
 def _shared(
     model: ModelSection, layout: Layout, how: Partition, position: int, index: int
-) -> tuple[tuple[int, ...], int]:
-    """Elements of the gradients that a rank sums over "tp", by message, and of those that it sums with the other end of
-    the pipeline."""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements of the gradients that a rank sums over "tp", by message, and of those that it sums with another rank of
+    the pipeline, which has them, too."""
     card, blocks, mine = card_of(model), stages(model, layout, how), stages_of(layout, position)
     names = stage_parameters(card, blocks)
     partial = summed_over_tp(card, layout, [name for stage in mine for name in names[stage]])
-    one_end = card.tied and (0 in mine) != (len(blocks) - 1 in mine)
+    first, last = ends_of(layout, mine)
+    twice = [TIED] * (card.tied and first != last)
+    if layout.copies > 1:
+        twice = [n for n in sorted({n for stage in mine for n in names[stage]}) if n not in card.frozen]
     rank = layout.rank({"pp": position}) + index * groups(layout)["shard"][1]
     return (
         tuple(kept_elements(card, layout, rank, some) for some in tensor_sums(card, layout, partial)),
-        kept_elements(card, layout, rank, [TIED]) if one_end else 0,
+        tuple(kept_elements(card, layout, rank, [name]) for name in twice),
     )
 
 

@@ -34,7 +34,7 @@ from fivefold.plan.predict import Plan, predict, resolved, with_load
 from fivefold.plan.setting import Documents, Software, documents_of, software_of
 from fivefold.plan.time.stage_costs import Parts
 from fivefold.recipe import Recipe
-from fivefold.schedules.pipeline import DEFAULT, TUNED
+from fivefold.schedules.pipeline import TUNED
 from fivefold.schedules.timelines import CATEGORIES
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
@@ -184,11 +184,8 @@ def layout_at(center: Base, values: Values) -> Layout:
         words = f"tp x pp x cp = {others}" + (f", times {replicas} replicas" if replicas > 1 else "")
         raise UserError(f"{values['devices']} devices cannot be divided by {words}")
     dp = values["devices"] // others
-    pipeline = (
-        {}
-        if pp > 1
-        else {"schedule": DEFAULT, "virtual_stages": 1, "bare_ends": False} | dict.fromkeys(TUNED)
-    )
+    unset = () if pp > 1 else ("schedule", "virtual_stages", "bare_ends", *TUNED)
+    pipeline = {name: getattr(Layout(), name) for name in unset}
     return replace(
         own,
         pp=pp,

@@ -379,7 +379,8 @@ class LeastBytes:
             states, late, besides = self._held(c, at.part)
             besides, last = besides if buffers else NONE, bool(at.part.last)
             # gradients of several stages need not exist at once, nor any of them when most is live
-            for held, live in ((states - late, kept), (states - late * (len(at.stages) > 1), 0.0)):
+            some = late * (len(at.stages) > 1)
+            for held, live in ((states - late * (not _settles(c)), kept), (states - some, 0.0)):
                 most = max(most, held + sum(memory.at_peak(size, besides, live, each, last)))
         return ROUNDING * (most + memory.transfers(size, x, c.count))
 
@@ -414,11 +415,19 @@ class LeastBytes:
             lean = self.shared.setting(replace(c, layout=space.leanest(x)))
             own = self.shared.elements(lean.layout, part)
             states, late = model_states.rank_states(lean, own), model_states.adding_up(lean, own)[0]
-            self._states[key] = sum(states), late if x.pp > 1 else 0.0, NONE
+            self._states[key] = sum(states), late * (x.pp > 1), NONE
         kept = [each for each, number in ((size.plain, part.plain), (size.mixed, part.mixed)) if number]
         live = blocks * min(kept, default=0.0) + size.again + size.inside
         held, late, _ = self._states[key]
+        late *= not _settles(changed(c, layout=changed(x, virtual_stages=2)))
         return (held - late + live + memory.transfers(size, x, c.count)) * ROUNDING
+
+
+def _settles(c: Choice) -> bool:
+    """True if a rank holds most microbatches again and again, also when the gradients of all its stages add up: with so
+    many microbatches that a pipeline, or each round of it, does the same several times."""
+    pp, rounds = c.layout.pp, c.layout.virtual_stages > 1
+    return c.count >= 4 * pp and c.count % pp == 0 if rounds else c.count >= 2 * pp
 
 
 def _live_blocks(live: Live, at: Position) -> int:

@@ -25,7 +25,7 @@ from fivefold.schedules.compression import NONE, compressor
 from fivefold.schedules.pipeline import SCHEDULES, TUNED, Costs, simulate, simulate_oversubscribed
 from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import Layout, changed
-from fivefold.sharding.parts import sharing_group, stages_of
+from fivefold.sharding.parts import ends_of, sharing_group, stages_of
 from fivefold.sharding.tiers import partitions
 from fivefold.sharding.units import Sync, bucket_bytes, scattered_once
 
@@ -128,9 +128,12 @@ def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
                     kinds[kind] = block_cost(s, number, shared)
             sums[blocks] = sum((kinds[kind] for kind in blocks), Cost())
         costs.append(sums[blocks])
-    costs[0] += shared.begin
-    costs[-1] += shared.end
-    costs[-1] += accumulate(elements.behind.computes + elements.tied.computes, s)
+    for stage in range(len(costs)):
+        first, last = ends_of(s.layout, [stage])
+        costs[stage] += shared.begin if first else Cost()
+        if last:
+            costs[stage] += shared.end
+            costs[stage] += accumulate(elements.behind.computes + elements.tied.computes, s)
     for position in range(s.layout.pp if s.layout.zero > 1 else 0):
         mine = stages_of(s.layout, position)
         outside = model_states.outside_blocks(s, position)
@@ -139,7 +142,7 @@ def stage_costs(s: Setting, shared: Parts | None = None) -> list[Cost]:
         # Python time of a microbatch outside its blocks, half at each end of the model; a pipeline adds the start of
         # each stage, and the CPU's copies of sent activations
         for stage in range(len(costs)):
-            ends = 0.5 * ((stage == 0) + (stage == len(costs) - 1)) * machine.overhead("microbatch")
+            ends = 0.5 * sum(ends_of(s.layout, [stage])) * machine.overhead("microbatch")
             if s.layout.pp > 1:
                 send = communication.send(s.activation, False, s.cluster)
                 ends += machine.overhead("stage") * s.layout.pp / len(costs)
@@ -167,7 +170,7 @@ def pipeline(s: Setting, costs: Sequence[Cost]) -> tuple[float, list[float], lis
     rank_of = s.schedule(min(m, 2)).rank_of
     once = [0.0] * p
     for stage, cost in enumerate(costs):
-        once[rank_of[stage]] += cost.seconds
+        once[rank_of[stage]] += cost.seconds / s.layout.copies  # each has its share of the microbatches
     few = s.layout.shown(m)
     parts = tuple(cost.timed for cost in costs)
     at_once = p / oversubscription  # number of pipeline ranks that can compute at full speed
@@ -192,7 +195,7 @@ def hidden_by_pairs(s: Setting, costs: Sequence[Cost], rank: int) -> float:
     schedule = s.schedule(2 * s.layout.pp)
     price = pipeline_costs([cost.timed for cost in costs], {})
     pairs = {(a.stage, b.stage) for a, b in schedule.pairs.items() if schedule.rank_of[a.stage] == rank}
-    return sum(price.hidden(*pair) for pair in pairs)
+    return sum(price.hidden(*pair) for pair in pairs) / s.layout.copies
 
 
 def pipelined(layout: Layout) -> Layout:

@@ -104,7 +104,7 @@ def step(s: Setting, shared: Parts | None = None) -> Step:
             known[key] = _behind(s, ranks[position], mine, position)
         r, g, u, away = known[key]
         hidden = stage_costs.hidden_by_pairs(s, costs, position) if p > 1 else 0.0
-        waits[position] = m * (sum(c.sent for c in mine) - hidden)
+        waits[position] = m * (sum(c.sent for c in mine) / s.layout.copies - hidden)
         late = ends[position] + r + g + u + away - makespan
         if late > extra:
             extra, reduced, gathered, updated, moved = late, r, g, u, away

@@ -7,6 +7,7 @@ from fivefold.schedules.pipeline.generators import (
     SCHEDULES,
     TUNED,
     build,
+    copies_problem,
     ends_upwards,
     few,
     holds_all,

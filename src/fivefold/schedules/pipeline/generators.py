@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from fivefold.errors import UserError, did_you_mean, several
-from fivefold.schedules.pipeline.schedule import Action, Kind, Placement, Schedule, Step, W, place
+from fivefold.schedules.pipeline.schedule import Action, Kind, Placement, Schedule, Step, W, place, shares
 from fivefold.schedules.pipeline.zero_bubble import zb_auto, zb_h1, zb_h2
 
 
@@ -128,6 +128,22 @@ def dualpipev(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Ste
     return steps + [W, inputs] * after
 
 
+def dualpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
+    """DualPipe (DeepSeek-V3, arXiv 2412.19437): two copies of the model, whose stages lie on the ranks in opposite
+    directions. Half of the microbatches enter at the first rank, the other half at the last one.
+
+    Each half of the ranks runs what `dualpipev` runs on as many ranks: the V's way up is the other direction. So with
+    p ranks idle time per rank is (p/2-1) (F + I - W), or (p/2-1) (F&B + B - 3W) in pairs, and at most p+1 stages are
+    live, each of a p-th of the model. A rank has two of these, so the parameters are there twice.
+
+    Needs microbatches >= 2 ranks (`build` drops the surplus) and an even number of ranks.
+    """
+    half, mine = ranks // 2, min(rank, ranks - 1 - rank)
+    down, up = (rank, 2 * ranks - 1 - rank) if rank < half else (2 * ranks - 1 - rank, rank)
+    stages, steps = {mine: down, 2 * half - 1 - mine: up}, dualpipev(mine, half, microbatches // 2, chunks)
+    return [(kind, stages.get(stage, stage)) for kind, stage in steps]
+
+
 def _ways(rank: int, ranks: int, kind: Kind) -> tuple[Step, Step, Step, Step, int]:
     """Of a V: the rank's forward on the way down and on the way up, its backwards of a kind on both, and the number of
     ranks further down."""
@@ -170,10 +186,10 @@ class Generator:
 
     row: (rank, ranks, microbatches, stages per rank) -> the rank's steps. stages: the fewest and the most stages
     per rank (None: no limit). instead: the schedule for another number. fill: the fewest microbatches that `row` needs,
-    given the ranks. paired: neighbouring forwards and backwards run together (`Schedule.pairs`). takes: fields
-    of a layout that `row` takes, too, None if unset. varies: the middle of many microbatches is not a repetition.
-    searched: `plan search` tries it. (Its bounds count all messages of a block, which pairs hide, and read few
-    microbatches for many.)
+    given the ranks. paired: neighbouring forwards and backwards run together (`Schedule.pairs`). copies: of the
+    model (`Schedule.copies`); the ranks must be a multiple. takes: fields of a layout that `row` takes, too, None or ""
+    if unset. varies: the middle of many microbatches is not a repetition. searched: `plan search` tries it. (Its
+    bounds count all messages of a block, which pairs hide, and read few microbatches for many.)
     """
 
     row: Callable[..., list[Step]]
@@ -182,9 +198,14 @@ class Generator:
     instead: str = "interleaved"
     fill: Callable[[int], int] = lambda ranks: 1
     paired: bool = False
+    copies: int = 1
     takes: tuple[str, ...] = ()
     varies: bool = False
     searched: bool = True
+
+
+def _twice(ranks: int) -> int:
+    return 2 * ranks
 
 
 SCHEDULES = {
@@ -196,14 +217,14 @@ SCHEDULES = {
     "zb_h2": Generator(zb_h2, searched=False),
     "zb_auto": Generator(zb_auto, takes=("zb_costs", "zb_live"), varies=True, searched=False),
     "zbv": Generator(zbv, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks - 1),
-    "dualpipev": Generator(dualpipev, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks),
-    "dualpipev_paired": Generator(
-        dualpipev, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks, paired=True, searched=False
-    ),
+    "dualpipev": Generator(dualpipev, "v", (2, 2), fill=_twice),
+    "dualpipev_paired": Generator(dualpipev, "v", (2, 2), fill=_twice, paired=True, searched=False),
+    "dualpipe": Generator(dualpipe, "v", (2, 2), fill=_twice, copies=2, searched=False),
+    "dualpipe_paired": Generator(dualpipe, "v", (2, 2), fill=_twice, paired=True, copies=2, searched=False),
     "v_half": Generator(v_half, "v", stages=(2, 2)),
 }
 TUNED = tuple(field for made in SCHEDULES.values() for field in made.takes)
-"""Fields of a layout that some schedules take. None: unset."""
+"""Fields of a layout that some schedules take. None or "": unset."""
 DEFAULT = "1f1b"
 """The default schedule. It has one stage per rank, so it also stands for no pipeline at all."""
 
@@ -221,21 +242,30 @@ def build(
     for field, value in (("pp", ranks), ("microbatches", microbatches)):
         if value < 1:
             raise UserError(f"layout.{field}: {value} is not possible with a pipeline; must be at least 1")
-    if message := tuning_problem(name, tuned):
+    if message := tuning_problem(name, tuned) or copies_problem(name, ranks):
         raise UserError(f"layout.{message}")
     rows = tuple(tuple(build_row(name, rank, ranks, microbatches, chunks, **tuned)) for rank in range(ranks))
-    rank_of = place(SCHEDULES[name].placement, ranks, chunks)
-    return Schedule(name, microbatches, rank_of, rows, SCHEDULES[name].paired)
+    made = SCHEDULES[name]
+    rank_of = place(made.placement, ranks, chunks)
+    return Schedule(name, microbatches, rank_of, rows, made.paired, made.copies)
 
 
 def tuning_problem(name: str, tuned: Mapping[str, int | str | None]) -> str:
     """Says which field of `TUNED` is set that the schedule `name` does not take; "" if there is none."""
     for field, value in tuned.items():
-        if value is not None and field not in SCHEDULES[name].takes:
+        if value and field not in SCHEDULES[name].takes:
             others = " or ".join(other for other, made in SCHEDULES.items() if field in made.takes)
             nearest = f"Nearest valid: leave it out, or schedule={others}"
             return f"{field}={value}: schedule '{name}' does not take it. {nearest}"
     return ""
+
+
+def copies_problem(name: str, ranks: int) -> str:
+    """Says why the schedule `name` cannot place its copies of the model on so many pipeline ranks; "" if it can."""
+    if ranks % (copies := SCHEDULES[name].copies) == 0:
+        return ""
+    which = f"{copies}, the copies of the model of schedule '{name}'"
+    return f"pp={ranks} must be divisible by {which}. Nearest valid: pp={-(-ranks // copies) * copies}"
 
 
 def build_row(
@@ -243,7 +273,8 @@ def build_row(
 ) -> list[Action]:
     """One rank's computations under schedule `name`, with `chunks` stages per rank. tuned: values of `TUNED`."""
     # A schedule stays in order if some microbatches are left out, so build enough and drop the surplus.
-    enough = max(microbatches, SCHEDULES[name].fill(ranks))
+    copies = SCHEDULES[name].copies
+    enough = max(-(-microbatches // copies) * copies, SCHEDULES[name].fill(ranks))
     row: list[Action] = []
     forwards, backwards = [0] * (ranks * chunks), [0] * (ranks * chunks)  # of each stage, up to here
     owed: deque[Action] = deque()  # W still to come
@@ -258,7 +289,10 @@ def build_row(
             owed.append(Action(stage, "W", done[stage]))
         done[stage] += 1
     row += owed
-    return row if enough == microbatches else [action for action in row if action.microbatch < microbatches]
+    if enough == microbatches and copies == 1:
+        return row
+    share = {stage: shares(microbatches, copies)[stage * copies // (ranks * chunks)] for stage, _, _ in row}
+    return [Action(s, kind, share[s][number]) for s, kind, number in row if number < len(share[s])]
 
 
 def stages_per_rank(name: str, virtual_stages: int) -> int:

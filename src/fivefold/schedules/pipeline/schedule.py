@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from fivefold.errors import UserError
@@ -54,14 +54,14 @@ def makes(action: Action) -> Result | None:
     return ("output" if kind == "F" else "gradient", stage, microbatch)
 
 
-def needs(action: Action, last: int) -> tuple[Result, ...]:
-    """The results that a computation waits for. last: the last stage of the model."""
+def needs(action: Action, length: int) -> tuple[Result, ...]:
+    """The results that a computation waits for. length: number of stages of the model."""
     stage, kind, microbatch = action
     if kind == "F":
-        return (("output", stage - 1, microbatch),) if stage else ()
+        return (("output", stage - 1, microbatch),) if stage % length else ()
     if kind == "W":
         return (("gradient", stage, microbatch),)
-    if stage == last:
+    if (stage + 1) % length == 0:
         return (("output", stage, microbatch),)
     return ("output", stage, microbatch), ("gradient", stage + 1, microbatch)
 
@@ -135,13 +135,24 @@ Placement = Literal["loop", "v"]
 @dataclass(frozen=True)
 class Schedule:
     """`rank_of[s]` is the rank of stage s; `rows[r]` are the computations of rank r, in their order. paired: see
-    `pairs`."""
+    `pairs`. copies: of the model. Its stages are numbered one copy after the other, and each copy has its share of the
+    microbatches: the first ones, and so on."""
 
     name: str
     microbatches: int
     rank_of: tuple[int, ...]
     rows: tuple[tuple[Action, ...], ...]
     paired: bool = False
+    copies: int = 1
+
+    @property
+    def length(self) -> int:
+        """Number of stages of one copy of the model."""
+        return self.stages // self.copies
+
+    def microbatches_of(self, stage: int) -> range:
+        """The microbatches that pass a stage."""
+        return shares(self.microbatches, self.copies)[stage // self.length]
 
     @property
     def ranks(self) -> int:
@@ -160,10 +171,10 @@ class Schedule:
     def walked(self) -> Walk[Action, Result]:
         """The walk of all ranks through their rows. A pair needs what both need, and makes what both make at its
         end."""
-        last, pairs, ahead = self.stages - 1, self.pairs, self.ahead
+        length, pairs, ahead = self.length, self.pairs, self.ahead
 
         def needed(action: Action) -> tuple[Result, ...]:
-            return needs(action, last) + (needs(pairs[action], last) if action in pairs else ())
+            return needs(action, length) + (needs(pairs[action], length) if action in pairs else ())
 
         def made(action: Action) -> list[Result]:
             done = () if action in pairs else (action, ahead[action]) if action in ahead else (action,)
@@ -183,6 +194,12 @@ class Schedule:
     def ahead(self) -> dict[Action, Action]:
         """The F of each B that runs in a pair."""
         return {behind: ahead for ahead, behind in self.pairs.items()}
+
+
+def shares(microbatches: int, copies: int) -> list[range]:
+    """The microbatches of each copy of the model, as equally many as can be."""
+    ends = [-(-microbatches * copy // copies) for copy in range(copies + 1)]
+    return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 def place(placement: Placement, ranks: int, chunks: int) -> tuple[int, ...]:
@@ -266,12 +283,14 @@ def _problems(schedule: Schedule) -> Iterator[str]:
                 yield f"{action} on rank {rank}: the last of {stages} stages is {stages - 1}"
             elif action.microbatch >= microbatches:
                 yield f"{action} on rank {rank}: the last of {microbatches} microbatches is {microbatches - 1}"
+            elif action.microbatch not in schedule.microbatches_of(action.stage):
+                yield f"{action} on rank {rank}: this microbatch passes another copy of the model"
             elif rank != (owner := schedule.rank_of[action.stage]):
                 yield f"{action} is on rank {rank}, but stage {action.stage} is on rank {owner}"
             elif action in places:
                 yield f"{action} is there twice"
             places[action] = place
-    for stage, microbatch in product(range(stages), range(microbatches)):
+    for stage, microbatch in ((s, m) for s in range(stages) for m in schedule.microbatches_of(s)):
         forward, whole, inputs, weights = (Action(stage, kind, microbatch) for kind in COMPUTE)
         parts = [part for part in (inputs, weights) if part in places]
         if forward not in places:
@@ -287,7 +306,7 @@ def _problems(schedule: Schedule) -> Iterator[str]:
             yield f"{weights} comes before {inputs}"
     # PyTorch's runtime counts losses in order of arrival
     last = [action for action in schedule.rows[schedule.rank_of[-1]] if action[:2] == (stages - 1, "F")]
-    for number, action in enumerate(last):
+    for number, action in zip(schedule.microbatches_of(stages - 1), last, strict=True):
         if action.microbatch != number:
             due = action._replace(microbatch=number)
             yield f"{action} comes before {due}: the last stage meets microbatches in order"

@@ -197,7 +197,7 @@ def transfer(schedule: Schedule, action: Action) -> Transfer | None:
     target = stage + 1 if action.kind == "F" else stage - 1
     if (
         what is None
-        or not 0 <= target < schedule.stages
+        or target // schedule.length != stage // schedule.length
         or schedule.rank_of[target] == schedule.rank_of[stage]
     ):
         return None

@@ -55,7 +55,7 @@ def zb_auto(
     ranks: int,
     microbatches: int,
     chunks: int,
-    zb_costs: str | None = None,
+    zb_costs: str = "",
     zb_live: int | None = None,
 ) -> list[Step]:
     """The automatic schedule (section 3.1): a greedy search with the costs of this machine and a limit of memory.
@@ -70,13 +70,13 @@ Seconds = tuple[float, float, float, float]
 """Of F, I, W and of a transfer between ranks, in any unit."""
 
 
-def costs_of(text: str | None) -> Seconds:
-    """Reads `F:I:W:transfer`, such as `1:1.2:0.7:0.05`; None: `1:1:1:0`.
+def costs_of(text: str) -> Seconds:
+    """Reads `F:I:W:transfer`, such as `1:1.2:0.7:0.05`; empty: `1:1:1:0`.
 
     Raises:
         UserError: these are not four numbers, or a computation takes no time.
     """
-    if text is None:
+    if not text:
         return 1.0, 1.0, 1.0, 0.0
     try:
         forward, inputs, weights, transfer = map(float, text.split(":"))
