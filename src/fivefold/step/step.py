@@ -155,7 +155,7 @@ def take_step(
     return Done(lr, {**dict(own), **(balance.figures if balance else {}), **more}, seconds)
 
 
-def forward_backward(state: State, microbatches: list[Microbatch], seed: int) -> Tensor:
+def forward_backward(state: State, microbatches: Sequence[Microbatch], seed: int) -> Tensor:
     """Computes the mean gradient of the global batch in the replicas. Returns this rank's share of the mean loss
     (scalar); the shares of all ranks add up to it."""
     parallel, mesh = state.parallel, state.mesh
