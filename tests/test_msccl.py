@@ -22,6 +22,7 @@ from fivefold.schedules.collectives import (
     ALGORITHMS,
     PRIMITIVES,
     Collective,
+    Primitive,
     build,
     msccl,
     shape_of,
