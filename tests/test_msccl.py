@@ -22,6 +22,7 @@ from fivefold.schedules.collectives import (
     ALGORITHMS,
     PRIMITIVES,
     Collective,
+    Primitive,
     build,
     msccl,
     shape_of,
@@ -154,7 +155,7 @@ def right(collective: Collective, last_first: bool) -> None:
             assert np.array_equal(buffers["o"], every[:, rank]), rank
 
 
-EVERY = [
+EVERY: list[tuple[Primitive, str]] = [
     (primitive, name)
     for primitive in PRIMITIVES
     for name, made in ALGORITHMS[primitive].items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from layouts import compared, side, tiny
@@ -28,7 +29,7 @@ from fivefold.sharding.layout import Layout, describe, parse, to_text
 from fivefold.sharding.layout_rules import nearest
 from fivefold.trace.step import trace
 
-BOTH: tuple[Primitive, Primitive] = ("all_gather", "reduce_scatter")
+BOTH: tuple[Literal["all_gather", "reduce_scatter"], ...] = ("all_gather", "reduce_scatter")
 BROADCASTS = "dp=4,zero=3,all_gather=broadcasts,reduce_scatter=ring"
 LAYOUTS = [
     BROADCASTS,

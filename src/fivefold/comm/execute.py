@@ -169,7 +169,8 @@ class Scheduled:
         primitive: Primitive = "all_reduce",
     ):
         self.axis, self.name, self.local, self.best, self.open = beside.axis, name, local, best, open
-        self.primitive, self.scratch = primitive, beside.scratch
+        self.primitive: Primitive = primitive
+        self.scratch = beside.scratch
         self.by_size: dict[int, str] = {}  # the algorithm for messages of so many bytes
         self._executors: dict[Collective, Executor] = {}
         self._beside = beside

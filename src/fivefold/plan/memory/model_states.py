@@ -324,7 +324,7 @@ def sum_scratch(s: Setting, position: int) -> float:
             sent.append(("all_gather", unit.group, unit.padded, b.working))
             sent.append(("reduce_scatter", unit.group, unit.trained, b.reduce))
         for buffer in keeping.buffers:
-            sent += [("all_reduce", buffer.group, size, b.reduce) for size in buffer.bucket_sizes]
+            sent.extend(("all_reduce", buffer.group, size, b.reduce) for size in buffer.bucket_sizes)
         for primitive, name, size, each in sent:
             ranks, by = groups(layout)[name][0], getattr(layout, primitive)
             schedule = None if by == AUTO else chosen(by, ranks, ranks, round(size * each), None, primitive)
