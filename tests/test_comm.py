@@ -277,6 +277,7 @@ def test_training_sends_nothing_past_an_axis() -> None:
     assert sorted(str(file.relative_to(src)) for file in imports) == [
         "kernels/private.py",  # groups of replica groups
         "parallel/mesh.py",  # new groups, and DeviceMesh
+        "parallel/offload/rows.py",  # FSDP2
         "parallel/zero.py",  # FSDP2
         "trace/step.py",  # a process group that is not there
         "trace/traffic.py",  # whose group a message went over, that no axis sent

@@ -73,7 +73,8 @@ class FlashAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        return backward(*ctx.saved_tensors, grads[0])
+        q, k, v, out, lse = ctx.saved_tensors
+        return backward(q, k, v, out, lse, grads[0])
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -88,8 +88,9 @@ def same(found: Any, wanted: Any) -> bool:
             and all(same(f, w) for f, w in zip(found, wanted, strict=True))
         )
     if isinstance(wanted, float) or isinstance(found, float):
-        numbers = all(isinstance(x, int | float) for x in (found, wanted))
-        return numbers and (found == wanted or math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-12))
+        if not isinstance(found, int | float) or not isinstance(wanted, int | float):
+            return False
+        return found == wanted or math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-12)
     return found == wanted
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -308,7 +307,7 @@ def divisions(layout: Layout, causal: bool, tiling: Tiling | None = None) -> dic
     ways = {"neighbouring parts": near, "zig-zag": [token_spans(layout, T, rank) for rank in range(c)]}
     if tiling is not None:
         ways["dealt by documents"] = [list(columns) for columns in tiling.dealt(c, causal)]
-    size, found = math.gcd(*chain(*chain(*chain(*ways.values())))), dict[str, list[int]]()
+    size, found = math.gcd(*(bound for w in ways.values() for spans in w for s in spans for bound in s)), {}
     for name, every in ways.items():
         owner = {at: rank for rank, spans in enumerate(every) for span in spans for at in range(*span, size)}
         found[name] = [owner[at] for at in range(0, T, size)]

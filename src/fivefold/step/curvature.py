@@ -23,7 +23,7 @@ from fivefold.errors import UserError
 from fivefold.kernels.hashing import keys
 from fivefold.models.base import fill_normal_
 from fivefold.models.layers import Output
-from fivefold.optim.signs import FISHER, LABELS, PASSES
+from fivefold.optim.signs import FISHER, LABELS
 from fivefold.optim.updater import Rules
 from fivefold.parallel.mesh import Microbatch, Share
 from fivefold.parallel.replica import Replica
@@ -42,11 +42,9 @@ Compute = Callable[[State, Sequence[Microbatch], int], object]
 def estimate(
     state: State, recipe: Recipe, microbatches: Sequence[Microbatch], compute: Compute
 ) -> Callable[[], None]:
-    """Estimates the curvature of this step, if that is due, for the update that follows. Returns what the step calls
-    once it has its own gradient, before it clips it."""
+    """Estimates the curvature of this step for the update that follows. Returns what the step calls once it has its own
+    gradient, before it clips it."""
     optim, seed = recipe.optim, recipe.train.seed
-    if optim.estimator not in PASSES or state.step % (optim.estimate_every or 1):
-        return lambda: None
     text = f"{seed}/{optim.estimator}/{state.step}"
     if optim.estimator == LABELS:
         return _of_labels(state, lambda some: compute(state, some, seed), microbatches, text)

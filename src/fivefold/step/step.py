@@ -25,6 +25,7 @@ from fivefold.kernels.matmul import scaled
 from fivefold.observe.faults import GROWTH, SECONDS, SHARED_EVERY, USUAL
 from fivefold.optim import learning_rate
 from fivefold.optim.scaling import clip_scale
+from fivefold.optim.signs import PASSES
 from fivefold.parallel.mesh import Mesh, Microbatch, Share
 from fivefold.parallel.replica import gradient_square
 from fivefold.recipe import FaultsSection, OptimSection, Recipe
@@ -124,9 +125,11 @@ def take_step(
     save_wanted: returns True on the first rank if a checkpoint is due by time.
     """
     assert recipe.train.steps, "a resolved recipe has steps"
-    complete = curvature.estimate(state, recipe, microbatches, forward_backward)
+    estimated = recipe.optim.estimator in PASSES and state.step % (recipe.optim.estimate_every or 1) == 0
+    complete = curvature.estimate(state, recipe, microbatches, forward_backward) if estimated else None
     share = forward_backward(state, microbatches, recipe.train.seed)
-    complete()
+    if complete is not None:
+        complete()
     more = dict(inspect() or {})
     seconds = own_seconds(state.mesh.axis("all"), state.step)
     asks = STOP if stop_wanted() else SAVE if save_wanted() else 0.0

@@ -1,5 +1,7 @@
 """Checks of 03_tensor_parallelism.py."""
 
+from typing import Any
+
 import numpy as np
 
 DRAW = np.random.default_rng(0)
@@ -45,11 +47,12 @@ def check_backward(backward):
     for ranks in (1, 3):
         parts = [backward(X, A[:, r::ranks], B[r::ranks], DZ) for r in range(ranks)]
         dx = sum(part[0] for part in parts)
-        for name, what, found, place in (
+        cases: list[tuple[str, int, Any, tuple[int, int]]] = [
             ("the sum of the ranks' dx", 0, dx, (2, 1)),
             ("da of rank 0", 1, parts[0][1], (1, 0)),
             ("db of rank 0", 2, parts[0][2], (0, 3)),
-        ):
+        ]
+        for name, what, found, place in cases:
             wanted = slope(what, place)
             if not np.isclose(found[place], wanted, rtol=1e-4, atol=1e-6):
                 backward.wrong(f"{name} at {place} is {found[place]:.6f}; by a difference it is {wanted:.6f}")

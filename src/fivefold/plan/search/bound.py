@@ -380,8 +380,8 @@ class LeastBytes:
             besides, last = besides if buffers else NONE, bool(at.part.last)
             # gradients of several stages need not exist at once, nor any of them when most is live
             some = late * (len(at.stages) > 1)
-            for held, live in ((states - late * (not _settles(c)), kept), (states - some, 0.0)):
-                most = max(most, held + sum(memory.at_peak(size, besides, live, each, last)))
+            for held, active in ((states - late * (not _settles(c)), kept), (states - some, 0.0)):
+                most = max(most, held + sum(memory.at_peak(size, besides, active, each, last)))
         return ROUNDING * (most + memory.transfers(size, x, c.count))
 
     def _held(self, c: Choice, part: Share) -> tuple[float, float, Buffers]:

@@ -42,11 +42,12 @@ def zb_h2(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Step]:
     last one: (p-1) F, as in H1. The paper corrects the update afterwards instead.
     """
     assert chunks == 1
+    forward: Step = ("F", rank)
+    inputs: Step = ("I", rank)
     warmup = min(2 * (ranks - rank) - 1, microbatches)
-    steps: list[Step] = [("F", rank)] * warmup
+    steps: list[Step] = [forward] * warmup
     for position in range(microbatches):
-        steps += [("I", rank), *[W] * (position >= 2 * rank)]
-        steps += [("F", rank)] * (warmup + position < microbatches)
+        steps += [inputs] + [W] * (position >= 2 * rank) + [forward] * (warmup + position < microbatches)
     return steps
 
 
@@ -80,15 +81,14 @@ def costs_of(text: str) -> Seconds:
         return 1.0, 1.0, 1.0, 0.0
     try:
         forward, inputs, weights, transfer = map(float, text.split(":"))
-        valid = min(forward, inputs, weights) > 0 <= transfer and forward + inputs + weights + transfer < inf
+        if min(forward, inputs, weights) > 0 <= transfer and forward + inputs + weights + transfer < inf:
+            return forward, inputs, weights, transfer
     except ValueError:
-        valid = False
-    if not valid:
-        raise UserError(
-            f"layout.zb_costs: '{text[:40]}' must be the times of F, I, W and of a transfer, F:I:W:transfer, such as "
-            "1:1.2:0.7:0.05. Nearest valid: 1:1:1:0"
-        )
-    return forward, inputs, weights, transfer
+        pass
+    raise UserError(
+        f"layout.zb_costs: '{text[:40]}' must be the times of F, I, W and of a transfer, F:I:W:transfer, such as "
+        "1:1.2:0.7:0.05. Nearest valid: 1:1:1:0"
+    )
 
 
 @lru_cache(maxsize=64)
