@@ -28,7 +28,8 @@ def notebook(page: Path, out: Path) -> dict[str, Any]:
     """The notebook of a page, in format 4.5 of nbformat. out: the folder that it will be in."""
     text, cells, end = page.read_text(encoding="utf-8"), [], 0
     root = os.path.relpath(REPO, out)
-    cells.append(_cell("code", f"%cd -q {root}", []))
+    start = "import os\nSTART = globals().get('START') or os.getcwd()"
+    cells.append(_cell("code", f"{start}\nos.chdir(os.path.abspath(os.path.join(START, {root!r})))", []))
     for block in FENCE.finditer(text):
         if block[1] not in RUNS:
             continue  # it stays a part of the prose

@@ -158,6 +158,8 @@ SLOW = [
     ("all:disk", "bf16", "pp=2,schedule=zbv,virtual_stages=2", []),
     ("all:host", "bf16", "pp=2,schedule=interleaved,virtual_stages=2", []),
     ("states:host", "bf16", "pp=2,schedule=zbv,virtual_stages=2", []),
+    ("states:host", "bf16", "dp=2,pp=2,schedule=zb_h1", ["model.tie_embeddings=false"]),
+    ("states:host", "bf16", "dp=2,pp=2,schedule=zbv,virtual_stages=2", []),
     ("states:disk", "bf16", "dp=2,ep=2", []),
     ("states:disk", "bf16", "dp=2,ep=2,zero=3", []),
     ("states:host", "bf16", "dp=1", ["optim.name=adagrad", "optim.lr=0.05"]),

@@ -75,6 +75,8 @@ class Graded:
 
 def same(found: Any, wanted: Any) -> bool:
     """Equal values of the same shape; numbers to nine digits."""
+    if hasattr(found, "tolist") and not hasattr(wanted, "tolist"):  # numbers of NumPy are numbers, too
+        return same(found.tolist(), wanted)
     if hasattr(wanted, "tolist"):  # an array or a tensor
         return getattr(found, "shape", None) == wanted.shape and same(found.tolist(), wanted.tolist())
     if isinstance(wanted, Mapping):
@@ -120,12 +122,15 @@ def grade(number: str, file: Path | None = None) -> tuple[list[str], bool]:
         return [f"there is no exercise {number!r}; there are: {numbers}"], False
     exercise = (file or found[0]).resolve()
     checks = runpy.run_path(str(HERE / "checks" / found[0].name))
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(PATIENCE_S)
     try:
         defined = runpy.run_path(str(exercise))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [f"{exercise.name} cannot be run: {type(error).__name__}: {error}"], False
+    finally:
+        signal.alarm(0)
     lines, right = [exercise.name], 0
-    signal.signal(signal.SIGALRM, too_long)
     names = [name.removeprefix("check_") for name in checks if name.startswith("check_")]
     for name in names:
         signal.alarm(PATIENCE_S)

@@ -4,6 +4,7 @@ surfaces; `fivefold collectives`, the algorithms of a collective on a topology, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -191,8 +192,8 @@ def collectives(
     check_primitive(primitive)
     if not 1 <= ranks <= MOST:
         raise UserError(f"--ranks: {ranks} is not possible; must be at least 1 and at most {MOST}")
-    if draw is not None:
-        algorithm(primitive, draw)
+    if draw is not None and algorithm(primitive, draw).switches and msccl:
+        raise UserError(f"--draw {draw}: MSCCL has no switch that adds; name another algorithm")
     options.require_writable(svg=svg, html=html, msccl=msccl)
     message, net = options.bytes_of("--size", size), read(topology, ranks)
     choices, refused = compare(primitive, net, message)
@@ -200,10 +201,10 @@ def collectives(
     found["algorithms"], found["refused"] = [_row(choice) for choice in choices], refused
     lines = _collective_lines(choices, refused, net, primitive, message)
     if draw is not None or svg or html or msccl:
-        # The named one or the fastest; a pipelined one is drawn in few pieces
-        name = choices[0].algorithm.name if draw is None else draw
-        pieces = next((min(choice.pieces, 4) for choice in choices if choice.algorithm.name == name), 1)
-        collective = build(primitive, name, net.shape._replace(pieces=pieces))
+        name, pieces = _named(choices, refused, net, draw, msccl is not None)
+        program = to_xml(build(primitive, name, net.shape._replace(pieces=pieces)), message) if msccl else ""
+        # a pipelined one is drawn in few pieces
+        collective = build(primitive, name, net.shape._replace(pieces=min(pieces, 4)))
         if draw is not None:
             found["drawn"] = to_text(collective, options.columns(60, 160))
             lines = [found["drawn"].rstrip()]
@@ -214,7 +215,7 @@ def collectives(
             note = f"{size_text(message)} on {net.name}, simulated."
             options.save_as("--html", html, page(name, "Collective", [player(collective, ends, note)]))
         if msccl:
-            options.save_as("--msccl", msccl, to_xml(collective))
+            options.save_as("--msccl", msccl, program)
         written = (("svg", svg), ("html", html), ("msccl", msccl))
         found["pictures"] = {name: str(path) for name, path in written if path}
         lines += found["pictures"].values()
@@ -222,6 +223,18 @@ def collectives(
         print_json(found)
     else:
         print("\n".join(lines))
+
+
+def _named(
+    choices: Sequence[Choice], refused: Mapping[str, str], net: Topology, draw: str | None, msccl: bool
+) -> tuple[str, int]:
+    """(name, pieces) of the algorithm of --draw, else of the fastest one. msccl: of those without a switch."""
+    if draw is None:
+        first = next(choice for choice in choices if not (msccl and choice.algorithm.switches))
+        return first.algorithm.name, first.pieces
+    if "switch" in refused.get(draw, ""):
+        raise UserError(f"--draw {draw}: it {refused[draw]}; '{net.name}' with {net.ranks} ranks has none")
+    return draw, next((choice.pieces for choice in choices if choice.algorithm.name == draw), 1)
 
 
 def _row(choice: Choice) -> dict[str, Any]:
@@ -244,7 +257,6 @@ def _collective_lines(
     choices: list[Choice], refused: dict[str, str], net: Topology, primitive: str, message: float
 ) -> list[str]:
     """The table of algorithms, with what each is for, and the fastest one by size."""
-    from fivefold.schedules.collectives import ALGORITHMS
     from fivefold.schedules.collectives.cost import compare
 
     near, far = net.near, net.far
@@ -261,9 +273,7 @@ def _collective_lines(
         name = f"{made.name} ({pieces})" if pieces > 1 else made.name
         figures = f"{cost.rounds:6}{size_text(cost.sent):>11}{time_text(cost.seconds):>10}"
         lines.append(f"{name:18}{figures}   {cost.busiest:16}{made.when}")
-    for name, why in refused.items():
-        alone = ALGORITHMS[choices[0].algorithm.primitive][name].switches
-        lines.append(f"{name:18}{'-':>6}   {why}" + ("" if alone else f", not {net.ranks}"))
+    lines += [f"{name:18}{'-':>6}   {why}" for name, why in refused.items()]
     if any(choice.pieces > 1 for choice in choices):
         lines.append("In parentheses: the best number of pieces that follow each other.")
     if primitive != "barrier" and net.ranks in range(2, 65):

@@ -28,6 +28,7 @@ EXAMPLES = [
     "fivefold draw runs/quickstart-1",
 ]
 DRAWN = 3  # microbatches of a planned timeline
+MOST_MOVING = 32  # microbatches of a page that steps through a pipeline
 VOCABULARY = 32000  # used for the picture when only the tokenizer's file knows the real size
 
 
@@ -259,14 +260,14 @@ def moving(recipe: Recipe, layout: Layout, title: str) -> str:
     from fivefold.models.card import card_of
     from fivefold.observe import player
     from fivefold.recipe import microbatches_per_step
-    from fivefold.schedules.pipeline import build, shown, simulate
+    from fivefold.schedules.pipeline import simulate
     from fivefold.sharding.units import keepings
 
     card, found = card_of(recipe.model), list[player.Player]()
     if layout.pp > 1:
-        few = shown(microbatches_per_step(recipe), layout.pp)
-        schedule = build(layout.schedule, layout.pp, few, layout.virtual_stages)
-        found.append(player.pipeline(simulate(schedule), schedule.rank_of, layout.schedule))
+        most = microbatches_per_step(recipe)
+        schedule = layout.pipeline(min(MOST_MOVING, layout.shown(most)))
+        found.append(player.pipeline(simulate(schedule), schedule.rank_of, layout.schedule, most))
     if layout.zero == 3:
         found.append(player.zero(keepings(card, layout, [0])[0].units, layout.shards))
     if layout.cp > 1 and layout.cp_method == "ring":

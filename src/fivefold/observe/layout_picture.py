@@ -309,7 +309,7 @@ def divisions(layout: Layout, causal: bool, tiling: Tiling | None = None) -> dic
         ways["dealt by documents"] = [list(columns) for columns in tiling.dealt(c, causal)]
     size, found = math.gcd(*(bound for w in ways.values() for spans in w for s in spans for bound in s)), {}
     for name, every in ways.items():
-        owner = {at: rank for rank, spans in enumerate(every) for span in spans for at in range(*span, size)}
+        owner = {at: rank for rank, spans in enumerate(every) for a, b in spans for at in range(a, b, size)}
         found[name] = [owner[at] for at in range(0, T, size)]
     return found
 

@@ -136,8 +136,9 @@ def zero(units: Sequence[FsdpUnit], ranks: int) -> Player:
     return Player(f"ZeRO 3 on {ranks} ranks", words, frames)
 
 
-def pipeline(timeline: Timeline, rank_of: Sequence[int], name: str) -> Player:
-    """A simulated schedule: a rank's cells are microbatches, filled while it keeps their activations."""
+def pipeline(timeline: Timeline, rank_of: Sequence[int], name: str, most: int = 0) -> Player:
+    """A simulated schedule: a rank's cells are microbatches, filled while it keeps their activations. most:
+    microbatches of the step, if there are more than are shown."""
     events = [(event, rank) for rank, row in enumerate(timeline.rows) for event in row]
     microbatches = 1 + max(event.action.microbatch for event, _ in events)
     own = [max(1, rank_of.count(rank)) for rank in range(timeline.ranks)]
@@ -163,7 +164,8 @@ def pipeline(timeline: Timeline, rank_of: Sequence[int], name: str) -> Player:
         "Simulated: a forward takes 1, a backward 2, messages nothing. "
         f"2F3: stage 2, forward of microbatch 3 ({kinds}). Green arrows are activations, blue ones gradients."
     )
-    return Player(f"Pipeline, {name}: {timeline.bubble:.1%} idle", words, frames, rows)
+    of = f" in {microbatches} of {most} microbatches" if most > microbatches else ""
+    return Player(f"Pipeline, {name}: {timeline.bubble:.1%} idle{of}", words, frames, rows)
 
 
 def _sent(action: Action, rank_of: Sequence[int]) -> Move | None:

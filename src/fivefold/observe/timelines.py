@@ -99,7 +99,7 @@ def _lane(timeline: StepTimeline, lane: str) -> Lane:
         row = next((row for row in rows if row[-1].end <= span.start), None)
         if row is None and len(rows) < MOST:
             rows.append(row := [])
-        box = Box(span.start, span.end, COLORS[span.kind], name=span.name)
+        box = Box(span.start, span.end, COLORS.get(span.kind, COLORS[MESSAGE]), name=span.name)
         (rows[-1] if row is None else row).append(box)
     words = f"{timeline.hidden(lane):.0%} hidden" if timeline.under_way(lane) else ""  # else: only updates
     if size := sum(span.bytes for span in spans):

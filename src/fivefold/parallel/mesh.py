@@ -20,7 +20,7 @@ from fivefold.host.tables import best_all_reduce
 from fivefold.kernels.blockwise_attention import Documents
 from fivefold.launch.ranks import Ranks, connect, group_options
 from fivefold.schedules.collectives import Primitive
-from fivefold.schedules.collectives.registry import AUTO, LIBRARY, resolved
+from fivefold.schedules.collectives.registry import AUTO, LIBRARY, chosen, resolved
 from fivefold.schedules.compression import NONE
 from fivefold.sharding.layout import Layout, group_of, groups, index_in, on_node, to_text
 from fivefold.sharding.layout_rules import on_nodes
@@ -117,9 +117,8 @@ class Mesh:
         Raises:
             UserError: the algorithm is not for the ranks of the axis on these nodes.
         """
-        shape = groups(self.layout)[
-            name
-        ]  # axes with the same ranks share it: their messages are in one order
+        # axes with the same ranks share it: their messages are in one order
+        shape = groups(self.layout)[name]
         if (primitive, shape) not in self._scheduled:
             axis, how, best = self.axis(name), getattr(self.layout, primitive), {}
             local = on_node(self.layout, name, self._ranks.local_world)
@@ -128,6 +127,7 @@ class Mesh:
                 best = best_all_reduce(axis.size, self.device.type) if measured else {}
                 local, best = agreed(local, best, axis)
             by = resolved(how, axis.size, local, best, self.device.type == "cpu")
+            chosen(by, axis.size, local, 0, best, primitive)  # refuses one that does not fit these nodes
             beside = Beside(axis)
             if axis.size > 1 and by != LIBRARY:  # a group that nothing else uses
                 if shape not in self._besides:

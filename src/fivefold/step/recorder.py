@@ -69,12 +69,14 @@ class Recorder:
         if not isinstance(stage, LanguageModel):
             return self._around(stage, "model")
         begin, end, blocks = "embedding", "head", list(stage.blocks.items())
-        self._before(stage, begin if stage.first or not blocks else f"blocks.{blocks[0][0]}")
+        if not blocks:  # the embedding or the head alone
+            return self._around(stage, end if stage.last else begin)
+        self._before(stage, begin if stage.first else f"blocks.{blocks[0][0]}")
         for number, block in blocks:
             self._around(block, f"blocks.{number}")
-        if blocks and stage.first:
+        if stage.first:
             self._on_gradient(blocks[0][1].register_forward_pre_hook, begin, lambda inputs: inputs[0])
-        if blocks and stage.last:
+        if stage.last:
             mark = lambda *_: self.mark("forward", end)  # noqa: E731
             self._handles.append(blocks[-1][1].register_forward_hook(mark))
             self._on_gradient(stage.register_forward_hook, end, lambda inputs, output: output)

@@ -22,6 +22,7 @@ from fivefold.observe import prediction
 from fivefold.observe.format import duration, size
 from fivefold.observe.metrics import read_metrics
 from fivefold.observe.report import write_report
+from fivefold.optim.signs import PASSES
 from fivefold.parallel.mesh import Mesh, Microbatch
 from fivefold.plan.cluster.clusters import of_gpu
 from fivefold.plan.cluster.devices import Cluster, of_table
@@ -117,7 +118,10 @@ class Prediction(Instrument):
         counted = max(self.start, self.whole) + 1
         # What the counted step synchronises
         first = recipe.replica_groups.due(counted, recipe.train.steps or 0)
-        return found.as_json() | {"sent_as_counted": sent(found.setting, as_counted=True, fragments=first)}
+        estimated = (
+            recipe.optim.estimator in PASSES and (counted - 1) % (recipe.optim.estimate_every or 1) == 0
+        )
+        return found.as_json() | {"sent_as_counted": sent(found.setting, True, first, estimated)}
 
     @cached_property
     def _documents(self) -> Documents | None:

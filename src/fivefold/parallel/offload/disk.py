@@ -82,8 +82,8 @@ class Meter:
             self.note(COMPUTE, WAIT, what, began)
 
     def note(self, lane: str, kind: str, what: str, began: float, size: int = 0) -> None:
-        if progress.watch is not None:
-            progress.watch.note(lane, kind, what, began, size)
+        if (watch := progress.watch) is not None:  # threads of I/O go on when a measurement ends
+            watch.note(lane, kind, what, began, size)
 
     def figures(self) -> dict[str, float]:
         return {"busy": self.busy, "waited": self.waited, "read": self.read, "written": self.written}

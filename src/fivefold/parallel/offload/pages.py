@@ -359,10 +359,13 @@ class Paged(Pages, Hooked):
         self.write(unit)
 
     def finish(self) -> None:
-        """Sums and writes the units that lack gradients, in the same order on all ranks, and waits for all of them."""
+        """Sums and writes the units that lack gradients, or were written before their last backward, in the same order
+        on all ranks, and waits for all of them."""
         for unit in self._backward:
-            left = unit.gradients is not None and unit.name not in self._ready
-            if self.lacking(unit) or left:
+            left = unit.name not in self._ready
+            if self.lacking(unit) or (left and (unit.gradients is not None or self.sums.axis.size > 1)):
+                self.gather_sums(unit)
+                self.wait(unit)
                 self._complete(unit)
         while self._summing:
             self._summed(self._summing.pop(0))

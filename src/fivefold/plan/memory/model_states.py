@@ -312,7 +312,7 @@ def uneven_states(
 
 def sum_scratch(s: Setting, position: int) -> float:
     """Bytes into which the messages of schedules are received that sum gradients, or gather and scatter what ZeRO
-    divides, on the first rank of a group, as on one node: of each group and width of numbers the largest."""
+    divides, on the first rank of a group: of each group and width of numbers the largest."""
     layout, b, most = s.layout, s.states, dict[tuple[str, float], float]()
     if all(getattr(layout, primitive) in (LIBRARY, AUTO) for primitive in CHOICES):
         return 0.0
@@ -326,8 +326,9 @@ def sum_scratch(s: Setting, position: int) -> float:
         for buffer in keeping.buffers:
             sent.extend(("all_reduce", buffer.group, size, b.reduce) for size in buffer.bucket_sizes)
         for primitive, name, size, each in sent:
-            ranks, by = groups(layout)[name][0], getattr(layout, primitive)
-            schedule = None if by == AUTO else chosen(by, ranks, ranks, round(size * each), None, primitive)
+            among, by = s.group(name), getattr(layout, primitive)
+            size_ = round(size * each)
+            schedule = None if by == AUTO else chosen(by, among.ranks, among.local, size_, None, primitive)
             if schedule is not None:
                 scratch = messages_of(schedule, 0, size).scratch * each
                 most[name, each] = max(most.get((name, each), 0.0), scratch)

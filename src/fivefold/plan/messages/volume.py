@@ -104,10 +104,12 @@ def outer_counted(s: Setting, rank: int, fragments: Iterable[int]) -> Counted:
     return _added_up(Moment("", what, "replica_groups", size) for what, size in sent)
 
 
-def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None = None) -> dict[str, int]:
+def sent(
+    s: Setting, as_counted: bool = False, fragments: Sequence[int] | None = None, estimated: bool = False
+) -> dict[str, int]:
     """Bytes that leave a rank, by axis: the largest of all ranks on each axis. as_counted: groups with the same ranks
     are merged, as a counter of real messages does. fragments: those that synchronise in this step; None: an average
-    step."""
+    step. estimated: curvature is estimated in this step, which sends what forward and backward do once more."""
     every = s.replica_groups.every if fragments is None else 1
     summed = range(s.replica_groups.fragments) if fragments is None else fragments
     most: Counter[str] = Counter()
@@ -122,10 +124,8 @@ def sent(s: Setting, as_counted: bool = False, fragments: Sequence[int] | None =
             rank = s.layout.rank({"pp": position, "dp_replicate": i, "dp_shard": j, "cp": index})
             found = counted(s, rank) if as_counted else _added_up(moments(s, rank))
             sizes = Counter(leaving(found, s.layout, s.replica_groups.count))
-            if fragments is None:  # an estimate of the curvature sends what forward and backward do
-                sizes = Counter(
-                    {axis: round(size * (1 + s.software.estimates)) for axis, size in sizes.items()}
-                )
+            passes = 1 + (s.software.estimates if fragments is None else estimated)
+            sizes = Counter({axis: round(size * passes) for axis, size in sizes.items()})
             if s.replica_groups.count > 1:
                 between = leaving(outer_counted(s, rank, summed), s.layout, s.replica_groups.count)
                 sizes["replica_groups"] += round(between.get("replica_groups", 0) / every)

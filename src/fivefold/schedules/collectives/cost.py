@@ -305,7 +305,7 @@ def compare(primitive: str, topology: Topology, size: float) -> tuple[list[Choic
     for made in ALGORITHMS[primitive].values():  # type: ignore[index]
         switched = topology.switch is not None or not made.switches
         if not (made.fits(shape) and switched) or (made.grids and len(shape.grid) not in (0, made.grids)):
-            refused[made.name] = f"needs {made.needs}"
+            refused[made.name] = f"needs {made.needs}" + f", not {topology.ranks}" * (not made.switches)
             continue
         costs = {
             pieces: simulate(build(primitive, made.name, shape._replace(pieces=pieces)), topology, size)

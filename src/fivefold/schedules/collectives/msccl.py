@@ -9,8 +9,9 @@ github.com/microsoft/msccl (src/graph/topo.cc).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from math import ceil
 from typing import Any
 from xml.etree import ElementTree
 
@@ -23,8 +24,8 @@ COLLECTIVES = {
     "reduce_scatter": "reduce_scatter",
     "all_to_all": "alltoall",
 }
-MOST_STEPS, MOST_BLOCKS, MOST_COUNT = 256, 216, 71
-"""Steps of a thread block, thread blocks of a rank, chunks of a step."""
+MOST_STEPS, MOST_BLOCKS, MOST_COUNT, MOST_PEERS = 256, 216, 71, 32
+"""Steps of a thread block, thread blocks of a rank, chunks of a step, peers of a rank in one direction of a channel."""
 Place = tuple[str, int]
 """(buffer, offset in chunks)."""
 Block = tuple[int, int, int]
@@ -39,9 +40,8 @@ class Program:
         self.blocks: dict[Block, list[dict[str, Any]]] = {}
         self.scratch: dict[int, int] = {}
         self._wrote: dict[Place, tuple[Block, int]] = {}  # the step that wrote a chunk last
-        self._read: defaultdict[Place, list[tuple[Block, int]]] = defaultdict(
-            list
-        )  # those that read it since then
+        # those that read it since then
+        self._read: defaultdict[Place, list[tuple[Block, int]]] = defaultdict(list)
         self._waited: dict[tuple[Block, Block], int] = {}
 
     def place(self, chunk: int) -> Place:
@@ -91,8 +91,9 @@ class Program:
         return rank
 
 
-def to_xml(collective: Collective) -> str:
-    """The program of all ranks. It is for calls in place (`ncclAllReduce` with one buffer); an all-to-all for two.
+def to_xml(collective: Collective, most_bytes: float = 2**27) -> str:
+    """The program of all ranks, for messages of up to `most_bytes`. It is for calls in place (`ncclAllReduce` with one
+    buffer); an all-to-all for two.
 
     Raises:
         UserError: MSCCL has no such collective or no switch, or the program is larger than its limits.
@@ -123,14 +124,19 @@ def to_xml(collective: Collective) -> str:
             target.add("rrc" if move.reduce else "r", block, places if move.reduce else [], places)
     most = max((len(steps) for rank in ranks for steps in rank.blocks.values()), default=0)
     blocks = max(len(rank.blocks) for rank in ranks)
-    if most > MOST_STEPS or blocks > MOST_BLOCKS:
+    ways = Counter(
+        (r, send >= 0, channel) for r, rank in enumerate(ranks) for send, _, channel in rank.blocks
+    )
+    peers = max(ways.values(), default=0)
+    if most > MOST_STEPS or blocks > MOST_BLOCKS or peers > MOST_PEERS:
         raise UserError(
-            f"{name} on {x.ranks} ranks is too large for MSCCL: {blocks} thread blocks per rank "
-            f"(at most {MOST_BLOCKS}), {most} steps in one (at most {MOST_STEPS})"
+            f"{name} on {x.ranks} ranks is too large for MSCCL: {blocks} thread blocks per rank (at most {MOST_BLOCKS})"
+            f", {peers} peers in a direction (at most {MOST_PEERS}), {most} steps in a block (at most {MOST_STEPS})"
         )
     program = _element(
         "algo", name=x.algorithm, proto="Simple", nchannels=x.streams, nchunksperloop=x.whole, ngpus=x.ranks,
-        coll=COLLECTIVES[x.primitive], inplace=int(x.primitive != "all_to_all"),
+        coll=COLLECTIVES[x.primitive], inplace=int(x.primitive != "all_to_all"), minBytes=0,
+        maxBytes=max(2**27, ceil(most_bytes)) + 1,
     )  # fmt: skip
     program.extend(rank.xml() for rank in ranks)
     ElementTree.indent(program)

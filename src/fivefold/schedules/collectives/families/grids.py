@@ -108,8 +108,16 @@ def grid_of(shape: Shape, dims: int) -> tuple[int, ...] | None:
     shape, the most that its ranks have factors for, but at least two."""
     if len(shape.grid) == (dims or len(shape.grid)) > 1 and math.prod(shape.grid) == shape.ranks:
         return shape.grid
-    counts = [dims] if dims else range(shape.ranks.bit_length(), 1, -1)
-    return next((grid for count in counts if (grid := even_grid(shape.ranks, count))), None)
+    if dims:
+        return even_grid(shape.ranks, dims)
+    rest, factor, sizes = shape.ranks, 2, list[int]()
+    while rest > 1:
+        if factor * factor > rest:
+            factor = rest
+        while rest % factor == 0:
+            rest, sizes = rest // factor, [*sizes, factor]
+        factor += 1
+    return tuple(sizes) if len(sizes) > 1 else None
 
 
 def hierarchical_gather(shape: Shape) -> Rounds:
