@@ -204,19 +204,25 @@ def test_small_models_say_what_a_deep_one_does(layout: str) -> None:
 def test_few_microbatches_say_what_many_do(
     schedule: str, rank: int, rest: int, request: pytest.FixtureRequest
 ) -> None:
-    """For every schedule, with and without a remainder, which interleaved schedules spread over their rounds."""
-    if (schedule, rest) == ("interleaved", 3) and rank != 1:
+    """For every schedule, with and without a remainder, which interleaved schedules spread over their rounds. Without
+    documents: those of many microbatches are among the tokens that make a peak come earlier."""
+    if (schedule, rest, rank) == ("interleaved", 3, 0):
         reason = (
             "with many microbatches their tokens make the peak come earlier in the step (see trace/depth.py)"
         )
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     chunks = max(1, min(2, SCHEDULES[schedule].stages[1] or 2))
     layout = f"pp=4,schedule={schedule},virtual_stages={chunks}"
-    compare_with_small(layout, rank, layers=16 * chunks, batch=2 * (40 + rest))
+    compare_with_small(layout, rank, layers=16 * chunks, batch=2 * (40 + rest), masks=False)
 
 
-def compare_with_small(layout: str, rank: int, layers: int, batch: int) -> None:
-    recipe = recipe_of(layout, "bf16", f"model.layers={layers}", f"train.global_batch_size={batch}")
+def compare_with_small(layout: str, rank: int, layers: int, batch: int, masks: bool = True) -> None:
+    sets = (
+        f"model.layers={layers}",
+        f"train.global_batch_size={batch}",
+        f"data.document_masks={masks}".lower(),
+    )
+    recipe = recipe_of(layout, "bf16", *sets)
     chosen = Layout.from_recipe(recipe.layout)
     count = microbatches_per_step(recipe)
     depths_ = depths(recipe.model, chosen, chosen.coordinates(rank)["pp"])

@@ -5,7 +5,8 @@ of a stage adds the same amount, and so does each microbatch once the pipeline i
 
 Two figures are not linear. The number of gradient messages at ZeRO stage 0 is not, since a bucket ends behind the
 parameter that fills it (their bytes are linear). A peak is not, if it occurs at another moment in the small model:
-tokens of many microbatches, which wait for their turn, can make it come earlier (0.1% of a tiny model, interleaved).
+tokens of many microbatches and their documents, which wait for their turn, can make it come earlier (0.2% of a tiny
+model, interleaved).
 
 Figures are kept in the cache folder, by everything they depend on: recipe, rank, and the code of Fivefold and PyTorch.
 A missing, broken or unwritable file is not an error: the step is traced again. Last their text, beside a prediction.
