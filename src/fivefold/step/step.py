@@ -125,9 +125,11 @@ def take_step(
     save_wanted: returns True on the first rank if a checkpoint is due by time.
     """
     assert recipe.train.steps, "a resolved recipe has steps"
-    # also if no step has updated yet, because the first one was skipped
-    first = not all(replica.updater.begun for replica in state.parallel.replicas)
-    due = recipe.optim.estimator in PASSES and (first or state.step % (recipe.optim.estimate_every or 1) == 0)
+    # also while no step has updated yet, because the first ones were skipped
+    due = recipe.optim.estimator in PASSES and (
+        state.step % (recipe.optim.estimate_every or 1) == 0
+        or not all(replica.updater.begun for replica in state.parallel.replicas)
+    )
     complete = curvature.estimate(state, recipe, microbatches, forward_backward) if due else None
     share = forward_backward(state, microbatches, recipe.train.seed)
     if complete is not None:
