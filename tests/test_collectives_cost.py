@@ -245,11 +245,11 @@ def test_small_messages_on_8_h100() -> None:
     large = compare("all_reduce", h100, 1e9)[0]
     assert large[0].cost.sent == pytest.approx(1.75e9)
     assert compare("all_reduce", replace(h100, ranks=7), 1e6)[1] == refused | {
-        "torus_2d": "needs a product of two numbers",
-        "mesh_2d": "needs a product of two numbers",
-        "mesh_2d_whole": "needs a product of two numbers",
-        "torus_3d": "needs a product of three numbers",
-        "torus": "needs a product of two or more numbers",
+        "torus_2d": "needs a product of two numbers, not 7",
+        "mesh_2d": "needs a product of two numbers, not 7",
+        "mesh_2d_whole": "needs a product of two numbers, not 7",
+        "torus_3d": "needs a product of three numbers, not 7",
+        "torus": "needs a product of two or more numbers, not 7",
     }
 
 

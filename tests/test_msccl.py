@@ -201,9 +201,26 @@ def test_what_msccl_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             to_xml(build(primitive, name, 4))
     monkeypatch.setattr(msccl, "MOST_STEPS", 5)
-    text = "2 thread blocks per rank (at most 216), 6 steps in one (at most 5)"
+    text = "1 peers in a direction (at most 32), 6 steps in a block (at most 5)"
     with pytest.raises(UserError, match=re.escape(text)):
         to_xml(build("all_reduce", "ring", 4))
+    with pytest.raises(UserError, match=re.escape("39 peers in a direction (at most 32)")):
+        to_xml(build("all_to_all", "direct", 40))
+
+
+def test_the_fastest_between_ranks_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a switch that adds the fastest is none of MSCCL's; and it may be for more bytes than MSCCL's default."""
+    path = tmp_path / "program.xml"
+    assert run("--size", "1G", "--msccl", str(path)) == 0
+    algo = ElementTree.parse(path).getroot()
+    assert algo.get("name") != "in_network"
+    assert int(algo.get("maxBytes", "0")) > 2**30
+    for words, text in (
+        (["--msccl", str(path)], "no switch that adds"),
+        (["--ranks", "7"], "needs a switch"),
+    ):
+        assert run("--draw", "in_network", *words) == 2
+        assert text in capsys.readouterr().err
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -125,7 +125,10 @@ def to_xml(collective: Collective, most_bytes: float = 2**27) -> str:
     most = max((len(steps) for rank in ranks for steps in rank.blocks.values()), default=0)
     blocks = max(len(rank.blocks) for rank in ranks)
     ways = Counter(
-        (r, send >= 0, channel) for r, rank in enumerate(ranks) for send, _, channel in rank.blocks
+        (number, send >= 0, channel)
+        for number, rank in enumerate(ranks)
+        for send, receive, channel in rank.blocks
+        if max(send, receive) >= 0  # not copies on the rank itself
     )
     peers = max(ways.values(), default=0)
     if most > MOST_STEPS or blocks > MOST_BLOCKS or peers > MOST_PEERS:
