@@ -342,7 +342,9 @@ def test_sent_and_residuals_are_the_gradients(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("text", ["int8", "int4", "nf4", "1bit", "topk:0.01", "randk:0.01", "powersgd:2"])
+@pytest.mark.parametrize(
+    "text", ["int8", "int4", "nf4", "dynamic8", "1bit", "topk:0.01", "randk:0.01", "powersgd:2"]
+)
 def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks_and_forgotten(text: str, bad: float) -> None:
     """Even one element of one rank, in a parameter that random-k leaves out: the step's sum is not finite, and the next
     one is."""
@@ -360,7 +362,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks_and_forgotten(text: 
 
 def test_parameters_do_not_change_each_other() -> None:
     """Tensor-parallel ranks have different parameters beside one that they share: it gets the same bits on each."""
-    for text in ("int8", "int4", "nf4", "1bit", "topk:0.1", "randk:0.1", "powersgd:2"):
+    for text in ("int8", "int4", "nf4", "dynamic8", "1bit", "topk:0.1", "randk:0.1", "powersgd:2"):
         found, gradients = [], list[Tensor]()
         for factor in (1.0, 100.0):  # of the others
             ones = together(text, 2, SHAPES)

@@ -138,6 +138,16 @@ def test_an_estimate_is_averaged_every_so_many_steps(tmp_path):
     assert all(torch.equal(t, state.moments()[n]) for n, t in seen[2].items())
 
 
+def test_the_first_update_has_an_estimate(tmp_path):
+    """Also behind a step that was skipped, and is no step of an estimate itself."""
+    recipe, state, halves = built(tmp_path, "optim.estimator=gnb")
+    state.step = 1
+    take_step(state, recipe, halves)
+    averages = [t for n, t in state.moments().items() if n.startswith("hessian")]
+    assert averages
+    assert all(bool(t.any()) for t in averages)
+
+
 @pytest.mark.parametrize(
     ("sets", "layout", "why"),
     [

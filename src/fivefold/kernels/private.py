@@ -79,7 +79,7 @@ def groups(unit: FSDPModule) -> list[FSDPParamGroup]:
 
 def rows(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:
     """Each parameter of a unit, as a DTensor, with the elements of its rows on a rank with padding, in the order of its
-    messages. Without it: nobody knows where in a message a parameter begins."""
+    messages. Without it a message says only which bytes it has, not of which parameters."""
     params = [p for group in groups(unit) for p in group.fsdp_params]
     return [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in params]
 

@@ -85,6 +85,7 @@ function player(root) {
 }
 const players = [...document.querySelectorAll(".player")].map(player);
 document.addEventListener("keydown", (event) => {
+  if (event.altKey || event.ctrlKey || event.metaKey) return; // the browser's own keys
   // the one that has the focus, or the first; a slider has its own keys
   const one = players.find((each) => each.root.contains(event.target)) || players[0];
   if (event.target === one.range) return;
