@@ -3,19 +3,18 @@
 Tiles (rounded.py) are whole tensors ("tensor"), vectors along the sum ("row"), or, as in DeepSeek-V3 (arXiv 2412.19437,
 section 3.3), 128 numbers along the sum for activations and gradients, and 128 x 128 for weights ("block").
 
-GPUs with fp8 multiply by `torch.nn.functional.scaled_mm`, blocks on Hopper only.
+GPUs with fp8 multiply by PyTorch's `scaled_mm`, blocks on Hopper only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.kernels.private import scaled_mm
 from fivefold.kernels.rounded import RoundedMatmuls, power_of_two, tiles_of
 from fivefold.precision.formats import Format
 from fivefold.precision.fp8 import BLOCK, GRADIENTS
@@ -47,24 +46,14 @@ class Fp8(RoundedMatmuls):
         """`product` by the device's matmul of fp8, summed in fp32 rather than with the fewer bits of fast sums."""
         a8, a_scale = encode(a, *self.tile(a.shape), form)
         b8, b_scale = encode(b, *self.tile(b.shape, weight), self.inputs)
-        kind = _KINDS[self.scaling]
         if self.scaling == "tensor":
             a_scale, b_scale = a_scale.view(()), b_scale.view(())
         elif self.scaling == "row":
             b_scale = b_scale.t()
         else:  # one for each row and 128 columns, column by column
-            b_scale = b_scale.repeat_interleave(len(b) // len(b_scale), 0)
-            a_scale, b_scale = (scale.t().contiguous().t() for scale in (a_scale, b_scale))
-        return F.scaled_mm(
-            a8, b8.t(), a_scale, kind, b_scale, kind, output_dtype=a.dtype, use_fast_accum=False
-        )
-
-
-_KINDS = {
-    "tensor": F.ScalingType.TensorWise,
-    "row": F.ScalingType.RowWise,
-    "block": F.ScalingType.BlockWise1x128,
-}
+            b_scale = b_scale.repeat_interleave(len(b) // len(b_scale), 0).t().contiguous()
+            a_scale = a_scale.t().contiguous().t()
+        return scaled_mm(a8, b8.t(), a_scale, b_scale, a.dtype)
 
 
 def matmuls(options: Any) -> Fp8:
@@ -83,7 +72,6 @@ def encode(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Tensor, Te
     return numbers.contiguous(), 1 / scale[:, 0, :, 0]
 
 
-@cache
 def _capability(device: torch.device) -> tuple[int, int]:
     if torch.version.hip is not None:
         return 0, 0

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 
 from fivefold.host.machine import has_cpu_fp16
 from fivefold.kernels import native, sizes
@@ -302,7 +304,7 @@ def mean_by_chunks(
             if part.stop >= N:
                 complete(dx)
         if needs_weight:
-            dweight = _add_chunk(dweight, weight_gradient(dlogits, x[part]), rows >= N)
+            dweight = _add_product(dweight, dlogits, x[part], rows >= N)
         if needs_bias:
             dbias = _add_chunk(dbias, dlogits.sum(0), rows >= N)
         del dlogits  # before the next chunk's
@@ -354,14 +356,9 @@ def loss_and_gradient(
     if native.usable(logits):
         native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, scale, *logits.shape)
         return logits
-    for part in sizes.fp32_parts(*logits.shape):  # `sizes.FP32_COPIES` fp32 tensors of its size at once
-        log_p, index = torch.log_softmax(logits[part].float(), dim=-1), targets[part].clamp(min=0)[:, None]
-        counted = targets[part] >= 0
-        losses[part] = -log_p.gather(1, index)[:, 0] * counted
-        gradient = log_p.exp_().scatter_add_(1, index, -torch.ones_like(index, dtype=log_p.dtype))
-        logits[part] = gradient.mul_(counted[:, None] * scale)
-        del log_p, gradient  # before the next part's: they share their memory
-    return logits
+    lse, loss = vocabulary_loss(vocabulary_statistics(logits, targets, 0)[None])
+    losses.copy_(loss * (targets >= 0))
+    return vocabulary_gradient(logits, targets, lse, 0, scale)
 
 
 def add_z_gradient(
@@ -372,6 +369,31 @@ def add_z_gradient(
     more = 2 * z_loss * lse
     gradient.mul_((1 + more)[:, None])
     return gradient.scatter_add_(1, index, (scale * more * here)[:, None].to(gradient.dtype))
+
+
+def _add_product(total: Tensor | None, dlogits: Tensor, x: Tensor, only: bool) -> Tensor:
+    """Adds up the chunks' gradients of the weight. GPUs add in the matmul itself."""
+    if only or dlogits.device.type != "cuda" or dlogits.dtype == torch.float32:
+        return _add_chunk(total, weight_gradient(dlogits, x), only)
+    if total is None:
+        total = x.new_zeros(dlogits.shape[1], x.shape[1], dtype=torch.float32)
+    _add_product_on_gpu(total, dlogits, x)
+    return total
+
+
+@custom_op(
+    "fivefold::add_product",
+    mutates_args=("total",),
+    device_types="cuda",
+    schema="(Tensor(a!) total, Tensor dlogits, Tensor x) -> ()",
+)
+def _add_product_on_gpu(total: Tensor, dlogits: Tensor, x: Tensor) -> None:
+    """total (V, D) in fp32 += dlogits.T @ x, whose factors have 16 bits. PyTorch cannot trace it before 2.13."""
+    torch.addmm(total, dlogits.t(), x, out_dtype=torch.float32, out=total)
+
+
+@_add_product_on_gpu.register_fake
+def _(total: Tensor, dlogits: Tensor, x: Tensor) -> None: ...
 
 
 def _add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:
@@ -392,15 +414,20 @@ def vocabulary_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor
         out = torch.empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
         native.call("vocabulary_statistics", logits.dtype, logits, targets, out, *logits.shape, first)
         return out
-    here, index = local_targets(targets, first, logits.shape[1])
+    if logits.device.type == "cuda":
+        return _statistics_on_gpu(logits, targets, first)
     out = logits.new_empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
     for part in sizes.fp32_parts(*logits.shape):
-        whole = logits[part].float()
-        top = whole.amax(1)
-        at_target = whole.gather(1, index[part, None])[:, 0] * here[part]
-        out[:, part] = torch.stack([top, (whole - top[:, None]).exp_().sum(1), at_target])
-        del whole  # before the next part's
+        out[:, part] = _statistics(logits[part], targets[part], first)
     return out
+
+
+def _statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    here, index = local_targets(targets, first, logits.shape[1])
+    whole = logits.float()
+    top = whole.amax(1, keepdim=True)
+    total = (whole - top).exp_().sum(1, keepdim=True)
+    return torch.stack([top[:, 0], total[:, 0], whole.gather(1, index[:, None])[:, 0] * here])
 
 
 def vocabulary_loss(statistics: Tensor) -> tuple[Tensor, Tensor]:
@@ -419,13 +446,56 @@ def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int
             "vocabulary_gradient", logits.dtype, logits, targets, lse.contiguous(), scale, *logits.shape, first
         )  # fmt: skip
         return logits
-    here, index = local_targets(targets, first, logits.shape[1])
+    if logits.device.type == "cuda":
+        _gradient_on_gpu(logits, targets, lse, first, scale)
+        return logits
     for part in sizes.fp32_parts(*logits.shape):
-        gradient = (logits[part].float() - lse[part, None]).exp_()
-        gradient.scatter_add_(1, index[part, None], -here[part].float()[:, None])
-        logits[part] = gradient.mul_((targets[part] >= 0)[:, None] * scale)
-        del gradient  # before the next part's
+        _gradient(logits[part], targets[part], lse[part], first, scale)
     return logits
+
+
+def _gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int, scale: Tensor) -> None:
+    here, index = local_targets(targets, first, logits.shape[1])
+    gradient = (logits.float() - lse[:, None]).exp_()
+    if torch.compiler.is_compiling():  # it compares on its way, and would scatter in a pass of its own
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        gradient = gradient - (here[:, None] & (columns == index[:, None])).float()
+    else:
+        gradient.scatter_add_(1, index[:, None], -here.float()[:, None])
+    logits.copy_(gradient.mul_((targets >= 0)[:, None] * scale))
+
+
+compiled = cache(torch.compile)
+"""`torch.compile` itself takes milliseconds, also of what is compiled."""
+
+
+@custom_op(
+    "fivefold::vocabulary_statistics",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor targets, int first) -> Tensor",
+)
+def _statistics_on_gpu(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """`_statistics`, compiled: one pass over the logits. A trace sees one operator."""
+    return compiled(_statistics)(logits, targets, first)
+
+
+@_statistics_on_gpu.register_fake
+def _(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    return logits.new_empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
+
+
+@custom_op(
+    "fivefold::vocabulary_gradient",
+    mutates_args=("logits",),
+    schema="(Tensor(a!) logits, Tensor targets, Tensor lse, int first, Tensor scale) -> ()",
+)
+def _gradient_on_gpu(logits: Tensor, targets: Tensor, lse: Tensor, first: int, scale: Tensor) -> None:
+    """`_gradient`, compiled: one pass, too."""
+    compiled(_gradient)(logits, targets, lse, first, scale)
+
+
+@_gradient_on_gpu.register_fake
+def _(logits: Tensor, targets: Tensor, lse: Tensor, first: int, scale: Tensor) -> None: ...
 
 
 def local_targets(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:

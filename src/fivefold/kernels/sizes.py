@@ -31,15 +31,6 @@ KEEP = 1024
 """Largest T at which attention keeps its probabilities for backward. Beyond it they are recomputed."""
 
 
-def fp32_moved(element_size: float, split: bool) -> float:
-    """Bytes that the loss reads and writes per logit where it has no fused kernel: log-softmax, exponential and scale
-    in fp32, and copies from and to another dtype. split: True if the vocabulary is cut between ranks. Then statistics
-    come first: maximum, difference, exponential and sum."""
-    copied = 0 if element_size == 4 else 2 * (element_size + 4)
-    again = 32 if element_size == 4 else element_size + 28  # fp32 logits are overwritten in a pass of its own
-    return 24 + copied + (again if split else 0)
-
-
 def logits_bytes(device: str) -> int:
     """Bytes of logits that exist at once on a device of this type ("cpu", "cuda", ...)."""
     return LOGITS_BYTES["cpu" if device == "cpu" else "accelerator"]

@@ -224,7 +224,7 @@ FIVEFOLD_CPU = replace(
     scatter="all_to_all",
     overlap_scatter=False,
     chunk_bytes=logits_bytes("cpu"),
-    fp32_parts=False,
+    loss_on_gpu=False,
 )
 """This program on CPUs. gloo has no reduce-scatter, so each rank sends every other one its part (parallel/zero.py).
 FSDP2 reads the result at once where there are no streams."""
