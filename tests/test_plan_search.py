@@ -306,7 +306,7 @@ def test_memory_that_binds_is_named() -> None:
 
 def test_a_margin_of_memory_is_kept() -> None:
     """The published peaks need it; without it another layout is first, which the search names."""
-    recipe, cluster = load("llama3-8b", ["train.microbatch_size=none"], "dp=1"), parse("h100:8")
+    recipe, cluster = load("qwen3-8b", ["train.microbatch_size=none"], "dp=1"), parse("h100:8")
     whole = limit(with_margin(cluster, 0))
     assert limit(cluster) == pytest.approx((1 - MARGIN) * whole)
     careful, bold = search(recipe, cluster, 1), search(recipe, with_margin(cluster, 0), 1)

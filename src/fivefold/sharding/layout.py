@@ -132,8 +132,9 @@ class Layout(Counts):
 
     def shown(self, microbatches: int) -> int:
         """Microbatches that show how the pipeline fills and drains (`schedules.pipeline.shown`)."""
-        varies = SCHEDULES[self.schedule].varies
-        return microbatches if varies else shown(microbatches, self.pp, self.round_microbatches)
+        if SCHEDULES[self.schedule].varies:
+            return microbatches
+        return self.copies * shown(microbatches // self.copies, self.pp, self.round_microbatches)
 
     @property
     def fewest_blocks(self) -> int:
