@@ -10,6 +10,7 @@ the host acts (train/faults.py).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -56,9 +57,7 @@ class Done:
         if seconds is not None:
             device = torch.cat([device, seconds.flatten()])
         self._host = device.to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if device.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
+        self._arrived: Any = moment(device.device) if device.is_cuda else None
 
     def wait(self) -> None:
         """Waits until the step is done."""
@@ -66,6 +65,11 @@ class Done:
             began = progress.enter((None, "step", None, 0, (), None))
             self._arrived.synchronize()
             progress.leave(began)
+
+    @property
+    def end(self) -> Any:
+        """A `moment`: when the step was done on a GPU, else now."""
+        return time.perf_counter() if self._arrived is None else self._arrived
 
     @cached_property
     def _figures(self) -> dict[str, float]:
@@ -107,6 +111,20 @@ class Done:
     def more(self) -> dict[str, float]:
         """Further figures: the load of experts, and what `inspect` returned."""
         return {name: figure for name, figure in self._figures.items() if name not in OWN}
+
+
+def moment(device: torch.device) -> Any:
+    """Now; on a GPU when it gets there. So a step's time does not depend on when the host looks."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Between two moments of one clock that are over."""
+    return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
 
 
 def take_step(
