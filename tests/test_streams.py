@@ -21,8 +21,8 @@ HOSTS = "processes and threads of the host wait for each other"
 ELSEWHERE = {
     "bench/collectives.py _collectives.around wait": MEASURES,
     "bench/gpu/plain.py seconds_per_step synchronize": MEASURES,
-    "bench/gpu/trials.py _trial wait": HOSTS,
-    "bench/gpu/trials.py _trial wait 2": HOSTS,
+    "bench/gpu/trials.py _trials wait": HOSTS,
+    "bench/gpu/trials.py _start.end wait": HOSTS,
     "bench/hardware.py _wait synchronize": MEASURES,
     "bench/machine.py _seconds wait": MEASURES,
     "bench/peak.py _measure synchronize": MEASURES,
