@@ -179,6 +179,10 @@ EAGER = {
 FEW = ("experts alone", "split backward")
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="attention over documents keeps repeated keys and values, which the plan leaves out (docs/gpu.md)",
+)
 @pytest.mark.parametrize(
     "names", [FEW, pytest.param([*{*EAGER} - {*FEW}], marks=pytest.mark.slow)], ids=["few", "others"]
 )
