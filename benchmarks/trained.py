@@ -9,7 +9,7 @@
 in a process that imports PyTorch only. That one gets four things as files: the initial weights (`fivefold export` of
 step 0), the batches, with BERT's masked ones, and the numbers of `[optim]`. Its model is made of PyTorch's own
 `TransformerEncoderLayer`. Steps have 2,048 tokens. The first 30 losses in fp32 must agree to 1e-4 of their value, else
-the exit code is 1. `table` prints what the JSON holds.
+the exit code is 1. `table` prints what the JSON holds, and what the whole recipes need, by `fivefold plan`.
 
 In bf16 the two programs round in different places: Fivefold keeps the residual stream in bf16, autocast in fp32. So
 there the yardstick is how far plain PyTorch in bf16 is from plain PyTorch in fp32.
@@ -78,7 +78,7 @@ def main() -> int:
     one.add_argument("--small", action="store_true", help="2 layers of width 64, for a CPU")
     one.add_argument("--folder", type=Path, default=BUILD, help="where `prepare` has written")
     one.add_argument("--out", type=Path, default=OUT)
-    one = commands.add_parser("table", help="print the result as Markdown")
+    one = commands.add_parser("table", help="print results and plans as Markdown")
     one.add_argument("--out", type=Path, default=OUT)
     one.add_argument("--write", type=Path, help="also put it between the marks of this page")
     one = commands.add_parser("plain")
@@ -93,7 +93,10 @@ def main() -> int:
     if args.command == "plain":
         print(json.dumps(plain(args.work, args.device, args.mode)))
         return 0
-    lines = table(json.loads(args.out.read_text()))
+    lines = measured(json.loads(args.out.read_text())) if args.out.exists() else NOTHING
+    lines += (
+        "\n\nThe whole recipes, planned for 8 H100 with `dp=8`, whole sequences in attention:\n\n" + planned()
+    )
     print(lines)
     if args.write:
         args.write.write_text(between(args.write.read_text(), lines))
@@ -224,43 +227,40 @@ def run(args: argparse.Namespace) -> int:
     result = json.loads(args.out.read_text()) if args.out.exists() else {"shapes": {}}
     text = args.folder / "text.json"
     result["text"] = json.loads(text.read_text()) if text.exists() else {}
-    failed = False
+    work, failed = args.folder / args.shape, False
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
     for mode in args.modes:
-        work = args.folder / f"{args.shape}-{mode}"
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
         pair = train_both(args, mode, work)
         shape = result["shapes"].setdefault(args.shape, {"modes": {}})
         shape |= {"recipe": SHAPES[args.shape].recipe, "small": args.small, "tokens_per_step": TOKENS}
         shape["parameters"] = pair["plain"].pop("parameters")
         shape["modes"][mode] = pair
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=None).replace('"fivefold"', '\n"fivefold"') + "\n")
+        args.out.write_text(json.dumps(result).replace('"fivefold"', '\n"fivefold"') + "\n")
         apart = difference(pair["fivefold"]["losses"], pair["plain"]["losses"])
         print(args.shape, mode, json.dumps({**apart, **speeds(pair)}), flush=True)
         failed |= mode == "fp32" and not apart["first"] <= BOUND
-        shutil.rmtree(work)
+    shutil.rmtree(work)
     if failed:
         print(f"error: the first {FIRST} losses in fp32 are more than {BOUND} apart", file=sys.stderr)
     return int(failed)
 
 
 def train_both(args: argparse.Namespace, mode: str, work: Path) -> dict[str, Any]:
-    """The same steps by both programs, one after the other."""
+    """The same steps by both programs, one after the other. Initial weights and batches are those of every mode."""
     values, recipe = settings(args, mode), SHAPES[args.shape].recipe
-    began = time.perf_counter()
-    command = ["train", recipe, "--quiet", "--layout", "dp=1", "--out", work / "run", *sets(values)]
-    fivefold(command, args.device)
-    lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
+    began, ran = time.perf_counter(), work / f"run-{mode}"
+    fivefold(["train", recipe, "--quiet", "--layout", "dp=1", "--out", ran, *sets(values)], args.device)
+    lines = [json.loads(line) for line in (ran / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
-    ours = figures(
-        [line["loss"] for line in steps],
-        [line["grad_norm"] for line in steps],
-        [line["step_s"] for line in steps],
-        time.perf_counter() - began,
-    )
-    fivefold(["export", work / "run", work / "initial", "--step", 0])
-    write_batches(recipe, values, work / "batches.npz")
+    columns = ([line[key] for line in steps] for key in ("loss", "grad_norm", "step_s"))
+    ours = figures(*columns, time.perf_counter() - began)
+    if not (work / "initial").exists():
+        fivefold(["export", ran, work / "initial", "--step", 0])
+        write_batches(recipe, values, work / "batches.npz")
+    shutil.copy(ran / "recipe.toml", work)
+    shutil.rmtree(ran)
     command = [sys.executable, "-P", __file__, "plain", work, "--device", args.device, "--mode", mode]
     done = subprocess.run(
         command, env=environment(args.device), stdout=subprocess.PIPE, text=True, check=True
@@ -303,14 +303,14 @@ def figures(
 
 
 def plain(work: Path, device: str, mode: str) -> dict[str, Any]:
-    """Trains on WORK/batches.npz from the weights in WORK/initial, by the numbers of WORK/run/recipe.toml."""
+    """Trains on WORK/batches.npz from the weights in WORK/initial, by the numbers of WORK/recipe.toml."""
     began = time.perf_counter()
     import numpy as np
     import torch
     from safetensors.torch import load_file
 
     config = json.loads((work / "initial" / "config.json").read_text())
-    optim = tomllib.loads((work / "run" / "recipe.toml").read_text())["optim"]
+    optim = tomllib.loads((work / "recipe.toml").read_text())["optim"]
     stored = np.load(work / "batches.npz")
     inputs, targets = (torch.from_numpy(stored[name]).long().to(device) for name in ("inputs", "targets"))
     torch.set_float32_matmul_precision("high" if mode == "tf32" else "highest")
@@ -483,37 +483,60 @@ def speeds(pair: dict[str, Any]) -> dict[str, Any]:
 
 
 BEGIN, END = "<!-- trained: written by benchmarks/trained.py table --write -->", "<!-- /trained -->"
+NOTHING = "No run of these is recorded yet."
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+def measured(result: dict[str, Any]) -> str:
+    """What `run` found, as Markdown."""
     head = (
         f"| Recipe | Precision | Steps | Loss, first to last | Loss of plain PyTorch | First {FIRST} losses, relative "
-        "| Largest difference | Mean difference | tok/s |"
+        "| Largest difference | Mean difference | tok/s | tok/s of plain PyTorch |"
     )
-    lines, machines, yardsticks = [head, "|" + "---|" * 9], dict[str, None](), []
-    for name, shape in result["shapes"].items():
+    lines, machines, yardsticks = [head, "|" + "---|" * 10], dict[str, None](), list[str]()
+    for shape in result["shapes"].values():
+        exact = shape["modes"].get("fp32", {}).get("plain", {}).get("losses", ())
         for mode, pair in shape["modes"].items():
             ours, theirs = pair["fivefold"]["losses"], pair["plain"]["losses"]
             apart = difference(ours, theirs)
+            speed = " | ".join(f"{pair[name]['tokens_per_s']:,}" for name in ("fivefold", "plain"))
             lines.append(
                 f"| `{shape['recipe']}` | {mode} | {len(ours)} | {ours[0]:.4f} to {ours[-1]:.4f} | {theirs[0]:.4f} to "
-                f"{theirs[-1]:.4f} | {apart['first']:.1e} | {apart['largest']:.1e} | {apart['mean']:.1e} "
-                f"| {pair['fivefold']['tokens_per_s']:,} |"
+                f"{theirs[-1]:.4f} | {apart['first']:.1e} | {apart['largest']:.1e} | {apart['mean']:.1e} | {speed} |"
             )
             machines[f"{pair['plain']['device']}, PyTorch {pair['plain']['torch']}"] = None
-            exact = shape["modes"].get("fp32", {}).get("plain", {}).get("losses", ())
             if mode == "bf16" and len(exact) == len(ours):
-                plain_, own = difference(theirs, exact), difference(ours, exact)
-                yardsticks.append(
-                    f"{name}: plain PyTorch in bf16 is {plain_['mean']:.1e} from plain PyTorch in fp32 in the mean "
-                    f"(at most {plain_['largest']:.1e}), Fivefold in bf16 {own['mean']:.1e} (at most "
-                    f"{own['largest']:.1e})."
-                )
+                yardsticks.append(yardstick(shape["recipe"], ours, theirs, exact))
     text = result["text"]
     parts = ", ".join(f"{each['bytes'] / 1e6:.1f} MB of {name}" for name, each in text["parts"].items())
-    notes = [f"Measured on {'; '.join(machines)}. The text: {parts} (SHA-256 `{text['sha256'][:16]}...`)."]
-    return "\n".join([*lines, "", *notes, *yardsticks])
+    note = f"Measured on {'; '.join(machines)}. The text: {parts} (SHA-256 `{text['sha256'][:16]}...`)."
+    return "\n".join([*lines, "", note, *yardsticks])
+
+
+def yardstick(recipe: str, ours: Sequence[float], theirs: Sequence[float], exact: Sequence[float]) -> str:
+    """How far both programs in bf16 are from plain PyTorch in fp32."""
+    plain_, own = difference(theirs, exact), difference(ours, exact)
+    return (
+        f"`{recipe}` in bf16 beside plain PyTorch in fp32: plain PyTorch differs by {plain_['mean']:.1e} in the mean "
+        f"and {plain_['largest']:.1e} at most, Fivefold by {own['mean']:.1e} and {own['largest']:.1e}."
+    )
+
+
+def planned() -> str:
+    """What the whole recipe needs on 8 H100, by `fivefold plan`, as Markdown."""
+    lines = ["| Recipe | Tokens | tok/s on 8 H100, planned | MFU | Days | Device-hours |", "|" + "---|" * 6]
+    for shape in SHAPES.values():
+        command = ["plan", shape.recipe, "--cluster", "h100:8", "--layout", "dp=8", "--price", 1, "--json"]
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "fivefold", *map(str, command)],
+            env=environment("cpu"), stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        plan = json.loads(done.stdout)
+        budget = plan["budget"]
+        lines.append(
+            f"| `{shape.recipe}` | {budget['tokens'] / 1e9:,.0f} billion | {plan['tokens_per_s'] / 1e6:.2f} million | "
+            f"{100 * plan['mfu']:.0f}% | {budget['days']:.2g} | {budget['device_hours']:.3g} |"
+        )
+    return "\n".join(lines)
 
 
 def between(page: str, lines: str) -> str:
