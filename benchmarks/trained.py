@@ -6,7 +6,7 @@
 
 `prepare` collects text from the standard library of this Python and from installed packages into one file, and lets
 `fivefold tokenize` train the recipes' tokenizers on it (there is no download). `run` trains with `fivefold train`, then
-in a process that imports PyTorch only. That one gets four things as files: the initial weights (`fivefold export` of
+in a process that imports PyTorch only. That one gets three things as files: the initial weights (`fivefold export` of
 step 0), the batches, with BERT's masked ones, and the numbers of `[optim]`. Its model is made of PyTorch's own
 `TransformerEncoderLayer`. Steps have 2,048 tokens. The first 30 losses in fp32 must agree to 1e-4 of their value, else
 the exit code is 1. `table` prints what the JSON holds, and what the whole recipes need, by `fivefold plan`.
