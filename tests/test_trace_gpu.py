@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -211,7 +212,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not answers.exists():
             jobs = ((r, Layout.from_recipe(r.layout).ranks - 1) for r in recipes.values())
-            answers.write_text(json.dumps(gpu.on_gpu(jobs, compiles=False)))
+            answers.write_text(json.dumps(gpu.on_gpu((), in_python=jobs)))
         found = json.loads(answers.read_text())
     return {key: (recipe, answer) for (key, recipe), answer in zip(recipes.items(), found, strict=True)}
 
@@ -330,6 +331,7 @@ def keeps_states(recipe: Recipe) -> bool:
     return "device" in (away.masters, away.states)
 
 
+@cache
 def operators_of_pytorch() -> dict[str, dict]:
     """PyTorch's own list of its operators and the devices of their kernels, by name and overload."""
     import torchgen
@@ -339,7 +341,6 @@ def operators_of_pytorch() -> dict[str, dict]:
     return {entry["func"].split("(")[0]: entry for entry in yaml.load(path.read_text(), loader)}
 
 
-TABLE = operators_of_pytorch()
 VARLEN = "torch_attn::_varlen_attn"
 INSIDE = {VARLEN: "aten::_flash_attention_forward", f"{VARLEN}_backward": "aten::_flash_attention_backward"}
 """What PyTorch's operators for documents call."""
@@ -347,8 +348,9 @@ INSIDE = {VARLEN: "aten::_flash_attention_forward", f"{VARLEN}_backward": "aten:
 
 def runs_on_gpus(name: str) -> bool:
     """True if PyTorch has a kernel for CUDA, or composes the operator of others."""
-    entry = TABLE[INSIDE.get(name, name).removeprefix("aten::")]
-    entries = [entry, TABLE[entry["structured_delegate"]]] if "structured_delegate" in entry else [entry]
+    table = operators_of_pytorch()
+    entry = table[INSIDE.get(name, name).removeprefix("aten::")]
+    entries = [entry, table[entry["structured_delegate"]]] if "structured_delegate" in entry else [entry]
     if any("ufunc_inner_loop" in one for one in entries):  # generated for CPUs and GPUs from one formula
         return True
     kernels = [
