@@ -1,5 +1,6 @@
 """The search, beside pricing every valid layout one by one."""
 
+import gc
 import itertools
 import json
 import math
@@ -250,6 +251,7 @@ def test_what_does_not_fit_is_counted() -> None:
 
 def test_best_first_and_all_fit() -> None:
     found = search(LLAMA, parse("a100:64"), top=8)
+    assert gc.isenabled(), "a search stops it, but for itself"
     seconds = [p.step.seconds for p in found.plans]
     assert seconds == sorted(seconds)
     assert all(p.fits and p.layout.ranks == 64 and p.tokens == 512 * 4096 for p in found.plans)
