@@ -346,10 +346,16 @@ def refused(recipe: Sections) -> Iterator[Contradiction]:
             )
 
 
+_READ = [
+    (key, attrgetter(key), _value(PLAIN, key), row)
+    for row in UNUSED
+    for key in (f"{row.section}.{name}" for name in row.names.split())
+]
+"""(key, how to read it, what it is by default, its row): a search asks this of each layout."""
+
+
 def _unused(recipe: Sections) -> Iterator[tuple[str, str, str, str]]:
     """(key, `key = value`, why, the other field or "") of the values without effect."""
-    for section, names, when, why, other in UNUSED:
-        for key in (f"{section}.{name}" for name in names.split()):
-            value = _value(recipe, key)
-            if value != _value(PLAIN, key) and when(recipe):
-                yield key, f"{key} = {toml_value(value)}", why, other
+    for key, read, plain, row in _READ:
+        if (value := read(recipe)) != plain and row.when(recipe):
+            yield key, f"{key} = {toml_value(value)}", row.why, row.by
