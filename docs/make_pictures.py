@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import loss_pictures
 import terminal_picture
+import years_picture
 
 from fivefold.cli.main import main as fivefold
 from fivefold.draw.canvas import stacked
@@ -87,6 +88,9 @@ COMMANDS = {
         "activations.svg",
     ),
     FOLDER / "context.svg": ("draw llama2-7b --layout cp=4 --out .", "context.svg"),
+    PLAN_FOLDER / "bits.svg": ("formats --svg bits.svg", "bits.svg"),
+    PLAN_FOLDER / "step_bf16.svg": ("formats --mode bf16 --svg step.svg", "step.svg"),
+    PLAN_FOLDER / "step_fp8.svg": ("formats --mode fp8 --svg step.svg", "step.svg"),
     PLAN_FOLDER / "offload.svg": (
         f"draw llama2-13b --cluster h100:1 --layout {OFFLOADED} --out .",
         "offload.svg",
@@ -133,6 +137,7 @@ def main() -> None:
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
     (PLAN_FOLDER / "first_run.svg").write_text(terminal_picture.first_run(), encoding="utf-8")
+    (PLAN_FOLDER / "years.svg").write_text(years_picture.to_svg(), encoding="utf-8")
     for path, (command, drawn) in COMMANDS.items():
         by_command(command, drawn, path)
 

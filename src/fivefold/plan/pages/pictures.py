@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
-from fivefold.draw.canvas import Axes, Canvas, Scale, linear_scale, text_width
+from fivefold.draw.canvas import Axes, Canvas, Scale, linear_scale
 from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation
 from fivefold.models.recomputation import region
@@ -221,16 +221,8 @@ def roofline_svg(found: Roofline, step: float, title: str) -> str:
             level -= 2 * radius + 3
         tip = f"{p.name}: {p.seconds / step:.1%} of the step, bound by {bound}"
         canvas.circle(f"{BOUND[bound]} pale", *center, radius, tip)
-    taken: list[Point] = []  # those whose names do not overlap
     for p in [p for p in by_share if p.flops]:
-        near = (
-            abs(axes.x(q.intensity) - axes.x(p.intensity)) < 4 + text_width(p.name + q.name) / 2
-            and abs(axes.y(q.rate) - axes.y(p.rate)) < 14
-            for q in taken
-        )
-        if not any(near):
-            taken.append(p)
-            canvas.text(axes.x(p.intensity), axes.y(p.rate) + 30, p.name, "middle")
+        canvas.name(axes.x(p.intensity), axes.y(p.rate) + 30, p.name, "middle")
     return canvas.svg()
 
 
