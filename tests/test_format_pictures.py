@@ -13,7 +13,7 @@ from steps import Numbers, _state, recipe_of
 from fivefold.cli.main import main
 from fivefold.kernels import rounded
 from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
-from fivefold.lessons.dataflow import COLUMNS, SUM, Part, parts, to_svg, to_text
+from fivefold.lessons.dataflow import NAMES, SUM, Part, parts, to_svg, to_text
 from fivefold.observe.number_formats import PARTS, bits_svg
 from fivefold.precision import DTYPES, PRECISIONS
 from fivefold.precision.formats import E8M0, FORMATS
@@ -65,7 +65,7 @@ def test_a_box_for_each_bit() -> None:
 def test_a_step_shows_every_format_of_its_mode(name: str) -> None:
     mode, flow = PRECISIONS[name], flow_of(name)
     dtypes = {mode.working, mode.master, mode.gradient, mode.state, *([mode.rate] if not mode.kernel else [])}
-    there = {COLUMNS.get(dtype) or COLUMNS[DTYPES[dtype].torch] for dtype in dtypes} | {"fp32"}
+    there = {NAMES.get(dtype) or NAMES[DTYPES[dtype].torch] for dtype in dtypes} | {"fp32"}
     rows = [(part.color, *one) for part in flow for row in part.rows for one in row]
     assert {form for *_, form in rows} == there | ({*mode.formats} if mode.kernel else set())
     picture = to_svg(flow, name)
@@ -108,7 +108,7 @@ def test_the_trainer_has_what_is_drawn(name: str) -> None:
     weight = "blocks.0.mlp.down.weight"
     seen |= {"sum": replica.gradients[weight], "master": replica.masters[weight]}
     seen["states"] = next(x for key, x in replica.updater.states().items() if weight in key and x.dim() == 2)
-    found = {key: COLUMNS[str(x.dtype).removeprefix("torch.")] for key, x in seen.items()}
+    found = {key: NAMES[str(x.dtype).removeprefix("torch.")] for key, x in seen.items()}
     flow = flow_of(name)
     ahead, back, update = forms(flow, "Forward"), forms(flow, "Backward: dW"), forms(flow, "Update")
     wanted = {key: ahead[key][0] for key in "XWY"} | {"dY": back["dY"][0], "dW": back["dW"][0]}

@@ -14,18 +14,26 @@ from fivefold.recipe.schema import PrecisionSection
 
 SUM = "Σ"
 """The sum of a matmul's products, which all devices keep in fp32."""
+STEP = """
+Once per step: W for computing | grey | W master > W working
+A scale per {tiles} | grey |
+Forward, a linear layer: Y = X Wᵀ | blue | X working, W working > X input, W input > Σ sum > Y working
+Loss{factor} | blue | Y working > loss sum > dY working
+Backward: dX = dY W | green | dY working, W working > dY output, W input > Σ sum > dX working
+Backward: dW = dYᵀ X | green | dY working, X working > dY output, X input > Σ sum > dW working
+dW: added over microbatches, over ranks | green | dW working > sum gradient > sent message
+Update{rounding} | purple | sum gradient > states state > W - step sum > W master
+"""
+"""Parts of the step: title, colour, rows. A row has the tensors that are there together, with what says their dtype."""
 MANY = 1 << 20  # rows and columns of a matrix that is larger than any tile
-COLUMNS = {form.torch or name: name for name, form in FORMATS.items()} | {name: name for name in FORMATS}
+NAMES = {form.torch or name: name for name, form in FORMATS.items()} | {name: name for name in FORMATS}
 """Formats by the names of torch's dtypes, and by their own."""
-
-
 Row = Sequence[tuple[str, str]]
-"""(name, format) of the tensors that are there together."""
+"""(tensor, format)."""
 
 
 class Part(NamedTuple):
-    """A part of the step. Each row is computed from the one above it: a tensor from that with its name, else from
-    all."""
+    """Each row is computed from the one above it: a tensor from that with its name, else from all."""
 
     title: str
     color: str
@@ -38,40 +46,28 @@ def parts(precision: PrecisionSection) -> list[Part]:
 
     from fivefold.kernels.rounded import rounded_matmuls
 
-    mode = PRECISIONS[precision.mode]
-    w, rounded, found = mode.working, rounded_matmuls(mode, precision), list[Part]()
-
-    def add(title: str, color: str, *rows: Row) -> None:
-        named = [
-            [(name, COLUMNS.get(form) or COLUMNS[DTYPES[form].torch]) for name, form in row] for row in rows
-        ]
-        found.append(Part(title, color, named))
-
-    def matmul(title: str, color: str, a: str, b: str, result: str) -> None:
-        forms = [mode.products] * 2
-        if rounded:
-            forms = [(rounded.gradients if a == "dY" else rounded.inputs).name, rounded.inputs.name]
-        factors = [[*zip((a, b), forms, strict=True)]] if forms[0] else []
-        add(title, color, [(a, w), (b, w)], *factors, [(SUM, MASTER)], [(result, w)])
-
-    if mode.copies:
-        add("Once per step: W for computing", "grey", [("W", mode.master)], [("W", w)])
-    if rounded:
-        tiles = (rounded.tile(Size((MANY, MANY)), weight) for weight in (False, True))
-        x, y = (" x ".join("all" if n == MANY else str(n) for n in tile) for tile in tiles)
-        add(f"A scale per {x} of X, dY; {y} of W", "grey")
-    matmul("Forward, a linear layer: Y = X Wᵀ", "blue", "X", "W", "Y")
-    by, back = (f" x {precision.loss_scale:g}", ", unscaled") if mode.scaled else ("", "")
-    add(f"Loss{by}", "blue", [("Y", w)], [("loss", MASTER)], [("dY", w)])
-    matmul("Backward: dX = dY W", "green", "dY", "W", "dX")
-    matmul("Backward: dW = dYᵀ X", "green", "dY", "X", "dW")
-    summed = [("sum", mode.gradient)]
-    message = [("sent", sent(mode, precision.reduce))]
-    add("dW: added over microbatches, over ranks", "green", [("dW", w)], summed, message)
-    how = f", rounded ({precision.rounding})" if mode.rounds else ""
-    after = [("W", mode.master)]
-    add(f"Update{back}{how}", "purple", summed, [("states", mode.state)], [("W - step", MASTER)], after)
-    return found
+    mode, tiles = PRECISIONS[precision.mode], ""
+    dtypes = {"working": mode.working, "master": mode.master, "gradient": mode.gradient, "state": mode.state}
+    dtypes |= {"sum": MASTER, "message": sent(mode, precision.reduce)}
+    dtypes |= {"input": mode.products, "output": mode.products}  # of factors; "": they stay as they are
+    if rounded := rounded_matmuls(mode, precision):
+        dtypes |= {"input": rounded.inputs.name, "output": rounded.gradients.name}
+        sizes = (rounded.tile(Size((MANY, MANY)), weight) for weight in (False, True))
+        x, w = (" x ".join("all" if n == MANY else str(n) for n in tile) for tile in sizes)
+        tiles = f"{x} of X, dY; {w} of W"
+    words = {
+        "tiles": tiles,
+        "factor": f" x {precision.loss_scale:g}, undone by the update" if mode.scaled else "",
+        "rounding": f", rounded: {precision.rounding}" if mode.rounds else "",
+    }
+    found = list[Part]()
+    for line in STEP.format(**words).strip().splitlines():
+        title, color, text = line.split(" |")
+        cells = [[cell.strip().rsplit(" ", 1) for cell in row.split(",")] for row in text.split(">") if row]
+        rows = [[(name, dtypes[which]) for name, which in row if dtypes[which]] for row in cells]
+        named = [[(name, NAMES.get(d) or NAMES[DTYPES[d].torch]) for name, d in row] for row in rows if row]
+        found.append(Part(title, color.strip(), named))
+    return [part for part, is_there in zip(found, (mode.copies, tiles, *found[2:]), strict=True) if is_there]
 
 
 def to_text(flow: Sequence[Part]) -> str:
@@ -80,7 +76,7 @@ def to_text(flow: Sequence[Part]) -> str:
     return "\n".join(f"{part.title}\n  {line}".rstrip() for part, line in zip(flow, rows, strict=True)) + "\n"
 
 
-WIDE, LEFT, TOP, HIGH, STEP = 344, 16, 80, 20, 38  # pixels: all columns, margins, a box, from row to row
+WIDE, LEFT, TOP, HIGH, DOWN = 344, 16, 80, 20, 38  # pixels: all columns, margins, a box, from row to row
 
 
 def to_svg(flow: Sequence[Part], title: str) -> str:
@@ -97,19 +93,19 @@ def to_svg(flow: Sequence[Part], title: str) -> str:
 
     canvas.legend(LEFT, 46, [("line orange", "changes its format"), ("line soft", "is computed from")])
     canvas.text(LEFT, 66, f"{SUM}: sum of a matmul's products", "soft")
-    high = 32 + sum(30 + STEP * len(part.rows) for part in flow)
+    high = 32 + sum(30 + DOWN * len(part.rows) for part in flow)
     for number, name in enumerate(columns):
         canvas.rect("idle", LEFT + number * wide + 1, TOP, wide - 2, high)
         canvas.text(LEFT + (number + 0.5) * wide, TOP + 16, name, "name middle")
     for part in flow:
         canvas.text(LEFT + 6, top + 14, part.title)
-        for y, above, row in zip(count(top + 24, STEP), [(), *part.rows], part.rows, strict=False):
+        for y, above, row in zip(count(top + 24, DOWN), [(), *part.rows], part.rows, strict=False):
             for name, form in row:
                 left, box = place(row, name, form)
                 canvas.box(part.color, left + 1, y, box - 2, HIGH, f"{name} in {form}", name)
                 for source in [one for one in above if one[0] == name] or above:
                     start, other = place(above, *source)
                     color = "soft" if source[1] == form or name == SUM else "orange"
-                    canvas.arrow(color, (start + other / 2, y - STEP + HIGH + 1), (left + box / 2, y - 1))
-        top += 30 + STEP * len(part.rows)
+                    canvas.arrow(color, (start + other / 2, y - DOWN + HIGH + 1), (left + box / 2, y - 1))
+        top += 30 + DOWN * len(part.rows)
     return canvas.svg()
