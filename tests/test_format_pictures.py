@@ -1,6 +1,6 @@
 """The bits of formats and the numbers of a step as pictures: those of the tables, and of the trainer's own step."""
 
-import json
+import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
 from itertools import groupby
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import REPO
 from steps import Numbers, _state, recipe_of
 
 from fivefold.cli.main import main
 from fivefold.kernels import rounded
 from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
-from fivefold.lessons.dataflow import NAMES, SUM, Part, parts, to_svg, to_text
 from fivefold.observe.number_formats import PARTS, bits_svg
 from fivefold.precision import DTYPES, PRECISIONS
 from fivefold.precision.formats import E8M0, FORMATS
@@ -21,20 +21,18 @@ from fivefold.recipe.schema import PrecisionSection
 from fivefold.step.step import take_step
 from fivefold.train.share import share_of
 
+sys.path.insert(0, str(REPO / "examples" / "pictures"))
+
+import precision_step as step
+
 SVG = "{http://www.w3.org/2000/svg}"
 SMALL = [
     "model.layers=2", "model.dim=64", "model.heads=4", "model.kv_heads=4", "model.ffn_dim=96", "model.seq_len=32",
 ]  # fmt: skip
 
 
-def fivefold(*arguments: str, code: int = 0) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments])
-    assert (ended.value.code or 0) == code
-
-
-def flow_of(mode: str, **options: str) -> list[Part]:
-    return parts(PrecisionSection.model_validate({"mode": mode} | options))
+def flow_of(mode: str, **options: str) -> list[step.Part]:
+    return step.parts(PrecisionSection.model_validate({"mode": mode} | options))
 
 
 def boxes(picture: str) -> list[tuple[str, str, float, float]]:
@@ -65,10 +63,10 @@ def test_a_box_for_each_bit() -> None:
 def test_a_step_shows_every_format_of_its_mode(name: str) -> None:
     mode, flow = PRECISIONS[name], flow_of(name)
     dtypes = {mode.working, mode.master, mode.gradient, mode.state, *([mode.rate] if not mode.kernel else [])}
-    there = {NAMES.get(dtype) or NAMES[DTYPES[dtype].torch] for dtype in dtypes} | {"fp32"}
+    there = {step.NAMES.get(dtype) or step.NAMES[DTYPES[dtype].torch] for dtype in dtypes} | {"fp32"}
     rows = [(part.color, *one) for part in flow for row in part.rows for one in row]
     assert {form for *_, form in rows} == there | ({*mode.formats} if mode.kernel else set())
-    picture = to_svg(flow, name)
+    picture = step.to_svg(flow, name)
     assert Counter((color, tip) for tip, color, _, _ in boxes(picture)) == Counter(
         (color, f"{tensor} in {form}") for color, tensor, form in rows
     )
@@ -76,10 +74,10 @@ def test_a_step_shows_every_format_of_its_mode(name: str) -> None:
     assert {form for *_, form in rows} | {tensor for _, tensor, _ in rows} <= texts
     lefts = {x for _, _, x, _ in boxes(picture)}
     assert max(lefts) < 360  # a phone's width
-    assert all(part.title in to_text(flow) for part in flow)
+    assert all(part.title in step.to_text(flow) for part in flow)
 
 
-def forms(flow: list[Part], title: str) -> dict[str, list[str]]:
+def forms(flow: list[step.Part], title: str) -> dict[str, list[str]]:
     """The formats of each tensor of a part, in the order of its rows."""
     (part,) = (part for part in flow if part.title.startswith(title))
     found: dict[str, list[str]] = {}
@@ -108,12 +106,15 @@ def test_the_trainer_has_what_is_drawn(name: str) -> None:
     weight = "blocks.0.mlp.down.weight"
     seen |= {"sum": replica.gradients[weight], "master": replica.masters[weight]}
     seen["states"] = next(x for key, x in replica.updater.states().items() if weight in key and x.dim() == 2)
-    found = {key: NAMES[str(x.dtype).removeprefix("torch.")] for key, x in seen.items()}
+    found = {key: step.NAMES[str(x.dtype).removeprefix("torch.")] for key, x in seen.items()}
     flow = flow_of(name)
     ahead, back, update = forms(flow, "Forward"), forms(flow, "Backward: dW"), forms(flow, "Update")
     wanted = {key: ahead[key][0] for key in "XWY"} | {"dY": back["dY"][0], "dW": back["dW"][0]}
     wanted |= {"sum": update["sum"][0], "states": update["states"][0], "master": update["W"][-1]}
     assert found == wanted
+    summed, loss = forms(flow, "dW"), forms(flow, "Loss")
+    assert (summed["dW"][0], summed["sum"][0]) == (found["dW"], found["sum"])
+    assert (loss["Y"][0], loss["dY"][0]) == (found["Y"], found["dY"])
 
 
 @pytest.mark.parametrize(("name", "backward"), [("fp8", "e5m2"), ("fp8", "e4m3"), ("mxfp8", "")])
@@ -121,7 +122,7 @@ def test_matmuls_round_to_what_is_drawn(name: str, backward: str, monkeypatch: p
     options = PrecisionSection.model_validate(
         {"mode": name} | ({"fp8_backward": backward} if backward else {})
     )
-    flow, used, plain = parts(options), list[tuple[str, tuple[int, int]]](), rounded.round_tiles
+    flow, used, plain = step.parts(options), list[tuple[str, tuple[int, int]]](), rounded.round_tiles
 
     def spy(x: torch.Tensor, rows: int, columns: int, form: object) -> torch.Tensor:
         used.append((form.name, tuple(sorted((rows, columns)))))  # pyright: ignore
@@ -149,29 +150,28 @@ def test_matmuls_round_to_what_is_drawn(name: str, backward: str, monkeypatch: p
 def test_sums_are_apart_from_factors() -> None:
     for name in PRECISIONS:
         for title in ("Forward", "Backward: dX", "Backward: dW"):
-            assert forms(flow_of(name), title)[SUM] == ["fp32"]
+            assert forms(flow_of(name), title)[step.SUM] == ["fp32"]
 
 
 def test_options_of_a_recipe_are_drawn() -> None:
     assert forms(flow_of("bf16", reduce="bf16"), "dW")["sent"] == ["bf16"]
     assert forms(flow_of("bf16"), "dW")["sent"] == ["fp32"]
-    assert "kahan" in to_text(flow_of("bf16_pure", rounding="kahan"))
-    assert "all x all of X" in to_text(flow_of("fp8", fp8_scaling="tensor"))
-    assert "Loss x 65536" in to_text(flow_of("fp16"))
+    assert "kahan" in step.to_text(flow_of("bf16_pure", rounding="kahan"))
+    assert "all x all of X" in step.to_text(flow_of("fp8", fp8_scaling="tensor"))
+    assert "Loss x 65536" in step.to_text(flow_of("fp16"))
 
 
-def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bits, step = tmp_path / "bits.svg", tmp_path / "step.svg"
-    fivefold("formats", "--svg", str(bits))
+def test_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits, drawn = tmp_path / "bits.svg", tmp_path / "step.svg"
+    with pytest.raises(SystemExit) as ended:
+        main(["formats", "--svg", str(bits)])
+    assert not ended.value.code
     assert capsys.readouterr().out.endswith(f"{bits}\n")
     assert bits.read_text("utf-8") == bits_svg()
-    fivefold("formats", "--mode", "fp8", "--svg", str(step))
-    assert capsys.readouterr().out == to_text(flow_of("fp8")) + f"{step}\n"
-    assert step.read_text("utf-8") == to_svg(flow_of("fp8"), "A step in fp8")
-    fivefold("formats", "--mode", "bf16", "--json")
-    found = json.loads(capsys.readouterr().out)
-    assert found["parts"][0]["rows"] == [[["W", "fp32"]], [["W", "bf16"]]]
-    fivefold("formats", "--mode", "fp9", code=2)
-    assert "--mode fp9: must be fp32 or" in capsys.readouterr().err
-    fivefold("formats", "--mode", "fp8", "--run", str(tmp_path), code=2)
-    assert "leave one of them out" in capsys.readouterr().err
+    for fields, flow in (([], flow_of("fp8")), (["fp8_backward=e4m3"], flow_of("fp8", fp8_backward="e4m3"))):
+        monkeypatch.setattr(sys, "argv", ["precision_step.py", "fp8", *fields, "--svg", str(drawn)])
+        step.main()
+        assert capsys.readouterr().out == step.to_text(flow) + f"{drawn}\n"
+        assert drawn.read_text("utf-8") == step.to_svg(flow, "A step in fp8")

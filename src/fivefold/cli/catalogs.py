@@ -27,7 +27,7 @@ EXAMPLES = [
     "fivefold clusters 64xv100 --json",
     "fivefold formats",
     "fivefold formats --run runs/quickstart-1 --svg formats.svg",
-    "fivefold formats --mode fp8 --svg step.svg",
+    "fivefold formats --svg bits.svg",
     "fivefold optimizers",
     "fivefold optimizers --draw ravine --only sgd,momentum,adam",
     "fivefold optimizers --svg optimizers.svg",
@@ -68,25 +68,18 @@ def formats(
     run: Annotated[
         Path | None, option("RUN", "Compare with the numbers of a run trained with observe.histogram_step.")
     ] = None,
-    mode: Annotated[
-        str | None, option("NAME", "Show a training step in this precision mode: what has which format.")
+    svg: Annotated[
+        Path | None, option("FILE", "Also draw them to FILE: bits, or the numbers of --run.")
     ] = None,
-    svg: Annotated[Path | None, option("FILE", "Also draw it to FILE: bits, histogram, or step.")] = None,
     json: options.JsonOption = False,
 ) -> None:
     """List the formats of numbers, from fp64 to fp4: bits, range, precision, hardware.
 
     With --run: weights, activations and gradients of a step by exponent, and what each format makes of them.
     """
-    from fivefold.lessons import dataflow
     from fivefold.observe import number_formats
-    from fivefold.precision import PRECISIONS
-    from fivefold.recipe.schema import PrecisionSection
 
     options.require_writable(svg=svg)
-    options.require_known("--mode", [mode] if mode else [], PRECISIONS)
-    if run is not None and mode is not None:
-        raise UserError("--run and --mode show different things: leave one of them out")
     facts: dict[str, Any] = {"formats": number_formats.table()}
     text, picture = number_formats.to_text(), number_formats.bits_svg
     if run is not None:
@@ -95,10 +88,6 @@ def formats(
         facts = {"step": step, "kinds": found.as_json()}
         text = f"{title}\n\n{number_formats.histogram_text(found)}"
         picture = partial(number_formats.histogram_svg, found, title)
-    elif mode is not None:
-        flow = dataflow.parts(PrecisionSection.model_validate({"mode": mode}))
-        facts = {"mode": mode, "parts": [part._asdict() for part in flow]}
-        text, picture = dataflow.to_text(flow), partial(dataflow.to_svg, flow, f"A step in {mode}")
     if svg is not None:
         options.save_as("--svg", svg, picture())
         text += f"{svg}\n"

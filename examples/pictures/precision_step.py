@@ -1,13 +1,25 @@
-"""The numbers of a training step in a precision mode: which tensor has which format, and where it changes. As data,
-made of the mode's card and of the matmuls that run, as text, and as a picture with a column per format."""
+"""Which tensor of a training step has which format in a precision mode, and where it changes: as text, and as a picture
+with a column per format.
+
+python examples/pictures/precision_step.py fp8
+python examples/pictures/precision_step.py fp8 fp8_backward=e4m3 --svg step.svg
+
+The dtypes are those of the mode's card (`fivefold.precision`), the formats of factors those of the matmuls that the
+trainer runs (`fivefold.kernels.rounded`). So a new mode draws itself.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from itertools import count
+from pathlib import Path
 from typing import NamedTuple
 
+from torch import Size
+
 from fivefold.draw.canvas import Canvas
+from fivefold.kernels.rounded import rounded_matmuls
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, sent
 from fivefold.precision.formats import FORMATS
 from fivefold.recipe.schema import PrecisionSection
@@ -42,10 +54,6 @@ class Part(NamedTuple):
 
 def parts(precision: PrecisionSection) -> list[Part]:
     """The step, from the masters to the masters. precision: of a recipe, with another mode than "auto"."""
-    from torch import Size
-
-    from fivefold.kernels.rounded import rounded_matmuls
-
     mode, tiles = PRECISIONS[precision.mode], ""
     dtypes = {"working": mode.working, "master": mode.master, "gradient": mode.gradient, "state": mode.state}
     dtypes |= {"sum": MASTER, "message": sent(mode, precision.reduce)}
@@ -109,3 +117,21 @@ def to_svg(flow: Sequence[Part], title: str) -> str:
                     canvas.arrow(color, (start + other / 2, y - DOWN + HIGH + 1), (left + box / 2, y - 1))
         top += 30 + DOWN * len(part.rows)
     return canvas.svg()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Which tensor of a training step has which format.")
+    parser.add_argument("mode", choices=PRECISIONS)
+    parser.add_argument("fields", nargs="*", help="fields of [precision], such as fp8_backward=e4m3")
+    parser.add_argument("--svg", type=Path, help="also draw it to this file")
+    given = parser.parse_args()
+    fields = dict(field.split("=", 1) for field in given.fields)
+    flow = parts(PrecisionSection.model_validate(fields | {"mode": given.mode}))
+    print(to_text(flow), end="")
+    if given.svg:
+        given.svg.write_text(to_svg(flow, f"A step in {given.mode}"), encoding="utf-8")
+        print(given.svg)
+
+
+if __name__ == "__main__":
+    main()

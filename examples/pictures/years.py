@@ -1,9 +1,14 @@
 """Models and devices over the years: sizes beside the memory of a device, matmuls beside memory, links and PCIe. Models
-are the shipped recipes, devices those with a data sheet."""
+are the shipped recipes, devices those with a data sheet.
+
+python examples/pictures/years.py years.svg
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from fivefold.draw.canvas import COLORS, Axes, Canvas, Scale, log_scale, stacked
@@ -84,3 +89,7 @@ def _panel(title: str, lines: Mapping[str, Sequence[Mark]], named: bool) -> str:
                 if canvas.name(x, y + below, name, f"small {color}" + " end" * late):
                     break
     return canvas.svg()
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(to_svg(), encoding="utf-8")
