@@ -44,6 +44,7 @@ from fivefold.plan.predict import predict
 from fivefold.plan.search.search import as_rows, frontier, search
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import load, resolve
+from fivefold.recipe.schema import PrecisionSection
 from fivefold.recipe.sweep import Row, Sweep
 from fivefold.schedules import collectives
 from fivefold.schedules.pipeline import SCHEDULES, Costs, build, simulate
@@ -87,6 +88,7 @@ COMMANDS = {
         "activations.svg",
     ),
     FOLDER / "context.svg": ("draw llama2-7b --layout cp=4 --out .", "context.svg"),
+    PLAN_FOLDER / "bits.svg": ("formats --svg bits.svg", "bits.svg"),
     PLAN_FOLDER / "offload.svg": (
         f"draw llama2-13b --cluster h100:1 --layout {OFFLOADED} --out .",
         "offload.svg",
@@ -133,6 +135,8 @@ def main() -> None:
     for name, picture in plans().items():
         (PLAN_FOLDER / f"plan_{name}.svg").write_text(picture, encoding="utf-8")
     (PLAN_FOLDER / "first_run.svg").write_text(terminal_picture.first_run(), encoding="utf-8")
+    for name, picture in examples().items():
+        (PLAN_FOLDER / f"{name}.svg").write_text(picture, encoding="utf-8")
     for path, (command, drawn) in COMMANDS.items():
         by_command(command, drawn, path)
 
@@ -169,6 +173,17 @@ def compared() -> dict[str, str]:
         "criteria": lesson_pictures.criteria(rows, title),
         "overlap": lesson_pictures.overlap(rows, title),
     }
+
+
+def examples() -> dict[str, str]:
+    """What programs of examples/pictures draw."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "pictures"))
+    import precision_step
+    import years
+
+    flows = {m: precision_step.parts(PrecisionSection.model_validate({"mode": m})) for m in ("bf16", "fp8")}
+    steps = {f"step_{mode}": precision_step.to_svg(flow, f"A step in {mode}") for mode, flow in flows.items()}
+    return {"years": years.to_svg(), **steps}
 
 
 def memory() -> str:

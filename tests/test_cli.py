@@ -291,6 +291,17 @@ def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert "llama2-7b" in found["recipes"]
     assert list(found["families"])[:3] == ["small", "bert", "gpt"]
+    assert {name for names in list(found["families"].values())[1:] for name in names} == found[
+        "published"
+    ].keys()
+    years = {
+        "bert-large-mlm": 2018,
+        "gpt2-1.5b": 2019,
+        "t-nlg-17b": 2020,
+        "llama3-405b": 2024,
+        "qwen3-8b": 2025,
+    }
+    assert found["published"] | years == found["published"]
     assert found["families"]["small"][:3] == ["quickstart", "moe-tiny", "bert-tiny"]
     assert found["families"]["llama"][::5] == ["llama2-7b", "llama3-405b"], "by size"
     assert found["parameters"]["llama2-7b"] == 6_738_415_616

@@ -42,3 +42,9 @@ def test_commands_can_be_typed(name: str) -> None:
     for command in told(PAGES[name]):
         if "--help" not in command:
             typed(shlex.split(command))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_programs_are_there(name: str) -> None:
+    for program in re.findall(r"`python (\S+)", PAGES[name].read_text(encoding="utf-8")):
+        assert (REPO / program).is_file(), program

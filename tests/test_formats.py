@@ -165,8 +165,6 @@ def test_a_run_writes_and_shows_its_numbers(tmp_path: Path, capsys: pytest.Captu
     assert (
         "no step's numbers were counted. Train with --set observe.histogram_step" in capsys.readouterr().err
     )
-    main_ends(["formats", "--svg", "x.svg"], 2)
-    assert "add --run" in capsys.readouterr().err
 
 
 def main_ends(arguments: list[str], code: int = 0) -> None:

@@ -11,6 +11,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from commands import REPO
 
+from fivefold.host.devices import SHEETS
+from fivefold.recipe.load import published
+
 DOCS = REPO / "docs"
 SLOW = "optimizers.svg"  # hundreds of paths for each surface
 AGAIN = "run: python docs/make_pictures.py"
@@ -55,6 +58,23 @@ def test_every_picture_of_the_lectures_is_drawn(drawn: Path) -> None:
     shown = {name for page in pages for name in re.findall(r"!\[[^\]]*\]\(\.\./(\S+?)\)", page)}
     assert len(shown) > 20
     assert {name for name in shown if not (drawn / name).is_file()} == set()
+
+
+def test_the_years_show_every_model_and_device(drawn: Path) -> None:
+    """A dot for each model and each device at its size; records grow from year to year."""
+    tips = re.findall(r"<circle[^>]*><title>([^<]*)</title>", (drawn / "pictures" / "years.svg").read_text())
+    sizes = {tip.split(", ")[0]: tip for tip in reversed(tips)}  # the first panel's
+    for sheet in SHEETS:
+        assert sizes[sheet.name] == f"{sheet.name}, {sheet.year}: {sheet.memory / 1e9:.3g}"
+    assert sizes["gpt3-175b"] == "gpt3-175b, 2020: 349"
+    assert published().keys() < sizes.keys()
+    assert len(sizes) == len(SHEETS) + len(published())
+    years = importlib.import_module("years")  # make_pictures.py has put its folder on the path
+    for kind, marks in years.growth().items():
+        best = [mark.value for mark in years.records(marks)]
+        assert best == sorted(set(best)), kind
+        assert best[0] == 1.0
+        assert best[-1] == max(mark.value for mark in marks)
 
 
 def test_no_picture_has_lost_a_label() -> None:

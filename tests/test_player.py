@@ -145,6 +145,15 @@ def test_zero_holds_one_unit_at_a_time() -> None:
     assert (len(gathers), len(scatters)) == (13, 7), "every block twice; gradients once"
 
 
+def test_many_ranks_are_left_out_and_said() -> None:
+    [facts] = map(json.loads, data(player.page("title", "kicker", [player.ring(33, True)])))
+    assert {len(frame["cells"]) for frame in facts["frames"]} == {len(facts["frames"][0]["now"])} == {32}
+    assert max(max(move[:2]) for frame in facts["frames"] for move in frame["moves"]) == 31
+    for ranks, said in ((33, True), (32, False)):
+        text = player.page("title", "kicker", [player.ring(ranks, True)])
+        assert ("The first 32 of 33 ranks are drawn" in text) is said
+
+
 def test_draw_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "moving.html"
     words = ["draw", "llama-7b", "--layout", "pp=2,dp=2,cp=2,zero=3", "--html", str(page)]

@@ -5,6 +5,7 @@ surfaces; `fivefold collectives`, the algorithms of a collective on a topology, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,7 @@ EXAMPLES = [
     "fivefold clusters 64xv100 --json",
     "fivefold formats",
     "fivefold formats --run runs/quickstart-1 --svg formats.svg",
+    "fivefold formats --svg bits.svg",
     "fivefold optimizers",
     "fivefold optimizers --draw ravine --only sgd,momentum,adam",
     "fivefold optimizers --svg optimizers.svg",
@@ -66,7 +68,9 @@ def formats(
     run: Annotated[
         Path | None, option("RUN", "Compare with the numbers of a run trained with observe.histogram_step.")
     ] = None,
-    svg: Annotated[Path | None, option("FILE", "Also draw them to FILE. With --run.")] = None,
+    svg: Annotated[
+        Path | None, option("FILE", "Also draw them to FILE: bits, or the numbers of --run.")
+    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """List the formats of numbers, from fp64 to fp4: bits, range, precision, hardware.
@@ -76,21 +80,18 @@ def formats(
     from fivefold.observe import number_formats
 
     options.require_writable(svg=svg)
-    if run is None:
-        if svg is not None:
-            raise UserError("--svg draws the numbers of a run: add --run RUN")
-        print_json({"formats": number_formats.table()}) if json else print(number_formats.to_text(), end="")
-        return
-    step, found = number_formats.read(options.require_run(run))
-    title = f"{run.resolve().name}, step {step}: numbers by exponent"
+    facts: dict[str, Any] = {"formats": number_formats.table()}
+    text, picture = number_formats.to_text(), number_formats.bits_svg
+    if run is not None:
+        step, found = number_formats.read(options.require_run(run))
+        title = f"{run.resolve().name}, step {step}: numbers by exponent"
+        facts = {"step": step, "kinds": found.as_json()}
+        text = f"{title}\n\n{number_formats.histogram_text(found)}"
+        picture = partial(number_formats.histogram_svg, found, title)
     if svg is not None:
-        options.save_as("--svg", svg, number_formats.histogram_svg(found, title))
-    if json:
-        print_json({"step": step, "kinds": found.as_json(), "svg": svg})
-        return
-    print(f"{title}\n\n{number_formats.histogram_text(found)}", end="")
-    if svg is not None:
-        print(svg)
+        options.save_as("--svg", svg, picture())
+        text += f"{svg}\n"
+    print_json(facts | {"svg": svg}) if json else print(text, end="")
 
 
 def optimizers(

@@ -234,8 +234,8 @@ def recipes(
 ) -> None:
     """List the shipped recipes by family with their parameters, or print one of them."""
     from fivefold.observe.format import short_number
-    from fivefold.recipe import count_parameters, expected_vocab_size, families, load, shipped, source
-    from fivefold.recipe.load import FIRST
+    from fivefold.recipe import families, load, parameters, shipped, source
+    from fivefold.recipe.load import FIRST, published
 
     if fields:
         if name is not None:
@@ -247,18 +247,14 @@ def recipes(
         text = source(name)
         print_json({"name": name, "toml": text}) if json else print(text, end="")
         return
-    found, sizes = shipped(), dict[str, int | None]()
-    for name, recipe in ((name, load(name)) for name in found):
-        size = None if recipe.train.init_from else expected_vocab_size(recipe)
-        model = recipe.model.model_copy(update={"vocab_size": size})
-        # None: its folder's, or they depend on the vocabulary
-        sizes[name] = count_parameters(model) if size else None
+    found = shipped()
+    sizes = {name: parameters(load(name)) for name in found}
     groups = {
         family: sorted(names, key=lambda name: (name != FIRST, sizes[name] or inf))
         for family, names in families().items()
     }
     if json:
-        print_json({"recipes": found, "families": groups, "parameters": sizes})
+        print_json({"recipes": found, "families": groups, "parameters": sizes, "published": published()})
         return
     width = max(map(len, found))
     for family, names in groups.items():

@@ -75,7 +75,7 @@ STYLE = (
 """Every shape has the class of its colour. It is the same in all pictures, so that a page may hold several."""
 
 Point = tuple[float, float]
-LETTER = 12  # pixels: the font's size
+LETTER, LINE = 12, 14  # pixels: the font's size, from line to line
 SIZES = {"title": 15, "small": 11}
 BOLD = {"title", "name"}
 _ADVANCES = {  # at most of DejaVu Sans, the widest of usual fonts, in thousandths of the size; other letters: 1000
@@ -218,7 +218,8 @@ class Canvas:
 
     def __init__(self, title: str = "", left: float = 20, width: float = 0, about: str = "") -> None:
         """left: of the title. width: at least. about: what the picture's name says besides its title."""
-        self.name, self.parts = f"{title}{about}", list[str]()
+        self.about, self.parts = f"{title}{about}", list[str]()
+        self.names: list[tuple[float, float, float]] = []  # left, right and lower edge
         self.width, self.height = width, 0.0
         self.text(left, 22, title, "title")
 
@@ -228,7 +229,7 @@ class Canvas:
         box = f'viewBox="0 0 {self.width:.0f} {self.height + 12:.0f}"'
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="canvas" role="img" {size} {box}>\n'
-            f"{_tip(self.name)}<style>{STYLE}</style>\n"
+            f"{_tip(self.about)}<style>{STYLE}</style>\n"
             '<rect class="paper" width="100%" height="100%"/>\n' + "\n".join([*self.parts, "</svg>"]) + "\n"
         )
 
@@ -246,6 +247,16 @@ class Canvas:
         self.parts.append(
             f'<text class="{kind}" x="{_px(x)}" y="{_px(y)}"{around}>{escape(printable(words))}</text>'
         )
+
+    def name(self, x: float, y: float, words: str, kind: str = "") -> bool:
+        """`text`, unless it would cover another name. Returns whether it is there."""
+        wide, kinds = text_width(words, kind), kind.split()
+        left = x - wide * ("end" in kinds or 0.5 * ("middle" in kinds))
+        near = (left < b + 4 and a < left + wide + 4 and abs(y - at) < LINE for a, b, at in self.names)
+        if free := not any(near):
+            self.names.append((left, left + wide, y))
+            self.text(x, y, words, kind)
+        return free
 
     def rect(self, kind: str, x: float, y: float, wide: float, high: float, tip: str = "") -> None:
         self.reach(x + wide, y + high)
@@ -270,6 +281,16 @@ class Canvas:
     def line(self, kind: str, points: Iterable[Point], tip: str = "") -> None:
         """A line through points; with the kind `area`, the inside of its ends."""
         self.path(kind, "M" + "L".join(f"{_px(x)} {_px(y)}" for x, y in points), tip)
+
+    def arrow(self, color: str, start: Point, end: Point) -> None:
+        """A line that ends in a tip."""
+        (x0, y0), (x, y) = start, end
+        far = math.hypot(x - x0, y - y0) or 1.0
+        dx, dy = (x - x0) / far, (y - y0) / far
+        self.line(f"line {color}", [start, (x - 5 * dx, y - 5 * dy)])
+        base = x - 6 * dx, y - 6 * dy
+        sides = [(base[0] + side * dy, base[1] - side * dx) for side in (3.5, -3.5)]
+        self.line(f"area tip {color}", [end, *sides])
 
     def _shape(self, tag: str, kind: str, attributes: str, tip: str) -> None:
         end = f">{_tip(tip)}</{tag}>" if tip else "/>"

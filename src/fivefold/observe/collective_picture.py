@@ -119,9 +119,7 @@ def to_svg(collective: Collective, title: str = "") -> str:
         for source, target, adds in dict.fromkeys((move.source, move.target, move.reduce) for move in moves):
             apart, color = 8 * (source > target), KINDS[adds][0]  # both directions stay visible
             x, end = (LEFT + rank * lane + 16 + apart for rank in (source, target))
-            canvas.line(f"line {color}", [(x, top), (end, bottom - 4)])
-            tip = [(end, bottom + 1), (end - 3.5, bottom - 5), (end + 3.5, bottom - 5)]
-            canvas.line(f"area tip {color}", tip)
+            canvas.arrow(color, (x, top), (end, bottom + 1))
     return canvas.svg()
 
 

@@ -16,7 +16,7 @@ from fivefold.host.devices import CORES, SHEETS
 from fivefold.observe.format import aligned
 from fivefold.observe.metrics import write_trace
 from fivefold.precision import PRECISIONS
-from fivefold.precision.formats import BLOCKS, FORMATS, Format
+from fivefold.precision.formats import BLOCKS, E8M0, FORMATS, Format
 
 RANGES = tuple(form for form in FORMATS.values() if form.bits <= 16)
 """The formats whose ranges a histogram is compared with. Those of fp32 and wider hold every number of a run."""
@@ -42,9 +42,7 @@ def table() -> list[dict[str, object]]:
         {
             "format": form.name,
             "bits": form.bits,
-            "sign": int(form.signed),
-            "exponent": form.exponent,
-            "fraction": form.fraction,
+            **form.parts,
             "largest": form.largest,
             "smallest_normal": form.smallest_normal,
             "smallest": form.smallest,
@@ -57,14 +55,18 @@ def table() -> list[dict[str, object]]:
     ]
 
 
+def split(form: Format) -> str:
+    """`1 + 8 + 7`: bits of sign, exponent and fraction."""
+    return " + ".join(map(str, form.parts.values()))
+
+
 def to_text() -> str:
     """The formats as a table for terminals."""
     titles = "format|bits|sign, exponent, fraction|largest|smallest normal|smallest|epsilon"
     rows: list[list[str]] = [[*titles.split("|")]]
     for form in FORMATS.values():
-        parts = f"{int(form.signed)} + {form.exponent} + {form.fraction}"
         limits = map(_number, (form.largest, form.smallest_normal, form.smallest, form.epsilon))
-        rows.append([form.name, str(form.bits), parts, *limits])
+        rows.append([form.name, str(form.bits), split(form), *limits])
     scaled = [["in blocks", "size", "scale", "bits per number"]]
     for block in BLOCKS:
         scale = block.scale.name + (", fp32 per tensor" if block.tensor else "")
@@ -77,6 +79,25 @@ def to_text() -> str:
     cores = [["architecture", "CUDA cores multiply", "tensor cores multiply"]]
     cores += [[name, *(kinds or "(none)" for kinds in pair)] for name, pair in CORES.items()]
     return "\n\n".join("\n".join(aligned(part)) for part in (rows, scaled, computed, cores)) + "\n"
+
+
+PARTS = {"sign": "red", "exponent": "blue", "fraction": "green"}
+BIT = 5  # pixels: the widest format fits a phone
+
+
+def bits_svg() -> str:
+    """A bar for each format, with a box for each bit; last a scale of blocks."""
+    canvas, top = Canvas("Bits of each format"), 74
+    canvas.legend(20, 46, [(color, part) for part, color in PARTS.items()])
+    for form in (*FORMATS.values(), E8M0):
+        canvas.text(20, top, form.name, "name")
+        canvas.text(110, top, f"{split(form)} = {form.bits}" + ", a scale" * (not form.signed), "soft")
+        bits = [f"{part} {bit + 1} of {n}" for part, n in form.parts.items() for bit in range(n)]
+        for place, bit in enumerate(bits):
+            color = PARTS[bit.partition(" ")[0]]
+            canvas.rect(color, 20 + place * BIT, top + 6, BIT - 1, 15, f"{form.name}: {bit}")
+        top += 42
+    return canvas.svg()
 
 
 KINDS = ("weights", "activations", "activation gradients", "weight gradients")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 
 from fivefold.observe.format import asset, document, header
@@ -22,6 +22,7 @@ Move = tuple[int, int, bool]
 """(source, target, whether the target adds)."""
 ARROWS = "Blue arrows add, green arrows copy."
 MOST_BLOCKS = 6  # units of ZeRO that are shown
+MOST_RANKS = 32  # that are shown; circles of more would overlap
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Player:
 def page(title: str, kicker: str, players: Sequence[Player]) -> str:
     """The page, with one player under the other."""
     body = header(kicker, title, "Play runs it; the arrow keys step.")
-    for player in players:
+    for player in map(drawn, players):
         facts = asdict(player) | {"name": "", "words": ""}
         data = json.dumps(facts).replace("<", "\\u003c")
         name = escape(player.name)
@@ -63,6 +64,22 @@ def page(title: str, kicker: str, players: Sequence[Player]) -> str:
 <script type="application/json" class="data">{data}</script></main>
 """
     return document(title, body, asset("report.css") + asset("player.css"), asset("player.js"))
+
+
+def drawn(player: Player) -> Player:
+    """The player with the first `MOST_RANKS` ranks, and the messages between them."""
+    there, ranks = range(MOST_RANKS), len(player.frames[0].cells)
+    if ranks <= MOST_RANKS:
+        return player
+    frames = [
+        replace(frame, cells=frame.cells[:MOST_RANKS], now=frame.now[:MOST_RANKS],
+                moves=[move for move in frame.moves if move[0] in there and move[1] in there])
+        for frame in player.frames
+    ]  # fmt: skip
+    words = (
+        f"{player.words} The first {MOST_RANKS} of {ranks} ranks are drawn, with the messages between them."
+    )
+    return replace(player, words=words, frames=frames, rows=player.rows[:MOST_RANKS])
 
 
 def ring(ranks: int, causal: bool) -> Player:

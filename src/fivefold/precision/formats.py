@@ -37,8 +37,13 @@ class Format:
             object.__setattr__(self, "bias", 2 ** (self.exponent - 1) - 1)
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bits of each part, in the order in which a number is stored."""
+        return {"sign": int(self.signed), "exponent": self.exponent, "fraction": self.fraction}
+
+    @property
     def bits(self) -> int:
-        return self.signed + self.exponent + self.fraction
+        return sum(self.parts.values())
 
     @property
     def epsilon(self) -> float:

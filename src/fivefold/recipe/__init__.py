@@ -6,6 +6,7 @@ from fivefold.recipe.load import Recipe, change, families, load, shipped, source
 from fivefold.recipe.messages import explain, to_toml
 from fivefold.recipe.resolve import (
     microbatches_per_step,
+    parameters,
     resolve,
     tokens_before,
     tokens_per_step,

@@ -86,6 +86,14 @@ def shipped() -> dict[str, str]:
     }
 
 
+def published() -> dict[str, int]:
+    """The years in which models of shipped recipes were published: {name: year}, by the paper's number or the date in
+    the first line of the comment."""
+    pattern = re.compile(r"\((?:arXiv (\d\d)\d\d\.\d+|[^()]* (\d{4}))\)")
+    found = {name: pattern.search(line) for name, line in shipped().items()}
+    return {name: int(m[2] or f"20{m[1]}") for name, m in found.items() if m}
+
+
 def families() -> dict[str, list[str]]:
     """The names of the shipped recipes by family, in alphabetical order; first the family of FIRST."""
     found: dict[str, list[str]] = {}

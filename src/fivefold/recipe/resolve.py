@@ -10,15 +10,21 @@ from itertools import islice, product
 from typing import Any, TypeVar
 
 from fivefold.errors import UserError, several
-from fivefold.models.card import card_of, resolve_model
+from fivefold.models.card import card_of, count_parameters, resolve_model
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
 from fivefold.recipe.entries import steps as profiled_steps
 from fivefold.recipe.load import Recipe
 from fivefold.recipe.rules import contradictions, with_layout
-from fivefold.recipe.rules.texts import ramp, run_steps, sequences_before
+from fivefold.recipe.rules.texts import expected_vocab_size, ramp, run_steps, sequences_before
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout, divisors, largest, to_text
 from fivefold.sharding.layout_rules import PLAIN
+
+
+def parameters(recipe: Recipe) -> int | None:
+    """Parameters of the recipe's model. None: it is that of a folder, or its vocabulary that of a file."""
+    size = None if recipe.train.init_from else expected_vocab_size(recipe)
+    return count_parameters(recipe.model.model_copy(update={"vocab_size": size})) if size else None
 
 
 def total_steps(recipe: Recipe) -> int:

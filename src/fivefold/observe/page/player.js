@@ -34,7 +34,7 @@ function player(root) {
     const [x, y] = place(rank);
     add("circle", { cx: x, cy: y, r: radius, class: now ? "busy" : "" });
     add("text", { x, y: y - (now === undefined ? 8 : 14) }, rank);
-    if (now) add("text", { x, y: y + radius - 8, class: "now" }, now);
+    if (now) add("text", { x, y: y + 0.67 * radius, class: "now" }, now);
     const width = Math.min(8, (1.5 * radius) / cells.length), left = x - (cells.length * width) / 2, tall = radius / 2.6;
     const top = y + (now === undefined ? 1 : -8);
     cells.forEach((share, i) => {

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
-from fivefold.draw.canvas import Axes, Canvas, Scale, linear_scale, text_width
+from fivefold.draw.canvas import Axes, Canvas, Scale, linear_scale
 from fivefold.host.devices import GIB
 from fivefold.models.operations import Operation
 from fivefold.models.recomputation import region
@@ -204,7 +204,7 @@ def roofline_svg(found: Roofline, step: float, title: str) -> str:
     axes = Axes(LEFT + 60, TOP, WIDTH - 24, FLOOR, _decades(low, high), _decades(bottom, top))
     canvas = Canvas(title, LEFT, WIDTH)
     canvas.legend(LEFT, 46, [(color, f"{name}-bound") for name, color in BOUND.items()])
-    canvas.levels(replace(axes, left=LEFT), [_rate(rate) for rate in axes.up.ticks])
+    canvas.levels(replace(axes, left=LEFT), [_quantity(rate, "FLOP/s") for rate in axes.up.ticks])
     canvas.columns(axes, [f"{value:,g}" for value in axes.across.ticks], "FLOP per byte moved")
     canvas.text(LEFT + 26, FLOOR + 17, "bytes only", "soft middle")
     start = max(low, bottom / found.bandwidth)
@@ -221,16 +221,8 @@ def roofline_svg(found: Roofline, step: float, title: str) -> str:
             level -= 2 * radius + 3
         tip = f"{p.name}: {p.seconds / step:.1%} of the step, bound by {bound}"
         canvas.circle(f"{BOUND[bound]} pale", *center, radius, tip)
-    taken: list[Point] = []  # those whose names do not overlap
     for p in [p for p in by_share if p.flops]:
-        near = (
-            abs(axes.x(q.intensity) - axes.x(p.intensity)) < 4 + text_width(p.name + q.name) / 2
-            and abs(axes.y(q.rate) - axes.y(p.rate)) < 14
-            for q in taken
-        )
-        if not any(near):
-            taken.append(p)
-            canvas.text(axes.x(p.intensity), axes.y(p.rate) + 30, p.name, "middle")
+        canvas.name(axes.x(p.intensity), axes.y(p.rate) + 30, p.name, "middle")
     return canvas.svg()
 
 
@@ -253,10 +245,6 @@ def frontier_svg(rows: Sequence[Mapping[str, Any]], limit: float, title: str) ->
         canvas.text(30, FLOOR + 44 + 17 * number, str(number), "soft end")
         canvas.text(38, FLOOR + 44 + 17 * number, words, "small")
     return canvas.svg()
-
-
-def _rate(value: float) -> str:
-    return f"{value / 1e15:g} PFLOP/s" if value >= 1e15 else f"{value / 1e12:g} TFLOP/s"
 
 
 def _decades(low: float, high: float) -> Scale:
@@ -359,28 +347,22 @@ def roofline_lines(found: Roofline, step: float, width: int) -> Iterator[Text]:
 def _plot(found: Roofline, points: Sequence[Point], marks: Mapping[str, str], width: int) -> Iterator[Text]:
     """The roofline's plot. Both axes are logarithmic: FLOPs per byte to the right, FLOP/s upwards."""
     (low, high, bottom), room = found.ends, width - 14
-
-    def column(intensity: float) -> int:
-        return round((room - 1) * math.log(intensity / low) / math.log(high / low))
-
-    def line(rate: float) -> int:
-        return round((HEIGHT - 1) * math.log(found.peak / rate) / math.log(found.peak / bottom))
-
+    axes = Axes(0, 0, room - 1, HEIGHT - 1, _decades(low, high), _decades(bottom, found.peak))
     rows = [[Text(" ") for _ in range(room)] for _ in range(HEIGHT)]
     for x in range(room):
         intensity = low * (high / low) ** (x / (room - 1))
-        flat = intensity >= found.ridge
-        y = line(min(found.peak, intensity * found.bandwidth))
+        y = round(axes.y(min(found.peak, intensity * found.bandwidth)))
         if y < HEIGHT:
-            rows[y][x] = Text("─" if flat else "╱", "dim")
+            rows[y][x] = Text("─" if intensity >= found.ridge else "╱", "dim")
     for p in reversed([p for p in points if p.flops]):  # the largest on top
-        rows[line(p.rate)][column(p.intensity)] = Text(marks.get(p.name, "+"), "bold")
+        x, y = map(round, axes.at((p.intensity, p.rate)))
+        rows[y][x] = Text(marks.get(p.name, "+"), "bold")
     for number, row in enumerate(rows):
         rate = found.peak / (found.peak / bottom) ** (number / (HEIGHT - 1))
         label = _quantity(rate, "FLOP/s") if number % 5 == 0 else ""
         yield Text(f"{label:>12} │") + Text().join(row)
     left, middle, right = f"{low:,.3g}", f"{found.ridge:.0f}", f"{high:,.0f} FLOP/byte"
-    at = column(found.ridge) - len(middle) // 2 - len(left)
+    at = round(axes.x(found.ridge)) - len(middle) // 2 - len(left)
     yield Text(f"{'':12} └" + "─" * room)
     yield Text(f"{'':14}{left}{' ' * at}{middle}" + right.rjust(room - len(left) - at - len(middle)))
 
