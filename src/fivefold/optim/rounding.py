@@ -15,13 +15,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fivefold.kernels import native
 from fivefold.kernels.hashing import hash_, indices, keys
+from fivefold.kernels.rounded import power_of_two
 from fivefold.optim.card import OptimizerCard
+from fivefold.precision import torch_dtype
+from fivefold.precision.nanotron import OTHERS
 from fivefold.sharding.parts import Part, boxes, local_shape, size_of, stretches
 
 
@@ -53,6 +57,34 @@ class Rounder:
             for where, box in boxes(ranges):
                 round_stochastic_(piece[where], part.shape, box, key_a, key_b)
         return exact.to(dtype)
+
+
+class Scaled(NamedTuple):
+    """A state in fp8: numbers times one power of two, a scalar."""
+
+    numbers: Tensor
+    scale: Tensor
+
+    def float(self) -> Tensor:
+        return self.numbers.float().mul_(self.scale)
+
+    def bfloat16(self) -> Tensor:
+        """Exact, too: what checkpoints hold."""
+        return self.numbers.bfloat16().mul_(self.scale)
+
+    def copy_(self, other: Scaled) -> None:
+        self.numbers.copy_(other.numbers), self.scale.copy_(other.scale)
+
+
+def scaled(exact: Tensor, divides: bool) -> Scaled:
+    """Rounds a state (fp32, overwritten) to nearest in E4M3; its largest number fills the range. divides: an update
+    divides by its root, so nothing becomes 0."""
+    largest = torch.stack(exact.aminmax()).abs().amax() if exact.numel() else exact.new_zeros(())
+    scale = power_of_two(largest, OTHERS)
+    exact.mul_(scale)
+    if divides:
+        exact.clamp_(min=OTHERS.smallest * (largest > 0))
+    return Scaled(exact.to(torch_dtype("fp8")), 1 / scale)
 
 
 def round_stochastic_(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fivefold.kernels.elementwise import AdamW
 from fivefold.optim.card import CODES, COMPENSATION, OptimizerCard, Update
-from fivefold.optim.rounding import Rounder, cut_off
+from fivefold.optim.rounding import Rounder, Scaled, cut_off, scaled
 from fivefold.precision import torch_dtype
 from fivefold.sharding.parts import local_shape
 from fivefold.sharding.units import updated_together
@@ -327,7 +327,7 @@ class Rounded(Updater):
     ):
         self.rounder = self._rounder = rounder
         self.masters, self.parts, self.card = masters, rounder.parts, rounder.card
-        self.rounded: dict[str, Tensor] = {}  # states, by their checkpoint names
+        self.rounded: dict[str, Any] = {}  # states by their checkpoint names: tensors, or `Scaled`
         sizes = {name: math.prod(self.parts[name].shape) for name in masters}
         self.inner = [
             make({name: _no_memory(masters[name]) for name in names}) for names in updated_together(sizes)
@@ -363,7 +363,7 @@ class Rounded(Updater):
 
     def states(self) -> dict[str, Tensor]:
         exact = {name: t for inner in self.inner for name, t in inner.states().items()}
-        return exact | self.rounded
+        return exact | {name: state.bfloat16() for name, state in self.rounded.items()}
 
     def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
         """Without a compensation, it starts from zero."""
@@ -393,14 +393,17 @@ class Rounded(Updater):
         states = [t for inner in self.inner for t in inner.states().values()]
         hidden = {id(t) for t in states if t.dim() and t.numel() > 1 and not any(t.stride())}
         kept = [t for inner in self.inner for t in inner.kept() if id(t) not in hidden]
-        return [*kept, *self.rounded.values()]
+        return kept + [t for x in self.rounded.values() for t in (x if isinstance(x, Scaled) else (x,))]
 
     def _leave_states(self, inner: Updater) -> None:
         owners = {f"{state}.{name}": name for name in inner.masters for state in self.card.state_names}
         for name, state in inner.states().items():
             if state.dtype != torch.float32:
                 continue  # it has a format of its own
-            found = self._round(state, name, owners[name], self._rounder.dtype)
+            if self._rounder.dtype.itemsize == 1:
+                found = scaled(state, divides=name.startswith(f"{self.card.second_moment}."))
+            else:
+                found = self._round(state, name, owners[name], self._rounder.dtype)
             if name in self.rounded:
                 self.rounded[name].copy_(found)
             else:

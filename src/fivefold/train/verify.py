@@ -246,7 +246,10 @@ class Plain(Replica):
             name: p.detach().to(working if parts[name].frozen else kept, copy=True)
             for name, p in self.params.items()
         }
-        self.gradients = {n: torch.zeros_like(w) for n, w in self.masters.items() if not parts[n].frozen}
+        sums = torch_dtype(mode.gradient)
+        self.gradients = {
+            n: torch.zeros_like(w, dtype=sums) for n, w in self.masters.items() if not parts[n].frozen
+        }
         for name, p in self.params.items():
             p.data = p.data.to(working)
             p.requires_grad_(not parts[name].frozen)
