@@ -251,7 +251,7 @@ class Plain(Replica):
             n: torch.zeros_like(w, dtype=sums) for n, w in self.masters.items() if not parts[n].frozen
         }
         for name, p in self.params.items():
-            p.data = p.data.to(working)
+            p.data = self.masters[name].to(working, copy=True)
             p.requires_grad_(not parts[name].frozen)
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(partial(self._add, name))
