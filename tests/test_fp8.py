@@ -216,11 +216,11 @@ CASES = [
         pytest.param("mxfp8", layout, [], marks=pytest.mark.slow)
         for layout in ("dp=2,zero=3", "cp=2", "dp=2,ep=2,tp=2", "dp=2,tp=2,pp=2,zero=1,sp=true")
     ),
-    ("nanotron", "tp=2,sp=true", []),
+    ("nanotron", "dp=2,zero=3", []),
     *(
         pytest.param("nanotron", layout, [], marks=pytest.mark.slow)
         for layout in (
-            "dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,schedule=zbv,virtual_stages=2,recompute=full",
+            "dp=2", "dp=2,zero=1", "tp=2", "tp=2,sp=true", "pp=2,schedule=zbv,virtual_stages=2,recompute=full",
             "dp=2,tp=2,pp=2,zero=1,sp=true",
         )
     ),
@@ -251,7 +251,7 @@ def side_in_fp32(rank: int, world: int, recipe: Recipe, steps: int, folder: Path
         PRECISIONS[mode] = own
 
 
-@only("fp8-dp=2,zero=3*", "fp8-tp=2,sp=true*", "fp8-dp=2,ep=2*", "fp8-pp=2*")
+@only("nanotron-dp=2,zero=3*", "fp8-dp=2,zero=3*", "fp8-tp=2,sp=true*", "fp8-dp=2,ep=2*", "fp8-pp=2*")
 @pytest.mark.parametrize(("mode", "layout", "sets"), CASES)
 def test_layouts_round_as_one_process_does(
     room: Path, mode: str, layout: str, sets: list[str], monkeypatch: pytest.MonkeyPatch
@@ -297,7 +297,7 @@ def test_a_replica_keeps_weights_in_fp8_beside_bf16_masters(room: Path) -> None:
     recipe = tiny(room, "dp=1", mode="nanotron")
     state = build_state(resolve(recipe, vocab_size=256), ranks_of(0, 1))
     (stage,), (replica,) = state.parallel.stages, state.parallel.replicas
-    layers, fresh = dict(rounded_layers(stage)), rounded_matmuls(PRECISIONS["nanotron"], None)
+    layers, fresh = dict(rounded_layers(stage)), rounded_matmuls(PRECISIONS["nanotron"], recipe.precision)
     assert len(layers) == 4 * 4
     assert {w.dtype for w in replica.masters.values()} == {torch.bfloat16}
     assert {g.dtype for g in replica.gradients.values()} == {torch.float32}

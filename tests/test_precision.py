@@ -304,8 +304,10 @@ QUICK = {
     ],
 )  # fmt: skip
 def test_layouts_compute_what_one_process_computes(tmp_path, mode, layout):
-    """Loss, norm, every gradient and the weights after three steps, within the mode's own error."""
-    report = compared(tiny(tmp_path, layout, f"precision.mode={mode}", mode=mode))
+    """Loss, norm, every gradient and the weights after three steps, within the mode's own error. That of one number,
+    the norm, is close to zero by chance in `nanotron` with the seed 0."""
+    seed = int(mode == "nanotron")
+    report = compared(tiny(tmp_path, layout, f"precision.mode={mode}", f"train.seed={seed}", mode=mode))
     assert report.passed, report
 
 

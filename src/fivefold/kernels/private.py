@@ -171,9 +171,10 @@ def forget_gradients(unit: FSDPModule) -> None:
             parameter.sharded_param.grad = None
 
 
-def keep_sums(units: Iterable[FSDPModule], dtype: torch.dtype) -> None:
-    """Leaves the gradients of rows in the dtype of their sums, once FSDP2 has looked at its parameters (`begin`).
-    Without it: it rounds sums in fp32 to the dtype of bf16 masters."""
+def keep_sums(units: Sequence[FSDPModule], dtype: torch.dtype) -> None:
+    """Leaves the gradients of rows in the dtype of their sums. units: the root first. Without it: FSDP2 rounds sums in
+    fp32 to the dtype of bf16 masters."""
+    begin(units[0])
     for group in (group for unit in units for group in groups(unit)):
         group._orig_dtype = dtype
         for parameter in group.fsdp_params:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fivefold.comm import Scheduled, Started
 from fivefold.comm.compress import CompressedSum, Messages, compressed_sum
 from fivefold.kernels.elementwise import add_gradient
-from fivefold.kernels.nanotron import Nanotron, keep
+from fivefold.kernels.fp8 import KeptFp8, keep
 from fivefold.parallel.replica import Hooked
 from fivefold.schedules.compression import Compressor
 from fivefold.sharding.layout import buckets
@@ -109,7 +109,7 @@ class DataParallel(Hooked):
             p.data = (self.working or masters)[name]
         self.on_gradient: Callable[[int], None] = lambda index: None
         self.layers = {
-            n: x for n, x in (layers or {}).items() if n in by_name and isinstance(x.rounded, Nanotron)
+            n: x for n, x in (layers or {}).items() if n in by_name and isinstance(x.rounded, KeptFp8)
         }
         self._fresh = [True] * len(self.params)  # no gradient yet in this step
         self.hook()

@@ -78,9 +78,7 @@ def shard(
         sent.append(UnitMessages(mesh, unit, reduce))
         # The inputs are not cast: the rotary table stays fp32.
         ranks = mesh.size(unit.group)
-        policy = MixedPrecisionPolicy(
-            compute_dtype, reduce_dtype=summed or masters, cast_forward_inputs=False
-        )
+        policy = MixedPrecisionPolicy(compute_dtype, summed or masters, cast_forward_inputs=False)
         fully_shard(
             module,
             mesh=mesh.device_mesh(unit.group),
@@ -102,8 +100,7 @@ class Sharded(Replica):
     The masters are FSDP2's rows, as plain tensors that share their memory. messages: what `shard` returned for these
     stages. defer: gradients add up whole on each rank, and are scattered once per step. again: weights are freed after
     forward, and gathered again for backward. initial: this rank's rows of a parameter, which gets memory and these
-    values; None: it has them. summed: the dtype of gradients; None:
-    the masters'.
+    values; None: it has them. summed: as in `shard`.
     """
 
     def __init__(
@@ -157,9 +154,7 @@ class Sharded(Replica):
             if next(stage.parameters()).device.type == "cpu":  # on GPUs, streams do it
                 private.gather_in_background(root)
             if summed is not None:
-                private.begin(root)
-        if summed is not None:
-            private.keep_sums(self.units, summed)
+                private.keep_sums(_units(root), summed)
 
     def start_step(self) -> None:
         """Forgets the gradients of the last step, and frees their memory."""
@@ -196,9 +191,9 @@ class Sharded(Replica):
             if self.parts[name].frozen:
                 continue
             found = [rows(p.grad) for p in same if isinstance(p.grad, DTensor)]
-            self.gradients[name] = (
-                found[0] if found else torch.zeros_like(self.masters[name], dtype=self.summed)
-            )
+            if not found:
+                found = [torch.zeros_like(self.masters[name], dtype=self.summed)]
+            self.gradients[name] = found[0]
             for other in found[1:]:
                 found[0].add_(other)
 

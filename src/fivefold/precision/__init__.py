@@ -3,7 +3,7 @@
 A new mode is a file in this folder, with its CARDS listed here.
 """
 
-from fivefold.precision import fp8, mxfp8, nanotron
+from fivefold.precision import fp8, mxfp8
 from fivefold.precision.card import (
     DTYPES,
     MASTER,
@@ -26,9 +26,7 @@ PLAIN = (
     Mode("fp16", "fp16", scaled=True, fields=("loss_scale", "loss_scale_every")),
 )
 """The modes whose matmuls round no factor."""
-PRECISIONS: dict[str, Mode] = {
-    mode.name: mode for mode in (*PLAIN, *fp8.CARDS, *mxfp8.CARDS, *nanotron.CARDS)
-}
+PRECISIONS: dict[str, Mode] = {mode.name: mode for mode in (*PLAIN, *fp8.CARDS, *mxfp8.CARDS)}
 FIELDS: dict[str, list[str]] = {
     field: [mode.name for mode in PRECISIONS.values() if field in mode.fields]
     for field in dict.fromkeys(field for mode in PRECISIONS.values() for field in mode.fields)

@@ -241,12 +241,11 @@ class Plain(Replica):
 
     def __init__(self, module: nn.Module, parts: dict[str, Part], mode: Mode):
         self.parts, self.params = parts, dict(module.named_parameters())
-        kept, working = torch_dtype(mode.master), torch_dtype(mode.working)
+        kept, working, sums = map(torch_dtype, (mode.master, mode.working, mode.gradient))
         self.masters = {
             name: p.detach().to(working if parts[name].frozen else kept, copy=True)
             for name, p in self.params.items()
         }
-        sums = torch_dtype(mode.gradient)
         self.gradients = {
             n: torch.zeros_like(w, dtype=sums) for n, w in self.masters.items() if not parts[n].frozen
         }

@@ -128,15 +128,10 @@ REFUSED = (
     Refused("precision.mode", "optim.name", lambda r: _mode(r).rounds and not _elementwise(r),
             "only what is updated element by element is rounded",
             f'optim.name = "{DEFAULT}", or mode = "bf16"'),
-    *(
-        Refused("precision.mode", other, lambda r, wrong=wrong: bool(_mode(r).weight) and wrong(r), why,
-                f'{nearest}, or mode = "fp8"')
-        for other, wrong, why, nearest in (
-            ("layout.offload", _streams, "it streams neither weights nor states in fp8",
-             f'offload = "{NOT_OFFLOADED}"'),
-            ("model.arch", lambda r: card_of(r.model).has_experts, "experts keep no weights in fp8", 'arch = "llama"'),
-        )
-    ),
+    Refused("precision.mode", "layout.offload", lambda r: bool(_mode(r).weight) and _streams(r),
+            "it streams nothing in fp8", f'offload = "{NOT_OFFLOADED}", or mode = "fp8"'),
+    Refused("precision.mode", "model.arch", lambda r: bool(_mode(r).weight) and card_of(r.model).has_experts,
+            "experts keep no weights in fp8", 'arch = "llama", or mode = "fp8"'),
     Refused("layout.offload", "optim.name", lambda r: _streams(r) and not _elementwise(r),
             "only what is updated element by element can be updated in chunks",
             'optim.name = "adamw", or layout.offload = "activations"'),
