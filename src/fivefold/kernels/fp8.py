@@ -92,7 +92,7 @@ def keep(layer: Any, weight: Tensor) -> None:
     if layer.rounded is None:
         layer.weight.data = weight
         return
-    numbers, scale = encode(weight, *weight.shape, E4M3)
+    numbers, scale = encode(weight, weight.shape[0], weight.shape[1], E4M3)
     layer.weight.data, layer.weight.grad_dtype = numbers, None  # autograd would cast gradients to 8 bits
     layer.rounded = replace(layer.rounded, scale=scale.view(()))
 

@@ -181,7 +181,12 @@ def states(asked: Asked) -> Iterator[Term]:
     """Bytes of each state, then of all on a rank by ZeRO stage."""
     layout = asked.setting.layout
     b, moments = states_of(asked)
-    rows = [("parameters", b.working + b.rounded), ("gradients", b.gradient), ("fp32 copy", b.master), *moments]
+    rows = [
+        ("parameters", b.working + b.rounded),
+        ("gradients", b.gradient),
+        ("fp32 copy", b.master),
+        *moments,
+    ]
     for name, size in rows:
         if size:
             yield asked.term(name, f"{size:g} Psi", "bytes")

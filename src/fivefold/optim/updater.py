@@ -382,12 +382,13 @@ class Rounded(Updater):
                     )
 
     def begin(self, number: int) -> None:
-        self.rounded.clear(), self.scales.clear()
+        self.clear()
         for inner in self.inner:
             inner.begin(number)
 
     def clear(self) -> None:
-        self.rounded.clear(), self.scales.clear()
+        self.rounded.clear()
+        self.scales.clear()
         for inner in self.inner:
             inner.clear()
 

@@ -414,10 +414,9 @@ class _ReplicaBuilder:
         params, flat, masters = self._parameters(stages, buffer.names, offload)
         shared = params, self.table, self.compute_dtype, sums, self.reduce
         if offload is None or offload.tiers.gradients == "device":
-            compress, size = compressor(layout.compress), buffer.bucket_bytes
+            given = flat, compressor(layout.compress), buffer.bucket_bytes, masters, self.mesh.device
             layers = {f"{name}.weight": layer for stage in stages for name, layer in rounded_layers(stage)}
-            more = masters, self.mesh.device, self._summed(), layers
-            replica = DataParallel(*shared, flat, compress, size, *more)
+            replica = DataParallel(*shared, *given, self._summed(), layers)
         else:
             assert masters is not None
             replica = Paged(*shared, masters, offload, layout.tp > 1 or layout.pp > 1)

@@ -96,7 +96,7 @@ def state_bytes(
         own = 0.0 if b.master else b.working * keeps
         return b.working * gathered + own, b.gradient * (computes if whole else keeps), b.optimizer * keeps
     return (
-        b.working * (keeps if zero >= 3 else computes),
+        (b.working + b.rounded) * (keeps if zero >= 3 else computes),
         b.gradient * (keeps if zero >= 2 else computes),
         b.optimizer * (keeps if zero >= 1 else computes),
     )
@@ -106,7 +106,7 @@ def rank_states(s: Setting, own: Elements) -> tuple[float, float, float]:
     """`state_bytes` of a rank. Parameters whose sharing group has one rank are kept whole, as without ZeRO: all of them
     if there is one data rank, and experts if expert parallelism takes all ranks that share."""
     whole = sharing_group(s.layout)[1] == 1 or not s.layout.zero
-    weights, gradients, optimizer = s.states.rounded * own.matrices * whole, 0.0, 0.0
+    weights, gradients, optimizer = s.states.rounded * (own.matrices - own.computes) * whole, 0.0, 0.0
     for computes, keeps, expert, still, still_keep in own.groups():
         zero = s.layout.zero if sharing_group(s.layout, expert)[1] > 1 else 0
         parts = [(s.states, computes - still, keeps - still_keep)]
