@@ -108,9 +108,8 @@ class DataParallel(Hooked):
         for name, p in by_name.items():
             p.data = (self.working or masters)[name]
         self.on_gradient: Callable[[int], None] = lambda index: None
-        self.layers = {
-            n: x for n, x in (layers or {}).items() if n in by_name and isinstance(x.rounded, KeptFp8)
-        }
+        pairs = (layers or {}).items()
+        self.layers = {n: x for n, x in pairs if n in by_name and isinstance(x.rounded, KeptFp8)}
         self._fresh = [True] * len(self.params)  # no gradient yet in this step
         self.hook()
         self.refresh()
