@@ -4,18 +4,22 @@ Tiles (rounded.py) are whole tensors ("tensor"), vectors along the sum ("row"), 
 section 3.3), 128 numbers along the sum for activations and gradients, and 128 x 128 for weights ("block").
 
 GPUs with fp8 multiply by PyTorch's `scaled_mm`, blocks on Hopper only.
+
+`nanotron` keeps weights in fp8. A replica rounds them once per step, beside the masters. Where weights are gathered
+(ZeRO) they arrive in bf16, and each matmul rounds them to the same numbers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fivefold.kernels.private import scaled_mm
-from fivefold.kernels.rounded import RoundedMatmuls, power_of_two, tiles_of
+from fivefold.kernels.rounded import E4M3, RoundedMatmuls, power_of_two, tiles_of
+from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import Format
 from fivefold.precision.fp8 import BLOCK, GRADIENTS
 
@@ -56,8 +60,36 @@ class Fp8(RoundedMatmuls):
         return scaled_mm(a8, b8.t(), a_scale, b_scale, a.dtype)
 
 
+@dataclass(frozen=True)
+class KeptFp8(Fp8):
+    """scale: a power of two, the factor of the weight's kept numbers; None: it is not kept. Gradients of weights are
+    rounded, too: sums over microbatches and ranks add numbers of 8 bits."""
+
+    scale: Tensor | None = field(default=None, compare=False)
+
+    def product(self, a: Tensor, b: Tensor, form: Format, weight: bool = False) -> Tensor:
+        if weight and self.scale is not None:
+            b = b.to(a.dtype).mul_(self.scale)  # rounding it again changes nothing
+        return super().product(a, b, form, weight)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        return self.round(super().weight_gradient(dy, x))
+
+
+def keep(layer: Any, weight: Tensor) -> None:
+    """Lets a layer keep its weight (F, D) in 8 bits, or as it is if the layer rounds nothing any more."""
+    if layer.rounded is None:
+        layer.weight.data = weight
+        return
+    numbers, scale = encode(weight, weight.shape[0], weight.shape[1], E4M3)
+    layer.weight.data, layer.weight.grad_dtype = numbers, None  # autograd would cast gradients to 8 bits
+    layer.rounded = replace(layer.rounded, scale=scale.view(()))
+
+
 def matmuls(options: Any) -> Fp8:
     """options: [precision] of the recipe."""
+    if PRECISIONS[options.mode].weight:
+        return KeptFp8(GRADIENTS[options.fp8_backward], scaling="tensor")
     return Fp8(GRADIENTS[options.fp8_backward], scaling=options.fp8_scaling)
 
 

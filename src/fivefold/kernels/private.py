@@ -178,6 +178,16 @@ def forget_gradients(unit: FSDPModule) -> None:
             parameter.sharded_param.grad = None
 
 
+def keep_sums(units: Sequence[FSDPModule], dtype: torch.dtype) -> None:
+    """Leaves the gradients of rows in the dtype of their sums. units: the root first. Without it: FSDP2 rounds sums in
+    fp32 to the dtype of bf16 masters."""
+    begin(units[0])
+    for group in (group for unit in units for group in groups(unit)):
+        group._orig_dtype = dtype
+        for parameter in group.fsdp_params:
+            parameter.sharded_param.grad_dtype = None
+
+
 def share_memory(units: Iterable[FSDPModule], parameter: DTensor, other: DTensor) -> None:
     """Makes the rows of a parameter share the memory of another's. Without it: no ZeRO where one rank has both stages
     of a tied embedding."""

@@ -34,7 +34,7 @@ from fivefold.parallel.offload.pages import Paged
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.parallel.replica import Frozen, Replica
-from fivefold.precision import PRECISIONS
+from fivefold.precision import PRECISIONS, torch_dtype
 from fivefold.recipe import Recipe
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout
@@ -350,7 +350,7 @@ class _ReplicaBuilder:
                 units = [unit for unit in keeping.units if unit.stage == number]
                 away = self._tiers().masters != "device"
                 sharded = zero.shard(
-                    numbered[number], units, self.mesh, self.compute_dtype, self.reduce, away
+                    numbered[number], units, self.mesh, self.compute_dtype, self.reduce, away, self._summed()
                 )
                 self.messages[number] = sharded
 
@@ -383,7 +383,7 @@ class _ReplicaBuilder:
         messages = [message for number in numbers for message in self.messages[number]]
         given, layout = (stages, self.table, self.compute_dtype, messages), self.mesh.layout
         if self._tiers().masters == "device":
-            replica = zero.Sharded(*given, None if self.filled else self._initial)
+            replica = zero.Sharded(*given, None if self.filled else self._initial, self._summed())
             offload = self._offload(replica.masters)
         else:
             room = {
@@ -414,8 +414,9 @@ class _ReplicaBuilder:
         params, flat, masters = self._parameters(stages, buffer.names, offload)
         shared = params, self.table, self.compute_dtype, sums, self.reduce
         if offload is None or offload.tiers.gradients == "device":
-            compress, size = compressor(layout.compress), buffer.bucket_bytes
-            replica = DataParallel(*shared, flat, compress, size, masters, self.mesh.device)
+            given = flat, compressor(layout.compress), buffer.bucket_bytes, masters, self.mesh.device
+            layers = {f"{name}.weight": layer for stage in stages for name, layer in rounded_layers(stage)}
+            replica = DataParallel(*shared, *given, self._summed(), layers)
         else:
             assert masters is not None
             replica = Paged(*shared, masters, offload, layout.tp > 1 or layout.pp > 1)
@@ -425,6 +426,11 @@ class _ReplicaBuilder:
         if isinstance(replica, Paged):
             replica.attach(list(stages), layout.pp > 1)
         return replica
+
+    def _summed(self) -> torch.dtype | None:
+        """The dtype of sums of gradients, if it is not the masters'. That of `auto` always is."""
+        mode = PRECISIONS.get(self.recipe.precision.mode)
+        return torch_dtype(mode.gradient) if mode and mode.gradient != mode.master else None
 
     def _tiers(self) -> Tiers:
         return tiers(self.mesh.layout.offload, own_masters=self.masters != self.compute_dtype)

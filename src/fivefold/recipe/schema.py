@@ -354,7 +354,8 @@ class PrecisionSection(Section):
     """Precision of training. `auto`: bf16 if the processor supports it, else fp32. `bf16`: weights and activations in
     bf16, with fp32 master weights, gradient sums and optimizer states. `bf16_pure`: everything in bf16, 8 bytes per
     parameter with AdamW. `fp16`: as `bf16`, with a scaled loss. `tf32`: fp32, which GPUs multiply with 11 bits. `fp8`,
-    `mxfp8`: as `bf16`, with the factors of the blocks' matmuls in 8 bits."""
+    `mxfp8`: as `bf16`, with the factors of the blocks' matmuls in 8 bits. `nanotron`: also weights, gradients and
+    moments in fp8, with masters in bf16."""
     loss_scale: float = Field(default=2.0**16, ge=1, le=2.0**24)
     """Factor on the loss at the start, a power of two. `fp16` only. An overflow halves it and skips the step (arXiv
     1710.03740)."""
@@ -365,7 +366,7 @@ class PrecisionSection(Section):
     rounding: Rounding = "stochastic"
     """How an update is rounded to bf16. `nearest` loses small updates. `stochastic` (arXiv 1502.02551) rounds up or
     down at random. `kahan` (arXiv 2010.06192) keeps what rounding cuts off, 2 more bytes per parameter.
-    `bf16_pure` only."""
+    `bf16_pure` and `nanotron` only; the latter's moments always go to the nearest number in fp8."""
     fp8_scaling: Scaling = "block"
     """What shares a scale in `mode = "fp8"`. `block`: 128 numbers of activations and gradients, 128 x 128 of weights
     (DeepSeek-V3, arXiv 2412.19437). `row`: the numbers that are summed. `tensor`: all. Scales are powers of two."""
