@@ -27,7 +27,7 @@ from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh, Microbatch, Share
 from fivefold.precision import DTYPES, PRECISIONS
-from fivefold.recipe import FaultsSection
+from fivefold.recipe import load
 from fivefold.sharding.layout import Layout
 from fivefold.step.step import Done, moment
 from fivefold.train import loop
@@ -479,7 +479,7 @@ def test_steps_take_as_long_as_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     lines: list[dict[str, Any]] = []
     hooks: Any = SimpleNamespace(end_step=dict, record=lines.append)
     figures = {name: torch.zeros(()) for name in ("loss", "norm", "asked", "skipped")}
-    late = loop._Late(hooks, 1, FaultsSection(), torch.device("cuda", 0))
+    late = loop._Late(hooks, 1, load("quickstart"), torch.device("cuda", 0))
     for step, ms in enumerate((300.0, 50.0, 40.0, 70.0), 1):
         late.start()
         now[0] += ms

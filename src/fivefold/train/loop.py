@@ -16,7 +16,7 @@ import torch
 
 from fivefold.comm.progress import progress, span
 from fivefold.errors import UserError
-from fivefold.recipe import FaultsSection, Recipe, batch_size
+from fivefold.recipe import Recipe, batch_size
 from fivefold.recipe.entries import steps
 from fivefold.step.state import State
 from fivefold.step.step import Done, moment, seconds_between, take_step
@@ -48,7 +48,7 @@ def train_loop(
     if behind is None:
         behind = int(state.mesh.device.type != "cpu")
     clock = state.mesh.device if take is None else torch.device("cpu")
-    with _Late(hooks, behind, recipe.faults, clock) as late, names_step(state):
+    with _Late(hooks, behind, recipe, clock) as late, names_step(state):
         while state.step < train.steps:
             late.start()
             traced = state.step + 1 == recipe.observe.trace_step
@@ -118,8 +118,8 @@ class _Late:
     that computes the figures.
     """
 
-    def __init__(self, hooks: RunHooks, behind: int, faults: FaultsSection, clock: torch.device) -> None:
-        self.hooks, self.behind, self.faults, self.clock = hooks, behind, faults, clock
+    def __init__(self, hooks: RunHooks, behind: int, recipe: Recipe, clock: torch.device) -> None:
+        self.hooks, self.behind, self.recipe, self.clock = hooks, behind, recipe, clock
         self.began: Any = 0.0
         self.queued: deque[tuple[dict[str, Any], Done]] = deque()
         self.stop, self.save, self.bad = False, False, False
@@ -160,7 +160,7 @@ class _Late:
             found = {"step": line["step"], "loss": done.loss, "grad_norm": done.norm, **line, **done.more}
             if done.seconds:
                 found["rank_seconds"] = done.seconds
-            self.fault = self.fault or judged(self.faults, found, done.skipped)
+            self.fault = self.fault or judged(self.recipe, found, done.skipped)
             self.hooks.record(found)
 
     def __enter__(self) -> _Late:
