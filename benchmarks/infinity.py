@@ -1,15 +1,17 @@
 """ZeRO-Infinity (arXiv 2104.07857) on two ranks: states of four times the memory limit, from disk.
 
-    python benchmarks/infinity.py --batch 2 [--rounds 2] [--steps 6] [--out benchmarks/results/infinity.json]
+    python benchmarks/infinity.py --batch 2 [--gbps 0.3] [--rounds 2] [--out FILE.json]
 
 Two ranks train a Llama of 207M parameters in bf16 with dp=2,zero=3,offload=all:disk,recompute=full, by gloo on one
-machine. Weights, masters, gradients and moments take 18 bytes per parameter. The limit of both ranks together is a
-quarter of that. It is a memory cgroup's (version 1, which must be writable) and counts everything: interpreters,
-libraries that the ranks load, page cache. `--batch`: sequences of 256 tokens per step, half of them on each rank. A
-result is added to `--out`, under its batch.
+machine. Weights, masters, gradients and moments take 18 bytes per parameter. The limit is that of a memory cgroup
+(version 1, which must be writable) around both ranks, page cache included: a quarter of the states, and what two
+interpreters with PyTorch hold before there is a model. `--batch`: sequences of 256 tokens per step, half of them on
+each rank. `--gbps`: a blkio cgroup lets both ranks together read so much, and write so much. A result is added to
+`--out`, under its batch.
 
 Bits: losses, and hashes of all masters and moments after the last step, are compared with one process in memory, which
-computes the same microbatches. Its gradient norm is a sum in another order; grad_clip is 0, so no weight depends on it.
+computes the same microbatches. Its gradient norm is a sum in another order. grad_clip is 0 and no step is skipped, so
+no weight depends on it. So updates may be early: they run beside backward (`--update`).
 
 Time: each round runs the same two ranks in memory, then from disk. compute_s is the step in memory. io_s is what the
 ranks read and wrote in a step, by the rate of the disk: both ranks at once, reading and writing at once, inside the
@@ -52,8 +54,12 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--gbps", type=float, default=0.0, help="throttles the disk, each way; 0: as it is")
+    parser.add_argument(
+        "--update", choices=("beside", "early"), default="early", help="layout.offload_update"
+    )
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
         "--limit-mib", type=int, help="of both ranks together; default: a quarter of the states"
     )
@@ -66,21 +72,24 @@ def main() -> None:
     from fivefold.recipe import count_parameters
 
     parameters = count_parameters(recipe(args, "one").model)
-    limit = args.limit_mib << 20 if args.limit_mib else BYTES * parameters // 4
-    found: dict[str, Any] = {"parameters": parameters, "limit_bytes": limit}
-    found["states_by_limit"] = BYTES * parameters / limit
+    states = BYTES * parameters
+    found: dict[str, Any] = {"parameters": parameters, "states_bytes": states}
+    found |= {"gbps": args.gbps, "update": args.update, "argv": " ".join(sys.argv[1:])}
     one = run(args, "one", "")[0]
     rounds = []
     for _ in range(args.rounds):
         memory = run(args, "memory", "")
-        with limited(limit, 0, args.dir) as enter:
+        interpreters = sum(rank["before"] for rank in memory)
+        limit = int(args.share * states) + interpreters
+        with limited(limit, args.gbps, args.dir) as enter:
             disk = run(args, "disk", enter)
             found |= usage()
         for ranks in (memory, disk):
             assert_same(one, ranks)
         rounds.append(figures(memory, disk))
         print(json.dumps(rounds[-1]), flush=True)
-    found["before_model_bytes"] = [rank["before"] for rank in disk]
+    found |= {"limit_bytes": limit, "interpreters_bytes": interpreters}
+    found |= {"states_by_limit": states / (limit - interpreters), "states_by_whole_limit": states / limit}
     found["same_norm"] = [s["norm"] for s in one["steps"]] == [s["norm"] for s in disk[0]["steps"]]
     found |= {"rounds": rounds} | {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
     print(json.dumps(found))
@@ -97,7 +106,9 @@ def recipe(args: argparse.Namespace, which: str) -> Any:
 
     args.microbatch = args.batch // 2
     wanted = recipe_of(args, "all:disk" if which == "disk" else "none", LAYOUTS[which])
-    return resolve(change(wanted, ["optim.grad_clip=0"]), vocab_size=args.vocab)
+    sets = ["optim.grad_clip=0", "faults.on_nonfinite=abort", "faults.on_spike=tell"]
+    sets += ["layout.offload_update=early"] * (which == "disk" and args.update == "early")
+    return resolve(change(wanted, sets), vocab_size=args.vocab)
 
 
 def run(args: argparse.Namespace, which: str, enter: str) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.host.machine import trim_memory
 from fivefold.kernels.rounded import RoundedMatmuls, rounded_matmuls
 from fivefold.models.base import LanguageModel, build, init_part
 from fivefold.models.card import Card, card_of
@@ -139,6 +140,8 @@ def parallelize(
     builder.shard(numbered, kept)
     with memory or nullcontext():
         of_stage = builder.replicas(numbered, kept)
+    if parallel.disk is not None and memory is None:
+        trim_memory()  # initial values were there
     layout = mesh.layout
     alike = partitions(layout.offload, layout.recompute, layout.tp, layout.sp)
     axis = mesh.axis("tp") if alike else None
