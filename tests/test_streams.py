@@ -46,7 +46,7 @@ ELSEWHERE = {
     "parallel/offload/pages.py Pages.write wait": IO,
     "parallel/offload/pages.py Pages.written wait": IO,
     "parallel/offload/update.py StreamedUpdater.ready wait": IO,
-    "parallel/offload/update.py StreamedUpdater.release wait": IO,
+    "parallel/offload/update.py StreamedUpdater._wait wait": IO,
     "parallel/offload/update.py StreamedUpdater.settle wait": IO,
     "parallel/pipeline.py _Run._clock synchronize": MEASURES,
     "train/instruments.py ProfileWatch.begin_step synchronize": MEASURES,

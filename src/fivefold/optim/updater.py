@@ -237,6 +237,9 @@ class Updater:
         if self.rounder is not None:
             self.rounder.steps += 1
 
+    def expect(self, lr: float) -> None:
+        """Announces a step with this learning rate, which scales and skips nothing: parts may begin before it."""
+
     def settle(self) -> None:
         """Waits until the last step is done. Here it is."""
 

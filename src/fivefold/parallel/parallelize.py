@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.errors import UserError
 from fivefold.host.machine import trim_memory
 from fivefold.kernels.rounded import RoundedMatmuls, rounded_matmuls
 from fivefold.models.base import LanguageModel, build, init_part
@@ -77,7 +78,7 @@ class Parallel:
     balance: expert.Balance | None = None
     offloads: dict[int, Offload] = field(default_factory=dict)
     disk: Disk | None = None
-    activations: Activations | Parts | None = None
+    activations: Parts | None = None
     computes: torch.dtype = torch.float32
 
     def saving(self) -> AbstractContextManager[object]:
@@ -398,9 +399,7 @@ class _ReplicaBuilder:
                 name for stage in stages for name, _ in stage.named_parameters() if name in room
             )
             shapes = {name: local_shape(self.table[name].keeps) for name in order}
-            like = {
-                name: torch.empty(shape, dtype=self.masters, device="meta") for name, shape in shapes.items()
-            }
+            like = {n: torch.empty(shape, dtype=self.masters, device="meta") for n, shape in shapes.items()}
             offload = self._offload(like, room)
             assert offload is not None
             replica = Rows(*given, self._initial, offload, layout.tp > 1 or layout.pp > 1)
@@ -439,7 +438,11 @@ class _ReplicaBuilder:
         where = self._tiers()
         if self.into.disk is None or not where.streams:
             return None
-        return Offload(self.into.disk, where, like, self.mesh.device, sharded)
+        layout = self.mesh.layout
+        if not layout.offload_window and where.working != "device":
+            raise UserError("layout.offload_window = 0 is sized when a run starts. Here it is 2 or more")
+        how = self.mesh.device, sharded, layout.offload_window, layout.early
+        return Offload(self.into.disk, where, like, *how)
 
     def _parameters(
         self, stages: list[nn.Module], names: Sequence[str], offload: Offload | None

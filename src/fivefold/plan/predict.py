@@ -41,6 +41,7 @@ from fivefold.recipe.rules import allows
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.sync import ReplicaGroups, replica_group_layout
+from fivefold.sharding.tiers import WINDOW
 
 STAND_IN = "h100"
 FRAGMENTS = 0.04
@@ -246,7 +247,25 @@ def apart(whole: Setting, replica_groups: ReplicaGroups) -> Setting:
 
 def price(s: Setting, shared: Parts | None = None) -> Plan:
     """Predicts memory, time and bytes sent. shared: as in `time.stage_costs`."""
+    s = sized(s)
     return Plan(s, held(s), step(s, shared=shared))
+
+
+def sized(s: Setting) -> Setting:
+    """The setting with a window of as many blocks as the planner chooses, where `layout.offload_window` is 0."""
+    if s.layout.offload_window:
+        return s
+    least = replace(s, layout=replace(s.layout, offload_window=WINDOW))
+    if offload.of(s).working == "device":
+        return least
+    room = limit(s.cluster) - max(one.total for one in held(least))
+    return replace(s, layout=replace(s.layout, offload_window=offload.window(least, room)))
+
+
+def planned_window(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> int:
+    """What `layout.offload_window = 0` comes to."""
+    full, together = _together(recipe, cluster, software)
+    return sized(apart(together, full.replica_groups)).layout.offload_window
 
 
 def held(s: Setting) -> list[Memory]:

@@ -22,7 +22,7 @@ from fivefold.schedules.priority import ORDER, ORDERS, PRIORITY, Order
 from fivefold.sharding.layout import BUCKET_BYTES, Counts
 from fivefold.sharding.layout_rules import MOST_RANKS
 from fivefold.sharding.sync import ONE_REPLICA_GROUP, SERVER, UNBOUNDED, ReplicaGroups, Servers
-from fivefold.sharding.tiers import NOT_OFFLOADED
+from fivefold.sharding.tiers import BESIDE, NOT_OFFLOADED, WINDOW
 
 if TYPE_CHECKING:  # a type checker reads no tables
     Dtype = Fp8Gradient = Mode = Rounding = Scaling = OptimizerName = SyncMethod = str
@@ -270,15 +270,17 @@ class LayoutSection(Section, Counts):
     offload: Literal[
         "none", "activations:tp", "activations", "states:host", "states:disk", "all:host", "all:disk"
     ] = NOT_OFFLOADED
-    """What leaves the memory of the device. `activations:tp`: with recompute = full, tensor-parallel ranks keep a part
-    each of the inputs of blocks (ZeRO-R's Pa, arXiv 1910.02054). `activations`: what forward saves for backward, to
-    host memory.
-    `states:host`: gradients while backward runs, masters and optimizer states, to host memory, where the update runs
-    (ZeRO-Offload, arXiv 2101.06840). `states:disk`: masters and states, to files. `all:host`, `all:disk`: also
-    gradients and the weights of blocks (ZeRO-Infinity, arXiv 2104.07857). With ZeRO what leaves is a rank's rows."""
+    """What leaves the device; with ZeRO, of a rank's rows. `activations:tp`: with recompute = full, tensor-parallel
+    ranks keep a part each of blocks' inputs (ZeRO-R's Pa, arXiv 1910.02054). `activations`: what forward saves.
+    `states:host`: gradients during backward, masters and states, to host memory, where the update runs (ZeRO-Offload,
+    2101.06840). `states:disk`: masters and states. `all:*`: also weights of blocks (ZeRO-Infinity, 2104.07857)."""
     offload_dir: str = ""
     """Folder for `offload`, on a local disk. Its files have no names and vanish with the process. Unset: `offload` in
     the cache folder."""
+    offload_window: int = Field(default=WINDOW, ge=0, le=LARGEST)
+    """Blocks with weights on the device at once under `all:*`. 0: as few as hide the copying (STRONGHOLD, SC 2022)."""
+    offload_update: Literal["beside", "early"] = BESIDE
+    """`beside` the next forward, or `early`: block by block beside backward. That needs grad_clip = 0, and no skips."""
     compress: str = NONE
     """Sums gradients over replicas with fewer bytes, and adds what was left out to the next step's (error feedback,
     arXiv 1901.09847). `int8`, `int4`; `nf4`, `dynamic8`, whose levels are closer near zero (arXiv 2305.14314,

@@ -131,6 +131,8 @@ def take_step(
         or not all(replica.updater.begun for replica in state.parallel.replicas)
     )
     complete = curvature.estimate(state, recipe, microbatches, forward_backward) if due else None
+    for replica in state.parallel.replicas if recipe.layout.early else ():
+        replica.updater.expect(scheduled(state, recipe.optim, recipe.train.steps))
     share = forward_backward(state, microbatches, recipe.train.seed)
     if complete is not None:
         complete()
@@ -248,8 +250,7 @@ def update(
     moments and counts stay as they are: such a gradient would destroy them. The host does not know it yet, so it queues
     the update all the same. bad: 1 if they are not finite, which must not last; None: `skip`.
     """
-    own = state.functions
-    lr = rate(optim, state.step, steps) if own.schedule is None else own.rate(state.step, steps)
+    lr = scheduled(state, optim, steps)
     scale = clip_scale(norm, optim.grad_clip)
     if state.loss_scale is not None:
         scale = (1.0 if scale is None else scale) / state.loss_scale.factor
@@ -264,6 +265,12 @@ def update(
         bad = bad - state.loss_scale.update(bad)
     state.counts = torch.stack([updates + (1 - skip), (skipped + 1) * bad])
     return lr, bad
+
+
+def scheduled(state: State, optim: OptimSection, steps: int) -> float:
+    """The learning rate of the step that is next."""
+    own = state.functions
+    return rate(optim, state.step, steps) if own.schedule is None else own.rate(state.step, steps)
 
 
 def rate(optim: OptimSection, step: int, steps: int) -> float:

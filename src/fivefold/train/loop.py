@@ -15,7 +15,7 @@ from typing import Any
 
 from fivefold.comm.progress import progress, span
 from fivefold.errors import UserError
-from fivefold.recipe import FaultsSection, Recipe, batch_size
+from fivefold.recipe import Recipe, batch_size
 from fivefold.recipe.entries import steps
 from fivefold.step.state import State
 from fivefold.step.step import Done, take_step
@@ -46,7 +46,7 @@ def train_loop(
     looked_into = {observe.memory_step, observe.histogram_step, *steps(observe.profile_steps)}
     if behind is None:
         behind = int(state.mesh.device.type != "cpu")
-    with _Late(hooks, behind, recipe.faults) as late, names_step(state):
+    with _Late(hooks, behind, recipe) as late, names_step(state):
         while state.step < train.steps:
             late.start()
             traced = state.step + 1 == recipe.observe.trace_step
@@ -115,8 +115,8 @@ class _Late:
     that was read were not finite. save: a checkpoint is due by time, in a step that was read last.
     """
 
-    def __init__(self, hooks: RunHooks, behind: int, faults: FaultsSection) -> None:
-        self.hooks, self.behind, self.faults, self.began = hooks, behind, faults, 0.0
+    def __init__(self, hooks: RunHooks, behind: int, recipe: Recipe) -> None:
+        self.hooks, self.behind, self.recipe, self.began = hooks, behind, recipe, 0.0
         self.queued: deque[tuple[dict[str, Any], Done]] = deque()
         self.stop, self.save, self.bad = False, False, False
         self.fault: Fault | None = None
@@ -156,7 +156,7 @@ class _Late:
             found = {"step": line["step"], "loss": done.loss, "grad_norm": done.norm, **line, **done.more}
             if done.seconds:
                 found["rank_seconds"] = done.seconds
-            self.fault = self.fault or judged(self.faults, found, done.skipped)
+            self.fault = self.fault or judged(self.recipe, found, done.skipped)
             self.hooks.record(found)
 
     def __enter__(self) -> _Late:

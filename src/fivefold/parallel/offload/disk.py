@@ -145,9 +145,10 @@ class Disk:
             return at_once(self._run, work, *arguments)
         return self._pool.submit(self._run, work, *arguments)
 
-    def copy(self, target: Tensor, source: Tensor, out: bool, what: str) -> None:
-        """Copies between the device and host memory. out: away from the device."""
+    def copy(self, here: Tensor, there: Tensor, out: bool, what: str) -> None:
+        """Copies between the device (here) and host memory (there). out: away from the device."""
         began = time.perf_counter()
+        target, source = (there, here) if out else (here, there)
         target.copy_(source)
         self.meter.moved("host", out, what, began, target.nbytes)
 
@@ -201,59 +202,38 @@ class File:
             self._map.madvise(mmap.MADV_DONTNEED)
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def read(self, offset: int, into: Tensor) -> None:
-        """Fills aligned bytes from a multiple of PAGE on. Blocks."""
-        done, size, memory, began = 0, into.numel(), into.numpy().data, time.perf_counter()
+    def move(self, offset: int, memory: Tensor, out: bool) -> None:
+        """Fills aligned bytes from a multiple of PAGE on, or writes them there (`out`). Blocks."""
+        done, size, left, began = 0, memory.numel(), memory.numpy().data, time.perf_counter()
         while done < size:
-            count = os.preadv(self._file, [memory[done:]], offset + done)
+            count = (os.pwritev if out else os.preadv)(self._file, [left[done:]], offset + done)
             if count <= 0:
                 raise OSError(errno.EIO, f"{self.what}: the file ends at byte {offset + done}")
             done += count
-        self.disk.meter.moved("disk", False, self.what, began, size)
-        self._forget(offset, size)
-
-    def write(self, offset: int, data: Tensor) -> None:
-        """Writes aligned bytes at a multiple of PAGE. Blocks."""
-        done, size, memory, began = 0, data.numel(), data.numpy().data, time.perf_counter()
-        while done < size:
-            done += os.pwritev(self._file, [memory[done:]], offset + done)
-        self.disk.meter.moved("disk", True, self.what, began, size)
-        self._forget(offset, size)
+        self.disk.meter.moved("disk", out, self.what, began, size)
+        if not self.direct:  # a file system without direct I/O keeps what it has moved in the page cache
+            os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         """Waits until all that was written is on the disk."""
         os.fsync(self._file)
 
-    def _forget(self, offset: int, size: int) -> None:
-        if (
-            not self.direct
-        ):  # a file system without direct I/O keeps what it has read and written in the page cache
-            os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_DONTNEED)
-
-    def load(self, offset: int, into: Tensor) -> list[Future[None]]:
-        """Starts to fill a contiguous tensor from a byte of the file on, a multiple of PAGE."""
-        return self._parts(self._load, offset, into)
-
-    def store(self, offset: int, tensor: Tensor) -> list[Future[None]]:
-        """Starts to write a contiguous tensor; the caller keeps it until then."""
-        return self._parts(self._store, offset, tensor)
-
-    def _parts(self, work: Callable[..., None], offset: int, tensor: Tensor) -> list[Future[None]]:
+    def start(self, offset: int, tensor: Tensor, out: bool) -> list[Future[None]]:
+        """Starts to fill a contiguous tensor from a byte of the file on, a multiple of PAGE, or to write it there
+        (`out`); the caller keeps it until then."""
         flat = tensor.view(-1).view(torch.uint8)
         return [
-            self.disk.submit(work, offset + start, flat[start : start + SPAN])
-            for start in range(0, flat.numel(), SPAN)
+            self.disk.submit(self._part, offset + first, flat[first : first + SPAN], out)
+            for first in range(0, flat.numel(), SPAN)
         ]
 
-    def _load(self, offset: int, into: Tensor) -> None:
-        size, staging = into.numel(), self.disk.staging()
-        self.read(offset, staging[: -(-size // PAGE) * PAGE])
-        into.copy_(staging[:size])
-
-    def _store(self, offset: int, tensor: Tensor) -> None:
-        size, staging = tensor.numel(), self.disk.staging()
-        staging[:size].copy_(tensor)
-        self.write(offset, staging[: -(-size // PAGE) * PAGE])
+    def _part(self, offset: int, part: Tensor, out: bool) -> None:
+        size, staging = part.numel(), self.disk.staging()
+        if out:
+            staging[:size].copy_(part)
+        self.move(offset, staging[: -(-size // PAGE) * PAGE], out)
+        if not out:
+            part.copy_(staging[:size])
 
     def close(self) -> None:
         os.close(self._file)  # the mapping lives until its last tensor is gone

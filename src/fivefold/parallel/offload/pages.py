@@ -27,7 +27,7 @@ from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.offload.update import GRADIENTS, OUTSIDE, WORKING, Home, InHost, InPlace, OnDisk
 from fivefold.parallel.replica import Hooked, Replica
 from fivefold.sharding.parts import Part
-from fivefold.sharding.tiers import AHEAD, BEHIND, Chunk, unit_of
+from fivefold.sharding.tiers import BEHIND, Chunk, unit_of
 from fivefold.sharding.units import buffer_order
 
 Futures = list[Future[None]]
@@ -108,19 +108,19 @@ class Pages(Replica):
     # Weights
 
     def in_order(self, forward: list[Unit], backward: list[Unit], last_stays: bool) -> None:
-        """The paged units of a stage, in the orders in which their weights are needed. last_stays: the last one's stay
-        until its backward, which is next."""
+        """The paged units of a stage, in the orders in which their weights are needed. last_stays: those of the last
+        window stay until their backward, which is next."""
         for direction, units in ((1, forward), (-1, backward)):
             for one, following in pairwise(units):
                 one.beside[direction] = following
-        if forward:
-            forward[-1].stays = last_stays
+        for unit in forward[-self.offload.window :]:
+            unit.stays = last_stays
 
     def need(self, unit: Unit, direction: int) -> None:
         """Waits until the weights of a block are there, and starts to read those of the next ones."""
         self._fetch(unit)
         further: Unit | None = unit
-        for _ in range(AHEAD):
+        for _ in range(self.offload.window - 1):
             further = further and further.beside.get(direction)
             if further is not None:
                 self._fetch(further, wait=False)
@@ -137,7 +137,7 @@ class Pages(Replica):
             elif not updater.is_ready(unit.name):
                 return
         unit.working.untyped_storage().resize_(unit.size * unit.working.itemsize)
-        unit.coming += self._working.load(unit.start, unit.working)
+        unit.coming += self._working.start(unit.start, unit.working, out=False)
         unit.here = True
 
     def wait(self, unit: Unit) -> None:
@@ -162,7 +162,7 @@ class Pages(Replica):
                 self.computing[name].copy_(self.masters[name])
             if unit.paged:
                 assert self._working is not None
-                wait_for(self._working.save(unit.start, unit.working))
+                wait_for(self._working.start(unit.start, unit.working, out=True))
                 unit.here = True
                 self.free(unit)
         self.offload.disk.drop()
@@ -184,7 +184,7 @@ class Pages(Replica):
             unit.going = []
             unit.gradients = torch.empty(unit.size, dtype=self.offload.dtype, device=self.offload.device)
             if unit.stored:
-                unit.coming += self._gradients.load(unit.start, unit.gradients)
+                unit.coming += self._gradients.start(unit.start, unit.gradients, out=False)
 
     def write(self, unit: Unit) -> None:
         """All gradients of a unit have arrived in this microbatch, and are summed if it is the last one."""
@@ -192,12 +192,13 @@ class Pages(Replica):
         if self._syncing and not self.reduced:
             for name in self.offload.arena.names(unit.name):
                 self._norms[name] = norms([self.sum_of(unit, name)])
-        if not unit.stored and self.offload.updater is not None:
-            self.offload.updater.release(unit.name)
         if not isinstance(self._gradients, Tensor):
             # they hold the buffer until it is written
-            unit.going += self._gradients.save(unit.start, unit.gradients)
+            unit.going += self._gradients.start(unit.start, unit.gradients, out=True)
         unit.gradients, unit.stored = None, True
+        # Tensor-parallel sums, which change any gradient afterwards, are refused; a pipeline's change tied embeddings
+        if self._syncing and self.offload.updater is not None and (unit.name or not self.reduced):
+            self.offload.updater.early(unit.name, [*unit.going])
         self._behind.append(unit.going)
         if len(self._behind) > BEHIND:
             oldest = self._behind.popleft()
@@ -384,9 +385,9 @@ class _ByUnit(Home):
     def __init__(self, away: Home, resident: dict[str, Tensor], dtype: torch.dtype):
         self.away, self.here, self.dtype = away, InPlace(resident, dtype), dtype
 
-    def store(self, chunk: Chunk, buffer: Tensor) -> None:
+    def move(self, chunk: Chunk, buffer: Tensor, out: bool) -> None:
         if chunk.unit:
-            self.away.store(chunk, buffer)
+            self.away.move(chunk, buffer, out)
 
     def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
         return (self.away if chunk.unit else self.here).pieces(chunk, buffer)
