@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.errors import UserError
+from fivefold.host.machine import trim_memory
 from fivefold.kernels.rounded import RoundedMatmuls, rounded_matmuls
 from fivefold.models.base import LanguageModel, build, init_part
 from fivefold.models.card import Card, card_of
@@ -140,6 +141,8 @@ def parallelize(
     builder.shard(numbered, kept)
     with memory or nullcontext():
         of_stage = builder.replicas(numbered, kept)
+    if parallel.disk is not None and memory is None:
+        trim_memory()  # initial values were there
     layout = mesh.layout
     alike = partitions(layout.offload, layout.recompute, layout.tp, layout.sp)
     axis = mesh.axis("tp") if alike else None
