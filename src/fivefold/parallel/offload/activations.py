@@ -33,7 +33,7 @@ class Saved:
     def __init__(self, owner: Activations, tensor: Tensor, before: Saved | None):
         self.owner, self.shape, self.before = owner, tensor.shape, before and weakref.ref(before)
         self.storage, self.version = StorageWeakRef(tensor.untyped_storage()), tensor._version
-        self.dtype, self.stride, self.offset = tensor.dtype, tensor.stride(), tensor.storage_offset()
+        self.dtype, self.stride = tensor.dtype, tensor.stride()
         self.host = owner.buffer(tensor.nbytes)
         self.here: Tensor | None = None
         self.copies: list[Future[None]] = []

@@ -182,10 +182,10 @@ class StreamedUpdater(Updater):
         skip: Tensor | None = None,
     ) -> None:
         """Starts the update of units that have none yet, and returns. `ready` and `settle` wait for it."""
-        left, early = [*self._begun(lr)], self._expected is not None
-        if early or skip is None or not skip.item():
+        left, skips = [*self._begun(lr)], skip is not None and bool(skip.item())
+        if not skips or self._expected is not None:
             self.largest = self._most
-        if skip is not None and skip.item():
+        if skips:
             self.settle()
             self._count()
         else:
