@@ -172,7 +172,7 @@ def run(args: argparse.Namespace, worker: str, enter: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def recipe_of(args: argparse.Namespace, offload: str) -> Recipe:
+def recipe_of(args: argparse.Namespace, offload: str, layout: str = "dp=1") -> Recipe:
     sets = [
         f"model.layers={args.layers}", f"model.dim={args.dim}", f"model.heads={args.dim // 64}",
         f"model.kv_heads={args.dim // 64}", f"model.ffn_dim={args.ffn}", f"model.seq_len={args.seq}",
@@ -181,7 +181,7 @@ def recipe_of(args: argparse.Namespace, offload: str) -> Recipe:
         f"model.vocab_size={args.vocab}",
         f"layout.offload={offload}", f"layout.offload_dir={args.dir}",
     ]  # fmt: skip
-    return load("quickstart", sets, "dp=1")
+    return load("quickstart", sets, layout)
 
 
 class Clock:

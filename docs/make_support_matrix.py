@@ -126,6 +126,11 @@ MEMORY = (
     _layout("recompute", "full"), _layout("recompute", "selective"), _layout("recompute", "ops:attention+gate+norm"),
     _layout("offload", "activations:tp", tp=2, recompute="full"),
     *(_layout("offload", name) for name in ("activations", "states:host", "states:disk", "all:host", "all:disk")),
+    Option(
+        "offload=all:host, early (STRONGHOLD)", ["optim.grad_clip=0", "faults.on_nonfinite=abort"],
+        {"offload": "all:host", "offload_window": 3, "offload_update": "early"},
+        lambda r, one: one.early and one.offload_window > 2,
+    ),
 )  # fmt: skip
 MESSAGES = (
     _layout("all_reduce", "ring", dp=2),

@@ -1,5 +1,6 @@
 """Every test: one thread, a cache folder of its own that all tests share, no colour."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("FORCE_COLOR", None)
 if "FIVEFOLD_CACHE" not in os.environ:  # kept between runs: a second `make test` starts at once
     os.environ["FIVEFOLD_CACHE"] = os.path.join(tempfile.gettempdir(), f"fivefold-tests-{os.getuid()}")
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # else a hundred processes would compile the package, each for itself
+gc.disable()  # until all tests are there: what collection makes stays
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +36,9 @@ def hosts() -> Iterator[Any]:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_slow(items, selected=any("::" in argument for argument in config.args))
+
+
+def pytest_collection_finish() -> None:
+    """What is there stays to the end, so it is not looked through again and again for what could be freed."""
+    gc.freeze()
+    gc.enable()

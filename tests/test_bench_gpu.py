@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,13 @@ def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monk
     ran: list[str] = []
     answers = iter([ONE, FAILED, KeyboardInterrupt])
 
-    def trial(part: str, name: str, seconds: float) -> Any:
-        ran.append(name)
+    def run(part: str, names: list[str], seconds: float) -> Iterator[Any]:
+        ran.extend(names)
         if (answer := next(answers, ONE)) is KeyboardInterrupt:
             raise KeyboardInterrupt
-        return answer
+        yield from ((name, answer) for name in names)
 
-    monkeypatch.setattr(trials, "_trial", trial)
+    monkeypatch.setattr(trials, "_trials", run)
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path, ["kernels"], 60, print)
     names = PARTS["kernels"].trials(0)
@@ -129,7 +130,9 @@ def test_results_of_another_machine_are_not_mixed(tmp_path: Path) -> None:
 def test_parts_share_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one part leaves over, the next ones get."""
     given: dict[str, float] = {}
-    monkeypatch.setattr(trials, "_trial", lambda part, name, s: (given.setdefault(part, s), ONE)[1])
+    monkeypatch.setattr(
+        trials, "_trials", lambda part, names, s: (given.setdefault(part, s), [(n, ONE) for n in names])[1]
+    )
     measure(tmp_path, [*PARTS], 280, print)
     assert given["doctor"] == pytest.approx(280 * 1 / 28, rel=0.05)
     assert given["verify"] == pytest.approx(280 * 9 / 22, rel=0.05)
@@ -150,7 +153,7 @@ def test_a_trial_that_hangs_ends_with_all_its_processes(
     child, row = tmp_path / "child", json.dumps(Row("a", 1.0)._asdict())
     hangs = f"echo '{row}'; echo noise; touch $TMPDIR/left; sleep 300 & echo $! $TMPDIR > {child}\nwait"
     monkeypatch.setattr(trials.sys, "executable", program(tmp_path, hangs))
-    found = trials._trial("links", "collectives", 1.0)
+    ((_, found),) = trials._trials("links", ["collectives"], 1.0)
     assert found["why"].startswith("stopped after 1 s")
     assert found["rows"] == ONE["rows"], "what it had found stays"
     number, folder = child.read_text().split()
@@ -165,12 +168,22 @@ def test_a_trial_that_hangs_ends_with_all_its_processes(
     raise AssertionError("what it had started runs on")
 
 
+def test_layouts_are_verified_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of them is timed. Each waits for all others here; parts that are timed run one by one."""
+    monkeypatch.setattr(trials.os, "cpu_count", lambda: 3 * trials.CORES)
+    assert [trials._at_once(part) for part in ("verify", "train")] == [3, 1]
+    waits = f"touch {tmp_path}/$5; while [ $(ls {tmp_path} | grep -c 'dp') -lt 3 ]; do sleep 0.05; done"
+    monkeypatch.setattr(trials.sys, "executable", program(tmp_path, f'{waits}; echo \'{{"name": "a"}}\''))
+    names = ["dp=1", "dp=2", "dp=4"]
+    assert dict(trials._trials("verify", names, 60.0)) == {name: {"rows": [{"name": "a"}]} for name in names}
+
+
 def test_a_trial_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials.getpass, "getuser", lambda: "ada")
     monkeypatch.setattr(trials.socket, "gethostname", lambda: "node-7")
     says = program(tmp_path, f"echo {Path.home()}/x broke on node-7 in /scratch/ada/canada >&2; exit 3")
     monkeypatch.setattr(trials.sys, "executable", says)
-    why = trials._trial("links", "collectives", 60.0)["why"]
+    why = dict(trials._trials("links", ["collectives"], 60.0))["collectives"]["why"]
     assert why == "failed: ~/x broke on HOST in /scratch/USER/canada", "it may be passed on"
     assert report.rows({"rows": [], "why": why}) == [Row("", "no result", advice=why)]
 
@@ -189,7 +202,7 @@ def test_what_is_not_possible_is_done(
 def test_the_exit_code_is_that_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for advice, code in (("", 0), ("largest at step 1", 1)):
         found = {"rows": [Row("loss", 1e-3, "", 1e-6, advice)._asdict()]}
-        monkeypatch.setattr(trials, "_trial", lambda *_, found=found: found)
+        monkeypatch.setattr(trials, "_trials", lambda _, names, s, found=found: [(n, found) for n in names])
         for part, wanted in (("verify", code), ("kernels", 0)):
             with pytest.raises(SystemExit) as ended:
                 main(["bench", "gpu", "--part", part, "--out", str(tmp_path / f"{part}{code}")])

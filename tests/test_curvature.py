@@ -8,8 +8,8 @@ from runs import ranks_of
 from steps import planned, recipe_of
 
 from fivefold.errors import UserError
+from fivefold.kernels.cross_entropy import drawn
 from fivefold.kernels.hashing import keys
-from fivefold.kernels.matmul import drawn
 from fivefold.models.hf import hf_config, to_hf
 from fivefold.parallel.mesh import Microbatch
 from fivefold.plan.cluster.clusters import parse

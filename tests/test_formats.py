@@ -199,5 +199,8 @@ def test_formats_names_ranges_and_hardware(capsys: pytest.CaptureFixture[str]) -
     assert rows["bf16"]["computed_by"][0] == "Ampere (2020)"
     assert rows["fp4 e2m1"]["devices"] == ["gb200", "b200", "b300", "mi355x"]
     assert rows["fp4 e2m1"]["modes"] == []
-    assert (rows["fp8 e4m3"]["modes"], rows["fp8 e5m2"]["modes"]) == (["fp8", "mxfp8"], ["fp8"])
+    assert (rows["fp8 e4m3"]["modes"], rows["fp8 e5m2"]["modes"]) == (
+        ["fp8", "nanotron", "mxfp8"],
+        ["fp8", "nanotron"],
+    )
     assert "shown, not trained" in out

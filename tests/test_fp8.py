@@ -196,7 +196,7 @@ def test_mxfp8_rounds_blocks_of_32(compiled: bool, monkeypatch: pytest.MonkeyPat
     assert torch.equal(how.weight_gradient(dy, x), how.round(dy.t(), E4M3) @ how.round(x.t(), E4M3).t())
 
 
-IN_FP32 = {name: replace(PRECISIONS[name], working="fp32") for name in ("fp8", "mxfp8")}
+IN_FP32 = {name: replace(PRECISIONS[name], working="fp32") for name in ("fp8", "mxfp8", "nanotron")}
 """Round matmuls to 8 bits and nothing else, so layouts differ only where fp32's roundings tip one of fp8."""
 LAYOUTS = [
     "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "dp=2,ep=2,tp=2",
@@ -215,6 +215,14 @@ CASES = [
     *(
         pytest.param("mxfp8", layout, [], marks=pytest.mark.slow)
         for layout in ("dp=2,zero=3", "cp=2", "dp=2,ep=2,tp=2", "dp=2,tp=2,pp=2,zero=1,sp=true")
+    ),
+    ("nanotron", "dp=2,zero=3", []),
+    *(
+        pytest.param("nanotron", layout, [], marks=pytest.mark.slow)
+        for layout in (
+            "dp=2", "dp=2,zero=1", "tp=2", "tp=2,sp=true", "pp=2,schedule=zbv,virtual_stages=2,recompute=full",
+            "dp=2,tp=2,pp=2,zero=1,sp=true",
+        )
     ),
     ("fp8", "tp=2", ["precision.fp8_scaling=tensor"]),  # each rank has the largest number of its part
     *(
@@ -243,7 +251,7 @@ def side_in_fp32(rank: int, world: int, recipe: Recipe, steps: int, folder: Path
         PRECISIONS[mode] = own
 
 
-@only("fp8-dp=2,zero=3*", "fp8-tp=2,sp=true*", "fp8-dp=2,ep=2*", "fp8-pp=2*")
+@only("nanotron-dp=2,zero=3*", "fp8-dp=2,zero=3*", "fp8-tp=2,sp=true*", "fp8-dp=2,ep=2*", "fp8-pp=2*")
 @pytest.mark.parametrize(("mode", "layout", "sets"), CASES)
 def test_layouts_round_as_one_process_does(
     room: Path, mode: str, layout: str, sets: list[str], monkeypatch: pytest.MonkeyPatch
@@ -282,6 +290,35 @@ def test_verify_takes_fp8(room: Path, mode: str, layout: str) -> None:
     model = "moe" if "ep=" in layout else "dense"
     report = compared(tiny(room, layout, mode=mode), folder=room / f"{model}-{mode}-bf16")
     assert report.passed, report
+
+
+def test_a_replica_keeps_weights_in_fp8_beside_bf16_masters(room: Path) -> None:
+    """Of the layers that round; they compute with the numbers that each matmul would round anew. Sums are in fp32."""
+    recipe = tiny(room, "dp=1", mode="nanotron")
+    state = build_state(resolve(recipe, vocab_size=256), ranks_of(0, 1))
+    (stage,), (replica,) = state.parallel.stages, state.parallel.replicas
+    layers, fresh = dict(rounded_layers(stage)), rounded_matmuls(PRECISIONS["nanotron"], recipe.precision)
+    assert len(layers) == 4 * 4
+    assert {w.dtype for w in replica.masters.values()} == {torch.bfloat16}
+    assert {g.dtype for g in replica.gradients.values()} == {torch.float32}
+    x, dy = torch.randn(3, 32).bfloat16(), torch.randn(3, 64 * 2).bfloat16()
+    assert fresh is not None
+    for name, parameter in stage.named_parameters():
+        layer = layers.get(name.removesuffix(".weight"))
+        assert parameter.dtype == (torch.bfloat16 if layer is None else torch.float8_e4m3fn), name
+        if layer is None or tuple(parameter.shape) != (128, 32):
+            continue
+        master = replica.masters[name]
+        assert torch.equal(layer.rounded.forward(x, parameter), fresh.forward(x, master))
+        assert torch.equal(layer.rounded.input_gradient(dy, parameter), fresh.input_gradient(dy, master))
+        gradient = fresh.weight_gradient(dy, x)
+        assert torch.equal(gradient, round_tiles(Fp8.weight_gradient(fresh, dy, x), 128, 32, E4M3)), "rounded"
+    name = "blocks.1.mlp.gate_up"
+    fall_back(state, {name})
+    parameter, master = stage.get_parameter(f"{name}.weight"), replica.masters[f"{name}.weight"]
+    assert parameter.data_ptr() == master.data_ptr(), "a layer that failed computes with its master"
+    assert sum(p.dtype == torch.float8_e4m3fn for p in stage.parameters()) == 15
+    state.parallel.close()
 
 
 def run_of(room: Path, layout: str, *sets: str) -> Recipe:

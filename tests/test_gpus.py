@@ -27,7 +27,10 @@ from fivefold.launch.local import start_ranks
 from fivefold.launch.ranks import Ranks
 from fivefold.parallel.mesh import Mesh, Microbatch, Share
 from fivefold.precision import DTYPES, PRECISIONS
+from fivefold.recipe import load
 from fivefold.sharding.layout import Layout
+from fivefold.step.step import Done, moment
+from fivefold.train import loop
 from fivefold.train import share as share_
 from fivefold.train.share import Copies
 
@@ -454,3 +457,33 @@ def test_tf32_is_what_pytorch_is_told() -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     assert [name for name, mode in PRECISIONS.items() if not DTYPES[mode.rate].stored] == ["tf32"]
+
+
+def test_steps_take_as_long_as_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the host looks: at the end of a run it reads two steps at once."""
+    now = [0.0]  # on the GPU's clock, in ms
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, later: "Event") -> float:
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    lines: list[dict[str, Any]] = []
+    hooks: Any = SimpleNamespace(end_step=dict, record=lines.append)
+    figures = {name: torch.zeros(()) for name in ("loss", "norm", "asked", "skipped")}
+    late = loop._Late(hooks, 1, load("quickstart"), torch.device("cuda", 0))
+    for step, ms in enumerate((300.0, 50.0, 40.0, 70.0), 1):
+        late.start()
+        now[0] += ms
+        done = Done(0.1, figures)
+        done._arrived = moment(torch.device("cuda", 0))  # what a figure on the GPU makes
+        late.add(step, done, 0.0, at_once=step == 4)
+    assert [line["step_s"] for line in lines] == pytest.approx([0.3, 0.05, 0.04, 0.07])

@@ -5,6 +5,7 @@ import ast
 import operator
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,16 +77,20 @@ def defaults(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             yield from ((argument.arg, value) for argument, value in pairs if value)
 
 
+@cache
+def of_table(table: str) -> tuple[frozenset[str], frozenset[float]]:
+    """The names and the telling values of its numbers."""
+    names, values = set[str](), set[float]()
+    for name, value in constants(ast.parse(table)):
+        numbers = {n for n in map(value_of, ast.walk(value)) if n is not None}
+        names |= {name} if numbers else set()  # not a list of words, such as AXES
+        values |= {n for n in numbers if n >= DISTINCT}
+    return frozenset(names), frozenset(values - POWERS)
+
+
 def stated_again(code: str, tables: list[str]) -> list[str]:
     """What `code` states though one of the tables does."""
-    names: set[str] = set()
-    values: set[float] = set()
-    for table in tables:
-        for name, value in constants(ast.parse(table)):
-            numbers = {n for n in map(value_of, ast.walk(value)) if n is not None}
-            names |= {name} if numbers else set()  # not a list of words, such as AXES
-            values |= {n for n in numbers if n >= DISTINCT}
-    values -= POWERS
+    names, values = (frozenset().union(*known) for known in zip(*map(of_table, tables), strict=True))
     tree = ast.parse(code)
     found = [f"{name} is assigned" for name, _ in constants(tree) if name in names]
     found += [f"{name} is set" for name, value in defaults(tree) if name.upper() in names and value_of(value)]

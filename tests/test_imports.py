@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,13 @@ def room_of(file: Path) -> str:
     return file.relative_to(SRC).with_suffix("").parts[0]
 
 
+@cache
+def imported(file: Path) -> tuple[list[tuple[int, str]], set[str], set[str]]:
+    """`imports` of a file; the names of those that run with it; `modules_of` it."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [*imports(tree)], {name for _, name in imports(tree, True)}, {*modules_of(tree)}
+
+
 def imports(tree: ast.AST, module_level_only: bool = False) -> Iterator[tuple[int, str]]:
     """(line, absolute module name) of every import, inside functions and for the type checker too.
 
@@ -95,7 +103,7 @@ def test_imports_point_downwards(file: Path) -> None:
     room = room_of(file)
     assert room in LINE_OF, f"room '{room}' is on no line of this test"
     upwards = []
-    for line, name in imports(ast.parse(file.read_text(encoding="utf-8"))):
+    for line, name in imported(file)[0]:
         top, _, rest = name.partition(".")
         target = rest.partition(".")[0] if rest else "__init__"
         if top == "fivefold" and target != room and LINE_OF.get(target, -1) <= LINE_OF[room]:
@@ -107,7 +115,7 @@ def test_no_file_imports_itself_through_others() -> None:
     """A circle is a fact without a home; hiding it in a function or from the type checker does not give it one."""
     files = {".".join(("fivefold", *f.relative_to(SRC).with_suffix("").parts)): f for f in FILES}
     files = {name.removesuffix(".__init__"): f for name, f in files.items()}
-    wanted = {name: set(modules_of(f)) & files.keys() - {name} for name, f in files.items()}
+    wanted = {name: imported(f)[2] & files.keys() - {name} for name, f in files.items()}
     while free := [name for name, needs in wanted.items() if not needs & wanted.keys()]:
         for name in free:
             del wanted[name]
@@ -117,9 +125,9 @@ def test_no_file_imports_itself_through_others() -> None:
     assert not wanted, f"imports in a circle: {', '.join(sorted(wanted))}"
 
 
-def modules_of(file: Path) -> Iterator[str]:
+def modules_of(tree: ast.AST) -> Iterator[str]:
     """Modules that a file imports; of `from package import name` the package and what may be its module."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found = [name for name in names if is_module(name)]
@@ -139,7 +147,7 @@ def is_module(name: str) -> bool:
     ids=str,
 )
 def test_light_rooms_have_no_torch_at_module_level(file: Path) -> None:
-    found = {name.partition(".")[0] for _, name in imports(ast.parse(file.read_text(encoding="utf-8")), True)}
+    found = {name.partition(".")[0] for name in imported(file)[1]}
     assert not found & {"torch", "transformers", "datasets", "pyarrow", "plotly", "tensorboard"}
 
 

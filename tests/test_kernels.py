@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from marks import slow
 
 from fivefold.host.machine import has_cpu_bf16
-from fivefold.kernels import elementwise, matmul, native, partial_attention, sizes
+from fivefold.kernels import cross_entropy, elementwise, matmul, native, partial_attention, sizes
 from fivefold.kernels.blockwise_attention import qkv_attention
 from fivefold.kernels.matmul import linear_cross_entropy, widened
 from fivefold.models.mixture import grouped_linear
@@ -497,3 +497,18 @@ def test_what_is_used_of_pytorch_that_is_not_documented():
         partial_attention.Queries(q, out, out, lse, lse), k, k, False
     )
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.slow  # the compiler takes seconds to import
+def test_the_loss_as_gpus_compute_it(monkeypatch):
+    """Both passes give what they give without PyTorch's compiler. (Its back end is another one here.)"""
+    monkeypatch.setattr(native, "usable", lambda *_: False)
+    monkeypatch.setattr(cross_entropy, "compiled", lambda f: torch.compile(f, backend="aot_eager"))
+    logits, first, scale = torch.randn(33, 50).bfloat16(), 10, torch.tensor(0.25)
+    targets = torch.randint(100, (33,))  # some are in other ranks' columns
+    targets[::5] = -100
+    statistics = cross_entropy.vocabulary_statistics(logits, targets, first)
+    torch.testing.assert_close(cross_entropy._statistics_on_gpu(logits, targets, first), statistics)
+    lse, found = statistics[0] + statistics[1].log(), logits.clone()
+    cross_entropy._gradient_on_gpu(found, targets, lse, first, scale)
+    assert torch.equal(found, cross_entropy.vocabulary_gradient(logits.clone(), targets, lse, first, scale))

@@ -1,7 +1,6 @@
 """Offload: the same bits as in memory, whatever lies in host memory or on disk."""
 
 import errno
-import math
 import os
 import threading
 from collections import Counter
@@ -23,7 +22,8 @@ from fivefold.errors import UserError
 from fivefold.parallel.offload import activations
 from fivefold.parallel.offload.activations import Activations
 from fivefold.parallel.offload.disk import THREADS, Disk
-from fivefold.parallel.offload.update import _Second
+from fivefold.parallel.offload.pages import Pages
+from fivefold.parallel.offload.update import StreamedUpdater
 from fivefold.parallel.parallelize import Parallel
 from fivefold.plan.messages import volume
 from fivefold.plan.time.offload import streams
@@ -35,6 +35,7 @@ from fivefold.step.recorder import Recorder
 from fivefold.step.state import build_state
 from fivefold.step.step import take_step
 from fivefold.trace.memory import Tracker
+from fivefold.train.faults import judged, note
 from fivefold.train.share import batches_of, share_of
 
 STEPS = 3
@@ -104,7 +105,29 @@ QUICK = [
     ("all:disk", "bf16", "pp=2", []),
     ("all:disk", "bf16_pure", "dp=1", ["precision.rounding=kahan", "optim.grad_clip=0.1"]),
 ]
+NO_SKIPS = ["optim.grad_clip=0", "faults.on_nonfinite=abort"]
+EARLY = ",offload_update=early"
+STRONGHOLD = f"{EARLY},offload_window=3"
+QUICK += [
+    ("all:host", "bf16", f"dp=1{STRONGHOLD}", NO_SKIPS),
+    ("states:host", "bf16", f"dp=2,zero=2{EARLY}", NO_SKIPS),
+]
 SLOW = [
+    ("all:host", "fp32", f"dp=1,recompute=full{STRONGHOLD}", [*NO_SKIPS, "optim.name=nadam"]),
+    ("all:disk", "bf16_pure", f"dp=1{STRONGHOLD}", [*NO_SKIPS, "precision.rounding=kahan"]),
+    ("all:host", "bf16", f"dp=2{STRONGHOLD}", [*NO_SKIPS, "optim.name=sophia"]),
+    ("all:host", "bf16", f"dp=2,zero=1{STRONGHOLD}", NO_SKIPS),
+    ("all:host", "bf16", f"dp=2,zero=2{STRONGHOLD}", NO_SKIPS),
+    ("all:host", "bf16", f"dp=2,zero=3{STRONGHOLD}", NO_SKIPS),
+    ("all:host", "bf16", f"cp=2{STRONGHOLD}", NO_SKIPS),
+    ("all:host", "bf16", f"pp=2{STRONGHOLD}", NO_SKIPS),
+    ("all:host", "bf16", f"pp=2,schedule=zbv,virtual_stages=2{STRONGHOLD}", NO_SKIPS),
+    ("all:disk", "bf16", f"dp=2,pp=2,zero=1{STRONGHOLD}", NO_SKIPS),
+    ("all:disk", "bf16", f"dp_replicate=2,dp_shard=2,zero=3{STRONGHOLD}", NO_SKIPS),
+    ("all:disk", "bf16", f"dp=2,ep=2{STRONGHOLD}", NO_SKIPS),
+    ("all:host", "bf16", "tp=2,offload_window=4", []),
+    ("states:host", "bf16", f"dp=1{EARLY}", [*NO_SKIPS, "optim.name=sgd", "optim.lr=0.05"]),
+    ("states:host", "bf16", f"dp=2,pp=2,schedule=zb_h1{EARLY}", NO_SKIPS),
     ("all:disk", "fp32", "dp=1,recompute=full", []),
     ("states:host", "bf16", "dp=1", []),
     ("states:disk", "bf16", "dp=2,zero=1", ["optim.name=nesterov"]),
@@ -234,9 +257,73 @@ def test_a_run_resumes_exactly_whatever_its_tier(tmp_path, optimizer):
     assert_same_tensors(left.optimizer, right.optimizer)
 
 
+def watched(rank: int, world: int, recipe):
+    """(what was updated before a step's norm was known and what behind it, the most units with weights here)."""
+    seen, most = list[list[str]](), [0]
+    with pytest.MonkeyPatch.context() as patch:
+        start, load = StreamedUpdater._start, Pages._fetch
+
+        def starts(self, units, *given, **more):
+            seen.append([*units])
+            start(self, units, *given, **more)
+
+        def fetches(self, unit, wait=True):
+            load(self, unit, wait)
+            most[0] = max(most[0], sum(one.here for one in self.pages.values() if one.paged))
+
+        patch.setattr(StreamedUpdater, "_start", starts)
+        patch.setattr(Pages, "_fetch", fetches)
+        _trained(rank, world, recipe)
+    return seen, most[0]
+
+
+BLOCKS = [f"blocks.{number}" for number in range(4)]
+
+
+@all_but("*zero=*", "*pp=*")
+@pytest.mark.parametrize(
+    ("layout", "window", "early", "left"),
+    [
+        ("dp=1", 3, [[unit] for unit in (*BLOCKS[::-1], "")], []),
+        ("dp=2,zero=2", 2, [[unit] for unit in (*BLOCKS[::-1], "")], []),
+        ("pp=2", 2, [["blocks.1"], ["blocks.0"]], [""]),
+    ],
+)
+def test_updates_run_early_and_a_window_has_so_many_blocks(tmp_path, layout, window, early, left):
+    """Each block's as soon as its gradients are complete, in backward's order. A tied embedding's are not until the
+    stages of a pipeline have summed them."""
+    layout += f"{EARLY},offload=all:host,offload_window={window}"
+    recipe = tiny(tmp_path, layout, *NO_SKIPS, "train.microbatch_size=1", mode="bf16")
+    world = Layout.from_recipe(recipe.layout).ranks
+    found = run_ranks(world, watched, recipe, timeout_s=60) if world > 1 else [watched(0, 1, recipe)]
+    assert found[0] == ([*early, left] * STEPS, window)
+
+
+def test_no_step_may_be_skipped_under_early_updates(tmp_path):
+    """One message names what has to change, and a gradient that is not finite leaves no good weights."""
+    for wrong in (
+        "optim.grad_clip=1", "precision.mode=fp16", "faults.on_nonfinite=skip", "faults.on_spike=rollback",
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="no step may be clipped, scaled or skipped") as error:
+            tiny(tmp_path, f"dp=1,offload=all:host{EARLY}", *NO_SKIPS, wrong)
+        assert 'on_nonfinite = "abort"' in str(error.value)
+    recipe, figures = tiny(tmp_path, f"dp=1,offload=all:host{EARLY}", *NO_SKIPS), {"step": 3, "nonfinite": 1}
+    fault = judged(recipe, figures, 1)
+    assert fault is not None
+    assert not fault.good
+    assert "may have used it" in note(recipe, figures)
+
+
 @pytest.mark.parametrize(
     ("layout", "sets", "message"),
     [
+        (
+            "dp=1",
+            ["layout.offload=states:disk", "layout.offload_update=early", *NO_SKIPS],
+            "offload=states:disk, with which no gradient is complete",
+        ),
+        (f"tp=2{EARLY}", ["layout.offload=all:host", *NO_SKIPS], "tp=2, with which no gradient is complete"),
+        ("dp=1", ["layout.offload=all:host", "layout.offload_window=1"], "Nearest valid: offload_window=2"),
         ("dp=1", ["layout.offload=states:disk", "optim.name=muon"], 'Nearest valid: optim.name = "adamw"'),
         ("dp=2", ["layout.offload=activations:tp"], "Nearest valid: offload=none"),
         ("tp=2", ["layout.offload=activations:tp"], "it needs recompute=full and tp > 1 without sp"),
@@ -271,72 +358,64 @@ def test_says_where_it_cannot_write(tmp_path, monkeypatch):
         trained(0, 1, recipe)
 
 
-def crossed(recipe, away, share: float, microbatches: int) -> Counter[str]:
-    """Bytes that `tiers.flows` lets cross the slow link each way in a step, by their lanes in a measured timeline.
-    share: of the update that runs twice."""
-    arena, link, layout = away.arena, away.tiers.states, Layout.from_recipe(recipe.layout)
+def crossed(recipe, away, microbatches: int) -> Counter[str]:
+    """Bytes that `tiers.flows` lets cross the slow link each way in a step, by their lanes in a measured timeline."""
+    arena, link = away.arena, away.tiers.states
     outside = arena.spans.get("", (0, 0))[1]
-    chunks, found = list(arena.chunks()), Counter[str]()
-    again = sum(chunk.size for chunk in chunks[: math.ceil(share * len(chunks))])
-    for flow in streams(planned(recipe), again / arena.total):
-        times, size = 1 if flow.phase in ("update", "again") else microbatches, arena.total
+    found = Counter[str]()
+    for flow in streams(planned(recipe)):
+        times, size = 1 if flow.phase == "update" else microbatches, arena.total
         if flow.kind == "working" and away.tiers.working == "device":
             size = sum(arena.sizes.values())  # without the ends of pages
         elif flow.kind == "working":  # only blocks are paged
             size -= outside
-            if flow.phase == "backward" and not layout.zero and layout.pp == 1:
-                start, stop = arena.spans["blocks.3"]
-                size -= stop - start  # the last one stays between its forward and its backward
         if flow.link == link:
             found[tiers.lane_of(flow.link, flow.out)] += round(times * flow.bytes * size)
     return found
 
 
-def crosses(rank: int, world: int, recipe, share: float):
+def crosses(rank: int, world: int, recipe):
     """(what `tiers.flows` says, bytes in the lanes of a measured step, bytes that the disk counts)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Second, "next_share", lambda *_: share)
-        state, train, data = build_state(recipe, ranks_of(rank, world)), recipe.train, prepare(recipe)
-        batches = batches_of(recipe, data)
-        disk, (away,) = state.parallel.disk, state.parallel.offloads.values()
-        for step in range(2):
-            before, recorder = disk.meter.figures(), Recorder(state)
-            take_step(state, recipe, share_of(batches, step, 8, train.microbatch_size, state.mesh))
-            state.parallel.settle()
-            timeline = recorder.stop(0)
-        after = disk.meter.figures()
-        assert away.updater.share == share
-        assert len(timeline.of(UPDATE)) >= len(list(away.arena.chunks()))
-        microbatches = 8 // train.microbatch_size // state.mesh.layout.dp
-        wanted, lanes = crossed(recipe, away, share, microbatches), Counter[str]()
-        for span in timeline.spans:
-            lanes[span.lane] += span.bytes
-        state.parallel.close()
-        return wanted, +lanes, (after["read"] - before["read"], after["written"] - before["written"])
+    state, train, data = build_state(recipe, ranks_of(rank, world)), recipe.train, prepare(recipe)
+    batches = batches_of(recipe, data)
+    disk, (away,) = state.parallel.disk, state.parallel.offloads.values()
+    for step in range(2):
+        before, recorder = disk.meter.figures(), Recorder(state)
+        take_step(state, recipe, share_of(batches, step, 8, train.microbatch_size, state.mesh))
+        state.parallel.settle()
+        timeline = recorder.stop(0)
+    after = disk.meter.figures()
+    assert len(timeline.of(UPDATE)) == len(list(away.arena.chunks()))
+    microbatches = 8 // train.microbatch_size // state.mesh.layout.dp
+    wanted, lanes = crossed(recipe, away, microbatches), Counter[str]()
+    for span in timeline.spans:
+        lanes[span.lane] += span.bytes
+    state.parallel.close()
+    return wanted, +lanes, (after["read"] - before["read"], after["written"] - before["written"])
 
 
 @all_but("*zero=*", "*pp=*")
 @pytest.mark.parametrize(
-    ("offload", "layout", "microbatches", "share", "sets"),
+    ("offload", "layout", "microbatches", "sets"),
     [
-        ("states:disk", "dp=1", 1, 0, []),
-        ("states:disk", "dp=1", 4, 0, []),
-        ("states:host", "dp=1", 4, 0, []),
-        ("all:disk", "dp=1", 1, 1, []),
-        ("all:disk", "dp=1", 4, 1, []),
-        ("all:disk", "dp=1", 1, 0.25, []),
-        ("states:disk", "dp=1", 1, 0, [PURE]),
-        ("all:disk", "dp=1", 4, 0.25, [PURE, "precision.rounding=kahan"]),
-        ("states:host", "dp=2,zero=1", 2, 0, []),
-        ("states:host", "dp=2,zero=2", 2, 0, []),
-        ("all:disk", "dp=2,zero=1", 2, 0, []),
-        ("all:disk", "dp=2,zero=3", 2, 0, []),
-        ("all:disk", "pp=2", 4, 0.5, []),
+        ("states:disk", "dp=1", 1, []),
+        ("states:disk", "dp=1", 4, []),
+        ("states:host", "dp=1", 4, []),
+        ("all:disk", "dp=1", 1, []),
+        ("all:disk", "dp=1", 4, []),
+        ("states:disk", "dp=1", 1, [PURE]),
+        ("all:disk", "dp=1", 4, [PURE, "precision.rounding=kahan"]),
+        ("states:host", "dp=2,zero=1", 2, []),
+        ("states:host", "dp=2,zero=2", 2, []),
+        ("all:disk", "dp=2,zero=1", 2, []),
+        ("all:disk", "dp=2,zero=3", 2, []),
+        ("all:disk", "pp=2", 4, []),
+        ("all:host", f"dp=1{STRONGHOLD}", 2, NO_SKIPS),
     ],
 )
-def test_reads_and_writes_what_the_table_says(tmp_path, offload, layout, microbatches, share, sets):
+def test_reads_and_writes_what_the_table_says(tmp_path, offload, layout, microbatches, sets):
     """`tiers.flows`, by which the planner prices I/O, is what crosses to the disk and back on each rank in a step, by
-    its counts and by the lanes of its measured timeline. share: of the update that runs twice."""
+    its counts and by the lanes of its measured timeline."""
     recipe = change(
         tiny(tmp_path, layout, mode="bf16"),
         [
@@ -348,14 +427,10 @@ def test_reads_and_writes_what_the_table_says(tmp_path, offload, layout, microba
     )
     recipe = resolve(recipe, vocab_size=prepare(recipe).vocab_size)
     world = Layout.from_recipe(recipe.layout).ranks
-    found = (
-        run_ranks(world, crosses, recipe, share, timeout_s=60)
-        if world > 1
-        else [crosses(0, 1, recipe, share)]
-    )
+    found = run_ranks(world, crosses, recipe, timeout_s=60) if world > 1 else [crosses(0, 1, recipe)]
     for wanted, lanes, disk in found:
         assert lanes == wanted
-        if offload != "states:host":
+        if "disk" in offload:
             assert disk == (wanted["read disk"], wanted["write disk"])
 
 
@@ -370,16 +445,6 @@ def test_sends_the_messages_of_the_plan(tmp_path, offload, layout):
         tiny(tmp_path, layout, mode="bf16"), [f"layout.offload={offload}", f"layout.offload_dir={tmp_path}"]
     )
     assert run_ranks(2, sent, recipe, timeout_s=60) == [volume.counted(planned(recipe))] * 2
-
-
-def test_the_share_of_a_second_pass_follows_from_the_last_one():
-    second = _Second()
-    second.begin(1.0)
-    second.asked(second._began + 1, 0.0)
-    second._ended = second._began + 2
-    assert second.next_share(1.0) == pytest.approx(0.5)
-    second.asked(second._began + 100, 0.0)
-    assert second.next_share(0.5) == 0.5, "a step whose update is skipped measures nothing"
 
 
 def test_an_error_of_one_update_waits_for_the_others():

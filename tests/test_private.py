@@ -32,10 +32,10 @@ class Twice(nn.Module):
         return self.second(self.first(x))
 
 
-def unit(rank: int, world: int) -> tuple[Twice, list[FSDPModule]]:
+def unit(rank: int, world: int, masters: torch.dtype = torch.float32) -> tuple[Twice, list[FSDPModule]]:
     mesh = Mesh(Layout(dp_shard=world, zero=2), Ranks(rank, world, rank, world, torch.device("cpu")))
     torch.manual_seed(0)
-    module, policy = Twice(), MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    module, policy = Twice().to(masters), MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     for part in (module.second, module):
         fully_shard(part, mesh=mesh.device_mesh("shard"), reshard_after_forward=False, mp_policy=policy)
         assert isinstance(part, FSDPModule)
@@ -129,7 +129,27 @@ def rows_that_leave(rank: int, world: int) -> None:
     assert grad.to_local().shape == before.shape
 
 
-@pytest.mark.parametrize("what", [whole_and_scattered, divided_alone, one_memory, rows_that_leave])
+def sums_in_fp32(rank: int, world: int) -> None:
+    """Of rows in bf16, which holds no 1 + 2^-20."""
+    module, units = unit(rank, world, torch.bfloat16)
+    private.keep_sums(units, torch.float32)
+    for part, x in ((units[0], 1.0), (units[0], 2.0**-20)):
+        part.set_requires_gradient_sync(True)
+        module(torch.full((1, 4), x, dtype=torch.bfloat16)).sum().backward()
+    for layer in (module.first, module.second):
+        grad = layer.weight.grad
+        assert isinstance(grad, DTensor)
+        found = grad.to_local()
+        assert found.dtype == torch.float32
+        assert torch.equal(found.bfloat16().float() * (1 + 2.0**-20), found), (
+            "a sum of two that bf16 would cut off"
+        )
+        assert not torch.equal(found.bfloat16().float(), found)
+
+
+@pytest.mark.parametrize(
+    "what", [whole_and_scattered, divided_alone, one_memory, rows_that_leave, sums_in_fp32]
+)
 def test_fsdp_does_what_is_assumed(what) -> None:
     run_ranks(2, what)
 

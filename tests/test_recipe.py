@@ -246,6 +246,23 @@ def test_one_error(tmp_path: Path, text: str, message: str) -> None:
     assert "problems" not in found  # and nothing else is wrong
 
 
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("source", 'source = "a\\u0000"'),
+        ("sources", '[[data.sources]]\nname = "a"\nsource = "a\\u0000"'),
+        (
+            "stages",
+            '[[data.sources]]\nname = "a"\nsource = "a"\n[[data.stages]]\nshare = 1\nweights = {"\\u0000" = 1}',
+        ),
+    ],
+    ids=["a text", "an entry", "a key"],
+)
+def test_no_text_has_the_character_0(tmp_path: Path, field: str, text: str) -> None:
+    said = errors(write(tmp_path, f"[data]\n{text}"))
+    assert f"data.{field} must be valid Unicode, without the character 0" in said
+
+
 def test_length_must_be_given_once(tmp_path: Path) -> None:
     assert "set train.steps or train.tokens" in errors(write(tmp_path, ""))
     assert "are both set" in errors(write(tmp_path, "[train]\nsteps = 3\ntokens = 3\n"))

@@ -313,10 +313,10 @@ def bandwidth(folder: Path, size: int = SIZE) -> dict[str, float]:
         data.numpy()[:] = np.frombuffer(os.urandom(SPAN), np.uint8)
 
         def read(at: int) -> None:
-            file.read(at, disk.staging())
+            file.move(at, disk.staging(), False)
 
         def write(at: int) -> None:
-            file.write(at, data)
+            file.move(at, data, True)
 
         def rate(*work: tuple[Callable[[int], None], int]) -> float:
             began = time.perf_counter()

@@ -181,8 +181,8 @@ def inside(path: Path, opened: int | None = None) -> Path:
     if not _guarded:
         return path
     absolute = Path(os.path.abspath(path))
-    for home, allowed in _guarded.items():
-        if home in absolute.parents:
+    for home in absolute.parents:  # few, where a process may have guarded hundreds of folders
+        if allowed := _guarded.get(home):
             real = Path(os.path.realpath(absolute))
             with contextlib.suppress(OSError):  # where the system does not say where an open file lies
                 if opened is not None:

@@ -71,10 +71,16 @@ def keep_freed_memory() -> bool:
 
 
 def return_large_memory() -> bool:
-    """Gives freed blocks of 4 MiB and more back to the system at once: for runs whose weights are in memory only while
-    they compute. Kept, they leave holes in the heap, and a process takes twice what it uses (benchmarks/offload.py).
+    """Gives freed blocks of 1 MiB and more back to the system at once: for runs whose weights are in memory only while
+    they compute. Kept, they leave holes in the heap, and a process takes twice what it uses (benchmarks/infinity.py).
     Returns False if the C library is not glibc."""
-    return _mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+    return _mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+def trim_memory() -> None:
+    """Gives all whole pages of freed blocks back to the system, if the C library is glibc."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _mallopt(setting: int, value: int) -> bool:

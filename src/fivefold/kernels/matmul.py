@@ -8,11 +8,7 @@ Below: the output layer and the cross-entropy in one; full logits never exist. T
 (kernels/sizes.py). A chunk's logits become their own gradient in place, and forward multiplies it into the gradients of
 input and weight at once (the idea of Liger Kernel, arXiv 2410.10989). Memory: the logits of one chunk instead of N x V.
 
-Last the same where a rank has some columns of the logits only: the statistics that other ranks need, and the gradient
-once the log-sum-exp over the whole vocabulary is known.
-
-Legend: D input features, F output features; n rows (tokens), V columns on this rank, `first` the index of its first
-column in the whole vocabulary.
+Legend: D input features, F output features; n rows (tokens), V columns on this rank.
 """
 
 from __future__ import annotations
@@ -29,15 +25,19 @@ from torch.autograd.function import once_differentiable
 
 from fivefold.host.machine import has_cpu_fp16
 from fivefold.kernels import native, sizes
+from fivefold.kernels.cross_entropy import (
+    Keys,
+    add_product_on_gpu,
+    add_z_gradient,
+    drawn,
+    local_targets,
+    vocabulary_gradient,
+    vocabulary_loss,
+    vocabulary_statistics,
+)
 from fivefold.kernels.elementwise import add_gradient
-from fivefold.kernels.hashing import chunk_on, hash_
 from fivefold.kernels.native import INPUT_GRADIENT, OUTPUT, PRODUCTS, WEIGHT_GRADIENT, onednn_linear
 from fivefold.kernels.rounded import RoundedMatmuls
-from fivefold.precision.card import MOST_IDS
-from fivefold.sharding.units import LOSS_STATISTICS
-
-Keys = tuple[int, int]
-"""Of the hash that draws (hashing.py)."""
 
 
 def linear(
@@ -250,26 +250,6 @@ class _LinearCrossEntropy(Function):
         return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None, None, None
 
 
-def drawn(logits: Tensor, tokens: Tensor, key: Keys, first: int = 0) -> tuple[Tensor, Tensor]:
-    """The largest logit plus Gumbel noise of each row, (n) fp32, and its number in the vocabulary, (n) int64. Over the
-    whole vocabulary that number is a draw from the softmax (Gumbel, 1954; Maddison et al., arXiv 1411.0030).
-
-    logits (n, V): columns from `first` on. tokens (n) int64: the noise depends on (key, token, column) alone, so every
-    layout draws the same labels, unless rounding decides between two sums that are almost equal.
-    """
-    best, labels = logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(tokens)
-    columns = torch.arange(first, first + logits.shape[1], device=logits.device)
-    rows = max(1, chunk_on(logits.device) // max(1, logits.shape[1]))
-    for start in range(0, len(logits), rows):
-        part = slice(start, start + rows)
-        bits = hash_(tokens[part, None].clamp(min=0) * MOST_IDS + columns, *key)
-        uniform = (bits >> 32).bitwise_and_(0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32)  # (0, 1]
-        noise = uniform.neg_().log1p_().neg_().log_()  # of an exponential variable: minus Gumbel's
-        best[part], index = (logits[part].float() - noise).max(1)
-        labels[part] = index + first
-    return best, labels
-
-
 def mean_by_chunks(
     ctx: Any,
     x: Tensor,
@@ -302,7 +282,7 @@ def mean_by_chunks(
             if part.stop >= N:
                 complete(dx)
         if needs_weight:
-            dweight = _add_chunk(dweight, weight_gradient(dlogits, x[part]), rows >= N)
+            dweight = _add_product(dweight, dlogits, x[part], rows >= N)
         if needs_bias:
             dbias = _add_chunk(dbias, dlogits.sum(0), rows >= N)
         del dlogits  # before the next chunk's
@@ -341,37 +321,39 @@ def rows_at_once(x: Tensor, V: int) -> int:
 
 
 def loss_and_gradient(
-    logits: Tensor, targets: Tensor, losses: Tensor, scale: Tensor, z_loss: float = 0.0
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    scale: Tensor,
+    z_loss: float = 0.0,
+    first: int = 0,
+    together: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Fills losses (n) and returns scale * (softmax - onehot), in place of the logits (n, V)."""
-    if z_loss:
-        index, counted = targets.clamp(min=0)[:, None], targets >= 0
-        at_target = logits.gather(1, index)[:, 0].float()
-        loss_and_gradient(logits, targets, losses, scale)
-        lse = (losses + at_target) * counted
-        losses.add_(z_loss * lse.square())
-        return add_z_gradient(logits, index, counted, lse, scale, z_loss)
-    if native.usable(logits):
+    """Fills losses (n) and returns scale * (softmax - onehot), in place of the logits (n, V). together: the statistics
+    (3, n) of all ranks that have columns, (parts, 3, n), given this rank's; None: it has all columns."""
+    if together is None and not z_loss and native.usable(logits):
         native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, scale, *logits.shape)
         return logits
-    for part in sizes.fp32_parts(*logits.shape):  # `sizes.FP32_COPIES` fp32 tensors of its size at once
-        log_p, index = torch.log_softmax(logits[part].float(), dim=-1), targets[part].clamp(min=0)[:, None]
-        counted = targets[part] >= 0
-        losses[part] = -log_p.gather(1, index)[:, 0] * counted
-        gradient = log_p.exp_().scatter_add_(1, index, -torch.ones_like(index, dtype=log_p.dtype))
-        logits[part] = gradient.mul_(counted[:, None] * scale)
-        del log_p, gradient  # before the next part's: they share their memory
-    return logits
+    statistics = vocabulary_statistics(logits, targets, first)
+    lse, loss = vocabulary_loss(together(statistics) if together else statistics[None])
+    gradient, counted = vocabulary_gradient(logits, targets, lse, first, scale), targets >= 0
+    losses.copy_(loss * counted)
+    if z_loss:
+        lse = lse * counted
+        losses.add_(z_loss * lse.square())
+        here, index = local_targets(targets, first, logits.shape[1])
+        add_z_gradient(gradient, index[:, None], here, lse, scale, z_loss)
+    return gradient
 
 
-def add_z_gradient(
-    gradient: Tensor, index: Tensor, here: Tensor, lse: Tensor, scale: Tensor, z_loss: float
-) -> Tensor:
-    """scale * (softmax * (1 + 2 z_loss lse) - onehot), in place of scale * (softmax - onehot) (n, V). index: (n, 1)
-    columns of the targets that are `here` (n). lse: (n), 0 where no target counts."""
-    more = 2 * z_loss * lse
-    gradient.mul_((1 + more)[:, None])
-    return gradient.scatter_add_(1, index, (scale * more * here)[:, None].to(gradient.dtype))
+def _add_product(total: Tensor | None, dlogits: Tensor, x: Tensor, only: bool) -> Tensor:
+    """Adds up the chunks' gradients of the weight. GPUs add in the matmul itself."""
+    if only or dlogits.device.type != "cuda" or dlogits.dtype == torch.float32:
+        return _add_chunk(total, weight_gradient(dlogits, x), only)
+    if total is None:
+        total = x.new_zeros(dlogits.shape[1], x.shape[1], dtype=torch.float32)
+    add_product_on_gpu(total, dlogits, x)
+    return total
 
 
 def _add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:
@@ -382,53 +364,3 @@ def _add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:
         return part.float()
     add_gradient(total, part, first=False)
     return total
-
-
-def vocabulary_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """Statistics of this rank's columns, (3, n) fp32: the largest logit, the sum of exp(logit - largest), and the
-    target's logit, or 0 if another rank has it. logits (n, V), targets (n) int64 in the whole vocabulary, negative for
-    "not counted"."""
-    if native.usable(logits):
-        out = torch.empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
-        native.call("vocabulary_statistics", logits.dtype, logits, targets, out, *logits.shape, first)
-        return out
-    here, index = local_targets(targets, first, logits.shape[1])
-    out = logits.new_empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
-    for part in sizes.fp32_parts(*logits.shape):
-        whole = logits[part].float()
-        top = whole.amax(1)
-        at_target = whole.gather(1, index[part, None])[:, 0] * here[part]
-        out[:, part] = torch.stack([top, (whole - top[:, None]).exp_().sum(1), at_target])
-        del whole  # before the next part's
-    return out
-
-
-def vocabulary_loss(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """Statistics of all ranks (parts, 3, n) -> log-sum-exp (n) and cross-entropy (n) of each row."""
-    top, total, at_target = statistics.unbind(1)
-    largest = top.amax(0)
-    lse = (total * (top - largest).exp()).sum(0).log() + largest
-    return lse, lse - at_target.sum(0)
-
-
-def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int, scale: Tensor) -> Tensor:
-    """scale * (softmax - onehot) of this rank's columns, zero where the target is negative. It overwrites
-    the logits."""
-    if native.usable(logits):
-        native.call(
-            "vocabulary_gradient", logits.dtype, logits, targets, lse.contiguous(), scale, *logits.shape, first
-        )  # fmt: skip
-        return logits
-    here, index = local_targets(targets, first, logits.shape[1])
-    for part in sizes.fp32_parts(*logits.shape):
-        gradient = (logits[part].float() - lse[part, None]).exp_()
-        gradient.scatter_add_(1, index[part, None], -here[part].float()[:, None])
-        logits[part] = gradient.mul_((targets[part] >= 0)[:, None] * scale)
-        del gradient  # before the next part's
-    return logits
-
-
-def local_targets(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """(True where a target is on this rank, its column or 0)."""
-    here = (targets >= first) & (targets < first + columns)
-    return here, (targets - first) * here

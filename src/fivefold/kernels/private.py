@@ -49,6 +49,13 @@ def storage_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """a (M, K) @ b (K, N), both of 8 bits, times their scales, whose shapes say what shares one; summed in fp32.
+    Without it: the public `torch.nn.functional.scaled_mm` multiplies no E5M2 by scales of blocks, and before PyTorch
+    2.13 a compiled block breaks at it."""
+    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=False)
+
+
 def in_backward() -> bool:
     """True while autograd runs a backward in this thread. Without it: paged weights do not tell a recomputation from
     another microbatch's forward."""
@@ -169,6 +176,16 @@ def forget_gradients(unit: FSDPModule) -> None:
     for group in groups(unit):
         for parameter in group.fsdp_params:
             parameter.sharded_param.grad = None
+
+
+def keep_sums(units: Sequence[FSDPModule], dtype: torch.dtype) -> None:
+    """Leaves the gradients of rows in the dtype of their sums. units: the root first. Without it: FSDP2 rounds sums in
+    fp32 to the dtype of bf16 masters."""
+    begin(units[0])
+    for group in (group for unit in units for group in groups(unit)):
+        group._orig_dtype = dtype
+        for parameter in group.fsdp_params:
+            parameter.sharded_param.grad_dtype = None
 
 
 def share_memory(units: Iterable[FSDPModule], parameter: DTensor, other: DTensor) -> None:

@@ -181,11 +181,12 @@ def states(asked: Asked) -> Iterator[Term]:
     """Bytes of each state, then of all on a rank by ZeRO stage."""
     layout = asked.setting.layout
     b, moments = states_of(asked)
-    rows = [("parameters", b.working), ("gradients", b.gradient), ("fp32 copy", b.master), *moments]
+    weights = b.working + b.rounded
+    rows = [("parameters", weights), ("gradients", b.gradient), ("fp32 copy", b.master), *moments]
     for name, size in rows:
         if size:
             yield asked.term(name, f"{size:g} Psi", "bytes")
-    whole = b.working + b.gradient + b.optimizer
+    whole = weights + b.gradient + b.optimizer
     yield asked.term("all states", f"{whole:g} Psi", "bytes")
     if asked.how.states:
         note = "with a sum of the gradients in fp32"

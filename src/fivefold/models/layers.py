@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fivefold.kernels import elementwise, matmul
+from fivefold.kernels import cross_entropy, elementwise, matmul
 from fivefold.kernels.blockwise_attention import Documents, attention, heads_of, qkv_attention
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.section import ModelSection
@@ -165,11 +165,11 @@ class Output(nn.Module):
 
     Tensor parallelism replaces it by a module that works on a part of the vocabulary. z_loss: the factor of the squared
     log-sum-exp in the training loss. drawing: while it is set, targets are numbers of tokens, and the loss is that of
-    labels which the model draws for them (`matmul.drawn`), without z_loss.
+    labels which the model draws for them (`cross_entropy.drawn`), without z_loss.
     """
 
     z_loss: float = 0.0
-    drawing: matmul.Keys | None = None
+    drawing: cross_entropy.Keys | None = None
 
     def forward(
         self, x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, bias_V: Tensor | None = None

@@ -105,8 +105,9 @@ class Program:
     element-wise operations are one pass over memory. compiles: they are in the blocks that `Layout.compiles` says; in
     others autograd keeps what each of PyTorch's operations reads. loss: logits exist in "chunks"; or whole, in the
     compute dtype ("fused": the gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at
-    once, if in chunks. fp32_parts: without a fused kernel, parts of a chunk are copied to fp32. pads_values: value
-    heads that are narrower than key heads are padded to their width.
+    once, if in chunks. loss_on_gpu: such a chunk is read from memory for its statistics and again for its gradient, and
+    the matmul itself adds to the weight's gradient in fp32. pads_values: value heads that are narrower than key heads
+    are padded to their width.
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
@@ -117,7 +118,7 @@ class Program:
     compiles: bool = False
     loss: Literal["chunks", "fused", "plain"] = "chunks"
     chunk_bytes: float = sizes.logits_bytes("cuda")
-    fp32_parts: bool = True
+    loss_on_gpu: bool = True
     pads_values: bool = True
 
     @property

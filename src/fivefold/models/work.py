@@ -102,7 +102,11 @@ def end(s: Sizes, program: Program, rows: float, whole: bool, biased: bool = Fal
     columns = V / s.tp
     chunks = program.loss == "chunks"
     # bytes per logit: moved in forward, moved in backward, kept, workspace
-    table = {"chunks": (4, 0, 0, 0), "fused": (2 * e, 2 * e, e, 0), "plain": (24, 14, 4, 4 + e)}
+    table = {
+        "chunks": (3 * e if program.loss_on_gpu else 4, 0, 0, 0),
+        "fused": (2 * e, 2 * e, e, 0),
+        "plain": (24, 14, 4, 4 + e),
+    }
     forward, backward, kept, workspace = table[program.loss]
     (into, back), statistics = s.enter(), (Message("all_reduce", "tp", 3 * 4 * rows),) if s.tp > 1 else ()
     saved, besides = [Saved("output input", n * D * e, "stream")], workspace * rows * columns
@@ -116,10 +120,7 @@ def end(s: Sizes, program: Program, rows: float, whole: bool, biased: bool = Fal
             Saved("gradient of the output's input", (rows + (n if s.sp else 0)) * D * e, "stream"),
             Saved("gradient of the output's weight", weight * (e if cut == 1 else 4), "stream"),
         ]
-        copies = sizes.fp32_bytes(rows / cut, columns, e) if program.fp32_parts else 0.0
-        besides = rows / cut * columns * e + rows * D * e + max(copies, weight * e if cut > 1 else 0.0)
-        if program.fp32_parts:
-            forward = sizes.fp32_moved(e, s.tp > 1)
+        besides = rows / cut * columns * e + rows * D * e + weight * e * (cut > 1 and not program.loss_on_gpu)
     if kept:
         saved.append(Saved("logits", kept * rows * columns, "stream"))
     return [

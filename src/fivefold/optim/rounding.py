@@ -7,6 +7,8 @@ An update runs over fp32 copies: of a few parameters at a time (`updater.Rounded
 - stochastic (arXiv 1502.02551): up or down at random, so that the mean is the number itself. The random bits depend on
   (seed, step, name, element index), so they are the same on every layout, and replicas stay equal.
 - kahan (arXiv 2010.06192): what rounding cuts off a weight is a state of its own, which the next update adds again.
+
+States in fp8 are scaled first (`scale_`) and rounded to nearest.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from fivefold.kernels import native
 from fivefold.kernels.hashing import hash_, indices, keys
+from fivefold.kernels.rounded import E4M3, power_of_two
 from fivefold.optim.card import OptimizerCard
 from fivefold.sharding.parts import Part, boxes, local_shape, size_of, stretches
 
@@ -43,7 +46,7 @@ class Rounder:
     def round(self, exact: Tensor, key: str, name: str, dtype: torch.dtype, start: int = 0) -> Tensor:
         """exact: fp32, elements of this rank's part of parameter `name` from element `start` on, in their order. It may
         change. key: of the tensor that is rounded, a weight or a state."""
-        if self.how != "stochastic":
+        if self.how != "stochastic" or dtype.itemsize == 1:
             return exact.to(dtype)
         part, exact = self.parts[name], exact.contiguous()
         key_a, key_b = keys(f"{self.seed}/{self.steps}/{key}")
@@ -53,6 +56,17 @@ class Rounder:
             for where, box in boxes(ranges):
                 round_stochastic_(piece[where], part.shape, box, key_a, key_b)
         return exact.to(dtype)
+
+
+def scale_(exact: Tensor, divides: bool) -> Tensor:
+    """Scales a state (fp32) by a power of two, so that its largest number fills E4M3's range, and returns what undoes
+    it. divides: an update divides by its root, so none of it shall become 0."""
+    largest = torch.stack(exact.aminmax()).abs().amax() if exact.numel() else exact.new_zeros(())
+    scale = power_of_two(largest, E4M3)
+    exact.mul_(scale)
+    if divides:
+        exact.clamp_(min=E4M3.smallest * (largest > 0))
+    return 1 / scale
 
 
 def round_stochastic_(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fivefold.kernels.elementwise import AdamW
 from fivefold.optim.card import CODES, COMPENSATION, OptimizerCard, Update
-from fivefold.optim.rounding import Rounder, cut_off
+from fivefold.optim.rounding import Rounder, cut_off, scale_
 from fivefold.precision import torch_dtype
 from fivefold.sharding.parts import local_shape
 from fivefold.sharding.units import updated_together
@@ -237,6 +237,9 @@ class Updater:
         if self.rounder is not None:
             self.rounder.steps += 1
 
+    def expect(self, lr: float) -> None:
+        """Announces a step with this learning rate, which scales and skips nothing: parts may begin before it."""
+
     def settle(self) -> None:
         """Waits until the last step is done. Here it is."""
 
@@ -328,6 +331,7 @@ class Rounded(Updater):
         self.rounder = self._rounder = rounder
         self.masters, self.parts, self.card = masters, rounder.parts, rounder.card
         self.rounded: dict[str, Tensor] = {}  # states, by their checkpoint names
+        self.scales: dict[str, Tensor] = {}  # of those in fp8
         sizes = {name: math.prod(self.parts[name].shape) for name in masters}
         self.inner = [
             make({name: _no_memory(masters[name]) for name in names}) for names in updated_together(sizes)
@@ -348,7 +352,7 @@ class Rounded(Updater):
                 copy.data = exact
             for name, state in inner.states().items():
                 if name in self.rounded:
-                    state.data = self.rounded[name].float()
+                    state.data = self.rounded[name].float().mul_(self.scales.get(name, 1.0))
             inner.step({name: gradients[name].float() for name in inner.masters}, lr, scale, skip)
             for name, copy in inner.masters.items():  # they are rounded back, and the copies freed
                 exact, weight = copy.data, self.masters[name]
@@ -363,7 +367,8 @@ class Rounded(Updater):
 
     def states(self) -> dict[str, Tensor]:
         exact = {name: t for inner in self.inner for name, t in inner.states().items()}
-        return exact | self.rounded
+        in_bf16 = {n: self.rounded[n].bfloat16().mul_(scale) for n, scale in self.scales.items()}  # exactly
+        return exact | self.rounded | in_bf16
 
     def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
         """Without a compensation, it starts from zero."""
@@ -380,12 +385,13 @@ class Rounded(Updater):
                     )
 
     def begin(self, number: int) -> None:
-        self.rounded.clear()
+        self.clear()
         for inner in self.inner:
             inner.begin(number)
 
     def clear(self) -> None:
         self.rounded.clear()
+        self.scales.clear()
         for inner in self.inner:
             inner.clear()
 
@@ -393,13 +399,15 @@ class Rounded(Updater):
         states = [t for inner in self.inner for t in inner.states().values()]
         hidden = {id(t) for t in states if t.dim() and t.numel() > 1 and not any(t.stride())}
         kept = [t for inner in self.inner for t in inner.kept() if id(t) not in hidden]
-        return [*kept, *self.rounded.values()]
+        return [*kept, *self.rounded.values(), *self.scales.values()]
 
     def _leave_states(self, inner: Updater) -> None:
         owners = {f"{state}.{name}": name for name in inner.masters for state in self.card.state_names}
         for name, state in inner.states().items():
             if state.dtype != torch.float32:
                 continue  # it has a format of its own
+            if self._rounder.dtype.itemsize == 1:
+                self.scales[name] = scale_(state, divides=name.startswith(f"{self.card.second_moment}."))
             found = self._round(state, name, owners[name], self._rounder.dtype)
             if name in self.rounded:
                 self.rounded[name].copy_(found)

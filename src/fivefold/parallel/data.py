@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fivefold.comm import Scheduled, Started
 from fivefold.comm.compress import CompressedSum, Messages, compressed_sum
 from fivefold.kernels.elementwise import add_gradient
+from fivefold.kernels.fp8 import KeptFp8, keep
 from fivefold.parallel.replica import Hooked
 from fivefold.schedules.compression import Compressor
 from fivefold.sharding.layout import buckets
@@ -61,7 +62,7 @@ class DataParallel(Hooked):
     pushes them to parameter servers.
 
     names, params, offsets: in the order of the flat buffers. on_gradient: called with a parameter's index after its
-    gradient of this backward has been added.
+    gradient of this backward has been added. layers: those that compute with a weight of 8 bits, by its name.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class DataParallel(Hooked):
         bucket_bytes: float = math.inf,
         masters: dict[str, Tensor] | None = None,
         device: torch.device | None = None,
+        summed: torch.dtype | None = None,
+        layers: Mapping[str, Any] | None = None,
     ):
         """flat_master: the buffer that `allocate` made for the parameters and that they are views of. None: they have
         memory of their own, as in a user's module, and are copied. masters: they lie elsewhere, in host memory or on
         disk, and do not compute (parallel/offload); device: of the weights that do. compressor: see `GradientSum`.
-        bucket_bytes: see `buckets`."""
+        bucket_bytes: see `buckets`. summed: the dtype of gradients; None: the masters'."""
         self.parts = {name: parts[name] for name in params}
         self.names, self.params = buffer_order(list(params)), buffer_order(list(params.values()))
         (dtype,) = {p.dtype for p in self.params}
@@ -90,7 +93,7 @@ class DataParallel(Hooked):
         device = device or self.params[0].device
         by_name = dict(zip(self.names, self.params, strict=True))
         shapes = {name: p.shape for name, p in by_name.items()}
-        self.flat_grads = torch.zeros(self.offsets[-1], dtype=dtype, device=device)
+        self.flat_grads = torch.zeros(self.offsets[-1], dtype=summed or dtype, device=device)
         if masters is None:
             if flat_master is None:
                 flat_master = torch.cat([p.detach().reshape(-1) for p in self.params])
@@ -105,6 +108,8 @@ class DataParallel(Hooked):
         for name, p in by_name.items():
             p.data = (self.working or masters)[name]
         self.on_gradient: Callable[[int], None] = lambda index: None
+        pairs = (layers or {}).items()
+        self.layers = {n: x for n, x in pairs if n in by_name and isinstance(x.rounded, KeptFp8)}
         self._fresh = [True] * len(self.params)  # no gradient yet in this step
         self.hook()
         self.refresh()
@@ -144,6 +149,8 @@ class DataParallel(Hooked):
                 working.copy_(self.masters[name])
         elif self.working is not None:
             self.flat_working.copy_(self.flat_master)
+        for name, layer in self.layers.items():
+            keep(layer, (self.working or self.masters)[name])
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         if self.flat_working.dtype == torch.bfloat16:
@@ -155,7 +162,7 @@ class DataParallel(Hooked):
     def kept(self) -> dict[str, list[Tensor]]:
         """The working weights, what compression keeps, and the scratch of sums; see `Replica.kept`."""
         return {
-            "params": [self.flat_working],
+            "params": [self.flat_working, *(x.weight.data for x in self.layers.values() if x.rounded)],
             "gradients": list(self.unsent().values()),
             "buffers": self.sum.kept(),
         }

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.errors import UserError
+from fivefold.host.machine import trim_memory
 from fivefold.kernels.rounded import RoundedMatmuls, rounded_matmuls
 from fivefold.models.base import LanguageModel, build, init_part
 from fivefold.models.card import Card, card_of
@@ -34,7 +36,7 @@ from fivefold.parallel.offload.pages import Paged
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.parallel.replica import Frozen, Replica
-from fivefold.precision import PRECISIONS
+from fivefold.precision import PRECISIONS, torch_dtype
 from fivefold.recipe import Recipe
 from fivefold.schedules.compression import compressor
 from fivefold.sharding.layout import Layout
@@ -76,7 +78,7 @@ class Parallel:
     balance: expert.Balance | None = None
     offloads: dict[int, Offload] = field(default_factory=dict)
     disk: Disk | None = None
-    activations: Activations | Parts | None = None
+    activations: Parts | None = None
     computes: torch.dtype = torch.float32
 
     def saving(self) -> AbstractContextManager[object]:
@@ -139,6 +141,8 @@ def parallelize(
     builder.shard(numbered, kept)
     with memory or nullcontext():
         of_stage = builder.replicas(numbered, kept)
+    if parallel.disk is not None and memory is None:
+        trim_memory()  # initial values were there
     layout = mesh.layout
     alike = partitions(layout.offload, layout.recompute, layout.tp, layout.sp)
     axis = mesh.axis("tp") if alike else None
@@ -350,7 +354,7 @@ class _ReplicaBuilder:
                 units = [unit for unit in keeping.units if unit.stage == number]
                 away = self._tiers().masters != "device"
                 sharded = zero.shard(
-                    numbered[number], units, self.mesh, self.compute_dtype, self.reduce, away
+                    numbered[number], units, self.mesh, self.compute_dtype, self.reduce, away, self._summed()
                 )
                 self.messages[number] = sharded
 
@@ -383,7 +387,7 @@ class _ReplicaBuilder:
         messages = [message for number in numbers for message in self.messages[number]]
         given, layout = (stages, self.table, self.compute_dtype, messages), self.mesh.layout
         if self._tiers().masters == "device":
-            replica = zero.Sharded(*given, None if self.filled else self._initial)
+            replica = zero.Sharded(*given, None if self.filled else self._initial, self._summed())
             offload = self._offload(replica.masters)
         else:
             room = {
@@ -395,9 +399,7 @@ class _ReplicaBuilder:
                 name for stage in stages for name, _ in stage.named_parameters() if name in room
             )
             shapes = {name: local_shape(self.table[name].keeps) for name in order}
-            like = {
-                name: torch.empty(shape, dtype=self.masters, device="meta") for name, shape in shapes.items()
-            }
+            like = {n: torch.empty(shape, dtype=self.masters, device="meta") for n, shape in shapes.items()}
             offload = self._offload(like, room)
             assert offload is not None
             replica = Rows(*given, self._initial, offload, layout.tp > 1 or layout.pp > 1)
@@ -414,8 +416,9 @@ class _ReplicaBuilder:
         params, flat, masters = self._parameters(stages, buffer.names, offload)
         shared = params, self.table, self.compute_dtype, sums, self.reduce
         if offload is None or offload.tiers.gradients == "device":
-            compress, size = compressor(layout.compress), buffer.bucket_bytes
-            replica = DataParallel(*shared, flat, compress, size, masters, self.mesh.device)
+            given = flat, compressor(layout.compress), buffer.bucket_bytes, masters, self.mesh.device
+            layers = {f"{name}.weight": layer for stage in stages for name, layer in rounded_layers(stage)}
+            replica = DataParallel(*shared, *given, self._summed(), layers)
         else:
             assert masters is not None
             replica = Paged(*shared, masters, offload, layout.tp > 1 or layout.pp > 1)
@@ -425,6 +428,11 @@ class _ReplicaBuilder:
         if isinstance(replica, Paged):
             replica.attach(list(stages), layout.pp > 1)
         return replica
+
+    def _summed(self) -> torch.dtype | None:
+        """The dtype of sums of gradients, if it is not the masters'. That of `auto` always is."""
+        mode = PRECISIONS.get(self.recipe.precision.mode)
+        return torch_dtype(mode.gradient) if mode and mode.gradient != mode.master else None
 
     def _tiers(self) -> Tiers:
         return tiers(self.mesh.layout.offload, own_masters=self.masters != self.compute_dtype)
@@ -436,7 +444,11 @@ class _ReplicaBuilder:
         where = self._tiers()
         if self.into.disk is None or not where.streams:
             return None
-        return Offload(self.into.disk, where, like, self.mesh.device, sharded)
+        layout = self.mesh.layout
+        if not layout.offload_window and where.working != "device":
+            raise UserError("layout.offload_window = 0 is sized when a run starts. Here it is 2 or more")
+        how = self.mesh.device, sharded, layout.offload_window, layout.early
+        return Offload(self.into.disk, where, like, *how)
 
     def _parameters(
         self, stages: list[nn.Module], names: Sequence[str], offload: Offload | None

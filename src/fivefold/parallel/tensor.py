@@ -25,16 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold.comm import Axis, Started
-from fivefold.kernels import matmul
-from fivefold.kernels.matmul import (
-    add_z_gradient,
-    assert_on_device,
-    local_targets,
-    mean_by_chunks,
-    vocabulary_gradient,
-    vocabulary_loss,
-    vocabulary_statistics,
-)
+from fivefold.kernels import cross_entropy, matmul
+from fivefold.kernels.matmul import assert_on_device, loss_and_gradient, mean_by_chunks
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import (
@@ -299,7 +291,7 @@ class VocabularyOutput(Output):
 
 
 class _Loss(Function):
-    """Mean cross-entropy over targets other than -100; see `kernels/matmul.py` for one rank's. Forward computes the
+    """Mean cross-entropy over targets other than -100, as `kernels/matmul.py` has it. Forward computes the
     gradients, chunk by chunk. The sum of dx over the ranks runs until backward needs it. Backward frees the gradients,
     so it runs only once."""
 
@@ -313,7 +305,7 @@ class _Loss(Function):
         axis: TensorAxis,
         grad: bool,
         z_loss: float,
-        drawing: matmul.Keys | None,
+        drawing: cross_entropy.Keys | None,
     ) -> Tensor:
         whole = axis.start_whole(x)().contiguous()  # (B, T, D) or (tp B, t, D)
         x_ND, targets_N = whole.flatten(0, 1), targets.flatten()
@@ -326,16 +318,10 @@ class _Loss(Function):
             logits, targets = matmul.linear(x_ND[part], weight, bias), targets_N[part].contiguous()
             if drawing is not None:
                 targets = targets.where(targets < 0, _drawn(logits, targets, drawing, first, axis))
-            statistics = axis.axis.run(STATISTICS, vocabulary_statistics(logits, targets, first))  # (tp 3, n)
-            lse, loss = vocabulary_loss(statistics.view(axis.size, LOSS_STATISTICS, -1))
-            gradient, counted = vocabulary_gradient(logits, targets, lse, first, scale), targets >= 0
-            losses.copy_(loss * counted)
-            if not z_loss:
-                return gradient
-            lse = lse * counted
-            losses.add_(z_loss * lse.square())
-            here, index = local_targets(targets, first, v)
-            return add_z_gradient(gradient, index[:, None], here, lse, scale, z_loss)
+            return loss_and_gradient(logits, targets, losses, scale, z_loss, first, together)
+
+        def together(statistics: Tensor) -> Tensor:
+            return axis.axis.run(STATISTICS, statistics).view(axis.size, LOSS_STATISTICS, -1)
 
         def start_sum(dx: Tensor) -> None:  # it overlaps with the last weight gradient
             ctx.dx = axis.start_sum(dx.view_as(whole))
@@ -361,9 +347,9 @@ class _Loss(Function):
         return dx, dweight, None, dbias, None, None, None, None
 
 
-def _drawn(logits: Tensor, tokens: Tensor, key: matmul.Keys, first: int, axis: TensorAxis) -> Tensor:
-    """The labels (n) of `matmul.drawn` over the vocabulary of all ranks. fp32 holds every number of it."""
-    highest, numbers = matmul.drawn(logits, tokens, key, first)
+def _drawn(logits: Tensor, tokens: Tensor, key: cross_entropy.Keys, first: int, axis: TensorAxis) -> Tensor:
+    """The labels (n) of `cross_entropy.drawn` over the vocabulary of all ranks. fp32 holds every number of it."""
+    highest, numbers = cross_entropy.drawn(logits, tokens, key, first)
     own = torch.stack([highest, numbers.float()])  # (2, n)
     best, labels = axis.axis.run(STATISTICS, own).view(axis.size, 2, -1).unbind(1)
     return labels.gather(0, best.argmax(0, keepdim=True))[0].long()

@@ -59,10 +59,11 @@ def shard(
     compute_dtype: torch.dtype,
     reduce: torch.dtype = torch.float32,
     away: bool = False,
+    summed: torch.dtype | None = None,
 ) -> list[UnitMessages]:
     """Shards the parameters of a stage on "meta": those of its units become DTensors, and each rank has its rows of
     them. Parameters that are in no unit stay unchanged. away: masters lie elsewhere, so the rows are those of weights
-    that compute. Returns the messages of each unit."""
+    that compute. summed: the dtype of gradients; None: the masters'. Returns the messages of each unit."""
     divided = {name for unit in units for name in unit.names}
     whole, sent = {p for name, p in stage.named_parameters() if name not in divided}, []
     for unit in units:
@@ -75,9 +76,9 @@ def shard(
         for p in here if away else ():
             p.data = p.data.to(compute_dtype)
         sent.append(UnitMessages(mesh, unit, reduce))
-        # The inputs are not cast: the rotary table stays fp32. Gradients are summed in the dtype of the masters.
+        # The inputs are not cast: the rotary table stays fp32.
         ranks = mesh.size(unit.group)
-        policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=masters, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(compute_dtype, summed or masters, cast_forward_inputs=False)
         fully_shard(
             module,
             mesh=mesh.device_mesh(unit.group),
@@ -99,7 +100,7 @@ class Sharded(Replica):
     The masters are FSDP2's rows, as plain tensors that share their memory. messages: what `shard` returned for these
     stages. defer: gradients add up whole on each rank, and are scattered once per step. again: weights are freed after
     forward, and gathered again for backward. initial: this rank's rows of a parameter, which gets memory and these
-    values; None: it has them.
+    values; None: it has them. summed: as in `shard`.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Sharded(Replica):
         compute_dtype: torch.dtype,
         messages: Sequence[UnitMessages],
         initial: Callable[[str], Tensor] | None,
+        summed: torch.dtype | None = None,
     ):
         mesh = messages[0].mesh
         sent, self.pipeline = syncs(mesh.layout), mesh.layout.pp > 1
@@ -116,7 +118,7 @@ class Sharded(Replica):
         self.defer = all(sync.each == 0 for sync in sent if sync.what == "scatter")
         self.roots = [_units(stage)[0] for stage in stages]
         self.units = [unit for stage in stages for unit in _units(stage)]
-        self.compute_dtype, self.messages = compute_dtype, messages
+        self.compute_dtype, self.messages, self.summed = compute_dtype, messages, summed
         for stage in stages if initial is not None else ():
             private.give_memory(stage, mesh.device)
         self._params: dict[str, list[DTensor]] = {}  # two where stages share a parameter
@@ -151,6 +153,8 @@ class Sharded(Replica):
                 after.set_modules_to_backward_prefetch(_units(before))
             if next(stage.parameters()).device.type == "cpu":  # on GPUs, streams do it
                 private.gather_in_background(root)
+            if summed is not None:
+                private.keep_sums(_units(root), summed)
 
     def start_step(self) -> None:
         """Forgets the gradients of the last step, and frees their memory."""
@@ -187,7 +191,9 @@ class Sharded(Replica):
             if self.parts[name].frozen:
                 continue
             found = [rows(p.grad) for p in same if isinstance(p.grad, DTensor)]
-            self.gradients[name] = found[0] if found else torch.zeros_like(self.masters[name])
+            if not found:
+                found = [torch.zeros_like(self.masters[name], dtype=self.summed)]
+            self.gradients[name] = found[0]
             for other in found[1:]:
                 found[0].add_(other)
 

@@ -41,6 +41,7 @@ from fivefold.recipe.rules import allows
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout_rules import validate
 from fivefold.sharding.sync import ReplicaGroups, replica_group_layout
+from fivefold.sharding.tiers import WINDOW
 
 STAND_IN = "h100"
 FRAGMENTS = 0.04
@@ -246,7 +247,25 @@ def apart(whole: Setting, replica_groups: ReplicaGroups) -> Setting:
 
 def price(s: Setting, shared: Parts | None = None) -> Plan:
     """Predicts memory, time and bytes sent. shared: as in `time.stage_costs`."""
+    s = sized(s)
     return Plan(s, held(s), step(s, shared=shared))
+
+
+def sized(s: Setting) -> Setting:
+    """The setting with a window of as many blocks as the planner chooses, where `layout.offload_window` is 0."""
+    if s.layout.offload_window:
+        return s
+    least = replace(s, layout=replace(s.layout, offload_window=WINDOW))
+    if offload.of(s).working == "device":
+        return least
+    room = limit(s.cluster) - max(one.total for one in held(least))
+    return replace(s, layout=replace(s.layout, offload_window=offload.window(least, room)))
+
+
+def planned_window(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> int:
+    """What `layout.offload_window = 0` comes to."""
+    full, together = _together(recipe, cluster, software)
+    return sized(apart(together, full.replica_groups)).layout.offload_window
 
 
 def held(s: Setting) -> list[Memory]:
@@ -316,8 +335,9 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
         else:  # of the parameter that has fewest
             shapes = [(n, shape) for n, shape in card_of(recipe.model).parameters.items() if math.prod(shape)]
             moments = min(kept.state_bytes(n, shape) / math.prod(shape) for n, shape in shapes)
-        # of master, gradient, states
-        copied = DTYPES[MASTER].bytes * (2 + len(rounded)) if mode.rounds else 0.0
+        # of master, gradient unless it is in fp32, states
+        copies = 1 + (mode.gradient != MASTER) + len(rounded)
+        copied = DTYPES[MASTER].bytes * copies if mode.rounds else 0.0
         reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
         states[name] = replace(plain, reduce=reduce, moments=moments, copied=copied, estimate=estimate)
     return replace(software, states=states, optimizer=card.name, estimates=passes)

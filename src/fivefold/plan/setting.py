@@ -130,15 +130,16 @@ def documents_of(recipe: Recipe, tokens: float | None = None) -> Documents | Non
 class States:
     """Bytes per parameter of each state. `model_states.state_bytes` shards them by ZeRO stage.
 
-    working: the weights that compute. master: the weights that the optimizer updates; 0 if they are the working ones.
-    moments: the optimizer's states, by its card; what some parameters have more is in `uneven_states`. gradient:
-    the sum over microbatches. reduce: bytes per element of a gradient message. cast: under ZeRO, working weights exist
-    only gathered, cast from the masters (FSDP2), and whole gradients only while microbatches add up. copied:
-    fp32 copies of what an update rounds (optim/updater.py), of a few parameters at a time. estimate: of the curvature,
-    from the passes that estimate it to the update.
+    working: the weights that compute. rounded: their copies in 8 bits, of the blocks' matrices (`Mode.weight`). master:
+    the weights that the optimizer updates; 0 if they are the working ones. moments: the optimizer's states, by its
+    card; what some parameters have more is in `uneven_states`. gradient: the sum over microbatches. reduce: bytes per
+    element of a gradient message. cast: under ZeRO, working weights exist only gathered, cast from the masters (FSDP2),
+    and whole gradients only while microbatches add up. copied: fp32 copies of what an update rounds (optim/updater.py),
+    of a few parameters at a time. estimate: of the curvature, from the passes that estimate it to the update.
     """
 
     working: float = DTYPES["bf16"].bytes
+    rounded: float = 0.0
     master: float = DTYPES[MASTER].bytes
     gradient: float = DTYPES[MASTER].bytes
     moments: float = OPTIMIZERS[OPTIMIZER].bytes
@@ -158,6 +159,7 @@ def own_states(name: str) -> States:
     mode = PRECISIONS[name]
     return States(
         working=DTYPES[mode.working].bytes,
+        rounded=DTYPES[mode.weight].bytes if mode.weight else 0.0,
         master=DTYPES[mode.master].bytes if mode.copies else 0,
         gradient=DTYPES[mode.gradient].bytes,
         cast=True,
@@ -224,7 +226,7 @@ FIVEFOLD_CPU = replace(
     scatter="all_to_all",
     overlap_scatter=False,
     chunk_bytes=logits_bytes("cpu"),
-    fp32_parts=False,
+    loss_on_gpu=False,
 )
 """This program on CPUs. gloo has no reduce-scatter, so each rank sends every other one its part (parallel/zero.py).
 FSDP2 reads the result at once where there are no streams."""

@@ -54,6 +54,7 @@ class Mode:
 
     working: weights that compute, and activations. master: weights that the optimizer updates; if it is `working`, they
     are the same tensors. gradient: sums over microbatches. state: the optimizer's states that its card has in fp32.
+    weight: a copy of the weights that multiply rounded, which a replica keeps instead of rounding each time; "": none.
     products: the way to multiply, a name in `DTYPES`; "": as `working`. auto: `precision.mode = "auto"` may choose it.
     scaled: the loss is scaled (optim/scaling.py). gpu: only GPUs have it. fields: of [precision], which only some
     modes have.
@@ -75,6 +76,7 @@ class Mode:
     master: str = MASTER
     gradient: str = MASTER
     state: str = MASTER
+    weight: str = ""
     products: str = ""
     auto: bool = False
     scaled: bool = False

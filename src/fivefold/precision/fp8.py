@@ -1,6 +1,13 @@
-"""Training in fp8 (kernels/fp8.py), and its choices: what shares a scale, the format of gradients. No torch."""
+"""Training in fp8 (kernels/fp8.py), and its choices: what shares a scale, the format of gradients. No torch.
+
+`nanotron` is the row "Nanotron's FP8" of the Ultra-Scale Playbook (Hugging Face, 2025): masters in bf16, sums of
+gradients in fp32; weights that multiply, their gradients and all moments in fp8. Formats are those of nanotron's pull
+request 70 and its runs with fp8 moments: E4M3 with a power of two per tensor, and E5M2 for gradients of outputs.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from fivefold.precision.card import Mode
 from fivefold.precision.formats import FORMATS
@@ -13,13 +20,15 @@ BLOCK = 128
 """Numbers along a side of a block."""
 SKIPS = ("fp8_skip_first", "fp8_skip_last")
 """The fields of all modes that round factors: blocks that stay in the working dtype."""
+FP8 = Mode(
+    "fp8",
+    "bf16",
+    products="fp8",
+    fields=("fp8_scaling", "fp8_backward", *SKIPS),
+    kernel="fp8",
+    formats=tuple(form.name for form in GRADIENTS.values()),
+)
 CARDS = (
-    Mode(
-        "fp8",
-        "bf16",
-        products="fp8",
-        fields=("fp8_scaling", "fp8_backward", *SKIPS),
-        kernel="fp8",
-        formats=tuple(form.name for form in GRADIENTS.values()),
-    ),
+    FP8,
+    replace(FP8, name="nanotron", master="bf16", state="fp8", weight="fp8", fields=("rounding",)),
 )

@@ -22,7 +22,7 @@ from fivefold.schedules.priority import ORDER, ORDERS, PRIORITY, Order
 from fivefold.sharding.layout import BUCKET_BYTES, Counts
 from fivefold.sharding.layout_rules import MOST_RANKS
 from fivefold.sharding.sync import ONE_REPLICA_GROUP, SERVER, UNBOUNDED, ReplicaGroups, Servers
-from fivefold.sharding.tiers import NOT_OFFLOADED
+from fivefold.sharding.tiers import BESIDE, NOT_OFFLOADED, WINDOW
 
 if TYPE_CHECKING:  # a type checker reads no tables
     Dtype = Fp8Gradient = Mode = Rounding = Scaling = OptimizerName = SyncMethod = str
@@ -270,15 +270,17 @@ class LayoutSection(Section, Counts):
     offload: Literal[
         "none", "activations:tp", "activations", "states:host", "states:disk", "all:host", "all:disk"
     ] = NOT_OFFLOADED
-    """What leaves the memory of the device. `activations:tp`: with recompute = full, tensor-parallel ranks keep a part
-    each of the inputs of blocks (ZeRO-R's Pa, arXiv 1910.02054). `activations`: what forward saves for backward, to
-    host memory.
-    `states:host`: gradients while backward runs, masters and optimizer states, to host memory, where the update runs
-    (ZeRO-Offload, arXiv 2101.06840). `states:disk`: masters and states, to files. `all:host`, `all:disk`: also
-    gradients and the weights of blocks (ZeRO-Infinity, arXiv 2104.07857). With ZeRO what leaves is a rank's rows."""
+    """What leaves the device; with ZeRO, of a rank's rows. `activations:tp`: with recompute = full, tensor-parallel
+    ranks keep a part each of blocks' inputs (ZeRO-R's Pa, arXiv 1910.02054). `activations`: what forward saves.
+    `states:host`: gradients during backward, masters and states, to host memory, where the update runs (ZeRO-Offload,
+    2101.06840). `states:disk`: masters and states. `all:*`: also weights of blocks (ZeRO-Infinity, 2104.07857)."""
     offload_dir: str = ""
     """Folder for `offload`, on a local disk. Its files have no names and vanish with the process. Unset: `offload` in
     the cache folder."""
+    offload_window: int = Field(default=WINDOW, ge=0, le=LARGEST)
+    """Blocks with weights on the device at once under `all:*`. 0: as few as hide the copying (STRONGHOLD, SC 2022)."""
+    offload_update: Literal["beside", "early"] = BESIDE
+    """`beside` the next forward, or `early`: block by block beside backward. That needs grad_clip = 0, and no skips."""
     compress: str = NONE
     """Sums gradients over replicas with fewer bytes, and adds what was left out to the next step's (error feedback,
     arXiv 1901.09847). `int8`, `int4`; `nf4`, `dynamic8`, whose levels are closer near zero (arXiv 2305.14314,
@@ -354,7 +356,8 @@ class PrecisionSection(Section):
     """Precision of training. `auto`: bf16 if the processor supports it, else fp32. `bf16`: weights and activations in
     bf16, with fp32 master weights, gradient sums and optimizer states. `bf16_pure`: everything in bf16, 8 bytes per
     parameter with AdamW. `fp16`: as `bf16`, with a scaled loss. `tf32`: fp32, which GPUs multiply with 11 bits. `fp8`,
-    `mxfp8`: as `bf16`, with the factors of the blocks' matmuls in 8 bits."""
+    `mxfp8`: as `bf16`, with the factors of the blocks' matmuls in 8 bits. `nanotron`: also weights, gradients and
+    moments in fp8, with masters in bf16."""
     loss_scale: float = Field(default=2.0**16, ge=1, le=2.0**24)
     """Factor on the loss at the start, a power of two. `fp16` only. An overflow halves it and skips the step (arXiv
     1710.03740)."""
@@ -365,7 +368,7 @@ class PrecisionSection(Section):
     rounding: Rounding = "stochastic"
     """How an update is rounded to bf16. `nearest` loses small updates. `stochastic` (arXiv 1502.02551) rounds up or
     down at random. `kahan` (arXiv 2010.06192) keeps what rounding cuts off, 2 more bytes per parameter.
-    `bf16_pure` only."""
+    `bf16_pure` and `nanotron` only; the latter's moments always go to the nearest number in fp8."""
     fp8_scaling: Scaling = "block"
     """What shares a scale in `mode = "fp8"`. `block`: 128 numbers of activations and gradients, 128 x 128 of weights
     (DeepSeek-V3, arXiv 2412.19437). `row`: the numbers that are summed. `tensor`: all. Scales are powers of two."""

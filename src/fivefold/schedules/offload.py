@@ -8,10 +8,10 @@ for what:
   all weights are back (ZeRO-Offload, arXiv 2101.06840). The device waits twice.
 - `beside`: the update goes in the order of forward, and a unit's forward waits for its own weights (parallel/offload;
   arXiv 2104.07857 reads ahead likewise). The values are the same.
-- `early`: a unit is updated as soon as its gradients are out, beside backward, so both waits are hidden. It needs an
-  update without the norm of the whole gradient, so no recipe runs it.
+- `early`: a unit is updated as soon as its gradients are out, beside backward, so both waits are hidden. Its update may
+  not need the norm of the whole gradient (`layout.offload_update`).
 - `window`: as `early`, and only `width` units have weights on the device (STRONGHOLD, SC 2022). They are fetched for
-  forward, and again for backward.
+  forward, and again for backward (`layout.offload_window`).
 - `direct`: as `window`; where the link would be late, the device computes on the weights in host memory, and reads them
   over the link meanwhile (MemFerry, ICS 2025). It needs kernels that do so, so it is planned only.
 """
@@ -45,8 +45,8 @@ WAYS = {
     for way in (
         Way("after", together=True),
         Way("beside", runs=True),
-        Way("early", eager=True),
-        Way("window", eager=True, width=3),
+        Way("early", eager=True, runs=True),
+        Way("window", eager=True, width=3, runs=True),
         Way("direct", eager=True, width=3, direct=True),
     )
 }
@@ -83,30 +83,35 @@ class _Clock:
 
 def simulate(units: Sequence[Unit], way: Way) -> StepTimeline:
     """A step in the steady state, from the begin of its forward to the begin of the next one."""
-    clock, starts = _Clock(), list[float]()
+    clock, starts, numbers = _Clock(), list[float](), range(len(units))
     back = [0.0] * len(units)  # when the weights of each unit are up to date, on the device or in host memory
     for _ in range(STEPS):
         begin = max(back) if way.together else 0.0
-        done = _forward(clock, units, way, [max(begin, ready) for ready in back], starts)
-        out = _backward(clock, units, way, done)
-        back = _update(clock, units, way, out)
+        start, _ = _pass(clock, units, way, "forward", numbers, [max(begin, ready) for ready in back])
+        _, ended = _pass(clock, units, way, "backward", numbers[::-1], [0.0] * len(units))
+        out = [0.0] * len(units)
+        for number in numbers[::-1]:
+            out[number] = clock.run(OUT, MESSAGE, f"gradients {number}", units[number].out, ended[number])
+        starts, back = [*starts, start], _update(clock, units, way, out)
     return _cut(clock.spans, starts[-2], starts[-1])
 
 
-def _forward(
-    clock: _Clock, units: Sequence[Unit], way: Way, ready: list[float], starts: list[float]
-) -> list[float]:
-    """Returns when each unit's forward has ended."""
-    done = list[float]()
-    for number, unit in enumerate(units):
-        if way.width:
-            freed = done[number - way.width] if number >= way.width else 0.0
-            done.append(_fetched(clock, unit, number, "forward", way.direct, ready[number], freed))
+def _pass(
+    clock: _Clock, units: Sequence[Unit], way: Way, kind: str, order: Sequence[int], ready: Sequence[float]
+) -> tuple[float, dict[int, float]]:
+    """Returns when the forward or backward of the first unit starts, and when that of each ends. With a window there is
+    room for a unit's weights once the one `width` before it has computed. Those of the last units stay for backward."""
+    ended, start = dict[int, float](), 0.0
+    for place, number in enumerate(order):
+        unit = units[number]
+        if way.width and (kind == "forward" or place >= way.width):
+            freed = ended[order[place - way.width]] if place >= way.width else 0.0
+            ended[number] = _fetched(clock, unit, number, kind, way.direct, ready[number], freed)
         else:
-            done.append(clock.run(COMPUTE, "forward", f"unit.{number}", unit.forward, ready[number]))
-        if number == 0:
-            starts.append(clock.spans[-1].start)
-    return done
+            ended[number] = clock.run(COMPUTE, kind, f"unit.{number}", getattr(unit, kind), ready[number])
+        if not place:
+            start = clock.spans[-1].start
+    return start, ended
 
 
 def _fetched(
@@ -122,20 +127,6 @@ def _fetched(
         return clock.run(COMPUTE, kind, f"unit.{number}", seconds, begin + max(0.0, unit.back - seconds))
     here = clock.run(IN, MESSAGE, name, unit.back, max(ready, freed))
     return clock.run(COMPUTE, kind, f"unit.{number}", seconds, here)
-
-
-def _backward(clock: _Clock, units: Sequence[Unit], way: Way, done: list[float]) -> list[float]:
-    """Returns when each unit's gradients are out."""
-    out, ended, last = [0.0] * len(units), dict[int, float](), len(units) - 1
-    for number in range(last, -1, -1):
-        unit = units[number]
-        if way.width and number <= last - way.width:  # the last units are still there
-            freed = ended.get(number + way.width, done[last])
-            ended[number] = _fetched(clock, unit, number, "backward", way.direct, 0.0, freed)
-        else:
-            ended[number] = clock.run(COMPUTE, "backward", f"unit.{number}", unit.backward)
-        out[number] = clock.run(OUT, MESSAGE, f"gradients {number}", unit.out, ended[number])
-    return out
 
 
 def _update(clock: _Clock, units: Sequence[Unit], way: Way, out: list[float]) -> list[float]:

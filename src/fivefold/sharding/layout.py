@@ -31,7 +31,7 @@ from fivefold.schedules.pipeline import (
     splits_backward,
     stages_per_rank,
 )
-from fivefold.sharding.tiers import NOT_OFFLOADED
+from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WINDOW
 
 T = TypeVar("T")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -54,6 +54,11 @@ class Counts:
         """Number of ranks: the product of the axes."""
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def early(self: Any) -> bool:
+        """True if updates run beside backward: blocks change before the step is judged."""
+        return self.offload_update == EARLY and OFFLOADS[self.offload].streams
+
 
 @dataclass(frozen=True)
 class Layout(Counts):
@@ -75,6 +80,8 @@ class Layout(Counts):
     recompute: str = "none"
     offload: str = NOT_OFFLOADED
     offload_dir: str = ""
+    offload_window: int = WINDOW
+    offload_update: str = BESIDE
     compress: str = NONE
     compress_after: int | None = None
     all_reduce: str = AUTO
@@ -132,8 +139,9 @@ class Layout(Counts):
 
     def shown(self, microbatches: int) -> int:
         """Microbatches that show how the pipeline fills and drains (`schedules.pipeline.shown`)."""
-        varies = SCHEDULES[self.schedule].varies
-        return microbatches if varies else shown(microbatches, self.pp, self.round_microbatches)
+        if SCHEDULES[self.schedule].varies:
+            return microbatches
+        return self.copies * shown(microbatches // self.copies, self.pp, self.round_microbatches)
 
     @property
     def fewest_blocks(self) -> int:
@@ -398,7 +406,10 @@ def describe(layout: Layout) -> str:
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     if layout.offload != NOT_OFFLOADED:
-        words.append(f"offload {layout.offload}")
+        window = f", {layout.offload_window or 'planned'} blocks at once" * (
+            OFFLOADS[layout.offload].working != "device"
+        )
+        words.append(f"offload {layout.offload}{window}{', updated early' * layout.early}")
     if layout.all_reduce != AUTO:
         words.append(f"gradients summed by {layout.all_reduce}")
     if layout.all_gather != LIBRARY:

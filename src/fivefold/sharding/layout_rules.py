@@ -109,6 +109,15 @@ def _offload_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
             f"offload={layout.offload} divides the inputs of recomputed blocks over tensor-parallel ranks, so it needs "
             f"recompute=full and tp > 1 without sp. Nearest valid: offload={NOT_OFFLOADED}",
         )
+    if layout.offload_window == 1:
+        yield {"offload_window"}, "offload_window=1 reads no block ahead. Nearest valid: offload_window=2"
+    if layout.early and (away.gradients == "device" or layout.tp > 1):
+        other = "tp" if layout.tp > 1 else "offload"
+        why = f"{other}={getattr(layout, other)}, with which no gradient is complete before the last one"
+        yield (
+            {"offload_update", other},
+            f"offload_update=early does not combine with {why}. Nearest valid: beside",
+        )
     if away.gradients != "device" and layout.compress != NONE:
         yield (
             {"offload", "compress"},

@@ -20,8 +20,12 @@ SLOTS = 6
 """Chunks in memory at once: those read ahead, the one that is updated, those written behind."""
 ALIGNMENT = 2048
 """Parameters begin at a multiple of so many elements: 4 KiB in the narrowest dtype, as direct I/O requires."""
-AHEAD = 1
-"""Units of working weights that are read before they are needed."""
+WINDOW = 2
+"""Blocks whose weights are on the device at once, where they leave it, unless `layout.offload_window` says otherwise:
+the one that computes, and the next one, which is read meanwhile."""
+BESIDE, EARLY = "beside", "early"
+"""When a streamed update runs (`layout.offload_update`): beside the next step's forward, when the gradient's norm is
+known; or each unit's beside backward, once its gradients are complete."""
 BEHIND = 2
 """Units whose gradients are written at once. Backward waits for the first of more."""
 READ_AHEAD = 4
@@ -69,7 +73,8 @@ OFFLOADS: dict[str, Tiers] = {
     "all:disk": Tiers("disk", "disk", "disk", "disk"),
 }
 """ZeRO-R (arXiv 1910.02054) is "activations:tp" (Pa) and "activations" (Pa+cpu), ZeRO-Offload (arXiv 2101.06840)
-"states:host", ZeRO-Infinity (arXiv 2104.07857) "all:host" and "all:disk"."""
+"states:host", ZeRO-Infinity (arXiv 2104.07857) "all:host" and "all:disk", STRONGHOLD (SC 2022) "all:host" with a window
+that the planner sizes and early updates."""
 
 
 def tiers(offload: str, own_masters: bool = True) -> Tiers:
@@ -81,24 +86,7 @@ def tiers(offload: str, own_masters: bool = True) -> Tiers:
     return found
 
 
-def runs_twice(away: Tiers, on_cpu: bool, sharded: bool) -> bool:
-    """True if an update may run twice: beside forward for the working weights, beside backward for masters and states.
-    The second time needs the step's gradients, which memory does not keep. A GPU computes too fast to hide either, and
-    the forward of sharded weights waits for the whole update."""
-    return on_cpu and away.gradients == "disk" and not sharded
-
-
-LEAST = 1 / 16
-"""The smallest share of a second pass: less would not tell how long it takes."""
-
-
-def share_of_second(slack: float, seconds: float) -> float:
-    """The share of an update that runs a second time, beside backward. slack: seconds in which backward would leave the
-    disk idle. seconds: of a second pass over everything."""
-    return min(1.0, max(LEAST, slack / seconds)) if seconds else 1.0
-
-
-Phase = Literal["update", "forward", "again", "backward"]
+Phase = Literal["update", "forward", "backward"]
 
 
 def lane_of(link: str, out: bool) -> str:
@@ -110,8 +98,7 @@ def lane_of(link: str, out: bool) -> str:
 class Flow:
     """Bytes per parameter that cross a link each time that a phase runs.
 
-    phase: the streamed "update", which runs beside the first microbatch's forward, and "again", its second pass, beside
-    the first microbatch's backward; "forward" and "backward" of every microbatch. link: "host", between the device and
+    phase: the streamed "update"; "forward" and "backward" of every microbatch. link: "host", between the device and
     host memory, or "disk". out: away from the device.
     """
 
@@ -129,12 +116,12 @@ def flows(
     microbatches: int,
     gradient: float = 4.0,
     master: float = 4.0,
-    share: float = 0.0,
     sums: int | None = None,
+    stays: float = 0.0,
 ) -> tuple[Flow, ...]:
     """What a streamed update and the paging of weights and gradients move. working, states, ...: bytes per parameter of
-    each kind; master: 0 if the masters compute and do not leave. share: of the update that runs twice. sums: how often
-    gradients leave in a step, if not in every microbatch."""
+    each kind; master: 0 if the masters compute and do not leave. sums: how often gradients leave in a step, if not in
+    every microbatch. stays: the share of the weights that stays from forward to backward."""
     if not away.streams:
         return ()
     found: list[Flow] = []
@@ -143,28 +130,22 @@ def flows(
         """way: of "in" and "out", from and to where the kind lies. The update runs in host memory, all else on the
         device."""
         outer = tier == "disk"
-        inner = (tier == "device") if phase in ("update", "again") else tier != "device"
+        inner = (tier == "device") if phase == "update" else tier != "device"
         for word in ("in", "out"):
             if word in way.split() and size:
                 if outer:
                     found.append(Flow(phase, kind, "disk", word == "out", size))
                 if inner:
-                    updates = phase in ("update", "again")
-                    found.append(Flow(phase, kind, "host", (word == "out") != updates, size))
+                    found.append(Flow(phase, kind, "host", (word == "out") != (phase == "update"), size))
 
     moves("update", "gradients", away.gradients, gradient, "in")
-    both: tuple[tuple[str, Tier, float], ...]
-    both = ("masters", away.masters, master), ("states", away.states, states)
-    for kind, tier, size in both:
-        moves("update", kind, tier, size, "in")
-        moves("update", kind, tier, (1 - share) * size, "out")
-        moves("again", kind, tier, share * size, "in out")
-    moves("again", "gradients", away.gradients, share * gradient, "in")
+    moves("update", "masters", away.masters, master, "in out")
+    moves("update", "states", away.states, states, "in out")
     if master:
         moves("update", "working", away.working, working, "out")
     if away.working != "device":
         moves("forward", "working", away.working, working, "in")
-        moves("backward", "working", away.working, working, "in")
+        moves("backward", "working", away.working, (1 - stays) * working, "in")
     if away.gradients != "device":
         sums = sums or microbatches
         moves("backward", "gradients", away.gradients, gradient * sums / microbatches, "out")

@@ -2,7 +2,7 @@
 
 Gauss-Newton-Bartlett (algorithm 2): B g^2, where g is the mean gradient of the batch's B targets with labels that the
 model draws; B counts those of a full batch, also where data leaves some out, so prompts of conversations make the
-estimate larger. The output layer draws them in the forward that needs them (`kernels.matmul.drawn`).
+estimate larger. The output layer draws them in the forward that needs them (`kernels.cross_entropy.drawn`).
 
 Hutchinson (algorithm 1): u * (H u) with u of normal numbers. H u is the difference of two gradients of the same batch,
 (g(w + s u) - g(w)) / s, because no fused kernel, message or shard has a second derivative. Its error of the order s is

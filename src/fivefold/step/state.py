@@ -170,8 +170,6 @@ def build_state(
     mesh = Mesh(layout, ranks, replica_groups.count, replica_group, overlap, causal)
     mode = compute_mode(recipe, ranks.device, module is not None)
     dtype, masters = torch_dtype(mode.working), torch_dtype(mode.master)
-    if ranks.device.type == "cuda":
-        torch.set_float32_matmul_precision("highest" if DTYPES[mode.rate].stored else "high")
     reduce = torch_dtype(sent(mode, recipe.precision.reduce))
     own, embeddings = None, None
     if module is not None:
@@ -206,6 +204,8 @@ def with_optimizer(
 ) -> State:
     """The state at step 0, ready to train. own: a user's own module. embeddings: as in `rate_of`. memory: see
     `parallelize`."""
+    if mesh.device.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if DTYPES[mode.rate].stored else "high")
     for stage in parallel.stages:
         stage.train()
         for module in stage.modules():

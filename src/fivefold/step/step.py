@@ -10,6 +10,7 @@ the host acts (train/faults.py).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -56,9 +57,7 @@ class Done:
         if seconds is not None:
             device = torch.cat([device, seconds.flatten()])
         self._host = device.to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if device.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
+        self._arrived: Any = moment(device.device) if device.is_cuda else None
 
     def wait(self) -> None:
         """Waits until the step is done."""
@@ -66,6 +65,11 @@ class Done:
             began = progress.enter((None, "step", None, 0, (), None))
             self._arrived.synchronize()
             progress.leave(began)
+
+    @property
+    def end(self) -> Any:
+        """A `moment`: when the step was done on a GPU, else now."""
+        return time.perf_counter() if self._arrived is None else self._arrived
 
     @cached_property
     def _figures(self) -> dict[str, float]:
@@ -109,6 +113,20 @@ class Done:
         return {name: figure for name, figure in self._figures.items() if name not in OWN}
 
 
+def moment(device: torch.device) -> Any:
+    """Now; on a GPU when it gets there. So a step's time does not depend on when the host looks."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Between two moments of one clock that are over."""
+    return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
+
+
 def take_step(
     state: State,
     recipe: Recipe,
@@ -131,6 +149,8 @@ def take_step(
         or not all(replica.updater.begun for replica in state.parallel.replicas)
     )
     complete = curvature.estimate(state, recipe, microbatches, forward_backward) if due else None
+    for replica in state.parallel.replicas if recipe.layout.early else ():
+        replica.updater.expect(scheduled(state, recipe.optim, recipe.train.steps))
     share = forward_backward(state, microbatches, recipe.train.seed)
     if complete is not None:
         complete()
@@ -248,8 +268,7 @@ def update(
     moments and counts stay as they are: such a gradient would destroy them. The host does not know it yet, so it queues
     the update all the same. bad: 1 if they are not finite, which must not last; None: `skip`.
     """
-    own = state.functions
-    lr = rate(optim, state.step, steps) if own.schedule is None else own.rate(state.step, steps)
+    lr = scheduled(state, optim, steps)
     scale = clip_scale(norm, optim.grad_clip)
     if state.loss_scale is not None:
         scale = (1.0 if scale is None else scale) / state.loss_scale.factor
@@ -264,6 +283,12 @@ def update(
         bad = bad - state.loss_scale.update(bad)
     state.counts = torch.stack([updates + (1 - skip), (skipped + 1) * bad])
     return lr, bad
+
+
+def scheduled(state: State, optim: OptimSection, steps: int) -> float:
+    """The learning rate of the step that is next."""
+    own = state.functions
+    return rate(optim, state.step, steps) if own.schedule is None else own.rate(state.step, steps)
 
 
 def rate(optim: OptimSection, step: int, steps: int) -> float:

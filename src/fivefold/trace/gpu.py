@@ -113,19 +113,26 @@ def _one_on_gpu(recipe: Recipe, rank: int, over_time: bool = False) -> dict[str,
 
 
 def on_gpu(
-    jobs: Iterable[tuple[Recipe, int]], over_time: bool = False, compiles: bool = True
+    jobs: Iterable[tuple[Recipe, int]],
+    over_time: bool = False,
+    in_python: Iterable[tuple[Recipe, int]] = (),
 ) -> list[dict[str, Any]]:
     """Traces (resolved recipe, rank) one after the other in one other process. Each result is that of `_answer`.
-    over_time: memory over time instead of the exact figures. compiles: blocks are compiled, as the trainer does; that
-    takes seconds for each kind of block.
+    over_time: memory over time instead of the exact figures. Blocks are compiled, as the trainer does, which takes
+    seconds for each kind of block; those of jobs `in_python`, whose results come behind the others, are not.
 
     Raises:
         UserError: GPUs cannot be traced here.
     """
     if reason := why_not():
         raise UserError(f"the step cannot be traced as a GPU computes it: {reason}")
-    settings = {"timelines": over_time, "compiles": compiles}
-    lines = [json.dumps({"recipe": r.model_dump_json(), "rank": rank, **settings}) for r, rank in jobs]
+    lines = [
+        json.dumps(
+            {"recipe": r.model_dump_json(), "rank": rank, "timelines": over_time, "compiles": compiles}
+        )
+        for compiles, given in ((True, jobs), (False, in_python))
+        for r, rank in given
+    ]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-P", "-c", LOADING, *libraries()],

@@ -21,13 +21,14 @@ from fivefold.errors import UserError
 from fivefold.files import read_json
 from fivefold.kernels.hashing import digest, keys
 from fivefold.observe.faults import GROWTH, described, found_in
-from fivefold.recipe import FaultsSection
+from fivefold.recipe import FaultsSection, Recipe
 from fivefold.step.state import State
 from fivefold.step.step import last_update
 from fivefold.train.restart import newest
 
 MAX_SKIPPED = 5  # steps in a row with a non-finite loss or gradient before the run stops
 ROLLBACKS = "rollbacks.json"
+UPDATED = ("the update is skipped", "early updates may have used it")
 ADVICE = "a smaller optim.lr or optim.grad_clip"
 
 
@@ -86,18 +87,19 @@ def read_rollbacks(out: Path) -> dict[str, Any]:
     raise UserError(f"{path} is damaged: it says which data the run leaves out, so it cannot resume exactly")
 
 
-def note(faults: FaultsSection, figures: Mapping[str, Any]) -> str:
+def note(recipe: Recipe, figures: Mapping[str, Any]) -> str:
     """The line that the console says of a step; "" if nothing is wrong with it."""
     if not (kinds := found_in(figures)):
         return ""
-    used = all(policy(faults, kind) == "tell" for kind in kinds)
+    used = all(policy(recipe.faults, kind) == "tell" for kind in kinds)
     said = "; ".join(described(kind, figures) for kind in kinds)
-    return f"step {figures['step']}: {said}; the update is {'used all the same' if used else 'skipped'}"
+    act = "the update is used all the same" if used else UPDATED[recipe.layout.early]
+    return f"step {figures['step']}: {said}; {act}"
 
 
-def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> Fault | None:
+def judged(recipe: Recipe, figures: Mapping[str, Any], skipped: int) -> Fault | None:
     """What ends the run as it is, if anything in a step's figures does. skipped: as in `step.Done`."""
-    step = figures["step"]
+    step, faults, early = figures["step"], recipe.faults, recipe.layout.early
     if skipped >= MAX_SKIPPED and faults.on_nonfinite == "skip":
         diverged = (
             f"loss or gradient were not finite in {MAX_SKIPPED} steps in a row, up to step {step}: the run has "
@@ -109,7 +111,7 @@ def judged(faults: FaultsSection, figures: Mapping[str, Any], skipped: int) -> F
             said = f"step {step}: {described(kind, figures)}"
             if kind == "destroyed":
                 return Fault(step, said, act, step - 2, good=False)
-            return Fault(step, f"{said}; the update is skipped", act, step - 1)
+            return Fault(step, f"{said}; {UPDATED[early]}", act, step - 1, good=not early)
     return None
 
 

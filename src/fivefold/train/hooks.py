@@ -130,7 +130,7 @@ class RunHooks:
 
     def record(self, line: dict[str, Any]) -> None:
         """Records the figures of a step, in order of steps."""
-        fault = note(self.job.recipe.faults, line)
+        fault = note(self.job.recipe, line)
         for name in (*KINDS, *USUAL):
             if not fault or not line.get(name):
                 line.pop(name, None)

@@ -7,18 +7,19 @@ samples and saves. What a step found out is read and recorded while the next one
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+import torch
+
 from fivefold.comm.progress import progress, span
 from fivefold.errors import UserError
-from fivefold.recipe import FaultsSection, Recipe, batch_size
+from fivefold.recipe import Recipe, batch_size
 from fivefold.recipe.entries import steps
 from fivefold.step.state import State
-from fivefold.step.step import Done, take_step
+from fivefold.step.step import Done, moment, seconds_between, take_step
 from fivefold.train.faults import Fault, judged, weights_fault
 from fivefold.train.hooks import RunHooks, due
 
@@ -46,7 +47,8 @@ def train_loop(
     looked_into = {observe.memory_step, observe.histogram_step, *steps(observe.profile_steps)}
     if behind is None:
         behind = int(state.mesh.device.type != "cpu")
-    with _Late(hooks, behind, recipe.faults) as late, names_step(state):
+    clock = state.mesh.device if take is None else torch.device("cpu")
+    with _Late(hooks, behind, recipe, clock) as late, names_step(state):
         while state.step < train.steps:
             late.start()
             traced = state.step + 1 == recipe.observe.trace_step
@@ -112,11 +114,13 @@ class _Late:
     On a GPU the host runs ahead, and reading a step's figures is its only wait for the device. So it learns one step
     late that it shall stop, or that something is wrong. A step takes from the end of the one before, or from its start
     if no other is under way, until it is done. fault: the first one. bad: True if loss or gradient of the last step
-    that was read were not finite. save: a checkpoint is due by time, in a step that was read last.
+    that was read were not finite. save: a checkpoint is due by time, in a step that was read last. clock: the device
+    that computes the figures.
     """
 
-    def __init__(self, hooks: RunHooks, behind: int, faults: FaultsSection) -> None:
-        self.hooks, self.behind, self.faults, self.began = hooks, behind, faults, 0.0
+    def __init__(self, hooks: RunHooks, behind: int, recipe: Recipe, clock: torch.device) -> None:
+        self.hooks, self.behind, self.recipe, self.clock = hooks, behind, recipe, clock
+        self.began: Any = 0.0
         self.queued: deque[tuple[dict[str, Any], Done]] = deque()
         self.stop, self.save, self.bad = False, False, False
         self.fault: Fault | None = None
@@ -124,7 +128,7 @@ class _Late:
     def start(self) -> None:
         """A step begins."""
         if not self.queued:
-            self.began = time.perf_counter()
+            self.began = moment(self.clock)
 
     def add(self, step: int, done: Done, waited: float, at_once: bool) -> None:
         """Queues a step, and records those before it. at_once: its own figures, too."""
@@ -142,8 +146,8 @@ class _Late:
         for line, done in list(self.queued)[: len(self.queued) - left]:
             if "step_s" not in line:
                 done.wait()
-                now = time.perf_counter()
-                line["step_s"], self.began = now - self.began, now
+                end = done.end
+                line["step_s"], self.began = seconds_between(self.began, end), end
                 progress.end_step(line["step"], line["step_s"], line["data_wait_s"])
 
     def _record(self, left: int) -> None:
@@ -156,7 +160,7 @@ class _Late:
             found = {"step": line["step"], "loss": done.loss, "grad_norm": done.norm, **line, **done.more}
             if done.seconds:
                 found["rank_seconds"] = done.seconds
-            self.fault = self.fault or judged(self.faults, found, done.skipped)
+            self.fault = self.fault or judged(self.recipe, found, done.skipped)
             self.hooks.record(found)
 
     def __enter__(self) -> _Late:

@@ -332,7 +332,8 @@ def _pieces(name: str, tensor: Tensor, part: Part) -> Iterator[write.Piece]:
             yield write.Piece(name, tensor[where], part.shape, box)
 
 
-OTHERWISE = ("recompute", "offload", "offload_dir", "microbatches", "cp_method", "sp_regather", "expert_chunks",
+OTHERWISE = ("recompute", "offload", "offload_dir", "offload_window", "offload_update",
+             "microbatches", "cp_method", "sp_regather", "expert_chunks",
              "all_reduce", "all_gather", "reduce_scatter", "compress_after")  # fmt: skip
 """Fields of a layout that change no residual."""
 

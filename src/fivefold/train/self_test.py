@@ -86,6 +86,8 @@ def fall_back(state: State, failed: set[str]) -> None:
         for name, module in list(rounded_layers(stage)):
             if name in failed:
                 module.rounded = None
+    for replica in state.parallel.replicas if failed else ():
+        replica.refresh()  # the masters themselves compute, if the layer kept rounded weights
 
 
 @torch.no_grad()

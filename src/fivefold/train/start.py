@@ -37,7 +37,7 @@ from fivefold.models.card import card_of
 from fivefold.models.custom import CustomModel, ModuleCard
 from fivefold.models.recomputation import budget_of
 from fivefold.observe.console import QUIET
-from fivefold.plan.predict import budget, priced_here
+from fivefold.plan.predict import budget, planned_window, priced_here
 from fivefold.recipe import Recipe, change, entries, resolve
 from fivefold.recipe.resolve import in_layout, nearest_layout
 from fivefold.recipe.rules import allows
@@ -279,24 +279,31 @@ def _run_here(job: Job, interrupt: Interrupt, world: int) -> int | None:
         raise
 
 
-def _within_budget(recipe: Recipe, caller: Caller) -> Recipe:
-    """The recipe with a mode of recomputation for each block, if `layout.recompute` is a budget: by this machine's own
-    times. Ranks of a launcher, perhaps on several machines, take the same table instead, so they agree.
+def _within_budget(given: Recipe, caller: Caller) -> Recipe:
+    """The recipe with a mode of recomputation for each block, if `layout.recompute` is a budget, and with a number for
+    `layout.offload_window = 0`: by this machine's own times. Ranks of a launcher, perhaps on several machines, take the
+    same table instead, so they agree.
 
     Raises:
         UserError: the budget is too small.
     """
-    if budget_of(recipe.layout.recompute) is None:
+    recipe, layout = given, given.layout
+    if budget_of(layout.recompute) is None and layout.offload_window:
         return recipe
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known = recipe.precision.model_copy(update={"mode": compute_mode(recipe, device).name})
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    chosen = budget(recipe.model_copy(update={"precision": known}), *priced_here(name, caller.world is None))
-    assert chosen is not None
-    if caller.first:
-        print(chosen.line(recipe.layout.recompute), file=sys.stderr)
-    layout = recipe.layout.model_copy(update={"recompute": chosen.recompute})
-    return recipe.model_copy(update={"layout": layout})
+    recipe, prices = recipe.model_copy(update={"precision": known}), priced_here(name, caller.world is None)
+    if not layout.offload_window:
+        layout = layout.model_copy(update={"offload_window": planned_window(recipe, *prices)})
+        if caller.first:
+            print(f"offload_window = 0 becomes {layout.offload_window} blocks", file=sys.stderr)
+        recipe = recipe.model_copy(update={"layout": layout})
+    if (chosen := budget(recipe, *prices)) is not None:
+        if caller.first:
+            print(chosen.line(layout.recompute), file=sys.stderr)
+        layout = layout.model_copy(update={"recompute": chosen.recompute})
+    return given.model_copy(update={"layout": layout})
 
 
 def _fit_layout(recipe: Recipe, nproc: int | None, launched: int | None) -> Recipe:

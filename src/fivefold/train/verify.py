@@ -241,14 +241,16 @@ class Plain(Replica):
 
     def __init__(self, module: nn.Module, parts: dict[str, Part], mode: Mode):
         self.parts, self.params = parts, dict(module.named_parameters())
-        kept, working = torch_dtype(mode.master), torch_dtype(mode.working)
+        kept, working, sums = map(torch_dtype, (mode.master, mode.working, mode.gradient))
         self.masters = {
             name: p.detach().to(working if parts[name].frozen else kept, copy=True)
             for name, p in self.params.items()
         }
-        self.gradients = {n: torch.zeros_like(w) for n, w in self.masters.items() if not parts[n].frozen}
+        self.gradients = {
+            n: torch.zeros_like(w, dtype=sums) for n, w in self.masters.items() if not parts[n].frozen
+        }
         for name, p in self.params.items():
-            p.data = p.data.to(working)
+            p.data = self.masters[name].to(working, copy=True)
             p.requires_grad_(not parts[name].frozen)
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(partial(self._add, name))

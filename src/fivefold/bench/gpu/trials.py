@@ -17,12 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile, gettempdir
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ JSON, HTML = "gpu.json", "gpu.html"
 LEAST_S = 5.0  # a trial's process alone takes some seconds to start
 AGAIN, REPORT = "the same command again runs it", "please report it with gpu.json"
 ON_CPU = 2  # ranks
+CORES = 4  # for each of several trials at once
 SIZES = {1 << 20: 20, 16 << 20: 10, 256 << 20: 5}  # bytes of a message: repetitions
 LARGE = 16 << 20  # bytes from which a message shows its rate, not its latency
 LINK, TIME, MEMORY = 0.8, 1.1, 0.05  # of the planned rate and time; error of the planned bytes
@@ -246,36 +247,63 @@ def measure(out: Path, parts: Sequence[str], limit_s: float, say: Callable[[str]
         while waiting:
             part, now = next(iter(waiting)), time.monotonic()
             until = now + (end - now) * PARTS[part].share / sum(PARTS[one].share for one in waiting)
-            for name in waiting.pop(part):
-                if (seconds := until - time.monotonic()) >= LEAST_S:
-                    done[part][name] = _trial(part, name, seconds)
-                found = done[part].setdefault(name, {"rows": [], "why": f"no time within --limit; {AGAIN}"})
-                write_atomically(out / JSON, json.dumps(report, indent=1) + "\n")
-                write_atomically(out / HTML, page(report, {part: PARTS[part].about for part in PARTS}))
-                say("\n  ".join([f"{part}: {name}", *map(line, rows(found))]))
+            names = waiting.pop(part)
+            for first in range(0, len(names), at_once := _at_once(part)):
+                group, seconds = names[first : first + at_once], until - time.monotonic()
+                why = {"rows": [], "why": f"no time within --limit; {AGAIN}"}
+                late = ((name, done[part].get(name, why)) for name in group)
+                for name, found in _trials(part, group, seconds) if seconds >= LEAST_S else late:
+                    done[part][name] = found
+                    write_atomically(out / JSON, json.dumps(report, indent=1) + "\n")
+                    write_atomically(out / HTML, page(report, {part: PARTS[part].about for part in PARTS}))
+                    say("\n  ".join([f"{part}: {name}", *map(line, rows(found))]))
     return report
 
 
-def _trial(part: str, name: str, seconds: float) -> dict[str, Any]:
-    """The rows of a trial, and "why" it ended before all were there."""
+def _at_once(part: str) -> int:
+    """How many trials of a part run side by side. Those of `verify` are not timed, and mostly start and compile."""
+    return max(1, (os.cpu_count() or 1) // CORES) if part == "verify" else 1
+
+
+def _trials(part: str, names: Sequence[str], seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Trials side by side, and of each its rows, and "why" it ended before all were there."""
+    end = time.monotonic() + seconds
+    with ExitStack() as stack:
+        started = [(name, *_start(stack, part, name, len(names) > 1)) for name in names]
+        for name, process, printed, said in started:
+            why = ""
+            try:
+                if code := process.wait(max(0.0, end - time.monotonic())):
+                    said.seek(0)
+                    why = f"failed: {shortened(anonymous(said.read().strip()), 2000) or code}"
+            except subprocess.TimeoutExpired:
+                why = f"stopped after {seconds:.0f} s, its share of --limit; {AGAIN}"
+            printed.seek(0)
+            lines = [text for text in printed.read().splitlines() if text.startswith('{"name":')]
+            yield name, {"rows": [json.loads(text) for text in lines]} | ({"why": why} if why else {})
+
+
+def _start(stack: ExitStack, part: str, name: str, several: bool) -> tuple[subprocess.Popen[str], Any, Any]:
+    """A trial's process, and files with what it has printed and said. `stack` kills it, and what it has started."""
+    output = partial(TemporaryFile, "w+", errors="replace")
+    printed, said = stack.enter_context(output()), stack.enter_context(output())
+    folder = stack.enter_context(TemporaryDirectory(prefix="fivefold-"))
+    # What a killed process leaves goes, too, but for what the next one need not compile again.
+    compiled = f"{gettempdir()}/torchinductor_{getpass.getuser()}"
+    environment = {"TORCHINDUCTOR_CACHE_DIR": compiled, **os.environ, "TMPDIR": folder}
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": str(CORES)} if several else {}
     command = [sys.executable, "-P", "-m", "fivefold.bench.gpu.trials", part, name]
-    output, why = partial(TemporaryFile, "w+", errors="replace"), ""
-    with TemporaryDirectory(prefix="fivefold-") as folder, output() as printed, output() as said:
-        environment = os.environ | {"TMPDIR": folder}  # what a killed process leaves goes, too
-        process = subprocess.Popen(command, stdout=printed, stderr=said, process_group=0, env=environment)
-        try:
-            if code := process.wait(seconds):
-                said.seek(0)
-                why = f"failed: {shortened(anonymous(said.read().strip()), 2000) or code}"
-        except subprocess.TimeoutExpired:
-            why = f"stopped after {seconds:.0f} s, its share of --limit; {AGAIN}"
-        finally:
-            with suppress(ProcessLookupError):  # what it has started, too
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        printed.seek(0)
-        lines = [text for text in printed.read().splitlines() if text.startswith('{"name":')]
-    return {"rows": [json.loads(text) for text in lines]} | ({"why": why} if why else {})
+    process = subprocess.Popen(
+        command, stdout=printed, stderr=said, process_group=0, env=environment, text=True
+    )
+
+    def end() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    stack.callback(end)
+    return process, printed, said
 
 
 def anonymous(text: str) -> str:

@@ -9,10 +9,11 @@ its input only, so "full" recomputation with this keeps next to nothing on the d
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from fivefold.sharding.tiers import READ_AHEAD, SMALLEST
 
 class Saved:
     """A saved tensor. before: the one that was saved before it. host: its copy, a buffer of the pool. here: the copy
-    that is read back. under_way: the copying, to or from the host."""
+    that is read back. copies: to the host, and back; the last one may be under way."""
 
     def __init__(self, owner: Activations, tensor: Tensor, before: Saved | None):
         self.owner, self.shape, self.before = owner, tensor.shape, before and weakref.ref(before)
@@ -37,10 +38,6 @@ class Saved:
         self.here: Tensor | None = None
         self.copies: list[Future[None]] = []
         weakref.finalize(self, owner.give_back, self.host, self.copies)
-
-    @property
-    def under_way(self) -> Future[None]:
-        return self.copies[-1]
 
     def view(self) -> Tensor:
         """The host's copy, in the tensor's shape and strides."""
@@ -56,77 +53,75 @@ class Saved:
 class Part:
     """This rank's part of a tensor that all ranks of an axis have."""
 
-    saved: Saved
+    saved: Tensor | Saved
     shape: torch.Size
 
 
-def _alike(tensor: Tensor) -> bool:
-    """True if a tensor has the shape of activations: tensor-parallel ranks have such inputs of blocks alike."""
-    return tensor.dim() == 3 and tensor.is_floating_point()
-
-
 class Parts:
-    """Inputs of recomputed blocks on the device: of each, every rank of `axis` keeps a part (ZeRO-R's Pa)."""
+    """Inputs of recomputed blocks. Every rank of `axis` keeps a part of each (ZeRO-R's Pa), here on the device."""
 
-    def __init__(self, axis: Axis):
+    def __init__(self, axis: Axis | None):
         self.axis = axis
 
     def saving(self) -> AbstractContextManager[object]:
-        """The context of forward and backward. Whatever else is saved stays whole."""
+        """The context of forward and backward."""
         return nullcontext()
 
-    def partitioned(self) -> saved_tensors_hooks:
+    def partitioned(self) -> AbstractContextManager[object]:
         """The context in which inputs of recomputed blocks are saved."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return nullcontext() if self.axis is None else saved_tensors_hooks(self._divide, self._join)
 
-    def _pack(self, tensor: Tensor) -> Tensor | tuple[Tensor, torch.Size]:
-        if not _alike(tensor):
-            return tensor
-        return tensor.detach().reshape(self.axis.size, -1)[self.axis.index].clone(), tensor.shape
+    def _divide(self, tensor: Tensor) -> Tensor | Saved | Part:
+        assert self.axis is not None
+        # Inputs of blocks, which tensor-parallel ranks have alike, have the shape of activations
+        if tensor.dim() != 3 or not tensor.is_floating_point():
+            return self._pack(tensor)
+        mine = tensor.detach().reshape(self.axis.size, -1)[self.axis.index]
+        packed = self._pack(mine)
+        return Part(packed.clone() if isinstance(packed, Tensor) else packed, tensor.shape)
 
-    def _unpack(self, packed: Tensor | tuple[Tensor, torch.Size]) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        part, shape = packed
-        return self.axis.all_gather(part).view(shape)
+    def _join(self, packed: Tensor | Saved | Part) -> Tensor:
+        assert self.axis is not None
+        if not isinstance(packed, Part):
+            return self._unpack(packed)
+        return self.axis.all_gather(self._unpack(packed.saved)).view(packed.shape)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Saved:
+        return tensor
+
+    def _unpack(self, packed: Tensor | Saved) -> Tensor:
+        assert isinstance(packed, Tensor)
+        return packed
 
 
-class Activations:
+class Activations(Parts):
     """Host memory for the activations of one rank.
 
-    weights: tensors that stay. axis: see `partitioned`. held, most: bytes in host memory, now and at most. moved: bytes
+    weights: tensors that stay. axis: as in `Parts`. held, most: bytes in host memory, now and at most. moved: bytes
     that have left the device so far.
     """
 
     def __init__(self, disk: Disk, device: torch.device, weights: Iterable[Tensor], axis: Axis | None = None):
-        self.disk, self.device, self.axis, self._alike = disk, device, axis, False
+        super().__init__(axis)
+        self.disk, self.device = disk, device
         self._weights = {private.storage_of(weight) for weight in weights}
         self._pool: dict[int, list[Tensor]] = {}
         self._last: weakref.ref[Saved] | None = None
         self._saved: weakref.WeakValueDictionary[tuple[int, int], Saved] = weakref.WeakValueDictionary()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._start = partial(
+            disk.start, what="activations", lane=True
+        )  # a buffer is used again in this order
         self.held = self.most = self.moved = 0
 
     def saving(self) -> saved_tensors_hooks:
-        """The context of forward and backward."""
         return saved_tensors_hooks(self._pack, self._unpack)
-
-    @contextmanager
-    def partitioned(self) -> Iterator[None]:
-        """What is saved inside and has the shape of activations, all ranks of `axis` have alike. Each keeps a part."""
-        self._alike = self.axis is not None
-        try:
-            yield
-        finally:
-            self._alike = False
 
     def buffer(self, size: int) -> Tensor:
         free = self._pool.setdefault(size, [])
         self.held += size
         self.most = max(self.most, self.held)
-        return (
-            free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-        )
+        pinned = self.device.type == "cuda"
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def pool(self) -> list[Tensor]:
         """The buffers that hold nothing now."""
@@ -140,15 +135,7 @@ class Activations:
         else:
             free.append(buffer)
 
-    def _pack(self, tensor: Tensor) -> Tensor | Saved | Part:
-        if self._alike and _alike(tensor):
-            assert self.axis is not None
-            mine = tensor.detach().reshape(self.axis.size, -1)[self.axis.index]
-            saved = self._save(mine)
-            return Part(saved, tensor.shape) if isinstance(saved, Saved) else tensor
-        return self._save(tensor)
-
-    def _save(self, tensor: Tensor) -> Tensor | Saved:
+    def _pack(self, tensor: Tensor) -> Tensor | Saved:
         storage = private.storage_of(tensor)
         dense = tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= tensor.nbytes
         root = tensor._base if tensor._base is not None else tensor
@@ -164,21 +151,16 @@ class Activations:
             return found
         saved = self._saved[key] = Saved(self, tensor, self._last and self._last())
         self._last = weakref.ref(saved)
-        saved.copies.append(self._copy(tensor.detach(), saved.view(), out=True))
+        saved.copies.append(self._start(tensor.detach(), saved.view(), out=True))
         self.moved += tensor.nbytes
         return saved
 
-    def _unpack(self, packed: Tensor | Saved | Part) -> Tensor:
-        if isinstance(packed, Part):
-            assert self.axis is not None
-            return self.axis.all_gather(self._unpack(packed.saved)).view(packed.shape)
+    def _unpack(self, packed: Tensor | Saved) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         self._fetch(packed)
         assert packed.here is not None
-        self.disk.meter.wait(packed.under_way.result, "activations")
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        self.disk.arrive(packed.copies[-1:], "activations")
         found, packed.here = packed.here, None
         one = packed
         for _ in range(READ_AHEAD):
@@ -191,21 +173,11 @@ class Activations:
     def _fetch(self, saved: Saved) -> None:
         """Starts to read a tensor back."""
         if saved.here is None:
-            saved.under_way.result()  # it has left
+            if self.device.type == "cpu":
+                saved.copies[-1].result()  # it has left; a stream keeps the order
             view = saved.view()
             saved.here = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=self.device)
-            saved.copies.append(self._copy(view, saved.here, out=False))
-
-    def _copy(self, source: Tensor, target: Tensor, out: bool) -> Future[None]:
-        if self._stream is None:
-            return self.disk.submit(self.disk.copy, target, source, out, "activations")
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            target.copy_(source, non_blocking=True)
-            (source if source.is_cuda else target).record_stream(self._stream)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+            saved.copies.append(self._start(saved.here, view, out=False))
 
 
 def _compact(tensor: Tensor) -> bool:

@@ -29,6 +29,7 @@ from fivefold.kernels import private
 from fivefold.schedules.timelines import COMPUTE, MESSAGE, WAIT
 from fivefold.sharding.tiers import lane_of
 
+Futures = list[Future[None]]
 PAGE = 4096
 THREADS = 4
 """Reads and writes under way at once."""
@@ -109,8 +110,8 @@ class Disk:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="offload", initializer=alone)
         self._own = threading.local()
         self.files: list[File] = []
-        self._touched = 0
-        self._under_way: tuple[Any, ...] = ()
+        self._touched, self._under_way = 0, tuple[Any, ...]()
+        self._streams: dict[bool, torch.cuda.Stream] = {}
 
     def file(self, size: int, what: str) -> File:
         """A new file of `size` bytes. what: names it in messages.
@@ -145,9 +146,35 @@ class Disk:
             return at_once(self._run, work, *arguments)
         return self._pool.submit(self._run, work, *arguments)
 
-    def copy(self, target: Tensor, source: Tensor, out: bool, what: str) -> None:
-        """Copies between the device and host memory. out: away from the device."""
+    def start(
+        self, here: Tensor, there: Tensor, out: bool, what: str, lane: bool | None = None
+    ) -> Future[None]:
+        """Starts a copy between the device (here) and host memory (there). out: away from the device. On a GPU it is
+        queued behind what the current stream does so far, in one of two streams: `lane`, or one each way."""
+        if not here.is_cuda:
+            return self.submit(self.copy, here, there, out, what)
+        lane = out if lane is None else lane
+        stream = self._streams.get(lane) or self._streams.setdefault(lane, torch.cuda.Stream(here.device))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            target, source = (there, here) if out else (here, there)
+            target.copy_(source, non_blocking=True)
+            here.record_stream(stream)
+            return Copying(stream.record_event())
+
+    def arrive(self, copies: Sequence[Future[None]], what: str) -> None:
+        """Waits for copies: the current stream waits for those of a GPU's streams, else the host, which counts the
+        time."""
+        for each in copies:
+            if isinstance(each, Copying):
+                torch.cuda.current_stream().wait_event(each.event)
+            else:
+                self.meter.wait(each.result, what)
+
+    def copy(self, here: Tensor, there: Tensor, out: bool, what: str) -> None:
+        """Copies between the device (here) and host memory (there). out: away from the device."""
         began = time.perf_counter()
+        target, source = (there, here) if out else (here, there)
         target.copy_(source)
         self.meter.moved("host", out, what, began, target.nbytes)
 
@@ -171,6 +198,18 @@ class Disk:
         for file in self.files:
             file.close()
         self.files.clear()
+
+
+class Copying(Future[None]):
+    """A copy in a stream of a GPU. The host waits for its `result`, a stream by `Disk.arrive`."""
+
+    def __init__(self, event: Any):
+        super().__init__()
+        self.event = event
+        self.set_result(None)
+
+    def result(self, timeout: float | None = None) -> None:
+        self.event.synchronize()
 
 
 class File:
@@ -201,59 +240,38 @@ class File:
             self._map.madvise(mmap.MADV_DONTNEED)
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def read(self, offset: int, into: Tensor) -> None:
-        """Fills aligned bytes from a multiple of PAGE on. Blocks."""
-        done, size, memory, began = 0, into.numel(), into.numpy().data, time.perf_counter()
+    def move(self, offset: int, memory: Tensor, out: bool) -> None:
+        """Fills aligned bytes from a multiple of PAGE on, or writes them there (`out`). Blocks."""
+        done, size, left, began = 0, memory.numel(), memory.numpy().data, time.perf_counter()
         while done < size:
-            count = os.preadv(self._file, [memory[done:]], offset + done)
+            count = (os.pwritev if out else os.preadv)(self._file, [left[done:]], offset + done)
             if count <= 0:
                 raise OSError(errno.EIO, f"{self.what}: the file ends at byte {offset + done}")
             done += count
-        self.disk.meter.moved("disk", False, self.what, began, size)
-        self._forget(offset, size)
-
-    def write(self, offset: int, data: Tensor) -> None:
-        """Writes aligned bytes at a multiple of PAGE. Blocks."""
-        done, size, memory, began = 0, data.numel(), data.numpy().data, time.perf_counter()
-        while done < size:
-            done += os.pwritev(self._file, [memory[done:]], offset + done)
-        self.disk.meter.moved("disk", True, self.what, began, size)
-        self._forget(offset, size)
+        self.disk.meter.moved("disk", out, self.what, began, size)
+        if not self.direct:  # a file system without direct I/O keeps what it has moved in the page cache
+            os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         """Waits until all that was written is on the disk."""
         os.fsync(self._file)
 
-    def _forget(self, offset: int, size: int) -> None:
-        if (
-            not self.direct
-        ):  # a file system without direct I/O keeps what it has read and written in the page cache
-            os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_DONTNEED)
-
-    def load(self, offset: int, into: Tensor) -> list[Future[None]]:
-        """Starts to fill a contiguous tensor from a byte of the file on, a multiple of PAGE."""
-        return self._parts(self._load, offset, into)
-
-    def store(self, offset: int, tensor: Tensor) -> list[Future[None]]:
-        """Starts to write a contiguous tensor; the caller keeps it until then."""
-        return self._parts(self._store, offset, tensor)
-
-    def _parts(self, work: Callable[..., None], offset: int, tensor: Tensor) -> list[Future[None]]:
+    def start(self, offset: int, tensor: Tensor, out: bool) -> Futures:
+        """Starts to fill a contiguous tensor from a byte of the file on, a multiple of PAGE, or to write it there
+        (`out`); the caller keeps it until then."""
         flat = tensor.view(-1).view(torch.uint8)
         return [
-            self.disk.submit(work, offset + start, flat[start : start + SPAN])
-            for start in range(0, flat.numel(), SPAN)
+            self.disk.submit(self._part, offset + first, flat[first : first + SPAN], out)
+            for first in range(0, flat.numel(), SPAN)
         ]
 
-    def _load(self, offset: int, into: Tensor) -> None:
-        size, staging = into.numel(), self.disk.staging()
-        self.read(offset, staging[: -(-size // PAGE) * PAGE])
-        into.copy_(staging[:size])
-
-    def _store(self, offset: int, tensor: Tensor) -> None:
-        size, staging = tensor.numel(), self.disk.staging()
-        staging[:size].copy_(tensor)
-        self.write(offset, staging[: -(-size // PAGE) * PAGE])
+    def _part(self, offset: int, part: Tensor, out: bool) -> None:
+        size, staging = part.numel(), self.disk.staging()
+        if out:
+            staging[:size].copy_(part)
+        self.move(offset, staging[: -(-size // PAGE) * PAGE], out)
+        if not out:
+            part.copy_(staging[:size])
 
     def close(self) -> None:
         os.close(self._file)  # the mapping lives until its last tensor is gone

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
 from itertools import pairwise
 
 import torch
@@ -22,15 +21,13 @@ from fivefold.kernels import private
 from fivefold.kernels.elementwise import add_gradient
 from fivefold.optim.scaling import Norms, norms
 from fivefold.optim.updater import Updater
-from fivefold.parallel.offload.disk import wait_for
+from fivefold.parallel.offload.disk import Futures, wait_for
 from fivefold.parallel.offload.states import Offload
-from fivefold.parallel.offload.update import GRADIENTS, OUTSIDE, WORKING, Home, InHost, InPlace, OnDisk
+from fivefold.parallel.offload.update import GRADIENTS, OUTSIDE, WORKING, InHost, OnDisk
 from fivefold.parallel.replica import Hooked, Replica
 from fivefold.sharding.parts import Part
-from fivefold.sharding.tiers import AHEAD, BEHIND, Chunk, unit_of
+from fivefold.sharding.tiers import BEHIND, unit_of
 from fivefold.sharding.units import buffer_order
-
-Futures = list[Future[None]]
 
 
 class Unit:
@@ -96,9 +93,10 @@ class Pages(Replica):
             name for unit in self.pages.values() if unit.paged for name in self.offload.arena.names(unit.name)
         }
         self.working = {name: weight for name, weight in self.computing.items() if name not in away}
-        if self._working is not None:
-            dtype = next(iter(self.computing.values())).dtype
-            self.offload.homes[WORKING] = _ByUnit(self.offload.homes[WORKING], self.working, dtype)
+        if isinstance(self._working, InHost):
+            self._working.tensors = {**self._working.tensors, **self.working}
+        elif self._working is not None:
+            self._working.stay = self.working
 
     def _home(self, kind: str) -> InHost | OnDisk:
         home = self.offload.homes[kind]
@@ -108,19 +106,19 @@ class Pages(Replica):
     # Weights
 
     def in_order(self, forward: list[Unit], backward: list[Unit], last_stays: bool) -> None:
-        """The paged units of a stage, in the orders in which their weights are needed. last_stays: the last one's stay
-        until its backward, which is next."""
+        """The paged units of a stage, in the orders in which their weights are needed. last_stays: those of the last
+        window stay until their backward, which is next."""
         for direction, units in ((1, forward), (-1, backward)):
             for one, following in pairwise(units):
                 one.beside[direction] = following
-        if forward:
-            forward[-1].stays = last_stays
+        for unit in forward[-self.offload.window :]:
+            unit.stays = last_stays
 
     def need(self, unit: Unit, direction: int) -> None:
         """Waits until the weights of a block are there, and starts to read those of the next ones."""
         self._fetch(unit)
         further: Unit | None = unit
-        for _ in range(AHEAD):
+        for _ in range(self.offload.window - 1):
             further = further and further.beside.get(direction)
             if further is not None:
                 self._fetch(further, wait=False)
@@ -137,13 +135,12 @@ class Pages(Replica):
             elif not updater.is_ready(unit.name):
                 return
         unit.working.untyped_storage().resize_(unit.size * unit.working.itemsize)
-        unit.coming += self._working.load(unit.start, unit.working)
+        unit.coming += self._working.start(unit.start, unit.working, out=False)
         unit.here = True
 
     def wait(self, unit: Unit) -> None:
-        if unit.coming:
-            coming, unit.coming = unit.coming, []
-            self.offload.disk.meter.wait(lambda: wait_for(coming), unit.name or OUTSIDE)
+        coming, unit.coming = unit.coming, []
+        self.offload.disk.arrive(coming, unit.name or OUTSIDE)
 
     def free(self, unit: Unit) -> None:
         unit.backward = False
@@ -162,7 +159,7 @@ class Pages(Replica):
                 self.computing[name].copy_(self.masters[name])
             if unit.paged:
                 assert self._working is not None
-                wait_for(self._working.save(unit.start, unit.working))
+                wait_for(self._working.start(unit.start, unit.working, out=True))
                 unit.here = True
                 self.free(unit)
         self.offload.disk.drop()
@@ -179,12 +176,11 @@ class Pages(Replica):
         if isinstance(self._gradients, Tensor):
             unit.gradients = self._gradients[unit.start : unit.start + unit.size]
         elif unit.gradients is None:
-            for each in unit.going:
-                each.result()
+            self.offload.disk.arrive(unit.going, "gradients")
             unit.going = []
             unit.gradients = torch.empty(unit.size, dtype=self.offload.dtype, device=self.offload.device)
             if unit.stored:
-                unit.coming += self._gradients.load(unit.start, unit.gradients)
+                unit.coming += self._gradients.start(unit.start, unit.gradients, out=False)
 
     def write(self, unit: Unit) -> None:
         """All gradients of a unit have arrived in this microbatch, and are summed if it is the last one."""
@@ -192,12 +188,13 @@ class Pages(Replica):
         if self._syncing and not self.reduced:
             for name in self.offload.arena.names(unit.name):
                 self._norms[name] = norms([self.sum_of(unit, name)])
-        if not unit.stored and self.offload.updater is not None:
-            self.offload.updater.release(unit.name)
         if not isinstance(self._gradients, Tensor):
             # they hold the buffer until it is written
-            unit.going += self._gradients.save(unit.start, unit.gradients)
+            unit.going += self._gradients.start(unit.start, unit.gradients, out=True)
         unit.gradients, unit.stored = None, True
+        # Tensor-parallel sums, which change any gradient afterwards, are refused; a pipeline's change tied embeddings
+        if self._syncing and self.offload.updater is not None and (unit.name or not self.reduced):
+            self.offload.updater.early(unit.name, [*unit.going])
         self._behind.append(unit.going)
         if len(self._behind) > BEHIND:
             oldest = self._behind.popleft()
@@ -376,17 +373,3 @@ class Paged(Pages, Hooked):
 
     def kept(self) -> dict[str, list[Tensor]]:
         return super().kept() | {"buffers": self.sums.scratch.kept()}
-
-
-class _ByUnit(Home):
-    """Working weights of which only blocks lie in another tier; the others are written on the device."""
-
-    def __init__(self, away: Home, resident: dict[str, Tensor], dtype: torch.dtype):
-        self.away, self.here, self.dtype = away, InPlace(resident, dtype), dtype
-
-    def store(self, chunk: Chunk, buffer: Tensor) -> None:
-        if chunk.unit:
-            self.away.store(chunk, buffer)
-
-    def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
-        return (self.away if chunk.unit else self.here).pieces(chunk, buffer)

@@ -23,13 +23,14 @@ from fivefold.parallel.offload.update import (
     StreamedUpdater,
 )
 from fivefold.precision import torch_dtype
-from fivefold.sharding.tiers import Tiers, arena, runs_twice, unit_of
+from fivefold.sharding.tiers import WINDOW, Tiers, arena, unit_of
 
 
 class Offload:
     """Where one replica keeps what. like: tensors in the shapes of its parameters, or of a rank's rows of them, and in
     the dtype of their masters and of the sums of gradients, in the order of the module. Only these two are read.
-    sharded: (the unit, the elements with padding) of each parameter, if ZeRO divides them."""
+    sharded: (the unit, the elements with padding) of each parameter, if ZeRO divides them. window: units whose weights
+    are on the device at once, if they leave. early: updates run beside backward."""
 
     def __init__(
         self,
@@ -38,8 +39,10 @@ class Offload:
         like: Mapping[str, Tensor],
         device: torch.device,
         sharded: Mapping[str, tuple[str, int]] | None = None,
+        window: int = WINDOW,
+        early: bool = False,
     ):
-        self.disk, self.tiers, self.device, self.sharded = disk, tiers, device, sharded is not None
+        self.disk, self.tiers, self.device, self.window, self.early = disk, tiers, device, window, early
         self.shapes = {name: tuple(t.shape) for name, t in like.items()}
         (self.dtype,) = {t.dtype for t in like.values()}
         units = {name: unit for name, (unit, _) in sharded.items()} if sharded else None
@@ -94,9 +97,8 @@ class Offload:
             state.name: self.views(state.name, self.tiers.states, torch_dtype(state.dtype))
             for state in kept.states
         }
-        twice = runs_twice(self.tiers, self.device.type == "cpu", self.sharded)
-        homes = self.arena, self.homes, states, self.disk
-        self.updater = StreamedUpdater(card, masters, *homes, twice=twice, rounder=rounder, **more)
+        homes, beside = (self.arena, self.homes, states, self.disk), self.early and self.device.type == "cpu"
+        self.updater = StreamedUpdater(card, masters, *homes, beside, rounder=rounder, **more)
         return self.updater
 
     def attach(self, stages: list[nn.Module]) -> None:

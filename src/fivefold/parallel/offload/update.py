@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,10 +18,13 @@ from fivefold.kernels import private
 from fivefold.optim.card import COMPENSATION, OptimizerCard
 from fivefold.optim.rounding import Rounder, cut_off
 from fivefold.optim.updater import Updater
-from fivefold.parallel.offload.disk import Disk, File, aligned, alone, at_once, wait_for
+from fivefold.parallel.offload.disk import Disk, File, Futures, aligned, alone, at_once, wait_for
 from fivefold.schedules.timelines import UPDATE
-from fivefold.sharding.tiers import CHUNK, SLOTS, Arena, Chunk, Piece, share_of_second
+from fivefold.sharding.tiers import CHUNK, SLOTS, Arena, Chunk, Piece
 
+Tensors = dict[str, Tensor]
+Named = dict[str, Tensors]
+"""Tensors of several parameters, by their names."""
 MASTERS, GRADIENTS, WORKING = "masters", "gradients", "working"
 OUTSIDE = "outside of blocks"
 
@@ -36,10 +38,11 @@ class Home:
     moves = True
     dtype: torch.dtype
 
-    def fetch(self, chunk: Chunk, buffer: Tensor) -> None: ...
-    def store(self, chunk: Chunk, buffer: Tensor) -> None: ...
+    def move(self, chunk: Chunk, buffer: Tensor, out: bool) -> None:
+        """Reads a chunk into a slot, or writes it from there."""
+
     def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
-        """The chunk's pieces, flat, once they are fetched."""
+        """The chunk's pieces, flat, once they are read."""
         flat = buffer.view(self.dtype)
         return [flat[p.at : p.at + p.stop - p.start] for p in chunk.pieces]
 
@@ -63,14 +66,10 @@ class InHost(InPlace):
         super().__init__(tensors, flat.dtype)
         self.flat, self.disk, self.what = flat, disk, what
 
-    def load(self, start: int, into: Tensor) -> list[Future[None]]:
-        """Starts to fill a tensor of the device from an element of the arena on."""
-        there = self.flat[start : start + into.numel()]
-        return [self.disk.submit(self.disk.copy, into, there, False, self.what)]
-
-    def save(self, start: int, tensor: Tensor) -> list[Future[None]]:
-        there = self.flat[start : start + tensor.numel()]
-        return [self.disk.submit(self.disk.copy, there, tensor, True, self.what)]
+    def start(self, first: int, here: Tensor, out: bool) -> Futures:
+        """Starts to fill a tensor of the device from an element of the arena on, or to write it there (`out`)."""
+        there = self.flat[first : first + here.numel()]
+        return [self.disk.start(here, there, out, self.what)]
 
 
 class Copied(InPlace):
@@ -83,78 +82,44 @@ class Copied(InPlace):
         super().__init__(tensors, dtype)
         self.disk, self.what = disk, what
 
-    def fetch(self, chunk: Chunk, buffer: Tensor) -> None:
-        for here, there in zip(self.pieces(chunk, buffer), super().pieces(chunk, buffer), strict=True):
-            self.disk.copy(here, there, True, self.what)
-
-    def store(self, chunk: Chunk, buffer: Tensor) -> None:
-        for here, there in zip(self.pieces(chunk, buffer), super().pieces(chunk, buffer), strict=True):
-            self.disk.copy(there, here, False, self.what)
+    def move(self, chunk: Chunk, buffer: Tensor, out: bool) -> None:
+        for there, here in zip(self.pieces(chunk, buffer), super().pieces(chunk, buffer), strict=True):
+            self.disk.copy(here, there, not out, self.what)  # a slot is in host memory
 
 
 class OnDisk(Home):
-    """Tensors in a file, in the order of the arena."""
+    """Tensors in a file, in the order of the arena. stay: those of some units, which are in memory all the same."""
+
+    stay: Mapping[str, Tensor] = {}
 
     def __init__(self, file: File, dtype: torch.dtype = torch.float32):
         self.file, self.dtype = file, dtype
 
-    def fetch(self, chunk: Chunk, buffer: Tensor) -> None:
-        self.file.read(*self._bytes(chunk, buffer))
+    def move(self, chunk: Chunk, buffer: Tensor, out: bool) -> None:
+        if size := self.dtype.itemsize * (not self._stays(chunk)):
+            self.file.move(chunk.start * size, buffer[: chunk.size * size], out)
 
-    def store(self, chunk: Chunk, buffer: Tensor) -> None:
-        self.file.write(*self._bytes(chunk, buffer))
+    def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
+        return (InPlace(self.stay) if self._stays(chunk) else super()).pieces(chunk, buffer)
 
-    def load(self, start: int, into: Tensor) -> list[Future[None]]:
-        """As `InHost.load`."""
-        return self.file.load(start * into.itemsize, into)
+    def _stays(self, chunk: Chunk) -> bool:
+        return any(piece.name in self.stay for piece in chunk.pieces)
 
-    def save(self, start: int, tensor: Tensor) -> list[Future[None]]:
-        return self.file.store(start * tensor.itemsize, tensor)
-
-    def _bytes(self, chunk: Chunk, buffer: Tensor) -> tuple[int, Tensor]:
-        return chunk.start * self.dtype.itemsize, buffer[: chunk.size * self.dtype.itemsize]
-
-
-class _Second:
-    """Measures the second pass, and how long backward leaves it."""
-
-    def __init__(self) -> None:
-        self._share = self._began = self._ended = self._asked = self._waited = 0.0
-
-    def begin(self, share: float) -> None:
-        self._share, self._asked, self._waited = share, 0.0, 0.0
-        self._began = time.perf_counter()
-
-    def end(self) -> None:
-        self._ended = time.perf_counter()
-
-    def asked(self, began: float, waited: float) -> None:
-        """Backward wanted to overwrite gradients at `began`, and waited."""
-        self._asked, self._waited = began, self._waited + waited
-
-    def next_share(self, share: float) -> float:
-        """share: if nothing was measured since the last call."""
-        measured, self._share = self._share, 0.0
-        if not share or not measured or self._asked <= self._began:
-            return share
-        slack = self._asked - self._began - self._waited
-        return share_of_second(slack, (self._ended - self._began) / measured)
+    def start(self, first: int, here: Tensor, out: bool) -> Futures:
+        """As `InHost.start`."""
+        return self.file.start(first * here.itemsize, here, out)
 
 
 class StreamedUpdater(Updater):
-    """Runs a card's optimizer chunk by chunk, on the CPU, while the next step's forward runs.
+    """Runs a card's optimizer chunk by chunk, on the CPU, beside what the device computes.
 
-    Chunks are read ahead, updated and written behind, in the order in which forward needs their weights. A unit's
-    forward waits for its own update only (`ready`). The results are those of `Updater` bit for bit: an elementwise
-    optimizer, a fused kernel or a rule, does not see where a chunk ends. With a rounder they are those of `Rounded`:
-    a chunk is updated in fp32 copies, and what it rounds at random depends on elements' places only. homes: of
-    "masters", "gradients", each state, and of "working" weights where they are not the masters. Slots of constant size
-    hold the chunks that are under way.
-
-    twice: forward waits for as little I/O as possible. Of a `share` of the chunks only the working weights are written
-    then. A second pass beside backward, in its order, updates these chunks again, and writes masters and states. The
-    gradients of a unit may be overwritten after its `release`. The share follows from measured seconds
-    (`tiers.share_of_second`).
+    Chunks are read ahead, updated and written behind. The update runs while the next step's forward does, in forward's
+    order, and a unit's forward waits for its own update only (`ready`). In a step that is expected (`expect`), a unit's
+    update runs as soon as its gradients are complete (`early`), beside backward. The results are those of `Updater` bit
+    for bit: an elementwise optimizer, a fused kernel or a rule, does not see where a chunk ends. With a rounder they
+    are those of `Rounded`: a chunk is updated in fp32 copies, and what it rounds at random depends on elements' places
+    only. homes: of "masters", "gradients", each state, and of "working" weights where they are not the masters. Slots
+    of constant size hold the chunks that are under way. beside: on a CPU, updates run beside backward.
     """
 
     streamed = True
@@ -167,7 +132,7 @@ class StreamedUpdater(Updater):
         homes: Mapping[str, Home],
         states: Mapping[str, Mapping[str, Tensor]],
         disk: Disk,
-        twice: bool = False,
+        beside: bool = False,
         rounder: Rounder | None = None,
         **more: Any,
     ):
@@ -179,24 +144,35 @@ class StreamedUpdater(Updater):
         if rounder is not None:
             self.card = rounder.card
         self.arena, self.homes, self.disk, self._views = arena, dict(homes), disk, states
-        self.scalars: dict[str, dict[str, Tensor]] = {}  # per parameter, once there are states
+        self.scalars: Named = {}  # per parameter, once there are states
         of = {id(weight): name for name, weight in masters.items()}
         self._groups = self.optimizer.param_groups if self.optimizer is not None else []
         self._group = {of[id(weight)]: group for group in self._groups for weight in group["params"]}
-        self._lr = 0.0  # of the step under way
-        self._chunks = list(arena.chunks())
-        self._slots: queue.Queue[dict[str, Tensor]] = queue.Queue()
-        self._running: Future[None] | None = None
-        beside = alone if twice else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-update", initializer=beside)
+        self._chunks: dict[str, list[Chunk]] = {unit: [] for unit in arena.spans}
+        for chunk in arena.chunks():
+            self._chunks[chunk.unit].append(chunk)
+        self._slots, self._made = queue.Queue[Tensors](), False
+        self._thread = ThreadPoolExecutor(1, "offload-update", alone if beside else None)
+        self._running: Futures = []
         self._error: BaseException | None = None
         self._done = {unit: threading.Event() for unit in arena.spans}
-        self._released = {unit: threading.Event() for unit in arena.spans}
-        self.share = float(twice)
-        self._second = _Second()
-        self._made = False
-        for event in (*self._done.values(), *self._released.values()):
+        self._behind: dict[str, Futures] = {}  # writes that a unit's forward waits for
+        for event in self._done.values():
             event.set()
+        self._expected: float | None = None  # the learning rate of an expected step
+        self._left: dict[str, None] | None = None  # units that wait for the update under way
+        self._lr, self._first = 0.0, True
+
+    def expect(self, lr: float) -> None:
+        self._expected = lr
+
+    def early(self, unit: str, stored: Futures) -> None:
+        """Starts the update of a unit whose gradients are complete once they are `stored`, if a step is expected."""
+        if self._expected is None:
+            return
+        left = self._begun(self._expected)
+        assert unit in left, f"a gradient of {unit or OUTSIDE} came after its update"
+        self._start([unit], None, stored)
 
     def step(
         self,
@@ -205,51 +181,66 @@ class StreamedUpdater(Updater):
         scale: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
-        """Starts the update, and returns. `ready` and `settle` wait for it."""
-        self.settle()
-        self.share = self._second.next_share(self.share)
+        """Starts the update of units that have none yet, and returns. `ready` and `settle` wait for it."""
+        left, early = [*self._begun(lr)], self._expected is not None
+        if early or skip is None or not skip.item():
+            self.largest = self._most
         if skip is not None and skip.item():
+            self.settle()
             self._count()
-            return
-        self._lr, self.largest = lr, torch.zeros(())
-        for event in self._done.values():
-            event.clear()
-        later = self._chunks[: math.ceil(self.share * len(self._chunks))]
-        for chunk in later:
-            self._released[chunk.unit].clear()
+        else:
+            self._start(left, None if scale is None else scale.to("cpu"), [], last=True)
+        self._expected = self._left = None
+
+    def _begun(self, lr: float) -> dict[str, None]:
+        """The units that this step has not updated yet."""
+        if self._left is None:
+            self.settle()
+            self._lr, self._left, self._first = lr, dict.fromkeys(self._done), not self.scalars
+            self._most = torch.zeros(())
+        return self._left
+
+    def _start(self, units: list[str], scale: Tensor | None, after: Futures, last: bool = False) -> None:
+        assert self._left is not None
+        for unit in units:
+            del self._left[unit]
+            self._behind[unit] = []
+            self._done[unit].clear()
         if not self._made:
             self._made = True
             for _ in range(SLOTS):
                 kinds = self.homes.items()
                 sizes = {kind: CHUNK * home.dtype.itemsize if home.moves else 0 for kind, home in kinds}
                 self._slots.put({kind: aligned(size) for kind, size in sizes.items()})
-        scale = None if scale is None else scale.to("cpu")
         start = at_once if private.watched() else self._thread.submit
-        self._running = start(self._run, scale, later)
+        self._running.append(start(self._run, units, scale, after, last))
 
     def is_ready(self, unit: str) -> bool:
-        return self._done[unit].is_set()
+        return self._done[unit].is_set() and all(each.done() for each in self._behind.get(unit, ()))
 
     def ready(self, unit: str) -> None:
         """Waits until the weights of a unit are updated. Counts the time."""
-        if unit in self._done and not self._done[unit].is_set():
-            self.disk.meter.wait(self._done[unit].wait, f"update of {unit or OUTSIDE}")
+        if not self.is_ready(unit):
+            self.disk.meter.wait(lambda: self._wait(unit), f"update of {unit or OUTSIDE}")
         self._check()
 
-    def release(self, unit: str) -> None:
-        """Waits until the gradients of a unit, the next in backward's order, may be overwritten. Counts the time."""
-        began = time.perf_counter()
-        if not self._released[unit].is_set():
-            self.disk.meter.wait(self._released[unit].wait, f"second update of {unit or OUTSIDE}")
-        self._second.asked(began, time.perf_counter() - began)
-        self._check()
+    def _wait(self, unit: str) -> None:
+        self._done[unit].wait()
+        self._noting(wait_for, self._behind[unit])
 
     def settle(self) -> None:
         """Waits until the update is done."""
-        if self._running is not None:
-            self.disk.meter.wait(self._running.result, "update")
-            self._running = None
+        if self._running:
+            running, self._running = self._running, []
+            self.disk.meter.wait(lambda: wait_for(running), "update")
         self._check()
+
+    def _noting(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Runs `work`, and keeps its error for `_check`."""
+        try:
+            work(*arguments)
+        except BaseException as error:
+            self._error = self._error or error
 
     def _check(self) -> None:
         if isinstance(self._error, OSError):
@@ -264,118 +255,77 @@ class StreamedUpdater(Updater):
         """The memory of chunks under way, while no update runs."""
         return [memory for slot in self._slots.queue for memory in slot.values() if memory.numel()]
 
-    def _run(self, scale: Tensor | None, later: list[Chunk]) -> None:
-        try:
-            with torch.no_grad():
-                self._update(scale, later)
+    def _run(self, units: list[str], scale: Tensor | None, after: Futures, last: bool) -> None:
+        self._noting(self._update, units, scale, after)
+        for unit in units:
+            self._done[unit].set()
+        if last:
             self._count()
-        except BaseException as error:
-            self._error = error
-        finally:
-            for event in (*self._done.values(), *self._released.values()):
-                event.set()
 
-    def _update(self, scale: Tensor | None, later: list[Chunk]) -> None:
-        """later: the chunks of the second pass, the first ones of forward, so that I/O is ahead of computing soon."""
+    @torch.no_grad()
+    def _update(self, units: list[str], scale: Tensor | None, after: Futures) -> None:
+        """after: writes of their gradients."""
+        wait_for(after)
         moving = [kind for kind, home in self.homes.items() if home.moves]
-        # There are no states before the first update.
-        unread = {WORKING} if self.scalars else {WORKING, *self._views}
+        unread = (
+            {WORKING, *self._views} if self._first else {WORKING}
+        )  # there are no states before the first update
         read = [kind for kind in moving if kind not in unread]
         write = [kind for kind in moving if kind != GRADIENTS]
-        kept = [kind for kind in write if kind != WORKING]
-        scalars: dict[str, dict[str, Tensor]] = {}
-        behind: dict[str, list[Future[None]]] = {unit: [] for unit in self.arena.spans}
-        last = {chunk.unit: chunk for chunk in self._chunks}
-        for number, (chunk, slot) in enumerate(self._fetched(self._chunks, read)):
-            self._update_chunk(chunk, slot, self.homes, scale, scalars)
-            behind[chunk.unit] += self._store(chunk, slot, [WORKING] if number < len(later) else write)
-            if chunk is last[chunk.unit]:
-                self._announce(chunk.unit, behind[chunk.unit])
-        wait_for([each for some in behind.values() for each in some])
-        if later:
-            self._second.begin(len(later) / len(self._chunks))
-            homes = {kind: home for kind, home in self.homes.items() if kind != WORKING}
-            first, stored = {chunk.unit: chunk for chunk in reversed(later)}, list[Future[None]]()
-            for chunk, slot in self._fetched(later[::-1], read):
-                self._update_chunk(chunk, slot, homes, scale, scalars)
-                stored += self._store(chunk, slot, kept)
-                if chunk is first[chunk.unit]:
-                    self._released[chunk.unit].set()
-            wait_for(stored)
-            self._second.end()
-        self.scalars = scalars
+        waits = self.homes.get(WORKING, self.homes[MASTERS]).moves
+        scalars, stored = Named(), Futures()
+        for chunk, slot in self._fetched([chunk for unit in units for chunk in self._chunks[unit]], read):
+            self._update_chunk(chunk, slot, scale, scalars)
+            written = self._store(chunk, slot, write)
+            stored += written
+            if waits:
+                self._behind[chunk.unit] += written
+            if chunk is self._chunks[chunk.unit][-1]:
+                self._done[chunk.unit].set()
+        wait_for(stored)
+        self.scalars |= scalars
 
-    def _fetched(
-        self, chunks: Sequence[Chunk], kinds: Sequence[str]
-    ) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
+    def _fetched(self, chunks: Sequence[Chunk], kinds: Sequence[str]) -> Iterator[tuple[Chunk, Tensors]]:
         """Each chunk with its slot, which holds what is read of it. Reads ahead."""
         rest = iter(chunks)
-        ahead: deque[tuple[Chunk, dict[str, Tensor], list[Future[None]]]] = deque()
+        ahead: deque[tuple[Chunk, Tensors, Futures]] = deque()
         while True:
             while len(ahead) < SLOTS // 2 and (not ahead or not self._slots.empty()):
                 chunk = next(rest, None)
                 if chunk is None:
                     break
                 slot = self._slots.get()
-                ahead.append((chunk, slot, self._move(chunk, slot, kinds, "fetch")))
+                ahead.append((chunk, slot, self._move(chunk, slot, kinds, out=False)))
             if not ahead:
                 return
             chunk, slot, fetched = ahead.popleft()
             wait_for(fetched)
             yield chunk, slot
 
-    def _store(self, chunk: Chunk, slot: dict[str, Tensor], kinds: Sequence[str]) -> list[Future[None]]:
+    def _store(self, chunk: Chunk, slot: Tensors, kinds: Sequence[str]) -> Futures:
         """Writes a chunk behind. Then its slot is free."""
-        stored = self._move(chunk, slot, kinds, "store")
+        stored = self._move(chunk, slot, kinds, out=True)
         for each in stored:
             each.add_done_callback(lambda _: self._slots.put(slot))
         if not stored:
             self._slots.put(slot)
         return stored
 
-    def _announce(self, unit: str, stored: Sequence[Future[None]]) -> None:
-        """Marks a unit as updated once its chunks are written."""
-        home = self.homes.get(WORKING, self.homes[MASTERS])
-        waiting = [future for future in stored if home.moves and not future.done()]
-        if not waiting:
-            self._done[unit].set()
-            return
-        count = [len(waiting)]
-        lock = threading.Lock()
-
-        def one(_: Future[None]) -> None:
-            with lock:
-                count[0] -= 1
-                if not count[0]:
-                    self._done[unit].set()
-
-        for future in waiting:
-            future.add_done_callback(one)
-
-    def _move(
-        self, chunk: Chunk, slot: dict[str, Tensor], kinds: Sequence[str], how: str
-    ) -> list[Future[None]]:
+    def _move(self, chunk: Chunk, slot: Tensors, kinds: Sequence[str], out: bool) -> Futures:
         def work() -> None:
             for kind in kinds:
-                getattr(self.homes[kind], how)(chunk, slot[kind])
+                self.homes[kind].move(chunk, slot[kind], out)
 
         return [self.disk.submit(work)] if kinds else []
 
-    def _update_chunk(
-        self,
-        chunk: Chunk,
-        slot: dict[str, Tensor],
-        homes: Mapping[str, Home],
-        scale: Tensor | None,
-        scalars: dict[str, dict[str, Tensor]],
-    ) -> None:
+    def _update_chunk(self, chunk: Chunk, slot: Tensors, scale: Tensor | None, scalars: Named) -> None:
         began = time.perf_counter()
-        found = {kind: home.pieces(chunk, slot[kind]) for kind, home in homes.items()}
+        found = {kind: home.pieces(chunk, slot[kind]) for kind, home in self.homes.items()}
         # fp32 is updated in place, all else in fp32 copies.
         weights = {p.name: t.float() for p, t in zip(chunk.pieces, found[MASTERS], strict=True)}
         gradients = {p.name: t.float() for p, t in zip(chunk.pieces, found[GRADIENTS], strict=True)}
-        states: dict[str, dict[str, Tensor]] = {}  # none before the first update
-        for number, name in enumerate(weights if self.scalars else ()):
+        states: Named = {}  # none before the first update
+        for number, name in enumerate(() if self._first else weights):
             states[name] = {key: value.clone() for key, value in self.scalars[name].items()}
             states[name] |= {key: found[key][number].float() for key in self._views if key != COMPENSATION}
             if COMPENSATION in self._views:
@@ -388,20 +338,14 @@ class StreamedUpdater(Updater):
             self.rules.masters, self.rules.states, after = weights, states, states
             self.rules.step(gradients, rates, None)
             self.rules.masters, self.rules.states = {}, {}
-        if (most := self._largest(weights)) is not None and self.largest is not None:
-            self.largest = torch.maximum(self.largest, most)
+        if (most := self._largest(weights)) is not None:
+            self._most.copy_(torch.maximum(self._most, most))
         for number, piece in enumerate(chunk.pieces):
             scalars[piece.name] = {key: t for key, t in after[piece.name].items() if key not in self._views}
             self._keep({kind: some[number] for kind, some in found.items()}, piece, weights, after)
         self.disk.meter.note(UPDATE, "update", chunk.unit or OUTSIDE, began)
 
-    def _keep(
-        self,
-        found: Mapping[str, Tensor],
-        piece: Piece,
-        weights: Mapping[str, Tensor],
-        after: Mapping[str, Mapping[str, Tensor]],
-    ) -> None:
+    def _keep(self, found: Tensors, piece: Piece, weights: Tensors, after: Named) -> None:
         """Puts what an update has computed where it is kept. found: a piece of each kind. weights, after: fp32 weights
         and states, by parameter."""
         name, weight, exact = piece.name, found[MASTERS], weights[piece.name]
@@ -421,13 +365,7 @@ class StreamedUpdater(Updater):
         if WORKING in found:
             found[WORKING].copy_(weight)
 
-    def _fused(
-        self,
-        weights: dict[str, Tensor],
-        gradients: dict[str, Tensor],
-        states: dict[str, dict[str, Tensor]],
-        scale: Tensor | None,
-    ) -> dict[str, dict[str, Tensor]]:
+    def _fused(self, weights: Tensors, gradients: Tensors, states: Named, scale: Tensor | None) -> Named:
         """Updates pieces of parameters by the kernel. Returns their states."""
         assert self.optimizer is not None
         for group in self._groups:

@@ -38,7 +38,8 @@ class Elements(NamedTuple):
 
     computes: elements the rank computes with, after tensor and expert parallelism. keeps: elements it stores under
     ZeRO. largest: elements of the largest parameter. experts, experts_keep: the part of both in routed experts, which
-    have groups of their own if ep > 1. frozen: the part of these four that is not trained.
+    have groups of their own if ep > 1. frozen: the part of these four that is not trained. matrices: the part of
+    `computes` in trained matrices of blocks.
     """
 
     computes: float = 0
@@ -47,6 +48,7 @@ class Elements(NamedTuple):
     experts: float = 0
     experts_keep: float = 0
     frozen: Four = (0, 0, 0, 0)
+    matrices: float = 0
 
     def __add__(self, other: Elements) -> Elements:  # pyright: ignore[reportIncompatibleMethodOverride]
         return Elements(
@@ -56,12 +58,14 @@ class Elements(NamedTuple):
             self.experts + other.experts,
             self.experts_keep + other.experts_keep,
             cast("Four", tuple(map(add, self.frozen, other.frozen))) if any(other.frozen) else self.frozen,
+            self.matrices + other.matrices,
         )
 
     def times(self, number: float) -> Elements:
         """So many parts of a model with these elements each."""
         frozen = cast("Four", tuple(number * size for size in self.frozen))
         blocks = self._replace(computes=number * self.computes, keeps=number * self.keeps, frozen=frozen)
+        blocks = blocks._replace(matrices=number * self.matrices)
         return blocks._replace(experts=number * self.experts, experts_keep=number * self.experts_keep)
 
     def groups(self) -> tuple[Group, Group]:
@@ -92,7 +96,7 @@ def state_bytes(
         own = 0.0 if b.master else b.working * keeps
         return b.working * gathered + own, b.gradient * (computes if whole else keeps), b.optimizer * keeps
     return (
-        b.working * (keeps if zero >= 3 else computes),
+        (b.working + b.rounded) * (keeps if zero >= 3 else computes),
         b.gradient * (keeps if zero >= 2 else computes),
         b.optimizer * (keeps if zero >= 1 else computes),
     )
@@ -101,7 +105,8 @@ def state_bytes(
 def rank_states(s: Setting, own: Elements) -> tuple[float, float, float]:
     """`state_bytes` of a rank. Parameters whose sharing group has one rank are kept whole, as without ZeRO: all of them
     if there is one data rank, and experts if expert parallelism takes all ranks that share."""
-    weights = gradients = optimizer = 0.0
+    whole = sharing_group(s.layout)[1] == 1 or not s.layout.zero
+    weights, gradients, optimizer = s.states.rounded * (own.matrices - own.computes) * whole, 0.0, 0.0
     for computes, keeps, expert, still, still_keep in own.groups():
         zero = s.layout.zero if sharing_group(s.layout, expert)[1] > 1 else 0
         parts = [(s.states, computes - still, keeps - still_keep)]
@@ -169,7 +174,8 @@ def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shar
         own = kinds[name] = Elements(size, part, size, *some[2:], some if name in frozen else (0, 0, 0, 0))
         if name.startswith("blocks."):
             number = int(name.split(".")[1])
-            blocks[number] += own
+            matrix = len(card_of(model).parameters[name]) > 1 and name not in frozen
+            blocks[number] += own._replace(matrices=size * matrix)
         elif name.startswith("embed"):
             before += own
         else:

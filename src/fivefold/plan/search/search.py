@@ -8,9 +8,11 @@ the search is exact, and prices few layouts.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -31,7 +33,7 @@ from fivefold.recipe import Recipe, count_parameters
 from fivefold.recipe.rules import with_layout
 from fivefold.recipe.rules.combinations import PLAIN
 from fivefold.sharding.layout import Layout, changed, to_text
-from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
+from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WINDOW
 
 GLIMPSE = 32
 LOOKED, SLOWER = 32, 4 / 3  # plans whose recomputation is thinned out; a step with it beside one without
@@ -161,6 +163,20 @@ class Search:
         return min((price(self.bounds.setting(c)) for c in smallest), key=lambda plan: plan.peak_bytes)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python looks for no cycles. A search makes many objects and no cycles, and would spend a quarter of its time on
+    looking."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_uncollected()
 def search(
     recipe: Recipe,
     cluster: Cluster,
@@ -225,10 +241,13 @@ def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
         for _, c in heapq.nsmallest(FEW, starts, key=lambda start: start[0]):
             schedules = space.schedules[c.layout.pp][:FEW]
             for layout in {c.layout, space.leanest(c.layout)}:
-                for (name, virtual), offload in product(schedules, OFFLOADS):
-                    one = replace(layout, schedule=name, virtual_stages=virtual, offload=offload)
-                    if offload != NOT_OFFLOADED and space.allows(replace(c, layout=one)):
-                        found.append(price(bounds.setting(replace(c, layout=one))))
+                for (name, virtual), offload, update in product(schedules, OFFLOADS, (BESIDE, EARLY)):
+                    window = 0 if OFFLOADS[offload].working != "device" else WINDOW
+                    how = {"offload": offload, "offload_update": update, "offload_window": window}
+                    one = replace(c, layout=replace(layout, schedule=name, virtual_stages=virtual, **how))
+                    other = offload != NOT_OFFLOADED and one.layout.early == (update == EARLY)
+                    if other and space.allows(one):
+                        found.append(price(bounds.setting(one)))
     fitting = [plan for plan in found if plan.fits]
     return heapq.nsmallest(top, fitting, key=lambda plan: plan.step.seconds)
 

@@ -6,10 +6,12 @@ The tiers and the streams are those of sharding/tiers.py, which parallel/offload
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fivefold.optim import OPTIMIZERS, rounding_traffic
+from fivefold.plan.cluster.devices import Storage
 from fivefold.plan.memory.memory import Memory, microbatch, sums
 from fivefold.plan.memory.model_states import Elements, elements, outside_blocks, rank_elements
 from fivefold.plan.setting import Setting
@@ -17,16 +19,15 @@ from fivefold.plan.time.stage_costs import outer_buffers, stage_costs
 from fivefold.schedules.offload import WAYS, Unit, simulate
 from fivefold.schedules.timelines import StepTimeline
 from fivefold.sharding.tiers import (
-    AHEAD,
     CHUNK,
     READ_AHEAD,
     SLOTS,
+    WINDOW,
     Flow,
     Phase,
+    Tier,
     Tiers,
     flows,
-    runs_twice,
-    share_of_second,
     tiers,
 )
 from fivefold.sharding.units import scattered_once
@@ -34,6 +35,7 @@ from fivefold.sharding.units import scattered_once
 EXPOSED = "offload"
 """The key of exposed I/O in `time.Step.exposed`."""
 UNITS = 8  # of the model, in pictures
+NEARLY = 1.01  # a step that takes as long as another
 LINK, DISK, HOST = ("link", "disk", "host")
 """What runs beside computing: the link between device and host memory, the disk, updates on the host."""
 
@@ -42,25 +44,27 @@ LINK, DISK, HOST = ("link", "disk", "host")
 class Loads:
     """Seconds on each of these lanes that a step's phases need.
 
-    alone: of an update beside which the device computes nothing else. forward, backward: beside those of the first
-    microbatch, and of each other one. hidden: the update runs beside the first forward, and on CPUs with its cores.
+    alone: of an update beside which the device computes nothing else. forward: beside that of the first microbatch, and
+    of each other one. backward: beside that of the last microbatch, and of each other one. update: the phase in which
+    the update runs, on CPUs with the device's cores: one of "alone", "forward", "backward".
     """
 
     alone: Mapping[str, float]
     forward: tuple[Mapping[str, float], Mapping[str, float]]
     backward: tuple[Mapping[str, float], Mapping[str, float]]
-    hidden: bool
+    update: str
 
 
 def of(s: Setting) -> Tiers:
     return tiers(s.layout.offload, s.states.master > 0)
 
 
-def streams(s: Setting, share: float = 0.0) -> tuple[Flow, ...]:
-    """What a rank reads and writes in a step. share: see `flows`."""
+def streams(s: Setting) -> tuple[Flow, ...]:
+    """What a rank reads and writes in a step."""
     b, zero = s.states, s.layout.zero
     sums = 1 if zero and scattered_once(zero, s.layout.pp) else s.microbatches
-    return flows(of(s), b.working, b.moments, s.microbatches, b.gradient, _masters_apart(s), share, sums)
+    stays = 0.0 if zero or s.layout.pp > 1 else min(1.0, s.layout.offload_window / s.model.layers)
+    return flows(of(s), b.working, b.moments, s.microbatches, b.gradient, _masters_apart(s), sums, stays)
 
 
 def _masters_apart(s: Setting) -> float:
@@ -91,11 +95,8 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
     """The memory of a rank without what is offloaded."""
     t, b, zero = of(s), s.states, s.layout.zero
     keeps = own.keeps if zero else own.computes
-    outside, block = (
-        outside_blocks(s, position),
-        max(elements(s.model, s.layout).blocks, key=lambda b: b.computes),
-    )
-    outside, block = (part.keeps if zero else part.computes for part in (outside, block))
+    largest = max(elements(s.model, s.layout).blocks, key=lambda b: b.computes)
+    outside, block = (p.keeps if zero else p.computes for p in (outside_blocks(s, position), largest))
     away = {"device": 0.0, "host": 0.0, "disk": 0.0}
     params, gradients, optimizer, activations = one.params, one.gradients, one.optimizer, one.activations
     buffers = one.buffers
@@ -103,7 +104,7 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
         params += b.working * keeps
     if t.working != "device":
         away[t.working] += b.working * keeps
-        params = b.working * (outside + min(keeps - outside, (AHEAD + 2) * block))
+        params = b.working * (outside + min(keeps - outside, s.layout.offload_window * block))
     if t.gradients != "device":  # but for two units (one computes, one moves) and what is outside of blocks
         away[t.gradients] += b.gradient * keeps
         whole = zero and scattered_once(zero, s.layout.pp) and s.microbatches > 1
@@ -142,25 +143,48 @@ def fits(s: Setting, memory: Sequence[Memory]) -> bool:
 def ways(s: Setting) -> dict[str, StepTimeline]:
     """A step of one microbatch by each of `schedules.offload.WAYS`, with the model in equal units. Empty unless one
     device has gradients, masters and states in host memory."""
-    t, b, link = of(s), s.states, s.cluster.host_link
+    t = of(s)
     if s.cluster.on_cpu or s.layout.ranks > 1 or {t.gradients, t.masters, t.states} != {"host"}:
         return {}
-    cost, count = stage_costs(s)[0], min(UNITS, s.model.layers)
-    part = rank_elements(s)[0].computes / count
-    out, back = link.seconds(0.0, part * b.gradient), link.seconds(part * b.working, 0.0)
-    backward = (cost.input + cost.weight) / count
-    unit = Unit(cost.forward / count, backward, out, _update_on_host(s, part), back)
-    return {name: simulate([unit] * count, way) for name, way in WAYS.items()}
+    units, width = _units(s, min(UNITS, s.model.layers)), {}
+    if t.working != "device":
+        width["width"] = max(WINDOW, math.ceil(s.layout.offload_window * len(units) / s.model.layers))
+    return {name: simulate(units, replace(way, **width if way.width else {})) for name, way in WAYS.items()}
+
+
+def window(s: Setting, room: float) -> int:
+    """The fewest blocks in a window with which a simulated step of one microbatch takes as long (to NEARLY) as with all
+    blocks that fit: more of them would hide no more copying (STRONGHOLD, SC 2022). room: bytes of the device that a
+    window of WINDOW blocks leaves."""
+    units, part = _units(s, max(1, s.model.layers // len(stage_costs(s)))), rank_elements(s)[0]
+    block = s.states.working * (part.keeps if s.layout.zero else part.computes) / len(units)
+    widths = range(WINDOW, max(WINDOW, min(len(units), WINDOW + int(room / block))) + 1)
+    took = lambda width: simulate(units, replace(WAYS["window"], width=width)).seconds  # noqa: E731
+    return widths[bisect_left(widths, -NEARLY * took(widths[-1]), key=lambda width: -took(width))]
+
+
+def _units(s: Setting, count: int) -> list[Unit]:
+    """A rank's first stage in equal units. Their weights and gradients cross the links of their tiers."""
+    t, b, cost, own = of(s), s.states, stage_costs(s)[0], rank_elements(s)[0]
+    part = (own.keeps if s.layout.zero else own.computes) / count
+
+    def crosses(tier: Tier, into: float, out: float) -> float:
+        links = (link for _, name, link in _links(s) if name in ("host", tier))
+        return max((link.seconds(into, out) for link in links), default=0.0)
+
+    forward, backward = cost.forward / count, (cost.input + cost.weight) / count
+    out, back = crosses(t.gradients, 0.0, part * b.gradient), crosses(t.working, part * b.working, 0.0)
+    return [Unit(forward, backward, out, _update_on_host(s, part), back)] * count
 
 
 def seconds(s: Setting, forward: float, backward: float, update: float, own: Elements) -> float:
     """Seconds of a rank's microbatches and update, from those of one microbatch's forward and backward, and of the
     update by the device. A phase takes as long as its computing or its slowest lane."""
-    beside, others = loads(s, backward, own), s.microbatches - 1
-    alone, first = (0.0, update) if beside.hidden else (update, 0.0)
-    total = _longest(alone, beside.alone) + _longest(forward + first, beside.forward[0])
-    total += others * _longest(forward, beside.forward[1])
-    total += _longest(backward, beside.backward[0])
+    beside, others = loads(s, own), s.microbatches - 1
+    updates = dict.fromkeys(("alone", "forward", "backward"), 0.0) | {beside.update: update}
+    total = _longest(updates["alone"], beside.alone) + others * _longest(forward, beside.forward[1])
+    total += _longest(forward + updates["forward"], beside.forward[0])
+    total += _longest(backward + updates["backward"], beside.backward[0])
     return total + others * _longest(backward, beside.backward[1])
 
 
@@ -168,11 +192,11 @@ def _longest(computing: float, load: Mapping[str, float]) -> float:
     return max([computing, *load.values()])
 
 
-def loads(s: Setting, backward: float, own: Elements) -> Loads:
-    """What runs beside a rank's computing. own: its parameters. backward: seconds of a microbatch's.
+def loads(s: Setting, own: Elements) -> Loads:
+    """What runs beside a rank's computing. own: its parameters.
 
-    The update runs beside the forward of the first microbatch; elsewhere than on CPUs the host's memory bounds it. A
-    share of it may run again beside the first backward (`tiers.runs_twice`): as much as backward hides.
+    The update runs beside the forward of the first microbatch, or beside the last backward (`layout.offload_update`);
+    elsewhere than on CPUs the host's memory bounds it.
     """
     t, cluster = of(s), s.cluster
     if not t.streams:
@@ -184,18 +208,14 @@ def loads(s: Setting, backward: float, own: Elements) -> Loads:
             blocks = math.ceil(s.model.layers / s.layout.pp) * block
             size = blocks + saved[modes[0]].begin + saved[modes[-1]].end
         out, back = ({LINK: cluster.host_link.seconds(*way)} for way in ((0.0, size), (size, 0.0)))
-        return Loads({}, (out, out), (back, back), hidden=False)
+        return Loads({}, (out, out), (back, back), "alone")
     keeps = own.keeps if s.layout.zero else own.computes
-    ranks = min(s.layout.ranks, cluster.per_node)  # of a node, which share its disk
-    links = [(DISK, "disk", cluster.storage.shared(ranks))]
-    if not cluster.on_cpu:  # where no link is between device and host memory
-        links.append((LINK, "host", cluster.host_link))
 
-    def io(*phases: Phase, share: float = 0.0) -> dict[str, float]:
+    def io(*phases: Phase) -> dict[str, float]:
         """Seconds of I/O in these phases by lane."""
-        found = [flow for flow in streams(s, share) if flow.phase in phases]
+        found = [flow for flow in streams(s) if flow.phase in phases]
         seconds = dict[str, float]()
-        for lane, name, link in links:
+        for lane, name, link in _links(s):
             flows = [flow for flow in found if flow.link == name]
             into, out = (
                 keeps * sum(flow.bytes for flow in flows if flow.out == way) for way in (False, True)
@@ -203,17 +223,24 @@ def loads(s: Setting, backward: float, own: Elements) -> Loads:
             seconds[lane] = link.seconds(into, out)
         return seconds
 
-    share, other = 0.0, io("backward")
-    if runs_twice(t, cluster.on_cpu, s.layout.zero > 0):
-        busy = _longest(0.0, other)
-        share = share_of_second(max(backward, busy) - busy, _longest(0.0, io("again", share=1.0)))
     update = {HOST: 0.0}
     if not cluster.on_cpu:  # the CPU reads and writes masters and moments, and reads gradients
-        update = {HOST: _update_on_host(s, keeps * ranks)}
-    forward, again = io("forward"), io("backward", "again", share=share)
+        update = {HOST: _update_on_host(s, keeps * min(s.layout.ranks, cluster.per_node))}
+    forward, backward = io("forward"), io("backward")
+    # In a pipeline ZeRO scatters behind the last backward
+    if s.layout.early and not (s.layout.zero and s.layout.pp > 1):
+        last = io("update", "backward") | update
+        return Loads({}, (forward, forward), (last, backward), "backward")
     if s.layout.zero:  # FSDP2 gathers ahead, so its update is not beside a forward
-        return Loads(io("update", share=share) | update, (forward, forward), (again, other), hidden=False)
-    return Loads({}, (io("update", "forward", share=share) | update, forward), (again, other), hidden=True)
+        return Loads(io("update") | update, (forward, forward), (backward, backward), "alone")
+    return Loads({}, (io("update", "forward") | update, forward), (backward, backward), "forward")
+
+
+def _links(s: Setting) -> list[tuple[str, str, Storage]]:
+    """(lane, name in `Flow`, share of a rank) of each link."""
+    disk = s.cluster.storage.shared(min(s.layout.ranks, s.cluster.per_node))
+    # On CPUs no link is between device and host memory
+    return [(DISK, "disk", disk), *([] if s.cluster.on_cpu else [(LINK, "host", s.cluster.host_link)])]
 
 
 def _update_on_host(s: Setting, count: float) -> float:

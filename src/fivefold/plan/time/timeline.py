@@ -70,7 +70,7 @@ class _Step:
         # of messages within the model
         self.axis = "tp" if s.layout.tp > 1 else "cp" if s.layout.cp > 1 else "ep"
         self.whole = stage_costs.stage_costs(s, self.shared)[0]
-        self.loads = offload.loads(s, self.whole.input + self.whole.weight, self.own)
+        self.loads = offload.loads(s, self.own)
 
     def timeline(self) -> StepTimeline:
         once = [one for one in stage_costs.synced(self.own, self.s) if not one[0].each]
@@ -89,8 +89,7 @@ class _Step:
         first = self.done
         for number in range(self.shown):
             first = self.done
-            if number == 0 and self.loads.hidden:
-                self.compute("update", "update", time.on_device(self.s, self.own, 0))
+            self._update("forward" if number == 0 else "")
             self.compute("forward", "host", max(0.0, forward))
             queue = EACH if number else ONCE
             self._zero("all_gather, outside of blocks", self.outside.gathers, queue=queue)
@@ -108,7 +107,8 @@ class _Step:
                 self._phase(index, backward=True)
             self._zero("reduce_scatter, outside of blocks", self.outside.scatters)
             self.compute("backward", "host", max(0.0, backward))
-            self._load("backward", self.loads.backward[number > 0], first)
+            self._update("backward" if number == self.shown - 1 else "")
+            self._load("backward", self.loads.backward[number < self.shown - 1], first)
         self.slower = 1.0
         self._ending([one for one in once if one[0].what != "gather"], first)
         return simulate(self.work, self.sent)
@@ -117,6 +117,10 @@ class _Step:
         if seconds > 0:
             self.work.append(Work(kind, name, seconds * self.slower))
             self.done += seconds * self.slower
+
+    def _update(self, phase: str) -> None:
+        if phase == self.loads.update:
+            self.compute("update", "update", time.on_device(self.s, self.own, 0))
 
     def _load(self, phase: str, load: Mapping[str, float], first: float) -> None:
         """Adds what runs on the lanes of offload beside the work since `first`. It begins with that work, not while the
@@ -245,8 +249,7 @@ class _Step:
         tensor, tied = stage_costs.shared_sums(s, 0)
         self._add("tp", "sums of shared gradients", tensor)
         self._add("pp", "sum of the tied embedding", tied)
-        if not self.loads.hidden:
-            self.compute("update", "update", time.on_device(s, self.own, 0))
+        self._update("alone")
         self.compute("other", "fixed", time.fixed(s))
         self._add(
             "replica_groups", "outer step, on average", stage_costs.outer_seconds(s) / s.replica_groups.every

@@ -54,6 +54,13 @@ def _streams(recipe: Sections) -> bool:
     return OFFLOADS[recipe.layout.offload].streams
 
 
+def _may_skip(recipe: Sections) -> bool:
+    """True if updates are early, and a step may be clipped, scaled or skipped."""
+    faults = recipe.faults
+    skips = faults.on_nonfinite == "skip" or (faults.spike_limit > 0 and faults.on_spike != "tell")
+    return recipe.layout.early and (recipe.optim.grad_clip > 0 or _mode(recipe).scaled or skips)
+
+
 def _elementwise(recipe: Sections) -> bool:
     return OPTIMIZERS[recipe.optim.name].elementwise
 
@@ -128,9 +135,16 @@ REFUSED = (
     Refused("precision.mode", "optim.name", lambda r: _mode(r).rounds and not _elementwise(r),
             "only what is updated element by element is rounded",
             f'optim.name = "{DEFAULT}", or mode = "bf16"'),
+    Refused("precision.mode", "layout.offload", lambda r: bool(_mode(r).weight) and _streams(r),
+            "it streams nothing in fp8", f'offload = "{NOT_OFFLOADED}", or mode = "fp8"'),
+    Refused("precision.mode", "model.arch", lambda r: bool(_mode(r).weight) and card_of(r.model).has_experts,
+            "experts keep no weights in fp8", 'arch = "llama", or mode = "fp8"'),
     Refused("layout.offload", "optim.name", lambda r: _streams(r) and not _elementwise(r),
             "only what is updated element by element can be updated in chunks",
             'optim.name = "adamw", or layout.offload = "activations"'),
+    Refused("layout.offload_update", "optim.grad_clip precision.mode faults.on_nonfinite faults.on_spike", _may_skip,
+            "blocks are updated before the norm of the gradient is known, so no step may be clipped, scaled or skipped",
+            'offload_update = "beside"; or grad_clip = 0, on_nonfinite = "abort", on_spike = "tell" and no fp16'),
     Refused("model.capacity_factor", "layout.cp", lambda r: _queues(r) and r.layout.cp > 1,
             "an expert's queue would span several ranks", "capacity_factor = 0"),
     Refused("model.capacity_factor", "layout.sp", lambda r: _queues(r) and r.layout.sp,
@@ -282,6 +296,9 @@ UNUSED = (
            "with sp a rank keeps what it gathered, not what norms give (sp_regather = true changes that)"),
     Unused("layout", "offload_dir", lambda r: not OFFLOADS[r.layout.offload].disk,
            "layout.offload leaves nothing on disk"),
+    Unused("layout", "offload_window", lambda r: OFFLOADS[r.layout.offload].working == "device",
+           "layout.offload leaves the weights on the device"),
+    Unused("layout", "offload_update", lambda r: not _streams(r), "layout.offload leaves the states on the device"),
     Unused("layout", "compress", lambda r: not _summing(r), NO_SUM),
     Unused("layout", "compress_after", lambda r: r.layout.compress == NONE, "no gradients are compressed"),
     Unused("layout", "ranks_per_node", lambda r: r.layout.zeropp == NONE,
@@ -346,10 +363,16 @@ def refused(recipe: Sections) -> Iterator[Contradiction]:
             )
 
 
+_READ = [
+    (key, attrgetter(key), _value(PLAIN, key), row)
+    for row in UNUSED
+    for key in (f"{row.section}.{name}" for name in row.names.split())
+]
+"""(key, how to read it, what it is by default, its row): a search asks this of each layout."""
+
+
 def _unused(recipe: Sections) -> Iterator[tuple[str, str, str, str]]:
     """(key, `key = value`, why, the other field or "") of the values without effect."""
-    for section, names, when, why, other in UNUSED:
-        for key in (f"{section}.{name}" for name in names.split()):
-            value = _value(recipe, key)
-            if value != _value(PLAIN, key) and when(recipe):
-                yield key, f"{key} = {toml_value(value)}", why, other
+    for key, read, plain, row in _READ:
+        if (value := read(recipe)) != plain and row.when(recipe):
+            yield key, f"{key} = {toml_value(value)}", row.why, row.by

@@ -25,24 +25,21 @@ _BPE = re.compile(r"bpe:(\d{1,7})", re.ASCII)
 def texts(recipe: Sections) -> Iterator[Contradiction]:
     """Texts become paths, and parts of a TOML file."""
     for section, fields in recipe:
-        for name, value in fields:
-            if any(_INVALID.search(text) for text in _texts_in(value)):
+        for name, value in vars(fields).items():
+            if _invalid(value):
                 yield (
                     {f"{section}.{name}"},
                     f"{section}.{name} must be valid Unicode, without the character 0",
                 )
 
 
-def _texts_in(value: Any) -> Iterator[str]:
-    """A text, or those of the entries of a list and of the keys of a table."""
+def _invalid(value: Any) -> bool:
+    """True of such a text; of a list with such an entry, or a table with such a key."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, tuple | dict):
-        for item in value:
-            yield from _texts_in(item)
-    elif isinstance(value, Section):
-        for _, field in value:
-            yield from _texts_in(field)
+        return _INVALID.search(value) is not None
+    if isinstance(value, Section):
+        return any(map(_invalid, vars(value).values()))
+    return isinstance(value, (tuple, dict)) and any(map(_invalid, value))
 
 
 def vocabulary(recipe: Sections) -> Iterator[Contradiction]:
