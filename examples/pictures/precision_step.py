@@ -27,13 +27,13 @@ from fivefold.recipe.schema import PrecisionSection
 SUM = "Σ"
 """The sum of a matmul's products, which all devices keep in fp32."""
 STEP = """
-Once per step: W for computing | grey | W master > W working
-A scale per {tiles} | grey |
-Forward, a linear layer: Y = X Wᵀ | blue | X working, W working > X input, W input > Σ sum > Y working
+Once per step: W for computing | grey | W master > W weight
+A scale for {tiles} | grey |
+Forward, a linear layer: Y = X Wᵀ | blue | X working, W weight > X input, W input > Σ sum > Y working
 Loss{factor} | blue | Y working > loss sum > dY working
-Backward: dX = dY W | green | dY working, W working > dY output, W input > Σ sum > dX working
-Backward: dW = dYᵀ X | green | dY working, X working > dY output, X input > Σ sum > dW working
-dW: added over microbatches, over ranks | green | dW working > sum gradient > sent message
+Backward: dX = dY W | green | dY working, W weight > dY output, W input > Σ sum > dX working
+Backward: dW = dYᵀ X | green | dY working, X working > dY output, X input > Σ sum > dW working > dW kept
+dW: added over microbatches, over ranks | green | dW added > sum gradient > sent message
 Update{rounding} | purple | sum gradient > states state > W - step sum > W master
 """
 """Parts of the step: title, colour, rows. A row has the tensors that are there together, with what says their dtype."""
@@ -57,12 +57,18 @@ def parts(precision: PrecisionSection) -> list[Part]:
     mode, tiles = PRECISIONS[precision.mode], ""
     dtypes = {"working": mode.working, "master": mode.master, "gradient": mode.gradient, "state": mode.state}
     dtypes |= {"sum": MASTER, "message": sent(mode, precision.reduce)}
+    weight = mode.weight or mode.working
+    dtypes |= {
+        "weight": weight,
+        "added": weight,
+        "kept": mode.weight,
+    }  # of gradients: rounded as the weight is, or not
     dtypes |= {"input": mode.products, "output": mode.products}  # of factors; "": they stay as they are
     if rounded := rounded_matmuls(mode, precision):
         dtypes |= {"input": rounded.inputs.name, "output": rounded.gradients.name}
         sizes = (rounded.tile(Size((MANY, MANY)), weight) for weight in (False, True))
         x, w = (" x ".join("all" if n == MANY else str(n) for n in tile) for tile in sizes)
-        tiles = f"{x} of X, dY; {w} of W"
+        tiles = f"{x} of X, dY; {w} of W".replace("all x all", "all")
     words = {
         "tiles": tiles,
         "factor": f" x {precision.loss_scale:g}, undone by the update" if mode.scaled else "",
@@ -75,7 +81,11 @@ def parts(precision: PrecisionSection) -> list[Part]:
         rows = [[(name, dtypes[which]) for name, which in row if dtypes[which]] for row in cells]
         named = [[(name, NAMES.get(d) or NAMES[DTYPES[d].torch]) for name, d in row] for row in rows if row]
         found.append(Part(title, color.strip(), named))
-    return [part for part, is_there in zip(found, (mode.copies, tiles, *found[2:]), strict=True) if is_there]
+    return [
+        part
+        for part, is_there in zip(found, (weight != mode.master, tiles, *found[2:]), strict=True)
+        if is_there
+    ]
 
 
 def to_text(flow: Sequence[Part]) -> str:
