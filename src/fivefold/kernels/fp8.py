@@ -78,12 +78,16 @@ class KeptFp8(Fp8):
 
 def keep(layer: Any, weight: Tensor) -> None:
     """Lets a layer keep its weight (F, D) in 8 bits, or as it is if the layer rounds nothing any more."""
-    if layer.rounded is None:
+    if (how := layer.rounded) is None:
         layer.weight.data = weight
         return
     numbers, scale = encode(weight, weight.shape[0], weight.shape[1], E4M3)
-    layer.weight.data, layer.weight.grad_dtype = numbers, None  # autograd would cast gradients to 8 bits
-    layer.rounded = replace(layer.rounded, scale=scale.view(()))
+    if how.scale is None:
+        layer.weight.data, layer.weight.grad_dtype = numbers, None  # autograd would cast gradients to 8 bits
+        layer.rounded = replace(how, scale=scale.view(()))
+    else:  # in place: compiled blocks know both tensors
+        layer.weight.data.copy_(numbers)
+        how.scale.copy_(scale.view(()))
 
 
 def matmuls(options: Any) -> Fp8:

@@ -7,8 +7,6 @@ An update runs over fp32 copies: of a few parameters at a time (`updater.Rounded
 - stochastic (arXiv 1502.02551): up or down at random, so that the mean is the number itself. The random bits depend on
   (seed, step, name, element index), so they are the same on every layout, and replicas stay equal.
 - kahan (arXiv 2010.06192): what rounding cuts off a weight is a state of its own, which the next update adds again.
-
-States in fp8 are scaled first (`scale_`) and rounded to nearest.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class Rounder:
 
 def scale_(exact: Tensor, divides: bool) -> Tensor:
     """Scales a state (fp32) by a power of two, so that its largest number fills E4M3's range, and returns what undoes
-    it. divides: an update divides by its root, so none of it shall become 0."""
+    it. States in 8 bits are rounded to nearest behind it. divides: an update divides by its root, so none becomes 0."""
     largest = torch.stack(exact.aminmax()).abs().amax() if exact.numel() else exact.new_zeros(())
     scale = power_of_two(largest, E4M3)
     exact.mul_(scale)

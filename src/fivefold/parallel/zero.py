@@ -191,8 +191,7 @@ class Sharded(Replica):
             if self.parts[name].frozen:
                 continue
             found = [rows(p.grad) for p in same if isinstance(p.grad, DTensor)]
-            if not found:
-                found = [torch.zeros_like(self.masters[name], dtype=self.summed)]
+            found = found or [torch.zeros_like(self.masters[name], dtype=self.summed)]
             self.gradients[name] = found[0]
             for other in found[1:]:
                 found[0].add_(other)

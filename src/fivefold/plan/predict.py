@@ -335,8 +335,7 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
         else:  # of the parameter that has fewest
             shapes = [(n, shape) for n, shape in card_of(recipe.model).parameters.items() if math.prod(shape)]
             moments = min(kept.state_bytes(n, shape) / math.prod(shape) for n, shape in shapes)
-        # of master, gradient unless it is in fp32, states
-        copies = 1 + (mode.gradient != MASTER) + len(rounded)
+        copies = 1 + (mode.gradient != MASTER) + len(rounded)  # of master, gradient below fp32, states
         copied = DTYPES[MASTER].bytes * copies if mode.rounds else 0.0
         reduce = DTYPES[sent(mode, recipe.precision.reduce)].bytes
         states[name] = replace(plain, reduce=reduce, moments=moments, copied=copied, estimate=estimate)
