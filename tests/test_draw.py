@@ -17,6 +17,7 @@ from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.plan.time.offload import ways
 from fivefold.recipe import count_parameters, load, resolve
+from fivefold.schedules.offload import WAYS
 from fivefold.schedules.priority import Layer, Line, Simulation
 from fivefold.sharding.layout import Layout, equation
 
