@@ -83,8 +83,14 @@ def loss() -> None:
     def both(forward: Callable[[], torch.Tensor]) -> float:
         return milliseconds(lambda: torch.autograd.grad(forward(), [x, weight]))
 
-    whole = both(lambda: F.cross_entropy(F.linear(x, weight).float(), targets))
-    print(f"PyTorch's own, whole logits: {whole:.1f} ms")
+    def own() -> torch.Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), targets)
+
+    print(f"PyTorch's own, whole logits: {both(own):.1f} ms")
+    wanted = torch.autograd.grad(own(), [x, weight])
+    found = torch.autograd.grad(linear_cross_entropy(x, weight, targets), [x, weight])
+    for name, a, b in zip(("input", "weight"), found, wanted, strict=True):
+        print(f"gradient of the {name}: {((a - b).float().norm() / b.float().norm()).item():.1e} apart")
     for chunk in (128, 256, 512, 1024, 2048):
         sizes.LOGITS_BYTES["accelerator"] = chunk << 20
         torch.cuda.reset_peak_memory_stats()

@@ -131,7 +131,7 @@ def test_parts_share_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """What one part leaves over, the next ones get."""
     given: dict[str, float] = {}
     monkeypatch.setattr(
-        trials, "_trials", lambda part, names, s: (given.setdefault(part, s), [(n, ONE) for n in names])[1]
+        trials, "_trials", lambda part, names, s: (given.setdefault(part, s), ((n, ONE) for n in names))[1]
     )
     measure(tmp_path, [*PARTS], 280, print)
     assert given["doctor"] == pytest.approx(280 * 1 / 28, rel=0.05)
@@ -170,7 +170,7 @@ def test_a_trial_that_hangs_ends_with_all_its_processes(
 
 def test_layouts_are_verified_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of them is timed. Each waits for all others here; parts that are timed run one by one."""
-    monkeypatch.setattr(trials.os, "cpu_count", lambda: 3 * trials.CORES)
+    monkeypatch.setattr(trials, "cores", lambda: 3 * trials.CORES)
     assert [trials._at_once(part) for part in ("verify", "train")] == [3, 1]
     waits = f"touch {tmp_path}/$5; while [ $(ls {tmp_path} | grep -c 'dp') -lt 3 ]; do sleep 0.05; done"
     monkeypatch.setattr(trials.sys, "executable", program(tmp_path, f'{waits}; echo \'{{"name": "a"}}\''))
@@ -202,7 +202,7 @@ def test_what_is_not_possible_is_done(
 def test_the_exit_code_is_that_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for advice, code in (("", 0), ("largest at step 1", 1)):
         found = {"rows": [Row("loss", 1e-3, "", 1e-6, advice)._asdict()]}
-        monkeypatch.setattr(trials, "_trials", lambda _, names, s, found=found: [(n, found) for n in names])
+        monkeypatch.setattr(trials, "_trials", lambda _, names, s, found=found: ((n, found) for n in names))
         for part, wanted in (("verify", code), ("kernels", 0)):
             with pytest.raises(SystemExit) as ended:
                 main(["bench", "gpu", "--part", part, "--out", str(tmp_path / f"{part}{code}")])

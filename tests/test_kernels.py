@@ -1,6 +1,7 @@
 """Fused kernels against plain PyTorch in fp64: values and gradients, in fp32, bf16 and fp16, native and fallback."""
 
 import itertools
+from functools import cache, partial
 
 import pytest
 import torch
@@ -218,7 +219,7 @@ def test_linear_cross_entropy(path, dtype, chunk_bytes, with_bias, z_loss, monke
     monkeypatch.setattr(sizes, "MIN_ROWS", 7)
     monkeypatch.setattr(sizes, "SUM_SIZE", 0)
     N, D, V = 33, 24, 50
-    targets = torch.randint(V, (N,))
+    targets = torch.randint(V, (N, 2))[:, 0]  # a column of a batch
     targets[::5] = -100
     bias = [torch.randn(V)] if with_bias else []
 
@@ -501,14 +502,45 @@ def test_what_is_used_of_pytorch_that_is_not_documented():
 
 @pytest.mark.slow  # the compiler takes seconds to import
 def test_the_loss_as_gpus_compute_it(monkeypatch):
-    """Both passes give what they give without PyTorch's compiler. (Its back end is another one here.)"""
+    """Both passes give what they give without PyTorch's compiler, for any number of rows."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
     monkeypatch.setattr(native, "usable", lambda *_: False)
-    monkeypatch.setattr(cross_entropy, "compiled", lambda f: torch.compile(f, backend="aot_eager"))
-    logits, first, scale = torch.randn(33, 50).bfloat16(), 10, torch.tensor(0.25)
-    targets = torch.randint(100, (33,))  # some are in other ranks' columns
+    monkeypatch.setattr(cross_entropy, "compiled", cache(partial(torch.compile, backend=backend)))
+    first, scale = 10, torch.tensor(0.25)
+    for rows in (33, 40, 1):
+        logits, targets = (
+            torch.randn(rows, 50).bfloat16(),
+            torch.randint(100, (rows,)),
+        )  # some in other columns
+        targets[::5] = -100
+        statistics = cross_entropy.vocabulary_statistics(logits, targets, first)
+        torch.testing.assert_close(cross_entropy._statistics_on_gpu(logits, targets, first), statistics)
+        lse, found = statistics[0] + statistics[1].log(), logits.clone()
+        cross_entropy._gradient_on_gpu(found, targets, lse, first, scale)
+        assert torch.equal(
+            found, cross_entropy.vocabulary_gradient(logits.clone(), targets, lse, first, scale)
+        )
+    assert 2 <= len(graphs) <= 6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU adds in the matmul")
+@pytest.mark.parametrize("z_loss", [0.0, 0.05])
+def test_the_loss_on_a_gpu(z_loss, monkeypatch):
+    monkeypatch.setitem(sizes.LOGITS_BYTES, "accelerator", 1)
+    monkeypatch.setattr(sizes, "MIN_ROWS", 64)
+    monkeypatch.setattr(sizes, "SUM_SIZE", 0)
+    x, weight = (torch.randn(n, 96, device="cuda").bfloat16().requires_grad_() for n in (200, 512))
+    targets = torch.randint(512, (200,), device="cuda")
     targets[::5] = -100
-    statistics = cross_entropy.vocabulary_statistics(logits, targets, first)
-    torch.testing.assert_close(cross_entropy._statistics_on_gpu(logits, targets, first), statistics)
-    lse, found = statistics[0] + statistics[1].log(), logits.clone()
-    cross_entropy._gradient_on_gpu(found, targets, lse, first, scale)
-    assert torch.equal(found, cross_entropy.vocabulary_gradient(logits.clone(), targets, lse, first, scale))
+    high = [t.detach().double().requires_grad_() for t in (x, weight)]
+    logits = high[0] @ high[1].t()
+    wanted = F.cross_entropy(logits, targets) + z_loss * logits.logsumexp(1)[targets >= 0].square().mean()
+    got = linear_cross_entropy(x, weight, targets, None, z_loss)
+    close(got, wanted, torch.bfloat16)
+    for a, b in zip(torch.autograd.grad(got, [x, weight]), torch.autograd.grad(wanted, high), strict=True):
+        close(a, b, torch.bfloat16)

@@ -53,21 +53,6 @@ def add_z_gradient(
     return gradient.scatter_add_(1, index, (scale * more * here)[:, None].to(gradient.dtype))
 
 
-@custom_op(
-    "fivefold::add_product",
-    mutates_args=("total",),
-    device_types="cuda",
-    schema="(Tensor(a!) total, Tensor dlogits, Tensor x) -> ()",
-)
-def add_product_on_gpu(total: Tensor, dlogits: Tensor, x: Tensor) -> None:
-    """total (V, D) in fp32 += dlogits.T @ x, whose factors have 16 bits. PyTorch cannot trace it before 2.13."""
-    torch.addmm(total, dlogits.t(), x, out_dtype=torch.float32, out=total)
-
-
-@add_product_on_gpu.register_fake
-def _(total: Tensor, dlogits: Tensor, x: Tensor) -> None: ...
-
-
 def vocabulary_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     """Statistics of this rank's columns, (3, n) fp32: the largest logit, the sum of exp(logit - largest), and the
     target's logit, or 0 if another rank has it. logits (n, V), targets (n) int64 in the whole vocabulary, negative for
@@ -76,15 +61,20 @@ def vocabulary_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor
         out = torch.empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
         native.call("vocabulary_statistics", logits.dtype, logits, targets, out, *logits.shape, first)
         return out
-    if logits.device.type == "cuda":
-        return _statistics_on_gpu(logits, targets, first)
-    out = logits.new_empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
-    for part in sizes.fp32_parts(*logits.shape):
-        out[:, part] = _statistics(logits[part], targets[part], first)
-    return out
+    return (_statistics_on_gpu if logits.device.type == "cuda" else _statistics)(logits, targets, first)
 
 
 def _statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """Of all rows at once if it is compiled. Else parts of them have copies in fp32."""
+    if torch.compiler.is_compiling():
+        return _of_rows(logits, targets, first)
+    out = logits.new_empty(LOSS_STATISTICS, len(logits), dtype=torch.float32)
+    for part in sizes.fp32_parts(*logits.shape):
+        out[:, part] = _of_rows(logits[part], targets[part], first)
+    return out
+
+
+def _of_rows(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     here, index = local_targets(targets, first, logits.shape[1])
     whole = logits.float()
     top = whole.amax(1, keepdim=True)
@@ -108,23 +98,24 @@ def vocabulary_gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int
             "vocabulary_gradient", logits.dtype, logits, targets, lse.contiguous(), scale, *logits.shape, first
         )  # fmt: skip
         return logits
-    if logits.device.type == "cuda":
-        _gradient_on_gpu(logits, targets, lse, first, scale)
-        return logits
-    for part in sizes.fp32_parts(*logits.shape):
-        _gradient(logits[part], targets[part], lse[part], first, scale)
+    (_gradient_on_gpu if logits.device.type == "cuda" else _gradient)(logits, targets, lse, first, scale)
     return logits
 
 
 def _gradient(logits: Tensor, targets: Tensor, lse: Tensor, first: int, scale: Tensor) -> None:
+    """As in `_statistics`."""
     here, index = local_targets(targets, first, logits.shape[1])
-    gradient = (logits.float() - lse[:, None]).exp_()
+    factor = (targets >= 0)[:, None] * scale
     if torch.compiler.is_compiling():  # it compares on its way, and would scatter in a pass of its own
         columns = torch.arange(logits.shape[1], device=logits.device)
-        gradient = gradient - (here[:, None] & (columns == index[:, None])).float()
-    else:
-        gradient.scatter_add_(1, index[:, None], -here.float()[:, None])
-    logits.copy_(gradient.mul_((targets >= 0)[:, None] * scale))
+        target = (here[:, None] & (columns == index[:, None])).float()
+        logits.copy_(((logits.float() - lse[:, None]).exp() - target) * factor)
+        return
+    for part in sizes.fp32_parts(*logits.shape):
+        gradient = (logits[part].float() - lse[part, None]).exp_()
+        gradient.scatter_add_(1, index[part, None], -here[part].float()[:, None])
+        logits[part] = gradient.mul_(factor[part])
+        del gradient  # before the next part's
 
 
 compiled: Any = cache(torch.compile)

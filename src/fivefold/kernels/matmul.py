@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 
 from fivefold.host.machine import has_cpu_fp16
 from fivefold.kernels import native, sizes
 from fivefold.kernels.cross_entropy import (
     Keys,
-    add_product_on_gpu,
     add_z_gradient,
     drawn,
     local_targets,
@@ -331,8 +331,9 @@ def loss_and_gradient(
 ) -> Tensor:
     """Fills losses (n) and returns scale * (softmax - onehot), in place of the logits (n, V). together: the statistics
     (3, n) of all ranks that have columns, (parts, 3, n), given this rank's; None: it has all columns."""
+    targets = targets.contiguous()
     if together is None and not z_loss and native.usable(logits):
-        native.call("cross_entropy", logits.dtype, logits, targets.contiguous(), losses, scale, *logits.shape)
+        native.call("cross_entropy", logits.dtype, logits, targets, losses, scale, *logits.shape)
         return logits
     statistics = vocabulary_statistics(logits, targets, first)
     lse, loss = vocabulary_loss(together(statistics) if together else statistics[None])
@@ -347,13 +348,31 @@ def loss_and_gradient(
 
 
 def _add_product(total: Tensor | None, dlogits: Tensor, x: Tensor, only: bool) -> Tensor:
-    """Adds up the chunks' gradients of the weight. GPUs add in the matmul itself."""
-    if only or dlogits.device.type != "cuda" or dlogits.dtype == torch.float32:
+    """Adds up the chunks' gradients of the weight. NVIDIA's GPUs add in the matmul itself."""
+    own = dlogits.device.type == "cuda" and dlogits.dtype != torch.float32 and torch.version.hip is None
+    if only or not own:
         return _add_chunk(total, weight_gradient(dlogits, x), only)
     if total is None:
         total = x.new_zeros(dlogits.shape[1], x.shape[1], dtype=torch.float32)
-    add_product_on_gpu(total, dlogits, x)
+    _add_product_on_gpu(total, dlogits, x)
     return total
+
+
+@custom_op(
+    "fivefold::add_product",
+    mutates_args=("total",),
+    device_types="cuda",
+    schema="(Tensor(a!) total, Tensor dlogits, Tensor x) -> ()",
+)
+def _add_product_on_gpu(total: Tensor, dlogits: Tensor, x: Tensor) -> None:
+    """total (V, D) in fp32 += dlogits.T @ x, whose factors have 16 bits. PyTorch cannot trace it before 2.13."""
+    torch.addmm(total, dlogits.t(), x, out_dtype=torch.float32, out=total)
+
+
+@_add_product_on_gpu.register_fake
+def _(total: Tensor, dlogits: Tensor, x: Tensor) -> None:
+    assert total.shape == (dlogits.shape[1], x.shape[1]), "one row a column of the logits"
+    assert len(dlogits) == len(x), "as many rows"
 
 
 def _add_chunk(total: Tensor | None, part: Tensor, only: bool) -> Tensor:

@@ -120,7 +120,8 @@ def end(s: Sizes, program: Program, rows: float, whole: bool, biased: bool = Fal
             Saved("gradient of the output's input", (rows + (n if s.sp else 0)) * D * e, "stream"),
             Saved("gradient of the output's weight", weight * (e if cut == 1 else 4), "stream"),
         ]
-        besides = rows / cut * columns * e + rows * D * e + weight * e * (cut > 1 and not program.loss_on_gpu)
+        besides, cast = rows / cut * columns * e + rows * D * e, weight * e if cut > 1 else 0.0
+        besides = max(besides, cast) if program.loss_on_gpu else besides + cast
     if kept:
         saved.append(Saved("logits", kept * rows * columns, "stream"))
     return [

@@ -315,7 +315,7 @@ class _Loss(Function):
         ctx.dx, ctx.gone = (lambda: torch.zeros_like(x)) if ctx.needs_input_grad[0] and grad else None, False
 
         def chunk(part: slice, losses: Tensor, scale: Tensor) -> Tensor:
-            logits, targets = matmul.linear(x_ND[part], weight, bias), targets_N[part].contiguous()
+            logits, targets = matmul.linear(x_ND[part], weight, bias), targets_N[part]
             if drawing is not None:
                 targets = targets.where(targets < 0, _drawn(logits, targets, drawing, first, axis))
             return loss_and_gradient(logits, targets, losses, scale, z_loss, first, together)
@@ -343,7 +343,7 @@ class _Loss(Function):
         found = [None if ctx.dx is None else ctx.dx(), dweight, dbias]
         ctx.dx = None  # the loss keeps this context, and so the gradient, until the next loss
         ctx.gone = True
-        dx, dweight, dbias = (None if g is None else (g * factor).to(ctx.dtype) for g in found)
+        dx, dweight, dbias = (None if g is None else g.mul_(factor).to(ctx.dtype) for g in found)
         return dx, dweight, None, dbias, None, None, None, None
 
 

@@ -27,7 +27,9 @@ def doctor(count: int, name: str) -> Iterator[Row]:
     sends = ".".join(map(str, nccl.version())) if count else "not used"
     yield Row("CUDA, NCCL", f"{torch.version.cuda or torch.version.hip or 'not in this build'}, {sends}")
     triton = find_spec("triton") is not None
-    uncompiled = "blocks cannot be compiled: install it" * (count > 0 and not triton)
+    uncompiled = "neither blocks nor the loss can be compiled, so nothing trains: install it" * (
+        count > 0 and not triton
+    )
     yield Row("Triton", "there" if triton else "missing", advice=uncompiled)
     for note in gpus.notes():
         trouble = "docs/gpu.md says more, under `What check and the run say`" * note.startswith(gpus.WARNING)

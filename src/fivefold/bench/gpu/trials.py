@@ -16,8 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
@@ -35,6 +35,7 @@ from fivefold.bench.gpu.report import Row, line, page, rows
 from fivefold.bench.peak import device_peak
 from fivefold.errors import UserError, printable, shortened
 from fivefold.files import make_folder, read_json, write_atomically
+from fivefold.host import cores
 from fivefold.host.devices import GIB
 from fivefold.host.machine import available, describe, let_segments_grow, peak_memory_bytes
 from fivefold.launch.local import returned
@@ -56,7 +57,7 @@ JSON, HTML = "gpu.json", "gpu.html"
 LEAST_S = 5.0  # a trial's process alone takes some seconds to start
 AGAIN, REPORT = "the same command again runs it", "please report it with gpu.json"
 ON_CPU = 2  # ranks
-CORES = 4  # for each of several trials at once
+CORES, MOST = 4, 4  # for each of several trials at once; of them
 SIZES = {1 << 20: 20, 16 << 20: 10, 256 << 20: 5}  # bytes of a message: repetitions
 LARGE = 16 << 20  # bytes from which a message shows its rate, not its latency
 LINK, TIME, MEMORY = 0.8, 1.1, 0.05  # of the planned rate and time; error of the planned bytes
@@ -252,20 +253,23 @@ def measure(out: Path, parts: Sequence[str], limit_s: float, say: Callable[[str]
                 group, seconds = names[first : first + at_once], until - time.monotonic()
                 why = {"rows": [], "why": f"no time within --limit; {AGAIN}"}
                 late = ((name, done[part].get(name, why)) for name in group)
-                for name, found in _trials(part, group, seconds) if seconds >= LEAST_S else late:
-                    done[part][name] = found
-                    write_atomically(out / JSON, json.dumps(report, indent=1) + "\n")
-                    write_atomically(out / HTML, page(report, {part: PARTS[part].about for part in PARTS}))
-                    say("\n  ".join([f"{part}: {name}", *map(line, rows(found))]))
+                with closing(_trials(part, group, seconds) if seconds >= LEAST_S else late) as results:
+                    for name, found in results:
+                        done[part][name] = found
+                        write_atomically(out / JSON, json.dumps(report, indent=1) + "\n")
+                        write_atomically(out / HTML, page(report, {p: PARTS[p].about for p in PARTS}))
+                        say("\n  ".join([f"{part}: {name}", *map(line, rows(found))]))
     return report
 
 
 def _at_once(part: str) -> int:
     """How many trials of a part run side by side. Those of `verify` are not timed, and mostly start and compile."""
-    return max(1, (os.cpu_count() or 1) // CORES) if part == "verify" else 1
+    return min(MOST, max(1, cores() // CORES)) if part == "verify" else 1
 
 
-def _trials(part: str, names: Sequence[str], seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def _trials(
+    part: str, names: Sequence[str], seconds: float
+) -> Generator[tuple[str, dict[str, Any]], None, None]:
     """Trials side by side, and of each its rows, and "why" it ended before all were there."""
     end = time.monotonic() + seconds
     with ExitStack() as stack:
@@ -289,9 +293,10 @@ def _start(stack: ExitStack, part: str, name: str, several: bool) -> tuple[subpr
     printed, said = stack.enter_context(output()), stack.enter_context(output())
     folder = stack.enter_context(TemporaryDirectory(prefix="fivefold-"))
     # What a killed process leaves goes, too, but for what the next one need not compile again.
-    compiled = f"{gettempdir()}/torchinductor_{getpass.getuser()}"
+    compiled = f"{gettempdir()}/torchinductor_{os.getuid()}"
     environment = {"TORCHINDUCTOR_CACHE_DIR": compiled, **os.environ, "TMPDIR": folder}
-    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": str(CORES)} if several else {}
+    few = ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS")
+    environment |= dict.fromkeys(few, str(CORES)) if several else {}
     command = [sys.executable, "-P", "-m", "fivefold.bench.gpu.trials", part, name]
     process = subprocess.Popen(
         command, stdout=printed, stderr=said, process_group=0, env=environment, text=True
