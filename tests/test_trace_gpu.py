@@ -26,7 +26,7 @@ from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.schedules.timelines import AWAY
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import stages_of
-from fivefold.sharding.tiers import tiers
+from fivefold.sharding.tiers import BEHIND, WINDOW, tiers
 from fivefold.sharding.units import scattered_once
 from fivefold.trace import gpu
 from fivefold.trace.depth import exact
@@ -160,6 +160,8 @@ OTHERS = {  # in a case of their own: precision, optimizer, fields of a model
             ("all:disk", "dp=2,zero=3"),
             ("states:disk", "dp=1"),
             ("all:disk", "dp=1"),
+            ("all:host", "dp=1"),
+            ("all:host", "dp=2,zero=3"),
         )
     },
     **{
@@ -259,11 +261,19 @@ def of_offload(recipe: Recipe) -> dict[tuple[str, str], int]:
     if away.working != "device":
         moved, found["copy_", "parallel/offload/update.py"] = 0, outside
     sums = 1 if layout.zero and scattered_once(layout.zero, layout.pp) else m
-    if away.gradients != "device":
+    if away.gradients == "disk":
         moved += (L + 1) * (sums + sums - 1)
-    if away.working != "device":
-        moved += m * (L + L - (not layout.zero))  # the last block's stay for its backward
-    found["copy_", "parallel/offload/disk.py"] = moved
+    if away.working == "disk":
+        moved += m * (L + L - WINDOW * (not layout.zero))  # the last blocks' stay for backward
+    if moved:
+        found["copy_", "parallel/offload/disk.py"] = moved
+    if (
+        away.gradients == "host"
+    ):  # in streams: backward waits for all but the last ones, and its end for each unit's
+        events = sums * (L + 1) - BEHIND + (L + 1)
+        if layout.zero:  # FSDP2's streams wait for no other
+            events += (sums - 1) * (L + 1) + m * 2 * L * (away.working == "host")
+        found["event", "parallel/offload/disk.py"] = events
     if (
         layout.tp > 1 and away.gradients != "device"
     ):  # sums of norms' gradients; the norms of all, as one message
@@ -282,7 +292,7 @@ LIKE = {
     "soap", "muon",
     "bf16_pure nearest", "bf16_pure kahan", "bf16_pure, all:disk", "fp8 tensors", "activations, dp=2,zero=3",
     "activations, tp=2,recompute=full", "states:host, tp=2,sp=true", "states:host, dp=2,zero=1",
-    "states:host, dp=2,zero=2", "all:disk, dp=2,zero=3",
+    "states:host, dp=2,zero=2", "all:disk, dp=2,zero=3", "all:host, dp=2,zero=3", "all:host, dp=1",
 }  # fmt: skip
 """Others resemble them: `make test-all`."""
 

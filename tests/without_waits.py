@@ -195,6 +195,10 @@ OUTER = partial(
     traced, "dp=2", "llama", "sync.method=diloco", "sync.every=4", "sync.overlap=1", "sync.outer_dtype=int8"
 )
 TO_DISK = partial(traced, "dp=1", "llama", "layout.offload=all:disk", *LARGE)
+TO_HOST = partial(
+    traced, "dp=1,offload=all:host,offload_update=early,offload_window=3", "llama", "optim.grad_clip=0",
+    "faults.on_nonfinite=abort", *LARGE,
+)  # fmt: skip
 TRACES: dict[str, Callable[[], dict[str, int]]] = {
     "checkpoint/write.py": saved,
     "train/share.py": prefetched,
@@ -205,8 +209,9 @@ TRACES: dict[str, Callable[[], dict[str, int]]] = {
     "parallel/diloco.py": OUTER,
     "parallel/expert.py": partial(traced, "dp=2,ep=2", "moe"),
     "parallel/offload/activations.py": partial(traced, "dp=1", "llama", "layout.offload=activations", *LARGE),
-    "parallel/offload/pages.py": TO_DISK,
-    "parallel/offload/rows.py": partial(traced, "dp=2,zero=2", "llama", "layout.offload=states:disk", *LARGE),
+    "parallel/offload/disk.py": TO_HOST,
+    "parallel/offload/pages.py": TO_HOST,
+    "parallel/offload/rows.py": partial(traced, "dp=2,zero=2", "llama", "layout.offload=all:host", *LARGE),
     "parallel/offload/update.py": TO_DISK,
     "kernels/private.py": partial(traced, "dp=2,zero=3", "llama", "layout.offload=all:disk", *LARGE),
     "parallel/pipeline.py": partial(traced, "pp=2,schedule=1f1b", "llama"),

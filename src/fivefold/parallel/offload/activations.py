@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Saved:
     def __init__(self, owner: Activations, tensor: Tensor, before: Saved | None):
         self.owner, self.shape, self.before = owner, tensor.shape, before and weakref.ref(before)
         self.storage, self.version = StorageWeakRef(tensor.untyped_storage()), tensor._version
-        self.dtype, self.stride, self.offset = tensor.dtype, tensor.stride(), tensor.storage_offset()
+        self.dtype, self.stride = tensor.dtype, tensor.stride()
         self.host = owner.buffer(tensor.nbytes)
         self.here: Tensor | None = None
         self.copies: list[Future[None]] = []
@@ -107,7 +108,9 @@ class Activations(Parts):
         self._pool: dict[int, list[Tensor]] = {}
         self._last: weakref.ref[Saved] | None = None
         self._saved: weakref.WeakValueDictionary[tuple[int, int], Saved] = weakref.WeakValueDictionary()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._start = partial(
+            disk.start, what="activations", lane=True
+        )  # a buffer is used again in this order
         self.held = self.most = self.moved = 0
 
     def saving(self) -> saved_tensors_hooks:
@@ -117,9 +120,8 @@ class Activations(Parts):
         free = self._pool.setdefault(size, [])
         self.held += size
         self.most = max(self.most, self.held)
-        return (
-            free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-        )
+        pinned = self.device.type == "cuda"
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def pool(self) -> list[Tensor]:
         """The buffers that hold nothing now."""
@@ -149,7 +151,7 @@ class Activations(Parts):
             return found
         saved = self._saved[key] = Saved(self, tensor, self._last and self._last())
         self._last = weakref.ref(saved)
-        saved.copies.append(self._copy(tensor.detach(), saved.view(), out=True))
+        saved.copies.append(self._start(tensor.detach(), saved.view(), out=True))
         self.moved += tensor.nbytes
         return saved
 
@@ -158,9 +160,7 @@ class Activations(Parts):
             return packed
         self._fetch(packed)
         assert packed.here is not None
-        self.disk.meter.wait(packed.copies[-1].result, "activations")
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        self.disk.arrive(packed.copies[-1:], "activations")
         found, packed.here = packed.here, None
         one = packed
         for _ in range(READ_AHEAD):
@@ -173,22 +173,11 @@ class Activations(Parts):
     def _fetch(self, saved: Saved) -> None:
         """Starts to read a tensor back."""
         if saved.here is None:
-            saved.copies[-1].result()  # it has left
+            if self.device.type == "cpu":
+                saved.copies[-1].result()  # it has left; a stream keeps the order
             view = saved.view()
             saved.here = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=self.device)
-            saved.copies.append(self._copy(saved.here, view, out=False))
-
-    def _copy(self, here: Tensor, there: Tensor, out: bool) -> Future[None]:
-        if self._stream is None:
-            return self.disk.submit(self.disk.copy, here, there, out, "activations")
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            target, source = (there, here) if out else (here, there)
-            target.copy_(source, non_blocking=True)
-            here.record_stream(self._stream)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+            saved.copies.append(self._start(saved.here, view, out=False))
 
 
 def _compact(tensor: Tensor) -> bool:

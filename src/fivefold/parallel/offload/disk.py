@@ -29,6 +29,7 @@ from fivefold.kernels import private
 from fivefold.schedules.timelines import COMPUTE, MESSAGE, WAIT
 from fivefold.sharding.tiers import lane_of
 
+Futures = list[Future[None]]
 PAGE = 4096
 THREADS = 4
 """Reads and writes under way at once."""
@@ -109,8 +110,8 @@ class Disk:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="offload", initializer=alone)
         self._own = threading.local()
         self.files: list[File] = []
-        self._touched = 0
-        self._under_way: tuple[Any, ...] = ()
+        self._touched, self._under_way = 0, tuple[Any, ...]()
+        self._streams: dict[bool, torch.cuda.Stream] = {}
 
     def file(self, size: int, what: str) -> File:
         """A new file of `size` bytes. what: names it in messages.
@@ -145,6 +146,31 @@ class Disk:
             return at_once(self._run, work, *arguments)
         return self._pool.submit(self._run, work, *arguments)
 
+    def start(
+        self, here: Tensor, there: Tensor, out: bool, what: str, lane: bool | None = None
+    ) -> Future[None]:
+        """Starts a copy between the device (here) and host memory (there). out: away from the device. On a GPU it is
+        queued behind what the current stream does so far, in one of two streams: `lane`, or one each way."""
+        if not here.is_cuda:
+            return self.submit(self.copy, here, there, out, what)
+        lane = out if lane is None else lane
+        stream = self._streams.get(lane) or self._streams.setdefault(lane, torch.cuda.Stream(here.device))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            target, source = (there, here) if out else (here, there)
+            target.copy_(source, non_blocking=True)
+            here.record_stream(stream)
+            return Copying(stream.record_event())
+
+    def arrive(self, copies: Sequence[Future[None]], what: str) -> None:
+        """Waits for copies: the current stream waits for those of a GPU's streams, else the host, which counts the
+        time."""
+        for each in copies:
+            if isinstance(each, Copying):
+                torch.cuda.current_stream().wait_event(each.event)
+            else:
+                self.meter.wait(each.result, what)
+
     def copy(self, here: Tensor, there: Tensor, out: bool, what: str) -> None:
         """Copies between the device (here) and host memory (there). out: away from the device."""
         began = time.perf_counter()
@@ -172,6 +198,18 @@ class Disk:
         for file in self.files:
             file.close()
         self.files.clear()
+
+
+class Copying(Future[None]):
+    """A copy in a stream of a GPU. The host waits for its `result`, a stream by `Disk.arrive`."""
+
+    def __init__(self, event: Any):
+        super().__init__()
+        self.event = event
+        self.set_result(None)
+
+    def result(self, timeout: float | None = None) -> None:
+        self.event.synchronize()
 
 
 class File:
@@ -218,7 +256,7 @@ class File:
         """Waits until all that was written is on the disk."""
         os.fsync(self._file)
 
-    def start(self, offset: int, tensor: Tensor, out: bool) -> list[Future[None]]:
+    def start(self, offset: int, tensor: Tensor, out: bool) -> Futures:
         """Starts to fill a contiguous tensor from a byte of the file on, a multiple of PAGE, or to write it there
         (`out`); the caller keeps it until then."""
         flat = tensor.view(-1).view(torch.uint8)

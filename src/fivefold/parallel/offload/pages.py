@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
 from itertools import pairwise
 
 import torch
@@ -22,15 +21,13 @@ from fivefold.kernels import private
 from fivefold.kernels.elementwise import add_gradient
 from fivefold.optim.scaling import Norms, norms
 from fivefold.optim.updater import Updater
-from fivefold.parallel.offload.disk import wait_for
+from fivefold.parallel.offload.disk import Futures, wait_for
 from fivefold.parallel.offload.states import Offload
-from fivefold.parallel.offload.update import GRADIENTS, OUTSIDE, WORKING, Home, InHost, InPlace, OnDisk
+from fivefold.parallel.offload.update import GRADIENTS, OUTSIDE, WORKING, InHost, OnDisk
 from fivefold.parallel.replica import Hooked, Replica
 from fivefold.sharding.parts import Part
-from fivefold.sharding.tiers import BEHIND, Chunk, unit_of
+from fivefold.sharding.tiers import BEHIND, unit_of
 from fivefold.sharding.units import buffer_order
-
-Futures = list[Future[None]]
 
 
 class Unit:
@@ -96,9 +93,10 @@ class Pages(Replica):
             name for unit in self.pages.values() if unit.paged for name in self.offload.arena.names(unit.name)
         }
         self.working = {name: weight for name, weight in self.computing.items() if name not in away}
-        if self._working is not None:
-            dtype = next(iter(self.computing.values())).dtype
-            self.offload.homes[WORKING] = _ByUnit(self.offload.homes[WORKING], self.working, dtype)
+        if isinstance(self._working, InHost):
+            self._working.tensors = {**self._working.tensors, **self.working}
+        elif self._working is not None:
+            self._working.stay = self.working
 
     def _home(self, kind: str) -> InHost | OnDisk:
         home = self.offload.homes[kind]
@@ -141,9 +139,8 @@ class Pages(Replica):
         unit.here = True
 
     def wait(self, unit: Unit) -> None:
-        if unit.coming:
-            coming, unit.coming = unit.coming, []
-            self.offload.disk.meter.wait(lambda: wait_for(coming), unit.name or OUTSIDE)
+        coming, unit.coming = unit.coming, []
+        self.offload.disk.arrive(coming, unit.name or OUTSIDE)
 
     def free(self, unit: Unit) -> None:
         unit.backward = False
@@ -179,8 +176,7 @@ class Pages(Replica):
         if isinstance(self._gradients, Tensor):
             unit.gradients = self._gradients[unit.start : unit.start + unit.size]
         elif unit.gradients is None:
-            for each in unit.going:
-                each.result()
+            self.offload.disk.arrive(unit.going, "gradients")
             unit.going = []
             unit.gradients = torch.empty(unit.size, dtype=self.offload.dtype, device=self.offload.device)
             if unit.stored:
@@ -377,17 +373,3 @@ class Paged(Pages, Hooked):
 
     def kept(self) -> dict[str, list[Tensor]]:
         return super().kept() | {"buffers": self.sums.scratch.kept()}
-
-
-class _ByUnit(Home):
-    """Working weights of which only blocks lie in another tier; the others are written on the device."""
-
-    def __init__(self, away: Home, resident: dict[str, Tensor], dtype: torch.dtype):
-        self.away, self.here, self.dtype = away, InPlace(resident, dtype), dtype
-
-    def move(self, chunk: Chunk, buffer: Tensor, out: bool) -> None:
-        if chunk.unit:
-            self.away.move(chunk, buffer, out)
-
-    def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
-        return (self.away if chunk.unit else self.here).pieces(chunk, buffer)

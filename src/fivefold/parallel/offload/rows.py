@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fivefold.comm import Started
 from fivefold.kernels import private
+from fivefold.parallel.offload.disk import wait_for
 from fivefold.parallel.offload.pages import Pages, Unit
 from fivefold.parallel.offload.states import Offload
 from fivefold.parallel.zero import Sharded, UnitMessages
@@ -97,6 +98,11 @@ class Rows(Pages, Sharded):
         )
         before = lambda backward: self.need(unit, -1 if backward else 1)  # noqa: E731
         private.around_gather(messages.module, before, lambda: self.free(unit))
+
+    def wait(self, unit: Unit) -> None:
+        """The host waits, because the streams of FSDP2 do not wait for the current one."""
+        wait_for(unit.coming)
+        Pages.wait(self, unit)
 
     def start_step(self) -> None:
         self.forget_rows()

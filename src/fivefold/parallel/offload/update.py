@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -18,10 +18,13 @@ from fivefold.kernels import private
 from fivefold.optim.card import COMPENSATION, OptimizerCard
 from fivefold.optim.rounding import Rounder, cut_off
 from fivefold.optim.updater import Updater
-from fivefold.parallel.offload.disk import Disk, File, aligned, alone, at_once, wait_for
+from fivefold.parallel.offload.disk import Disk, File, Futures, aligned, alone, at_once, wait_for
 from fivefold.schedules.timelines import UPDATE
 from fivefold.sharding.tiers import CHUNK, SLOTS, Arena, Chunk, Piece
 
+Tensors = dict[str, Tensor]
+Named = dict[str, Tensors]
+"""Tensors of several parameters, by their names."""
 MASTERS, GRADIENTS, WORKING = "masters", "gradients", "working"
 OUTSIDE = "outside of blocks"
 
@@ -63,10 +66,10 @@ class InHost(InPlace):
         super().__init__(tensors, flat.dtype)
         self.flat, self.disk, self.what = flat, disk, what
 
-    def start(self, first: int, here: Tensor, out: bool) -> list[Future[None]]:
+    def start(self, first: int, here: Tensor, out: bool) -> Futures:
         """Starts to fill a tensor of the device from an element of the arena on, or to write it there (`out`)."""
         there = self.flat[first : first + here.numel()]
-        return [self.disk.submit(self.disk.copy, here, there, out, self.what)]
+        return [self.disk.start(here, there, out, self.what)]
 
 
 class Copied(InPlace):
@@ -85,16 +88,24 @@ class Copied(InPlace):
 
 
 class OnDisk(Home):
-    """Tensors in a file, in the order of the arena."""
+    """Tensors in a file, in the order of the arena. stay: those of some units, which are in memory all the same."""
+
+    stay: Mapping[str, Tensor] = {}
 
     def __init__(self, file: File, dtype: torch.dtype = torch.float32):
         self.file, self.dtype = file, dtype
 
     def move(self, chunk: Chunk, buffer: Tensor, out: bool) -> None:
-        size = self.dtype.itemsize
-        self.file.move(chunk.start * size, buffer[: chunk.size * size], out)
+        if size := self.dtype.itemsize * (not self._stays(chunk)):
+            self.file.move(chunk.start * size, buffer[: chunk.size * size], out)
 
-    def start(self, first: int, here: Tensor, out: bool) -> list[Future[None]]:
+    def pieces(self, chunk: Chunk, buffer: Tensor) -> list[Tensor]:
+        return (InPlace(self.stay) if self._stays(chunk) else super()).pieces(chunk, buffer)
+
+    def _stays(self, chunk: Chunk) -> bool:
+        return any(piece.name in self.stay for piece in chunk.pieces)
+
+    def start(self, first: int, here: Tensor, out: bool) -> Futures:
         """As `InHost.start`."""
         return self.file.start(first * here.itemsize, here, out)
 
@@ -133,22 +144,19 @@ class StreamedUpdater(Updater):
         if rounder is not None:
             self.card = rounder.card
         self.arena, self.homes, self.disk, self._views = arena, dict(homes), disk, states
-        self.scalars: dict[str, dict[str, Tensor]] = {}  # per parameter, once there are states
+        self.scalars: Named = {}  # per parameter, once there are states
         of = {id(weight): name for name, weight in masters.items()}
         self._groups = self.optimizer.param_groups if self.optimizer is not None else []
         self._group = {of[id(weight)]: group for group in self._groups for weight in group["params"]}
         self._chunks: dict[str, list[Chunk]] = {unit: [] for unit in arena.spans}
         for chunk in arena.chunks():
             self._chunks[chunk.unit].append(chunk)
-        self._slots: queue.Queue[dict[str, Tensor]] = queue.Queue()
-        self._made = False
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="offload-update", initializer=alone if beside else None
-        )
-        self._running: list[Future[None]] = []
+        self._slots, self._made = queue.Queue[Tensors](), False
+        self._thread = ThreadPoolExecutor(1, "offload-update", alone if beside else None)
+        self._running: Futures = []
         self._error: BaseException | None = None
         self._done = {unit: threading.Event() for unit in arena.spans}
-        self._behind: dict[str, list[Future[None]]] = {}  # writes that a unit's forward waits for
+        self._behind: dict[str, Futures] = {}  # writes that a unit's forward waits for
         for event in self._done.values():
             event.set()
         self._expected: float | None = None  # the learning rate of an expected step
@@ -158,7 +166,7 @@ class StreamedUpdater(Updater):
     def expect(self, lr: float) -> None:
         self._expected = lr
 
-    def early(self, unit: str, stored: Sequence[Future[None]]) -> None:
+    def early(self, unit: str, stored: Futures) -> None:
         """Starts the update of a unit whose gradients are complete once they are `stored`, if a step is expected."""
         if self._expected is None:
             return
@@ -174,14 +182,14 @@ class StreamedUpdater(Updater):
         skip: Tensor | None = None,
     ) -> None:
         """Starts the update of units that have none yet, and returns. `ready` and `settle` wait for it."""
-        left, early = [*self._begun(lr)], self._expected is not None
-        if early or skip is None or not skip.item():
+        left, skips = [*self._begun(lr)], skip is not None and bool(skip.item())
+        if not skips or self._expected is not None:
             self.largest = self._most
-        if skip is not None and skip.item():
+        if skips:
             self.settle()
             self._count()
         else:
-            self._start(left, None if scale is None else scale.to("cpu"), last=True)
+            self._start(left, None if scale is None else scale.to("cpu"), [], last=True)
         self._expected = self._left = None
 
     def _begun(self, lr: float) -> dict[str, None]:
@@ -192,9 +200,7 @@ class StreamedUpdater(Updater):
             self._most = torch.zeros(())
         return self._left
 
-    def _start(
-        self, units: list[str], scale: Tensor | None, after: Sequence[Future[None]] = (), last: bool = False
-    ) -> None:
+    def _start(self, units: list[str], scale: Tensor | None, after: Futures, last: bool = False) -> None:
         assert self._left is not None
         for unit in units:
             del self._left[unit]
@@ -249,7 +255,7 @@ class StreamedUpdater(Updater):
         """The memory of chunks under way, while no update runs."""
         return [memory for slot in self._slots.queue for memory in slot.values() if memory.numel()]
 
-    def _run(self, units: list[str], scale: Tensor | None, after: Sequence[Future[None]], last: bool) -> None:
+    def _run(self, units: list[str], scale: Tensor | None, after: Futures, last: bool) -> None:
         self._noting(self._update, units, scale, after)
         for unit in units:
             self._done[unit].set()
@@ -257,7 +263,7 @@ class StreamedUpdater(Updater):
             self._count()
 
     @torch.no_grad()
-    def _update(self, units: list[str], scale: Tensor | None, after: Sequence[Future[None]]) -> None:
+    def _update(self, units: list[str], scale: Tensor | None, after: Futures) -> None:
         """after: writes of their gradients."""
         wait_for(after)
         moving = [kind for kind, home in self.homes.items() if home.moves]
@@ -267,7 +273,7 @@ class StreamedUpdater(Updater):
         read = [kind for kind in moving if kind not in unread]
         write = [kind for kind in moving if kind != GRADIENTS]
         waits = self.homes.get(WORKING, self.homes[MASTERS]).moves
-        scalars, stored = dict[str, dict[str, Tensor]](), list[Future[None]]()
+        scalars, stored = Named(), Futures()
         for chunk, slot in self._fetched([chunk for unit in units for chunk in self._chunks[unit]], read):
             self._update_chunk(chunk, slot, scale, scalars)
             written = self._store(chunk, slot, write)
@@ -279,12 +285,10 @@ class StreamedUpdater(Updater):
         wait_for(stored)
         self.scalars |= scalars
 
-    def _fetched(
-        self, chunks: Sequence[Chunk], kinds: Sequence[str]
-    ) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
+    def _fetched(self, chunks: Sequence[Chunk], kinds: Sequence[str]) -> Iterator[tuple[Chunk, Tensors]]:
         """Each chunk with its slot, which holds what is read of it. Reads ahead."""
         rest = iter(chunks)
-        ahead: deque[tuple[Chunk, dict[str, Tensor], list[Future[None]]]] = deque()
+        ahead: deque[tuple[Chunk, Tensors, Futures]] = deque()
         while True:
             while len(ahead) < SLOTS // 2 and (not ahead or not self._slots.empty()):
                 chunk = next(rest, None)
@@ -298,7 +302,7 @@ class StreamedUpdater(Updater):
             wait_for(fetched)
             yield chunk, slot
 
-    def _store(self, chunk: Chunk, slot: dict[str, Tensor], kinds: Sequence[str]) -> list[Future[None]]:
+    def _store(self, chunk: Chunk, slot: Tensors, kinds: Sequence[str]) -> Futures:
         """Writes a chunk behind. Then its slot is free."""
         stored = self._move(chunk, slot, kinds, out=True)
         for each in stored:
@@ -307,28 +311,20 @@ class StreamedUpdater(Updater):
             self._slots.put(slot)
         return stored
 
-    def _move(
-        self, chunk: Chunk, slot: dict[str, Tensor], kinds: Sequence[str], out: bool
-    ) -> list[Future[None]]:
+    def _move(self, chunk: Chunk, slot: Tensors, kinds: Sequence[str], out: bool) -> Futures:
         def work() -> None:
             for kind in kinds:
                 self.homes[kind].move(chunk, slot[kind], out)
 
         return [self.disk.submit(work)] if kinds else []
 
-    def _update_chunk(
-        self,
-        chunk: Chunk,
-        slot: dict[str, Tensor],
-        scale: Tensor | None,
-        scalars: dict[str, dict[str, Tensor]],
-    ) -> None:
+    def _update_chunk(self, chunk: Chunk, slot: Tensors, scale: Tensor | None, scalars: Named) -> None:
         began = time.perf_counter()
         found = {kind: home.pieces(chunk, slot[kind]) for kind, home in self.homes.items()}
         # fp32 is updated in place, all else in fp32 copies.
         weights = {p.name: t.float() for p, t in zip(chunk.pieces, found[MASTERS], strict=True)}
         gradients = {p.name: t.float() for p, t in zip(chunk.pieces, found[GRADIENTS], strict=True)}
-        states: dict[str, dict[str, Tensor]] = {}  # none before the first update
+        states: Named = {}  # none before the first update
         for number, name in enumerate(() if self._first else weights):
             states[name] = {key: value.clone() for key, value in self.scalars[name].items()}
             states[name] |= {key: found[key][number].float() for key in self._views if key != COMPENSATION}
@@ -349,13 +345,7 @@ class StreamedUpdater(Updater):
             self._keep({kind: some[number] for kind, some in found.items()}, piece, weights, after)
         self.disk.meter.note(UPDATE, "update", chunk.unit or OUTSIDE, began)
 
-    def _keep(
-        self,
-        found: Mapping[str, Tensor],
-        piece: Piece,
-        weights: Mapping[str, Tensor],
-        after: Mapping[str, Mapping[str, Tensor]],
-    ) -> None:
+    def _keep(self, found: Tensors, piece: Piece, weights: Tensors, after: Named) -> None:
         """Puts what an update has computed where it is kept. found: a piece of each kind. weights, after: fp32 weights
         and states, by parameter."""
         name, weight, exact = piece.name, found[MASTERS], weights[piece.name]
@@ -375,13 +365,7 @@ class StreamedUpdater(Updater):
         if WORKING in found:
             found[WORKING].copy_(weight)
 
-    def _fused(
-        self,
-        weights: dict[str, Tensor],
-        gradients: dict[str, Tensor],
-        states: dict[str, dict[str, Tensor]],
-        scale: Tensor | None,
-    ) -> dict[str, dict[str, Tensor]]:
+    def _fused(self, weights: Tensors, gradients: Tensors, states: Named, scale: Tensor | None) -> Named:
         """Updates pieces of parameters by the kernel. Returns their states."""
         assert self.optimizer is not None
         for group in self._groups:
