@@ -157,8 +157,8 @@ def figures(memory: list[dict[str, Any]], disk: list[dict[str, Any]]) -> dict[st
     found["io_s"] = moved / found["rate"]
     found["step_by_bound"] = found["step_s"] / max(found["compute_s"], found["io_s"])
     found["step_by_sum"] = found["step_s"] / (found["compute_s"] + found["io_s"])
-    found |= {f"memory_{key}": middle(memory, key) for key in ("cpu", "kernel", "faults")}
-    return found | {key: middle(disk, key) for key in ("busy", "waited", "cpu", "kernel", "faults")}
+    found |= {f"memory_{key}": middle(memory, key) for key in ("cpu", "kernel", "faults", "pages")}
+    return found | {key: middle(disk, key) for key in ("busy", "waited", "cpu", "kernel", "faults", "pages")}
 
 
 def work(args: argparse.Namespace) -> None:
@@ -213,9 +213,10 @@ def work(args: argparse.Namespace) -> None:
 
 
 def usage_of_self() -> dict[str, float]:
-    """Processor seconds of this process, and pages that it waited for because they were not in memory."""
+    """Processor seconds of this process, pages that it waited for because they were not in memory, and new pages."""
     found = resource.getrusage(resource.RUSAGE_SELF)
-    return {"cpu": found.ru_utime + found.ru_stime, "kernel": found.ru_stime, "faults": found.ru_majflt}
+    seconds = {"cpu": found.ru_utime + found.ru_stime, "kernel": found.ru_stime}
+    return seconds | {"faults": found.ru_majflt, "pages": found.ru_minflt}
 
 
 def anonymous() -> int:
