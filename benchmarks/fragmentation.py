@@ -200,20 +200,20 @@ def OneBuffer(axis: Any, elements: int) -> Any:
     between forward and backward."""
     import torch
 
-    from fivefold.parallel.offload.activations import Parts, _alike
+    from fivefold.parallel.offload.activations import Part, Parts
 
     class Buffered(Parts):
         buffer = torch.empty(elements, dtype=torch.bfloat16, device=axis.device)
         at = 0
 
-        def _pack(self, tensor: Any) -> Any:
-            if not _alike(tensor):
-                return tensor
-            part = tensor.detach().reshape(self.axis.size, -1)[self.axis.index]
+        def _divide(self, tensor: Any) -> Any:
+            found = super()._divide(tensor)
+            if not isinstance(found, Part):
+                return found
             self.at %= self.buffer.numel()  # the next step
-            place = self.buffer[self.at : self.at + part.numel()]
-            self.at += part.numel()
-            return place.copy_(part), tensor.shape
+            place = self.buffer[self.at : self.at + found.saved.numel()]
+            self.at += found.saved.numel()
+            return Part(place.copy_(found.saved), found.shape)
 
     return Buffered(axis)
 

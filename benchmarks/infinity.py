@@ -26,6 +26,7 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -97,7 +98,7 @@ def main() -> None:
         from fivefold.host.machine import describe
 
         before = json.loads(args.out.read_text()) if args.out.exists() else {}
-        found = before | {"machine": describe(), f"batch {args.batch}": found}
+        found = before | {"machine": describe(), f"batch {args.batch}, {args.gbps} GB/s": found}
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -156,7 +157,8 @@ def figures(memory: list[dict[str, Any]], disk: list[dict[str, Any]]) -> dict[st
     found["io_s"] = moved / found["rate"]
     found["step_by_bound"] = found["step_s"] / max(found["compute_s"], found["io_s"])
     found["step_by_sum"] = found["step_s"] / (found["compute_s"] + found["io_s"])
-    return found | {key: middle(disk, key) for key in ("busy", "waited")}
+    found |= {f"memory_{key}": middle(memory, key) for key in ("cpu", "kernel", "faults", "pages")}
+    return found | {key: middle(disk, key) for key in ("busy", "waited", "cpu", "kernel", "faults", "pages")}
 
 
 def work(args: argparse.Namespace) -> None:
@@ -190,21 +192,31 @@ def work(args: argparse.Namespace) -> None:
             tokens = torch.randint(0, args.vocab, (args.batch, args.seq + 1))
             halves = [Microbatch(rows[:, :-1], rows[:, 1:]) for rows in tokens.split(half)]
             meter = disk.meter.figures() if disk else {}
-            began = time.perf_counter()
+            began, before_step = time.perf_counter(), usage_of_self()
             done = take_step(state, wanted, halves if which == "one" else [halves[ranks.rank]])
             line = {"loss": done.loss, "norm": done.norm, "seconds": time.perf_counter() - began}
             if disk:
                 line |= {key: value - meter[key] for key, value in disk.meter.figures().items()}
-            line["anonymous"] = anonymous()
+            after = usage_of_self()
+            line |= {key: after[key] - before_step[key] for key in after} | {"anonymous": anonymous()}
             steps.append(line)
             if ranks.first:
                 print(which, json.dumps(line), file=sys.stderr, flush=True)
             if step + 1 in (WARM_UP, args.steps):
                 hashes.append([hashed(state, cut, rank) for rank in range(2 if cut else 1)])
+                if disk:  # the hash has read files through the page cache
+                    disk.drop()
         rate()
         state.parallel.close()
     found = {"steps": steps, "rates": rates, "before": before, "built": built, "hashes": hashes}
     print(json.dumps(found))
+
+
+def usage_of_self() -> dict[str, float]:
+    """Processor seconds of this process, pages that it waited for because they were not in memory, and new pages."""
+    found = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = {"cpu": found.ru_utime + found.ru_stime, "kernel": found.ru_stime}
+    return seconds | {"faults": found.ru_majflt, "pages": found.ru_minflt}
 
 
 def anonymous() -> int:

@@ -45,7 +45,7 @@ def test_two_ranks_whose_states_are_twice_the_limit(tmp_path):
     out, sizes = tmp_path / "found.json", ["--layers", "15", "--seq", "64", "--batch", "2", "--share", "0.5"]
     command = [sys.executable, BENCHMARKS / "infinity.py", *sizes, "--steps", "3", "--rounds", "1"]
     subprocess.run([*command, "--dir", tmp_path / "away", "--out", out], check=True, timeout=280)
-    found = json.loads(out.read_text())["batch 2"]
+    found = json.loads(out.read_text())["batch 2, 0.0 GB/s"]
     assert found["states_by_limit"] > 1.9
     assert found["cgroup_peak_bytes"] <= found["limit_bytes"]
     assert not [*(tmp_path / "away").iterdir()]
