@@ -13,10 +13,8 @@ LOGITS_BYTES = {"cpu": 16 << 20, "accelerator": 512 << 20}
 in bf16). An accelerator needs thousands of rows for a fast matmul, and after each chunk it adds a gradient of the whole
 output layer in fp32. At V = 128k on an H100, 1 GiB is 9% faster and takes 1 GiB more (docs/gpu.md)."""
 FP32_BYTES = 64 << 20
-"""Where the loss has no fused kernel: bytes of the fp32 copy of a chunk's logits that exists at once. An accelerator
-reads and writes that much in tens of microseconds, several times what it takes to start a kernel."""
-FP32_COPIES = 2
-"""Tensors of that size: the copy and its log-softmax, or its exponentials. In fp32 the logits need no copy."""
+"""Where the loss has neither a fused kernel nor a compiler: bytes of the fp32 copy of a chunk's logits that exists at
+once."""
 MIN_ROWS = 512
 """Minimum rows of logits at once: with fewer the matmuls are slow."""
 SUM_SIZE = 4
@@ -52,17 +50,8 @@ def rows_at_once(N: int, V: int, D: int, element_size: int, at_once: float) -> i
 
 def fp32_parts(N: int, V: int) -> list[slice]:
     """The rows of N x V logits whose fp32 copies exist at once."""
-    rows = fp32_rows(N, V)
+    rows = max(1, FP32_BYTES // (4 * V))
     return [slice(start, start + rows) for start in range(0, N, rows)]
-
-
-def fp32_rows(N: float, V: float) -> int:
-    return int(max(1, min(N, FP32_BYTES // (4 * V))))
-
-
-def fp32_bytes(N: float, V: float, element_size: float) -> float:
-    """Bytes of the fp32 tensors that the loss of N x V logits holds at once without a fused kernel."""
-    return 4 * (FP32_COPIES - (element_size == 4)) * fp32_rows(N, V) * V
 
 
 def block_size(T: int, element_size: int) -> int:

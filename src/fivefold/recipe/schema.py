@@ -356,8 +356,7 @@ class PrecisionSection(Section):
     """Precision of training. `auto`: bf16 if the processor supports it, else fp32. `bf16`: weights and activations in
     bf16, with fp32 master weights, gradient sums and optimizer states. `bf16_pure`: everything in bf16, 8 bytes per
     parameter with AdamW. `fp16`: as `bf16`, with a scaled loss. `tf32`: fp32, which GPUs multiply with 11 bits. `fp8`,
-    `mxfp8`: as `bf16`, with the factors of the blocks' matmuls in 8 bits. `nanotron`: also weights, gradients and
-    moments in fp8, with masters in bf16."""
+    `mxfp8`: as `bf16`, with factors of blocks' matmuls in 8 bits. `nanotron`: also weights, gradients and moments."""
     loss_scale: float = Field(default=2.0**16, ge=1, le=2.0**24)
     """Factor on the loss at the start, a power of two. `fp16` only. An overflow halves it and skips the step (arXiv
     1710.03740)."""
