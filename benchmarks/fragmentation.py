@@ -210,10 +210,11 @@ def OneBuffer(axis: Any, elements: int) -> Any:
             found = super()._divide(tensor)
             if not isinstance(found, Part):
                 return found
+            saved: Any = found.saved
             self.at %= self.buffer.numel()  # the next step
-            place = self.buffer[self.at : self.at + found.saved.numel()]
-            self.at += found.saved.numel()
-            return Part(place.copy_(found.saved), found.shape)
+            place = self.buffer[self.at : self.at + saved.numel()]
+            self.at += saved.numel()
+            return Part(place.copy_(saved), found.shape)
 
     return Buffered(axis)
 

@@ -76,8 +76,8 @@ def main() -> None:
     found: dict[str, Any] = {"parameters": parameters, "states_bytes": states}
     found |= {"gbps": args.gbps, "update": args.update, "argv": " ".join(sys.argv[1:])}
     one = run(args, "one", "")[0]
-    rounds = []
-    for _ in range(args.rounds):
+    rounds, limit, interpreters = [], 0, 0
+    for _ in range(max(1, args.rounds)):
         memory = run(args, "memory", "")
         interpreters = sum(rank["before"] for rank in memory)
         limit = int(args.share * states) + interpreters

@@ -255,8 +255,8 @@ def train_both(args: argparse.Namespace, mode: str, work: Path) -> dict[str, Any
     fivefold(["train", recipe, "--quiet", "--layout", "dp=1", "--out", ran, *sets(values)], args.device)
     lines = [json.loads(line) for line in (ran / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
-    columns = ([line[key] for line in steps] for key in ("loss", "grad_norm", "step_s"))
-    ours = figures(*columns, time.perf_counter() - began)
+    losses, norms, seconds = ([line[key] for line in steps] for key in ("loss", "grad_norm", "step_s"))
+    ours = figures(losses, norms, seconds, time.perf_counter() - began)
     if not (work / "initial").exists():
         fivefold(["export", ran, work / "initial", "--step", 0])
         write_batches(recipe, values, work / "batches.npz")
@@ -281,7 +281,7 @@ def write_batches(recipe: str, values: dict[str, Any], path: Path) -> None:
     data = prepare_data(loaded)
     resolved = resolve(loaded, vocab_size=data.vocab_size)
     batches = batches_of(resolved, data)
-    read = [batches.batch(i) for i in range(resolved.train.steps or 0)]
+    read: list[Any] = [batches.batch(i) for i in range(resolved.train.steps or 0)]
     assert all(batch.first is None for batch in read), "the text has no documents"
     inputs, targets = (np.stack([batch[k] for batch in read]).astype(np.int32) for k in (0, 1))
     np.savez(path, inputs=inputs, targets=targets)

@@ -72,7 +72,7 @@ def to_svg() -> str:
 def _panel(title: str, lines: Mapping[str, Sequence[Mark]], named: bool) -> str:
     """A dot for each mark, and a line through the records; named: with their names."""
     canvas, marks = Canvas(title, width=WIDE), [mark for line in lines.values() for mark in line]
-    years, values = ([mark[i] for mark in marks] for i in (0, 1))
+    years, values = [mark.year for mark in marks], [mark.value for mark in marks]
     across = Scale(min(years) - 0.6, max(years) + 0.6, range(min(years), max(years) + 1, 2))
     top = TOP + 18 * len(lines) + 20
     axes = Axes(LEFT, top, WIDE - 12, top + HIGH, across, log_scale(min(values), max(values) * 1.2))
