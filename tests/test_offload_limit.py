@@ -35,17 +35,3 @@ def test_states_of_twice_the_limit(tmp_path):
     assert found["all:disk"]["states_by_limit"] > 1.9
     assert found["all:disk"]["cgroup_peak_bytes"] <= 440 << 20
     assert not [*(tmp_path / "away").iterdir()]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.access(MEMORY, os.W_OK), reason=f"{MEMORY} is not a writable cgroup of version 1")
-def test_two_ranks_whose_states_are_twice_the_limit(tmp_path):
-    """ZeRO-Infinity: dp=2,zero=3 from disk, with early updates. The benchmark compares losses, masters and moments with
-    one process and with the same ranks in memory. Interpreters are beside the limit."""
-    out, sizes = tmp_path / "found.json", ["--layers", "15", "--seq", "64", "--batch", "2", "--share", "0.5"]
-    command = [sys.executable, BENCHMARKS / "infinity.py", *sizes, "--steps", "3", "--rounds", "1"]
-    subprocess.run([*command, "--dir", tmp_path / "away", "--out", out], check=True, timeout=280)
-    found = json.loads(out.read_text())["batch 2, 0.0 GB/s"]
-    assert found["states_by_limit"] > 1.9
-    assert found["cgroup_peak_bytes"] <= found["limit_bytes"]
-    assert not [*(tmp_path / "away").iterdir()]
