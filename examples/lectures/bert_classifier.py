@@ -5,6 +5,7 @@ With --nnodes 1:2 --max-restarts 3 one of them may come later or go: all ranks s
 """
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,8 @@ def by_hand(saved: Path, steps: int) -> nn.Module:  # from what is saved, if any
 
 def main(out: Path, steps: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    dist.init_process_group("gloo")
+    # After a restart a rank may call an old address. A minute later all try again; the usual 30 would be lost.
+    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     first, model = dist.get_rank() == 0, by_hand(out / "by_hand.pt", steps)
     dist.destroy_process_group()
     train = fivefold.resume if (out / "run" / "recipe.toml").exists() else fivefold.train
