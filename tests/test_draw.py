@@ -243,7 +243,7 @@ def test_offload_is_drawn_as_it_is_planned(tmp_path, capsys):
         assert f"{name}: device busy {line.busy:.0%}" in shown
         assert f"{name}: device busy {line.busy:.0%}, {line.seconds:.3g} s" in text
     assert found["after"].busy < found["beside"].busy < found["early"].busy
-    assert text.count("(the trainer)") == 1
+    assert text.count("(the trainer)") == 3, "beside, early, window"
     text, pictures = drawn(capsys, tmp_path, *options, f"{layout}states:disk")
     assert re.search(r"(?m)^disk +│", text)
     assert "offload" not in pictures, "the ways are those of states in host memory"
