@@ -60,7 +60,7 @@ ELSEWHERE = {
     "train/loop.py _Late._record record": "writes metrics",
 }
 """Calls that no trace needs, and why."""
-STOPS = {"parallel/expert.py _wait_for_all wait"}
+STOPS = {"parallel/expert.py _wait_for_all wait", "parallel/offload/disk.py Disk.start record_event"}
 """Calls that give what the trace needs. Their waits are tried as those for messages."""
 UNHEARD = {"parallel/pipeline.py _Run._wait_for_sends": "bounds the memory of sends under way"}
 """Waits for messages that no trace needs, and why."""
