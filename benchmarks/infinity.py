@@ -1,4 +1,4 @@
-"""ZeRO-Infinity (arXiv 2104.07857) on two ranks: states of four times the memory limit, from disk.
+"""ZeRO-Infinity (arXiv 2104.07857) on two ranks: states of four times what may be held of them, from disk.
 
     python benchmarks/infinity.py --batch 2 [--gbps 0.3] [--rounds 2] [--out FILE.json]
 

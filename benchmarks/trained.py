@@ -29,7 +29,7 @@ import sys
 import sysconfig
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -78,7 +78,7 @@ def main() -> int:
     one.add_argument("--modes", nargs="+", choices=MODES, default=["fp32"])
     one.add_argument("--small", action="store_true", help="2 layers of width 64, for a CPU")
     one.add_argument("--folder", type=Path, default=BUILD, help="where `prepare` has written")
-    one.add_argument("--out", type=Path, default=OUT)
+    one.add_argument("--out", type=Path, help=f"[default: {OUT.relative_to(ROOT)}; needed with --small]")
     one = commands.add_parser("table", help="print results and plans as Markdown")
     one.add_argument("--out", type=Path, default=OUT)
     one.add_argument("--write", type=Path, help="also put it between the marks of this page")
@@ -90,6 +90,9 @@ def main() -> int:
     if args.command == "prepare":
         return prepare(args.folder, args.bytes, args.packages)
     if args.command == "run":
+        if args.small and args.out is None:
+            parser.error("--small needs --out: the default file has the real shapes")
+        args.out = args.out or OUT
         return run(args)
     if args.command == "plain":
         print(json.dumps(plain(args.work, args.device, args.mode)))
@@ -474,8 +477,14 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, floa
     """How far two curves are apart: the largest and the mean |difference|, and the largest one of the first steps
     relative to the loss."""
     apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-    first = max(d / b for d, b in zip(apart[:FIRST], theirs[:FIRST], strict=True))
-    return {"largest": max(apart), "mean": sum(apart) / len(apart), "first": first}
+    first = most(d / b for d, b in zip(apart[:FIRST], theirs[:FIRST], strict=True))
+    return {"largest": most(apart), "mean": sum(apart) / len(apart), "first": first}
+
+
+def most(values: Iterable[float]) -> float:
+    """The largest; NaN if any is."""
+    found = [*values]
+    return next((value for value in found if value != value), max(found))
 
 
 def speeds(pair: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("FORCE_COLOR", None)
 if "FIVEFOLD_CACHE" not in os.environ:  # kept between runs: a second `make test` starts at once
     os.environ["FIVEFOLD_CACHE"] = os.path.join(tempfile.gettempdir(), f"fivefold-tests-{os.getuid()}")
-os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-)  # else a hundred processes would compile the package, each for itself
-gc.disable()  # until all tests are there: what collection makes stays
+if (
+    "FIVEFOLD_MUTATED" not in os.environ
+):  # else a hundred processes would compile the package, each for itself
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    gc.disable()  # until all tests are there: what collection makes stays
 
 
 @pytest.fixture(scope="module")

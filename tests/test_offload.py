@@ -21,9 +21,9 @@ from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.parallel.offload import activations
 from fivefold.parallel.offload.activations import Activations
-from fivefold.parallel.offload.disk import THREADS, Disk
+from fivefold.parallel.offload.disk import THREADS, Disk, File
 from fivefold.parallel.offload.pages import Pages
-from fivefold.parallel.offload.update import StreamedUpdater
+from fivefold.parallel.offload.update import SLOTS, StreamedUpdater
 from fivefold.parallel.parallelize import Parallel
 from fivefold.plan.messages import volume
 from fivefold.plan.time.offload import streams
@@ -300,13 +300,16 @@ def test_updates_run_early_and_a_window_has_so_many_blocks(tmp_path, layout, win
 
 
 def test_no_step_may_be_skipped_under_early_updates(tmp_path):
-    """One message names what has to change, and a gradient that is not finite leaves no good weights."""
-    for wrong in (
-        "optim.grad_clip=1", "precision.mode=fp16", "faults.on_nonfinite=skip", "faults.on_spike=rollback",
-    ):  # fmt: skip
+    """The message names what has to change, and a gradient that is not finite leaves no good weights."""
+    for wrong, right in {
+        "optim.grad_clip=1": "or grad_clip = 0",
+        "precision.mode=fp16": 'or mode = "bf16"',
+        "faults.on_nonfinite=skip": 'or on_nonfinite = "abort"',
+        "faults.on_spike=rollback": 'or on_spike = "tell"',
+    }.items():
         with pytest.raises(UserError, match="no step may be clipped, scaled or skipped") as error:
             tiny(tmp_path, f"dp=1,offload=all:host{EARLY}", *NO_SKIPS, wrong)
-        assert 'on_nonfinite = "abort"' in str(error.value)
+        assert right in str(error.value)
     recipe, figures = tiny(tmp_path, f"dp=1,offload=all:host{EARLY}", *NO_SKIPS), {"step": 3, "nonfinite": 1}
     fault = judged(recipe, figures, 1)
     assert fault is not None
@@ -320,10 +323,11 @@ def test_no_step_may_be_skipped_under_early_updates(tmp_path):
         (
             "dp=1",
             ["layout.offload=states:disk", "layout.offload_update=early", *NO_SKIPS],
-            "offload=states:disk, with which no gradient is complete",
+            "offload=states:disk, which leaves gradients on the device",
         ),
         (f"tp=2{EARLY}", ["layout.offload=all:host", *NO_SKIPS], "tp=2, with which no gradient is complete"),
         ("dp=1", ["layout.offload=all:host", "layout.offload_window=1"], "Nearest valid: offload_window=2"),
+        ("dp=1,recompute=budget:1GiB,offload_window=0", ["layout.offload=all:host"], "offload_window = 2"),
         ("dp=1", ["layout.offload=states:disk", "optim.name=muon"], 'Nearest valid: optim.name = "adamw"'),
         ("dp=2", ["layout.offload=activations:tp"], "Nearest valid: offload=none"),
         ("tp=2", ["layout.offload=activations:tp"], "it needs recompute=full and tp > 1 without sp"),
@@ -339,6 +343,32 @@ def test_no_step_may_be_skipped_under_early_updates(tmp_path):
 def test_refuses_what_does_not_combine(tmp_path, layout, sets, message):
     with pytest.raises(UserError, match=message):
         tiny(tmp_path, layout, *sets)
+
+
+@pytest.mark.parametrize("update", ["beside", "early"])
+def test_a_disk_that_fails_ends_the_run(tmp_path, monkeypatch, update):
+    """More units are left than there is memory for chunks under way; none of them may wait for it."""
+    layout = f"dp=1,offload=all:disk,offload_update={update},offload_dir={tmp_path}"
+    recipe = tiny(tmp_path, layout, *NO_SKIPS, f"model.layers={SLOTS + 3}", mode="bf16")
+    data = prepare(recipe)
+    recipe = resolve(recipe, vocab_size=data.vocab_size)
+    state, batches = build_state(recipe, ranks_of(0, 1)), batches_of(recipe, data)
+
+    def steps(*numbers: int) -> None:
+        for number in numbers:
+            take_step(state, recipe, share_of(batches, number, recipe.train.global_batch_size, 1, state.mesh))
+
+    def fails(file, offset, memory, out):
+        if file.what == "masters" and not out:
+            raise OSError(errno.EIO, "Input/output error")
+        return moves(file, offset, memory, out)
+
+    steps(0)
+    state.parallel.settle()
+    moves = File.move
+    monkeypatch.setattr(File, "move", fails)
+    with pytest.raises(UserError, match="Input/output error, so the update of this step is lost"):
+        steps(1, 2)
 
 
 def test_says_where_it_cannot_write(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from fivefold.trace import gpu
 pytestmark = pytest.mark.skipif(bool(gpu.why_not()), reason=gpu.why_not())
 MEASURES = "measures time only"
 IO = "waits for a thread of I/O, which a trace does not have"
+UNSEEN = "the update on the host reads what this waits for, and no trace counts its reads"
 HOSTS = "processes and threads of the host wait for each other"
 ELSEWHERE = {
     "bench/collectives.py _collectives.around wait": MEASURES,
@@ -46,8 +47,8 @@ ELSEWHERE = {
     "parallel/offload/pages.py Pages.lacking wait": "in these traces every parameter has a gradient",
     "parallel/offload/pages.py Paged.finish wait": "in these traces every parameter has a gradient",
     "parallel/offload/pages.py Pages.refresh wait": "not within a step",
-    "parallel/offload/pages.py Pages.write wait": IO,
-    "parallel/offload/pages.py Pages.written wait": IO,
+    "parallel/offload/pages.py Pages.write wait": UNSEEN,
+    "parallel/offload/pages.py Pages.written wait": UNSEEN,
     "parallel/offload/rows.py Rows.wait wait": "the host has waited",
     "parallel/offload/update.py StreamedUpdater.ready wait": IO,
     "parallel/offload/update.py StreamedUpdater._wait wait": IO,

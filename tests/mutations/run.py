@@ -93,7 +93,8 @@ def copy(folder: Path) -> Path:
 
 def environment(root: Path) -> dict[str, str]:
     """In which Python imports the copy at `root`."""
-    own = {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    own = {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
+    own |= {"PYTHONDONTWRITEBYTECODE": "1", "FIVEFOLD_MUTATED": "1"}  # a wrong line leaves no bytecode behind
     return os.environ | own
 
 

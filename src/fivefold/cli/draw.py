@@ -177,15 +177,16 @@ def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, st
 def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
     """(text, picture) of the ways to order updates on the host; neither if the host does not update."""
     from fivefold.observe.timelines import step_svg
-    from fivefold.plan.time.offload import ways
-    from fivefold.schedules.offload import WAYS
+    from fivefold.plan.time.offload import of, ways
 
     if not (found := ways(s)):
         return "", {}
     lines = [(f"{name}: device busy {line.busy:.0%}", line) for name, line in found.items()]
+    stays = of(s).working == "device"
+    own = ("early" if stays else "window") if s.layout.early else "beside" * stays
     text = "ways to order updates on the host, a step of one microbatch:\n"
     for (name, line), way in zip(lines, found, strict=True):
-        text += f"  {name}, {line.seconds:.3g} s{' (the trainer)' * WAYS[way].runs}\n"
+        text += f"  {name}, {line.seconds:.3g} s{' (the trainer)' * (way == own)}\n"
     return text, {"offload": step_svg(lines, f"{title}: updates on the host, a step of one microbatch")}
 
 

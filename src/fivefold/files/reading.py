@@ -152,7 +152,7 @@ def guard(folder: Path, *, look: bool = True) -> None:
     Raises:
         UserError: the folder has one.
     """
-    home = folder.absolute()
+    home = Path(os.path.abspath(folder))  # as `inside` looks it up
     real = Path(os.path.realpath(home))
     blobs = (real.parent.parent / "blobs",) if real.parent.name == "snapshots" else ()
     _guarded[home] = (real, *blobs)
@@ -183,7 +183,7 @@ def inside(path: Path, opened: int | None = None) -> Path:
     absolute = Path(os.path.abspath(path))
     for home in absolute.parents:  # few, where a process may have guarded hundreds of folders
         if allowed := _guarded.get(home):
-            real = Path(os.path.realpath(absolute))
+            real = Path(os.path.realpath(path))
             with contextlib.suppress(OSError):  # where the system does not say where an open file lies
                 if opened is not None:
                     place = os.readlink(f"/proc/self/fd/{opened}")

@@ -54,7 +54,7 @@ class Mode:
 
     working: weights that compute, and activations. master: weights that the optimizer updates; if it is `working`, they
     are the same tensors. gradient: sums over microbatches. state: the optimizer's states that its card has in fp32.
-    weight: a copy of the weights that multiply rounded, which a replica keeps instead of rounding each time; "": none.
+    weight: a copy of the weights that multiply rounded, which a replica keeps beside the masters; "": none.
     products: the way to multiply, a name in `DTYPES`; "": as `working`. auto: `precision.mode = "auto"` may choose it.
     scaled: the loss is scaled (optim/scaling.py). gpu: only GPUs have it. fields: of [precision], which only some
     modes have.

@@ -30,23 +30,22 @@ STEPS = 4  # simulated; the last but one is steady
 @dataclass(frozen=True)
 class Way:
     """eager: updates do not wait for the norm. together: forward waits for all weights. width: units whose weights are
-    on the device; 0: all. direct: weights that would be late are read in place. runs: the trainer has it."""
+    on the device; 0: all. direct: weights that would be late are read in place."""
 
     name: str
     eager: bool = False
     together: bool = False
     width: int = 0
     direct: bool = False
-    runs: bool = False
 
 
 WAYS = {
     way.name: way
     for way in (
         Way("after", together=True),
-        Way("beside", runs=True),
-        Way("early", eager=True, runs=True),
-        Way("window", eager=True, width=3, runs=True),
+        Way("beside"),
+        Way("early", eager=True),
+        Way("window", eager=True, width=3),
         Way("direct", eager=True, width=3, direct=True),
     )
 }

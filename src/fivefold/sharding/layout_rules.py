@@ -112,8 +112,9 @@ def _offload_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
     if layout.offload_window == 1:
         yield {"offload_window"}, "offload_window=1 reads no block ahead. Nearest valid: offload_window=2"
     if layout.early and (away.gradients == "device" or layout.tp > 1):
-        other = "tp" if layout.tp > 1 else "offload"
-        why = f"{other}={getattr(layout, other)}, with which no gradient is complete before the last one"
+        other, why = "offload", f"offload={layout.offload}, which leaves gradients on the device"
+        if layout.tp > 1:
+            other, why = "tp", f"tp={layout.tp}, with which no gradient is complete before the last one"
         yield (
             {"offload_update", other},
             f"offload_update=early does not combine with {why}. Nearest valid: beside",

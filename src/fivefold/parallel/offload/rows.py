@@ -32,7 +32,7 @@ Shares = Sequence[tuple[str, int]]
 
 @contextmanager
 def _on_default_stream(on_gpu: bool) -> Iterator[None]:
-    """The threads of I/O copy on the default stream. FSDP2 calls us on one of its own."""
+    """Threads of I/O with files copy on the default stream. FSDP2 calls us on one of its own."""
     if not on_gpu:
         yield
         return

@@ -220,7 +220,9 @@ class StreamedUpdater(Updater):
 
     def ready(self, unit: str) -> None:
         """Waits until the weights of a unit are updated. Counts the time."""
-        if not self.is_ready(unit):
+        if self.is_ready(unit):
+            self._noting(wait_for, self._behind.get(unit, Futures()))  # one of them may have failed
+        else:
             self.disk.meter.wait(lambda: self._wait(unit), f"update of {unit or OUTSIDE}")
         self._check()
 
@@ -265,6 +267,8 @@ class StreamedUpdater(Updater):
     @torch.no_grad()
     def _update(self, units: list[str], scale: Tensor | None, after: Futures) -> None:
         """after: writes of their gradients."""
+        if self._error is not None:  # an earlier unit's: it may have kept its slots
+            return
         wait_for(after)
         moving = [kind for kind, home in self.homes.items() if home.moves]
         unread = (

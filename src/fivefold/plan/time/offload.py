@@ -155,7 +155,9 @@ def ways(s: Setting) -> dict[str, StepTimeline]:
 def window(s: Setting, room: float) -> int:
     """The fewest blocks in a window with which a simulated step of one microbatch takes as long (to NEARLY) as with all
     blocks that fit: more of them would hide no more copying (STRONGHOLD, SC 2022). room: bytes of the device that a
-    window of WINDOW blocks leaves."""
+    window of WINDOW blocks leaves. Where no block stays for backward, more than WINDOW save no copy."""
+    if s.layout.zero or s.layout.pp > 1:
+        return WINDOW
     units, part = _units(s, max(1, s.model.layers // len(stage_costs(s)))), rank_elements(s)[0]
     block = s.states.working * (part.keeps if s.layout.zero else part.computes) / len(units)
     widths = range(WINDOW, max(WINDOW, min(len(units), WINDOW + int(room / block))) + 1)

@@ -54,13 +54,6 @@ def _streams(recipe: Sections) -> bool:
     return OFFLOADS[recipe.layout.offload].streams
 
 
-def _may_skip(recipe: Sections) -> bool:
-    """True if updates are early, and a step may be clipped, scaled or skipped."""
-    faults = recipe.faults
-    skips = faults.on_nonfinite == "skip" or (faults.spike_limit > 0 and faults.on_spike != "tell")
-    return recipe.layout.early and (recipe.optim.grad_clip > 0 or _mode(recipe).scaled or skips)
-
-
 def _elementwise(recipe: Sections) -> bool:
     return OPTIMIZERS[recipe.optim.name].elementwise
 
@@ -142,9 +135,19 @@ REFUSED = (
     Refused("layout.offload", "optim.name", lambda r: _streams(r) and not _elementwise(r),
             "only what is updated element by element can be updated in chunks",
             'optim.name = "adamw", or layout.offload = "activations"'),
-    Refused("layout.offload_update", "optim.grad_clip precision.mode faults.on_nonfinite faults.on_spike", _may_skip,
-            "blocks are updated before the norm of the gradient is known, so no step may be clipped, scaled or skipped",
-            'offload_update = "beside"; or grad_clip = 0, on_nonfinite = "abort", on_spike = "tell" and no fp16'),
+    *(Refused("layout.offload_update", field, lambda r, skips=skips: r.layout.early and skips(r),
+              "blocks are updated before the gradient's norm is known, so no step may be clipped, scaled or skipped",
+              f'offload_update = "beside", or {instead}')
+      for field, skips, instead in (
+          ("optim.grad_clip", lambda r: r.optim.grad_clip > 0, "grad_clip = 0"),
+          ("precision.mode", lambda r: _mode(r).scaled, 'mode = "bf16"'),
+          ("faults.on_nonfinite", lambda r: r.faults.on_nonfinite == "skip", 'on_nonfinite = "abort"'),
+          ("faults.on_spike", lambda r: r.faults.spike_limit > 0 and r.faults.on_spike != "tell", 'on_spike = "tell"'),
+      )),
+    Refused("layout.offload_window", "layout.recompute",
+            lambda r: r.layout.offload != NOT_OFFLOADED and r.layout.offload_window == 0
+            and budget_of(r.layout.recompute) is not None,
+            "the window would take what the budget leaves", "offload_window = 2"),
     Refused("model.capacity_factor", "layout.cp", lambda r: _queues(r) and r.layout.cp > 1,
             "an expert's queue would span several ranks", "capacity_factor = 0"),
     Refused("model.capacity_factor", "layout.sp", lambda r: _queues(r) and r.layout.sp,
