@@ -123,6 +123,22 @@ def test_a_link_that_is_made_later_is_not_opened(tmp_path: Path) -> None:
     assert contents(outside) == {"secret": SECRET.encode()}
 
 
+def test_a_folder_that_is_named_from_elsewhere_is_guarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a path with `..`, as a user types it."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "secret").write_text(SECRET)
+    monkeypatch.chdir(tmp_path / "here")
+    home = Path("../run")
+    files.guard(home)
+    (home / "metrics.jsonl").symlink_to(tmp_path / "secret")
+    for way in (home, home.absolute(), tmp_path / "run"):
+        with pytest.raises(UserError, match="leads out of"):
+            files.read_bytes(way / "metrics.jsonl", 100)
+
+
 @pytest.mark.slow
 def test_links_within_a_folder_and_to_it_are_followed(copy: Path, tmp_path: Path) -> None:
     (copy / "newest").symlink_to(copy / "checkpoints")

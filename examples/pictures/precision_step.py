@@ -19,13 +19,15 @@ from typing import NamedTuple
 from torch import Size
 
 from fivefold.draw.canvas import Canvas
+from fivefold.errors import UserError
 from fivefold.kernels.rounded import rounded_matmuls
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, sent
 from fivefold.precision.formats import FORMATS
+from fivefold.recipe import load
 from fivefold.recipe.schema import PrecisionSection
 
 SUM = "Σ"
-"""The sum of a matmul's products, which all devices keep in fp32."""
+"""The sum of a matmul's products, which the trainer asks for in fp32. GPUs may keep fewer bits of it on the way."""
 STEP = """
 Once per step: W for computing | grey | W master > W weight
 A scale for {tiles} | grey |
@@ -135,8 +137,11 @@ def main() -> None:
     parser.add_argument("fields", nargs="*", help="fields of [precision], such as fp8_backward=e4m3")
     parser.add_argument("--svg", type=Path, help="also draw it to this file")
     given = parser.parse_args()
-    fields = dict(field.split("=", 1) for field in given.fields)
-    flow = parts(PrecisionSection.model_validate(fields | {"mode": given.mode}))
+    try:
+        recipe = load("quickstart", [f"precision.{field}" for field in (f"mode={given.mode}", *given.fields)])
+    except UserError as error:
+        parser.error(str(error))
+    flow = parts(recipe.precision)
     print(to_text(flow), end="")
     if given.svg:
         given.svg.write_text(to_svg(flow, f"A step in {given.mode}"), encoding="utf-8")

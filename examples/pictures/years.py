@@ -6,7 +6,7 @@ python examples/pictures/years.py years.svg
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -92,4 +92,6 @@ def _panel(title: str, lines: Mapping[str, Sequence[Mark]], named: bool) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(to_svg(), encoding="utf-8")
+    parser = argparse.ArgumentParser(description="Models and devices over the years, as an SVG picture.")
+    parser.add_argument("svg", type=Path)
+    parser.parse_args().svg.write_text(to_svg(), encoding="utf-8")
