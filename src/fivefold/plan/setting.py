@@ -139,7 +139,6 @@ class States:
     """
 
     working: float = DTYPES["bf16"].bytes
-    rounded: float = 0.0
     master: float = DTYPES[MASTER].bytes
     gradient: float = DTYPES[MASTER].bytes
     moments: float = OPTIMIZERS[OPTIMIZER].bytes
@@ -147,6 +146,7 @@ class States:
     cast: bool = False
     copied: float = 0.0
     estimate: float = 0.0
+    rounded: float = 0.0
 
     @property
     def optimizer(self) -> float:
