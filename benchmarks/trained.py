@@ -1,7 +1,7 @@
 """Trains shipped recipes with real shapes on real text, and the same steps in plain PyTorch.
 
     python benchmarks/trained.py prepare [--bytes 8000000] [--packages torch numpy ...]
-    python benchmarks/trained.py run --shape gpt2-124m --device cuda [--modes fp32 bf16] [--steps 300] [--small]
+    python benchmarks/trained.py run --shape gpt2-124m --device cuda [--modes fp32 bf16] [--steps 300] [--resume]
     python benchmarks/trained.py table [--write docs/models.md]
 
 `prepare` collects text from the standard library of this Python and from installed packages into one file, and lets
@@ -9,7 +9,8 @@
 in a process that imports PyTorch only. That one gets three things as files: the initial weights (`fivefold export` of
 step 0), the batches, with BERT's masked ones, and the numbers of `[optim]`. Its model is made of PyTorch's own
 `TransformerEncoderLayer`. Steps have 2,048 tokens. The first 30 losses in fp32 must agree to 1e-4 of their value, else
-the exit code is 1. `table` prints what the JSON holds, and what the whole recipes need, by `fivefold plan`.
+the exit code is 1. On a CPU a shape takes an hour or more, so both programs save every 25 steps, and `--resume` goes on
+where a run was interrupted. `table` prints what the JSON holds, and what the whole recipes need, by `fivefold plan`.
 
 In bf16 the two programs round in different places: Fivefold keeps the residual stream in bf16, autocast in fp32. So
 there the yardstick is how far plain PyTorch in bf16 is from plain PyTorch in fp32.
@@ -42,6 +43,7 @@ PACKAGES = ["torch", "numpy", "pydantic"]
 KINDS = {".py", ".md", ".rst", ".txt"}
 TOKENS = 2048
 """Tokens of a step."""
+SAVE_EVERY = 25
 FIRST, BOUND = 30, 1e-4
 """The first losses in fp32, and how far they may be apart, relative to their value."""
 MODES = ["fp32", "tf32", "bf16"]
@@ -77,6 +79,7 @@ def main() -> int:
     one.add_argument("--device", choices=["cuda", "cpu"], required=True)
     one.add_argument("--modes", nargs="+", choices=MODES, default=["fp32"])
     one.add_argument("--small", action="store_true", help="2 layers of width 64, for a CPU")
+    one.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
     one.add_argument("--folder", type=Path, default=BUILD, help="where `prepare` has written")
     one.add_argument("--out", type=Path, help=f"[default: {OUT.relative_to(ROOT)}; needed with --small]")
     one = commands.add_parser("table", help="print results and plans as Markdown")
@@ -192,6 +195,9 @@ def settings(args: argparse.Namespace, mode: str) -> dict[str, Any]:
         "precision.mode": mode,
         "faults.on_nonfinite": "rollback",
         "checkpoint.minutes": 0,
+        "checkpoint.every": SAVE_EVERY,
+        "checkpoint.keep_last": 1,
+        "checkpoint.keep_every": 10**6,  # step 0
         "observe.tracker": "none",
     }
 
@@ -232,8 +238,9 @@ def run(args: argparse.Namespace) -> int:
     text = args.folder / "text.json"
     result["text"] = json.loads(text.read_text()) if text.exists() else {}
     work, failed = args.folder / args.shape, False
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    if not args.resume:
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
     for mode in args.modes:
         pair = train_both(args, mode, work)
         shape = result["shapes"].setdefault(args.shape, {"modes": {}})
@@ -254,22 +261,24 @@ def run(args: argparse.Namespace) -> int:
 def train_both(args: argparse.Namespace, mode: str, work: Path) -> dict[str, Any]:
     """The same steps by both programs, one after the other. Initial weights and batches are those of every mode."""
     values, recipe = settings(args, mode), SHAPES[args.shape].recipe
-    began, ran = time.perf_counter(), work / f"run-{mode}"
-    fivefold(["train", recipe, "--quiet", "--layout", "dp=1", "--out", ran, *sets(values)], args.device)
-    lines = [json.loads(line) for line in (ran / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    losses, norms, seconds = ([line[key] for line in steps] for key in ("loss", "grad_norm", "step_s"))
-    ours = figures(losses, norms, seconds, time.perf_counter() - began)
-    if not (work / "initial").exists():
-        fivefold(["export", ran, work / "initial", "--step", 0])
-        write_batches(recipe, values, work / "batches.npz")
-    shutil.copy(ran / "recipe.toml", work)
-    shutil.rmtree(ran)
+    ran, done = work / f"run-{mode}", work / f"fivefold-{mode}.json"
+    if not done.exists():
+        train = ["train", recipe, "--quiet", "--layout", "dp=1", "--out", ran, "--resume-from", "auto"]
+        fivefold([*train, *sets(values)], args.device)
+        lines = [json.loads(line) for line in (ran / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if "loss" in line]
+        ours = figures(*([line[key] for line in steps] for key in ("loss", "grad_norm", "step_s")))
+        if not (work / "batches.npz").exists():
+            fivefold(["export", ran, work / "initial", "--step", 0])
+            write_batches(recipe, values, work / "batches.npz")
+        shutil.copy(ran / "recipe.toml", work)
+        shutil.rmtree(ran)
+        done.write_text(json.dumps(ours))
     command = [sys.executable, "-P", __file__, "plain", work, "--device", args.device, "--mode", mode]
-    done = subprocess.run(
+    plain = subprocess.run(
         command, env=environment(args.device), stdout=subprocess.PIPE, text=True, check=True
     )
-    return {"fivefold": ours, "plain": json.loads(done.stdout)}
+    return {"fivefold": json.loads(done.read_text()), "plain": json.loads(plain.stdout)}
 
 
 def write_batches(recipe: str, values: dict[str, Any], path: Path) -> None:
@@ -290,16 +299,14 @@ def write_batches(recipe: str, values: dict[str, Any], path: Path) -> None:
     np.savez(path, inputs=inputs, targets=targets)
 
 
-def figures(
-    losses: Sequence[float], norms: Sequence[float], seconds: Sequence[float], all_of_it: float
-) -> dict[str, Any]:
+def figures(losses: Sequence[float], norms: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
     """What one program's steps came to. The speed leaves out the first steps, of which some compile."""
     rest = list(seconds)[min(10, len(seconds) // 2) :]
     return {
         "losses": [float(f"{x:.8g}") for x in losses],
         "grad_norms": [float(f"{x:.6g}") for x in norms],
         "tokens_per_s": round(TOKENS * len(rest) / sum(rest)),
-        "seconds": round(all_of_it, 1),
+        "seconds": round(sum(seconds), 1),
     }
 
 
@@ -308,7 +315,6 @@ def figures(
 
 def plain(work: Path, device: str, mode: str) -> dict[str, Any]:
     """Trains on WORK/batches.npz from the weights in WORK/initial, by the numbers of WORK/recipe.toml."""
-    began = time.perf_counter()
     import numpy as np
     import torch
     from safetensors.torch import load_file
@@ -328,7 +334,14 @@ def plain(work: Path, device: str, mode: str) -> dict[str, Any]:
         fused=device == "cuda",
     )  # fmt: skip
     losses, norms, seconds = [], [], []
-    for step, (tokens, labels) in enumerate(zip(inputs, targets, strict=True)):
+    state = work / f"plain-{mode}.pt"
+    if state.exists():  # interrupted
+        stored = torch.load(state, map_location=device, weights_only=True)
+        model.load_state_dict(stored["model"])
+        optimizer.load_state_dict(stored["optimizer"])
+        losses, norms, seconds = stored["figures"]
+    for step in range(len(losses), len(inputs)):
+        tokens, labels = inputs[step], targets[step]
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = rate(step, len(inputs), optim)
@@ -341,8 +354,12 @@ def plain(work: Path, device: str, mode: str) -> dict[str, Any]:
         losses.append(loss.item())  # waits for the device
         norms.append(norm.item())
         seconds.append(time.perf_counter() - start)
+        if (step + 1) % SAVE_EVERY == 0:
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(saved | {"figures": (losses, norms, seconds)}, state.with_suffix(".new"))
+            state.with_suffix(".new").rename(state)
     assert "fivefold" not in sys.modules
-    found = figures(losses, norms, seconds, time.perf_counter() - began)
+    found = figures(losses, norms, seconds)
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     found |= {"device": name, "torch": torch.__version__, "python": sys.version.split()[0]}
     return found | {"parameters": sum(p.numel() for p in model.parameters())}
@@ -508,7 +525,9 @@ def measured(result: dict[str, Any]) -> str:
         for mode, pair in shape["modes"].items():
             ours, theirs = pair["fivefold"]["losses"], pair["plain"]["losses"]
             apart = difference(ours, theirs)
-            speed = " | ".join(f"{pair[name]['tokens_per_s']:,}" for name in ("fivefold", "plain"))
+            on_cpu = pair["plain"]["device"].startswith("CPU")  # for hours, beside other programs
+            rates = [pair[name]["tokens_per_s"] for name in ("fivefold", "plain")]
+            speed = " | ".join("" if on_cpu else f"{rate:,}" for rate in rates)
             lines.append(
                 f"| `{shape['recipe']}` | {mode} | {len(ours)} | {ours[0]:.4f} to {ours[-1]:.4f} | {theirs[0]:.4f} to "
                 f"{theirs[-1]:.4f} | {apart['first']:.1e} | {apart['largest']:.1e} | {apart['mean']:.1e} | {speed} |"
