@@ -1,12 +1,12 @@
-"""AdamW in one pass on CPUs (kernels/elementwise.py) beside PyTorch's."""
+"""AdamW in one pass (kernels/adamw.py) beside PyTorch's."""
 
 from itertools import pairwise
 
 import pytest
 import torch
 
-from fivefold.kernels import native
-from fivefold.kernels.elementwise import AdamW
+from fivefold.kernels import adamw, native
+from fivefold.kernels.adamw import AdamW
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=f"no native kernels: {native.why_not()}")
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
@@ -80,3 +80,56 @@ def test_a_skipped_step_changes_nothing():
 def test_memory_of_another_order_is_left_to_pytorch():
     weight = torch.randn(8, 4).t()
     assert not AdamW([weight], **OPTIONS).one_pass
+
+
+def buffers(sizes, dtype=torch.float32):
+    """Tensors that are neighbours in one buffer of zeros."""
+    return list(torch.zeros(sum(sizes), dtype=dtype).split(list(sizes)))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_a_gpu_compiles_is_pytorchs_step_up_to_rounding(compiled, monkeypatch):
+    """Neighbours are one call. A skipped step changes nothing, and a checkpoint's states move into one buffer."""
+    if not compiled:
+        monkeypatch.setattr(adamw, "compiled", lambda function, **options: function)
+    calls, update, sizes = [], adamw.update, (3 * adamw.ROW, 50, 2 * adamw.ROW + 7)
+    monkeypatch.setattr(adamw, "update", lambda *given: (calls.append(len(given[0])), update(*given)))
+    ours, grads, working = buffers(sizes), buffers(sizes), buffers(sizes, torch.bfloat16)
+    theirs = [inputs(size, size % 3) for size in sizes]
+    for weight, other in zip(ours, theirs, strict=True):
+        weight.copy_(other)
+    one, other = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    one.scale, one.working = torch.tensor(0.3), dict(zip(ours, working, strict=True))
+    for number in range(4):
+        for weight, grad, reference in zip(ours, grads, theirs, strict=True):
+            weight.grad = grad.copy_(inputs(len(grad), number))
+            reference.grad = grad * 0.3
+        if number == 2:  # as a checkpoint brings them
+            for weight in ours:
+                one.state[weight] = {name: state.clone() for name, state in one.state[weight].items()}
+        one.largest = None
+        one._compiled(ours, one.param_groups[0])
+        other.step()
+    assert calls == [sum(sizes)] * 4
+    assert one.largest == max(weight.abs().max() for weight in ours)
+    for weight, reference, rounded in zip(ours, theirs, working, strict=True):
+        torch.testing.assert_close(weight, reference, rtol=2e-6, atol=1e-7)
+        assert torch.equal(rounded, weight.bfloat16())
+        for name, state in one.state[weight].items():
+            torch.testing.assert_close(
+                state, other.state[reference][name], rtol=2e-6, atol=1e-8
+            )  # means cancel
+    kept = [tensor for weight in ours for tensor in (weight, *one.state[weight].values())]
+    before = [tensor.clone() for tensor in kept]
+    one.found_inf = torch.ones(())
+    grads[1].fill_(torch.nan)
+    one._compiled(ours, one.param_groups[0])
+    assert all(map(torch.equal, kept, before))
+
+
+def test_tensors_apart_are_apart():
+    a, b, c = buffers((3, 4, 5))
+    one, other = buffers((3, 4)), torch.zeros(5)
+    assert [*adamw.runs([a, b, c])] == [slice(0, 3)]
+    assert [*adamw.runs([a, c, b])] == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert [*adamw.runs([a, b, c], [*one, other])] == [slice(0, 2), slice(2, 3)]

@@ -21,7 +21,7 @@ from fivefold.checkpoint import store
 from fivefold.cli.main import main
 from fivefold.errors import UserError
 from fivefold.host import machine
-from fivefold.kernels.elementwise import AdamW
+from fivefold.kernels.adamw import AdamW
 from fivefold.launch import verdict
 from fivefold.models.llama.module import Block, Model
 from fivefold.plan import predict

@@ -11,7 +11,7 @@ MOMENTS = (OptimizerState("exp_avg"), OptimizerState("exp_avg_sq"))
 ADAMW = OptimizerCard(
     "adamw",
     source="arXiv 1711.05101",
-    build=fused("AdamW", "fivefold.kernels.elementwise"),
+    build=fused("AdamW", "fivefold.kernels.adamw"),
     fields={"betas": (0.9, 0.95), "eps": 1e-8},
     states=MOMENTS,
     counts=True,

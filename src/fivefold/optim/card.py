@@ -112,8 +112,8 @@ class OptimizerCard:
     what the update of an element depends on. coupled: weight decay is added to the gradient; else it is decoupled.
     applies: the parameters that it updates; the others are left to the card `rest`, which is fused. reads: how often it
     reads and writes its memory, where a fused kernel does once. flops: those of an update, given a parameter's shape.
-    jumps: why the rounding of a gradient may change an update by much; "": it does not. finds_largest: True if its
-    kernel on CPUs finds the largest weight on its way.
+    jumps: why the rounding of a gradient may change an update by much; "": it does not. finds_largest: True if a
+    kernel finds the largest weight on its way (`check_traffic`).
     """
 
     name: str
@@ -156,9 +156,10 @@ class OptimizerCard:
         assert self.uniform, f"{self.name}: see state_bytes"
         return sum(state.bytes for state in self.states)
 
-    def check_traffic(self, on_cpu: bool) -> float:
-        """Bytes per parameter that are read behind an update to find the largest weight: masters, or fp32 copies."""
-        return 0.0 if on_cpu and self.finds_largest else DTYPES[MASTER].bytes
+    def check_traffic(self, one_pass: bool) -> float:
+        """Bytes per parameter that are read behind an update to find the largest weight: masters, or fp32 copies.
+        one_pass: the kernel could find it on its way, as on CPUs, and on GPUs if all masters lie in one buffer."""
+        return 0.0 if one_pass and self.finds_largest else DTYPES[MASTER].bytes
 
     def of(self, name: str, shape: Shape) -> OptimizerCard:
         """The card that updates a parameter: this one, or `rest`."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fivefold.kernels.elementwise import AdamW
+from fivefold.kernels.adamw import AdamW
 from fivefold.optim.card import CODES, COMPENSATION, OptimizerCard, Update
 from fivefold.optim.rounding import Rounder, cut_off, scale_
 from fivefold.precision import torch_dtype
@@ -228,6 +228,9 @@ class Updater:
             if self.working is not None and self.fused.keys() == self.working.keys():
                 self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
                 self.written = True
+        elif scale is not None and scale.is_cuda and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
+            self.optimizer.grad_scale = scale.reciprocal()  # pyright: ignore[reportAttributeAccessIssue]
         if scale is not None and rest:
             torch._foreach_mul_(rest, scale)
 

@@ -210,9 +210,9 @@ class Software(Program):
     documents: Documents | None = None
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
 
-    def check_traffic(self, on_cpu: bool) -> float:
+    def check_traffic(self, one_pass: bool) -> float:
         """Bytes per parameter that are read to check an update. on_cpu: it runs there."""
-        return OPTIMIZERS[self.optimizer].check_traffic(on_cpu) if self.checked else 0.0
+        return OPTIMIZERS[self.optimizer].check_traffic(one_pass) if self.checked else 0.0
 
 
 FIVEFOLD = Software(compiles=True)

@@ -250,4 +250,4 @@ def _update_on_host(s: Setting, count: float) -> float:
     b = s.states
     size = b.gradient + 2 * (b.master or b.working) + 2 * b.moments + rounding_traffic(b.copied)
     size *= OPTIMIZERS[s.software.optimizer].reads
-    return count * (size + s.software.check_traffic(on_cpu=True)) / s.cluster.host_bandwidth
+    return count * (size + s.software.check_traffic(one_pass=True)) / s.cluster.host_bandwidth

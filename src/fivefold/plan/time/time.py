@@ -68,7 +68,7 @@ def update(s: Setting, own: Elements) -> float:
     moved = update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     size = kept * (moved + rounding_traffic(b.copied))
     size *= s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
-    size += kept * s.software.check_traffic(s.cluster.on_cpu)
+    size += kept * s.software.check_traffic(s.cluster.on_cpu or not (s.layout.zero or b.copied))
     return s.cluster.oversubscription * stream(size, s.cluster.device, "optimizer", s.dtype)
 
 
