@@ -87,7 +87,7 @@ class AdamW(torch.optim.AdamW):
             if not self.state[weight]:
                 self.state[weight]["step"] = torch.zeros((), device=device)
         steps = [self.state[weight]["step"] for weight in weights]
-        torch._foreach_add_(steps, keep)
+        torch._foreach_add_(steps, [keep] * len(steps))  # of one tensor it would ask for the value
         number = steps[0].double()
         rate, correct = lr / (1 - a**number), (1 - b**number) ** -0.5
         scale = one if self.scale is None else self.scale
