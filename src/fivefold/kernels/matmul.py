@@ -243,11 +243,15 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, *grads: Tensor):
         factor = grads[0] if ctx.ahead is None else grads[0] / ctx.ahead
         dx, dweight, dbias = ctx.saved_tensors
-        for gradient in (dx, dweight, dbias):  # in place: they are used once
-            if gradient is not None:
-                gradient.mul_(factor)
-        dweight = None if dweight is None else dweight.to(ctx.dtypes[0])
-        return dx, dweight, None, None if dbias is None else dbias.to(ctx.dtypes[1]), None, None, None
+        dx = None if dx is None else times(dx, factor, dx.dtype)
+        dweight = None if dweight is None else times(dweight, factor, ctx.dtypes[0])
+        return dx, dweight, None, None if dbias is None else times(dbias, factor, ctx.dtypes[1]), None, None, None
+
+
+def times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * factor (scalar) in this dtype, in one pass over memory. With the gradient's own it is in its place."""
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor, out=out)
 
 
 def mean_by_chunks(

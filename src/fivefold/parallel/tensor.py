@@ -343,7 +343,7 @@ class _Loss(Function):
         found = [None if ctx.dx is None else ctx.dx(), dweight, dbias]
         ctx.dx = None  # the loss keeps this context, and so the gradient, until the next loss
         ctx.gone = True
-        dx, dweight, dbias = (None if g is None else g.mul_(factor).to(ctx.dtype) for g in found)
+        dx, dweight, dbias = (None if g is None else matmul.times(g, factor, ctx.dtype) for g in found)
         return dx, dweight, None, dbias, None, None, None, None
 
 

@@ -161,9 +161,10 @@ def firsts(B: int, T: int) -> np.ndarray:
 def _prime(state: State) -> None:
     """Creates the optimizer's states, as a first step does. The loss scale becomes fake like all else."""
     for replica in state.parallel.replicas:
-        gradients = {name: torch.zeros_like(master) for name, master in replica.masters.items()}
+        gradients = dict(replica.gradients)
         # As FSDP2 has them before a backward; a streamed update reads them there.
-        if none := not replica.gradients:
+        if none := not gradients:
+            gradients = {name: torch.zeros_like(master) for name, master in replica.masters.items()}
             replica.gradients.update(gradients)
         replica.updater.step(gradients, 0.0)
         if none:
