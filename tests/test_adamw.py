@@ -33,6 +33,7 @@ def test_one_pass_is_pytorchs_step_up_to_rounding(size):
     for name, state in one.state[ours].items():
         torch.testing.assert_close(state, other.state[theirs][name], rtol=2e-6, atol=1e-12)
     assert torch.equal(working, ours.detach().bfloat16())
+    assert ours.grad is not None
     assert torch.equal(ours.grad, inputs(size, 4)), "scaled on the way only"
 
 

@@ -199,7 +199,8 @@ def update(
         rows = (None if x is None else x[:whole].view(-1, ROW) for x in vectors)
         compiled(_update, dynamic=True)(*rows, *rest)
     if whole < weight.numel():
-        _update(*(None if x is None else x[whole:] for x in vectors), *rest)
+        plain: Any = _update
+        plain(*(None if x is None else x[whole:] for x in vectors), *rest)
 
 
 @update.register_fake

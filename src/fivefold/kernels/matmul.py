@@ -245,7 +245,15 @@ class _LinearCrossEntropy(Function):
         dx, dweight, dbias = ctx.saved_tensors
         dx = None if dx is None else times(dx, factor, dx.dtype)
         dweight = None if dweight is None else times(dweight, factor, ctx.dtypes[0])
-        return dx, dweight, None, None if dbias is None else times(dbias, factor, ctx.dtypes[1]), None, None, None
+        return (
+            dx,
+            dweight,
+            None,
+            None if dbias is None else times(dbias, factor, ctx.dtypes[1]),
+            None,
+            None,
+            None,
+        )
 
 
 def times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -228,9 +228,14 @@ class Updater:
             if self.working is not None and self.fused.keys() == self.working.keys():
                 self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
                 self.written = True
-        elif scale is not None and scale.is_cuda and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+        elif (
+            scale is not None
+            and scale.is_cuda
+            and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        ):
             rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
-            self.optimizer.grad_scale = scale.reciprocal()  # pyright: ignore[reportAttributeAccessIssue]
+            optimizer: Any = self.optimizer
+            optimizer.grad_scale = scale.reciprocal()  # its kernels divide by it
         if scale is not None and rest:
             torch._foreach_mul_(rest, scale)
 
