@@ -96,11 +96,7 @@ def measure(say: Callable[[str], None] = lambda text: None, busy: bool = False) 
 
 
 def _require_cores(dtype: str) -> None:
-    """Multiplies for some seconds on all cores.
-
-    Raises:
-        BusyError: other programs took a part of them.
-    """
+    """Multiplies for some seconds on all cores. Raises BusyError: other programs took a part of them."""
     share = measure_apart(dtype, cores())["share"]
     if share < UNDISTURBED:
         raise BusyError(

@@ -32,11 +32,8 @@ def prune(run: Path, last: int, every: int = 0) -> list[Path]:
 
 
 def recover(run: Path) -> None:
-    """Gives a checkpoint its name back, if the process that replaced it was killed before the new one had it.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Gives a checkpoint its name back, if the process that replaced it was killed before the new one had it. Raises
+    OSError: it cannot be renamed."""
     for old in (run / "checkpoints").glob(f".step-*{REPLACED}"):
         folder = old.with_name(old.name.removeprefix(".").removesuffix(REPLACED))
         if not folder.exists():
@@ -49,11 +46,8 @@ def old_ones(folders: Sequence[Path], last: int, every: int) -> list[Path]:
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Renames a checkpoint, so that no run takes it. why: DAMAGED or LATER. Returns its new path.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Renames a checkpoint, so that no run takes it. why: DAMAGED or LATER. Returns its new path. Raises OSError: it
+    cannot be renamed."""
     names = chain([f"{why}-{folder.name}"], (f"{why}-{folder.name}-{number}" for number in count(2)))
     target = next(path for path in map(folder.with_name, names) if not path.exists())
     rename(folder, target)

@@ -94,11 +94,7 @@ class Elsewhere:
 
     @classmethod
     def of(cls, checkpoint: Path, meta: Mapping[str, Any]) -> Elsewhere | None:
-        """None: the checkpoint has all its weights.
-
-        Raises:
-            Damaged: the entry is none.
-        """
+        """None: the checkpoint has all its weights. Raises Damaged: the entry is none."""
         if meta.get(ELSEWHERE) is None:
             return None
         try:

@@ -154,11 +154,8 @@ def named(key: str) -> Iterator[None]:
 
 
 def _common_vocabulary(recipe: Recipe, sets: Mapping[str, DataSet]) -> int:
-    """The number of ids of all sources.
-
-    Raises:
-        UserError: a source was made with another tokenizer, or model.vocab_size is too small.
-    """
+    """The number of ids of all sources. Raises UserError: a source was made with another tokenizer, or model.vocab_size
+    is too small."""
     spec, limit, end = recipe.data.tokenizer, recipe.model.vocab_size, recipe.data.end_token
     size = max(data.vocab_size for data in sets.values())
     texts = [data for data in sets.values() if data.tokenizer is not None]

@@ -224,11 +224,8 @@ def _names(model: ModelSection) -> dict[str, Shape]:
 
 
 def _same_shapes(said: str, recipe: Recipe, source: Source, own: CustomModel | None) -> tuple[str, ...]:
-    """The parameters that the source lacks; only a user's own module may have any.
-
-    Raises:
-        UserError: a weight has another shape, or only one side has it.
-    """
+    """The parameters that the source lacks; only a user's own module may have any. Raises UserError: a weight has
+    another shape, or only one side has it."""
     mine, named = (_names(recipe.model), str) if own is None else (own.tensors, own.card.named)
     known, used, new = set(source.names()), set[str](), []
     for name, shape in mine.items():

@@ -187,11 +187,7 @@ def shown(text: str) -> str:
 
 
 def _system(spec: str) -> Any:
-    """fsspec's file system for an address.
-
-    Raises:
-        UserError: it is not allowed, or a library is missing.
-    """
+    """fsspec's file system for an address. Raises UserError: it is not allowed, or a library is missing."""
     protocol = spec.partition("://")[0].lower()
     if protocol not in PROTOCOLS or "::" in spec:
         known = " ".join(f"{p}://" for p in PROTOCOLS)

@@ -275,11 +275,8 @@ _ALONE = {
 
 def _described(path: Path, what: str) -> tuple[Cluster, bool]:
     """(the cluster of a file, whether its nodes are connected). A file has `base = "h100"` and the keys of `_KEYS` that
-    differ from it. what: "cluster", or "topology", of which only the links count, so that it may have no base.
-
-    Raises:
-        UserError: the file is broken, or a link is missing.
-    """
+    differ from it. what: "cluster", or "topology", of which only the links count, so that it may have no base. Raises
+    UserError: the file is broken, or a link is missing."""
     base, values, torus = _read(path)
     if base is None and what == "cluster":
         raise UserError(f"cluster '{path}': base: must be {_BASES}")
