@@ -34,11 +34,6 @@ MOST = 64  # local ranks
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@bench.callback()
-def _group() -> None:
-    """Measure this machine."""
-
-
 @bench.command("hardware", epilog=options.examples(EXAMPLES, "bench hardware"))
 def hardware(
     busy: Annotated[bool, flag("Save the table even if other programs take the cores.", "--busy")] = False,
