@@ -176,10 +176,7 @@ def _text(table: Measured) -> Iterator[str]:
 
 def ensure_measured(cluster: str) -> None:
     """If `cluster` is `local` and there is no table yet, asks whether to measure this machine, in a separate process.
-
-    Raises:
-        UserError: there is no terminal to ask, or the measurement failed.
-    """
+    Raises UserError: there is no terminal to ask, or the measurement failed."""
     from fivefold.plan.cluster import measured
 
     if cluster.lower().partition(":")[0] != "local" or measured.load() is not None:

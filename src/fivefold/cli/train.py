@@ -132,11 +132,8 @@ def _results(folder: Path) -> dict[str, Any]:
 
 
 def endpoint_of(recipe: Recipe, replica_group: int | None, address: str | None) -> Endpoint | None:
-    """The endpoint that `--replica-group` and `--meet` name; None without them.
-
-    Raises:
-        UserError: the recipe has no such replica group, or one of the options is missing.
-    """
+    """The endpoint that `--replica-group` and `--meet` name; None without them. Raises UserError: the recipe has no
+    such replica group, or one of the options is missing."""
     if replica_group is None and address is None:
         return None
     if replica_group is None or address is None:
@@ -169,11 +166,7 @@ def endpoint_of(recipe: Recipe, replica_group: int | None, address: str | None) 
 
 
 def between(text: str) -> int | tuple[int, int]:
-    """Reads `N` or `MIN:MAX`, numbers of ranks.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Reads `N` or `MIN:MAX`, numbers of ranks. Raises UserError: it is neither."""
     least, colon, most = text.partition(":")
     numbers = [least, most] if colon else [least, least]
     if not all(n.isascii() and n.isdigit() and len(n) < 8 for n in numbers):

@@ -390,11 +390,7 @@ def tokenized(
     work: Work, begun: Journal, write: Callable[[Chunk, int], None], max_bad_fraction: float, workers: int
 ) -> Iterator[Journal]:
     """Hands the ids behind the last border of a folder to `write`, with the number of those before. Yields the border
-    behind each group, and the counts of documents before it.
-
-    Raises:
-        UserError: a document is bad, and none may be.
-    """
+    behind each group, and the counts of documents before it. Raises UserError: a document is bad, and none may be."""
     total, counts = Summary.of(begun.summary), [begun.at.train, begun.at.val]
     for chunks, summary, place in run(work, begun.at.place, workers):
         for chunk in chunks:

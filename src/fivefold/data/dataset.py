@@ -293,11 +293,8 @@ def amounts(recipe: Recipe, data: DataSet) -> dict[str, Amount]:
 
 
 def order_of(recipe: Recipe, amounts: Mapping[str, Amount]) -> batches.Order:
-    """The order of a run over its sources.
-
-    Raises:
-        UserError: weights are those of documents, and a source does not know its own.
-    """
+    """The order of a run over its sources. Raises UserError: weights are those of documents, and a source does not know
+    its own."""
     if not recipe.data.sources:
         return batches.Order()
     per_weight: list[float] = []
@@ -391,12 +388,9 @@ def facts(recipe: Recipe, data: DataSet) -> dict[str, Any]:
 
 
 def require_enough(recipe: Recipe, amounts: Mapping[str, Amount], limited: bool = True) -> None:
-    """Checks that there is enough data. limited: for the limits of epochs, too.
-
-    Raises:
-        UserError: training has fewer sequences than one global batch, a source or what is held out of it has none, or
-            the steps need more passes over a source than max_epochs allows.
-    """
+    """Checks that there is enough data. limited: for the limits of epochs, too. Raises UserError: training has fewer
+    sequences than one global batch, a source or what is held out of it has none, or the steps need more passes over a
+    source than max_epochs allows."""
     T, B, data = recipe.model.seq_len, recipe.train.global_batch_size, recipe.data
     specs, tokens = data.specs, sum(amount.tokens for amount in amounts.values())
     named = {n: f"data.sources, {n}: {spec}" if n else f"data.source: {spec}" for n, spec in specs.items()}

@@ -168,11 +168,7 @@ def write(run: Path, step: int, found: Histogram) -> Path:
 
 
 def read(run: Path) -> tuple[int, Histogram]:
-    """(step, histogram) that a run wrote last.
-
-    Raises:
-        UserError: it wrote none.
-    """
+    """(step, histogram) that a run wrote last. Raises UserError: it wrote none."""
     paths = sorted((run / "traces").glob("histogram-step-*.json"))
     if not paths:
         raise UserError(

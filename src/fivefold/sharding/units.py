@@ -270,11 +270,7 @@ class ZeroPP:
 
 @lru_cache
 def zeropp(text: str) -> ZeroPP:
-    """The meaning of a `layout.zeropp`.
-
-    Raises:
-        UserError: it is not a list of different parts.
-    """
+    """The meaning of a `layout.zeropp`. Raises UserError: it is not a list of different parts."""
     words = [] if text == NONE else [word.strip() for word in text.split(",")]
     valid = (
         f"valid: {NONE}, or some of weights, hier, gradients (gradients:int8), such as weights,hier,gradients"

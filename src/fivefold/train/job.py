@@ -160,11 +160,8 @@ def identity(job: Job) -> dict[str, Any]:
 
 def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel | None = None) -> Initial:
     """Finds and checks `train.init_from` of a resolved recipe. tokenizer: of the run's data, if it has one. own: the
-    user's own module.
-
-    Raises:
-        UserError: there is no such folder or checkpoint, or its model or vocabulary is another.
-    """
+    user's own module. Raises UserError: there is no such folder or checkpoint, or its model or vocabulary is
+    another."""
     where = recipe.train.init_from
     folder = required(where)
     guard(folder)

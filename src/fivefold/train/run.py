@@ -112,10 +112,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
 
 def train(hooks: RunHooks) -> bool:
     """Trains to the recipe's last step, and goes back where the recipe says so. Returns False if it was stopped before.
-
-    Raises:
-        UserError: a fault that ends the run.
-    """
+    Raises UserError: a fault that ends the run."""
     state, job, run = hooks.state, hooks.job, hooks.state.mesh.axis("run")
     past: dict[str, Any] = {}
     with all_or_none(run):

@@ -226,11 +226,8 @@ PARTS = {
 
 
 def measure(out: Path, parts: Sequence[str], limit_s: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs the trials of these parts that are still open, until the limit; the whole report. say: gets lines.
-
-    Raises:
-        UserError: `out` holds results of another machine, or of another version of Fivefold or PyTorch.
-    """
+    """Runs the trials of these parts that are still open, until the limit; the whole report. say: gets lines. Raises
+    UserError: `out` holds results of another machine, or of another version of Fivefold or PyTorch."""
     end, report = time.monotonic() + limit_s, {"machine": describe(), "parts": {part: {} for part in PARTS}}
     if (out / JSON).exists():
         new, report = report, read_json(out / JSON)

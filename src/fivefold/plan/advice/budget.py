@@ -174,11 +174,8 @@ class Questions:
 def ask(
     tokens: float | None, deadline: str | None, price: float | None, noise_scale: float | None, default: float
 ) -> Questions:
-    """Questions from the command line. deadline: `30d`, `12h`, `90m`, `2w`. default: tokens of the recipe.
-
-    Raises:
-        UserError: a number is not positive and finite, or the deadline is no such time.
-    """
+    """Questions from the command line. deadline: `30d`, `12h`, `90m`, `2w`. default: tokens of the recipe. Raises
+    UserError: a number is not positive and finite, or the deadline is no such time."""
     for name, value in (("tokens", tokens), ("price", price), ("noise-scale", noise_scale)):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name} {value:g}: must be above 0 and finite")
