@@ -131,7 +131,6 @@ def _axes(
 
 
 def _measure_rank(dtypes: list[str], has_cores: bool, ranks: Ranks) -> dict[str, Any]:
-    """What one rank measures."""
     device, found = ranks.device, dict[str, Any]()
     if has_cores:
         matmuls = {d: hardware.products(d, device, measured.SIZES, measured.LARGEST) for d in dtypes}

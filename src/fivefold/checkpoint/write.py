@@ -53,7 +53,6 @@ Pieces = Mapping[str, Iterable[Piece]]
 
 
 def whole_pieces(tensors: Mapping[str, Tensor], buffers: bool = False) -> list[Piece]:
-    """Each tensor as one piece."""
     return [Piece(n, t, tuple(t.shape), all_of(t.shape), buffers) for n, t in tensors.items()]
 
 

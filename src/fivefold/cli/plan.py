@@ -180,7 +180,6 @@ def questions(
 
 
 def run_tokens(recipe: Recipe) -> float:
-    """Tokens of the recipe's run."""
     from fivefold.recipe import tokens_before, total_steps
 
     return float(tokens_before(recipe, total_steps(recipe)))

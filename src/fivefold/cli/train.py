@@ -339,7 +339,6 @@ def verify(
 
 
 def text(name: str, report: Report) -> list[str]:
-    """The report for people."""
     lines = [
         f"{name}: {report.layout} on {several(report.ranks, 'rank')} against one process, "
         f"{several(report.steps, 'step')} in {report.mode}",

@@ -344,7 +344,6 @@ def is_learned(tokenizer: str) -> bool:
 
 
 def save_tokenizer(data: DataSection, mask: bool, work: Work, folder: Path, workers: int, tell: Tell) -> None:
-    """Writes the tokenizer of a source."""
     tokenizer = learn(data, mask, [(work, 1.0)], workers, tell)
     if data.chat_template:
         tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer

@@ -87,7 +87,6 @@ class DataSet:
 
     @property
     def validation_sets(self) -> dict[str, Tokens]:
-        """All validation sets by name."""
         own = {part.name: part.train for part in self.validation if isinstance(part.train, Tokens)}
         assert len(own) == len(self.validation), "only training data are streamed"
         return self.held_out | own

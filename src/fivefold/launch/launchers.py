@@ -72,7 +72,6 @@ as tasks, so its ranks have both kinds of variables, and Slurm's are wrong."""
 
 
 def launcher() -> Launcher | None:
-    """The launcher of this process, or None without one."""
     for one in LAUNCHERS:
         if one.started() and not (one is SLURM and _number(one.world) == 1):  # an interactive shell
             return one

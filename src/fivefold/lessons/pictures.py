@@ -108,7 +108,6 @@ def overlap(rows: Sequence[Row], title: str) -> str:
 
 
 def rule(one: Rule) -> str:
-    """The panel of one rule, as a picture."""
     canvas = Canvas(about=f"{one.technique}: {one.what}")
     canvas.legend(8, 18, KEYS)
     _rule(canvas, one, 8, 28)

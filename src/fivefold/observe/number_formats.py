@@ -152,7 +152,6 @@ class Histogram:
 
 
 def from_json(kinds: dict[str, dict[str, Any]]) -> Histogram:
-    """Inverse of `as_json`."""
     counts: dict[str, Sequence[int]] = {}
     for kind, figures in kinds.items():
         bins = [int(figures["zero"]), *[0] * (BINS - 2), int(figures["not_finite"])]

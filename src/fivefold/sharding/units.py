@@ -132,7 +132,6 @@ class FlatBuffer:
 
     @property
     def bucket_shapes(self) -> tuple[tuple[Shape, ...], ...]:
-        """The shapes of the parameters of each bucket."""
         return _bucket_shapes(self.shapes, self.bucket_bytes)
 
 

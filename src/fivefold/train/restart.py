@@ -225,7 +225,6 @@ class Elastic:
         self._printed = ""
 
     def attempt(self, job: Job) -> Attempt:
-        """The next attempt of a job."""
         usable = self.slots.usable()
         fit = self._fit(len(usable))
         if self._printed != fit.line:

@@ -225,7 +225,6 @@ def answer(plan: Plan, q: Questions) -> dict[str, Any]:
 
 
 def lines(answers: dict[str, Any]) -> list[str]:
-    """The answers as lines of text."""
     text = [
         f"budget        {answers['tokens']:.4g} tokens, {answers['active_parameters']:.4g} active parameters: "
         f"{answers['flops_6nd']:.3g} FLOPs (6 N D), {answers['flops_with_attention']:.3g} with attention",

@@ -293,7 +293,6 @@ class Results:
         }
 
     def text(self) -> str:
-        """The results as lines for a terminal."""
         rows = self.sweep.rows
         lines = [f"{sum(row.status == table.FINISHED for row in rows)} of {len(rows)} runs are finished"]
         for row in rows:
