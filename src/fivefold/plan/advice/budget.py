@@ -6,15 +6,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
+from fivefold.plan.predict import Plan
 from fivefold.recipe import active_parameters, count_parameters, flops_per_token, resolve_model
-
-if TYPE_CHECKING:
-    from fivefold.plan.predict import Plan
 
 DAY = 86400.0
 UNITS = {"m": 60.0, "h": 3600.0, "d": DAY, "w": 7 * DAY}
