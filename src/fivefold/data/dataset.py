@@ -58,10 +58,6 @@ class DataSet:
     info: dict[str, Any]
     validation: tuple[Part, ...] = ()
 
-    @classmethod
-    def of_one(cls, part: Part, tokenizer: Tokenizer | None, vocab_size: int, mask_id: int | None) -> DataSet:
-        return cls((part,), tokenizer, vocab_size, mask_id, part.info)
-
     @property
     def mixed(self) -> bool:
         """There is a mixture, perhaps of one source."""
