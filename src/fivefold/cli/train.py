@@ -329,10 +329,7 @@ def verify(
         report = run(loaded, steps=steps, mode=mode, fork=True, share_gpus=share_gpus)
     if report is None:  # a rank of torchrun that is not the first
         return
-    if json:
-        print_json(report.as_json())
-    else:
-        print("\n".join(text(recipe, report)))
+    print_json(report.as_json()) if json else print("\n".join(text(recipe, report)))
     if not report.passed:
         wrong = ", ".join(NAMES[name] for name, figure in report.figures.items() if not figure.passed)
         raise CheckFailed(f"{report.layout} does not compute the same as one process: {wrong}")
