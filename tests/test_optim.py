@@ -21,9 +21,9 @@ from fivefold.models.card import card_of, resolve_model
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS, learning_rate
 from fivefold.optim.card import gathered, places, planned_ways, state_bytes, ways
-from fivefold.optim.eight_bit import decode, encode
 from fivefold.optim.muon import orthogonal
 from fivefold.optim.scaling import clip_scale, sum_of_squares
+from fivefold.optim.small_states import decode, encode
 from fivefold.optim.updater import Updater
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Gathered

@@ -42,7 +42,9 @@ def browser() -> Iterator[observe_browser.Browser]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.html"
-    write_page(path, RECIPE, Typed("llama-7b", SETS, "h100:64"), (), BUDGET)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(grid, "BUDGET", BUDGET)
+        write_page(path, RECIPE, Typed("llama-7b", SETS, "h100:64"))
     return path
 
 
@@ -217,12 +219,15 @@ def test_structure_for_screen_readers(browser: observe_browser.Browser, page: Pa
 
 
 @needs_browser
-def test_a_recipes_name_cannot_run_scripts(browser: observe_browser.Browser, tmp_path: Path) -> None:
+def test_a_recipes_name_cannot_run_scripts(
+    browser: observe_browser.Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "BUDGET", 20)
     image = "x<img src=x onerror='window.hacked = 1'>"
     script = "</script><script>window.hacked = 2</script>"
     path = tmp_path / "plan.html"
     search = [predict(RECIPE, parse("h100:64"))]
-    write_page(path, RECIPE, Typed(image + ".toml", [f"model.layers={script}"], "h100:64"), search, 20)
+    write_page(path, RECIPE, Typed(image + ".toml", [f"model.layers={script}"], "h100:64"), search)
     browser.open(path)
     assert browser.evaluate("window.hacked === undefined")
     assert browser.errors == []

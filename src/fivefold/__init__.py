@@ -52,24 +52,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Callback": "fivefold.train.user_hooks",
-    "Event": "fivefold.train.user_hooks",
-    "Cut": "fivefold.sharding.parts",
-    "LanguageModel": "fivefold.models.base",
-    "Layout": "fivefold.sharding.layout",
-    "ModuleCard": "fivefold.models.custom",
-    "RankFailed": "fivefold.errors",
-    "Recipe": "fivefold.recipe",
-    "Run": "fivefold.train.api",
-    "UserError": "fivefold.errors",
-    "build": "fivefold.models.base",
-    "change": "fivefold.recipe",
-    "load": "fivefold.recipe",
-    "read_metrics": "fivefold.observe.metrics",
-    "resume": "fivefold.train.api",
-    "shipped": "fivefold.recipe",
-    "to_toml": "fivefold.recipe",
-    "verify": "fivefold.train.verify",
+    "errors": ("RankFailed", "UserError"),
+    "models.base": ("LanguageModel", "build"),
+    "models.custom": ("ModuleCard",),
+    "observe.metrics": ("read_metrics",),
+    "recipe": ("Recipe", "change", "load", "shipped", "to_toml"),
+    "sharding.layout": ("Layout",),
+    "sharding.parts": ("Cut",),
+    "train.api": ("Run", "resume"),
+    "train.user_hooks": ("Callback", "Event"),
+    "train.verify": ("verify",),
 }
 
 
@@ -78,11 +70,10 @@ def __getattr__(name: str) -> Any:
         return import_module("importlib.metadata").version("fivefold")
     if name == "train":  # the package of this name, which can be called
         return import_module("fivefold.train")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'fivefold' has no attribute '{name}'")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    for home, names in _HOMES.items():
+        if name in names:
+            return globals().setdefault(name, getattr(import_module(f"fivefold.{home}"), name))
+    raise AttributeError(f"module 'fivefold' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -96,11 +96,7 @@ def measure(say: Callable[[str], None] = lambda text: None, busy: bool = False) 
 
 
 def _require_cores(dtype: str) -> None:
-    """Multiplies for some seconds on all cores.
-
-    Raises:
-        BusyError: other programs took a part of them.
-    """
+    """Multiplies for some seconds on all cores. Raises BusyError: other programs took a part of them."""
     share = measure_apart(dtype, cores())["share"]
     if share < UNDISTURBED:
         raise BusyError(
@@ -135,7 +131,6 @@ def _axes(
 
 
 def _measure_rank(dtypes: list[str], has_cores: bool, ranks: Ranks) -> dict[str, Any]:
-    """What one rank measures."""
     device, found = ranks.device, dict[str, Any]()
     if has_cores:
         matmuls = {d: hardware.products(d, device, measured.SIZES, measured.LARGEST) for d in dtypes}

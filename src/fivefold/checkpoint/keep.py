@@ -32,11 +32,8 @@ def prune(run: Path, last: int, every: int = 0) -> list[Path]:
 
 
 def recover(run: Path) -> None:
-    """Gives a checkpoint its name back, if the process that replaced it was killed before the new one had it.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Gives a checkpoint its name back, if the process that replaced it was killed before the new one had it. Raises
+    OSError: it cannot be renamed."""
     for old in (run / "checkpoints").glob(f".step-*{REPLACED}"):
         folder = old.with_name(old.name.removeprefix(".").removesuffix(REPLACED))
         if not folder.exists():
@@ -49,11 +46,8 @@ def old_ones(folders: Sequence[Path], last: int, every: int) -> list[Path]:
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Renames a checkpoint, so that no run takes it. why: DAMAGED or LATER. Returns its new path.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Renames a checkpoint, so that no run takes it. why: DAMAGED or LATER. Returns its new path. Raises OSError: it
+    cannot be renamed."""
     names = chain([f"{why}-{folder.name}"], (f"{why}-{folder.name}-{number}" for number in count(2)))
     target = next(path for path in map(folder.with_name, names) if not path.exists())
     rename(folder, target)
@@ -68,11 +62,8 @@ def aside(run: Path) -> list[Path]:
 
 def go_back(run: Path, chosen: Path) -> list[Path]:
     """Sets aside the checkpoints of a run that are later than a chosen one, so that the run goes on from that. A run
-    without any may go on from another run's. Returns the new names of those set aside.
-
-    Raises:
-        UserError: `chosen` is no checkpoint, is damaged, or is another run's and this run has its own.
-    """
+    without any may go on from another run's. Returns the new names of those set aside. Raises UserError: `chosen` is no
+    checkpoint, is damaged, or is another run's and this run has its own."""
     if (chosen / "checkpoints").is_dir():
         raise UserError(
             f"--resume-from {chosen}: this is a run; name one of its checkpoints: {latest(chosen)}"
@@ -97,11 +88,8 @@ def go_back(run: Path, chosen: Path) -> list[Path]:
 
 
 def verify(folder: Path) -> str:
-    """Reads and checks all files of a checkpoint. Returns what is wrong, or nothing.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """Reads and checks all files of a checkpoint. Returns what is wrong, or nothing. Raises UserError: a file cannot be
+    read."""
     try:
         reader = Reader(folder)
         reader.check(*reader.files, threads=threads())
@@ -111,11 +99,8 @@ def verify(folder: Path) -> str:
 
 
 def copy(folder: Path, target: Path) -> Path:
-    """Copies a checkpoint into the folder `target`, under its own name, and checks the copy. Returns it.
-
-    Raises:
-        UserError: the checkpoint is damaged, `target` has one of this name, or it cannot be written.
-    """
+    """Copies a checkpoint into the folder `target`, under its own name, and checks the copy. Returns it. Raises
+    UserError: the checkpoint is damaged, `target` has one of this name, or it cannot be written."""
     out = target / folder.name
     if out.exists():
         raise UserError(f"{out} exists already")

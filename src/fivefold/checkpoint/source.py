@@ -94,11 +94,7 @@ class Elsewhere:
 
     @classmethod
     def of(cls, checkpoint: Path, meta: Mapping[str, Any]) -> Elsewhere | None:
-        """None: the checkpoint has all its weights.
-
-        Raises:
-            Damaged: the entry is none.
-        """
+        """None: the checkpoint has all its weights. Raises Damaged: the entry is none."""
         if meta.get(ELSEWHERE) is None:
             return None
         try:
@@ -108,11 +104,8 @@ class Elsewhere:
             raise Damaged(f"{path} is damaged: {ELSEWHERE} must say where weights are") from None
 
     def open(self) -> Source:
-        """Whoever wrote the checkpoint has chosen the folder, so nothing there is used before its hash is right.
-
-        Raises:
-            UserError: the source is gone, or has other weights.
-        """
+        """Whoever wrote the checkpoint has chosen the folder, so nothing there is used before its hash is right. Raises
+        UserError: the source is gone, or has other weights."""
         folder, checkpoint = Path(self.where), Path(self.checkpoint) if self.checkpoint else None
         here = checkpoint or folder
         if not here.is_dir():
@@ -149,12 +142,8 @@ def tokenizer_of(run: Path, checkpoint: Path) -> Tokenizer | None:
 
 
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:
-    """All weights of a checkpoint, also those that it leaves to a source, in one dtype where some are
-    frozen: the widest of any.
-
-    Raises:
-        UserError: a file is damaged or missing.
-    """
+    """All weights of a checkpoint, also those that it leaves to a source, in one dtype where some are frozen: the
+    widest of any. Raises UserError: a file is damaged or missing."""
     reader = store.Reader(checkpoint)
     reader.check(*(file for file in reader.files if file.startswith("model")), threads=store.threads())
     found = {name: reader.read("model", name) for name in reader.names("model")}

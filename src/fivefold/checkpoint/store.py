@@ -217,22 +217,14 @@ def threads(processes: int = 1) -> int:
 
 
 def latest(run: Path) -> Path:
-    """The newest checkpoint of a run.
-
-    Raises:
-        UserError: the run has none, or its folder cannot be read.
-    """
+    """The newest checkpoint of a run. Raises UserError: the run has none, or its folder cannot be read."""
     if folders := checkpoints(run):
         return folders[-1]
     raise UserError(f"{run} has no checkpoint yet: {run / 'checkpoints'} holds none")
 
 
 def chosen(run: Path, step: int | None) -> Path:
-    """The checkpoint of a step; None: the newest.
-
-    Raises:
-        UserError: the run has none, or none of this step.
-    """
+    """The checkpoint of a step; None: the newest. Raises UserError: the run has none, or none of this step."""
     if step is None:
         return latest(run)
     if folder_of(run, step) not in (found := checkpoints(run)):
@@ -242,11 +234,8 @@ def chosen(run: Path, step: int | None) -> Path:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first: all folders that are called exactly like one. They may be damaged.
-
-    Raises:
-        UserError: they cannot be read. "There is none" would be another answer.
-    """
+    """The checkpoints of a run, oldest first: all folders that are called exactly like one. They may be damaged. Raises
+    UserError: they cannot be read. "There is none" would be another answer."""
     home = run / "checkpoints"
     try:
         found = [path for path in home.iterdir() if step_of(path.name) is not None and path.is_dir()]

@@ -53,7 +53,6 @@ Pieces = Mapping[str, Iterable[Piece]]
 
 
 def whole_pieces(tensors: Mapping[str, Tensor], buffers: bool = False) -> list[Piece]:
-    """Each tensor as one piece."""
     return [Piece(n, t, tuple(t.shape), all_of(t.shape), buffers) for n, t in tensors.items()]
 
 
@@ -84,12 +83,9 @@ class Writing:
         return self.axis.index == 0
 
     def save(self) -> Path:
-        """Writes the checkpoint and returns its folder. It replaces an older one of the same name.
-
-        Raises:
-            UserError: the disk is full, the folder cannot be written, or numbers are not finite. Nothing incomplete is
-                left, and an older checkpoint is as before.
-        """
+        """Writes the checkpoint and returns its folder. It replaces an older one of the same name. Raises UserError:
+        the disk is full, the folder cannot be written, or numbers are not finite. Nothing incomplete is left, and an
+        older checkpoint is as before."""
         try:
             self.begin()
             with all_or_none(self.axis):
@@ -102,11 +98,8 @@ class Writing:
         return self.folder
 
     def begin(self) -> None:
-        """Makes the temporary folder, if the disk has room for the pieces of all ranks.
-
-        Raises:
-            UserError: it has not. On all ranks.
-        """
+        """Makes the temporary folder, if the disk has room for the pieces of all ranks. Raises UserError: it has not.
+        On all ranks."""
         own = sum(piece.tensor.nbytes for pieces in self.pieces.values() for piece in pieces)
         needed = int(self.axis.all_reduce(torch.tensor(own, dtype=torch.int64, device=self.axis.device)))
         with all_or_none(self.axis), self._explained():

@@ -34,11 +34,6 @@ MOST = 64  # local ranks
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@bench.callback()
-def _group() -> None:
-    """Measure this machine."""
-
-
 @bench.command("hardware", epilog=options.examples(EXAMPLES, "bench hardware"))
 def hardware(
     busy: Annotated[bool, flag("Save the table even if other programs take the cores.", "--busy")] = False,
@@ -181,10 +176,7 @@ def _text(table: Measured) -> Iterator[str]:
 
 def ensure_measured(cluster: str) -> None:
     """If `cluster` is `local` and there is no table yet, asks whether to measure this machine, in a separate process.
-
-    Raises:
-        UserError: there is no terminal to ask, or the measurement failed.
-    """
+    Raises UserError: there is no terminal to ask, or the measurement failed."""
     from fivefold.plan.cluster import measured
 
     if cluster.lower().partition(":")[0] != "local" or measured.load() is not None:

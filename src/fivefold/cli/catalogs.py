@@ -140,10 +140,7 @@ def optimizers(
         surface: {name: {"lr": lr, "points": path} for name, (lr, path) in drawn.items()}
         for surface, drawn in paths.items()
     }
-    if json:
-        print_json(found)
-    else:
-        print("\n".join(lines))
+    print_json(found) if json else print("\n".join(lines))
 
 
 def _optimizer_lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -220,10 +217,7 @@ def collectives(
         written = (("svg", svg), ("html", html), ("msccl", msccl))
         found["pictures"] = {name: str(path) for name, path in written if path}
         lines += found["pictures"].values()
-    if json:
-        print_json(found)
-    else:
-        print("\n".join(lines))
+    print_json(found) if json else print("\n".join(lines))
 
 
 def _named(

@@ -167,7 +167,6 @@ def _memory(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _summary_text(name: str, recipe: Recipe, result: dict[str, Any]) -> list[str]:
-    """The summary for people."""
     from fivefold.observe.format import short_number
     from fivefold.sharding.layout import Layout, describe
 

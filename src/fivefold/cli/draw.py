@@ -111,11 +111,7 @@ def _show(text: str, pictures: dict[str, str], out: Path | None, json: bool) -> 
 
 def of_run(run: Path) -> tuple[str, dict[str, str]]:
     """(text, pictures) of a run: computing and messages of its measured step beside the plan, memory, and the shares of
-    workers.
-
-    Raises:
-        UserError: no step was measured.
-    """
+    workers. Raises UserError: no step was measured."""
     from fivefold.observe import memory_picture, timelines
 
     name, texts, pictures = run.resolve().name, [], {}
@@ -145,11 +141,8 @@ def of_run(run: Path) -> tuple[str, dict[str, str]]:
 
 
 def planned(recipe: Recipe, cluster: str, title: str) -> tuple[str, dict[str, str]]:
-    """(text, pictures) of the planned step on a cluster. Of many microbatches, the first ones are drawn.
-
-    Raises:
-        UserError: the layout has a pipeline, whose timeline is drawn without --cluster, or does not fit the cluster.
-    """
+    """(text, pictures) of the planned step on a cluster. Of many microbatches, the first ones are drawn. Raises
+    UserError: the layout has a pipeline, whose timeline is drawn without --cluster, or does not fit the cluster."""
     from fivefold.observe.timelines import LEGEND, step_svg, step_text, summary
     from fivefold.plan.cluster.clusters import parse
     from fivefold.plan.predict import predict
@@ -253,11 +246,7 @@ def context(recipe: Recipe, layout: Layout, title: str) -> tuple[str, dict[str, 
 
 
 def moving(recipe: Recipe, layout: Layout, title: str) -> str:
-    """The page that steps through what ranks do.
-
-    Raises:
-        UserError: the layout has nothing that moves.
-    """
+    """The page that steps through what ranks do. Raises UserError: the layout has nothing that moves."""
     from fivefold.models.card import card_of
     from fivefold.observe import player
     from fivefold.recipe import microbatches_per_step

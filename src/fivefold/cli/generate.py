@@ -92,11 +92,8 @@ def generate(
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The prompts of a file, as {"prompt": text} or {"messages": [...]}.
-
-    Raises:
-        UserError: the file cannot be read, or a line has neither.
-    """
+    """The prompts of a file, as {"prompt": text} or {"messages": [...]}. Raises UserError: the file cannot be read, or
+    a line has neither."""
     from fivefold.data.chat import NotAConversation, messages_of
     from fivefold.data.eval_docs import documents, json_lines
 

@@ -201,7 +201,6 @@ def _notes(rows: list[Row]) -> list[str]:
 
 
 def overlap_table(rows: list[Row], title: str) -> list[str]:
-    """The rules of all layouts as a table."""
     from fivefold.lessons.overlap import count_text
 
     cells = [["", "what hides", "by the size of", "from", "has", "now", ""]]
@@ -285,7 +284,6 @@ def terms(
 
 
 def _lines(found: dict[str, list[Term]]) -> Iterator[str]:
-    """The terms as lines of text."""
     for section, its_terms in found.items():
         yield from ("", f"  {section}")
         rows = [[term.name, term.formula, _value(term), term.note] for term in its_terms]

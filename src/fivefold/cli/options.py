@@ -68,11 +68,8 @@ StepOption = Annotated[int | None, option("N", "Step of the checkpoint. [default
 
 
 def require_run(folder: Path, look: bool = True) -> Path:
-    """Returns `folder` if it holds a run. look: see `guard`; False where what follows looks.
-
-    Raises:
-        UserError: it does not; the message names runs nearby.
-    """
+    """Returns `folder` if it holds a run. look: see `guard`; False where what follows looks. Raises UserError: it does
+    not; the message names runs nearby."""
     if (folder / "recipe.toml").is_file():
         guard(folder, look=look)
         return folder
@@ -84,11 +81,8 @@ def require_run(folder: Path, look: bool = True) -> Path:
 
 
 def require_writable(**paths: Path | None) -> None:
-    """Checks before long work that its results can be written to the paths of these options.
-
-    Raises:
-        UserError: a path is not writable.
-    """
+    """Checks before long work that its results can be written to the paths of these options. Raises UserError: a path
+    is not writable."""
     for name, path in paths.items():
         try:
             if path is None:
@@ -124,11 +118,7 @@ def require_known(option: str, names: Iterable[str], valid: Collection[str]) -> 
 
 
 def bytes_of(option: str, text: str) -> int:
-    """Reads a size such as `4096`, `4K`, `1.5M` or `2GiB` (powers of 1024).
-
-    Raises:
-        UserError: it is not a size.
-    """
+    """Reads a size such as `4096`, `4K`, `1.5M` or `2GiB` (powers of 1024). Raises UserError: it is not a size."""
     found = re.fullmatch(
         r"(\d{1,15}(?:\.\d{1,6})?) ?([KMGT]?)(?:i?B)?", text.strip(), re.ASCII | re.IGNORECASE
     )

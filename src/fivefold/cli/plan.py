@@ -180,7 +180,6 @@ def questions(
 
 
 def run_tokens(recipe: Recipe) -> float:
-    """Tokens of the recipe's run."""
     from fivefold.recipe import tokens_before, total_steps
 
     return float(tokens_before(recipe, total_steps(recipe)))
@@ -265,21 +264,9 @@ def draw_plan(
         write_page(html, recipe, replace(typed, sets=sets), frontier)
 
 
-def write_page(
-    path: Path,
-    recipe: Recipe,
-    typed: Typed,
-    frontier: Sequence[Plan] = (),
-    budget: float | None = None,
-) -> None:
-    """Writes the page of this recipe, with sliders over a grid around it.
-
-    Args:
-        budget: limit on the work of predicting the grid [default: `grid.BUDGET`].
-
-    Raises:
-        UserError: as `predict`, or the file cannot be written.
-    """
+def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan] = ()) -> None:
+    """Writes the page of this recipe, with sliders over a grid around it. Raises UserError: as `predict`, or the file
+    cannot be written."""
     from fivefold.observe.format import short_number
     from fivefold.observe.timelines import pipeline_svg
     from fivefold.plan.pages import grid
@@ -289,7 +276,7 @@ def write_page(
     from fivefold.recipe import count_parameters
 
     center = grid.base(recipe, typed.cluster, typed.given)
-    sliders = grid.axes(center, budget or grid.BUDGET)
+    sliders = grid.axes(center, grid.BUDGET)
     data = grid.as_data(center, grid.command(typed.name, typed.sets, typed.given), sliders)
     drawn = pictures(grid.plan_at(center, center.values))
     rows = as_rows(frontier)

@@ -333,7 +333,6 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    """The figures for people."""
     lines = [
         f"{found['run']}, step {found['step']:,}, in {found['dtype']} on {found['device']}, context "
         f"{found['context']:,} tokens, stride {found['stride']:,}"

@@ -132,11 +132,8 @@ def _results(folder: Path) -> dict[str, Any]:
 
 
 def endpoint_of(recipe: Recipe, replica_group: int | None, address: str | None) -> Endpoint | None:
-    """The endpoint that `--replica-group` and `--meet` name; None without them.
-
-    Raises:
-        UserError: the recipe has no such replica group, or one of the options is missing.
-    """
+    """The endpoint that `--replica-group` and `--meet` name; None without them. Raises UserError: the recipe has no
+    such replica group, or one of the options is missing."""
     if replica_group is None and address is None:
         return None
     if replica_group is None or address is None:
@@ -169,11 +166,7 @@ def endpoint_of(recipe: Recipe, replica_group: int | None, address: str | None) 
 
 
 def between(text: str) -> int | tuple[int, int]:
-    """Reads `N` or `MIN:MAX`, numbers of ranks.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Reads `N` or `MIN:MAX`, numbers of ranks. Raises UserError: it is neither."""
     least, colon, most = text.partition(":")
     numbers = [least, most] if colon else [least, least]
     if not all(n.isascii() and n.isdigit() and len(n) < 8 for n in numbers):
@@ -336,17 +329,13 @@ def verify(
         report = run(loaded, steps=steps, mode=mode, fork=True, share_gpus=share_gpus)
     if report is None:  # a rank of torchrun that is not the first
         return
-    if json:
-        print_json(report.as_json())
-    else:
-        print("\n".join(text(recipe, report)))
+    print_json(report.as_json()) if json else print("\n".join(text(recipe, report)))
     if not report.passed:
         wrong = ", ".join(NAMES[name] for name, figure in report.figures.items() if not figure.passed)
         raise CheckFailed(f"{report.layout} does not compute the same as one process: {wrong}")
 
 
 def text(name: str, report: Report) -> list[str]:
-    """The report for people."""
     lines = [
         f"{name}: {report.layout} on {several(report.ranks, 'rank')} against one process, "
         f"{several(report.steps, 'step')} in {report.mode}",

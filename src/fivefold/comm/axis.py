@@ -167,7 +167,6 @@ class Axis:
     def start_all_to_all(
         self, x: Tensor, taken: Sequence[int] | None = None, given: Sequence[int] | None = None
     ) -> Started:
-        """Starts `all_to_all`."""
         if self.group is None:
             return Started(self, "all_to_all", x)
         out = torch.empty_like(x) if taken is None else x.new_empty(sum(taken), *x.shape[1:])
@@ -181,7 +180,6 @@ class Axis:
     def start(
         self, collective: Collective, x: Tensor, *rows: Sequence[int], backward: bool = False
     ) -> Started:
-        """Starts `run`."""
         operation = collective.backward if backward else collective.forward
         assert operation is not None, f"{collective}: nothing is sent back"
         assert collective.number in (0, x.element_size()), f"{collective} of {x.dtype}"

@@ -148,11 +148,8 @@ class Membership:
 
     def come(self, step: int, digest: str) -> Meeting:
         """Asks to join, after inner step `step`, with a common state of this digest. Returns the first meeting: groups
-        that start together have it at once, others in the next outer step of the members.
-
-        Raises:
-            UserError: this group does not train the same as group 0.
-        """
+        that start together have it at once, others in the next outer step of the members. Raises UserError: this group
+        does not train the same as group 0."""
         number = torch.tensor(secrets.randbits(62), device=self.inside.device)  # of this start, on all ranks
         token, group = f"{int(self.inside.broadcast(number, 0)):x}", self.endpoint.group
         if self.leads:
@@ -172,11 +169,8 @@ class Membership:
         return self._meeting(f"answer/{group}", math.inf, lambda found: found["token"] == token)
 
     def meet(self, step: int, attempt: int = 0) -> Meeting:
-        """The meeting of a member after inner step `step`.
-
-        Raises:
-            BusyError: the others have not waited for this group.
-        """
+        """The meeting of a member after inner step `step`. Raises BusyError: the others have not waited for this
+        group."""
         at = [step, attempt]
         if self.leads:
             self._set(f"here/{self.endpoint.group}", at=at)
@@ -207,11 +201,8 @@ class Membership:
         )
 
     def axis(self, meeting: Meeting) -> Axis:
-        """The axis of this rank and its counterparts in the other members, over gloo on CPUs.
-
-        Raises:
-            CommunicationError: one of them does not answer.
-        """
+        """The axis of this rank and its counterparts in the other members, over gloo on CPUs. Raises
+        CommunicationError: one of them does not answer."""
         index, made = meeting.members.index(self.endpoint.group), None
         if len(meeting.members) > 1:
             name = f"groups/{meeting.step}/{meeting.attempt}/{self.inside.index}"
@@ -378,11 +369,7 @@ class Sealed(dist.Store):
         self.store.set(key, self._code(key, content) + content)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """The value of a key.
-
-        Raises:
-            UserError: who wrote it does not know the secret.
-        """
+        """The value of a key. Raises UserError: who wrote it does not know the secret."""
         found = self.store.get(key)
         size = len(self._code(key, b""))
         code, content = found[:size], found[size:]

@@ -344,7 +344,6 @@ def is_learned(tokenizer: str) -> bool:
 
 
 def save_tokenizer(data: DataSection, mask: bool, work: Work, folder: Path, workers: int, tell: Tell) -> None:
-    """Writes the tokenizer of a source."""
     tokenizer = learn(data, mask, [(work, 1.0)], workers, tell)
     if data.chat_template:
         tokenizer = open_template(data.chat_template, data.tokenizer, tokenizer).tokenizer
@@ -390,11 +389,7 @@ def tokenized(
     work: Work, begun: Journal, write: Callable[[Chunk, int], None], max_bad_fraction: float, workers: int
 ) -> Iterator[Journal]:
     """Hands the ids behind the last border of a folder to `write`, with the number of those before. Yields the border
-    behind each group, and the counts of documents before it.
-
-    Raises:
-        UserError: a document is bad, and none may be.
-    """
+    behind each group, and the counts of documents before it. Raises UserError: a document is bad, and none may be."""
     total, counts = Summary.of(begun.summary), [begun.at.train, begun.at.val]
     for chunks, summary, place in run(work, begun.at.place, workers):
         for chunk in chunks:

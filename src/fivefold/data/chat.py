@@ -71,11 +71,8 @@ class NotAConversation(Exception):
 
 
 def messages_of(value: Any) -> list[Message]:
-    """The messages of a row, checked.
-
-    Raises:
-        NotAConversation: they are no list of objects with the texts `role` and `content`.
-    """
+    """The messages of a row, checked. Raises NotAConversation: they are no list of objects with the texts `role` and
+    `content`."""
     if not isinstance(value, list) or not value:
         raise NotAConversation(f"'{MESSAGES}' must be a list of messages")
     for number, message in enumerate(value, 1):
@@ -99,11 +96,8 @@ def special_of(spec: str) -> tuple[str, ...]:
 
 
 def read_template(spec: str, tokenizer_spec: str) -> str:
-    """The Jinja text that data.chat_template names. tokenizer_spec: `data.tokenizer`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The Jinja text that data.chat_template names. tokenizer_spec: `data.tokenizer`. Raises UserError: there is
+    none."""
     if spec in TEMPLATES:
         return TEMPLATES[spec].source
     if spec == OWN:
@@ -217,28 +211,18 @@ class ChatTemplate:
         self.ends = behind.rpartition("unlikely")[2]  # the text that the template puts behind an answer
 
     def render(self, messages: Sequence[Message], answer_next: bool = False) -> str:
-        """The text of a conversation. answer_next: the beginning of an answer follows.
-
-        Raises:
-            NotAConversation: the template refuses it.
-        """
+        """The text of a conversation. answer_next: the beginning of an answer follows. Raises NotAConversation: the
+        template refuses it."""
         return _MARKS.sub("", self._render(messages, answer_next))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation up to where an answer begins.
-
-        Raises:
-            NotAConversation: the template refuses it.
-        """
+        """Ids of a conversation up to where an answer begins. Raises NotAConversation: the template refuses it."""
         text = self._render([self._cut(m) for m in messages], answer_next=True)
         return self._encode(_marked(text)[0], []).ids.tolist()
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
-        """Ids of a conversation. Its answers count.
-
-        Raises:
-            NotAConversation: the template refuses it, or hides where answers are.
-        """
+        """Ids of a conversation. Its answers count. Raises NotAConversation: the template refuses it, or hides where
+        answers are."""
         cut = [self._cut(message) for message in messages]
         text = self._render(cut, strftime_now=_date_of_data)
         if OPEN in text:
@@ -363,9 +347,6 @@ def _marked(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def open_template(spec: str, tokenizer_spec: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template that data.chat_template names, with a tokenizer that has its special tokens.
-
-    Raises:
-        UserError: there is none, or it is not a Jinja template that answers a question.
-    """
+    """The template that data.chat_template names, with a tokenizer that has its special tokens. Raises UserError: there
+    is none, or it is not a Jinja template that answers a question."""
     return ChatTemplate(read_template(spec, tokenizer_spec), with_special(tokenizer, special_of(spec)))

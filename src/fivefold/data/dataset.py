@@ -58,10 +58,6 @@ class DataSet:
     info: dict[str, Any]
     validation: tuple[Part, ...] = ()
 
-    @classmethod
-    def of_one(cls, part: Part, tokenizer: Tokenizer | None, vocab_size: int, mask_id: int | None) -> DataSet:
-        return cls((part,), tokenizer, vocab_size, mask_id, part.info)
-
     @property
     def mixed(self) -> bool:
         """There is a mixture, perhaps of one source."""
@@ -87,7 +83,6 @@ class DataSet:
 
     @property
     def validation_sets(self) -> dict[str, Tokens]:
-        """All validation sets by name."""
         own = {part.name: part.train for part in self.validation if isinstance(part.train, Tokens)}
         assert len(own) == len(self.validation), "only training data are streamed"
         return self.held_out | own
@@ -293,11 +288,8 @@ def amounts(recipe: Recipe, data: DataSet) -> dict[str, Amount]:
 
 
 def order_of(recipe: Recipe, amounts: Mapping[str, Amount]) -> batches.Order:
-    """The order of a run over its sources.
-
-    Raises:
-        UserError: weights are those of documents, and a source does not know its own.
-    """
+    """The order of a run over its sources. Raises UserError: weights are those of documents, and a source does not know
+    its own."""
     if not recipe.data.sources:
         return batches.Order()
     per_weight: list[float] = []
@@ -391,12 +383,9 @@ def facts(recipe: Recipe, data: DataSet) -> dict[str, Any]:
 
 
 def require_enough(recipe: Recipe, amounts: Mapping[str, Amount], limited: bool = True) -> None:
-    """Checks that there is enough data. limited: for the limits of epochs, too.
-
-    Raises:
-        UserError: training has fewer sequences than one global batch, a source or what is held out of it has none, or
-            the steps need more passes over a source than max_epochs allows.
-    """
+    """Checks that there is enough data. limited: for the limits of epochs, too. Raises UserError: training has fewer
+    sequences than one global batch, a source or what is held out of it has none, or the steps need more passes over a
+    source than max_epochs allows."""
     T, B, data = recipe.model.seq_len, recipe.train.global_batch_size, recipe.data
     specs, tokens = data.specs, sum(amount.tokens for amount in amounts.values())
     named = {n: f"data.sources, {n}: {spec}" if n else f"data.source: {spec}" for n, spec in specs.items()}

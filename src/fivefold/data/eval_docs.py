@@ -60,11 +60,8 @@ class Schema:
 
 
 def read_items(path: Path) -> tuple[str, list[Item]]:
-    """The name of a task file's schema, and its items. The first row decides the schema.
-
-    Raises:
-        UserError: the file cannot be read, or a row is not of the schema. The message names file and line.
-    """
+    """The name of a task file's schema, and its items. The first row decides the schema. Raises UserError: the file
+    cannot be read, or a row is not of the schema. The message names file and line."""
     schema: Schema | None = None
     items: list[Item] = []
     for number, row in json_lines(path):
@@ -230,11 +227,8 @@ MOST_LINE = 64 << 20
 
 
 def documents(path: Path, text_key: str = "text") -> Iterator[str]:
-    """The documents of a file: the text under `text_key` of each line of a .jsonl; all of any other file.
-
-    Raises:
-        UserError: the file cannot be read, is not UTF-8 or JSON, or a line has no such text.
-    """
+    """The documents of a file: the text under `text_key` of each line of a .jsonl; all of any other file. Raises
+    UserError: the file cannot be read, is not UTF-8 or JSON, or a line has no such text."""
     if path.suffix.lower() != ".jsonl":
         require_readable(path)
         yield read_text(path, MOST_TEXT)
@@ -254,11 +248,8 @@ def require_readable(path: Path) -> None:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of each line of a file that is not blank.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not a JSON object.
-    """
+    """(line number from 1, object) of each line of a file that is not blank. Raises UserError: the file cannot be read,
+    or a line is not a JSON object."""
     with _opened(path) as file:
         for number, (row, _) in enumerate(objects(file, most=MOST_LINE), 1):
             if isinstance(row, str):

@@ -24,9 +24,10 @@ from fivefold.errors import UserError, several
 from fivefold.files import expanded
 from fivefold.kernels.tiling import Sample
 from fivefold.recipe import Recipe, place, run_steps
-from fivefold.recipe.resolve import warning_of_passes
 
 WARNING = "warning: "
+MOST_EPOCHS = 4
+"""Passes over the same text up to which each is worth about as much as new text (arXiv 2305.16264)."""
 HASHED_AT_ONCE = 256 << 20  # bytes; the tokens of a larger source are estimated
 PROBED = 16 << 20  # bytes that are read in all: about 0.1 s
 LEAST = 1 << 16  # bytes that are read of each file
@@ -87,9 +88,10 @@ def check(recipe: Recipe) -> list[str]:
     else:
         facts.append(f"passes over the training set: {about}{seen[''].epochs:.2f}")
     return facts + [
-        f"{WARNING}{name and f'{name}: '}{warning}"
+        f"{WARNING}{name and f'{name}: '}{row.epochs:,.1f} passes over the same text: beyond {MOST_EPOCHS} a model "
+        "learns less and less from another one (arXiv 2305.16264). Use more text or fewer steps"
         for name, row in seen.items()
-        for warning in warning_of_passes(row.epochs)
+        if round(row.epochs, 1) > MOST_EPOCHS
     ]
 
 
@@ -215,14 +217,14 @@ def known(recipe: Recipe) -> DataSet | None:
                 return None
             train, _ = split(headers(source, recipe), data.val_fraction)
             mask_id = (recipe.model.vocab_size or 1) - 1
-            return DataSet.of_one(Part("", train, None, {}), None, mask_id + 1, mask_id)
+            return DataSet((Part("", train, None, {}),), None, mask_id + 1, mask_id, {})
         folder, manifest = lookup(source, data, mask, _refuse)
         if manifest is not None:
             tokenizer = load_tokenizer(folder / "tokenizer.json", mask)
             train = open_tokens(folder, manifest, "train")
             if data.packing != "best_fit" or len(train) <= MOST_PACKED:
                 part = Part("", train, None, {})
-                return DataSet.of_one(part, tokenizer, tokenizer.vocab_size, tokenizer.mask_id)
+                return DataSet((part,), tokenizer, tokenizer.vocab_size, tokenizer.mask_id, {})
     return None
 
 

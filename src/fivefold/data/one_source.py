@@ -92,7 +92,9 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
             train, val, info = open_stream(recipe, mask, lookup(source, data, mask, tell)[0], tell)
         tokenizer = load_tokenizer(train.folder / "tokenizer.json", mask)
         info |= {"files": len(source.counted)}
-        return DataSet.of_one(Part("", train, val, info), tokenizer, tokenizer.vocab_size, tokenizer.mask_id)
+        return DataSet(
+            (Part("", train, val, info),), tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info
+        )
     with files.writable(root_of(data)):
         folder, manifest = lookup(source, data, mask, tell)
         cached = manifest is not None
@@ -116,7 +118,7 @@ def _prepare_text(source: Source, recipe: Recipe, tell: Tell, workers: int) -> D
     }
     info["seconds"] = round(time.perf_counter() - began, 3)
     part = Part("", train, val if data.val_fraction > 0 else None, info)
-    return DataSet.of_one(part, tokenizer, tokenizer.vocab_size, tokenizer.mask_id)
+    return DataSet((part,), tokenizer, tokenizer.vocab_size, tokenizer.mask_id, info)
 
 
 def _make(
@@ -281,7 +283,8 @@ def _open_files(source: Source, recipe: Recipe, tell: Tell) -> DataSet:
         "skipped": {"bad": 0, "empty": sum(s.tokens == 0 for s in shards)},
         "seconds": round(time.perf_counter() - began, 3),
     }
-    return DataSet.of_one(Part("", train, val, info), None, vocab_size, vocab_size - 1 if reserved else None)
+    mask_id = vocab_size - 1 if reserved else None
+    return DataSet((Part("", train, val, info),), None, vocab_size, mask_id, info)
 
 
 def headers(source: Source, recipe: Recipe) -> list[Shard]:

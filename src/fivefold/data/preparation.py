@@ -116,11 +116,8 @@ def sources_of(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def validation_of(recipe: Recipe) -> dict[str, Recipe]:
-    """A recipe per validation set of its own, by its key. Nothing of it is held out.
-
-    Raises:
-        UserError: only a part of one is for validation by its name.
-    """
+    """A recipe per validation set of its own, by its key. Nothing of it is held out. Raises UserError: only a part of
+    one is for validation by its name."""
     recipes = {}
     for entry in recipe.data.validation:
         key = f"data.validation, {entry.name}"
@@ -154,11 +151,8 @@ def named(key: str) -> Iterator[None]:
 
 
 def _common_vocabulary(recipe: Recipe, sets: Mapping[str, DataSet]) -> int:
-    """The number of ids of all sources.
-
-    Raises:
-        UserError: a source was made with another tokenizer, or model.vocab_size is too small.
-    """
+    """The number of ids of all sources. Raises UserError: a source was made with another tokenizer, or model.vocab_size
+    is too small."""
     spec, limit, end = recipe.data.tokenizer, recipe.model.vocab_size, recipe.data.end_token
     size = max(data.vocab_size for data in sets.values())
     texts = [data for data in sets.values() if data.tokenizer is not None]
@@ -246,11 +240,7 @@ def _learned(recipe: Recipe, progress: Tell | None, workers: int | None, make: b
 
 
 def finished(data: DataSet, recipe: Recipe, tell: Tell) -> DataSet:
-    """The data set with all tokens of its streams.
-
-    Raises:
-        UserError: a stream keeps only some of them.
-    """
+    """The data set with all tokens of its streams. Raises UserError: a stream keeps only some of them."""
     if not recipe.data.stream:
         return data
     if recipe.data.stream_gib:
@@ -272,11 +262,8 @@ def finished(data: DataSet, recipe: Recipe, tell: Tell) -> DataSet:
 
 def write_megatron(data: DataSet, recipe: Recipe, name: Path) -> list[Path]:
     """Writes NAME_train and NAME_val, as .bin and .idx; of a mixture those of each source, behind whose name they are
-    called: NAME_web_train. Returns the paths of the .bin.
-
-    Raises:
-        UserError: the data are conversations; these files cannot say what counts in the loss.
-    """
+    called: NAME_web_train. Returns the paths of the .bin. Raises UserError: the data are conversations; these files
+    cannot say what counts in the loss."""
     if data.train.flags is not None:
         raise UserError(
             "--megatron: files of Megatron-LM cannot say which tokens of a conversation count in the loss. Nearest "

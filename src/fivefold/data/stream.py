@@ -229,11 +229,8 @@ class Stream:
         return now
 
     def _keep_alive(self) -> None:
-        """Starts the process that tokenizes into the folder, unless there is one. It ends with this process.
-
-        Raises:
-            UserError: that with which it has ended.
-        """
+        """Starts the process that tokenizes into the folder, unless there is one. It ends with this process. Raises
+        UserError: that with which it has ended."""
         folder = self.folder
         with suppress(OSError):  # another rank may have removed it
             raise UserError((folder / ERROR).read_text("utf-8"))
@@ -432,11 +429,7 @@ class StreamWriter:
         self._published = time.monotonic()
 
     def _look(self) -> None:
-        """Reads what readers need, now and then.
-
-        Raises:
-            _StartAgain: a reader waits for tokens that are not to come.
-        """
+        """Reads what readers need, now and then. Raises _StartAgain: a reader waits for tokens that are not to come."""
         if time.monotonic() - self._looked < QUIET:
             return
         self._looked, self._posts = time.monotonic(), files.posts(self.folder, "reading-*")

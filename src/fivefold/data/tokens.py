@@ -116,11 +116,8 @@ class Tokens:
             a, shard = stop, shard + 1
 
     def _compare(self, index: int, ids: np.ndarray, start: int, stop: int) -> None:
-        """Compares what is about to be read with the hashes of its blocks.
-
-        Raises:
-            UserError: it has changed since they were made.
-        """
+        """Compares what is about to be read with the hashes of its blocks. Raises UserError: it has changed since they
+        were made."""
         shard, content = self.shards[index], ids.view(np.uint8)
         assert shard.digests is not None
         compared = self._compared.setdefault(index, np.zeros(len(shard.digests) // DIGEST, bool))

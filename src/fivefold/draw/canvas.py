@@ -224,7 +224,6 @@ class Canvas:
         self.text(left, 22, title, "title")
 
     def svg(self) -> str:
-        """The document."""
         size = f'width="{self.width:.0f}" height="{self.height + 12:.0f}"'
         box = f'viewBox="0 0 {self.width:.0f} {self.height + 12:.0f}"'
         return (

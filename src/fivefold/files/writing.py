@@ -220,7 +220,6 @@ def flush(path: Path) -> None:
 
 
 def flush_all(folder: Path) -> None:
-    """Flushes a folder and everything in it."""
     for path in folder.iterdir():
         flush_all(path) if path.is_dir() else flush(path)
     flush(folder)

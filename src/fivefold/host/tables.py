@@ -30,11 +30,7 @@ def read(name: str) -> Any:
 
 
 def write(name: str, found: dict[str, Any]) -> None:
-    """Writes a table beside the others.
-
-    Raises:
-        UserError: the cache folder cannot be written.
-    """
+    """Writes a table beside the others. Raises UserError: the cache folder cannot be written."""
     file = path()
     try:
         make_folder(file.parent)

@@ -72,7 +72,6 @@ as tasks, so its ranks have both kinds of variables, and Slurm's are wrong."""
 
 
 def launcher() -> Launcher | None:
-    """The launcher of this process, or None without one."""
     for one in LAUNCHERS:
         if one.started() and not (one is SLURM and _number(one.world) == 1):  # an interactive shell
             return one
@@ -80,11 +79,8 @@ def launcher() -> Launcher | None:
 
 
 def found() -> tuple[int, int, int, int] | None:
-    """(rank, world, local rank, local world) from the launcher, or None without one.
-
-    Raises:
-        UserError: a variable of the launcher is missing or not a number.
-    """
+    """(rank, world, local rank, local world) from the launcher, or None without one. Raises UserError: a variable of
+    the launcher is missing or not a number."""
     by = launcher()
     if by is None:
         return None
@@ -105,11 +101,7 @@ def _number(name: str, defaults: dict[str, str] | None = None) -> int:
 
 def master() -> tuple[str, int]:
     """(address, port) where rank 0 listens. In a job of Slurm: its first host. mpirun on one host: the loopback
-    interface.
-
-    Raises:
-        UserError: the launcher does not say it.
-    """
+    interface. Raises UserError: the launcher does not say it."""
     by, env = launcher(), os.environ
     if ADDRESS in env:
         return env[ADDRESS], _number(PORT, {PORT: "29500"})
@@ -185,11 +177,8 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 def own_address(host: str) -> str:
-    """The address of this machine on the way to a host. It sends nothing.
-
-    Raises:
-        BusyError: there is no such host yet, or no way to it.
-    """
+    """The address of this machine on the way to a host. It sends nothing. Raises BusyError: there is no such host yet,
+    or no way to it."""
     try:
         kind, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as way:
@@ -243,11 +232,8 @@ def only_here(host: str, backend: str) -> bool:
 
 def reachable(host: str, backend: str) -> str:
     """`host`, as this machine has to call it. On Debian a host's own name is 127.0.1.1 on itself, where no other host
-    could reach it: then this is the address of its only interface, or of the one that is named.
-
-    Raises:
-        UserError: it has several, and none or several of them are named.
-    """
+    could reach it: then this is the address of its only interface, or of the one that is named. Raises UserError: it
+    has several, and none or several of them are named."""
     own = host.partition(".")[0] == socket.gethostname().partition(".")[0] != "localhost"
     if not own or only_here(host, backend) or not is_loopback(own_address(host)):
         return host
@@ -274,11 +260,8 @@ def variable(backend: str) -> str:
 
 def name_interface(backend: str, host: str, one_machine: bool = False) -> None:
     """Lets the ranks of several launches listen on the interface that leads to rank 0's host, and on no other.
-    one_machine: all ranks are on this one, so it may be the loopback interface.
-
-    Raises:
-        UserError: none leads there. The message lists the interfaces.
-    """
+    one_machine: all ranks are on this one, so it may be the loopback interface. Raises UserError: none leads there. The
+    message lists the interfaces."""
     address = own_address(host)
     name = interface_of(address)
     if not name and (one_machine or only_here(host, backend)):
@@ -300,10 +283,7 @@ def interfaces(backend: str) -> str:
 
 def wait_for(host: str, port: int, wait_s: float) -> None:
     """Returns once somebody listens there. PyTorch's store waits, too, but lets no handler of a signal run meanwhile.
-
-    Raises:
-        RuntimeError: nobody does so in time.
-    """
+    Raises RuntimeError: nobody does so in time."""
     until = time.monotonic() + wait_s
     while time.monotonic() < until:
         with suppress(OSError), socket.create_connection((host, port), max(1.0, wait_s / 10)):

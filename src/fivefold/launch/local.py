@@ -129,10 +129,7 @@ def as_error(failure: Failure, more: str = "") -> UserError | RankFailed:
 
 def launch(attempt: Attempt, fork: bool, again: Again = lambda failure: None) -> Outcome:
     """Runs attempts until one ends well, a signal comes, or `again` gives up. Returns the outcome of the last one.
-
-    Raises:
-        UserError: there are fewer GPUs than ranks.
-    """
+    Raises UserError: there are fewer GPUs than ranks."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < count <= (last := max(attempt.slots, default=attempt.world - 1)):
         raise UserError(

@@ -207,11 +207,8 @@ class Row:
 
 
 def compare(recipe: Recipe, cluster: Cluster, ranks: int, layouts: Sequence[str] = ()) -> list[Row]:
-    """A row for each layout, or for one process and each technique on so many ranks.
-
-    Raises:
-        UserError: a layout cannot be read, or the recipe cannot be predicted at all.
-    """
+    """A row for each layout, or for one process and each technique on so many ranks. Raises UserError: a layout cannot
+    be read, or the recipe cannot be predicted at all."""
     recipe, rows = alike(recipe), []
     for text in layouts:
         values: dict[str, Any] = parse(text)

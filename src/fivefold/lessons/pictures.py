@@ -8,13 +8,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING
 
 from fivefold.draw.canvas import NAMES, Axes, Canvas, log_scale, text_width
 from fivefold.errors import printable
-from fivefold.lessons.compare import DIMENSION_OF, TECHNIQUES, alike
+from fivefold.lessons.compare import DIMENSION_OF, TECHNIQUES, Row, alike
 from fivefold.lessons.compare import words as message_words
-from fivefold.lessons.overlap import count_text
+from fivefold.lessons.overlap import Rule, count_text
 from fivefold.observe.format import asset, document, header, memory_text, short_number, size
 from fivefold.observe.layout_picture import icons
 from fivefold.observe.memory_picture import COLORS
@@ -27,10 +26,6 @@ from fivefold.recipe.resolve import in_layout
 from fivefold.recipe.rules import contradictions
 from fivefold.sharding.layout import to_text
 from fivefold.sharding.layout_rules import problems
-
-if TYPE_CHECKING:
-    from fivefold.lessons.compare import Row
-    from fivefold.lessons.overlap import Rule
 
 WIDTH, LEFT, TOP, ROW = 860, 96, 108, 26  # pixels
 PANEL, BAR = 255, 160  # a criterion, its longest bar
@@ -113,7 +108,6 @@ def overlap(rows: Sequence[Row], title: str) -> str:
 
 
 def rule(one: Rule) -> str:
-    """The panel of one rule, as a picture."""
     canvas = Canvas(about=f"{one.technique}: {one.what}")
     canvas.legend(8, 18, KEYS)
     _rule(canvas, one, 8, 28)

@@ -116,7 +116,6 @@ class Asked:
         }  # fmt: skip
 
     def term(self, name: str, formula: str, unit: str, note: str = "") -> Term:
-        """The term of a formula."""
         return Term(name, evaluate(formula, self.symbols), unit, formula, note)
 
 
@@ -147,7 +146,6 @@ def part_of(name: str) -> str:
 
 
 def parameters(asked: Asked) -> Iterator[Term]:
-    """Parameters by part."""
     card, parts = asked.setting.card, Counter[str]()
     for name, shape in card.parameters.items():
         parts[part_of(name)] += math.prod(shape)
@@ -479,5 +477,4 @@ SECTIONS: dict[str, Callable[[Asked], Iterator[Term]]] = {
 
 
 def terms(asked: Asked, sections: Sequence[str] = tuple(SECTIONS)) -> dict[str, list[Term]]:
-    """The terms of these sections."""
     return {name: list(SECTIONS[name](asked)) for name in SECTIONS if name in sections}

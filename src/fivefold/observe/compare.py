@@ -100,11 +100,8 @@ class ComparedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
-    """The runs in these folders, named by as much of their paths as tells them apart.
-
-    Raises:
-        UserError: a folder is no run, or comes twice.
-    """
+    """The runs in these folders, named by as much of their paths as tells them apart. Raises UserError: a folder is no
+    run, or comes twice."""
     real = [folder.resolve() for folder in folders]
     if twice := [str(f) for f, r in zip(folders, real, strict=True) if real.count(r) > 1]:
         raise UserError(f"{twice[0]} is given twice; a comparison needs different runs")

@@ -152,7 +152,6 @@ class Histogram:
 
 
 def from_json(kinds: dict[str, dict[str, Any]]) -> Histogram:
-    """Inverse of `as_json`."""
     counts: dict[str, Sequence[int]] = {}
     for kind, figures in kinds.items():
         bins = [int(figures["zero"]), *[0] * (BINS - 2), int(figures["not_finite"])]
@@ -168,11 +167,7 @@ def write(run: Path, step: int, found: Histogram) -> Path:
 
 
 def read(run: Path) -> tuple[int, Histogram]:
-    """(step, histogram) that a run wrote last.
-
-    Raises:
-        UserError: it wrote none.
-    """
+    """(step, histogram) that a run wrote last. Raises UserError: it wrote none."""
     paths = sorted((run / "traces").glob("histogram-step-*.json"))
     if not paths:
         raise UserError(

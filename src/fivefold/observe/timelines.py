@@ -349,11 +349,7 @@ def worker_shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Box]]:
 
 
 def read_workers(run: Path) -> dict[str, list[Box]]:
-    """The rows of the last steps of a run. Empty without RUN/workers.jsonl.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """The rows of the last steps of a run. Empty without RUN/workers.jsonl. Raises UserError: it is damaged."""
     path = run / WORKERS
     lines = read_metrics(path) if path.is_file() else []
     last = max((line["step"] for line in lines), default=0)

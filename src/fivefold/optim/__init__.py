@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fivefold.optim import adafactor, adamw, adaptive, eight_bit, muon, sgd, signs, soap
+from fivefold.optim import adamw, adaptive, muon, sgd, signs, small_states, soap
 from fivefold.optim.card import OptimizerCard, kept_in, rounding_traffic, update_traffic
 
-_FAMILIES = (adamw, sgd, adaptive, eight_bit, adafactor, signs, soap, muon)
+_FAMILIES = (adamw, sgd, adaptive, small_states, signs, soap, muon)
 OPTIMIZERS: dict[str, OptimizerCard] = {card.name: card for family in _FAMILIES for card in family.CARDS}
 DEFAULT = "adamw"
 FIELDS = tuple(dict.fromkeys(name for card in OPTIMIZERS.values() for name in card.fields))

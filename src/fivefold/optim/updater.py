@@ -263,11 +263,7 @@ class Updater:
 
     def load(self, tensors: Mapping[str, Tensor], steps: int, number: int | None = None) -> None:
         """Restores the states from tensors named as in `states`, the number of updates, and how many steps have begun
-        (None: as many).
-
-        Raises:
-            KeyError: a state is missing.
-        """
+        (None: as many). Raises KeyError: a state is missing."""
         self.begun, self.largest = True, None
         gathering = self.rules.gathering if self.rules is not None else None
         if self.rules is not None:

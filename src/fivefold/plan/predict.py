@@ -193,11 +193,8 @@ def predict(
     known: dict[object, Parts] | None = None,
 ) -> Plan:
     """Predicts a recipe with its layout. software: this program on the cluster's devices if None. known: costs of
-    operations by what they depend on, to share between recipes that differ in sizes and layout only.
-
-    Raises:
-        UserError: the layout does not fill the cluster; the vocabulary is unknown; the device lacks the dtype.
-    """
+    operations by what they depend on, to share between recipes that differ in sizes and layout only. Raises UserError:
+    the layout does not fill the cluster; the vocabulary is unknown; the device lacks the dtype."""
     layout = Layout.from_recipe(recipe.layout)
     if recipe.servers.count:
         both = layout.ranks + recipe.servers.count
@@ -275,11 +272,7 @@ def held(s: Setting) -> list[Memory]:
 
 def budget(recipe: Recipe, cluster: Cluster, software: Software | None = None) -> Budget | None:
     """The resolved budget of `layout.recompute`, as `predict` takes it; None if the recipe has none. The cluster may
-    have any number of devices.
-
-    Raises:
-        UserError: it is too small.
-    """
+    have any number of devices. Raises UserError: it is too small."""
     bytes = budget_of(recipe.layout.recompute)
     if bytes is None:
         return None
@@ -307,11 +300,7 @@ def within(plan: Plan, most: int) -> Plan:
 
 
 def resolved(recipe: Recipe) -> Recipe:
-    """The recipe with every field filled in.
-
-    Raises:
-        UserError: the vocabulary is not known yet.
-    """
+    """The recipe with every field filled in. Raises UserError: the vocabulary is not known yet."""
     size = expected_vocab_size(recipe)
     if size is None:
         raise UserError(
@@ -343,11 +332,8 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
 
 
 def with_load(software: Software, model: ModelSection, load: float | None) -> Software:
-    """The software with this load of the busiest expert rank relative to an even split (None: 1).
-
-    Raises:
-        UserError: the load is out of range, or the model has no experts.
-    """
+    """The software with this load of the busiest expert rank relative to an even split (None: 1). Raises UserError: the
+    load is out of range, or the model has no experts."""
     if load is None:
         return software
     if not card_of(model).has_experts:

@@ -97,11 +97,7 @@ class Documents:
 
 def documents_of(recipe: Recipe, tokens: float | None = None) -> Documents | None:
     """The documents of a recipe: of `tokens` on average, else those of data that are tokenized already. None: they see
-    each other.
-
-    Raises:
-        UserError: `tokens` is out of range or has no effect.
-    """
+    each other. Raises UserError: `tokens` is out of range or has no effect."""
     T, masks = recipe.model.seq_len, recipe.data.document_masks
     if tokens is None:
         if not masks:
@@ -358,11 +354,8 @@ def setting(
 
 
 def mode_of(wanted: str, cluster: Cluster) -> str:
-    """The mode that `precision.mode` stands for. Clusters have a rate of bf16 if it is faster than fp32.
-
-    Raises:
-        UserError: the planner does not price it there.
-    """
+    """The mode that `precision.mode` stands for. Clusters have a rate of bf16 if it is faster than fp32. Raises
+    UserError: the planner does not price it there."""
     device = cluster.device
     mode = chosen(wanted, "bf16" in device.peak)
     lacks = _lacks(mode, device) if mode in PRECISIONS else ""

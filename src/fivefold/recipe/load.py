@@ -142,11 +142,8 @@ def find(name_or_path: str | Path) -> Path:
 
 def _with_base(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """(table, origins) of a file, with the fields of its base that it does not set. Its [layout] replaces the base's as
-    a whole, and each of train.steps and train.tokens replaces the other.
-
-    Raises:
-        UserError: the file is not valid TOML, or its base is no shipped recipe.
-    """
+    a whole, and each of train.steps and train.tokens replaces the other. Raises UserError: the file is not valid TOML,
+    or its base is no shipped recipe."""
     text = read_text(path, MOST_BYTES)
     try:
         table = tomllib.loads(text)

@@ -234,22 +234,10 @@ def _sharings(layout: Layout, dp: int) -> Iterator[Layout]:
     yield replace(layout, dp_replicate=dp, dp_shard=1, zero=0)
 
 
-MOST_EPOCHS = 4
-"""Passes over the same text up to which each is worth about as much as new text (arXiv 2305.16264)."""
 MOST_WARMUP = 0.5
 """Share of the run."""
 MOST_CONTINUED = 6e-4
 """The highest peak learning rate of GPT-3's table: that of 125M parameters with Adam (arXiv 2005.14165)."""
-
-
-def warning_of_passes(passes: float) -> list[str]:
-    """A warning if a run reads the same text too often."""
-    if round(passes, 1) <= MOST_EPOCHS:
-        return []
-    return [
-        f"{passes:,.1f} passes over the same text: beyond {MOST_EPOCHS} a model learns less and less from another one "
-        "(arXiv 2305.16264). Use more text or fewer steps"
-    ]
 
 
 def warnings(recipe: Recipe) -> Iterator[str]:

@@ -67,21 +67,15 @@ class Sweep:
         return [key for key in keys if len({row.settings.get(key) for row in self.rows}) > 1]
 
     def load(self, base: str | Path, row: Row) -> Recipe:
-        """The recipe of a row. base: the sweep's recipe, by name or path.
-
-        Raises:
-            UserError: a value is wrong, or does not fit the others.
-        """
+        """The recipe of a row. base: the sweep's recipe, by name or path. Raises UserError: a value is wrong, or does
+        not fit the others."""
         return load(base, self.overrides, self.layout, row.texts)
 
 
 def grid(over: Sequence[str]) -> list[dict[str, str]]:
     """The settings of each run: all combinations of the groups. In a group such as `model.dim=64,128 model.heads=2,4`
-    the fields move together.
-
-    Raises:
-        UserError: a group is not of this form, a field comes twice, or there are too many runs.
-    """
+    the fields move together. Raises UserError: a group is not of this form, a field comes twice, or there are too many
+    runs."""
     groups = [_group(text) for text in over]
     keys = [key for group in groups for key in group[0]]
     if twice := {key for key in keys if keys.count(key) > 1}:
@@ -140,11 +134,8 @@ def _split(text: str, mark: str) -> list[str]:
 def make(
     recipe: str, overrides: Sequence[str], layout: str | None, over: Sequence[str], rows: Sequence[Row] = ()
 ) -> Sweep:
-    """A sweep. rows: those that the folder has already; they stay.
-
-    Raises:
-        UserError: the recipe cannot be read, or `over` is not a grid of settings.
-    """
+    """A sweep. rows: those that the folder has already; they stay. Raises UserError: the recipe cannot be read, or
+    `over` is not a grid of settings."""
     known = [row.settings for row in rows]
     taken = {row.name for row in rows}
     every = grid(over)
@@ -167,11 +158,7 @@ def is_sweep(folder: Path) -> bool:
 
 
 def read(folder: Path) -> Sweep:
-    """The sweep in a folder.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
+    """The sweep in a folder. Raises UserError: there is none, or it is damaged."""
     if not is_sweep(folder):
         raise UserError(f"'{folder}' is not a sweep: it has no {FILE}")
     guard(folder, look=False)

@@ -39,7 +39,6 @@ class Span(NamedTuple):
         return self.end - self.start
 
     def until(self, end: float) -> Span:
-        """The span with another end."""
         return self._replace(end=end)
 
 
@@ -120,7 +119,6 @@ class StepTimeline:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> StepTimeline:
-        """The inverse of `as_json`."""
         return cls(tuple(Span(*span) for span in facts["spans"]), facts["rank"], facts["step"])
 
 
@@ -297,7 +295,6 @@ class MemoryTimeline:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> MemoryTimeline:
-        """The inverse of `as_json`."""
         return cls(
             {name: tuple(facts["bytes"][name]) for name in CATEGORIES},
             tuple(Phase(*phase) for phase in facts["phases"]),

@@ -245,7 +245,6 @@ def first_names(layout: Layout) -> dict[str, str]:
 
 
 def index_in(layout: Layout, group: str, rank: int) -> int:
-    """A rank's index within its group."""
     size, stride = groups(layout)[group]
     return rank // stride % size
 
@@ -289,7 +288,6 @@ def divisors(number: int) -> list[int]:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`."""
     return max(divisor for divisor in divisors(number) if divisor <= most)
 
 

@@ -172,11 +172,8 @@ def _zeropp_problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
 
 
 def on_nodes(layout: Layout, per_node: int) -> Layout:
-    """The layout on nodes of so many ranks, unless it says how many. Only ZeRO++ depends on it.
-
-    Raises:
-        UserError: ZeRO++ would not fill the nodes evenly.
-    """
+    """The layout on nodes of so many ranks, unless it says how many. Only ZeRO++ depends on it. Raises UserError:
+    ZeRO++ would not fill the nodes evenly."""
     if layout.zeropp == NONE:
         return layout
     found = layout if layout.ranks_per_node else replace(layout, ranks_per_node=per_node)
@@ -200,11 +197,8 @@ def node_problem(layout: Layout) -> str:
 
 def validate(layout: Layout, ranks: int, allowed: Callable[[Layout], bool] = lambda layout: True) -> None:
     """Checks that a layout is valid and fills exactly `ranks` ranks. allowed: True for the layouts that suit the model
-    and its batch; only these are proposed.
-
-    Raises:
-        UserError: with the equation that does not hold and the nearest layouts that do.
-    """
+    and its batch; only these are proposed. Raises UserError: with the equation that does not hold and the nearest
+    layouts that do."""
     found = [message for _, message in problems(layout)]
     if layout.ranks != ranks:
         product = equation(layout).removesuffix("s").removesuffix(" rank")

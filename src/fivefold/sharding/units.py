@@ -132,7 +132,6 @@ class FlatBuffer:
 
     @property
     def bucket_shapes(self) -> tuple[tuple[Shape, ...], ...]:
-        """The shapes of the parameters of each bucket."""
         return _bucket_shapes(self.shapes, self.bucket_bytes)
 
 
@@ -270,11 +269,7 @@ class ZeroPP:
 
 @lru_cache
 def zeropp(text: str) -> ZeroPP:
-    """The meaning of a `layout.zeropp`.
-
-    Raises:
-        UserError: it is not a list of different parts.
-    """
+    """The meaning of a `layout.zeropp`. Raises UserError: it is not a list of different parts."""
     words = [] if text == NONE else [word.strip() for word in text.split(",")]
     valid = (
         f"valid: {NONE}, or some of weights, hier, gradients (gradients:int8), such as weights,hier,gradients"

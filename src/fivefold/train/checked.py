@@ -113,11 +113,7 @@ def anywhere(flag: bool, axis: Axis) -> bool:
 
 @contextmanager
 def damaged_together(axis: Axis) -> Iterator[None]:
-    """Like `all_or_none`, and damage that one rank finds is damage on all of them.
-
-    Raises:
-        Damaged: on all ranks.
-    """
+    """Like `all_or_none`, and damage that one rank finds is damage on all of them. Raises Damaged: on all ranks."""
     said = ""
     with all_or_none(axis):
         try:
@@ -131,11 +127,7 @@ def damaged_together(axis: Axis) -> Iterator[None]:
 
 def check_files(checkpoint: store.Reader, needed: set[str], run: Axis) -> None:
     """Checks this rank's share of the files that any rank of its machine needs, in several threads. All ranks of the
-    axis call it.
-
-    Raises:
-        Damaged: a file is missing, truncated or changed. On all ranks.
-    """
+    axis call it. Raises Damaged: a file is missing, truncated or changed. On all ranks."""
     with all_or_none(run):
         files = sorted(checkpoint.files)
         wanted = torch.tensor([file in needed for file in files], dtype=torch.uint8, device=run.device)

@@ -69,11 +69,7 @@ def goes_back(faults: FaultsSection) -> bool:
 
 def read_rollbacks(out: Path) -> dict[str, Any]:
     """RUN/rollbacks.json: "rollbacks", pairs of the step of a fault and the one that the run went back to, and
-    "left_out", as in `State`.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    "left_out", as in `State`. Raises UserError: it is damaged."""
     path = out / ROLLBACKS
     try:
         past = read_json(path)

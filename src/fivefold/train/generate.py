@@ -276,10 +276,7 @@ class Chat:
 
     def ask(self, said: str) -> Iterator[str]:
         """Yields the answer to what is said, in pieces of text. An answer that is not read to its end counts as it is.
-
-        Raises:
-            UserError: it is longer than the model's context, or the chat template refuses it.
-        """
+        Raises UserError: it is longer than the model's context, or the chat template refuses it."""
         ends, stop, template = frozenset[int](), list[str](), self.template
         if template is None:
             text = f"{self.text}\n{said}" if self.text else said
@@ -333,11 +330,8 @@ class Chat:
 def open_chat(
     run: Path, checkpoint: Path | None = None, sampling: Sampling | None = None, system: str = ""
 ) -> Chat:
-    """A conversation with a run's model.
-
-    Raises:
-        UserError: the run has no checkpoint or no tokenizer, or its chat template cannot be used.
-    """
+    """A conversation with a run's model. Raises UserError: the run has no checkpoint or no tokenizer, or its chat
+    template cannot be used."""
     module, recipe, tokenizer = open_run(run, checkpoint=checkpoint, device=device_for(0))
     tokenizer = require_tokenizer(run, tokenizer)
     return Chat(module, recipe.model, tokenizer, template_of(run, tokenizer), sampling or Sampling(), system)

@@ -250,11 +250,8 @@ class RunHooks:
 
 
 def sampled(state: State, job: Job, step: int, tokenizer: Tokenizer) -> str:
-    """A sample of the model as it is now; where ranks divide it, of this step's checkpoint.
-
-    Raises:
-        UserError: the model has diverged, is divided and not saved or too large for a rank, or there is no memory.
-    """
+    """A sample of the model as it is now; where ranks divide it, of this step's checkpoint. Raises UserError: the model
+    has diverged, is divided and not saved or too large for a rank, or there is no memory."""
     train, folder = job.recipe.train, store.folder_of(job.out, step)
     sampling = Sampling(max_tokens=train.sample_tokens, seed=train.seed)
     if state.mesh.divided and folder not in store.checkpoints(job.out):

@@ -160,11 +160,8 @@ def identity(job: Job) -> dict[str, Any]:
 
 def initial(recipe: Recipe, tokenizer: Tokenizer | None = None, own: CustomModel | None = None) -> Initial:
     """Finds and checks `train.init_from` of a resolved recipe. tokenizer: of the run's data, if it has one. own: the
-    user's own module.
-
-    Raises:
-        UserError: there is no such folder or checkpoint, or its model or vocabulary is another.
-    """
+    user's own module. Raises UserError: there is no such folder or checkpoint, or its model or vocabulary is
+    another."""
     where = recipe.train.init_from
     folder = required(where)
     guard(folder)
@@ -224,11 +221,8 @@ def _names(model: ModelSection) -> dict[str, Shape]:
 
 
 def _same_shapes(said: str, recipe: Recipe, source: Source, own: CustomModel | None) -> tuple[str, ...]:
-    """The parameters that the source lacks; only a user's own module may have any.
-
-    Raises:
-        UserError: a weight has another shape, or only one side has it.
-    """
+    """The parameters that the source lacks; only a user's own module may have any. Raises UserError: a weight has
+    another shape, or only one side has it."""
     mine, named = (_names(recipe.model), str) if own is None else (own.tensors, own.card.named)
     known, used, new = set(source.names()), set[str](), []
     for name, shape in mine.items():

@@ -130,11 +130,7 @@ def record(run: Path, kind: str, why: str, ranks: int, wait_s: float = 0.0) -> N
 
 def go_back_once(run: Path, chosen: Path) -> None:
     """Sets aside the checkpoints after a chosen one. Under torchrun a launch does so in its first start only, though
-    the first rank may not have been there: RUN/went_back.json names the launch.
-
-    Raises:
-        UserError: as `keep.go_back`.
-    """
+    the first rank may not have been there: RUN/went_back.json names the launch. Raises UserError: as `keep.go_back`."""
     launch = os.environ.get(LAUNCH, "")
     mark, known = {"launch": "" if launch == "none" else launch, "to": str(chosen)}, {}
     with suppress(OSError, UserError, ValueError):
@@ -229,7 +225,6 @@ class Elastic:
         self._printed = ""
 
     def attempt(self, job: Job) -> Attempt:
-        """The next attempt of a job."""
         usable = self.slots.usable()
         fit = self._fit(len(usable))
         if self._printed != fit.line:

@@ -81,11 +81,8 @@ def resume(state: State, job: Job) -> list[str] | None:
 
 def load_newest(state: State, job: Job, folders: list[Path]) -> tuple[store.Reader | None, dict[Path, str]]:
     """Loads the first valid one of these checkpoints, newest first. Returns it (None: all are damaged), and what is
-    wrong with those before it. All ranks call it.
-
-    Raises:
-        UserError: the run cannot resume from the first valid one. On all ranks.
-    """
+    wrong with those before it. All ranks call it. Raises UserError: the run cannot resume from the first valid one. On
+    all ranks."""
     run, damages = state.mesh.axis("run"), dict[Path, str]()
     for folder in folders:
         try:
@@ -184,11 +181,7 @@ def load_initial(
     state: State, initial: Initial, named: Callable[[str], str] = str, keep: bool = True
 ) -> None:
     """Sets the weights that a run starts from. All ranks call it, and each reads its own part. keep: checkpoints keep
-    frozen weights, too.
-
-    Raises:
-        UserError: a file is damaged or cannot be read. On all ranks.
-    """
+    frozen weights, too. Raises UserError: a file is damaged or cannot be read. On all ranks."""
     run, copies = state.mesh.axis("run"), list[tuple[Tensor, Saved]]()
     with all_or_none(run):
         source = Source(Path(initial.where), Path(initial.checkpoint) if initial.checkpoint else None)

@@ -112,10 +112,7 @@ def run_rank(job: Job, ranks: Ranks) -> int | None:
 
 def train(hooks: RunHooks) -> bool:
     """Trains to the recipe's last step, and goes back where the recipe says so. Returns False if it was stopped before.
-
-    Raises:
-        UserError: a fault that ends the run.
-    """
+    Raises UserError: a fault that ends the run."""
     state, job, run = hooks.state, hooks.job, hooks.state.mesh.axis("run")
     past: dict[str, Any] = {}
     with all_or_none(run):
@@ -141,11 +138,7 @@ def train(hooks: RunHooks) -> bool:
 def _go_back(hooks: RunHooks, fault: Fault) -> None:
     """Goes back after a fault: loads the newest valid checkpoint that the fault leaves in place, sets those after it
     aside, and leaves out the data in between. If the run went back to that one the last time, it takes the one before:
-    the cause may lie before it.
-
-    Raises:
-        UserError: there is none, or the run has gone back too often.
-    """
+    the cause may lie before it. Raises UserError: there is none, or the run has gone back too often."""
     state, job, run = hooks.state, hooks.job, hooks.state.mesh.axis("run")
     most, rollbacks, left_out = job.recipe.faults.rollbacks, state.rollbacks, state.left_out
     if len(rollbacks) >= most:
@@ -330,11 +323,7 @@ _ASKED = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ [K
 def _explains_memory(job: Job, ranks: Ranks, base: int) -> Iterator[list[RunHooks]]:
     """Turns an allocator's error into one message that says what held the memory and what to do. Saves what is trained,
     if this rank has all of it and no update was under way. Yields a list for the hooks of the rank's loop. base: bytes
-    that count before it has tensors.
-
-    Raises:
-        UserError: memory ran out.
-    """
+    that count before it has tensors. Raises UserError: memory ran out."""
     running, held = list[RunHooks](), None
     try:
         yield running

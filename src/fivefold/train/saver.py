@@ -79,12 +79,8 @@ class Saver(Instrument):
 
     def save(self, meta: Mapping[str, Any], ends: bool, waits: bool = True) -> None:
         """Saves the state as it is now. ends: the run ends here, so the save is complete when this returns. waits: then
-        it is tried again until it works.
-
-        Raises:
-            UserError: it failed, the run ends, and it does not wait, was told to stop, has trained nothing, or has
-                numbers that no checkpoint may hold.
-        """
+        it is tried again until it works. Raises UserError: it failed, the run ends, and it does not wait, was told to
+        stop, has trained nothing, or has numbers that no checkpoint may hold."""
         self.settle()
         self._began, self.retry_at = time.monotonic(), None  # this one is the next try
         keeps = self.job.recipe.checkpoint

@@ -61,10 +61,8 @@ ALIVE_S = 1.0  # between two commands, at most
 
 def connect(job: Job, ranks: Ranks) -> list[Link]:
     """Links servers and workers, before anything else makes groups (see `axis_between`). All ranks call it together.
-
-    Raises:
-        UserError: parameter servers cannot do it, or a rank has another recipe or other data than the first server.
-    """
+    Raises UserError: parameter servers cannot do it, or a rank has another recipe or other data than the first
+    server."""
     if ranks.device.type != "cpu":
         raise UserError(
             'sync.method = "server" runs on CPUs only in this version: no messages between GPUs and servers have been '
@@ -148,11 +146,8 @@ class ServerHooks(RunHooks):
         self.known: dict[str, Any] = {}  # of the step that has ended
 
     def run(self, leaving: bool) -> bool:
-        """Trains to the recipe's last step. Returns False if it was stopped before. leaving: before it began.
-
-        Raises:
-            UserError: a fault that ends the run.
-        """
+        """Trains to the recipe's last step. Returns False if it was stopped before. leaving: before it began. Raises
+        UserError: a fault that ends the run."""
         path = self.job.out / WORKERS
         if self.ranks.first and path.exists():  # as in metrics.jsonl: these steps run again
             drop_after(path, self.state.step)

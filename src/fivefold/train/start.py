@@ -134,11 +134,8 @@ class Caller(NamedTuple):
 
 
 def _run(job: Job, caller: Caller, span: tuple[int, int] | None, fork: bool) -> None:
-    """Runs this process's rank, or starts local ones: as many as the layout has, or `span` of them.
-
-    Raises:
-        SystemExit: a signal stopped the run.
-    """
+    """Runs this process's rank, or starts local ones: as many as the layout has, or `span` of them. Raises SystemExit:
+    a signal stopped the run."""
     recipe, layout = job.recipe, Layout.from_recipe(job.recipe.layout)
     # The ranks that train here: of all replica groups, or of this one
     layout = replica_group_layout(layout, recipe.replica_groups.count) if job.endpoint else layout
@@ -211,11 +208,8 @@ def _with_data(
     tries: bool,
 ) -> tuple[Recipe, DataSet | None, CustomModel | None]:
     """The recipe, resolved, its data (None: the user's own batches), and the user's own module, if there is one. tries:
-    the module computes two microbatches.
-
-    Raises:
-        UserError: the module does not train, or a pattern of the recipe names no parameter.
-    """
+    the module computes two microbatches. Raises UserError: the module does not train, or a pattern of the recipe names
+    no parameter."""
     data, vocab_size = None, recipe.model.vocab_size
     if batches is None:
         data = prepare_data(recipe, quiet=not caller.first or bool(os.environ.get(QUIET)))
@@ -282,11 +276,7 @@ def _run_here(job: Job, interrupt: Interrupt, world: int) -> int | None:
 def _within_budget(given: Recipe, caller: Caller) -> Recipe:
     """The recipe with a mode of recomputation for each block, if `layout.recompute` is a budget, and with a number for
     `layout.offload_window = 0`: by this machine's own times. Ranks of a launcher, perhaps on several machines, take the
-    same table instead, so they agree.
-
-    Raises:
-        UserError: the budget is too small.
-    """
+    same table instead, so they agree. Raises UserError: the budget is too small."""
     recipe, layout = given, given.layout
     if budget_of(layout.recompute) is None and layout.offload_window:
         return recipe

@@ -51,11 +51,8 @@ FIGURES = (
 
 
 def plan(sweep: Sweep, base: str | Path) -> None:
-    """Checks all runs and fills in their sizes: parameters N, tokens D, FLOPs 6 N D, passes over the data.
-
-    Raises:
-        UserError: a value is wrong, or the data does not do.
-    """
+    """Checks all runs and fills in their sizes: parameters N, tokens D, FLOPs 6 N D, passes over the data. Raises
+    UserError: a value is wrong, or the data does not do."""
     known: dict[str, DataSet] = {}
     for row in sweep.rows:
         if row.status == table.FINISHED:
@@ -82,12 +79,8 @@ def plan(sweep: Sweep, base: str | Path) -> None:
 
 def run(folder: Path, sweep: Sweep, jobs: int, say: Callable[[str], None]) -> int:
     """Runs what is not finished, `jobs` runs at a time. Returns the exit code: DONE, FAILED if a run failed, STOPPED if
-    a signal came. say: told a line when a run ends.
-
-    Raises:
-        UserError: another process works on this sweep, there are too few GPUs for so many jobs, or a launcher has
-            started this.
-    """
+    a signal came. say: told a line when a run ends. Raises UserError: another process works on this sweep, there are
+    too few GPUs for so many jobs, or a launcher has started this."""
     if found() is not None:
         raise UserError("a sweep starts its runs itself: start it once, without torchrun or Slurm's tasks")
     guard(folder)
@@ -102,11 +95,8 @@ def run(folder: Path, sweep: Sweep, jobs: int, say: Callable[[str], None]) -> in
 
 
 def environment(slot: int, jobs: int, ranks: int, cores: int, gpus: Sequence[str]) -> dict[str, str]:
-    """What a run's process has in its environment: its share of the cores, and its own GPUs.
-
-    Raises:
-        UserError: the GPUs are too few for so many jobs.
-    """
+    """What a run's process has in its environment: its share of the cores, and its own GPUs. Raises UserError: the GPUs
+    are too few for so many jobs."""
     if jobs == 1:
         return {}
     if gpus and jobs * ranks > len(gpus):

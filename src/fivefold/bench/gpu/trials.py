@@ -187,11 +187,7 @@ def _priced(gpus: int) -> tuple[Cluster, Software]:
 
 def _fitting(gpus: int, shape: str, zero: int, whole: int = 0) -> tuple[Recipe, Plan]:
     """A shape on all devices with the least recomputation and the largest microbatch that fit into the free memory.
-    whole: bytes per logit that are needed besides.
-
-    Raises:
-        UserError: none fits.
-    """
+    whole: bytes per logit that are needed besides. Raises UserError: none fits."""
     free = torch.cuda.mem_get_info()[0] if gpus else (available() or 2**62) // ON_CPU
     cluster, software = _priced(gpus)
     cluster = replace(cluster, device=replace(cluster.device, memory=free))
@@ -230,11 +226,8 @@ PARTS = {
 
 
 def measure(out: Path, parts: Sequence[str], limit_s: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs the trials of these parts that are still open, until the limit; the whole report. say: gets lines.
-
-    Raises:
-        UserError: `out` holds results of another machine, or of another version of Fivefold or PyTorch.
-    """
+    """Runs the trials of these parts that are still open, until the limit; the whole report. say: gets lines. Raises
+    UserError: `out` holds results of another machine, or of another version of Fivefold or PyTorch."""
     end, report = time.monotonic() + limit_s, {"machine": describe(), "parts": {part: {} for part in PARTS}}
     if (out / JSON).exists():
         new, report = report, read_json(out / JSON)

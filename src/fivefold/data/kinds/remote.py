@@ -41,10 +41,7 @@ class Entry(NamedTuple):
 
 def entries(spec: str) -> list[Entry]:
     """The files at an address: one, those of a folder (ending in / where the server has no folders), or of a glob.
-
-    Raises:
-        UserError: there are none, or they cannot be listed.
-    """
+    Raises UserError: there are none, or they cannot be listed."""
     system = _system(spec)
     system.invalidate_cache()  # a process may ask again after a change
 
@@ -155,11 +152,8 @@ class Remote(io.RawIOBase):
 
 
 def attempted(where: str, act: Callable[[], T], place: str = "") -> T:
-    """act(), again after a pause if it fails. What the libraries raise has no common class.
-
-    Raises:
-        UserError: there is no such file, it may not be read, or the last attempt failed.
-    """
+    """act(), again after a pause if it fails. What the libraries raise has no common class. Raises UserError: there is
+    no such file, it may not be read, or the last attempt failed."""
     for delay in (*DELAYS, None):
         try:
             return act()
@@ -187,11 +181,7 @@ def shown(text: str) -> str:
 
 
 def _system(spec: str) -> Any:
-    """fsspec's file system for an address.
-
-    Raises:
-        UserError: it is not allowed, or a library is missing.
-    """
+    """fsspec's file system for an address. Raises UserError: it is not allowed, or a library is missing."""
     protocol = spec.partition("://")[0].lower()
     if protocol not in PROTOCOLS or "::" in spec:
         known = " ".join(f"{p}://" for p in PROTOCOLS)

@@ -188,11 +188,8 @@ class DocIndex:
         return int(self._begins[last]) // self._item + int(self._lengths[last]) if last >= 0 else 0
 
     def count(self) -> int:
-        """The number of ids, which lie one behind the other.
-
-        Raises:
-            UserError: they do not, or the borders of documents are damaged.
-        """
+        """The number of ids, which lie one behind the other. Raises UserError: they do not, or the borders of documents
+        are damaged."""
         total, last = 0, 0
         for start in range(0, len(self._lengths), CHUNK):
             lengths, begins = (part[start : start + CHUNK] for part in (self._lengths, self._begins))

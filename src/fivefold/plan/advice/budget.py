@@ -6,15 +6,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
+from fivefold.plan.predict import Plan
 from fivefold.recipe import active_parameters, count_parameters, flops_per_token, resolve_model
-
-if TYPE_CHECKING:
-    from fivefold.plan.predict import Plan
 
 DAY = 86400.0
 UNITS = {"m": 60.0, "h": 3600.0, "d": DAY, "w": 7 * DAY}
@@ -174,11 +172,8 @@ class Questions:
 def ask(
     tokens: float | None, deadline: str | None, price: float | None, noise_scale: float | None, default: float
 ) -> Questions:
-    """Questions from the command line. deadline: `30d`, `12h`, `90m`, `2w`. default: tokens of the recipe.
-
-    Raises:
-        UserError: a number is not positive and finite, or the deadline is no such time.
-    """
+    """Questions from the command line. deadline: `30d`, `12h`, `90m`, `2w`. default: tokens of the recipe. Raises
+    UserError: a number is not positive and finite, or the deadline is no such time."""
     for name, value in (("tokens", tokens), ("price", price), ("noise-scale", noise_scale)):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name} {value:g}: must be above 0 and finite")
@@ -228,7 +223,6 @@ def answer(plan: Plan, q: Questions) -> dict[str, Any]:
 
 
 def lines(answers: dict[str, Any]) -> list[str]:
-    """The answers as lines of text."""
     text = [
         f"budget        {answers['tokens']:.4g} tokens, {answers['active_parameters']:.4g} active parameters: "
         f"{answers['flops_6nd']:.3g} FLOPs (6 N D), {answers['flops_with_attention']:.3g} with attention",

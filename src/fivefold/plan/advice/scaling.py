@@ -124,11 +124,7 @@ def too_few(runs: Sequence[Run]) -> str:
 
 
 def fit(runs: Sequence[Run], samples: int = SAMPLES) -> Fit:
-    """The law that fits these runs best. The same runs give the same fit.
-
-    Raises:
-        UserError: there are too few runs.
-    """
+    """The law that fits these runs best. The same runs give the same fit. Raises UserError: there are too few runs."""
     if why := too_few(runs):
         raise UserError(why)
     names = "parameters", "tokens", "loss"
@@ -297,7 +293,6 @@ class Results:
         }
 
     def text(self) -> str:
-        """The results as lines for a terminal."""
         rows = self.sweep.rows
         lines = [f"{sum(row.status == table.FINISHED for row in rows)} of {len(rows)} runs are finished"]
         for row in rows:
@@ -350,11 +345,7 @@ class Results:
 
 def results(sweep: Sweep, hold_out: str | None = None) -> Results:
     """Fits what is finished: of the runs with the same N, D and seed the best, whatever else was varied. hold_out: the
-    runs to predict instead (`--hold-out`).
-
-    Raises:
-        UserError: there is no run of that name.
-    """
+    runs to predict instead (`--hold-out`). Raises UserError: there is no run of that name."""
     check_hold_out(sweep, hold_out)
     best: dict[tuple[float, float, str], Run] = {}
     for row in sweep.rows:

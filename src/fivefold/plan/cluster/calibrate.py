@@ -86,7 +86,6 @@ def _residuals(table: Measured, logs: Array, runs: Sequence[FinishedRun]) -> Arr
 
 
 def describe(found: Fit) -> list[str]:
-    """The fit as lines of text."""
     lines = [f"{'run':32} {'measured s':>11} {'before':>8} {'after':>8}"]
     for run, before, after in zip(found.table.fitted, found.before, found.after, strict=True):
         lines.append(

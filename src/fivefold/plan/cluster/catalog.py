@@ -62,7 +62,6 @@ def device_json(sheet: Sheet) -> dict[str, Any]:
 
 
 def cluster_json(cluster: Cluster) -> dict[str, Any]:
-    """A cluster with all its links."""
     device, sheet = cluster.device, _sheet(cluster)
     own = {  # of a cluster file, or this machine's
         "name": device.name,

@@ -116,11 +116,7 @@ _BASES = f"a preset, one of {', '.join(PRESETS)}, or local"
 
 
 def of_gpu(name: str) -> Cluster:
-    """The preset of the GPU that calls itself `name`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The preset of the GPU that calls itself `name`. Raises UserError: there is none."""
     sheet = sheet_of(name)
     if sheet is None or sheet.name not in PRESETS:
         raise UserError(f"the planner has no figures of {name} (it has those of {', '.join(PRESETS)})")
@@ -166,11 +162,7 @@ def parse(text: str) -> Cluster:
 
 
 def local() -> Cluster:
-    """The cluster `local`: this machine with its measured table.
-
-    Raises:
-        UserError: it has not been measured.
-    """
+    """The cluster `local`: this machine with its measured table. Raises UserError: it has not been measured."""
     table = measured.load()
     if table is None:
         raise UserError(
@@ -275,11 +267,8 @@ _ALONE = {
 
 def _described(path: Path, what: str) -> tuple[Cluster, bool]:
     """(the cluster of a file, whether its nodes are connected). A file has `base = "h100"` and the keys of `_KEYS` that
-    differ from it. what: "cluster", or "topology", of which only the links count, so that it may have no base.
-
-    Raises:
-        UserError: the file is broken, or a link is missing.
-    """
+    differ from it. what: "cluster", or "topology", of which only the links count, so that it may have no base. Raises
+    UserError: the file is broken, or a link is missing."""
     base, values, torus = _read(path)
     if base is None and what == "cluster":
         raise UserError(f"cluster '{path}': base: must be {_BASES}")
@@ -372,11 +361,8 @@ def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...],
 
 
 def topology(text: str, ranks: int) -> Topology:
-    """Reads `h100`, `h100:8x4`, `my.toml` or `local` as the topology of `ranks` ranks.
-
-    Raises:
-        UserError: unknown cluster, broken file, missing link, more ranks than devices, or a machine without table.
-    """
+    """Reads `h100`, `h100:8x4`, `my.toml` or `local` as the topology of `ranks` ranks. Raises UserError: unknown
+    cluster, broken file, missing link, more ranks than devices, or a machine without table."""
     if text.lower() == LOCAL:
         return of_fit(_fit(ranks), ranks)
     file = text.endswith(".toml")

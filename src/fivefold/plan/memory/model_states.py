@@ -156,7 +156,6 @@ class ModelElements(NamedTuple):
 
 
 def elements(model: ModelSection, layout: Layout) -> ModelElements:
-    """Elements of the model's parts."""
     return _elements(model, layout.tp, layout.ep, layout.sp, layout.shards, layout.zero > 0)
 
 

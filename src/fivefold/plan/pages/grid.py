@@ -96,11 +96,8 @@ class Base:
 
 
 def base(recipe: Recipe, cluster: str, given: Mapping[str, float]) -> Base:
-    """The center of a grid. cluster: the value of `--cluster`. given: those of `--expert-load` and the like.
-
-    Raises:
-        UserError: as `parse` and `predict`.
-    """
+    """The center of a grid. cluster: the value of `--cluster`. given: those of `--expert-load` and the like. Raises
+    UserError: as `parse` and `predict`."""
     full, machine = resolved(recipe), with_margin(parse(cluster), given.get("--margin"))
     layout = Layout.from_recipe(full.layout)
     validate(layout, machine.devices or layout.ranks)
@@ -142,11 +139,7 @@ def cells(center: Base, sliders: Sequence[Slider]) -> Iterator[tuple[Values, Pla
 
 
 def plan_at(center: Base, values: Values) -> Plan:
-    """The prediction for these sizes.
-
-    Raises:
-        UserError: they make no valid recipe.
-    """
+    """The prediction for these sizes. Raises UserError: they make no valid recipe."""
     recipe = center.recipe
     changed = {
         "model": recipe.model.model_copy(update=model_at(center, values)),
@@ -172,11 +165,8 @@ def model_at(center: Base, values: Values) -> Values:
 
 
 def layout_at(center: Base, values: Values) -> Layout:
-    """The recipe's layout with these axes. Data parallelism gets the remaining devices.
-
-    Raises:
-        UserError: these are not a whole number.
-    """
+    """The recipe's layout with these axes. Data parallelism gets the remaining devices. Raises UserError: these are not
+    a whole number."""
     own, tp, pp, zero = center.layout, values["tp"], values["pp"], values["zero"]
     others = tp * pp * own.cp
     replicas = own.dp_replicate if own.dp_shard > 1 and zero else 1  # a hybrid stays one

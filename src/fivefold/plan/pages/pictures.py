@@ -89,7 +89,6 @@ class Pictures:
 
 
 def pictures(plan: Plan) -> Pictures:
-    """Everything that is drawn of a plan."""
     found = roofline(plan)
     return Pictures(plan, found, shares(plan, found), timeline(plan))
 
@@ -310,7 +309,6 @@ def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) 
 
 
 def timeline_lines(s: Setting, timeline: Timeline, width: int, color: bool, full: bool) -> Iterator[Text]:
-    """The timeline, a line for each rank."""
     few = 1 + max(event.action.microbatch for event in timeline.events())
     count = f"{few} of {s.microbatches}" if few < s.microbatches else f"{few}"
     yield Text()

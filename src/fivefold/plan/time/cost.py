@@ -164,7 +164,6 @@ def forward_flops(op: Operation) -> float:
 
 
 def operation(op: Operation, s: Setting) -> Cost:
-    """Cost of an operation."""
     device, e, dtype = s.cluster.device, s.sizes.e, s.dtype
     gap = 0.0 if device.measured else op.kernels * s.software.kernel  # or measured, of a whole block
     parts = s.layout.cp if some_queries(s.layout.cp, s.layout.cp_method) else 1
@@ -208,7 +207,6 @@ def operation(op: Operation, s: Setting) -> Cost:
 
 
 def _exposed(messages: Iterable[Message], beside: float, s: Setting, backward: bool) -> float:
-    """Exposed seconds of messages."""
     seconds = hidden = copying = 0.0
     for one in messages:
         takes = message(one, s, backward)

@@ -40,7 +40,6 @@ class Service:
 
     @property
     def elements(self) -> list[int]:
-        """Elements of each unit."""
         card = self.worker.card
         return [sum(math.prod(card.parameters[name]) for name in names) for names in units(card)]
 

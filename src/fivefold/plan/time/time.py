@@ -235,7 +235,6 @@ def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
 
 @lru_cache(maxsize=1024)
 def _state_bytes(optimizer: str, mode: str, rounding: str, model: ModelSection) -> float:
-    """Bytes of the optimizer's states of a whole model."""
     kept = kept_in(OPTIMIZERS[optimizer], PRECISIONS[mode], rounding)
     return sum(kept.state_bytes(name, shape) for name, shape in card_of(model).parameters.items())
 

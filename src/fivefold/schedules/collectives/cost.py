@@ -233,7 +233,6 @@ class Run:
         )
 
     def go(self, moves: Round) -> None:
-        """Goes through a round."""
         net = self.topology
         messages: Messages = defaultdict(float)
         added: dict[Place, float] = defaultdict(float)  # bytes

@@ -93,11 +93,8 @@ class Program:
 
 def to_xml(collective: Collective, most_bytes: float = 2**27) -> str:
     """The program of all ranks, for messages of up to `most_bytes`. It is for calls in place (`ncclAllReduce` with one
-    buffer); an all-to-all for two.
-
-    Raises:
-        UserError: MSCCL has no such collective or no switch, or the program is larger than its limits.
-    """
+    buffer); an all-to-all for two. Raises UserError: MSCCL has no such collective or no switch, or the program is
+    larger than its limits."""
     x = collective
     name = f"{x.primitive} '{x.algorithm}'"
     if x.primitive not in COLLECTIVES or x.switches:

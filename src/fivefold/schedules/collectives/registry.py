@@ -22,11 +22,7 @@ for _file in sorted((Path(__file__).parent / "families").glob("[!_]*.py")):
 
 
 def algorithm(primitive: str, name: str) -> Algorithm:
-    """The algorithm with this name.
-
-    Raises:
-        UserError: there is no such primitive, or it has no such algorithm.
-    """
+    """The algorithm with this name. Raises UserError: there is no such primitive, or it has no such algorithm."""
     known = ALGORITHMS[check_primitive(primitive)]
     if name not in known:
         near = did_you_mean(name, known)
@@ -35,11 +31,7 @@ def algorithm(primitive: str, name: str) -> Algorithm:
 
 
 def check_primitive(name: str) -> Primitive:
-    """The primitive with this name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The primitive with this name. Raises UserError: there is none."""
     for primitive in PRIMITIVES:
         if primitive == name:
             return primitive
@@ -48,11 +40,8 @@ def check_primitive(name: str) -> Primitive:
 
 
 def shape_of(ranks: int, local: int = 0, grid: tuple[int, ...] = (), pieces: int = 1, root: int = 0) -> Shape:
-    """The shape with these ranks. local: ranks per node; 0 or more than there are: one node.
-
-    Raises:
-        UserError: an impossible number.
-    """
+    """The shape with these ranks. local: ranks per node; 0 or more than there are: one node. Raises UserError: an
+    impossible number."""
     if ranks < 1:
         raise UserError(f"ranks: {ranks} is not possible; must be at least 1")
     if local < 0:

@@ -26,11 +26,8 @@ TEXTS = (NONE, *_EXAMPLES)
 
 @cache
 def compressor(text: str) -> Compressor | None:
-    """The compressor that a recipe's text means; None for "none".
-
-    Raises:
-        UserError: there is none with this name, or its number is not valid.
-    """
+    """The compressor that a recipe's text means; None for "none". Raises UserError: there is none with this name, or
+    its number is not valid."""
     if text == NONE:
         return None
     name, colon, number = text.partition(":")

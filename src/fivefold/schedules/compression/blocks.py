@@ -54,14 +54,6 @@ class Blocks(Compressor):
     block: int
     levels: tuple[float, ...] = ()
 
-    @property
-    def whole(self) -> float:
-        return 0.0 if self.bits in LARGEST else super().whole
-
-    @property
-    def passes(self) -> float:
-        return 22.0 if self.bits == 8 and not self.levels else 38.0
-
     def starts(self, shapes: Sequence[Shape]) -> list[int]:
         """The element at which each parameter begins, and the end, if each fills whole blocks."""
         found = [0]
@@ -94,11 +86,12 @@ class Blocks(Compressor):
         return (13 if self.levels else 4 if self.bits == 8 else 6) * self.chunk(shapes, ranks) * self.block
 
 
-INT8, INT4 = Blocks("int8", bits=8, block=256), Blocks("int4", bits=4, block=256)
+INT8 = Blocks("int8", 22.0, bits=8, block=256, whole=0.0)
+INT4 = Blocks("int4", 38.0, bits=4, block=256, whole=0.0)
 COMPRESSORS: dict[str, Callable[[str], Compressor]] = {
     "int8": lambda text: INT8,
     "int4": lambda text: INT4,
-    "nf4": lambda text: Blocks(text, bits=4, block=256, levels=normal()),
-    "dynamic8": lambda text: Blocks(text, bits=8, block=256, levels=dynamic(True)),
-    "1bit": lambda text: Blocks(text, bits=1, block=64),
+    "nf4": lambda text: Blocks(text, 38.0, bits=4, block=256, levels=normal(), whole=0.0),
+    "dynamic8": lambda text: Blocks(text, 38.0, bits=8, block=256, levels=dynamic(True), whole=0.0),
+    "1bit": lambda text: Blocks(text, 38.0, bits=1, block=64),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -28,19 +28,13 @@ class Compressor(ABC):
     """Sums the gradients of a bucket over ranks with fewer bytes. text: as a recipe writes it.
 
     passes: fp32 gradients that encoding and decoding read or write on one of two ranks, counted operation by operation.
-    The planner prices them as traffic of memory.
+    The planner prices them as traffic of memory. whole: share of a run's steps, the first ones, that are better summed
+    whole: weights change most in them.
     """
 
     text: str
-
-    @property
-    def whole(self) -> float:
-        """Share of a run's steps, the first ones, that are better summed whole: weights change most in them."""
-        return 0.1
-
-    @property
-    @abstractmethod
-    def passes(self) -> float: ...
+    passes: float
+    whole: float = field(default=0.1, kw_only=True)
 
     @abstractmethod
     def messages(self, shapes: Sequence[Shape], ranks: int) -> tuple[Wire, ...]:

@@ -20,10 +20,6 @@ class LowRank(Compressor):
 
     rank: int
 
-    @property
-    def passes(self) -> float:
-        return 9.0
-
     def matrix(self, shape: Shape) -> tuple[int, int] | None:
         """(m, n) of a parameter; of more than two dims, all but the last are rows. None: it is summed as it is."""
         if len(shape) < 2:
@@ -54,5 +50,5 @@ def rank(text: str) -> int:
 
 
 COMPRESSORS: dict[str, Callable[[str], Compressor]] = {
-    "powersgd:4": lambda text: LowRank(text, rank(text.partition(":")[2])),
+    "powersgd:4": lambda text: LowRank(text, 9.0, rank(text.partition(":")[2])),
 }

@@ -37,10 +37,6 @@ class Sparse(Compressor):
 
 @dataclass(frozen=True)
 class TopK(Sparse):
-    @property
-    def passes(self) -> float:
-        return 12.0
-
     def stretches(self, shapes: Sequence[Shape]) -> list[int]:
         return [min(STRETCH, size - start) for size in sizes(shapes) for start in range(0, size, STRETCH)]
 
@@ -55,10 +51,6 @@ class TopK(Sparse):
 
 @dataclass(frozen=True)
 class RandomK(Sparse):
-    @property
-    def passes(self) -> float:
-        return 7.0
-
     def stretches(self, shapes: Sequence[Shape]) -> list[int]:
         return sizes(shapes)
 
@@ -79,6 +71,6 @@ def share(text: str) -> float:
 
 
 COMPRESSORS: dict[str, Callable[[str], Compressor]] = {
-    "topk:0.01": lambda text: TopK(text, share(text.partition(":")[2])),
-    "randk:0.01": lambda text: RandomK(text, share(text.partition(":")[2])),
+    "topk:0.01": lambda text: TopK(text, 12.0, share(text.partition(":")[2])),
+    "randk:0.01": lambda text: RandomK(text, 7.0, share(text.partition(":")[2])),
 }

@@ -11,7 +11,6 @@ from typing import Any
 
 from fivefold.schedules.collectives.collective import (
     Algorithm,
-    Levels,
     Line,
     Move,
     Primitive,
@@ -114,10 +113,6 @@ def in_network(shape: Shape) -> Rounds:
     return [up, *reverse([up], False)]
 
 
-def in_network_line(shape: Shape, levels: Levels) -> Line | None:
-    return Line(levels.switch.latency, 1 / levels.switch.bandwidth) if levels.switch else None
-
-
 def double(shape: Shape) -> Rounds:
     """Each half of the message has a tree of its own. Who has children in one is a leaf of the other, or nearly so:
     the second tree is the mirror image of the first, or shifted by one if the number of ranks is odd."""
@@ -183,7 +178,7 @@ ALGORITHMS = (
         "all_reduce", "in_network", in_network, one,
         "a switch that adds: everything is sent once",
         "Graham et al. 2016, Scalable hierarchical aggregation protocol (SHArP)", needs="a switch that adds",
-        switches=1, line=in_network_line,
+        switches=1, line=lambda _, at: Line(at.switch.latency, 1 / at.switch.bandwidth) if at.switch else None,
     ),
     Algorithm("barrier", "tree", lambda s: there_and_back(binomial(s.ranks)), one, "any number of ranks"),
 )  # fmt: skip

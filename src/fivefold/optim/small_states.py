@@ -1,8 +1,13 @@
-"""AdamW with moments of 8 bits (arXiv 2110.02861): 2.03 bytes per parameter instead of 8.
+"""AdamW with moments of 8 bits (arXiv 2110.02861): 2.03 bytes per parameter instead of 8. And Adafactor (arXiv
+1804.04235): of a matrix's squared gradients only the averages of rows and columns are kept.
 
-Each row of a matrix is cut into blocks of 256 elements. A block has its largest value in fp32, and for each element a
-code of 8 bits. Codes follow the paper's dynamic map, which has values close together near zero. Blocks stay within
-rows, so ranks that keep rows keep whole blocks. Vectors have fp32 moments.
+AdamW: each row of a matrix is cut into blocks of 256 elements. A block has its largest value in fp32, and for each
+element a code of 8 bits. Codes follow the paper's dynamic map, which has values close together near zero. Blocks stay
+within rows, so ranks that keep rows keep whole blocks. Vectors have fp32 moments.
+
+Adafactor: an update whose root mean square is beyond LONGEST is shortened. The learning rate is the recipe's, not
+relative to the size of the weights. Otherwise it is torch.optim.Adafactor, which waits for the device twice per
+parameter.
 """
 
 from __future__ import annotations
@@ -13,6 +18,9 @@ from fivefold.schedules.compression.blocks import dynamic
 from fivefold.sharding.parts import Shape
 
 BLOCK = 256
+EPS = 2.0**-23
+DECAY = -0.8  # the averages take in a share of t^DECAY of the squared gradients in step t
+LONGEST = 1.0  # root mean square of a matrix's update
 
 
 def adamw8bit(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
@@ -48,6 +56,20 @@ def _scales(shape: Shape) -> Shape:
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
+def adafactor(g: Tensor, states: dict[str, Tensor], u: Update) -> Tensor:
+    weight = u.step**DECAY
+    dims = tuple(range(max(0, g.dim() - 2), g.dim()))
+    if "variance" in states:
+        variance = states["variance"].lerp_(g.square(), weight.float()).clone()
+    else:  # (..., r, 1) x (..., 1, c)
+        rows = states["rows"].lerp_(g.square().mean(-1, keepdim=True), weight.float())
+        columns = states["columns"].lerp_(g.square().mean(-2, keepdim=True), weight.float())
+        variance = (rows @ columns).div_(rows.mean(-2, keepdim=True).clamp(min=EPS))
+    direction = variance.clamp_(min=EPS * EPS).rsqrt_().mul_(g)
+    size = direction.square().mean(dims, keepdim=True).sqrt()
+    return direction.div_((size / LONGEST).clamp_(min=1.0))
+
+
 CARDS = (
     OptimizerCard(
         "adamw8bit",
@@ -67,5 +89,20 @@ CARDS = (
         rest=ADAMW,
         jumps="rounding may choose the next code",
         reads=5.0,
+    ),
+    OptimizerCard(
+        "adafactor",
+        source="arXiv 1804.04235",
+        rule=adafactor,
+        states=(
+            OptimizerState("rows", shape=lambda shape: (*shape[:-1], 1) if len(shape) > 1 else None),
+            OptimizerState(
+                "columns", shape=lambda shape: (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None
+            ),
+            OptimizerState("variance", shape=lambda shape: shape if len(shape) < 2 else None),
+        ),
+        counts=True,
+        needs="matrices",
+        reads=4.0,
     ),
 )
