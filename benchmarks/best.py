@@ -114,9 +114,9 @@ def pairs(name: str, turns: int, threads: int, recompute: str, seconds: float) -
 @contextmanager
 def running(name: str, form: str, threads: int, seconds: float) -> Iterator[subprocess.Popen[str]]:
     """A process that has begun to train one form of a shape, and waits."""
-    from fivefold.host.machine import HUGE_PAGES
+    from fivefold.host.machine import TUNED
 
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | HUGE_PAGES
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | TUNED
     command = [sys.executable, __file__, "--worker", name, form, "--seconds", str(seconds)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:

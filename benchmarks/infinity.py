@@ -6,8 +6,8 @@ Two ranks train a Llama of 207M parameters in bf16 with dp=2,zero=3,offload=all:
 machine. Weights, masters, gradients and moments take 18 bytes per parameter. The limit is that of a memory cgroup
 (version 1, which must be writable) around both ranks, page cache included: a quarter of the states, and what two
 interpreters with PyTorch hold before there is a model. `--batch`: sequences of 256 tokens per step, half of them on
-each rank. `--gbps`: a blkio cgroup lets both ranks together read so much, and write so much. A result is added to
-`--out`, under its batch.
+each rank. `--gbps`: a blkio cgroup lets both ranks together read so much, and write so much. Rounds are added to those
+in `--out` of the same batch and rate; figures are medians over all.
 
 Bits: losses of all steps, and hashes of all masters and moments after the second and the last one, are compared with
 the same ranks in memory; those of the first two steps also with one process, which computes the same microbatches. Its
@@ -92,13 +92,15 @@ def main() -> None:
         print(json.dumps(rounds[-1]), flush=True)
     found |= {"limit_bytes": limit, "interpreters_bytes": interpreters}
     found |= {"states_by_limit": states / (limit - interpreters), "states_by_whole_limit": states / limit}
+    before = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    case = f"batch {args.batch}, {args.gbps} GB/s"
+    rounds = before.get(case, {}).get("rounds", []) + rounds
     found |= {"rounds": rounds} | {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
     print(json.dumps(found))
     if args.out:
         from fivefold.host.machine import describe
 
-        before = json.loads(args.out.read_text()) if args.out.exists() else {}
-        found = before | {"machine": describe(), f"batch {args.batch}, {args.gbps} GB/s": found}
+        found = before | {"machine": describe(), case: found}
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -114,6 +116,8 @@ def recipe(args: argparse.Namespace, which: str) -> Any:
 
 def run(args: argparse.Namespace, which: str, enter: str) -> list[dict[str, Any]]:
     """Runs `work` on the ranks of a layout. enter: the shell's words that enter a cgroup."""
+    from fivefold.host.machine import TUNED  # as `fivefold train` sets it
+
     world = 1 if which == "one" else 2
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {
@@ -121,7 +125,7 @@ def run(args: argparse.Namespace, which: str, enter: str) -> list[dict[str, Any]
             "LOCAL_WORLD_SIZE": str(world),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        env |= {"FIVEFOLD_STORE_FILE": f"{folder}/store", "OMP_NUM_THREADS": "1"}
+        env |= {"FIVEFOLD_STORE_FILE": f"{folder}/store", "OMP_NUM_THREADS": "1"} | TUNED
         command = ["sh", "-c", enter + 'exec "$@"', "sh", sys.executable, *sys.argv, "--worker", which]
         started = [
             subprocess.Popen(
@@ -167,14 +171,14 @@ def work(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from fivefold.bench.hardware import bandwidth
-    from fivefold.host.machine import keep_freed_memory, return_large_memory
+    from fivefold.host.machine import keep_freed_memory, keep_little_memory
     from fivefold.launch import ranks as ranks_
     from fivefold.parallel.mesh import Microbatch
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
 
     which, rates = args.worker, []
-    return_large_memory() if which == "disk" else keep_freed_memory()
+    keep_little_memory() if which == "disk" else keep_freed_memory()
     with ranks_.join() as ranks:
 
         def rate() -> None:

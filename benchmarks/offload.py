@@ -213,13 +213,13 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
 
     import torch
 
-    from fivefold.host.machine import keep_freed_memory, resident_bytes, return_large_memory
+    from fivefold.host.machine import keep_freed_memory, keep_little_memory, resident_bytes
     from fivefold.launch.ranks import Ranks
     from fivefold.parallel.mesh import Microbatch
     from fivefold.step.state import build_state
     from fivefold.step.step import take_step
 
-    keep_freed_memory() if args.worker == "none" else return_large_memory()
+    keep_freed_memory() if args.worker == "none" else keep_little_memory()
     recipe = resolve(recipe_of(args, args.worker), vocab_size=args.vocab)
     before = resident_bytes()[0]
     state = build_state(recipe, Ranks(0, 1, 0, 1, torch.device("cpu")))

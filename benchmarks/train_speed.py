@@ -99,13 +99,13 @@ def apart(name: str, steps: int, microbatch: int, checkout: Path | None = None) 
     cores = len(os.sched_getaffinity(0))
     world = ranks_of(name)
     from fivefold.host.machine import (
-        HUGE_PAGES,  # as `fivefold train` sets them; for tuned plain PyTorch, too
+        TUNED,  # as `fivefold train` sets them; for tuned plain PyTorch, too
     )
     from fivefold.launch.ranks import STORE_FILE
 
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores // world)), "GLOO_SOCKET_IFNAME": "lo"}
     if DEFAULTS not in name:
-        environment |= HUGE_PAGES
+        environment |= TUNED
     if checkout:
         environment["PYTHONPATH"] = str(checkout / "src")
     with tempfile.TemporaryDirectory() as folder:

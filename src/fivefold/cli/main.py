@@ -32,7 +32,7 @@ from fivefold.errors import (
     printable,
     problem,
 )
-from fivefold.host.machine import little_space, require_space_for_torch, restart_with_huge_pages
+from fivefold.host.machine import little_space, require_space_for_torch, restart_with_tuned_malloc
 from fivefold.launch.verdict import BUSY, FAILED, USER
 
 SHORT = 8
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepare(words)
     if arguments is None:
         if words[:1] in (["train"], ["bench"], ["sweep"]) and not {"-h", "--help"} & {*words}:
-            restart_with_huge_pages()
+            restart_with_tuned_malloc()
         os.environ.setdefault("PYTHONSAFEPATH", "1")  # spawned ranks import nothing from the user's folder
     json = "--json" in (words[: words.index("--")] if "--" in words else words)
     try:

@@ -1,4 +1,4 @@
-"""The machine of a run: settings of glibc (huge pages, keeping freed blocks), the limits that a process may run into
+"""The machine of a run: settings of glibc (huge pages, freed blocks), the limits that a process may run into
 (memory, open files), facts for machine.json and the report. torch is loaded only where a device is asked for."""
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ from fivefold.errors import UserError
 from fivefold.host import control_groups, cores, cpu_model, memory_bytes, memory_limits
 
 TUNABLES = "GLIBC_TUNABLES"
-HUGE_PAGES = {TUNABLES: "glibc.malloc.hugetlb=1"}
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+TUNED = {TUNABLES: "glibc.malloc.hugetlb=1:glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
+"""Pages of 2 MiB instead of 4 KiB, where the kernel lets programs choose: large matrices then miss the address cache
+less (benchmarks/train_speed.py). And no lists of small freed blocks: glibc cuts some off each aligned block. In a list
+they do not join their neighbours again, so the next tensor of the same size does not fit."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _KEEP = 1 << 30
 
 
-def restart_with_huge_pages() -> None:
-    """Restarts this command in the same process with memory pages of 2 MiB instead of 4 KiB, where glibc can do that.
-
-    Large matrices then miss the address cache less (benchmarks/train_speed.py). glibc reads the setting only when a
-    process starts. Returns if there is nothing to gain: another C library, a kernel without the choice, or the user's
-    own GLIBC_TUNABLES.
-    """
-    choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if platform.libc_ver()[0] != "glibc" or TUNABLES in os.environ or not choice.is_file():
-        return
-    if "[madvise]" in choice.read_text():
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | HUGE_PAGES)
+def restart_with_tuned_malloc() -> None:
+    """Restarts this command in the same process with `TUNED`, which glibc reads only when a process starts. Returns if
+    there is nothing to gain: another C library, or the user's own GLIBC_TUNABLES."""
+    if platform.libc_ver()[0] == "glibc" and TUNABLES not in os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | TUNED)
 
 
 def keep_few_primitives() -> None:
@@ -70,11 +66,12 @@ def keep_freed_memory() -> bool:
     return _mallopt(_M_MMAP_THRESHOLD, _KEEP) and _mallopt(_M_TRIM_THRESHOLD, _KEEP)
 
 
-def return_large_memory() -> bool:
-    """Gives freed blocks of 1 MiB and more back to the system at once: for runs whose weights are in memory only while
-    they compute. Kept, they leave holes in the heap, and a process takes twice what it uses (benchmarks/infinity.py).
-    Returns False if the C library is not glibc."""
-    return _mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+def keep_little_memory() -> bool:
+    """For runs whose weights are in memory only while they compute (benchmarks/infinity.py). All threads share a heap,
+    which keeps freed blocks, and blocks that do not fit into it go back to the system at once: those of 4 MiB and more,
+    or of 1 MiB without `TUNED`, because the heap then has more holes. Returns False if the C library is not glibc."""
+    least = 4 << 20 if os.environ.get(TUNABLES) == TUNED[TUNABLES] else 1 << 20
+    return keep_freed_memory() and _mallopt(_M_MMAP_THRESHOLD, least) and _mallopt(_M_ARENA_MAX, 1)
 
 
 def trim_memory() -> None:

@@ -5,13 +5,9 @@ link, the host updates its states, and its weights come back over the link's oth
 for what:
 
 - `after`: the update begins when the whole gradient is out, since clipping needs its norm, and the next forward when
-  all weights are back (ZeRO-Offload, arXiv 2101.06840). The device waits twice.
-- `beside`: the update goes in the order of forward, and a unit's forward waits for its own weights (parallel/offload;
-  arXiv 2104.07857 reads ahead likewise). The values are the same.
-- `early`: a unit is updated as soon as its gradients are out, beside backward, so both waits are hidden. Its update may
-  not need the norm of the whole gradient (`layout.offload_update`).
-- `window`: as `early`, and only `width` units have weights on the device (STRONGHOLD, SC 2022). They are fetched for
-  forward, and again for backward (`layout.offload_window`).
+  all weights are back (ZeRO-Offload, arXiv 2101.06840).
+- `beside`, `early`: `tiers.BESIDE`, `tiers.EARLY` (arXiv 2104.07857 reads ahead likewise).
+- `window`: as `early`, and only `width` units have weights on the device (STRONGHOLD, SC 2022).
 - `direct`: as `window`; where the link would be late, the device computes on the weights in host memory, and reads them
   over the link meanwhile (MemFerry, ICS 2025). It needs kernels that do so, so it is planned only.
 """
@@ -29,8 +25,7 @@ STEPS = 4  # simulated; the last but one is steady
 
 @dataclass(frozen=True)
 class Way:
-    """eager: updates do not wait for the norm. together: forward waits for all weights. width: units whose weights are
-    on the device; 0: all. direct: weights that would be late are read in place."""
+    """eager: updates do not wait for the norm. together: forward waits for all weights. width: 0: all units."""
 
     name: str
     eager: bool = False
@@ -53,8 +48,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Unit:
-    """Seconds of a unit: its forward, its backward, its gradients' way out, its update on the host, its weights' way
-    in."""
+    """Seconds of a unit. out: of its gradients' way out; update: on the host; back: of its weights' way in."""
 
     forward: float
     backward: float
@@ -134,10 +128,9 @@ def _update(clock: _Clock, units: Sequence[Unit], way: Way, out: list[float]) ->
     for number in reversed(order) if way.eager else order:
         ready = out[number] if way.eager else max(out)
         updated = clock.run(HOST, "update", f"update {number}", units[number].update, ready)
-        fetched = way.width  # the window fetches them when it needs them
-        back[number] = (
-            updated if fetched else clock.run(IN, MESSAGE, f"weights {number}", units[number].back, updated)
-        )
+        back[number] = updated
+        if not way.width:  # else the window fetches them when it needs them
+            back[number] = clock.run(IN, MESSAGE, f"weights {number}", units[number].back, updated)
     return back
 
 

@@ -1,8 +1,7 @@
 """Where a rank keeps what: in the memory of its device, in host memory or on disk, as data. No torch.
 
 `layout.offload` names a row of `OFFLOADS`. parallel/offload keeps and streams by it, the planner prices by it. States
-are streamed through buffers of constant size (`CHUNK`, `SLOTS`; ZeRO-R's C_B, arXiv 1910.02054), unit by unit in the
-order of forward: an `Arena` is the order in which a rank's parameters lie in a file or a flat buffer.
+are streamed through buffers of constant size (`CHUNK`, `SLOTS`; ZeRO-R's C_B, arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ SLOTS = 6
 ALIGNMENT = 2048
 """Parameters begin at a multiple of so many elements: 4 KiB in the narrowest dtype, as direct I/O requires."""
 WINDOW = 2
-"""Blocks whose weights are on the device at once, where they leave it, unless `layout.offload_window` says otherwise:
-the one that computes, and the next one, which is read meanwhile."""
+"""The default of `layout.offload_window`: the block that computes, and the next one, which is read meanwhile."""
 BESIDE, EARLY = "beside", "early"
 """When a streamed update runs (`layout.offload_update`): beside the next step's forward, when the gradient's norm is
 known; or each unit's beside backward, once its gradients are complete."""
@@ -72,9 +70,7 @@ OFFLOADS: dict[str, Tiers] = {
     "all:host": Tiers("host", "host", "host", "host"),
     "all:disk": Tiers("disk", "disk", "disk", "disk"),
 }
-"""ZeRO-R (arXiv 1910.02054) is "activations:tp" (Pa) and "activations" (Pa+cpu), ZeRO-Offload (arXiv 2101.06840)
-"states:host", ZeRO-Infinity (arXiv 2104.07857) "all:host" and "all:disk", STRONGHOLD (SC 2022) "all:host" with a window
-that the planner sizes and early updates."""
+"""docs/parallelism/offload.md names the paper of each row."""
 
 
 def tiers(offload: str, own_masters: bool = True) -> Tiers:

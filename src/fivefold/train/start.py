@@ -25,8 +25,8 @@ from fivefold.host.machine import (
     ensure_open_files,
     keep_few_primitives,
     keep_freed_memory,
+    keep_little_memory,
     let_segments_grow,
-    return_large_memory,
 )
 from fivefold.launch import ranks as ranks_
 from fivefold.launch import verdict
@@ -140,7 +140,7 @@ def _run(job: Job, caller: Caller, span: tuple[int, int] | None, fork: bool) -> 
     # The ranks that train here: of all replica groups, or of this one
     layout = replica_group_layout(layout, recipe.replica_groups.count) if job.endpoint else layout
     world = layout.ranks + recipe.servers.count
-    return_large_memory() if OFFLOADS[layout.offload].disk else keep_freed_memory()
+    keep_little_memory() if OFFLOADS[layout.offload].disk else keep_freed_memory()
     let_segments_grow()
     if job.module is None and card_of(recipe.model).has_experts:
         keep_few_primitives()

@@ -1,9 +1,7 @@
 """Activations in host memory: what forward saves for backward leaves the device, and comes back in backward's order.
 
 Hooks of autograd see every saved tensor. Copies run beside computing (on a GPU in a stream of their own, from and to
-pinned memory). When backward asks for a tensor, those saved just before it are read ahead. A recomputed block saves
-its input only, so "full" recomputation with this keeps next to nothing on the device (ZeRO-R's Pa+cpu, arXiv
-1910.02054).
+pinned memory). When backward asks for a tensor, those saved just before it are read ahead (ZeRO-R, arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -97,8 +95,8 @@ class Parts:
 class Activations(Parts):
     """Host memory for the activations of one rank.
 
-    weights: tensors that stay. axis: as in `Parts`. held, most: bytes in host memory, now and at most. moved: bytes
-    that have left the device so far.
+    weights: tensors that stay. axis: as in `Parts`. held: bytes in host memory now. moved: bytes that have left the
+    device so far.
     """
 
     def __init__(self, disk: Disk, device: torch.device, weights: Iterable[Tensor], axis: Axis | None = None):
@@ -108,10 +106,9 @@ class Activations(Parts):
         self._pool: dict[int, list[Tensor]] = {}
         self._last: weakref.ref[Saved] | None = None
         self._saved: weakref.WeakValueDictionary[tuple[int, int], Saved] = weakref.WeakValueDictionary()
-        self._start = partial(
-            disk.start, what="activations", lane=True
-        )  # a buffer is used again in this order
-        self.held = self.most = self.moved = 0
+        # One lane for both ways: a buffer is used again in this order
+        self._start = partial(disk.start, what="activations", lane=True)
+        self.held = self.moved = 0
 
     def saving(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self._pack, self._unpack)
@@ -119,7 +116,6 @@ class Activations(Parts):
     def buffer(self, size: int) -> Tensor:
         free = self._pool.setdefault(size, [])
         self.held += size
-        self.most = max(self.most, self.held)
         pinned = self.device.type == "cuda"
         return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
@@ -139,9 +135,8 @@ class Activations(Parts):
         storage = private.storage_of(tensor)
         dense = tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= tensor.nbytes
         root = tensor._base if tensor._base is not None else tensor
-        weight = storage in self._weights or (
-            root.is_leaf and root.requires_grad
-        )  # FSDP2's gathered ones, too
+        # FSDP2's gathered weights are leaves
+        weight = storage in self._weights or (root.is_leaf and root.requires_grad)
         small = tensor.nbytes < SMALLEST or not dense or not _compact(tensor)
         if small or weight or tensor.device.type != self.device.type:
             return tensor

@@ -35,7 +35,6 @@ THREADS = 4
 """Reads and writes under way at once."""
 SPAN = 2 << 20
 """Bytes of one read or write of a tensor that is not aligned: they go through buffers of this size."""
-
 MAPPED = 64 << 20
 """Bytes of mapped tensors that are written before their memory is given back."""
 
@@ -99,11 +98,7 @@ def alone() -> None:
 
 
 class Disk:
-    """The files of one rank in `folder`, and the threads that read and write them.
-
-    The files have no names, so nothing is left behind, however the process ends. Their space is reserved when they are
-    made: a full disk is noticed before the first step.
-    """
+    """The files of one rank in `folder`, and the threads that read and write them."""
 
     def __init__(self, folder: Path):
         self.folder, self.meter = folder, Meter()
@@ -303,13 +298,13 @@ def wait_for(futures: Sequence[Future[None]]) -> None:
 
 def _unnamed(folder: Path) -> tuple[int, bool]:
     """A file without a name, and whether its I/O is direct."""
-    for direct in (os.O_DIRECT, 0):
-        try:
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR | direct, 0o600), bool(direct)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not direct:
-                raise
-    raise AssertionError
+    flags = os.O_TMPFILE | os.O_RDWR
+    try:
+        return os.open(folder, flags | os.O_DIRECT, 0o600), True
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    return os.open(folder, flags, 0o600), False
 
 
 def _why(folder: Path, size: int, what: str, error: OSError) -> str:

@@ -1,10 +1,7 @@
 """Gradients that leave the device while backward runs, and weights of blocks that are there only while they compute.
 
-A unit (a block; what is outside of blocks) has its gradients in a buffer of the device while its backward runs. Once
-all have arrived they are summed over ranks and written to their tier. With further microbatches they are read again
-before the unit's next backward (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857). With
-`all:disk` a block's weights are read ahead of its forward and again of its backward, and freed after each, so a window
-of blocks is on the device at any time (STRONGHOLD, SC 2022).
+docs/parallelism/offload.md says what moves when (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857;
+STRONGHOLD, SC 2022). A unit is a block, or what is outside of blocks.
 """
 
 from __future__ import annotations
@@ -89,9 +86,8 @@ class Pages(Replica):
 
     def settled(self) -> None:
         """`computing` is set: what stays on the device is written there, also by updates."""
-        away = {
-            name for unit in self.pages.values() if unit.paged for name in self.offload.arena.names(unit.name)
-        }
+        names = self.offload.arena.names
+        away = {name for unit in self.pages.values() if unit.paged for name in names(unit.name)}
         self.working = {name: weight for name, weight in self.computing.items() if name not in away}
         if isinstance(self._working, InHost):
             self._working.tensors = {**self._working.tensors, **self.working}

@@ -1,9 +1,7 @@
 """ZeRO whose ranks keep their rows in another tier: masters, gradients and perhaps weights (ZeRO-Offload, arXiv
 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
 
-FSDP2 gathers and scatters as ever. Its rows are of weights that compute. Where these leave the device, a unit's rows
-are read before they are gathered, and freed once they are in the message. What a scatter brings is added to the unit's
-sums, in the order of the arena, and FSDP2's own gradients are dropped.
+docs/parallelism/offload.md, "With ZeRO", says what this adds to FSDP2, which gathers and scatters as ever.
 """
 
 from __future__ import annotations
@@ -92,10 +90,8 @@ class Rows(Pages, Sharded):
     def _page(self, messages: UnitMessages, unit: Unit, shares: Shares) -> None:
         """Puts the rows of a unit into one piece, which is there only while they are gathered."""
         self.give_weights(unit, self.compute_dtype)
-        starts = [self.offload.arena.starts[name] - unit.start for name, _ in shares]
-        private.place(
-            messages.module, [unit.working[s : s + n] for s, (_, n) in zip(starts, shares, strict=True)]
-        )
+        places = ((self.offload.arena.starts[name] - unit.start, size) for name, size in shares)
+        private.place(messages.module, [unit.working[at : at + size] for at, size in places])
         before = lambda backward: self.need(unit, -1 if backward else 1)  # noqa: E731
         private.around_gather(messages.module, before, lambda: self.free(unit))
 

@@ -107,8 +107,5 @@ class Offload:
         for stage in stages:
             units = {unit_of(name) for name, _ in stage.named_parameters()} & self.arena.spans.keys()
             for unit in units:
-                stage.get_submodule(unit).register_forward_pre_hook(lambda *_, unit=unit: self._ready(unit))
-
-    def _ready(self, unit: str) -> None:
-        if self.updater is not None:
-            self.updater.ready(unit)
+                ready = lambda *_, unit=unit: self.updater and self.updater.ready(unit)  # noqa: E731
+                stage.get_submodule(unit).register_forward_pre_hook(ready)

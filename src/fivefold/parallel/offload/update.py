@@ -113,13 +113,11 @@ class OnDisk(Home):
 class StreamedUpdater(Updater):
     """Runs a card's optimizer chunk by chunk, on the CPU, beside what the device computes.
 
-    Chunks are read ahead, updated and written behind. The update runs while the next step's forward does, in forward's
-    order, and a unit's forward waits for its own update only (`ready`). In a step that is expected (`expect`), a unit's
-    update runs as soon as its gradients are complete (`early`), beside backward. The results are those of `Updater` bit
-    for bit: an elementwise optimizer, a fused kernel or a rule, does not see where a chunk ends. With a rounder they
-    are those of `Rounded`: a chunk is updated in fp32 copies, and what it rounds at random depends on elements' places
-    only. homes: of "masters", "gradients", each state, and of "working" weights where they are not the masters. Slots
-    of constant size hold the chunks that are under way. beside: on a CPU, updates run beside backward.
+    It runs as `tiers.BESIDE` says; in a step that is expected (`expect`), as `tiers.EARLY`. A unit's forward waits for
+    its own update only (`ready`). The results are those of `Updater` bit for bit: an elementwise optimizer does not see
+    where a chunk ends. With a rounder they are those of `Rounded`: what it rounds at random depends on elements' places
+    only. homes: of "masters", "gradients", each state, and of "working" weights where they are not the masters. beside:
+    on a CPU, updates run beside backward.
     """
 
     streamed = True
@@ -220,15 +218,13 @@ class StreamedUpdater(Updater):
 
     def ready(self, unit: str) -> None:
         """Waits until the weights of a unit are updated. Counts the time."""
-        if self.is_ready(unit):
-            self._noting(wait_for, self._behind.get(unit, Futures()))  # one of them may have failed
-        else:
-            self.disk.meter.wait(lambda: self._wait(unit), f"update of {unit or OUTSIDE}")
-        self._check()
 
-    def _wait(self, unit: str) -> None:
-        self._done[unit].wait()
-        self._noting(wait_for, self._behind[unit])
+        def done() -> None:
+            self._done[unit].wait()
+            self._noting(wait_for, self._behind.get(unit, Futures()))  # one of them may have failed
+
+        done() if self.is_ready(unit) else self.disk.meter.wait(done, f"update of {unit or OUTSIDE}")
+        self._check()
 
     def settle(self) -> None:
         """Waits until the update is done."""
@@ -271,9 +267,8 @@ class StreamedUpdater(Updater):
             return
         wait_for(after)
         moving = [kind for kind, home in self.homes.items() if home.moves]
-        unread = (
-            {WORKING, *self._views} if self._first else {WORKING}
-        )  # there are no states before the first update
+        # Before the first update there are no states
+        unread = {WORKING, *(self._views if self._first else ())}
         read = [kind for kind in moving if kind not in unread]
         write = [kind for kind in moving if kind != GRADIENTS]
         waits = self.homes.get(WORKING, self.homes[MASTERS]).moves

@@ -18,18 +18,7 @@ from fivefold.plan.setting import Setting
 from fivefold.plan.time.stage_costs import outer_buffers, stage_costs
 from fivefold.schedules.offload import WAYS, Unit, simulate
 from fivefold.schedules.timelines import StepTimeline
-from fivefold.sharding.tiers import (
-    CHUNK,
-    READ_AHEAD,
-    SLOTS,
-    WINDOW,
-    Flow,
-    Phase,
-    Tier,
-    Tiers,
-    flows,
-    tiers,
-)
+from fivefold.sharding.tiers import CHUNK, READ_AHEAD, SLOTS, WINDOW, Flow, Phase, Tier, Tiers, flows, tiers
 from fivefold.sharding.units import scattered_once
 
 EXPOSED = "offload"
@@ -45,8 +34,7 @@ class Loads:
     """Seconds on each of these lanes that a step's phases need.
 
     alone: of an update beside which the device computes nothing else. forward: beside that of the first microbatch, and
-    of each other one. backward: beside that of the last microbatch, and of each other one. update: the phase in which
-    the update runs, on CPUs with the device's cores: one of "alone", "forward", "backward".
+    of each other one. backward: beside that of the last one, and of each other one. update: which of them it runs in.
     """
 
     alone: Mapping[str, float]
@@ -159,7 +147,7 @@ def window(s: Setting, room: float) -> int:
     if s.layout.zero or s.layout.pp > 1:
         return WINDOW
     units, part = _units(s, max(1, s.model.layers // len(stage_costs(s)))), rank_elements(s)[0]
-    block = s.states.working * (part.keeps if s.layout.zero else part.computes) / len(units)
+    block = s.states.working * part.computes / len(units)
     widths = range(WINDOW, max(WINDOW, min(len(units), WINDOW + int(room / block))) + 1)
     took = lambda width: simulate(units, replace(WAYS["window"], width=width)).seconds  # noqa: E731
     return widths[bisect_left(widths, -NEARLY * took(widths[-1]), key=lambda width: -took(width))]
