@@ -124,12 +124,12 @@ class Search:
 
     def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
         lean = self.space.leanest(c.layout)
-        for number, (name, virtual) in enumerate(self.space.schedules[c.layout.pp]):
-            smallest = changed(c, layout=changed(lean, schedule=name, virtual_stages=virtual))
+        for number, way in enumerate(self.space.schedules(c.layout)):
+            smallest = changed(c, layout=changed(lean, **way))
             if self.bounds.bytes.of(smallest, buffers=False) > self.most:
                 self.lost += len(self.space.ways_to_share(c.layout))
                 continue
-            one = changed(c, layout=changed(c.layout, schedule=name, virtual_stages=virtual))
+            one = changed(c, layout=changed(c.layout, **way))
             self._push(max(seconds, self.bounds.schedule(one, self.space)), 2, (*order, number), one)
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
@@ -154,10 +154,10 @@ class Search:
         """The layout with the least memory among those with the least bounds."""
         starts = heapq.nsmallest(SMALLEST, self.bounds.starts(self.space), key=lambda start: start[1])
         choices = (
-            replace(c, layout=replace(layout, schedule=name, virtual_stages=virtual))
+            changed(c, layout=changed(layout, **way))
             for _, _, c in starts
             for layout in self.space.sharings(c.layout)
-            for name, virtual in self.space.schedules[c.layout.pp]
+            for way in self.space.schedules(c.layout)
         )
         smallest = heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
         return min((price(self.bounds.setting(c)) for c in smallest), key=lambda plan: plan.peak_bytes)
@@ -239,12 +239,12 @@ def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
     found = []
     for starts in by_size.values():
         for _, c in heapq.nsmallest(FEW, starts, key=lambda start: start[0]):
-            schedules = space.schedules[c.layout.pp][:FEW]
+            schedules = space.schedules(c.layout)[:FEW]
             for layout in {c.layout, space.leanest(c.layout)}:
-                for (name, virtual), offload, update in product(schedules, OFFLOADS, (BESIDE, EARLY)):
+                for way, offload, update in product(schedules, OFFLOADS, (BESIDE, EARLY)):
                     window = 0 if OFFLOADS[offload].working != "device" else WINDOW
                     how = {"offload": offload, "offload_update": update, "offload_window": window}
-                    one = replace(c, layout=replace(layout, schedule=name, virtual_stages=virtual, **how))
+                    one = replace(c, layout=replace(layout, **way, **how))
                     other = offload != NOT_OFFLOADED and one.layout.early == (update == EARLY)
                     if other and space.allows(one):
                         found.append(price(bounds.setting(one)))

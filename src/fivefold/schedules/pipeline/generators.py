@@ -188,8 +188,7 @@ class Generator:
     per rank (None: no limit). instead: the schedule for another number. fill: the fewest microbatches that `row` needs,
     given the ranks. paired: neighbouring forwards and backwards run together (`Schedule.pairs`). copies: of the
     model (`Schedule.copies`); the ranks must be a multiple. takes: fields of a layout that `row` takes, too, None or ""
-    if unset. varies: the middle of many microbatches is not a repetition. searched: `plan search` tries it. (Its
-    bounds count all messages of a block, which pairs hide, and read few microbatches for many.)
+    if unset. varies: the middle of many microbatches is not a repetition.
     """
 
     row: Callable[..., list[Step]]
@@ -201,7 +200,6 @@ class Generator:
     copies: int = 1
     takes: tuple[str, ...] = ()
     varies: bool = False
-    searched: bool = True
 
 
 def _twice(ranks: int) -> int:
@@ -214,13 +212,13 @@ SCHEDULES = {
     "interleaved": Generator(interleaved, stages=(2, None), instead="1f1b", takes=("round_microbatches",)),
     "looped_bfs": Generator(breadth_first, stages=(2, None), instead="gpipe"),
     "zb_h1": Generator(zb_h1),
-    "zb_h2": Generator(zb_h2, searched=False),
-    "zb_auto": Generator(zb_auto, takes=("zb_costs", "zb_live"), varies=True, searched=False),
+    "zb_h2": Generator(zb_h2),
+    "zb_auto": Generator(zb_auto, takes=("zb_costs", "zb_live"), varies=True),
     "zbv": Generator(zbv, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks - 1),
     "dualpipev": Generator(dualpipev, "v", (2, 2), fill=_twice),
-    "dualpipev_paired": Generator(dualpipev, "v", (2, 2), fill=_twice, paired=True, searched=False),
-    "dualpipe": Generator(dualpipe, "v", (2, 2), fill=_twice, copies=2, searched=False),
-    "dualpipe_paired": Generator(dualpipe, "v", (2, 2), fill=_twice, paired=True, copies=2, searched=False),
+    "dualpipev_paired": Generator(dualpipev, "v", (2, 2), fill=_twice, paired=True),
+    "dualpipe": Generator(dualpipe, "v", (2, 2), fill=_twice, copies=2),
+    "dualpipe_paired": Generator(dualpipe, "v", (2, 2), fill=_twice, paired=True, copies=2),
     "v_half": Generator(v_half, "v", stages=(2, 2)),
 }
 TUNED = tuple(field for made in SCHEDULES.values() for field in made.takes)
@@ -381,7 +379,9 @@ def _most_live(
         elif kind != "I":
             held -= 1
     count = Counter((stage, kind) for stage, kind, _ in row[:peak])
-    stages = sorted({stage for stage, _, _ in row})
+    stages = [
+        stage for stage, owner in enumerate(place(SCHEDULES[name].placement, ranks, chunks)) if owner == rank
+    ]
     return (
         tuple(count[stage, "F"] - count[stage, "B"] - count[stage, "I"] for stage in stages),
         tuple(count[stage, "I"] - count[stage, "W"] for stage in stages),
