@@ -234,8 +234,8 @@ class Bounds:
 
     def _least(self, c: Choice, space: Space) -> tuple[float, float, bool, bool]:
         """Of all schedules of a shape: the fewest blocks before an average pipeline rank; the fewest of the rank with
-        most, for each microbatch that it computes; whether every rank has blocks, with experts if any has; and whether
-        one of them runs pairs."""
+        most, for each microbatch that it computes; whether every rank has experts, if any has; and whether one of them
+        runs pairs."""
         x = c.layout
         key = x.pp, x.tp > 1, x.cp > 1, x.ep > 1
         if key not in self._ways:
@@ -245,8 +245,8 @@ class Bounds:
                 sum(one.before.plain + one.before.mixed for one in every) / len(every) for _, every in at
             )
             most = min(max(one.part.plain + one.part.mixed for one in every) / x.copies for x, every in at)
-            kind = "mixed" if any(self.shared.mixed) else "plain"
-            everywhere = all(getattr(one.part, kind) > 0 for _, every in at for one in every)
+            experts = any(self.shared.mixed)
+            everywhere = all(one.part.mixed > 0 or not experts for _, every in at for one in every)
             self._ways[key] = ahead, most, everywhere, any(SCHEDULES[x.schedule].paired for x in layouts)
         return self._ways[key]
 
@@ -261,8 +261,8 @@ class Bounds:
 
     def average(self, c: Choice, space: Space) -> float:
         """`shape` plus the exposed gradient and weight traffic of an average pipeline rank. Traffic is linear in a
-        rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen). It needs a block on each
-        pipeline rank under every schedule, and one with experts if the model has any."""
+        rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen). It needs parameters on each
+        pipeline rank under every schedule, and experts if the model has any."""
         p = c.layout.pp
         if self.cluster.machine or not self._least(c, space)[2]:
             return self.shape(c, space)
@@ -367,7 +367,8 @@ class LeastBytes:
 
     def __init__(self, shared: SharedCosts):
         self.shared = shared
-        self._fewest: dict[Key, tuple[Share, int]] = {}
+        self._fewest: dict[Key, tuple[Share, dict[bool, int]]] = {}
+        self._positions: dict[Key, list[tuple[Position, Live]]] = {}
         self._kept: dict[Key, list[tuple[Position, float, float]]] = {}
         self._states: dict[Key, tuple[float, float, Buffers]] = {}
 
@@ -375,28 +376,17 @@ class LeastBytes:
         """Bytes of the ranks that probably hold most. Without buffers it is a bound for every way to share states, if
         this layout's is the one that keeps least."""
         x, size, most = c.layout, self.shared.microbatch(c).bytes, 0.0
-        key = (*within_block(x), x.recompute, c.B, c.mode, c.count, x.pp, x.schedule, x.virtual_stages)
-        key += (x.bare_ends,)
+        pipeline = (x.pp, x.schedule, x.virtual_stages, x.bare_ends)
+        key = (*within_block(x), x.recompute, c.B, c.mode, c.count, *pipeline)
         if key not in self._kept:
-            # three pipeline positions: the first, the one with most blocks times live microbatches, the one with most
-            # blocks; with each the bytes that its live microbatches keep at least, and those that one of them keeps
-            positions = self.shared.positions(x)
-            live = [_live(c, number) for number in range(x.pp)]
-            chosen = {
-                0,
-                max(range(x.pp), key=lambda n: _live_blocks(live[n], positions[n])),
-                max(range(x.pp), key=lambda n: positions[n].part.plain + positions[n].part.mixed),
-            }
-            self._kept[key] = []
-            for at in (positions[n] for n in chosen):
-                kept, each = 0.0, 0.0
-                for number, (plain, mixed) in enumerate(at.stages):
-                    stage = plain * size.plain + mixed * size.mixed
-                    stage += at.part.first * (number == 0) * size.begin
-                    stage += at.part.last * (number == len(at.stages) - 1) * size.end
+            self._kept[key] = []  # with each position the bytes that its live microbatches keep, and one does
+            for at, live in self._fullest(c):
+                kept, each, held = 0.0, 0.0, stages_of(x, at.number)
+                for stage, (plain, mixed), waiting, unfinished in zip(held, at.stages, *live, strict=True):
+                    first, last = ends_of(x, [stage])
+                    whole = plain * size.plain + mixed * size.mixed + first * size.begin + last * size.end
                     owed = plain * size.owed_plain + mixed * size.owed_mixed
-                    waiting, unfinished = (counts[number] for counts in live[at.number])
-                    kept, each = kept + waiting * stage + unfinished * owed, each + stage
+                    kept, each = kept + waiting * whole + unfinished * owed, each + whole
                 self._kept[key].append((at, kept, each))
         for at, kept, each in self._kept[key]:
             states, late, besides = self._held(c, at.part)
@@ -407,6 +397,18 @@ class LeastBytes:
             for held, active in ((states - late * (not _settles(c)), kept), (states - some, 0.0)):
                 most = max(most, held + sum(memory.at_peak(size, besides, active, each, last, tails=tails)))
         return ROUNDING * (most + memory.transfers(size, x, c.count))
+
+    def _fullest(self, c: Choice) -> list[tuple[Position, Live]]:
+        """Three pipeline positions with their live microbatches: the first, the one with most blocks times live
+        microbatches, the one with most blocks."""
+        x = c.layout
+        key = (x.pp, x.schedule, x.virtual_stages, x.bare_ends, c.count)
+        if key not in self._positions:
+            every = [(at, _live(c, at.number)) for at in self.shared.positions(x)]
+            most = max(every, key=lambda one: _live_blocks(one[1], one[0]))
+            blocks = max(every, key=lambda one: one[0].part.plain + one[0].part.mixed)
+            self._positions[key] = [*{one[0].number: one for one in (every[0], most, blocks)}.values()]
+        return self._positions[key]
 
     def _held(self, c: Choice, part: Share) -> tuple[float, float, Buffers]:
         """Bytes of the states of a rank with this part of the model, those of them that a pipeline does not always
@@ -419,11 +421,8 @@ class LeastBytes:
             held, late = sum(model_states.rank_states(s, own)), 0.0
             if x.pp > 1:
                 late, _ = model_states.adding_up(s, own)
-            self._states[key] = (
-                held,
-                late,
-                model_states.buffers(s, *map(bool, (part.first, part.last, part[:2] != (0, 0)))),
-            )
+            has = (bool(some) for some in (part.first, part.last, part.plain + part.mixed))
+            self._states[key] = held, late, model_states.buffers(s, *has)
         return self._states[key]
 
     def shape(self, c: Choice, space: Space) -> float:
@@ -435,26 +434,34 @@ class LeastBytes:
             choices = [changed(c, layout=changed(x, **way)) for way in space.schedules(x)]
             first = [self.shared.positions(choice.layout)[0] for choice in choices]
             part = Share(min(at.part.plain for at in first), min(at.part.mixed for at in first), True, False)
-            live = (_live_blocks(_live(choice, 0), at) for choice, at in zip(choices, first, strict=True))
-            self._fewest[key] = part, min(live)
-        part, blocks = self._fewest[key]
+            fewest = dict[bool, int]()
+            for choice, at in zip(choices, first, strict=True):
+                bare, live = choice.layout.bare_ends, _live_blocks(_live(choice, 0), at)
+                fewest[bare] = min(live, fewest.get(bare, live))
+            self._fewest[key] = part, fewest
+        part, fewest = self._fewest[key]
         key = (x.tp, x.ep, x.sp, x.pp, x.dp * x.cp, c.mode, c.count == 1, part)
         if key not in self._states:
             lean = self.shared.setting(replace(c, layout=space.leanest(x)))
             own = self.shared.elements(lean.layout, part)
             states, late = model_states.rank_states(lean, own), model_states.adding_up(lean, own)[0]
             self._states[key] = sum(states), late * (x.pp > 1), NONE
-        kept = [each for each, number in ((size.plain, part.plain), (size.mixed, part.mixed)) if number]
-        live = blocks * min(kept, default=0.0) + (size.again + size.inside) * bool(kept)
+        kept = min((size.plain, size.mixed)[mixed] for mixed in set(self.shared.mixed))
         held, late, _ = self._states[key]
-        late *= not _settles(changed(c, layout=changed(x, virtual_stages=2)))
-        return (held - late + live + memory.transfers(size, x, c.count)) * ROUNDING
+        each = (changed(x, virtual_stages=2, bare_ends=bare) for bare in fewest)
+        settled = (late * (not _settles(changed(c, layout=layout))) for layout in each)
+        live = [blocks * kept + (size.again + size.inside) * (blocks > 0) for blocks in fewest.values()]
+        held += min(most - late for most, late in zip(live, settled, strict=True))
+        return (held + memory.transfers(size, x, c.count)) * ROUNDING
 
 
 def _settles(c: Choice) -> bool:
     """True if a rank holds most microbatches again and again, also when the gradients of all its stages add up: with so
-    many microbatches that a pipeline, or each round of it, does the same several times."""
+    many microbatches that a pipeline, or each round of it, does the same several times. With stages that
+    differ more, those of bare ends and of two copies, it may be others that it holds then."""
     pp, rounds = c.layout.pp, c.layout.virtual_stages > 1
+    if c.layout.bare_ends or c.layout.copies > 1:
+        return False
     return c.count >= 4 * pp and c.count % pp == 0 if rounds else c.count >= 2 * pp
 
 

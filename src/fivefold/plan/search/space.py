@@ -95,7 +95,7 @@ class Space:
     def stages(self, way: Layout) -> list[int]:
         """Pipeline sizes that leave whole ranks for the other axes."""
         rest = self.cluster.devices // (way.tp * way.cp)
-        most = self.recipe.model.layers + 2  # with ends without blocks
+        most = self.recipe.model.layers
         return [pp for pp in divisors(rest) if pp <= most and rest // pp * way.cp % way.ep == 0]
 
     def ways(self) -> Iterator[Layout]:
@@ -147,7 +147,7 @@ class Space:
         return len(self.ways_to_share(shape)) * len(self.schedules(shape))
 
     def schedules(self, shape: Layout) -> list[dict[str, Any]]:
-        """The fields of every pipeline schedule for a shape, but of those that vary (`tuning.py`). Pairs count where
+        """The fields of every pipeline schedule for a shape, but of those that vary (`search.tuned`). Pairs count where
         there are messages of experts to hide."""
         key = shape.pp, shape.tp > 1, shape.cp > 1, shape.ep > 1
         if key not in self._schedules:
