@@ -18,7 +18,7 @@ from fivefold.plan.advice.explain import summary
 from fivefold.plan.cluster.clusters import parse, with_margin
 from fivefold.plan.cluster.devices import MARGIN, Cluster, of_table
 from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.predict import FRAGMENTS, Plan, held, limit, predict, price
+from fivefold.plan.predict import FRAGMENTS, Plan, held, limit, predict, price, resolved
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.search import Search, apply, search, space_of
 from fivefold.plan.search.space import SEQUENCES, Choice, Space
@@ -84,29 +84,41 @@ def every_valid(recipe: Recipe, devices: int, modes: list[str]) -> Iterator[tupl
             range(1, (model.experts or 1) + 1),
             range(4),
             SEQUENCES,
-            [name for name, made in SCHEDULES.items() if made.searched] if pp > 1 else ("1f1b",),
-            range(1, model.layers + 1) if pp > 1 else (1,),
+            [name for name, made in SCHEDULES.items() if not made.varies] if pp > 1 else ("1f1b",),
+            range(1, model.layers + 3) if pp > 1 else (1,),
             modes,
+            (False, True) if pp > 1 else (False,),
         )
-        for method, ep, zero, (sp, again), schedule, virtual, recompute in options:
+        for method, ep, zero, (sp, again), schedule, virtual, recompute, bare in options:
             layout = Layout(
                 pp, replicate, shard, cp, method, tp, ep, zero, sp, again, schedule, virtual, None, recompute
             )
-            if SCHEDULES[schedule].stages == (2, 2) and virtual == 1:
-                continue  # means 2
+            least, most = SCHEDULES[schedule].stages
+            if not least <= virtual <= (most or virtual):
+                continue  # refused; or 1 means 2
+            if SCHEDULES[schedule].paired and ep == 1:
+                continue  # nothing to hide
+            plain, layout = layout, replace(layout, bare_ends=bare)
             for B in divisors(batch):
                 if largest(batch // B, layout.dp) * B > largest(batch, layout.dp):
                     continue  # gives one rank more sequences than need be
-                if not any(contradictions(with_layout(recipe, layout, microbatch_size=B))):
+                valid = not any(contradictions(with_layout(recipe, layout, microbatch_size=B)))
+                if valid and not (bare and plain.fewest_blocks <= model.layers and cut_alike(recipe, plain)):
                     yield layout, B
+
+
+def cut_alike(recipe: Recipe, layout: Layout) -> bool:
+    """Whether the stages are cut alike, whether or not the ends may be without blocks."""
+    model = resolved(recipe).model
+    return setting.stages(model, layout) == setting.stages(model, replace(layout, bare_ends=True))
 
 
 def choices(space: Space) -> Iterator[Choice]:
     """All that a search considers, none left out."""
     for shape in space.shapes:
         for B, recompute, mode in itertools.product(space.microbatches(shape), space.modes, space.precisions):
-            for schedule, virtual in space.schedules[shape.pp]:
-                changed = replace(shape, recompute=recompute, schedule=schedule, virtual_stages=virtual)
+            for way in space.schedules(shape):
+                changed = replace(shape, recompute=recompute, **way)
                 for layout in space.sharings(changed):
                     yield space.choice(layout, B, mode)
 
@@ -202,7 +214,7 @@ def test_no_bound_exceeds_what_it_is_a_bound_of(case: str) -> None:
         assert bounds.bytes.shape(shape, space) <= plan.peak_bytes + 1, c
         assert bounds.bytes.of(lean, buffers=False) <= plan.peak_bytes + 1, c
         assert bounds.bytes.of(c) <= plan.peak_bytes + 1, c
-        for bound in (bounds.shape(shape), bounds.average(shape, space), bounds.schedule(c, space)):
+        for bound in (bounds.shape(shape, space), bounds.average(shape, space), bounds.schedule(c, space)):
             assert bound <= plan.step.seconds, c
         assert bounds.sharing(c) <= plan.step.seconds, c
 

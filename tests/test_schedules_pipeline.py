@@ -86,7 +86,7 @@ def test_what_the_search_reads_from_few_microbatches(
 ) -> None:
     """No rank needs less than `most_live` says, whatever a stage keeps; the other facts are those of all rows."""
     name, chunks = case
-    assume(SCHEDULES[name].searched)
+    assume(not SCHEDULES[name].varies)
     schedule = build(name, ranks, microbatches, chunks)
     kept, owed = (data.draw(st.lists(st.floats(0, 9), min_size=n, max_size=n)) for n in [schedule.stages] * 2)
     live = [most_live(name, rank, ranks, microbatches, chunks) for rank in range(ranks)]

@@ -141,7 +141,8 @@ class Layout(Counts):
         """Microbatches that show how the pipeline fills and drains (`schedules.pipeline.shown`)."""
         if SCHEDULES[self.schedule].varies:
             return microbatches
-        return self.copies * shown(microbatches // self.copies, self.pp, self.round_microbatches)
+        each = max(1, microbatches // self.copies)
+        return min(microbatches, self.copies * shown(each, self.pp, self.round_microbatches))
 
     @property
     def fewest_blocks(self) -> int:

@@ -92,9 +92,7 @@ def explain(plan: Plan) -> list[str]:
     for name, seconds in (*step.terms, *exposed, ("bubble", step.bubble), ("step", step.seconds)):
         lines.append(f"  {name:38}{seconds:10.4f}")
     if "zb_costs" in SCHEDULES[s.layout.schedule].takes and s.layout.pp > 1:
-        longest = max(step.costs, key=lambda cost: cost.seconds)
-        times = (longest.forward, longest.input, longest.weight, max(stage_costs.transfers(s).values()))
-        words = ":".join(f"{seconds / longest.forward:.3g}" for seconds in times)
+        words = stage_costs.of_longest(s, step.costs)
         lines.append(f"  F:I:W:transfer of the longest stage     {words} (layout.zb_costs)")
     return [*lines, "", *plan.stalls.lines()] if plan.stalls else lines
 

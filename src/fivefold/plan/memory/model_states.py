@@ -135,7 +135,7 @@ def stage_elements(s: Setting, stage: int) -> Elements:
     """Elements of a pipeline stage. A rank with both ends of the model keeps one copy of a tied embedding: the first
     stage's."""
     own, (first, last) = elements(s.model, s.layout), ends_of(s.layout, [stage])
-    both = any(all(s.ends(position)) for position in range(s.layout.pp))
+    both = all(s.ends(0))
     outside = [own.before] * first + [own.behind] * last + [own.tied] * (last and not both)
     return sum((own.blocks[number] for number in s.stages[stage]), sum(outside, Elements()))
 

@@ -20,10 +20,10 @@ from fivefold.plan.setting import Setting, Software, setting, stages
 from fivefold.plan.time import stage_costs, time
 from fivefold.plan.time.cost import Cost, slowest
 from fivefold.plan.time.stage_costs import Parts
-from fivefold.schedules.pipeline import ends_upwards, most_live
+from fivefold.schedules.pipeline import SCHEDULES, ends_upwards, most_live
 from fivefold.schedules.timelines import exposed_in_pieces
 from fivefold.sharding.layout import Layout, changed
-from fivefold.sharding.parts import stages_of
+from fivefold.sharding.parts import ends_of, stages_of
 
 ROUNDING = 1 - 1e-9
 NONE = Buffers()
@@ -59,6 +59,13 @@ class Costs(NamedTuple):
         backward = blocks * (plain.input + plain.weight) + with_experts * (mixed.input + mixed.weight)
         backward += first * (begin.input + begin.weight) + last * (end.input + end.weight)
         return forward, backward
+
+    def hidden(self, part: Share) -> float:
+        """The most seconds of a part's microbatch that pairs hide, of waits for experts' rows. The parts of a whole
+        hide no more together than the whole does."""
+        (forward, backward), mixed = self.of(part), self.mixed
+        there, back = part.mixed * mixed.rows_forward, part.mixed * mixed.rows_backward
+        return min(there, backward - back) + min(back, forward - there)
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ class SharedCosts:
 
     def positions(self, layout: Layout) -> tuple[Position, ...]:
         """The positions of a pipeline."""
-        key = (layout.pp, layout.schedule, layout.virtual_stages)
+        key = (layout.pp, layout.schedule, layout.virtual_stages, layout.bare_ends)
         if key not in self._positions:
             by_stage, positions = stages(self.model, layout, self.software.partition), []
             kinds = [(len(numbers), sum(self.mixed[number] for number in numbers)) for numbers in by_stage]
@@ -161,18 +168,20 @@ class SharedCosts:
             for index in range(layout.pp):
                 held = stages_of(layout, index)
                 own = tuple(blocks[stage] for stage in held)
+                first, last = ends_of(layout, held)
+                ahead = blocks[: min(stage % (len(blocks) // layout.copies) for stage in held)]
                 (plain, mixed), (others, with_experts) = (
-                    map(sum, zip((0, 0), *some, strict=True)) for some in (own, blocks[: held[0]])
+                    map(sum, zip((0, 0), *some, strict=True)) for some in (own, ahead)
                 )
-                part = Share(plain, mixed, 0 in held, len(blocks) - 1 in held)
-                before = Share(others, with_experts, 0 not in held, False)
+                part = Share(plain, mixed, first, last)
+                before = Share(others, with_experts, not first, False)
                 positions.append(Position(part, before, own, index))
             self._positions[key] = tuple(positions)
         return self._positions[key]
 
     def groups(self, layout: Layout) -> tuple[Position, ...]:
         """One pipeline rank of each kind; the last of them, which starts latest."""
-        key = (layout.pp, layout.schedule, layout.virtual_stages)
+        key = (layout.pp, layout.schedule, layout.virtual_stages, layout.bare_ends)
         if key not in self._groups:
             last = {at.part: at for at in self.positions(layout)}
             self._groups[key] = tuple(last.values())
@@ -202,7 +211,7 @@ class Bounds:
         self._starts: dict[Space, list[tuple[float, float, Choice]]] = {}
         self._sums: dict[Key, RankSeconds] = {}
         self._all: dict[Key, tuple[RankSeconds, ...]] = {}
-        self._everywhere: dict[int, bool] = {}
+        self._ways: dict[Key, tuple[float, float, bool, bool]] = {}
 
     def setting(self, c: Choice) -> Setting:
         return self.shared.setting(c)
@@ -210,47 +219,58 @@ class Bounds:
     def starts(self, space: Space) -> list[tuple[float, float, Choice]]:
         """Bounds of seconds and bytes for each shape with its microbatch, recomputation and dtype."""
         if space not in self._starts:
-            self._starts[space] = [(self.shape(c), self.bytes.shape(c, space), c) for c in space.starts()]
+            self._starts[space] = [
+                (self.shape(c, space), self.bytes.shape(c, space), c) for c in space.starts()
+            ]
         return self._starts[space]
 
-    def shape(self, c: Choice) -> float:
+    def shape(self, c: Choice, space: Space) -> float:
         """Seconds under any schedule and any sharing of states: all work divided evenly, or in whole blocks."""
-        costs, layers = self.shared.microbatch(c).costs, self.model.layers
-        blocks = {False: costs.plain, True: costs.mixed}
-        least = min(blocks[kind].seconds for kind in set(self.shared.mixed))
-        whole = c.count * -(-layers // c.layout.pp) * least
-        return (max(self._even(c), whole) + self._fixed(c)) * ROUNDING
+        costs, (_, most, _, paired) = self.shared.microbatch(c).costs, self._least(c, space)
+        rows = costs.mixed.rows_forward + costs.mixed.rows_backward if paired else 0.0
+        blocks = {False: costs.plain.seconds, True: costs.mixed.seconds - rows}
+        whole = c.count * most * min(blocks[kind] for kind in set(self.shared.mixed))
+        return (max(self._even(c, space), whole) + self._fixed(c)) * ROUNDING
 
-    def _even(self, c: Choice) -> float:
+    def _least(self, c: Choice, space: Space) -> tuple[float, float, bool, bool]:
+        """Of all schedules of a shape: the fewest blocks before an average pipeline rank; the fewest of the rank with
+        most, for each microbatch that it computes; whether every rank has experts, if any has; and whether one of them
+        runs pairs."""
+        x = c.layout
+        key = x.pp, x.tp > 1, x.cp > 1, x.ep > 1
+        if key not in self._ways:
+            layouts = [changed(x, **way) for way in space.schedules(x)]
+            at = [(x, self.shared.positions(x)) for x in layouts]
+            ahead = min(
+                sum(one.before.plain + one.before.mixed for one in every) / len(every) for _, every in at
+            )
+            most = min(max(one.part.plain + one.part.mixed for one in every) / x.copies for x, every in at)
+            experts = any(self.shared.mixed)
+            everywhere = all(one.part.mixed > 0 or not experts for _, every in at for one in every)
+            self._ways[key] = ahead, most, everywhere, any(SCHEDULES[x.schedule].paired for x in layouts)
+        return self._ways[key]
+
+    def _even(self, c: Choice, space: Space) -> float:
         """Seconds until an average pipeline rank is done: its part of the work, and the wait until it starts."""
         costs, p, layers = self.shared.microbatch(c).costs, c.layout.pp, self.model.layers
-        mixed = self.shared.mixed.count(True)
-        work = (layers - mixed) * costs.plain.seconds + mixed * costs.mixed.seconds
+        mixed, (ahead, _, _, paired) = self.shared.mixed.count(True), self._least(c, space)
+        whole = Share(layers - mixed, mixed, 1, 1)
         kinds = [cost for cost, number in ((costs.plain, layers - mixed), (costs.mixed, mixed)) if number]
-        even = c.count * (work + costs.begin.seconds + costs.end.seconds) / p
-        return even + (p - 1) / 2 * min(cost.forward for cost in kinds)
+        work = sum(costs.of(whole)) - costs.hidden(whole) * paired
+        return c.count * work / p + ahead * min(cost.forward for cost in kinds)
 
     def average(self, c: Choice, space: Space) -> float:
         """`shape` plus the exposed gradient and weight traffic of an average pipeline rank. Traffic is linear in a
-        rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen). It needs a block on each
-        pipeline rank under every schedule, and one with experts if the model has any."""
+        rank's blocks and `exposed_in_pieces` is convex, so this is a lower bound (Jensen). It needs parameters on each
+        pipeline rank under every schedule, and experts if the model has any."""
         p = c.layout.pp
-        if self.cluster.machine:
-            return self.shape(c)
-        if p not in self._everywhere:
-            shape, experts = replace(space.shapes[0], pp=p), any(self.shared.mixed)
-            self._everywhere[p] = all(
-                at.part.mixed > 0 or (at.part.plain > 0 and not experts)
-                for name, virtual in space.schedules[p]
-                for at in self.shared.groups(replace(shape, schedule=name, virtual_stages=virtual))
-            )
-        if not self._everywhere[p]:
-            return self.shape(c)
+        if self.cluster.machine or not self._least(c, space)[2]:
+            return self.shape(c, space)
         mixed = self.shared.mixed.count(True) / p
         part = Share(self.model.layers / p - mixed, mixed, 1 / p, 1 / p)
         sent = self._least_sent(c, space, part, *self.shared.microbatch(c).costs.of(part))
-        seconds = self._even(c) + sum(self.shared.hops(c)[0]) / p + sent + self._fixed(c)
-        return max(seconds * ROUNDING, self.shape(c))
+        seconds = self._even(c, space) + sent + self._fixed(c)
+        return max(seconds * ROUNDING, self.shape(c, space))
 
     def schedule(self, c: Choice, space: Space) -> float:
         """Seconds of a schedule under any sharing of states: the forward of the stages before a rank, its own work,
@@ -292,7 +312,9 @@ class Bounds:
         for at in self.shared.groups(x):
             forward, backward = costs.of(at.part)
             ahead, behind = costs.of(at.before)
-            end = ahead + there[at.number] + c.count * (forward + backward)
+            busy = forward + backward - costs.hidden(at.part) * SCHEDULES[x.schedule].paired
+            # two copies of a model have half of the microbatches each, and begin at both ends
+            end = ahead + there[at.number] * (x.copies == 1) + c.count // x.copies * busy
             ends.append((end, at, forward, backward))
             if upwards:
                 turned = max(turned, end + behind + back[at.number])
@@ -345,7 +367,8 @@ class LeastBytes:
 
     def __init__(self, shared: SharedCosts):
         self.shared = shared
-        self._fewest: dict[tuple[int, int], tuple[Share, int]] = {}
+        self._fewest: dict[Key, tuple[Share, dict[bool, int]]] = {}
+        self._positions: dict[Key, list[tuple[Position, Live]]] = {}
         self._kept: dict[Key, list[tuple[Position, float, float]]] = {}
         self._states: dict[Key, tuple[float, float, Buffers]] = {}
 
@@ -353,36 +376,39 @@ class LeastBytes:
         """Bytes of the ranks that probably hold most. Without buffers it is a bound for every way to share states, if
         this layout's is the one that keeps least."""
         x, size, most = c.layout, self.shared.microbatch(c).bytes, 0.0
-        key = (*within_block(x), x.recompute, c.B, c.mode, c.count, x.pp, x.schedule, x.virtual_stages)
+        pipeline = (x.pp, x.schedule, x.virtual_stages, x.bare_ends)
+        key = (*within_block(x), x.recompute, c.B, c.mode, c.count, *pipeline)
         if key not in self._kept:
-            # three pipeline positions: the first, the one with most blocks times live microbatches, the one with most
-            # blocks; with each the bytes that its live microbatches keep at least, and those that one of them keeps
-            positions = self.shared.positions(x)
-            live = [_live(c, number) for number in range(x.pp)]
-            chosen = {
-                0,
-                max(range(x.pp), key=lambda n: _live_blocks(live[n], positions[n])),
-                max(range(x.pp), key=lambda n: positions[n].part.plain + positions[n].part.mixed),
-            }
-            self._kept[key] = []
-            for at in (positions[n] for n in chosen):
-                kept, each = 0.0, 0.0
-                for number, (plain, mixed) in enumerate(at.stages):
-                    stage = plain * size.plain + mixed * size.mixed
-                    stage += at.part.first * (number == 0) * size.begin
-                    stage += at.part.last * (number == len(at.stages) - 1) * size.end
+            self._kept[key] = []  # with each position the bytes that its live microbatches keep, and one does
+            for at, live in self._fullest(c):
+                kept, each, held = 0.0, 0.0, stages_of(x, at.number)
+                for stage, (plain, mixed), waiting, unfinished in zip(held, at.stages, *live, strict=True):
+                    first, last = ends_of(x, [stage])
+                    whole = plain * size.plain + mixed * size.mixed + first * size.begin + last * size.end
                     owed = plain * size.owed_plain + mixed * size.owed_mixed
-                    waiting, unfinished = (counts[number] for counts in live[at.number])
-                    kept, each = kept + waiting * stage + unfinished * owed, each + stage
+                    kept, each = kept + waiting * whole + unfinished * owed, each + whole
                 self._kept[key].append((at, kept, each))
         for at, kept, each in self._kept[key]:
             states, late, besides = self._held(c, at.part)
             besides, last = besides if buffers else NONE, bool(at.part.last)
             # gradients of several stages need not exist at once, nor any of them when most is live
             some = late * (len(at.stages) > 1)
+            tails = () if at.part.plain + at.part.mixed else (memory.Tail(0.0, 0.0, 0.0, 0.0),)
             for held, active in ((states - late * (not _settles(c)), kept), (states - some, 0.0)):
-                most = max(most, held + sum(memory.at_peak(size, besides, active, each, last)))
+                most = max(most, held + sum(memory.at_peak(size, besides, active, each, last, tails=tails)))
         return ROUNDING * (most + memory.transfers(size, x, c.count))
+
+    def _fullest(self, c: Choice) -> list[tuple[Position, Live]]:
+        """Three pipeline positions with their live microbatches: the first, the one with most blocks times live
+        microbatches, the one with most blocks."""
+        x = c.layout
+        key = (x.pp, x.schedule, x.virtual_stages, x.bare_ends, c.count)
+        if key not in self._positions:
+            every = [(at, _live(c, at.number)) for at in self.shared.positions(x)]
+            most = max(every, key=lambda one: _live_blocks(one[1], one[0]))
+            blocks = max(every, key=lambda one: one[0].part.plain + one[0].part.mixed)
+            self._positions[key] = [*{one[0].number: one for one in (every[0], most, blocks)}.values()]
+        return self._positions[key]
 
     def _held(self, c: Choice, part: Share) -> tuple[float, float, Buffers]:
         """Bytes of the states of a rank with this part of the model, those of them that a pipeline does not always
@@ -395,38 +421,47 @@ class LeastBytes:
             held, late = sum(model_states.rank_states(s, own)), 0.0
             if x.pp > 1:
                 late, _ = model_states.adding_up(s, own)
-            self._states[key] = held, late, model_states.buffers(s, bool(part.first), bool(part.last))
+            has = (bool(some) for some in (part.first, part.last, part.plain + part.mixed))
+            self._states[key] = held, late, model_states.buffers(s, *has)
         return self._states[key]
 
     def shape(self, c: Choice, space: Space) -> float:
         """Bytes of the first ranks under any schedule, with states shared as widely as possible."""
         x, size = c.layout, self.shared.microbatch(c).bytes
         # the smallest part of the model, the fewest blocks times microbatches
-        if (x.pp, c.count) not in self._fewest:
-            ways = space.schedules[x.pp]
-            choices = [replace(c, layout=replace(x, schedule=n, virtual_stages=v)) for n, v in ways]
+        key = (x.pp, c.count, x.tp > 1, x.cp > 1, x.ep > 1)
+        if key not in self._fewest:
+            choices = [changed(c, layout=changed(x, **way)) for way in space.schedules(x)]
             first = [self.shared.positions(choice.layout)[0] for choice in choices]
             part = Share(min(at.part.plain for at in first), min(at.part.mixed for at in first), True, False)
-            live = (_live_blocks(_live(choice, 0), at) for choice, at in zip(choices, first, strict=True))
-            self._fewest[x.pp, c.count] = part, min(live)
-        part, blocks = self._fewest[x.pp, c.count]
+            fewest = dict[bool, int]()
+            for choice, at in zip(choices, first, strict=True):
+                bare, live = choice.layout.bare_ends, _live_blocks(_live(choice, 0), at)
+                fewest[bare] = min(live, fewest.get(bare, live))
+            self._fewest[key] = part, fewest
+        part, fewest = self._fewest[key]
         key = (x.tp, x.ep, x.sp, x.pp, x.dp * x.cp, c.mode, c.count == 1, part)
         if key not in self._states:
             lean = self.shared.setting(replace(c, layout=space.leanest(x)))
             own = self.shared.elements(lean.layout, part)
             states, late = model_states.rank_states(lean, own), model_states.adding_up(lean, own)[0]
             self._states[key] = sum(states), late * (x.pp > 1), NONE
-        kept = [each for each, number in ((size.plain, part.plain), (size.mixed, part.mixed)) if number]
-        live = blocks * min(kept, default=0.0) + size.again + size.inside
+        kept = min((size.plain, size.mixed)[mixed] for mixed in set(self.shared.mixed))
         held, late, _ = self._states[key]
-        late *= not _settles(changed(c, layout=changed(x, virtual_stages=2)))
-        return (held - late + live + memory.transfers(size, x, c.count)) * ROUNDING
+        each = (changed(x, virtual_stages=2, bare_ends=bare) for bare in fewest)
+        settled = (late * (not _settles(changed(c, layout=layout))) for layout in each)
+        live = [blocks * kept + (size.again + size.inside) * (blocks > 0) for blocks in fewest.values()]
+        held += min(most - late for most, late in zip(live, settled, strict=True))
+        return (held + memory.transfers(size, x, c.count)) * ROUNDING
 
 
 def _settles(c: Choice) -> bool:
     """True if a rank holds most microbatches again and again, also when the gradients of all its stages add up: with so
-    many microbatches that a pipeline, or each round of it, does the same several times."""
+    many microbatches that a pipeline, or each round of it, does the same several times. With stages that
+    differ more, those of bare ends and of two copies, it may be others that it holds then."""
     pp, rounds = c.layout.pp, c.layout.virtual_stages > 1
+    if c.layout.bare_ends or c.layout.copies > 1:
+        return False
     return c.count >= 4 * pp and c.count % pp == 0 if rounds else c.count >= 2 * pp
 
 

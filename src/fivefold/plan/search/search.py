@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from fivefold.errors import UserError
@@ -28,10 +28,12 @@ from fivefold.plan.predict import within as within_budget
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
 from fivefold.plan.setting import Software, mode_of, software_of
+from fivefold.plan.time import stage_costs
 from fivefold.plan.time.time import step
 from fivefold.recipe import Recipe, count_parameters
 from fivefold.recipe.rules import with_layout
 from fivefold.recipe.rules.combinations import PLAIN
+from fivefold.schedules.pipeline import SCHEDULES
 from fivefold.sharding.layout import Layout, changed, to_text
 from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WINDOW
 
@@ -40,7 +42,8 @@ LOOKED, SLOWER = 32, 4 / 3  # plans whose recomputation is thinned out; a step w
 PRICED = 4  # the level of a full prediction, after four levels of bounds
 Order = tuple[int, ...]
 """A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
-FEW = 4  # layouts per size of a microbatch that are tried with offload
+FEW = 4  # layouts per size of a microbatch that are tried with offload; pipelines of the second round
+ROOM = 1.25  # memory that the second round may save, beside what there is
 MOST_SEARCHES = 8  # for the fewest devices
 SMALLEST = 20  # if nothing fits, the layouts with the least bytes that are counted exactly
 TRIED = 24  # numbers of devices between a bound and the first doubling that does
@@ -124,12 +127,12 @@ class Search:
 
     def _schedules(self, seconds: float, order: Order, c: Choice) -> None:
         lean = self.space.leanest(c.layout)
-        for number, (name, virtual) in enumerate(self.space.schedules[c.layout.pp]):
-            smallest = changed(c, layout=changed(lean, schedule=name, virtual_stages=virtual))
+        for number, way in enumerate(self.space.schedules(c.layout)):
+            smallest = changed(c, layout=changed(lean, **way))
             if self.bounds.bytes.of(smallest, buffers=False) > self.most:
                 self.lost += len(self.space.ways_to_share(c.layout))
                 continue
-            one = changed(c, layout=changed(c.layout, schedule=name, virtual_stages=virtual))
+            one = changed(c, layout=changed(c.layout, **way))
             self._push(max(seconds, self.bounds.schedule(one, self.space)), 2, (*order, number), one)
 
     def _sharings(self, seconds: float, order: Order, c: Choice) -> None:
@@ -154,10 +157,10 @@ class Search:
         """The layout with the least memory among those with the least bounds."""
         starts = heapq.nsmallest(SMALLEST, self.bounds.starts(self.space), key=lambda start: start[1])
         choices = (
-            replace(c, layout=replace(layout, schedule=name, virtual_stages=virtual))
+            changed(c, layout=changed(layout, **way))
             for _, _, c in starts
             for layout in self.space.sharings(c.layout)
-            for name, virtual in self.space.schedules[c.layout.pp]
+            for way in self.space.schedules(c.layout)
         )
         smallest = heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
         return min((price(self.bounds.setting(c)) for c in smallest), key=lambda plan: plan.peak_bytes)
@@ -202,24 +205,28 @@ def search(
         late = plan.step.seconds > SLOWER * fitting[0].step.seconds
         if len(fitting) >= top and (late or len(fitting) >= LOOKED):
             break
+    best = fitting[0].step.seconds if fitting else math.inf
+    roomy = Search(space, bounds, ROOM * run.most, best).glimpse()
+    second = list(tuned(space, bounds, run.most, fitting, [roomy] * (roomy is not None)))
+    considered = space.size + len(second)
     # recompute in as few blocks as it takes, not in all; no plan that is much slower becomes the first by that
     thinned = dict[tuple[Layout, int, str], Plan]()
-    for plan in fitting:
+    for plan in (*fitting, *second):
         plan = within_budget(plan, int(run.most))
         thinned.setdefault((plan.layout, plan.setting.sizes.B, plan.setting.mode), plan)
     plans = sorted(thinned.values(), key=lambda plan: plan.step.seconds)[:top]
-    slower = space.size - len(plans) - run.lost
+    slower = considered - len(plans) - run.lost
     rejected = {reason: n for reason, n in (("do not fit", run.lost), ("slower", slower)) if n}
     if not plans:
         away, why = offloaded(space, bounds, top), _nothing_fits(space, bounds, run.smallest())
-        return Found(away, space.size, rejected, reasons(away) if away else [], nothing=why)
+        return Found(away, considered, rejected, reasons(away) if away else [], nothing=why)
 
     def within(most: float) -> Plan | None:
         plan = next(Search(space, bounds, most).plans(), None)
         return plan and within_budget(plan, int(most))
 
     if most is not None:
-        return Found(plans, space.size, rejected, reasons(plans), within=within)
+        return Found(plans, considered, rejected, reasons(plans), within=within)
     best, whole, bolder = plans[0].step.seconds, limit(cluster, margin=False), plans[0]
     if whole > run.most:  # there is a margin
         wide = Search(space, bounds, whole, best).glimpse() or bolder  # each takes a short search of its own
@@ -227,7 +234,32 @@ def search(
     roomier = Search(space, bounds, math.inf, best).glimpse()
     wider = Search(replace(space, indivisible=True), bounds, run.most, best).glimpse()
     bottlenecks = limits(plans, bolder, roomier, wider)
-    return Found(plans, space.size, rejected, reasons(plans), bottlenecks, "", within)
+    return Found(plans, considered, rejected, reasons(plans), bottlenecks, "", within)
+
+
+def tuned(
+    space: Space, bounds: Bounds, most: float, fitting: Sequence[Plan], larger: Sequence[Plan]
+) -> Iterator[Plan]:
+    """The second round: the best pipelines, and `larger` ones, with other values of the fields that only some schedules
+    take, and with the schedules that vary (`Generator.tries`). Those that fit into `most` bytes."""
+    late, tried = fitting[-1].step.seconds if fitting else math.inf, set[Choice]()
+    pipelines = [*larger, *islice((plan for plan in fitting if plan.layout.pp > 1), FEW)]
+    for (name, made), plan in product(SCHEDULES.items(), pipelines):
+        s = plan.setting
+        c = Choice(s.layout, s.sizes.B, s.microbatches, s.mode, s.sequences)
+        if made.varies:
+            c = replace(c, layout=replace(c.layout, schedule=name, virtual_stages=1, bare_ends=False))
+        if c.layout.schedule != name or c.layout.pp == 1 or not space.allows(c):
+            continue
+        s, shared = bounds.setting(c), bounds.shared.parts(c)[0]
+        costs = stage_costs.of_longest(s, stage_costs.stage_costs(s, shared))
+        for fields in made.tries(c.layout.pp, c.count, costs):
+            one = replace(c, layout=replace(c.layout, **fields))
+            if one not in tried and bounds.sharing(one) < late:
+                tried.add(one)
+                plan = price(bounds.setting(one), shared)
+                if plan.peak_bytes <= most:
+                    yield plan
 
 
 def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
@@ -239,12 +271,12 @@ def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
     found = []
     for starts in by_size.values():
         for _, c in heapq.nsmallest(FEW, starts, key=lambda start: start[0]):
-            schedules = space.schedules[c.layout.pp][:FEW]
+            schedules = space.schedules(c.layout)[:FEW]
             for layout in {c.layout, space.leanest(c.layout)}:
-                for (name, virtual), offload, update in product(schedules, OFFLOADS, (BESIDE, EARLY)):
+                for way, offload, update in product(schedules, OFFLOADS, (BESIDE, EARLY)):
                     window = 0 if OFFLOADS[offload].working != "device" else WINDOW
                     how = {"offload": offload, "offload_update": update, "offload_window": window}
-                    one = replace(c, layout=replace(layout, schedule=name, virtual_stages=virtual, **how))
+                    one = replace(c, layout=replace(layout, **way, **how))
                     other = offload != NOT_OFFLOADED and one.layout.early == (update == EARLY)
                     if other and space.allows(one):
                         found.append(price(bounds.setting(one)))

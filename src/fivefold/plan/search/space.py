@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 from fivefold.models.card import card_of
 from fivefold.models.operations import Sizes
@@ -23,6 +24,7 @@ from fivefold.recipe.rules import contradictions, with_layout
 from fivefold.schedules.pipeline import DEFAULT, SCHEDULES
 from fivefold.sharding.layout import Layout, changed, divisors, largest
 from fivefold.sharding.layout_rules import problems
+from fivefold.sharding.parts import stage_blocks
 from fivefold.sharding.sequence import METHODS
 
 SEQUENCES = ((False, False), (True, False), (True, True))
@@ -53,6 +55,7 @@ class Space:
     cluster: Cluster
     indivisible: bool = False
     asked: tuple[str, ...] = ()
+    _schedules: dict[object, list[dict[str, Any]]] = field(init=False, default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -141,20 +144,37 @@ class Space:
 
     def kinds(self, shape: Layout) -> int:
         """Number of layouts with this shape, for one microbatch, recomputation and precision."""
-        return len(self.ways_to_share(shape)) * len(self.schedules[shape.pp])
+        return len(self.ways_to_share(shape)) * len(self.schedules(shape))
+
+    def schedules(self, shape: Layout) -> list[dict[str, Any]]:
+        """The fields of every pipeline schedule for a shape, but of those that vary (`search.tuned`). Pairs count where
+        there are messages of experts to hide."""
+        key = shape.pp, shape.tp > 1, shape.cp > 1, shape.ep > 1
+        if key not in self._schedules:
+            self._schedules[key] = [
+                way
+                for way in self._ways[shape.pp]
+                if not any(problems(changed(shape, **way)))
+                and (shape.ep > 1 or not SCHEDULES[way["schedule"]].paired)
+            ]
+        return self._schedules[key]
 
     @cached_property
-    def schedules(self) -> dict[int, tuple[tuple[str, int], ...]]:
-        """(name, virtual stages) of every schedule, by the number of pipeline ranks."""
-        found: dict[int, tuple[tuple[str, int], ...]] = {1: ((DEFAULT, 1),)}
-        searched = {name: made.stages for name, made in SCHEDULES.items() if made.searched}
+    def _ways(self) -> dict[int, list[dict[str, Any]]]:
+        """The schedules that the model allows, by the number of pipeline ranks. With ends without blocks they count
+        where the stages are then cut otherwise."""
+        found, layers = {1: [{"schedule": DEFAULT}]}, self.recipe.model.layers
         for pp in {shape.pp for shape in self.shapes} - {1}:
-            found[pp] = tuple(
-                (name, virtual)
-                for name, (least, most) in searched.items()
-                for virtual in range(least, (most or self.recipe.model.layers // pp) + 1)
-                if self._allowed(Layout(pp=pp, schedule=name, virtual_stages=virtual))
-            )
+            alike = dict[object, dict[str, Any]]()
+            for name, made in SCHEDULES.items():
+                least, most = made.stages
+                virtual = range(least, (most or (layers + 2) // pp) + 1) if not made.varies else ()
+                for stages, bare in product(virtual, (False, True)):
+                    way = {"schedule": name, "virtual_stages": stages, "bare_ends": bare}
+                    if self._allowed(layout := Layout(pp=pp, **way)):
+                        blocks = stage_blocks(card_of(self.recipe.model), layout)
+                        alike.setdefault((name, stages, blocks), way)
+            found[pp] = [*alike.values()]
         return found
 
     def microbatches(self, shape: Layout) -> list[int]:

@@ -198,6 +198,13 @@ def hidden_by_pairs(s: Setting, costs: Sequence[Cost], rank: int) -> float:
     return sum(price.hidden(*pair) for pair in pairs) / s.layout.copies
 
 
+def of_longest(s: Setting, costs: Sequence[Cost]) -> str:
+    """F:I:W:transfer of the longest stage, as `layout.zb_costs` has it. costs: of each stage."""
+    longest = max(costs, key=lambda cost: cost.seconds)
+    times = (longest.forward, longest.input, longest.weight, max(transfers(s).values()))
+    return ":".join(f"{seconds / longest.forward:.3g}" for seconds in times)
+
+
 def pipelined(layout: Layout) -> Layout:
     """What of a layout its pipeline schedule depends on; many layouts have the same."""
     kept = ("pp", "schedule", "virtual_stages", *TUNED)

@@ -188,8 +188,8 @@ class Generator:
     per rank (None: no limit). instead: the schedule for another number. fill: the fewest microbatches that `row` needs,
     given the ranks. paired: neighbouring forwards and backwards run together (`Schedule.pairs`). copies: of the
     model (`Schedule.copies`); the ranks must be a multiple. takes: fields of a layout that `row` takes, too, None or ""
-    if unset. varies: the middle of many microbatches is not a repetition. searched: `plan search` tries it. (Its
-    bounds count all messages of a block, which pairs hide, and read few microbatches for many.)
+    if unset. tries: of (ranks, microbatches, `zb_costs` as planned), values of these fields for `plan search` to try.
+    varies: the middle of many microbatches is not a repetition.
     """
 
     row: Callable[..., list[Step]]
@@ -200,27 +200,45 @@ class Generator:
     paired: bool = False
     copies: int = 1
     takes: tuple[str, ...] = ()
+    tries: Callable[[int, int, str], list[dict[str, int | str]]] = lambda *_: []
     varies: bool = False
-    searched: bool = True
+
+
+MOST_TRIED = 4096
+"""Microbatches times ranks of a schedule that varies, which `plan search` tries: 0.1 s each."""
 
 
 def _twice(ranks: int) -> int:
     return 2 * ranks
 
 
+def _rounds(ranks: int, microbatches: int, costs: str) -> list[dict[str, int | str]]:
+    """Shorter rounds, which hold less, and longer ones, which hide transfers: one of each number of rounds."""
+    sizes = {max(1, microbatches // n): n for n in (3 * ranks // 4, ranks - 1, ranks + 1, 3 * ranks // 2)}
+    return [{"round_microbatches": n} for count, n in sizes.items() if count != max(1, microbatches // ranks)]
+
+
+def _lives(ranks: int, microbatches: int, costs: str) -> list[dict[str, int | str]]:
+    """Memory from that of H1 to that of H2, where every microbatch on every rank is soon gone through."""
+    lives = (ranks, 3 * ranks // 2, 2 * ranks - 1) if ranks * microbatches <= MOST_TRIED else ()
+    return [{"zb_costs": costs, "zb_live": live} for live in lives]
+
+
 SCHEDULES = {
     "gpipe": Generator(breadth_first, instead="looped_bfs"),
     "1f1b": Generator(one_f_one_b),
-    "interleaved": Generator(interleaved, stages=(2, None), instead="1f1b", takes=("round_microbatches",)),
+    "interleaved": Generator(
+        interleaved, stages=(2, None), instead="1f1b", takes=("round_microbatches",), tries=_rounds
+    ),
     "looped_bfs": Generator(breadth_first, stages=(2, None), instead="gpipe"),
     "zb_h1": Generator(zb_h1),
-    "zb_h2": Generator(zb_h2, searched=False),
-    "zb_auto": Generator(zb_auto, takes=("zb_costs", "zb_live"), varies=True, searched=False),
+    "zb_h2": Generator(zb_h2),
+    "zb_auto": Generator(zb_auto, takes=("zb_costs", "zb_live"), tries=_lives, varies=True),
     "zbv": Generator(zbv, "v", stages=(2, 2), fill=lambda ranks: 2 * ranks - 1),
     "dualpipev": Generator(dualpipev, "v", (2, 2), fill=_twice),
-    "dualpipev_paired": Generator(dualpipev, "v", (2, 2), fill=_twice, paired=True, searched=False),
-    "dualpipe": Generator(dualpipe, "v", (2, 2), fill=_twice, copies=2, searched=False),
-    "dualpipe_paired": Generator(dualpipe, "v", (2, 2), fill=_twice, paired=True, copies=2, searched=False),
+    "dualpipev_paired": Generator(dualpipev, "v", (2, 2), fill=_twice, paired=True),
+    "dualpipe": Generator(dualpipe, "v", (2, 2), fill=_twice, copies=2),
+    "dualpipe_paired": Generator(dualpipe, "v", (2, 2), fill=_twice, paired=True, copies=2),
     "v_half": Generator(v_half, "v", stages=(2, 2)),
 }
 TUNED = tuple(field for made in SCHEDULES.values() for field in made.takes)
@@ -381,7 +399,9 @@ def _most_live(
         elif kind != "I":
             held -= 1
     count = Counter((stage, kind) for stage, kind, _ in row[:peak])
-    stages = sorted({stage for stage, _, _ in row})
+    stages = [
+        stage for stage, owner in enumerate(place(SCHEDULES[name].placement, ranks, chunks)) if owner == rank
+    ]
     return (
         tuple(count[stage, "F"] - count[stage, "B"] - count[stage, "I"] for stage in stages),
         tuple(count[stage, "I"] - count[stage, "W"] for stage in stages),

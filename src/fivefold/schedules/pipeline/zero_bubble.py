@@ -6,7 +6,7 @@ Symbols: p ranks, m microbatches; F, I, W seconds of forward, input and weight g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import product
@@ -67,6 +67,8 @@ def zb_auto(
     return list(_searched(ranks, microbatches, costs_of(zb_costs), zb_live or 2 * ranks - 1)[rank])
 
 
+CHOOSING = 16
+"""Microbatches per rank that choose between the ways to search: all of them where there are no more."""
 Seconds = tuple[float, float, float, float]
 """Of F, I, W and of a transfer between ranks, in any unit."""
 
@@ -93,10 +95,14 @@ def costs_of(text: str) -> Seconds:
 
 @lru_cache(maxsize=64)
 def _searched(ranks: int, microbatches: int, costs: Seconds, live: int) -> tuple[tuple[Step, ...], ...]:
-    """The rows of the greedy schedule that ends first; of equal ones that whose longest rank is shortest."""
+    """The rows of the greedy schedule that ends first; of equal ones that whose longest rank is shortest. Where there
+    are many microbatches, the first ones choose the way."""
+    first = min(microbatches, CHOOSING * ranks)
     ways = product((True, False), (True, False), (1, 2))
-    tries = (_Greedy(ranks, microbatches, costs, live, *way).run() for way in ways)
+    tries = (_Greedy(ranks, first, costs, live, *way).run() for way in ways)
     best = min(tries, key=lambda one: (one.end, one.longest))
+    if first < microbatches:
+        best = replace(best, microbatches=microbatches).run()
     return tuple(tuple((kind, rank) for kind in row) for rank, row in enumerate(best.rows))
 
 
