@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import compared, side, tiny
+from layouts import MOE, compared, side, tiny
 from marks import only
+from parity import joined, steps
 from ranks import run_ranks
-from runs import lines, ranks_of, train_rank
+from runs import assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.comm import everyone
+from fivefold.data import prepare
 from fivefold.errors import UserError
-from fivefold.kernels import fp8, matmul, native
+from fivefold.kernels import fp8, matmul, native, rounded
 from fivefold.kernels.fp8 import Fp8, encode
 from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles, rounded_matmuls
 from fivefold.models.base import init_part
@@ -28,6 +30,7 @@ from fivefold.precision.fp8 import SCALINGS
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.step.state import build_state
 from fivefold.train.self_test import fall_back, self_test
+from fivefold.train.share import batches_of
 from fivefold.train.verify import _differences
 
 E5M2 = FORMATS["fp8 e5m2"]
@@ -101,11 +104,11 @@ def test_emulation_equals_the_matmul_of_fp8(scaling: str, form: Format) -> None:
     assert (a8.float() * tiles).bfloat16().equal(how.round(a, form))
     if scaling == "block":
         for weight in (False, True):
-            assert how.multiply(a.to("meta"), b.to("meta"), form, weight).shape == (256, 128)
+            assert how.multiply(a.to("meta"), how.narrow(b.to("meta"), weight), form).shape == (256, 128)
         return
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
         pytest.skip(f"torch {torch.__version__} multiplies fp8 on GPUs only")
-    found, wanted = RoundedMatmuls.product(how, a, b, form), how.multiply(a, b, form)
+    found, wanted = RoundedMatmuls.product(how, a, b, form), how.multiply(a, how.narrow(b), form)
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-9 * wanted.abs().max().item())
 
 
@@ -319,6 +322,38 @@ def test_a_replica_keeps_weights_in_fp8_beside_bf16_masters(room: Path) -> None:
     assert parameter.data_ptr() == master.data_ptr(), "a layer that failed computes with its master"
     assert sum(p.dtype == torch.float8_e4m3fn for p in stage.parameters()) == 15
     state.parallel.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "sets"),
+    [
+        ("fp8", []), ("fp8", ["precision.fp8_scaling=row"]), ("fp8", ["precision.fp8_scaling=tensor"]), ("mxfp8", []),
+        ("fp8", MOE), ("mxfp8", MOE),
+    ],
+)  # fmt: skip
+def test_weights_are_rounded_once_per_step(
+    room: Path, mode: str, sets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all microbatches, forward and backward: to the same bits as in each matmul. 4 microbatches per step."""
+    recipe, again = change(tiny(room, "dp=1", "train.microbatch_size=2", mode=mode), sets), list[str]()
+    data = prepare(recipe)
+    recipe, plain = resolve(recipe, vocab_size=data.vocab_size), RoundedMatmuls.round
+    batches = batches_of(recipe, data)
+
+    def counted(how: RoundedMatmuls, x: torch.Tensor, form: Format | None = None, weight: bool = False):
+        again.extend(["weight"] * weight)
+        return plain(how, x, form, weight)
+
+    monkeypatch.setattr(RoundedMatmuls, "round", counted)
+    found = steps(0, 1, recipe, batches, 2)
+    assert not again, "matmuls round no weight"
+    monkeypatch.setattr(rounded, "refresh", lambda *_: None)
+    wanted = steps(0, 1, recipe, batches, 2)
+    assert len(again) > 2 * 4 * 2 * 4 * 4, "each matmul of steps, microbatches, ways, blocks, layers"
+    assert (found["loss"], found["norm"]) == (wanted["loss"], wanted["norm"])
+    assert found["validation"] == wanted["validation"]
+    for key in ("gradients", "weights"):
+        assert_same_tensors(joined([found], key), joined([wanted], key))
 
 
 def run_of(room: Path, layout: str, *sets: str) -> Recipe:

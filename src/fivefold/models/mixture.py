@@ -140,11 +140,13 @@ class Experts(Sublayer):
         return self.exchange(rows_MD, counts_CE, self.compute)
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        return self.finish(grouped_linear(rows_MD, self.gate_up, counts_E, self.rounded), counts_E)
+        how = self.rounded and self.rounded.of(0)
+        return self.finish(grouped_linear(rows_MD, self.gate_up, counts_E, how), counts_E)
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """Gate and up (M, 2F), counts (E) -> (M, D)."""
-        return grouped_linear(elementwise.swiglu(product), self.down, tables[0], self.rounded)
+        how = self.rounded and self.rounded.of(1)
+        return grouped_linear(elementwise.swiglu(product), self.down, tables[0], how)
 
 
 class Mixture(nn.Module):
@@ -311,8 +313,9 @@ class _Grouped(Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, how: RoundedMatmuls | None) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         ctx.how = how
-        x, w = (wide(rows), wide(weight)) if how is None else (how.round(rows), how.round_experts(weight))
-        return F.grouped_mm(x, w.transpose(1, 2), offs=ends).to(rows.dtype)
+        if how is not None:
+            return how.grouped(rows, weight, ends)
+        return F.grouped_mm(wide(rows), wide(weight).transpose(1, 2), offs=ends).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
@@ -321,11 +324,8 @@ class _Grouped(Function):
         if how is None:
             drows = F.grouped_mm(wide(dy), wide(weight), offs=ends).to(dy.dtype)
             return drows, F.grouped_mm(wide(dy).t(), wide(rows), offs=ends).to(dy.dtype), None, None
-        w = how.round_experts(weight.transpose(1, 2)).transpose(1, 2)
-        drows = F.grouped_mm(how.round(dy, how.gradients), w, offs=ends)
-        del w  # before the next factors; a tile of these may have rows of two experts
-        dy, x = how.round(dy.t(), how.gradients), how.round(rows.t()).t()
-        return drows, F.grouped_mm(dy, x, offs=ends), None, None
+        drows = how.grouped_input_gradient(dy, weight, ends)
+        return drows, how.grouped_weight_gradient(dy, rows, ends), None, None
 
 
 class _Dispatch(Function):

@@ -47,10 +47,10 @@ class Matmul:
     sensitive: bool = False
     grouped: bool = False
 
-    @property
-    def rounded(self) -> tuple[float, float, float]:
-        """Elements of both factors of its three products, which some modes round."""
+    def rounded(self, kept: bool) -> tuple[float, float, float]:
+        """Elements that its three products round, in some modes: both factors of each. kept: but the weight."""
         x, w, y = self.count * self.m * self.k, self.count * self.k * self.n, self.count * self.m * self.n
+        w *= not kept
         return (x + w, y + w, y + x) if self.weight and not self.sensitive else (0.0, 0.0, 0.0)
 
 

@@ -14,6 +14,8 @@ from fivefold.precision.formats import FORMATS
 
 SCALINGS = ("block", "row", "tensor")
 """`precision.fp8_scaling`."""
+ALONG = "row"
+"""The one whose scales are along each matmul's own sum (`Mode.along`)."""
 GRADIENTS = {"e5m2": FORMATS["fp8 e5m2"], "e4m3": FORMATS["fp8 e4m3"]}
 """`precision.fp8_backward`."""
 BLOCK = 128

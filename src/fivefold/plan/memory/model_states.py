@@ -105,18 +105,24 @@ def state_bytes(
 def rank_states(s: Setting, own: Elements) -> tuple[float, float, float]:
     """`state_bytes` of a rank. Parameters whose sharing group has one rank are kept whole, as without ZeRO: all of them
     if there is one data rank, and experts if expert parallelism takes all ranks that share."""
-    whole = sharing_group(s.layout)[1] == 1 or not s.layout.zero
-    weights, gradients, optimizer = s.states.rounded * (own.matrices - own.computes) * whole, 0.0, 0.0
+    weights, gradients, optimizer = s.kept_rounded * rounded_once(s, own), 0.0, 0.0
+    states = replace(s.states, rounded=0.0)
     for computes, keeps, expert, still, still_keep in own.groups():
         zero = s.layout.zero if sharing_group(s.layout, expert)[1] > 1 else 0
-        parts = [(s.states, computes - still, keeps - still_keep)]
+        parts = [(states, computes - still, keeps - still_keep)]
         if still:  # FSDP2 keeps masters of its rows, whatever is trained
-            only = replace(s.states, gradient=0.0, moments=0.0, master=s.states.master if zero else 0.0)
+            only = replace(states, gradient=0.0, moments=0.0, master=s.states.master if zero else 0.0)
             parts.append((only, still, still_keep))
         for b, whole, shared in parts:
             w, g, o = state_bytes(b, zero, whole, shared, s.microbatches, s.layout.pp, regathers(s.layout))
             weights, gradients, optimizer = weights + w, gradients + g, optimizer + o
     return weights, gradients, optimizer
+
+
+def rounded_once(s: Setting, own: Elements) -> float:
+    """Elements of the matrices that a replica rounds once per step. (Routers, which it does not round, are small.)"""
+    experts, (dense, routed) = own.experts - own.frozen[2], s.rounded_once
+    return (own.matrices - experts) * dense + experts * routed
 
 
 def adding_up(s: Setting, own: Elements) -> tuple[float, float]:

@@ -61,15 +61,18 @@ def on_device(s: Setting, own: Elements, position: int) -> float:
 
 
 def update(s: Setting, own: Elements) -> float:
-    """Seconds of the norm, the update, refreshing the weights and checking them. The first three read and write all
-    bytes of the states."""
+    """Seconds of the norm, the update, refreshing the weights, checking and rounding them. The first three read and
+    write all bytes of the states."""
     b = s.states
     kept = own.keeps - own.frozen[1]
     moved = update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     size = kept * (moved + rounding_traffic(b.copied))
     size *= s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
     size += kept * s.software.check_traffic(s.cluster.on_cpu)
-    return s.cluster.oversubscription * stream(size, s.cluster.device, "optimizer", s.dtype)
+    ways = 1 + (s.kept_rounded > 0 and not PRECISIONS[s.mode].weight)
+    narrow = ways * s.rounding_traffic * model_states.rounded_once(s, own)
+    seconds = stream(size, s.cluster.device, "optimizer", s.dtype)
+    return s.cluster.oversubscription * (seconds + stream(narrow, s.cluster.device, "copy", s.dtype))
 
 
 def whole_matrices(s: Setting, position: int) -> float:
