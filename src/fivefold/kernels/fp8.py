@@ -12,13 +12,14 @@ the same numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fivefold.kernels.private import scaled_mm
+from fivefold.kernels.private import scaled_grouped_mm, scaled_mm
 from fivefold.kernels.rounded import E4M3, Factor, Kept, RoundedMatmuls, power_of_two, tiles_of
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import Format
@@ -50,9 +51,34 @@ class Fp8(RoundedMatmuls):
 
     def keep(self, weight: Tensor, inside: bool = False) -> Kept:
         """In 8 bits twice where the device multiplies them: it reads both factors along their sum."""
+        if weight.dim() == 3 and self.groups(weight):
+            ways = (map(self.narrow, one.unbind()) for one in (weight, weight.mT))
+            return Kept(*(_stacked(factors) for factors in ways))
         if weight.dim() == 3 or not self.multiplies(weight):
             return super().keep(weight, inside)
         return Kept(self.narrow(weight, True), self.narrow(weight.t(), True))
+
+    def groups(self, weight: Tensor) -> bool:
+        """True if the device has grouped matmuls of fp8 for the weights of experts (E, F, D). PyTorch's take one scale
+        per row of E4M3, on Hopper. Gradients of weights, whose sums have any length, are emulated everywhere."""
+        alike = self.scaling == "row" and self.gradients == self.inputs == E4M3
+        return alike and self.multiplies(weight[0]) and _capability(weight.device)[0] == 9
+
+    def grouped(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        if not self.groups(weight):
+            return super().grouped(rows, weight, ends)
+        return self._grouped(rows, (self.kept or [self.keep(weight)])[0].output, ends)
+
+    def grouped_input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        if not self.groups(weight):
+            return super().grouped_input_gradient(dy, weight, ends)
+        return self._grouped(dy, (self.kept or [self.keep(weight)])[0].gradient, ends)
+
+    def _grouped(self, rows: Tensor, weight: Factor, ends: Tensor) -> Tensor:
+        """Rows (M, k), weights (E, n, k) with scales (E, n) -> (M, n)."""
+        a8, scale = encode(rows, 1, rows.shape[1], E4M3)
+        assert weight.scale is not None
+        return scaled_grouped_mm(a8, weight.numbers.mT, scale[:, 0], weight.scale, ends, rows.dtype)
 
     def narrow(self, b: Tensor, weight: bool = False) -> Factor:
         """A second factor in 8 bits, with its scales as `scaled_mm` takes them."""
@@ -92,6 +118,12 @@ class KeptFp8(Fp8):
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         return self.round(super().weight_gradient(dy, x))
+
+
+def _stacked(factors: Iterable[Factor]) -> Factor:
+    """Weights of experts, each with one scale per row (1, n): (E, n, k), (E, n)."""
+    numbers, scales = zip(*((f.numbers, f.scale) for f in factors), strict=True)
+    return Factor(torch.stack(numbers), torch.cat(scales))
 
 
 def matmuls(options: Any) -> Fp8:

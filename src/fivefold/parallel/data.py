@@ -180,7 +180,8 @@ class DataParallel(Hooked):
 
     def _rounded(self) -> list[Tensor]:
         layers = [layer.rounded for layer in self.layers.values() if layer.rounded]
-        return [tensor for how in layers for kept in how.kept for tensor in kept.tensors()]
+        every = (tensor for how in layers for kept in how.kept for tensor in kept.tensors())
+        return [tensor for tensor in every if tensor.dim()]  # the scale of a tensor is one number
 
     def errors(self) -> dict[str, float]:
         errors = [error for one in self.compressed for error in one.errors()]

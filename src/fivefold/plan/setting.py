@@ -281,8 +281,9 @@ class Setting:
 
     @property
     def kept_rounded(self) -> float:
-        """Bytes per element of what a replica keeps of a weight that it rounds once per step. Emulated, the first
-        rounding takes the place of the working weights; a device that multiplies 8 bits reads them in two orders."""
+        """Bytes per element of what a replica keeps of a dense weight that it rounds once per step. Emulated, as for
+        experts, the first rounding takes the place of the working weights. A device that multiplies 8 bits reads them
+        in two orders."""
         emulated = self.sizes.narrow == self.sizes.e or PRECISIONS[self.mode].weight
         return self.states.rounded if emulated else 2 * self.sizes.narrow
 

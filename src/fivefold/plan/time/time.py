@@ -69,8 +69,9 @@ def update(s: Setting, own: Elements) -> float:
     size = kept * (moved + rounding_traffic(b.copied))
     size *= s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
     size += kept * s.software.check_traffic(s.cluster.on_cpu)
-    ways = 1 + (s.kept_rounded > 0 and not PRECISIONS[s.mode].weight)
-    narrow = ways * s.rounding_traffic * model_states.rounded_once(s, own)
+    more = (bool(each) and not PRECISIONS[s.mode].weight for each in (s.kept_rounded, s.states.rounded))
+    elements = zip(model_states.rounded_once(s, own), more, strict=True)
+    narrow = s.rounding_traffic * sum(some * (1 + two) for some, two in elements)
     seconds = stream(size, s.cluster.device, "optimizer", s.dtype)
     return s.cluster.oversubscription * (seconds + stream(narrow, s.cluster.device, "copy", s.dtype))
 
