@@ -17,7 +17,7 @@ from fivefold.comm import everyone
 from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.kernels import fp8, matmul, native, rounded
-from fivefold.kernels.fp8 import Fp8, encode
+from fivefold.kernels.fp8 import Fp8, decode_rows, encode, encode_rows
 from fivefold.kernels.rounded import E4M3, RoundedMatmuls, round_tiles, rounded_matmuls
 from fivefold.models.base import init_part
 from fivefold.models.mixture import grouped_linear
@@ -26,7 +26,7 @@ from fivefold.parallel import parallelize as parallelize_
 from fivefold.parallel.parallelize import rounded_layers
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import FORMATS, Format
-from fivefold.precision.fp8 import SCALINGS
+from fivefold.precision.fp8 import SCALINGS, row_bytes
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.step.state import build_state
 from fivefold.train.self_test import fall_back, self_test
@@ -164,6 +164,16 @@ def test_experts_multiply_as_single_layers(scaling: str) -> None:
     assert fp8.BLOCK == 128
 
 
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+def test_rows_travel_in_8_bits(form: Format) -> None:
+    """As one rank rounds them, a byte per number and four per 128 of them; also none at all."""
+    for M, D in ((70, 256), (5, 200), (0, 128)):
+        x = numbers(M, D, spread=30)
+        sent = encode_rows(x, form)
+        assert sent.shape == (M, D + 8 - 4 * (D == 128)) == (M, row_bytes(D))
+        assert torch.equal(decode_rows(sent, D, form, x.dtype), round_tiles(x, 1, 128, form) if M else x)
+
+
 def test_experts_are_multiplied_in_fp8_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """By PyTorch's grouped matmul, whose demands on types, orders and scales its own meta function checks; a plain one
     gives the emulation's numbers."""
@@ -255,6 +265,10 @@ CASES = [
             "dp=2", "dp=2,zero=1", "tp=2", "tp=2,sp=true", "pp=2,schedule=zbv,virtual_stages=2,recompute=full",
             "dp=2,tp=2,pp=2,zero=1,sp=true",
         )
+    ),
+    *(
+        pytest.param("fp8", layout, ["precision.fp8_dispatch=true"], marks=pytest.mark.slow)
+        for layout in ("dp=4,ep=4", "dp=2,ep=2,expert_chunks=3,recompute=full", "dp=2,tp=2,ep=2,sp=true,zero=3")
     ),
     ("fp8", "tp=2", ["precision.fp8_scaling=tensor"]),  # each rank has the largest number of its part
     *(

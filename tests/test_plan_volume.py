@@ -5,7 +5,7 @@ from pathlib import Path
 import own_bytes
 import pytest
 from layouts import tiny
-from marks import all_but, only, slow_but
+from marks import all_but, only, slow, slow_but
 from ranks import run_ranks
 from steps import counted, planned
 from sweep import candidates
@@ -138,6 +138,14 @@ def test_of_experts_as_they_are_chosen(room: Path) -> None:
         assert {k: v for k, v in wanted.items() if k != rows} == {
             k: v for k, v in step.sent.items() if k != rows
         }
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2,ep=2", *slow("dp=2,ep=2,expert_chunks=3", "dp=4,ep=4,zero=1,recompute=full")]
+)
+def test_of_rows_that_travel_in_fp8(room: Path, layout: str) -> None:
+    """To experts, and the gradients of their results; the other ways in the working dtype."""
+    equal(tiny(room, layout, "precision.fp8_dispatch=true", mode="fp8"))
 
 
 def test_what_is_sent_follows_from_what_is_counted(room: Path) -> None:

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.kernels.private import scaled_grouped_mm, scaled_mm
 from fivefold.kernels.rounded import E4M3, Factor, Kept, RoundedMatmuls, power_of_two, tiles_of
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import Format
-from fivefold.precision.fp8 import BLOCK, GRADIENTS
+from fivefold.precision.fp8 import BLOCK, GRADIENTS, row_bytes
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def matmuls(options: Any) -> Fp8:
     """options: [precision] of the recipe."""
     if PRECISIONS[options.mode].weight:
         return KeptFp8(GRADIENTS[options.fp8_backward], scaling="tensor")
-    return Fp8(GRADIENTS[options.fp8_backward], scaling=options.fp8_scaling)
+    return Fp8(GRADIENTS[options.fp8_backward], scaling=options.fp8_scaling, dispatch=options.fp8_dispatch)
 
 
 def encode(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Tensor, Tensor]:
@@ -142,6 +143,22 @@ def encode(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Tensor, Te
     # A power of two rounds nothing.
     numbers = (tiles * scale.to(x.dtype)).to(getattr(torch, form.torch)).reshape(x.shape)
     return numbers.contiguous(), 1 / scale[:, 0, :, 0]
+
+
+def encode_rows(x: Tensor, form: Format) -> Tensor:
+    """Rows (M, D) as they travel, uint8 (M, `row_bytes(D)`): numbers of 8 bits, then the factors (fp32) of each 128."""
+    D = x.shape[1]
+    numbers, scale = encode(F.pad(x, (0, -D % BLOCK)), 1, BLOCK, form)
+    scales = scale.reshape(-1).view(torch.uint8).view(len(x), row_bytes(D) - D)
+    return torch.cat([numbers[:, :D].view(torch.uint8), scales], 1)
+
+
+def decode_rows(sent: Tensor, D: int, form: Format, dtype: torch.dtype) -> Tensor:
+    """What `encode_rows` made, as rows (M, D): exactly the rounded numbers."""
+    numbers, scale = sent.split([D, sent.shape[1] - D], 1)
+    rows = numbers.contiguous().view(getattr(torch, form.torch)).to(dtype)
+    factors = scale.contiguous().view(torch.float32).to(dtype)
+    return rows.mul_(factors.repeat_interleave(BLOCK, 1)[:, :D])
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -74,6 +74,8 @@ class RoundedMatmuls(ABC):
     inputs: Format = E4M3
     replaces: ClassVar[bool] = False
     """True if a kept weight's numbers take the place of the layer's parameter."""
+    dispatch: bool = field(default=False, kw_only=True)
+    """True if rows are rounded on their way to experts, in forward to `inputs`, in backward to `gradients`."""
     kept: tuple[Kept, ...] = field(default=(), compare=False, repr=False)
 
     @abstractmethod

@@ -29,9 +29,11 @@ from torch.nn import functional as F
 
 from fivefold.kernels import elementwise
 from fivefold.kernels.matmul import wide, widened
-from fivefold.kernels.rounded import RoundedMatmuls
+from fivefold.kernels.rounded import RoundedMatmuls, round_tiles
 from fivefold.models.layers import RegionInput, RegionOutput, Sublayer, SwiGLU
 from fivefold.models.section import ModelSection, known
+from fivefold.precision.formats import Format
+from fivefold.precision.fp8 import BLOCK
 
 
 class RouterStats:
@@ -86,10 +88,18 @@ class Exchange(nn.Module):
     chunks, local = 1, True
 
     def forward(
-        self, rows_MD: Tensor, counts_CE: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+        self,
+        rows_MD: Tensor,
+        counts_CE: Tensor,
+        compute: Callable[[Tensor, Tensor], Tensor],
+        how: RoundedMatmuls | None = None,
     ) -> Tensor:
-        """compute(rows sorted by expert, rows per expert) returns the results, row by row."""
-        return compute(rows_MD, counts_CE[0])
+        """compute(rows sorted by expert, rows per expert) returns the results, row by row. how: rounds what travels to
+        experts: rows, and the gradients of results."""
+        if how is None:
+            return compute(rows_MD, counts_CE[0])
+        results = compute(_Travel.apply(rows_MD, how.inputs, None), counts_CE[0])
+        return _Travel.apply(results, None, how.gradients)
 
 
 class Router(nn.Module):
@@ -137,7 +147,8 @@ class Experts(Sublayer):
 
     def forward(self, rows_MD: Tensor, counts_CE: Tensor) -> Tensor:
         """Rows sorted by chunk and expert, and the number of rows of each expert in each chunk -> (M, D)."""
-        return self.exchange(rows_MD, counts_CE, self.compute)
+        how = self.rounded if self.rounded and self.rounded.dispatch else None
+        return self.exchange(rows_MD, counts_CE, self.compute, how)
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         how = self.rounded and self.rounded.of(0)
@@ -304,6 +315,21 @@ def grouped_linear(
     if how is not None or widened(rows_MD, weight_EFD):
         return _Grouped.apply(rows_MD, weight_EFD, offsets, how)
     return F.grouped_mm(rows_MD, weight_EFD.transpose(1, 2), offs=offsets)
+
+
+class _Travel(Function):
+    """Rows (M, D) as they arrive if they travel in a format, in forward and in backward; None: unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: Format | None, back: Format | None) -> Tensor:
+        ctx.back = back
+        return rows.view_as(rows) if there is None else round_tiles(rows.contiguous(), 1, BLOCK, there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        dy, back = grads[0], ctx.back
+        return dy if back is None else round_tiles(dy.contiguous(), 1, BLOCK, back), None, None
 
 
 class _Grouped(Function):

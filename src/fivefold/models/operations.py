@@ -146,7 +146,8 @@ WHOLE_SEQUENCES = Seen()
 class Sizes:
     """A model's share on one rank for one microbatch of B sequences. load: rows of this rank's experts relative to an
     even split. chunks: of these rows, whose messages overlap. narrow: bytes per element of a factor that is rounded for
-    a matmul; 0: none is. seen: by attention, of sequences with several documents."""
+    a matmul; 0: none is. seen: by attention, of sequences with several documents. dispatched: bytes of a row of D
+    features on its way to experts; 0: D e."""
 
     model: ModelSection
     B: int
@@ -161,6 +162,7 @@ class Sizes:
     chunks: int = 1
     narrow: float = 0.0
     seen: Seen = WHOLE_SEQUENCES
+    dispatched: float = 0.0
 
     @property
     def N(self) -> float:

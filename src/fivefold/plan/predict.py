@@ -342,7 +342,8 @@ def for_recipe(software: Software, recipe: Recipe) -> Software:
         states[name] = replace(plain, reduce=reduce, moments=moments, copied=copied, estimate=estimate)
         if "fp8_scaling" in mode.fields and recipe.precision.fp8_scaling == ALONG:
             states[name] = replace(states[name], rounded=plain.working)
-    return replace(software, states=states, optimizer=card.name, estimates=passes)
+    narrow = recipe.precision.fp8_dispatch
+    return replace(software, states=states, optimizer=card.name, estimates=passes, fp8_dispatch=narrow)
 
 
 def with_load(software: Software, model: ModelSection, load: float | None) -> Software:

@@ -21,6 +21,7 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.devices import Cluster, Device
 from fivefold.plan.messages.communication import Group, group
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, chosen
+from fivefold.precision.fp8 import row_bytes
 from fivefold.recipe import Recipe
 from fivefold.schedules.pipeline import DEFAULT, Schedule, stages_per_rank
 from fivefold.sharding.layout import Layout
@@ -190,7 +191,8 @@ class Software(Program):
     host takes to issue a block's forward, and as long again for its backward. step: fixed seconds per step.
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
     estimates: forwards and backwards per step that only estimate the curvature.
-    checked: each update is checked by the largest weight (step/step.py).
+    checked: each update is checked by the largest weight (step/step.py). fp8_dispatch: rows travel to experts
+    in 8 bits.
     documents: those that attention does not cross; None: sequences are whole.
     """
 
@@ -209,6 +211,7 @@ class Software(Program):
     optimizer: str = OPTIMIZER
     estimates: float = 0.0
     checked: bool = True
+    fp8_dispatch: bool = False
     documents: Documents | None = None
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
 
@@ -376,6 +379,8 @@ def setting(
     narrow = DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0
     seen = documents.seen(model, x, B, e, software) if documents else WHOLE_SEQUENCES
     sizes = Sizes(model, B, x.tp, x.cp, x.ep, x.sp, e, x.cp_method, load, x.sp_regather, chunks, narrow, seen)
+    if software.fp8_dispatch and "fp8_dispatch" in card.fields:
+        sizes = replace(sizes, dispatched=float(row_bytes(model.dim)))
     cluster = cluster.for_ranks(layout.ranks)
     layout = on_nodes(layout, cluster.per_node)
     return Setting(model, layout, cluster, software, sizes, mode, microbatches, sequences=sequences)
