@@ -12,7 +12,7 @@ from sweep import candidates
 
 from fivefold.models.card import card_of
 from fivefold.plan.messages import volume
-from fivefold.recipe import Recipe, load, resolve
+from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import local_parameters
 from fivefold.sharding.units import keepings
@@ -145,7 +145,7 @@ def test_of_experts_as_they_are_chosen(room: Path) -> None:
 )
 def test_of_rows_that_travel_in_fp8(room: Path, layout: str) -> None:
     """To experts, and the gradients of their results; the other ways in the working dtype."""
-    equal(tiny(room, layout, "precision.fp8_dispatch=true", mode="fp8"))
+    equal(change(tiny(room, layout, mode="fp8"), ["precision.fp8_dispatch=true"]))
 
 
 def test_what_is_sent_follows_from_what_is_counted(room: Path) -> None:
