@@ -3,7 +3,8 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -200,7 +201,14 @@ def test_experts_are_multiplied_in_fp8_on_hopper(monkeypatch: pytest.MonkeyPatch
         found = one.grouped(rows, weight, ends), one.grouped_input_gradient(dy, weight, ends)
         for there, here in zip(wanted, found, strict=True):
             torch.testing.assert_close(here, there, rtol=2**-7, atol=2**-9 * there.abs().max().item())
-    assert not replace(how, gradients=E5M2).groups(weight), "PyTorch multiplies E4M3 only"
+    monkeypatch.undo()
+    monkeypatch.setattr(fp8, "_capability", lambda _: (9, 0))
+    on_gpu = cast(
+        "torch.Tensor", SimpleNamespace(device=torch.device("cuda"), shape=weight.shape, dim=weight.dim)
+    )
+    assert how.multiplies(on_gpu)
+    assert not replace(how, gradients=E5M2).multiplies(on_gpu), "PyTorch multiplies E4M3 only"
+    assert not replace(how, scaling="block").multiplies(on_gpu), "by one scale per row"
 
 
 @pytest.mark.parametrize("compiled", [True, False])

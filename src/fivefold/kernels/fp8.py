@@ -12,7 +12,6 @@ the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,54 +40,43 @@ class Fp8(RoundedMatmuls):
         return (BLOCK if weight else 1), BLOCK
 
     def multiplies(self, b: Tensor) -> bool:
-        """True if the device has a matmul of fp8 for second factors like this one (n, k)."""
-        has = b.device.type == "cuda" and b.shape[1] % 16 == 0 and b.shape[0] % 16 == 0
-        if has and self.scaling == "block":  # cuBLAS has these on Hopper only
-            has = b.shape[1] % BLOCK == 0 and b.shape[0] % BLOCK == 0 and _capability(b.device)[0] == 9
-        return has and _capability(b.device) >= (8, 9)
+        """True if the device has a matmul of fp8 for second factors like this one (n, k). For experts (E, n, k)
+        PyTorch's takes one scale per row of E4M3. The gradients of their weights, sums of any length, are emulated."""
+        if b.device.type != "cuda" or b.shape[-1] % 16 or b.shape[-2] % 16:
+            return False
+        hopper = _capability(b.device)[0] == 9  # alone has blocks in cuBLAS, and PyTorch's grouped matmul
+        if b.dim() == 3:
+            return hopper and self.scaling == "row" and self.gradients == self.inputs
+        if self.scaling == "block":
+            return hopper and b.shape[-1] % BLOCK == 0 and b.shape[-2] % BLOCK == 0
+        return _capability(b.device) >= (8, 9)
 
     def factor(self, b: Tensor, weight: bool = False) -> Factor:
         return self.narrow(b, weight) if self.multiplies(b) else super().factor(b, weight)
 
     def keep(self, weight: Tensor, inside: bool = False) -> Kept:
         """In 8 bits twice where the device multiplies them: it reads both factors along their sum."""
-        if weight.dim() == 3 and self.groups(weight):
-            ways = (map(self.narrow, one.unbind()) for one in (weight, weight.mT))
-            return Kept(*(_stacked(factors) for factors in ways))
-        if weight.dim() == 3 or not self.multiplies(weight):
+        if not self.multiplies(weight):
             return super().keep(weight, inside)
-        return Kept(self.narrow(weight, True), self.narrow(weight.t(), True))
-
-    def groups(self, weight: Tensor) -> bool:
-        """True if the device has grouped matmuls of fp8 for the weights of experts (E, F, D). PyTorch's take one scale
-        per row of E4M3, on Hopper. Gradients of weights, whose sums have any length, are emulated everywhere."""
-        alike = self.scaling == "row" and self.gradients == self.inputs == E4M3
-        return alike and self.multiplies(weight[0]) and _capability(weight.device)[0] == 9
-
-    def grouped(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        if not self.groups(weight):
-            return super().grouped(rows, weight, ends)
-        return self._grouped(rows, (self.kept or [self.keep(weight)])[0].output, ends)
-
-    def grouped_input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        if not self.groups(weight):
-            return super().grouped_input_gradient(dy, weight, ends)
-        return self._grouped(dy, (self.kept or [self.keep(weight)])[0].gradient, ends)
-
-    def _grouped(self, rows: Tensor, weight: Factor, ends: Tensor) -> Tensor:
-        """Rows (M, k), weights (E, n, k) with scales (E, n) -> (M, n)."""
-        a8, scale = encode(rows, 1, rows.shape[1], E4M3)
-        assert weight.scale is not None
-        return scaled_grouped_mm(a8, weight.numbers.mT, scale[:, 0], weight.scale, ends, rows.dtype)
+        return Kept(self.narrow(weight, True), self.narrow(weight.mT, True))
 
     def narrow(self, b: Tensor, weight: bool = False) -> Factor:
-        """A second factor in 8 bits, with its scales as `scaled_mm` takes them."""
+        """A second factor in 8 bits, with its scales as PyTorch's matmuls take them: (E, n) of experts."""
+        if b.dim() == 3:
+            numbers, scales = zip(*(encode(one, 1, one.shape[1], self.inputs) for one in b), strict=True)
+            return Factor(torch.stack(numbers), torch.stack(scales)[..., 0])
         b8, scale = encode(b, *self.tile(b.shape, weight), self.inputs)
         if self.scaling == "tensor":
             return Factor(b8, scale.view(()))
         if self.scaling == "row":
             return Factor(b8, scale.t())
         return Factor(b8, scale.repeat_interleave(len(b) // len(scale), 0).t().contiguous())
+
+    def grouped_product(self, a: Tensor, b: Factor, form: Format, ends: Tensor) -> Tensor:
+        if b.scale is None:
+            return super().grouped_product(a, b, form, ends)
+        a8, scale = encode(a, 1, a.shape[1], form)
+        return scaled_grouped_mm(a8, b.numbers.mT, scale[:, 0], b.scale, ends, a.dtype)
 
     def product(self, a: Tensor, b: Tensor | Factor, form: Format, weight: bool = False) -> Tensor:
         b = b if isinstance(b, Factor) else self.factor(b, weight)
@@ -119,12 +107,6 @@ class KeptFp8(Fp8):
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         return self.round(super().weight_gradient(dy, x))
-
-
-def _stacked(factors: Iterable[Factor]) -> Factor:
-    """Weights of experts, each with one scale per row (1, n): (E, n, k), (E, n)."""
-    numbers, scales = zip(*((f.numbers, f.scale) for f in factors), strict=True)
-    return Factor(torch.stack(numbers), torch.cat(scales))
 
 
 def matmuls(options: Any) -> Fp8:

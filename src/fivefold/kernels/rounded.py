@@ -104,7 +104,9 @@ class RoundedMatmuls(ABC):
         return F.linear(self.round(a, form), b.in_dtype(a.dtype))
 
     def factor(self, b: Tensor, weight: bool = False) -> Factor:
-        """A second factor (n, k), rounded."""
+        """A second factor (n, k), or those of experts (E, n, k), rounded."""
+        if b.dim() == 3:
+            return Factor(torch.stack([self.round(one, weight=True) for one in b]))
         return Factor(self.round(b, weight=weight))
 
     def keep(self, weight: Tensor, inside: bool = False) -> Kept:
@@ -125,13 +127,17 @@ class RoundedMatmuls(ABC):
 
     def grouped(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Rows (M, D) of experts times their weights (E, F, D) -> (M, F). ends: of each expert's rows, int32 (E)."""
-        w = self.kept[0].output.numbers if self.kept else self.round_experts(weight)
-        return F.grouped_mm(self.round(rows), w.mT, offs=ends)
+        w = self.kept[0].output if self.kept else self.factor(weight)
+        return self.grouped_product(rows, w, self.inputs, ends)
 
     def grouped_input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """dy (M, F), weights (E, F, D) -> (M, D)."""
-        w = self.kept[0].gradient.numbers if self.kept else self.round_experts(weight.mT)
-        return F.grouped_mm(self.round(dy, self.gradients), w.mT, offs=ends)
+        w = self.kept[0].gradient if self.kept else self.factor(weight.mT)
+        return self.grouped_product(dy, w, self.gradients, ends)
+
+    def grouped_product(self, a: Tensor, b: Factor, form: Format, ends: Tensor) -> Tensor:
+        """Rows a (M, k) in `form`, times b.T of their expert, b (E, n, k) -> (M, n)."""
+        return F.grouped_mm(self.round(a, form), b.numbers.mT, offs=ends)
 
     def grouped_weight_gradient(self, dy: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         """dy (M, F), rows (M, D) -> (E, F, D). A tile may have rows of two experts."""
@@ -144,10 +150,6 @@ class RoundedMatmuls(ABC):
         if x.is_contiguous() or not x.t().is_contiguous():
             return round_tiles(x.contiguous(), rows, columns, form)
         return round_tiles(x.t(), columns, rows, form).t()  # in the order of its memory
-
-    def round_experts(self, weights: Tensor) -> Tensor:
-        """A stack of weights (E, rows, summed dim), each rounded by itself. Experts are always multiplied in bf16."""
-        return torch.stack([self.round(weight, weight=True) for weight in weights])
 
 
 def rounded_matmuls(mode: Mode, options: Any) -> RoundedMatmuls | None:

@@ -35,6 +35,8 @@ from fivefold.models.section import ModelSection, known
 from fivefold.precision.formats import Format
 from fivefold.precision.fp8 import BLOCK
 
+Compute = Callable[[Tensor, Tensor], Tensor]
+
 
 class RouterStats:
     """Numbers exchanged between the trainer and one layer.
@@ -88,11 +90,7 @@ class Exchange(nn.Module):
     chunks, local = 1, True
 
     def forward(
-        self,
-        rows_MD: Tensor,
-        counts_CE: Tensor,
-        compute: Callable[[Tensor, Tensor], Tensor],
-        how: RoundedMatmuls | None = None,
+        self, rows_MD: Tensor, counts_CE: Tensor, compute: Compute, how: RoundedMatmuls | None = None
     ) -> Tensor:
         """compute(rows sorted by expert, rows per expert) returns the results, row by row. how: rounds what travels to
         experts: rows, and the gradients of results."""

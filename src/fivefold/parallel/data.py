@@ -172,16 +172,16 @@ class DataParallel(Hooked):
 
     def kept(self) -> dict[str, list[Tensor]]:
         """The working weights, what compression keeps, and the scratch of sums; see `Replica.kept`."""
+        hows = (layer.rounded for layer in self.layers.values() if layer.rounded)
+        rounded = (tensor for how in hows for kept in how.kept for tensor in kept.tensors())
         return {
-            "params": [self.flat_working, *self._rounded()],
+            "params": [
+                self.flat_working,
+                *(x for x in rounded if x.dim()),
+            ],  # the scale of a tensor is one number
             "gradients": list(self.unsent().values()),
             "buffers": self.sum.kept(),
         }
-
-    def _rounded(self) -> list[Tensor]:
-        layers = [layer.rounded for layer in self.layers.values() if layer.rounded]
-        every = (tensor for how in layers for kept in how.kept for tensor in kept.tensors())
-        return [tensor for tensor in every if tensor.dim()]  # the scale of a tensor is one number
 
     def errors(self) -> dict[str, float]:
         errors = [error for one in self.compressed for error in one.errors()]

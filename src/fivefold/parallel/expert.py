@@ -27,7 +27,7 @@ from fivefold.kernels.fp8 import decode_rows, encode_rows
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
-from fivefold.models.mixture import Exchange, Mixture, Total
+from fivefold.models.mixture import Compute, Exchange, Mixture, Total
 from fivefold.models.section import ModelSection
 from fivefold.parallel.autograd import sent
 from fivefold.parallel.mesh import Mesh
@@ -86,11 +86,7 @@ class AllToAll(Exchange):
         self.turns: Turns | None = None  # set if a pipeline runs forwards and backwards in pairs
 
     def forward(
-        self,
-        rows_MD: Tensor,
-        counts_CE: Tensor,
-        compute: Callable[[Tensor, Tensor], Tensor],
-        how: RoundedMatmuls | None = None,
+        self, rows_MD: Tensor, counts_CE: Tensor, compute: Compute, how: RoundedMatmuls | None = None
     ) -> Tensor:
         mine_GCe = counts_CE.unflatten(1, (self.axis.size, -1)).transpose(0, 1).contiguous()
         started = self.axis.start(COUNTS, mine_GCe)
