@@ -173,11 +173,11 @@ class DataParallel(Hooked):
     def kept(self) -> dict[str, list[Tensor]]:
         """The working weights, what compression keeps, and the scratch of sums; see `Replica.kept`."""
         hows = (layer.rounded for layer in self.layers.values() if layer.rounded)
-        rounded = (tensor for how in hows for kept in how.kept for tensor in kept.tensors())
+        copies = (tensor for how in hows for kept in how.kept for tensor in kept.tensors())
         return {
             "params": [
                 self.flat_working,
-                *(x for x in rounded if x.dim()),
+                *(x for x in copies if x.dim()),
             ],  # the scale of a tensor is one number
             "gradients": list(self.unsent().values()),
             "buffers": self.sum.kept(),
