@@ -105,9 +105,14 @@ class RoundedMatmuls(ABC):
 
     def factor(self, b: Tensor, weight: bool = False) -> Factor:
         """A second factor (n, k), or those of experts (E, n, k), rounded."""
-        if b.dim() == 3:
-            return Factor(torch.stack([self.round(one, weight=True) for one in b]))
-        return Factor(self.round(b, weight=weight))
+        if b.dim() == 2:
+            return Factor(self.round(b, weight=weight))
+        stack = torch.empty_like(
+            b
+        )  # in the order of its memory, as each layer's: then sums have the same order, too
+        for one, there in zip(b, stack, strict=True):
+            there.copy_(self.round(one, weight=True))
+        return Factor(stack)
 
     def keep(self, weight: Tensor, inside: bool = False) -> Kept:
         """Rounds a weight (F, D), or those of experts (E, F, D). inside: in place, as far as one rounding goes."""

@@ -175,10 +175,7 @@ class DataParallel(Hooked):
         hows = (layer.rounded for layer in self.layers.values() if layer.rounded)
         copies = (tensor for how in hows for kept in how.kept for tensor in kept.tensors())
         return {
-            "params": [
-                self.flat_working,
-                *(x for x in copies if x.dim()),
-            ],  # the scale of a tensor is one number
+            "params": [self.flat_working, *(x for x in copies if x.dim())],  # not the scale of a whole tensor
             "gradients": list(self.unsent().values()),
             "buffers": self.sum.kept(),
         }
