@@ -375,9 +375,8 @@ class PrecisionSection(Section):
     """Format of gradients in `mode = "fp8"`. `e5m2` has the wider range, `e4m3` is finer, but small gradients round
     differently where a layout cuts a tile."""
     fp8_dispatch: bool = False
-    """Rows travel to their experts in `mode = "fp8"` as DeepSeek-V3 sends them (arXiv 2412.19437): rounded to E4M3
-    with a scale per 128 features, and the gradients of their results to the format of `fp8_backward`. Results and the
-    gradients of rows travel in bf16. One rank rounds the same numbers, so layouts agree."""
+    """Rows travel to experts in 8 bits in `mode = "fp8"`, with a scale per 128 features, and the gradients of their
+    results, too, as in DeepSeek-V3 (arXiv 2412.19437). What comes back is in bf16."""
     fp8_skip_first: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """First blocks that stay in bf16 in the modes `fp8` and `mxfp8`. Embedding, output layer, norms, routers and
     attention's own matmuls always do."""
