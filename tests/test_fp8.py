@@ -410,6 +410,27 @@ def test_weights_are_rounded_once_per_step(
         assert_same_tensors(joined([found], key), joined([wanted], key))
 
 
+def test_a_skipped_update_changes_no_rounded_weight(room: Path) -> None:
+    """They are rounded from the masters, never from what was rounded along the other dim."""
+    recipe = change(tiny(room, "dp=1", mode="fp8"), ["precision.fp8_scaling=row"])
+    state = build_state(resolve(recipe, vocab_size=256), ranks_of(0, 1))
+    (stage,), (replica,) = state.parallel.stages, state.parallel.replicas
+    found = list[list[torch.Tensor]]()
+    for master in replica.masters.values():  # many numbers are subnormal along one dim only
+        master.mul_(torch.randint(-20, 1, master.shape[:1]).exp2().view(-1, *[1] * (master.dim() - 1)))
+    for skip in (0.0, 1.0, 0.0):
+        for gradient in replica.gradients.values():
+            gradient.normal_()
+        replica.update(1e-4, None, torch.tensor(skip))
+        kept = [how for _, layer in rounded_layers(stage) for how in layer.rounded.kept]
+        found.append([t.clone() for one in kept for t in one.tensors()])
+    once, skipped, twice = found
+    assert len(once) == 2 * 4 * 4, "two ways, blocks, layers"
+    assert all(map(torch.equal, once, skipped))
+    assert not any(map(torch.equal, once, twice))
+    state.parallel.close()
+
+
 def run_of(room: Path, layout: str, *sets: str) -> Recipe:
     more = ["train.steps=4", "observe.tracker=none", "train.val_sequences=4", "optim.schedule=constant"]
     return change(tiny(room, layout, mode="fp8"), [*more, *sets])

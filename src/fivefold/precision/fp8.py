@@ -20,13 +20,11 @@ GRADIENTS = {"e5m2": FORMATS["fp8 e5m2"], "e4m3": FORMATS["fp8 e4m3"]}
 """`precision.fp8_backward`."""
 BLOCK = 128
 """Numbers along a side of a block."""
-SCALE = 4
-"""Bytes of a scale."""
 
 
 def row_bytes(features: int) -> int:
-    """Bytes of a row that travels with a number of 8 bits per feature, and a scale per block of them."""
-    return features + SCALE * -(-features // BLOCK)
+    """Bytes of a row that travels with a number of 8 bits per feature, and a scale in fp32 per block of them."""
+    return features + 4 * -(-features // BLOCK)
 
 
 SKIPS = ("fp8_skip_first", "fp8_skip_last")
