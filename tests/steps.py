@@ -13,6 +13,7 @@ from fivefold.models import predicted
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import apart, for_recipe
 from fivefold.plan.setting import FIVEFOLD_CPU, Setting, setting
+from fivefold.precision import PRECISIONS
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state
@@ -174,5 +175,9 @@ def planned(recipe: Recipe) -> Setting:
     layout, B = Layout.from_recipe(recipe.layout), recipe.train.microbatch_size or 1
     count = recipe.train.global_batch_size // (layout.dp * B)
     software = for_recipe(FIVEFOLD_CPU, recipe)
-    whole = setting(recipe.model, layout, parse("h100"), B, count, recipe.precision.mode, software)
+    mode = PRECISIONS.get(recipe.precision.mode)
+    device = (
+        "a100" if mode and mode.kernel else "h100"
+    )  # which multiplies no 8 bits, as this machine does not
+    whole = setting(recipe.model, layout, parse(device), B, count, recipe.precision.mode, software)
     return apart(whole, recipe.replica_groups) if recipe.replica_groups.count > 1 else whole

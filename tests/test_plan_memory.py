@@ -219,6 +219,7 @@ TRACED = [
     ("llama", "bf16", "cp=2,cp_method=all_gather"),
     ("llama", "bf16", "dp=4,zero=3,ranks_per_node=2,zeropp=weights,hier,gradients"),
     ("llama", "fp8", "tp=2,sp=true,recompute=full"),
+    ("llama", "mxfp8", "dp=1"),
     ("moe", "fp8", "dp=2,ep=2,zero=2"),
     ("moe", "fp32", "dp=2,ep=2,expert_chunks=4"),
     ("llama", "bf16", "tp=2,recompute=full,offload=activations:tp"),

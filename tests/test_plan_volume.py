@@ -5,14 +5,14 @@ from pathlib import Path
 import own_bytes
 import pytest
 from layouts import tiny
-from marks import all_but, only, slow_but
+from marks import all_but, only, slow, slow_but
 from ranks import run_ranks
 from steps import counted, planned
 from sweep import candidates
 
 from fivefold.models.card import card_of
 from fivefold.plan.messages import volume
-from fivefold.recipe import Recipe, load, resolve
+from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.parts import local_parameters
 from fivefold.sharding.units import keepings
@@ -138,6 +138,14 @@ def test_of_experts_as_they_are_chosen(room: Path) -> None:
         assert {k: v for k, v in wanted.items() if k != rows} == {
             k: v for k, v in step.sent.items() if k != rows
         }
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2,ep=2", *slow("dp=2,ep=2,expert_chunks=3", "dp=4,ep=4,zero=1,recompute=full")]
+)
+def test_of_rows_that_travel_in_fp8(room: Path, layout: str) -> None:
+    """To experts, and the gradients of their results; the other ways in the working dtype."""
+    equal(change(tiny(room, layout, mode="fp8"), ["precision.fp8_dispatch=true"]))
 
 
 def test_what_is_sent_follows_from_what_is_counted(room: Path) -> None:

@@ -5,23 +5,25 @@ section 3.3), 128 numbers along the sum for activations and gradients, and 128 x
 
 GPUs with fp8 multiply by PyTorch's `scaled_mm`, blocks on Hopper only.
 
-`nanotron` keeps weights in fp8. A replica rounds them once per step, beside the masters. Where weights are gathered
-(ZeRO) they arrive in bf16, and each matmul rounds them to the same numbers.
+A replica that has whole weights rounds them once per step (`rounded.refresh`); those of `nanotron` take the place of
+the weights, beside the masters. Where weights are gathered (ZeRO) they arrive in bf16, and each matmul rounds them to
+the same numbers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.kernels.private import scaled_mm
-from fivefold.kernels.rounded import E4M3, RoundedMatmuls, power_of_two, tiles_of
+from fivefold.kernels.private import scaled_grouped_mm, scaled_mm
+from fivefold.kernels.rounded import E4M3, Factor, Kept, RoundedMatmuls, power_of_two, tiles_of
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import Format
-from fivefold.precision.fp8 import BLOCK, GRADIENTS
+from fivefold.precision.fp8 import BLOCK, GRADIENTS, row_bytes
 
 
 @dataclass(frozen=True)
@@ -37,64 +39,81 @@ class Fp8(RoundedMatmuls):
             return 1, max(1, shape[-1])
         return (BLOCK if weight else 1), BLOCK
 
-    def product(self, a: Tensor, b: Tensor, form: Format, weight: bool = False) -> Tensor:
-        """By the device's matmul of fp8, if it has one for factors of these shapes."""
-        has = a.device.type == "cuda" and a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0
-        if has and self.scaling == "block":  # cuBLAS has these on Hopper only
-            has = a.shape[1] % BLOCK == 0 and b.shape[0] % BLOCK == 0 and _capability(a.device)[0] == 9
-        if has and _capability(a.device) >= (8, 9):
-            return self.multiply(a, b, form, weight)
-        return super().product(a, b, form, weight)
+    def multiplies(self, b: Tensor) -> bool:
+        """True if the device has a matmul of fp8 for second factors like this one (n, k). For experts (E, n, k)
+        PyTorch's takes one scale per row of E4M3. The gradients of their weights, sums of any length, are emulated."""
+        if b.device.type != "cuda" or b.shape[-1] % 16 or b.shape[-2] % 16:
+            return False
+        hopper = _capability(b.device)[0] == 9  # alone has blocks in cuBLAS, and PyTorch's grouped matmul
+        if b.dim() == 3:
+            return hopper and self.scaling == "row" and self.gradients == self.inputs
+        if self.scaling == "block":
+            return hopper and b.shape[-1] % BLOCK == 0 and b.shape[-2] % BLOCK == 0
+        return _capability(b.device) >= (8, 9)
 
-    def multiply(self, a: Tensor, b: Tensor, form: Format, weight: bool = False) -> Tensor:
-        """`product` by the device's matmul of fp8, summed in fp32 rather than with the fewer bits of fast sums."""
-        a8, a_scale = encode(a, *self.tile(a.shape), form)
-        b8, b_scale = encode(b, *self.tile(b.shape, weight), self.inputs)
+    def factor(self, b: Tensor, weight: bool = False) -> Factor:
+        return self.narrow(b, weight) if self.multiplies(b) else super().factor(b, weight)
+
+    def keep(self, weight: Tensor, inside: bool = False) -> Kept:
+        """In 8 bits twice where the device multiplies them: it reads both factors along their sum."""
+        if not self.multiplies(weight):
+            return super().keep(weight, inside)
+        return Kept(self.narrow(weight, True), self.narrow(weight.mT, True))
+
+    def narrow(self, b: Tensor, weight: bool = False) -> Factor:
+        """A second factor in 8 bits, with its scales as PyTorch's matmuls take them: (E, n) of experts."""
+        if b.dim() == 3:
+            numbers, scales = zip(*(encode(one, 1, one.shape[1], self.inputs) for one in b), strict=True)
+            return Factor(torch.stack(numbers), torch.stack(scales)[..., 0])
+        b8, scale = encode(b, *self.tile(b.shape, weight), self.inputs)
         if self.scaling == "tensor":
-            a_scale, b_scale = a_scale.view(()), b_scale.view(())
-        elif self.scaling == "row":
-            b_scale = b_scale.t()
-        else:  # one for each row and 128 columns, column by column
-            b_scale = b_scale.repeat_interleave(len(b) // len(b_scale), 0).t().contiguous()
-            a_scale = a_scale.t().contiguous().t()
-        return scaled_mm(a8, b8.t(), a_scale, b_scale, a.dtype)
+            return Factor(b8, scale.view(()))
+        if self.scaling == "row":
+            return Factor(b8, scale.t())
+        return Factor(b8, scale.repeat_interleave(len(b) // len(scale), 0).t().contiguous())
+
+    def grouped_product(self, a: Tensor, b: Factor, form: Format, ends: Tensor) -> Tensor:
+        if b.scale is None:
+            return super().grouped_product(a, b, form, ends)
+        a8, scale = encode(a, 1, a.shape[1], form)
+        return scaled_grouped_mm(a8, b.numbers.mT, scale[:, 0], b.scale, ends, a.dtype)
+
+    def product(self, a: Tensor, b: Tensor | Factor, form: Format, weight: bool = False) -> Tensor:
+        b = b if isinstance(b, Factor) else self.factor(b, weight)
+        narrow = b.scale is not None and self.multiplies(b.numbers)
+        return self.multiply(a, b, form) if narrow else super().product(a, b, form)
+
+    def multiply(self, a: Tensor, b: Factor, form: Format) -> Tensor:
+        """`product` by the device's matmul of fp8, summed in fp32 rather than with the fewer bits of fast sums."""
+        a8, scale = encode(a, *self.tile(a.shape), form)
+        if self.scaling == "tensor":
+            scale = scale.view(())
+        elif self.scaling == "block":  # one for each row and 128 columns, column by column
+            scale = scale.t().contiguous().t()
+        assert b.scale is not None
+        return scaled_mm(a8, b.numbers.contiguous().t(), scale, b.scale, a.dtype)
 
 
-@dataclass(frozen=True)
 class KeptFp8(Fp8):
-    """scale: a power of two, the factor of the weight's kept numbers; None: it is not kept. Gradients of weights are
-    rounded, too: sums over microbatches and ranks add numbers of 8 bits."""
+    """The numbers that are kept take the place of the weight. Gradients of weights are rounded, too: sums over
+    microbatches and ranks add numbers of 8 bits."""
 
-    scale: Tensor | None = field(default=None, compare=False)
+    replaces = True
 
-    def product(self, a: Tensor, b: Tensor, form: Format, weight: bool = False) -> Tensor:
-        if weight and self.scale is not None:
-            b = b.to(a.dtype).mul_(self.scale)  # rounding it again changes nothing
-        return super().product(a, b, form, weight)
+    def keep(self, weight: Tensor, inside: bool = False) -> Kept:
+        numbers, scale = encode(weight, *weight.shape, E4M3)
+        factor = Factor(numbers, scale.view(()))
+        return Kept(factor, Factor(numbers.t(), factor.scale))
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         return self.round(super().weight_gradient(dy, x))
-
-
-def keep(layer: Any, weight: Tensor) -> None:
-    """Lets a layer keep its weight (F, D) in 8 bits, or as it is if the layer rounds nothing any more."""
-    if (how := layer.rounded) is None:
-        layer.weight.data = weight
-        return
-    numbers, scale = encode(weight, weight.shape[0], weight.shape[1], E4M3)
-    if how.scale is None:
-        layer.weight.data, layer.weight.grad_dtype = numbers, None  # autograd would cast gradients to 8 bits
-        layer.rounded = replace(how, scale=scale.view(()))
-    else:  # in place: compiled blocks know both tensors
-        layer.weight.data.copy_(numbers)
-        how.scale.copy_(scale.view(()))
 
 
 def matmuls(options: Any) -> Fp8:
     """options: [precision] of the recipe."""
     if PRECISIONS[options.mode].weight:
         return KeptFp8(GRADIENTS[options.fp8_backward], scaling="tensor")
-    return Fp8(GRADIENTS[options.fp8_backward], scaling=options.fp8_scaling)
+    return Fp8(GRADIENTS[options.fp8_backward], scaling=options.fp8_scaling, dispatch=options.fp8_dispatch)
 
 
 def encode(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Tensor, Tensor]:
@@ -106,6 +125,22 @@ def encode(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Tensor, Te
     # A power of two rounds nothing.
     numbers = (tiles * scale.to(x.dtype)).to(getattr(torch, form.torch)).reshape(x.shape)
     return numbers.contiguous(), 1 / scale[:, 0, :, 0]
+
+
+def encode_rows(x: Tensor, form: Format) -> Tensor:
+    """Rows (M, D) as they travel, uint8 (M, `row_bytes(D)`): numbers of 8 bits, then the factors (fp32) of each 128."""
+    D = x.shape[1]
+    numbers, scale = encode(F.pad(x, (0, -D % BLOCK)), 1, BLOCK, form)
+    scales = scale.reshape(-1).view(torch.uint8).view(len(x), row_bytes(D) - D)
+    return torch.cat([numbers[:, :D].view(torch.uint8), scales], 1)
+
+
+def decode_rows(sent: Tensor, D: int, form: Format, dtype: torch.dtype) -> Tensor:
+    """What `encode_rows` made, as rows (M, D): exactly the rounded numbers."""
+    numbers, scale = sent.split([D, sent.shape[1] - D], 1)
+    rows = numbers.contiguous().view(getattr(torch, form.torch)).to(dtype)
+    factors = scale.contiguous().view(torch.float32).to(dtype)
+    return rows.mul_(factors.repeat_interleave(BLOCK, 1)[:, :D])
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -56,6 +56,14 @@ def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: tor
     return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=False)
 
 
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Rows a (M, K) in E groups that end at `ends` (int32), each @ its matrix of b (E, K, N), both E4M3, times the
+    scales of rows (M) and columns (E, N); summed in fp32. Without it: all devices multiply experts in bf16."""
+    return torch._scaled_grouped_mm(a, b, a_scale, b_scale, offs=ends, out_dtype=dtype, use_fast_accum=False)
+
+
 def in_backward() -> bool:
     """True while autograd runs a backward in this thread. Without it: paged weights do not tell a recomputation from
     another microbatch's forward."""

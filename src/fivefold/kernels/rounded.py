@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fivefold.kernels import native
 from fivefold.kernels.elementwise import to_device
+from fivefold.kernels.private import storage_of
 from fivefold.precision import Mode
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.schedules.compression.blocks import LARGEST
@@ -38,11 +39,44 @@ LONGEST = 1024  # BLOCK in native.c
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A rounded factor of a matmul (rows, summed dim), or one of each expert. scale: what undoes the scales of numbers
+    of 8 bits, as the device's matmul takes it; None: the numbers are in the working dtype."""
+
+    numbers: Tensor
+    scale: Tensor | None = None
+
+    def in_dtype(self, dtype: torch.dtype) -> Tensor:
+        """The numbers in the working dtype. 8 bits have a scale for the whole tensor here, a power of two."""
+        return self.numbers if self.scale is None else self.numbers.to(dtype).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A weight that is rounded once for all matmuls until it changes. output: its factor (F, D). gradient: that of the
+    input's gradient (D, F), perhaps a view of the same memory. Those of experts (E, F, D) and (E, D, F)."""
+
+    output: Factor
+    gradient: Factor
+
+    def tensors(self) -> list[Tensor]:
+        """What has memory of its own."""
+        found = [t for f in (self.output, self.gradient) for t in (f.numbers, f.scale) if t is not None]
+        return list({storage_of(t): t for t in reversed(found)}.values())
+
+
+@dataclass(frozen=True)
 class RoundedMatmuls(ABC):
-    """How a layer rounds and multiplies. gradients: the format of the output's gradient. inputs: that of the others."""
+    """How a layer rounds and multiplies. gradients: the format of the output's gradient. inputs: that of the others.
+    kept: the layer's weights, rounded, if a replica keeps them (`refresh`); else each matmul rounds its own."""
 
     gradients: Format = E4M3
     inputs: Format = E4M3
+    replaces: ClassVar[bool] = False
+    """True if a kept weight's numbers take the place of the layer's parameter."""
+    dispatch: bool = field(default=False, kw_only=True)
+    """True if rows are rounded on their way to experts, in forward to `inputs`, in backward to `gradients`."""
+    kept: tuple[Kept, ...] = field(default=(), compare=False, repr=False)
 
     @abstractmethod
     def tile(self, shape: torch.Size, weight: bool = False) -> tuple[int, int]:
@@ -51,22 +85,68 @@ class RoundedMatmuls(ABC):
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T. x (..., D), weight (F, D) -> (..., F)."""
         flat = x.reshape(-1, x.shape[-1])
-        y = self.product(flat, weight, self.inputs, weight=True)
+        y = self.product(flat, self.kept[0].output if self.kept else weight, self.inputs, weight=True)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
         """dy @ weight. dy (..., F), weight (F, D) -> (..., D)."""
         flat = dy.reshape(-1, dy.shape[-1])
-        dx = self.product(flat, weight.t(), self.gradients, weight=True)
-        return dx.view(*dy.shape[:-1], weight.shape[1])
+        kept = self.kept[0].gradient if self.kept else weight.t()
+        return self.product(flat, kept, self.gradients, weight=True).view(*dy.shape[:-1], weight.shape[1])
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         """dy.T @ x, summed over all leading dims. dy (..., F), x (..., D) -> (F, D)."""
         return self.product(dy.flatten(0, -2).t(), x.flatten(0, -2).t(), self.gradients)
 
-    def product(self, a: Tensor, b: Tensor, form: Format, weight: bool = False) -> Tensor:
-        """a @ b.T. a (m, k) in `form`, b (n, k), a weight or an input."""
-        return F.linear(self.round(a, form), self.round(b, weight=weight))
+    def product(self, a: Tensor, b: Tensor | Factor, form: Format, weight: bool = False) -> Tensor:
+        """a @ b.T. a (m, k) in `form`, b (n, k), a weight or an input, perhaps rounded already."""
+        b = b if isinstance(b, Factor) else self.factor(b, weight)
+        return F.linear(self.round(a, form), b.in_dtype(a.dtype))
+
+    def factor(self, b: Tensor, weight: bool = False) -> Factor:
+        """A second factor (n, k), or those of experts (E, n, k), rounded."""
+        if b.dim() == 2:
+            return Factor(self.round(b, weight=weight))
+        stack = torch.empty_like(
+            b
+        )  # in the order of its memory, as each layer's: then sums have the same order, too
+        for one, there in zip(b, stack, strict=True):
+            there.copy_(self.round(one, weight=True))
+        return Factor(stack)
+
+    def keep(self, weight: Tensor, inside: bool = False) -> Kept:
+        """Rounds a weight (F, D), or those of experts (E, F, D). inside: in place, as far as one rounding goes."""
+        tiles = self.tile(weight.shape, True), self.tile(weight.mT.shape, True)[::-1]
+        first = weight if inside else torch.empty_like(weight)
+        second = first if tiles[0] == tiles[1] else torch.empty_like(weight)
+        each = (x.view(-1, *x.shape[-2:]) for x in (weight, first, second))
+        for w, output, gradient in zip(*each, strict=True):
+            if second is not first:
+                round_tiles(w, *tiles[1], self.inputs, gradient)
+            round_tiles(w, *tiles[0], self.inputs, output)
+        return Kept(Factor(first), Factor(second.mT))
+
+    def of(self, weight: int) -> Self:
+        """For the weight with this number, of a layer that has several."""
+        return replace(self, kept=self.kept[weight : weight + 1])
+
+    def grouped(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """Rows (M, D) of experts times their weights (E, F, D) -> (M, F). ends: of each expert's rows, int32 (E)."""
+        w = self.kept[0].output if self.kept else self.factor(weight)
+        return self.grouped_product(rows, w, self.inputs, ends)
+
+    def grouped_input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """dy (M, F), weights (E, F, D) -> (M, D)."""
+        w = self.kept[0].gradient if self.kept else self.factor(weight.mT)
+        return self.grouped_product(dy, w, self.gradients, ends)
+
+    def grouped_product(self, a: Tensor, b: Factor, form: Format, ends: Tensor) -> Tensor:
+        """Rows a (M, k) in `form`, times b.T of their expert, b (E, n, k) -> (M, n)."""
+        return F.grouped_mm(self.round(a, form), b.numbers.mT, offs=ends)
+
+    def grouped_weight_gradient(self, dy: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        """dy (M, F), rows (M, D) -> (E, F, D). A tile may have rows of two experts."""
+        return F.grouped_mm(self.round(dy.t(), self.gradients), self.round(rows.t()).t(), offs=ends)
 
     def round(self, x: Tensor, form: Format | None = None, weight: bool = False) -> Tensor:
         """A factor (rows, summed dim), rounded to a format (None: that of inputs), in its own dtype."""
@@ -76,20 +156,51 @@ class RoundedMatmuls(ABC):
             return round_tiles(x.contiguous(), rows, columns, form)
         return round_tiles(x.t(), columns, rows, form).t()  # in the order of its memory
 
-    def round_experts(self, weights: Tensor) -> Tensor:
-        """A stack of weights (E, rows, summed dim), each rounded by itself. Experts are always multiplied in bf16."""
-        return torch.stack([self.round(weight, weight=True) for weight in weights])
-
 
 def rounded_matmuls(mode: Mode, options: Any) -> RoundedMatmuls | None:
     """How the blocks' layers multiply in a mode. options: [precision] of the recipe. None: they round nothing."""
     return import_module(f"fivefold.kernels.{mode.kernel}").matmuls(options) if mode.kernel else None
 
 
-def round_tiles(x: Tensor, rows: int, columns: int, form: Format) -> Tensor:
-    """x (r, c), contiguous, rounded to a format. Each tile of `rows` x `columns` has a scale."""
+def matrices(layer: Any) -> list[str]:
+    """The names of a layer's parameters that are factors of matmuls."""
+    return [name for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() > 1]
+
+
+def refresh(layer: Any, weights: Sequence[Tensor], inside: bool) -> None:
+    """Lets a layer keep its matrices rounded, after they have changed. weights: in the order of `matrices`, in the
+    working dtype. In the tensors that it has kept before, if any: compiled blocks know them. inside: see `keep`."""
+    how: RoundedMatmuls | None = layer.rounded
+    params = [getattr(layer, name) for name in matrices(layer)]
+    if how is None:  # not any more
+        for parameter, weight in zip(params, weights, strict=True):
+            parameter.data = weight
+        return
+    fresh = tuple(how.keep(weight, inside) for weight in weights)
+    if how.kept:
+        for old, new in zip(how.kept, fresh, strict=True):
+            for there, here in zip(old.tensors(), new.tensors(), strict=True):
+                there.copy_(here)
+        return
+    layer.rounded = replace(how, kept=fresh)
+    for parameter, kept in zip(params, fresh, strict=True) if how.replaces else ():
+        parameter.data, parameter.grad_dtype = (
+            kept.output.numbers,
+            None,
+        )  # autograd would cast gradients to 8 bits
+
+
+def forget(layer: Any) -> None:
+    """Lets each matmul of a layer round its weight again."""
+    if layer.rounded is not None:
+        layer.rounded = replace(layer.rounded, kept=())
+
+
+def round_tiles(x: Tensor, rows: int, columns: int, form: Format, out: Tensor | None = None) -> Tensor:
+    """x (r, c), contiguous, rounded to a format. Each tile of `rows` x `columns` has a scale. out: None, or where the
+    result goes, perhaps x itself."""
     if x.device.type == "cpu" and native.usable(x) and x.numel():
-        out = torch.empty_like(x)
+        out = torch.empty_like(x) if out is None else out
         native.call(
             "round_tiles", x.dtype, x, out, *x.shape, rows, columns, form.fraction, form.highest, form.lowest,
             float(form.largest),
@@ -100,7 +211,8 @@ def round_tiles(x: Tensor, rows: int, columns: int, form: Format) -> Tensor:
     tiles = tiles_of(padded, rows, columns)
     scale = power_of_two(tiles.abs().amax((1, 3), keepdim=True), form)
     back = (tiles * scale).to(getattr(torch, form.torch)).float() / scale
-    return back.flatten(2, 3).flatten(0, 1)[:r, :c].to(x.dtype)
+    found = back.flatten(2, 3).flatten(0, 1)[:r, :c]
+    return found.to(x.dtype) if out is None else out.copy_(found)
 
 
 def tiles_of(x: Tensor, rows: int, columns: int) -> Tensor:

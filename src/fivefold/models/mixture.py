@@ -29,9 +29,13 @@ from torch.nn import functional as F
 
 from fivefold.kernels import elementwise
 from fivefold.kernels.matmul import wide, widened
-from fivefold.kernels.rounded import RoundedMatmuls
+from fivefold.kernels.rounded import RoundedMatmuls, round_tiles
 from fivefold.models.layers import RegionInput, RegionOutput, Sublayer, SwiGLU
 from fivefold.models.section import ModelSection, known
+from fivefold.precision.formats import Format
+from fivefold.precision.fp8 import BLOCK
+
+Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class RouterStats:
@@ -86,10 +90,14 @@ class Exchange(nn.Module):
     chunks, local = 1, True
 
     def forward(
-        self, rows_MD: Tensor, counts_CE: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+        self, rows_MD: Tensor, counts_CE: Tensor, compute: Compute, how: RoundedMatmuls | None = None
     ) -> Tensor:
-        """compute(rows sorted by expert, rows per expert) returns the results, row by row."""
-        return compute(rows_MD, counts_CE[0])
+        """compute(rows sorted by expert, rows per expert) returns the results, row by row. how: rounds what travels to
+        experts: rows, and the gradients of results."""
+        if how is None:
+            return compute(rows_MD, counts_CE[0])
+        results = compute(_Travel.apply(rows_MD, how.inputs, None), counts_CE[0])
+        return _Travel.apply(results, None, how.gradients)
 
 
 class Router(nn.Module):
@@ -137,14 +145,17 @@ class Experts(Sublayer):
 
     def forward(self, rows_MD: Tensor, counts_CE: Tensor) -> Tensor:
         """Rows sorted by chunk and expert, and the number of rows of each expert in each chunk -> (M, D)."""
-        return self.exchange(rows_MD, counts_CE, self.compute)
+        how = self.rounded if self.rounded and self.rounded.dispatch else None
+        return self.exchange(rows_MD, counts_CE, self.compute, how)
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        return self.finish(grouped_linear(rows_MD, self.gate_up, counts_E, self.rounded), counts_E)
+        how = self.rounded and self.rounded.of(0)
+        return self.finish(grouped_linear(rows_MD, self.gate_up, counts_E, how), counts_E)
 
     def finish(self, product: Tensor, *tables: Tensor) -> Tensor:
         """Gate and up (M, 2F), counts (E) -> (M, D)."""
-        return grouped_linear(elementwise.swiglu(product), self.down, tables[0], self.rounded)
+        how = self.rounded and self.rounded.of(1)
+        return grouped_linear(elementwise.swiglu(product), self.down, tables[0], how)
 
 
 class Mixture(nn.Module):
@@ -304,6 +315,21 @@ def grouped_linear(
     return F.grouped_mm(rows_MD, weight_EFD.transpose(1, 2), offs=offsets)
 
 
+class _Travel(Function):
+    """Rows (M, D) as they arrive if they travel in a format, in forward and in backward; None: unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: Format | None, back: Format | None) -> Tensor:
+        ctx.back = back
+        return rows.view_as(rows) if there is None else round_tiles(rows.contiguous(), 1, BLOCK, there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        dy, back = grads[0], ctx.back
+        return dy if back is None else round_tiles(dy.contiguous(), 1, BLOCK, back), None, None
+
+
 class _Grouped(Function):
     """Rows (M, D), weights (E, F, D) -> (M, F). Backward converts the factors again."""
 
@@ -311,8 +337,9 @@ class _Grouped(Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, how: RoundedMatmuls | None) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         ctx.how = how
-        x, w = (wide(rows), wide(weight)) if how is None else (how.round(rows), how.round_experts(weight))
-        return F.grouped_mm(x, w.transpose(1, 2), offs=ends).to(rows.dtype)
+        if how is not None:
+            return how.grouped(rows, weight, ends)
+        return F.grouped_mm(wide(rows), wide(weight).transpose(1, 2), offs=ends).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
@@ -321,11 +348,8 @@ class _Grouped(Function):
         if how is None:
             drows = F.grouped_mm(wide(dy), wide(weight), offs=ends).to(dy.dtype)
             return drows, F.grouped_mm(wide(dy).t(), wide(rows), offs=ends).to(dy.dtype), None, None
-        w = how.round_experts(weight.transpose(1, 2)).transpose(1, 2)
-        drows = F.grouped_mm(how.round(dy, how.gradients), w, offs=ends)
-        del w  # before the next factors; a tile of these may have rows of two experts
-        dy, x = how.round(dy.t(), how.gradients), how.round(rows.t()).t()
-        return drows, F.grouped_mm(dy, x, offs=ends), None, None
+        drows = how.grouped_input_gradient(dy, weight, ends)
+        return drows, how.grouped_weight_gradient(dy, rows, ends), None, None
 
 
 class _Dispatch(Function):

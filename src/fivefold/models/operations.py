@@ -47,10 +47,10 @@ class Matmul:
     sensitive: bool = False
     grouped: bool = False
 
-    @property
-    def rounded(self) -> tuple[float, float, float]:
-        """Elements of both factors of its three products, which some modes round."""
+    def rounded(self, kept: bool) -> tuple[float, float, float]:
+        """Elements that its three products round, in some modes: both factors of each. kept: but the weight."""
         x, w, y = self.count * self.m * self.k, self.count * self.k * self.n, self.count * self.m * self.n
+        w *= not kept
         return (x + w, y + w, y + x) if self.weight and not self.sensitive else (0.0, 0.0, 0.0)
 
 
@@ -146,7 +146,8 @@ WHOLE_SEQUENCES = Seen()
 class Sizes:
     """A model's share on one rank for one microbatch of B sequences. load: rows of this rank's experts relative to an
     even split. chunks: of these rows, whose messages overlap. narrow: bytes per element of a factor that is rounded for
-    a matmul; 0: none is. seen: by attention, of sequences with several documents."""
+    a matmul; 0: none is. seen: by attention, of sequences with several documents. dispatched: bytes of a row of D
+    features on its way to experts; 0: D e."""
 
     model: ModelSection
     B: int
@@ -161,6 +162,7 @@ class Sizes:
     chunks: int = 1
     narrow: float = 0.0
     seen: Seen = WHOLE_SEQUENCES
+    dispatched: float = 0.0
 
     @property
     def N(self) -> float:

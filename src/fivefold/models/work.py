@@ -386,7 +386,12 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     weights = (replace(summed[0], size=N * k * 4),) if summed else ()  # the gradient of the router's weights
     F /= 1 if s.sp else s.tp
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
-    exchange, exchange_back = (_chunked(sent, s.chunks) for sent in s.sends(ROWS, max(routed, received) * D))
+    most = max(routed, received)
+    home, home_back = (_chunked(sent, s.chunks) for sent in s.sends(ROWS, most * D))
+    there, there_back = home, home_back  # to experts: rows in forward, gradients of results in backward
+    if s.dispatched:
+        narrow = replace(ROWS, number=1)
+        there, there_back = (_chunked(sent, s.chunks) for sent in s.sends(narrow, most * s.dispatched))
     counts, _ = s.sends(COUNTS, s.chunks * E)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     wide = N * D * 4 if e != 4 else 0.0
@@ -406,8 +411,8 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
             forward=2 * routed * D * e + order,
             backward=2 * routed * D * e + order,
             kernels=4,
-            sent_forward=(*counts, *exchange[:1]),
-            sent_backward=(*exchange_back[:1], *summed, *weights),
+            sent_forward=(*counts, *there[:1]),
+            sent_backward=(*home_back[:1], *summed, *weights),
             saved=(Saved("routed", received * D * e, "stream"),),
         ),
         *experts,
@@ -416,8 +421,8 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
             forward=3 * routed * D * e + order,
             backward=3 * routed * D * e + order,
             kernels=4,
-            sent_forward=(*exchange, *exchange[1:]),
-            sent_backward=(*exchange_back, *exchange_back[1:]),
+            sent_forward=(*home, *there[1:]),
+            sent_backward=(*there_back, *home_back[1:]),
             saved=(Saved("experts' output", routed * D * e, "stream"),),
             beside=tuple(experts) if s.chunks > 1 else (),
         ),

@@ -203,6 +203,7 @@ class Updater:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group["rate"]
             self.optimizer.step()
+            self.written &= getattr(self.optimizer, "largest", None) is not None  # else it was skipped
         if self.rules is not None:
             on_host = skip is not None and skip.device.type == "cpu" and not getattr(skip, "fake", False)
             if not (on_host and skip is not None and skip.item()):

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from fivefold.comm import Scheduled, Started
 from fivefold.comm.compress import CompressedSum, Messages, compressed_sum
+from fivefold.kernels import rounded
 from fivefold.kernels.elementwise import add_gradient
-from fivefold.kernels.fp8 import KeptFp8, keep
 from fivefold.parallel.replica import Hooked
 from fivefold.schedules.compression import Compressor
 from fivefold.sharding.layout import buckets
@@ -62,7 +62,8 @@ class DataParallel(Hooked):
     pushes them to parameter servers.
 
     names, params, offsets: in the order of the flat buffers. on_gradient: called with a parameter's index after its
-    gradient of this backward has been added. layers: those that compute with a weight of 8 bits, by its name.
+    gradient of this backward has been added. layers: those whose weights are rounded once per
+    step, for all matmuls, by their names.
     """
 
     def __init__(
@@ -108,8 +109,7 @@ class DataParallel(Hooked):
         for name, p in by_name.items():
             p.data = (self.working or masters)[name]
         self.on_gradient: Callable[[int], None] = lambda index: None
-        pairs = (layers or {}).items()
-        self.layers = {n: x for n, x in pairs if n in by_name and isinstance(x.rounded, KeptFp8)}
+        self.layers = dict(layers or {})
         self._fresh = [True] * len(self.params)  # no gradient yet in this step
         self.hook()
         self.refresh()
@@ -127,6 +127,9 @@ class DataParallel(Hooked):
     def only_working(self) -> None:
         """Forgets the masters: others have them, and this rank only computes."""
         self.flat_master, self.masters, self.working = self.flat_working, self.working or self.masters, None
+        for layer in self.layers.values():  # they arrive at any time
+            rounded.forget(layer)
+        self.layers.clear()
 
     def start_step(self) -> None:
         """Forgets the gradients of the last step: the next ones overwrite them."""
@@ -149,20 +152,30 @@ class DataParallel(Hooked):
                 working.copy_(self.masters[name])
         elif self.working is not None:
             self.flat_working.copy_(self.flat_master)
+        self.round()
+
+    def round(self) -> None:
+        """Rounds the working weights for all matmuls until they change."""
+        inside, weights = self.working is not None, self.working or self.masters
         for name, layer in self.layers.items():
-            keep(layer, (self.working or self.masters)[name])
+            mine = [weights[f"{name}.{matrix}"] for matrix in rounded.matrices(layer)]
+            rounded.refresh(layer, mine, inside)
 
     def update(self, lr: float, scale: Tensor | None, skip: Tensor) -> None:
         if self.flat_working.dtype == torch.bfloat16:
             self.updater.working = self.working
         self.updater.step(self.gradients, lr, scale, skip)
-        if not (self.updater.streamed or self.updater.written):
+        if self.updater.written:
+            self.round()
+        elif not self.updater.streamed:
             self.refresh()
 
     def kept(self) -> dict[str, list[Tensor]]:
         """The working weights, what compression keeps, and the scratch of sums; see `Replica.kept`."""
+        hows = (layer.rounded for layer in self.layers.values() if layer.rounded)
+        copies = (tensor for how in hows for kept in how.kept for tensor in kept.tensors())
         return {
-            "params": [self.flat_working, *(x.weight.data for x in self.layers.values() if x.rounded)],
+            "params": [self.flat_working, *(x for x in copies if x.dim())],  # not the scale of a whole tensor
             "gradients": list(self.unsent().values()),
             "buffers": self.sum.kept(),
         }

@@ -23,12 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.comm import Axis, Started
+from fivefold.kernels.fp8 import decode_rows, encode_rows
+from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
-from fivefold.models.mixture import Exchange, Mixture, Total
+from fivefold.models.mixture import Compute, Exchange, Mixture, Total
 from fivefold.models.section import ModelSection
 from fivefold.parallel.autograd import sent
 from fivefold.parallel.mesh import Mesh
+from fivefold.precision.formats import Format
 from fivefold.sharding.parts import Part, local_shape
 from fivefold.sharding.units import COUNTS, ROWS, Collective, loads
 
@@ -83,7 +86,7 @@ class AllToAll(Exchange):
         self.turns: Turns | None = None  # set if a pipeline runs forwards and backwards in pairs
 
     def forward(
-        self, rows_MD: Tensor, counts_CE: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+        self, rows_MD: Tensor, counts_CE: Tensor, compute: Compute, how: RoundedMatmuls | None = None
     ) -> Tensor:
         mine_GCe = counts_CE.unflatten(1, (self.axis.size, -1)).transpose(0, 1).contiguous()
         started = self.axis.start(COUNTS, mine_GCe)
@@ -92,8 +95,11 @@ class AllToAll(Exchange):
         theirs_GCe = started()
         rows_2CG = torch.stack([mine_GCe.sum(2).t(), theirs_GCe.sum(2).t()])
         given, taken = self.splits(rows_2CG, len(rows_MD))
-        there = [Transfer(self.axis, *rows, self.turns) for rows in zip(taken, given, strict=True)]
-        back = [Transfer(self.axis, *rows, self.turns) for rows in zip(given, taken, strict=True)]
+        forms = (how.inputs, how.gradients) if how else (None, None)
+        there = [Transfer(self.axis, *rows, self.turns, forms[0]) for rows in zip(taken, given, strict=True)]
+        back = [
+            Transfer(self.axis, *rows, self.turns, None, forms[1]) for rows in zip(given, taken, strict=True)
+        ]
         leaving = sent(partial(_start_all, there), lambda *_: _wait_for_all(there), rows_MD)
         arriving = []
         for one, home, chosen_Ge, token in zip(there, back, theirs_GCe.unbind(1), leaving, strict=True):
@@ -173,16 +179,30 @@ class Turns:
 
 class Transfer:
     """An all-to-all of rows in forward, and that of their gradients in backward. taken, given: rows received from and
-    sent to each rank in forward. Rows travel beside autograd, which sees empty tensors in their place ("tokens")."""
+    sent to each rank in forward. forms: formats in which rows travel, in forward and in backward (fp8.encode_rows);
+    None: as they are. Rows travel beside autograd, which sees empty tensors in their place ("tokens")."""
 
-    def __init__(self, axis: Axis, taken: list[int], given: list[int], turns: Turns | None = None):
+    def __init__(
+        self,
+        axis: Axis,
+        taken: list[int],
+        given: list[int],
+        turns: Turns | None = None,
+        *forms: Format | None,
+    ):
         self.axis, self.taken, self.given, self.turns = axis, taken, given, turns
+        self.forms = (*forms, None, None)
         self.started: Started | None = None
+        self.decode: Callable[[Tensor], Tensor] = lambda arrived: arrived
 
     def start(self, rows: Tensor, backward: bool = False) -> Tensor:
         """Starts it, and returns a token."""
         ways = (self.given, self.taken) if backward else (self.taken, self.given)
-        self.started = self.axis.start(ROWS, rows.contiguous(), *ways, backward=backward)
+        leaving, form = rows.contiguous(), self.forms[backward]
+        if form is not None:
+            self.decode = partial(decode_rows, D=rows.shape[1], form=form, dtype=rows.dtype)
+            leaving = encode_rows(leaving, form)
+        self.started = self.axis.start(ROWS, leaving, *ways, backward=backward)
         return rows.new_empty(0)
 
     def wait(self, token: Tensor | None = None) -> Tensor:
@@ -190,7 +210,8 @@ class Transfer:
         assert started is not None, "waited for before"
         if self.turns:
             self.turns.give_way()
-        return started()
+        arrived, self.decode, decode = started(), lambda arrived: arrived, self.decode
+        return decode(arrived)
 
 
 def _start_all(transfers: Sequence[Transfer], rows: Tensor, backward: bool = False) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fivefold.errors import UserError
 from fivefold.host.machine import trim_memory
-from fivefold.kernels.rounded import RoundedMatmuls, rounded_matmuls
+from fivefold.kernels.rounded import RoundedMatmuls, matrices, rounded_matmuls
 from fivefold.models.base import LanguageModel, build, init_part
 from fivefold.models.card import Card, card_of
 from fivefold.models.custom import CustomModel
@@ -417,7 +417,13 @@ class _ReplicaBuilder:
         shared = params, self.table, self.compute_dtype, sums, self.reduce
         if offload is None or offload.tiers.gradients == "device":
             given = flat, compressor(layout.compress), buffer.bucket_bytes, masters, self.mesh.device
-            layers = {f"{name}.weight": layer for stage in stages for name, layer in rounded_layers(stage)}
+            layers = {
+                name: layer
+                for stage in stages
+                if masters is None  # else weights arrive while the model computes
+                for name, layer in rounded_layers(stage)
+                if all(f"{name}.{matrix}" in params for matrix in matrices(layer))
+            }
             replica = DataParallel(*shared, *given, self._summed(), layers)
         else:
             assert masters is not None

@@ -21,13 +21,15 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.plan.cluster.devices import Cluster, Device
 from fivefold.plan.messages.communication import Group, group
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, chosen
+from fivefold.precision.fp8 import row_bytes
 from fivefold.recipe import Recipe
 from fivefold.schedules.pipeline import DEFAULT, Schedule, stages_per_rank
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.layout_rules import on_nodes
-from fivefold.sharding.parts import Shape, ends_of, stage_blocks, stages_of
+from fivefold.sharding.parts import Shape, ends_of, sharing_group, stage_blocks, stages_of
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.sync import ONE_REPLICA_GROUP, ReplicaGroups
+from fivefold.sharding.tiers import tiers
 from fivefold.sharding.units import Keeping, compressed_buckets, keepings
 
 if TYPE_CHECKING:
@@ -126,12 +128,13 @@ def documents_of(recipe: Recipe, tokens: float | None = None) -> Documents | Non
 class States:
     """Bytes per parameter of each state. `model_states.state_bytes` shards them by ZeRO stage.
 
-    working: the weights that compute. rounded: their copies in 8 bits, of the blocks' matrices (`Mode.weight`). master:
-    the weights that the optimizer updates; 0 if they are the working ones. moments: the optimizer's states, by its
-    card; what some parameters have more is in `uneven_states`. gradient: the sum over microbatches. reduce: bytes per
-    element of a gradient message. cast: under ZeRO, working weights exist only gathered, cast from the masters (FSDP2),
-    and whole gradients only while microbatches add up. copied: fp32 copies of what an update rounds (optim/updater.py),
-    of a few parameters at a time. estimate: of the curvature, from the passes that estimate it to the update.
+    working: the weights that compute. rounded: copies of the blocks' matrices that are kept: in 8 bits
+    (`Mode.weight`), or rounded along their other dim where modes are emulated. master: the weights that the optimizer
+    updates; 0 if they are the working ones. moments: the optimizer's states, by its card; what some parameters have
+    more is in `uneven_states`. gradient: the sum over microbatches. reduce: bytes per element of a gradient message.
+    cast: under ZeRO, working weights exist only gathered, cast from the masters (FSDP2), and whole gradients only
+    while microbatches add up. copied: fp32 copies of what an update rounds (optim/updater.py), of a few parameters at
+    a time. estimate: of the curvature, from the passes that estimate it to the update.
     """
 
     working: float = DTYPES["bf16"].bytes
@@ -155,7 +158,7 @@ def own_states(name: str) -> States:
     mode = PRECISIONS[name]
     return States(
         working=DTYPES[mode.working].bytes,
-        rounded=DTYPES[mode.weight].bytes if mode.weight else 0.0,
+        rounded=DTYPES[mode.weight].bytes if mode.weight else DTYPES[mode.working].bytes * mode.along,
         master=DTYPES[mode.master].bytes if mode.copies else 0,
         gradient=DTYPES[mode.gradient].bytes,
         cast=True,
@@ -184,7 +187,8 @@ class Software(Program):
     host takes to issue a block's forward, and as long again for its backward. step: fixed seconds per step.
     optimizer_passes: how often an unfused optimizer reads and writes its memory. optimizer: its name in the registry.
     estimates: forwards and backwards per step that only estimate the curvature.
-    checked: each update is checked by the largest weight (step/step.py).
+    checked: each update is checked by the largest weight (step/step.py). fp8_dispatch: rows travel to experts
+    in 8 bits.
     documents: those that attention does not cross; None: sequences are whole.
     """
 
@@ -203,6 +207,7 @@ class Software(Program):
     optimizer: str = OPTIMIZER
     estimates: float = 0.0
     checked: bool = True
+    fp8_dispatch: bool = False
     documents: Documents | None = None
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
 
@@ -263,6 +268,28 @@ class Setting:
     def states(self) -> States:
         """Bytes per parameter."""
         return self.software.states[self.mode]
+
+    @cached_property
+    def rounded_once(self) -> tuple[bool, bool]:
+        """True if a replica rounds its weights once per step (parallel/data.py): dense ones, experts. Each matmul
+        rounds those that are gathered or streamed."""
+        held = PRECISIONS[self.mode].kernel and not tiers(self.layout.offload, self.states.master > 0).streams
+        one, two = (sharing_group(self.layout, expert)[1] == 1 for expert in (False, True))
+        every = not self.layout.zero
+        return bool(held and (every or one)), bool(held and (every or two))
+
+    @property
+    def kept_rounded(self) -> float:
+        """Bytes per element of what a replica keeps of a dense weight that it rounds once per step. Emulated, as for
+        experts, the first rounding takes the place of the working weights. A device that multiplies 8 bits reads them
+        in two orders."""
+        emulated = self.sizes.narrow == self.sizes.e or PRECISIONS[self.mode].weight
+        return self.states.rounded if emulated else 2 * self.sizes.narrow
+
+    @property
+    def rounding_traffic(self) -> float:
+        """Bytes that rounding an element moves: it is read twice, for the scale and for the number."""
+        return 2 * self.sizes.e + self.sizes.narrow
 
     @cached_property
     def card(self) -> Card:
@@ -348,6 +375,8 @@ def setting(
     narrow = DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0
     seen = documents.seen(model, x, B, e, software) if documents else WHOLE_SEQUENCES
     sizes = Sizes(model, B, x.tp, x.cp, x.ep, x.sp, e, x.cp_method, load, x.sp_regather, chunks, narrow, seen)
+    if software.fp8_dispatch and "fp8_dispatch" in card.fields:
+        sizes = replace(sizes, dispatched=float(row_bytes(model.dim)))
     cluster = cluster.for_ranks(layout.ranks)
     layout = on_nodes(layout, cluster.per_node)
     return Setting(model, layout, cluster, software, sizes, mode, microbatches, sequences=sequences)

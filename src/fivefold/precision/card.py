@@ -57,7 +57,7 @@ class Mode:
     weight: a copy of the weights that multiply rounded, which a replica keeps beside the masters; "": none.
     products: the way to multiply, a name in `DTYPES`; "": as `working`. auto: `precision.mode = "auto"` may choose it.
     scaled: the loss is scaled (optim/scaling.py). gpu: only GPUs have it. fields: of [precision], which only some
-    modes have.
+    modes have. along: each matmul's factors share scales along its own sum only, so a weight is rounded in two ways.
 
     kernel: the module of `fivefold.kernels` that rounds the factors of the blocks' matmuls; its `matmuls(options)`
     makes a `kernels.rounded.RoundedMatmuls` from [precision]. "": none is rounded. A device without `products`
@@ -81,6 +81,7 @@ class Mode:
     auto: bool = False
     scaled: bool = False
     gpu: bool = False
+    along: bool = False
     fields: tuple[str, ...] = ()
     kernel: str = ""
     formats: tuple[str, ...] = ()

@@ -14,17 +14,26 @@ from fivefold.precision.formats import FORMATS
 
 SCALINGS = ("block", "row", "tensor")
 """`precision.fp8_scaling`."""
+ALONG = "row"
+"""The one whose scales are along each matmul's own sum (`Mode.along`)."""
 GRADIENTS = {"e5m2": FORMATS["fp8 e5m2"], "e4m3": FORMATS["fp8 e4m3"]}
 """`precision.fp8_backward`."""
 BLOCK = 128
 """Numbers along a side of a block."""
+
+
+def row_bytes(features: int) -> int:
+    """Bytes of a row that travels with a number of 8 bits per feature, and a scale in fp32 per block of them."""
+    return features + 4 * -(-features // BLOCK)
+
+
 SKIPS = ("fp8_skip_first", "fp8_skip_last")
 """The fields of all modes that round factors: blocks that stay in the working dtype."""
 FP8 = Mode(
     "fp8",
     "bf16",
     products="fp8",
-    fields=("fp8_scaling", "fp8_backward", *SKIPS),
+    fields=("fp8_scaling", "fp8_backward", "fp8_dispatch", *SKIPS),
     kernel="fp8",
     formats=tuple(form.name for form in GRADIENTS.values()),
 )

@@ -7,4 +7,4 @@ from fivefold.precision.formats import BLOCKS
 from fivefold.precision.fp8 import SKIPS
 
 FORMAT = next(block for block in BLOCKS if block.name == "mxfp8 e4m3")
-CARDS = (Mode("mxfp8", "bf16", fields=SKIPS, kernel="mxfp8", formats=(FORMAT.element.name,)),)
+CARDS = (Mode("mxfp8", "bf16", fields=SKIPS, kernel="mxfp8", along=True, formats=(FORMAT.element.name,)),)

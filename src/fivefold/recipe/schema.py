@@ -374,6 +374,9 @@ class PrecisionSection(Section):
     fp8_backward: Fp8Gradient = "e5m2"
     """Format of gradients in `mode = "fp8"`. `e5m2` has the wider range, `e4m3` is finer, but small gradients round
     differently where a layout cuts a tile."""
+    fp8_dispatch: bool = False
+    """Rows travel to experts in 8 bits in `mode = "fp8"`, with a scale per 128 features, and the gradients of their
+    results, too, as in DeepSeek-V3 (arXiv 2412.19437). What comes back is in bf16."""
     fp8_skip_first: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """First blocks that stay in bf16 in the modes `fp8` and `mxfp8`. Embedding, output layer, norms, routers and
     attention's own matmuls always do."""

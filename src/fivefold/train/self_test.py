@@ -21,6 +21,7 @@ from torch import Tensor
 from fivefold.comm import Axis, everyone, told
 from fivefold.files import make_folder, read_json, understood, write_atomically
 from fivefold.kernels import native
+from fivefold.kernels.elementwise import to_device
 from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.launch.ranks import Ranks
@@ -71,7 +72,10 @@ def self_test(state: State, recipe: Recipe, axis: Axis) -> Tested:
                 master = masters.get(name := f"{layer}.{leaf}")
                 if leaf != "bias" and master is not None and master.numel():
                     weights = master.to(state.mesh.device, working).reshape(-1, *master.shape[-2:])
-                    each = [_errors(weight, how, f"{name} {i}") for i, weight in enumerate(weights)]
+                    of_expert = master.dim() == 3
+                    each = [
+                        _errors(weight, how, f"{name} {i}", of_expert) for i, weight in enumerate(weights)
+                    ]
                     table[names.index(name)] = torch.tensor(each, dtype=torch.float64).amax(0)
     found = axis.all_reduce(table.to(axis.device), "max").tolist()
     errors = {name: tuple(row) for name, row in zip(names, found, strict=True) if row[0] >= 0}
@@ -91,12 +95,19 @@ def fall_back(state: State, failed: set[str]) -> None:
 
 
 @torch.no_grad()
-def _errors(weight: Tensor, how: RoundedMatmuls, name: str) -> list[float]:
-    """Of one weight (F, D)."""
+def _errors(weight: Tensor, how: RoundedMatmuls, name: str, of_expert: bool = False) -> list[float]:
+    """Of one weight (F, D), by the grouped matmuls if it is an expert's."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     x, dy = (torch.randn(ROWS, size, generator=generator).to(weight) for size in weight.shape[::-1])
     try:
-        found = how.forward(x, weight), how.input_gradient(dy, weight), how.weight_gradient(dy, x)
+        if of_expert:
+            stack, ends = weight[None], to_device(torch.tensor([ROWS], dtype=torch.int32), weight.device)
+            found = (
+                how.grouped(x, stack, ends), how.grouped_input_gradient(dy, stack, ends),
+                how.grouped_weight_gradient(dy, x, ends)[0],
+            )  # fmt: skip
+        else:
+            found = how.forward(x, weight), how.input_gradient(dy, weight), how.weight_gradient(dy, x)
     except RuntimeError:  # the device's library does not take these shapes
         return [math.inf] * len(PRODUCTS)
     wanted = linear(x, weight), input_gradient(dy, weight), weight_gradient(dy, x)

@@ -51,6 +51,7 @@ from fivefold.parallel.parallelize import Parallel, round_matmuls
 from fivefold.parallel.replica import Replica
 from fivefold.precision import FIELDS, MASTER, PRECISIONS, Mode, torch_dtype
 from fivefold.recipe import Recipe, batch_size, change, resolve
+from fivefold.recipe.messages import toml_value
 from fivefold.recipe.rules import allows, synchronous
 from fivefold.recipe.rules.combinations import PLAIN
 from fivefold.recipe.schema import LayoutSection
@@ -171,7 +172,7 @@ def prepared(recipe: Recipe, layout: str | None, steps: int, mode: str) -> tuple
         raise UserError(f"steps {steps}: must be at least 1")
     changes, notes = [f"precision.mode={mode}"], []
     if mode != recipe.precision.mode:
-        changes += [f"precision.{key}={getattr(PLAIN.precision, key)}" for key in FIELDS]
+        changes += [f"precision.{key}={toml_value(getattr(PLAIN.precision, key))}" for key in FIELDS]
     if (method := recipe.sync.method) != PLAIN.sync.method:
         notes.append(f'all ranks sum gradients in every step here (the recipe has sync.method = "{method}")')
         recipe = synchronous(recipe)

@@ -77,7 +77,9 @@ def sums(s: Setting) -> Sums:
     work, e, narrow = s.work, s.sizes.e, s.sizes.narrow
 
     def workspace(op: Operation) -> float:  # the rounded factors of one matmul exist at once
-        return op.workspace + narrow * max(op.matmul.rounded) if op.matmul and narrow else op.workspace
+        if not (op.matmul and narrow):
+            return op.workspace
+        return op.workspace + narrow * max(op.matmul.rounded(s.rounded_once[op.matmul.grouped]))
 
     owed, parts = dict.fromkeys(work.block, 0.0), dict[Kind, list[tuple[ByRole, ByRole, float]]]()
     for kind, block in work.block.items():

@@ -39,7 +39,7 @@ class Elements(NamedTuple):
     computes: elements the rank computes with, after tensor and expert parallelism. keeps: elements it stores under
     ZeRO. largest: elements of the largest parameter. experts, experts_keep: the part of both in routed experts, which
     have groups of their own if ep > 1. frozen: the part of these four that is not trained. matrices: the part of
-    `computes` in trained matrices of blocks.
+    `computes` in trained matrices of blocks; stacks: in those of experts.
     """
 
     computes: float = 0
@@ -49,6 +49,7 @@ class Elements(NamedTuple):
     experts_keep: float = 0
     frozen: Four = (0, 0, 0, 0)
     matrices: float = 0
+    stacks: float = 0
 
     def __add__(self, other: Elements) -> Elements:  # pyright: ignore[reportIncompatibleMethodOverride]
         return Elements(
@@ -59,13 +60,14 @@ class Elements(NamedTuple):
             self.experts_keep + other.experts_keep,
             cast("Four", tuple(map(add, self.frozen, other.frozen))) if any(other.frozen) else self.frozen,
             self.matrices + other.matrices,
+            self.stacks + other.stacks,
         )
 
     def times(self, number: float) -> Elements:
         """So many parts of a model with these elements each."""
         frozen = cast("Four", tuple(number * size for size in self.frozen))
         blocks = self._replace(computes=number * self.computes, keeps=number * self.keeps, frozen=frozen)
-        blocks = blocks._replace(matrices=number * self.matrices)
+        blocks = blocks._replace(matrices=number * self.matrices, stacks=number * self.stacks)
         return blocks._replace(experts=number * self.experts, experts_keep=number * self.experts_keep)
 
     def groups(self) -> tuple[Group, Group]:
@@ -105,18 +107,25 @@ def state_bytes(
 def rank_states(s: Setting, own: Elements) -> tuple[float, float, float]:
     """`state_bytes` of a rank. Parameters whose sharing group has one rank are kept whole, as without ZeRO: all of them
     if there is one data rank, and experts if expert parallelism takes all ranks that share."""
-    whole = sharing_group(s.layout)[1] == 1 or not s.layout.zero
-    weights, gradients, optimizer = s.states.rounded * (own.matrices - own.computes) * whole, 0.0, 0.0
+    matrices, stacks = rounded_once(s, own)
+    weights, gradients, optimizer = s.kept_rounded * matrices + s.states.rounded * stacks, 0.0, 0.0
+    states = replace(s.states, rounded=0.0)
     for computes, keeps, expert, still, still_keep in own.groups():
         zero = s.layout.zero if sharing_group(s.layout, expert)[1] > 1 else 0
-        parts = [(s.states, computes - still, keeps - still_keep)]
+        parts = [(states, computes - still, keeps - still_keep)]
         if still:  # FSDP2 keeps masters of its rows, whatever is trained
-            only = replace(s.states, gradient=0.0, moments=0.0, master=s.states.master if zero else 0.0)
+            only = replace(states, gradient=0.0, moments=0.0, master=s.states.master if zero else 0.0)
             parts.append((only, still, still_keep))
         for b, whole, shared in parts:
             w, g, o = state_bytes(b, zero, whole, shared, s.microbatches, s.layout.pp, regathers(s.layout))
             weights, gradients, optimizer = weights + w, gradients + g, optimizer + o
     return weights, gradients, optimizer
+
+
+def rounded_once(s: Setting, own: Elements) -> tuple[float, float]:
+    """Elements that a replica rounds once per step, of dense layers and of experts. (Routers, which it does not round,
+    are small.)"""
+    return own.matrices * s.rounded_once[0], own.stacks * s.rounded_once[1]
 
 
 def adding_up(s: Setting, own: Elements) -> tuple[float, float]:
@@ -173,8 +182,8 @@ def _elements(model: ModelSection, tp: int, ep: int, sp: bool, shards: int, shar
         own = kinds[name] = Elements(size, part, size, *some[2:], some if name in frozen else (0, 0, 0, 0))
         if name.startswith("blocks."):
             number = int(name.split(".")[1])
-            matrix = len(card_of(model).parameters[name]) > 1 and name not in frozen
-            blocks[number] += own._replace(matrices=size * matrix)
+            dims = len(card_of(model).parameters[name]) * (name not in frozen)
+            blocks[number] += own._replace(matrices=size * (dims == 2), stacks=size * (dims == 3))
         elif name.startswith("embed"):
             before += own
         else:

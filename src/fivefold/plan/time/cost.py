@@ -175,13 +175,12 @@ def operation(op: Operation, s: Setting) -> Cost:
     inputs = gap + (0.0 if within else stream(op.backward, device, op.rate, dtype, True))
     weight = 0.0
     if op.matmul:
-        narrow = s.sizes.narrow and any(op.matmul.rounded)
+        each = op.matmul.rounded(s.rounded_once[op.matmul.grouped])
+        narrow = s.sizes.narrow and any(each)
         rate = dtype if s.sizes.narrow and (op.matmul.grouped or not narrow) else s.rate
         ahead, first, second = products(op.matmul, device, rate, e)
         if narrow:
-            # factors are read twice to round them: for the scale, and for the numbers
-            each = 2 * e + s.sizes.narrow
-            one, two, three = (stream(each * size, device, "copy", dtype) for size in op.matmul.rounded)
+            one, two, three = (stream(s.rounding_traffic * size, device, "copy", dtype) for size in each)
             ahead, first, second = ahead + one, first + two, second + three
         forward, inputs = forward + ahead, inputs + first
         if op.matmul.weight:

@@ -61,15 +61,19 @@ def on_device(s: Setting, own: Elements, position: int) -> float:
 
 
 def update(s: Setting, own: Elements) -> float:
-    """Seconds of the norm, the update, refreshing the weights and checking them. The first three read and write all
-    bytes of the states."""
+    """Seconds of the norm, the update, refreshing the weights, checking and rounding them. The first three read and
+    write all bytes of the states."""
     b = s.states
     kept = own.keeps - own.frozen[1]
     moved = update_traffic(b.gradient, b.master or b.working, b.moments, b.working)
     size = kept * (moved + rounding_traffic(b.copied))
     size *= s.software.optimizer_passes * OPTIMIZERS[s.software.optimizer].reads
     size += kept * s.software.check_traffic(s.cluster.on_cpu or not (s.layout.zero or b.copied))
-    return s.cluster.oversubscription * stream(size, s.cluster.device, "optimizer", s.dtype)
+    more = (bool(each) and not PRECISIONS[s.mode].weight for each in (s.kept_rounded, s.states.rounded))
+    elements = zip(model_states.rounded_once(s, own), more, strict=True)
+    narrow = s.rounding_traffic * sum(some * (1 + two) for some, two in elements)
+    seconds = stream(size, s.cluster.device, "optimizer", s.dtype)
+    return s.cluster.oversubscription * (seconds + stream(narrow, s.cluster.device, "copy", s.dtype))
 
 
 def whole_matrices(s: Setting, position: int) -> float:

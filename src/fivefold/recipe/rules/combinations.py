@@ -321,6 +321,7 @@ UNUSED = (
     *(Unused("precision", key, lambda r, modes=modes: r.precision.mode not in modes,
              f"it needs precision.mode = {' or '.join(map(toml_value, modes))}", "precision.mode")
       for key, modes in FIELDS.items()),
+    Unused("precision", "fp8_dispatch", lambda r: not card_of(r.model).has_experts, "the model has no experts"),
     Unused("precision", "reduce", lambda r: not _summing(r), NO_SUM),
     Unused("precision", "reduce", lambda r: _summing(r) and r.layout.compress != NONE,
            "layout.compress says what is sent"),
