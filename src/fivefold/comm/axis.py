@@ -82,6 +82,7 @@ class Axis:
         assert (group is None) == (len(ranks) == 1), f"a group for {len(ranks)} ranks of axis {name}"
         self.name, self.ranks, self.index, self.size = name, tuple(ranks), index, len(ranks)
         self.device, self.group, self.timeout_s, self.purpose = device, group, timeout_s, ""
+        self.key = "" if group is None else f"{name} {group.group_name}"  # unique in this process
         self.ops: Ops | None = progress.ops(group) if group is not None and watched else None
         # gloo sums and gathers tensors on GPUs, but sends and receives in host memory only
         self.staged = group is not None and device.type == "cuda" and dist.get_backend(group) == "gloo"

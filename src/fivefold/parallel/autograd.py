@@ -33,10 +33,9 @@ from fivefold.comm import Axis
 from fivefold.kernels import matmul
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.layers import Linear
-from fivefold.sharding.units import AGAIN, SUM, WHOLE
-
-Wait = Callable[[], Tensor]
-"""Waits for a message that was started, and returns its result."""
+from fivefold.parallel import operators
+from fivefold.parallel.operators import Wait
+from fivefold.sharding.units import AGAIN, SUM, WHOLE, What
 
 
 @dataclass(frozen=True)
@@ -70,24 +69,26 @@ class TensorAxis:
         """Makes the activation whole: x itself, or with sp gathered from every rank's piece (B, t, D)."""
         return self.start(WHOLE[self.sp], x)
 
-    def start(self, operation: str | None, x: Tensor) -> Wait:
+    def start(self, operation: What | None, x: Tensor, again: bool = False) -> Wait:
         """Sends an activation by a collective of `sharding.units`: gathered is (B, T, D), or if not ordered (tp B, t,
-        D); scattered is each rank's piece of the sequence (B, t, D)."""
+        D); scattered is each rank's piece of the sequence (B, t, D). again: see `operators.start`."""
         if operation == "all_reduce":
-            return self.axis.start_all_reduce(x)
+            return operators.start(self.axis, operation, x)
         if operation == "reduce_scatter":
             pieces = x.contiguous()  # (tp B, t, D)
             if self.ordered:
                 B, T, D = x.shape
                 assert T % self.size == 0, f"{T} tokens over {self.size} ranks"
                 pieces = x.view(B, self.size, T // self.size, D).transpose(0, 1).reshape(self.size * B, -1, D)
-            return self.axis.start_reduce_scatter(pieces)
+            return operators.start(self.axis, "reduce_scatter", pieces)
         if operation is None:
-            return lambda: x
-        (B, t, D), started = x.shape, self.axis.start_all_gather(x.contiguous())
+            return lambda *_: x
+        (B, t, D), wait = x.shape, operators.start(self.axis, "all_gather", x.contiguous(), again)
         if not self.ordered:
-            return started
-        return lambda: started().view(self.size, B, t, D).transpose(0, 1).reshape(B, self.size * t, D)
+            return wait
+        return lambda *behind: (
+            wait(*behind).view(self.size, B, t, D).transpose(0, 1).reshape(B, self.size * t, D)
+        )
 
 
 def piece(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
@@ -222,8 +223,12 @@ class LinearFunction(Function):
         leaves: TensorAxis | None = None,
     ) -> Tensor:
         whole = enters.start_whole(x)() if enters else x
-        ctx.save_for_backward(x if enters and enters.regather else whole)
-        ctx.weight = weight  # not saved: under recomputation a saved weight would come back as a copy
+        kept = x if enters and enters.regather else whole
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(kept, weight)
+        else:  # under recomputation a saved weight would come back as a copy
+            ctx.save_for_backward(kept)
+            ctx.weight = weight
         ctx.deferred, ctx.has_bias, ctx.rounded = deferred, bias is not None, rounded
         ctx.enters, ctx.leaves = enters, leaves
         if leaves is None:
@@ -234,30 +239,31 @@ class LinearFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        (x,), weight, enters, leaves, dpiece = ctx.saved_tensors, ctx.weight, ctx.enters, ctx.leaves, grads[0]
+        x, *others = ctx.saved_tensors
+        (weight,), enters, leaves, dpiece = others or (ctx.weight,), ctx.enters, ctx.leaves, grads[0]
         if enters or leaves:
             dpiece = dpiece.contiguous()
         dy = leaves.start_whole(dpiece)() if leaves else dpiece
-        whole = enters.start(AGAIN[enters.regather], x) if enters else lambda: x
+        whole = enters.start(AGAIN[enters.regather], x, again=True) if enters else lambda *_: x
         needed = enters or ctx.needs_input_grad[0]  # other ranks expect a message
         dx = matmul.input_gradient(dy, weight, ctx.rounded) if needed else None
-        x = whole()
+        x = whole(*[] if dx is None else [dx])
         # the sum overlaps with the gradients that need no communication
-        total = enters.start_sum(dx) if enters and dx is not None else lambda: dx
-        dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
+        total = enters.start_sum(dx) if enters and dx is not None else lambda *_: dx
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
         dbias = dpiece.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return total(), dweight, dbias, *[None] * 4
+        return total(*[g for g in (dweight, dbias) if g is not None]), dweight, dbias, *[None] * 4
 
 
 def weight_gradient(
     deferred: Deferred | None, weight: Tensor, dy: Tensor, x: Tensor, rounded: RoundedMatmuls | None = None
 ) -> Tensor | None:
-    """Returns dy^T x; None while `deferred` collects, when the matmul is in its queue, and for a frozen weight.
+    """Returns dy^T x; None while `deferred` collects, when the matmul is in its queue.
 
     weight (F, D), the parameter itself; dy (..., F); x (..., D).
     """
-    if not weight.requires_grad:
-        return None
     if deferred is None or deferred.queue is None:
         return matmul.weight_gradient(dy, x, rounded)
     deferred.queue.append(partial(_add_weight_gradient, weight, dy, x, rounded=rounded))

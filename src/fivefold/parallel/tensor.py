@@ -39,6 +39,7 @@ from fivefold.models.layers import (
     WideRMSNorm,
 )
 from fivefold.models.mixture import Mixture
+from fivefold.parallel import operators
 from fivefold.parallel.autograd import Deferred, Leave, LinearFunction, TensorAxis, enter, join, piece, whole
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
@@ -55,6 +56,7 @@ def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
     sp, regather = mesh.layout.sp, mesh.layout.sp_regather
     axis = TensorAxis(mesh.axis("tp"), sp, regather=regather)
     assert axis.size > 1, "one rank needs no tensor parallelism"
+    operators.axes[axis.axis.key] = axis.axis
     cuts = {name: cuts_in(cut, sp) for name, cut in card.cuts.items()}
     table = {name: cut for name, some in cuts.items() for cut in some if cut.axis == "tp"}
     mixtures = tuple(f"{name}." for name, module in stage.named_modules() if isinstance(module, Mixture))
@@ -87,11 +89,6 @@ def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
                 for where, box in boxes(computes[name]):
                     local[where] = parameter.detach()[tuple(slice(*span) for span in box)]
             setattr(stage.get_submodule(owner), leaf, nn.Parameter(local))
-    if mesh.device.type == "cuda":  # code between the layers that communicate is compiled
-        for module in stage.modules():
-            if isinstance(module, CutLinear | CutRMSNorm | Region):
-                as_it_is: Any = torch.compiler.disable(module.forward)
-                module.forward = as_it_is
     return summed_over_tp(card, mesh.layout, [name for name, _ in stage.named_parameters()])
 
 
@@ -204,7 +201,7 @@ class CutRMSNorm(nn.Module):
         self.weight, self.eps, self.axis = norm.weight, norm.eps, axis
 
     def forward(self, *vectors: Tensor) -> tuple[Tensor, ...]:
-        return _CutRMSNorm.apply(self.weight, self.eps, self.axis, *vectors)
+        return _CutRMSNorm.apply(self.eps, self.axis, self.weight, *vectors)
 
 
 class _CutRMSNorm(Function):
@@ -216,10 +213,13 @@ class _CutRMSNorm(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, eps: float, axis: Axis, *vectors: Tensor):
-        vectors = tuple(x.contiguous() for x in vectors)
+    def forward(ctx: Any, eps: float, axis: Axis, *tensors: Tensor):
+        # In one: PyTorch's compiler drops `ctx` where two arguments are given for the last.
+        weight, *vectors = tensors
+        if not torch.compiler.is_compiling():
+            vectors = [x.contiguous() for x in vectors]
         norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in vectors]
-        squares = axis.run(SQUARES, torch.stack(norms).square_()).unbind()
+        squares = operators.run(axis, SQUARES, torch.stack(norms).square_()).unbind()
         rs = [
             torch.rsqrt(square / (axis.size * x.shape[-1]) + eps)[..., None]
             for square, x in zip(squares, vectors, strict=True)
@@ -236,15 +236,15 @@ class _CutRMSNorm(Function):
         axis, rs, vectors = ctx.axis, saved[: len(grads)], saved[len(grads) :]
         weights, products, dweights = _weights(weight, vectors), [], []
         for dy, x, r, w in zip(grads, vectors, rs, weights, strict=True):
-            product = (x * r).mul_(dy)
+            product = (r * dy).mul_(x)  # not with the x r of forward, which a compiler would keep in fp32
             dweights.append(product.flatten(0, -2).sum(0))
             products.append(product.mul_(w).sum(-1))  # r sum(dy w x)
-        sums = axis.run(SQUARES, torch.stack(products), backward=True).unbind()
+        sums = operators.run(axis, SQUARES, torch.stack(products), backward=True).unbind()
         dxs = []
         for dy, x, r, w, total in zip(grads, vectors, rs, weights, sums, strict=True):
             shrunk = x * (r * total[..., None] / (axis.size * x.shape[-1]))
             dxs.append((dy * w).sub_(shrunk).mul_(r).to(x.dtype))
-        return torch.cat(dweights).to(weight.dtype), None, None, *dxs
+        return None, None, torch.cat(dweights).to(weight.dtype), *dxs
 
 
 def _weights(weight: Tensor, vectors: Any) -> tuple[Tensor, ...]:

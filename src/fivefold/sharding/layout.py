@@ -161,9 +161,9 @@ class Layout(Counts):
 
     def compiles(self, experts: bool, recompute: str) -> bool:
         """True if the trainer compiles a block on a GPU; any other runs operation by operation. experts: it has some,
-        whose choice would break the graph. recompute: its mode. PyTorch compiles no checkpoint around layers that
-        communicate, and cannot trace the queue of weight gradients of a split backward."""
-        return not (experts or self.splits_backward or (recompute == "full" and max(self.tp, self.cp) > 1))
+        whose choice would break the graph. recompute: its mode. PyTorch compiles no checkpoint around a break, and
+        cannot trace the queue of weight gradients of a split backward."""
+        return not (experts or self.splits_backward or (recompute == "full" and self.cp > 1))
 
     @property
     def divided(self) -> bool:

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fivefold.models.card import card_of
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.operators import MESSAGES
 from fivefold.parallel.parallelize import cut
 from fivefold.precision import torch_dtype
 from fivefold.recipe import Recipe
@@ -118,8 +119,8 @@ class Compiler:
 
 
 def _kernels(graph: Any, inputs: Sequence[Tensor]) -> tuple[int, int]:
-    """Number of kernels that Inductor's scheduler makes of a graph, and the bytes that those read and write which it
-    generates: all but matmuls and attention."""
+    """Number of kernels that Inductor's scheduler makes of a graph, without messages, and the bytes that those read and
+    write which it generates: all but matmuls and attention."""
     from torch._inductor import scheduler
     from torch._inductor.compile_fx import view_to_reshape
     from torch._inductor.debug import DebugContext
@@ -136,7 +137,13 @@ def _kernels(graph: Any, inputs: Sequence[Tensor]) -> tuple[int, int]:
             lowering.run(*inputs)
             nodes = scheduler.Scheduler(lowering.operations).nodes
             nothing = ("NopKernelSchedulerNode", "MultiOutput")
-            nodes = [n for n in nodes if not {type(n).__name__, type(n.node).__name__} & {*nothing}]
+            nodes = [
+                n
+                for n in nodes
+                if not {type(n).__name__, type(n.node).__name__} & {*nothing}
+                and str(getattr(n.node, "op_overload", "")).rpartition(".")[0].replace(".", "::")
+                not in MESSAGES
+            ]
             return len(nodes), sum(n.get_read_write_buffers_sizes() for n in nodes if not n.is_extern())
 
 
