@@ -1,13 +1,15 @@
 """What the compiler makes of this folder's kernels, without a GPU: registers, shared memory, occupancy, instructions.
 
 python examples/kernels/counts.py h100
-python examples/kernels/counts.py h100 --ptx add
+python examples/kernels/counts.py h100 --ptx --only add
+python examples/kernels/counts.py h100 --outline --only flash
 python examples/kernels/counts.py a100 --instructions
 """
 
 import argparse
 import os
 import re
+from itertools import groupby
 from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "0"  # kernels to compile
@@ -47,7 +49,7 @@ def _attention(kernel: Any, tensors: str, lists: str, tiles: flash.Tiles, per_bl
     names = [name for name in kernel.arg_names if name in pointers]
     sizes = {"T": INT, "scale": "fp32", "HEAD": HEAD, "ROWS": tiles.rows, "KEYS": tiles.keys}
     arguments = {name: pointers[name] for name in names} | sizes
-    return Case(kernel, arguments, tiles.warps, flash.STAGES, HEADS * TOKENS // per_block)
+    return Case(kernel, arguments, tiles.warps, tiles.stages, HEADS * TOKENS // per_block)
 
 
 def _elements(kernel: Any, tensors: str, **constants: int) -> Case:
@@ -90,6 +92,8 @@ COUNTED = {
     "shuffles": r"shfl", "barriers": r"bar\.sync|barrier", "mma": r"mma\.sync", "wgmma": r"wgmma\.mma",
 }  # fmt: skip
 """Kinds of instructions, by how PTX writes them."""
+OUTLINED = r"[dt]\.(global|shared)|[dt]matrix|^cp\.async|mma|^ex2|^bar\.|^shfl|^bra"
+"""What moves, multiplies in tensor cores, takes exponentials, waits or jumps."""
 
 
 def compiled(name: str, device: str) -> lab.Compiled:
@@ -105,18 +109,29 @@ def instructions(ptx: str) -> list[str]:
     return [line for line in lines if line.endswith(";") and not line.startswith(".")]
 
 
+def outline(lines: list[str]) -> list[str]:
+    """Instructions of these kinds in their order, without operands; those that follow each other alike in one line."""
+    bare = (re.sub(r"^@\S+ ", "", line).rstrip(";") for line in lines)
+    words = (re.match(r"\S+( \d+$)?", line) for line in bare)  # with the number of a wait
+    kinds = [word[0] for word in words if word and re.search(OUTLINED, word[0])]
+    return [f"{len(list(group)):>3} x {kind}" for kind, group in groupby(kinds)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Registers, shared memory and occupancy of the kernels.")
     parser.add_argument("device", choices=DEVICES)
-    parser.add_argument("--only", default="", help="kernels whose name begins so")
+    parser.add_argument("--only", default="", help="this kernel, or those whose name begins so")
     parser.add_argument("--ptx", action="store_true", help="the instructions of these kernels")
+    parser.add_argument(
+        "--outline", action="store_true", help="those that move, multiply, wait or jump, in short"
+    )
     parser.add_argument("--instructions", action="store_true", help="how many of each kind")
     given = parser.parse_args()
     sheet = DEVICES[given.device]
-    names = [name for name in CASES if name.startswith(given.only)]
+    names = [given.only] if given.only in CASES else [name for name in CASES if name.startswith(given.only)]
     if given.instructions:
         print(f"{'kernel':<25}" + "".join(f"{kind:>10}" for kind in COUNTED))
-    elif not given.ptx:
+    elif not given.ptx and not given.outline:
         print(f"Triton {lab.triton.__version__}, {given.device}: {sheet.units} SMs")
         print("kernel                   threads  registers  spilled  shared KiB  blocks/SM  occupancy  limit      "
               "    waves   used")  # fmt: skip
@@ -124,6 +139,8 @@ def main() -> None:
         made = compiled(name, given.device)
         if given.ptx:
             print(f"{name}:", *instructions(made.ptx), sep="\n  ")
+        elif given.outline:
+            print(f"{name}:", *outline(instructions(made.ptx)), sep="\n")
         elif given.instructions:
             lines = instructions(made.ptx)
             found = (sum(bool(re.search(kind, line)) for line in lines) for kind in COUNTED.values())

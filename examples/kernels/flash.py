@@ -20,16 +20,16 @@ from torch.autograd import Function, grad
 
 
 class Tiles(NamedTuple):
-    """Queries and keys of a tile, warps of a block."""
+    """Queries and keys of a tile, warps of a block, tiles of its loop in flight."""
 
     rows: int
     keys: int
     warps: int
+    stages: int = 2
 
 
 FIRST, FORWARD = Tiles(128, 64, 8), Tiles(128, 64, 8)
-FOR_QUERIES, FOR_KEYS = Tiles(64, 64, 4), Tiles(32, 64, 8)
-STAGES = 2  # tiles of the loop in flight
+FOR_QUERIES, FOR_KEYS = Tiles(64, 64, 4), Tiles(64, 64, 8, stages=1)
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def scores_of(query, key, rows, keys, scale):
 
 @triton.jit
 def first(q, k, v, out, sums, largest, T, scale, HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """q, k, v, out (heads, T, HEAD); sums, largest (heads, T). A program per head. out, sums and largest are in fp32, and
-    start as 0, 0 and -inf."""
+    """q, k, v, out (heads, T, HEAD); sums, largest (heads, T). A program per head. out, sums and largest are in fp32,
+    and start as 0, 0 and -inf."""
     head = tl.program_id(0)
     for start in range(0, T, KEYS):
         keys = start + tl.arange(0, KEYS)
@@ -154,9 +154,9 @@ def run_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     heads, T, head = q.shape
     out, sums = (torch.zeros_like(x, dtype=torch.float32) for x in (q, q[..., 0]))
     largest = torch.full_like(sums, -math.inf)
-    rows, keys, warps = FIRST
+    rows, keys, warps, stages = FIRST
     first[(heads,)](
-        q, k, v, out, sums, largest, T, head**-0.5, head, rows, keys, num_warps=warps, num_stages=STAGES
+        q, k, v, out, sums, largest, T, head**-0.5, head, rows, keys, num_warps=warps, num_stages=stages
     )
     return out.to(q.dtype)
 
@@ -170,9 +170,9 @@ def run_second(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     lab.refuse_bf16(q, k, v)
     heads, T, head = q.shape
     out, lse = torch.empty_like(q), torch.empty(heads, T, device=q.device)
-    rows, keys, warps = FORWARD
+    rows, keys, warps, stages = FORWARD
     grid = triton.cdiv(T, rows), heads
-    second[grid](q, k, v, out, lse, T, head**-0.5, head, rows, keys, num_warps=warps, num_stages=STAGES)
+    second[grid](q, k, v, out, lse, T, head**-0.5, head, rows, keys, num_warps=warps, num_stages=stages)
     return out, lse
 
 
@@ -192,12 +192,12 @@ class Attention(Function):
         delta = (dout.float() * out.float()).sum(-1)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         given, sizes = (q, k, v, dout, lse, delta), (T, head**-0.5, head)
-        rows, keys, warps = FOR_QUERIES
+        rows, keys, warps, stages = FOR_QUERIES
         grid = triton.cdiv(T, rows), heads
-        for_queries[grid](*given, dq, *sizes, rows, keys, num_warps=warps, num_stages=STAGES)
-        rows, keys, warps = FOR_KEYS
+        for_queries[grid](*given, dq, *sizes, rows, keys, num_warps=warps, num_stages=stages)
+        rows, keys, warps, stages = FOR_KEYS
         grid = triton.cdiv(T, keys), heads
-        for_keys[grid](*given, dk, dv, *sizes, rows, keys, num_warps=warps, num_stages=STAGES)
+        for_keys[grid](*given, dk, dv, *sizes, rows, keys, num_warps=warps, num_stages=stages)
         return dq, dk, dv
 
 

@@ -1,5 +1,6 @@
 """The roofline of this folder's kernels at large sizes, and, on a GPU, their time beside PyTorch's own.
 
+python examples/kernels/measure.py         # on a GPU
 python examples/kernels/measure.py h100
 
 Without a GPU it prints the first half: FLOPs, bytes that have to move, and the time that the data sheet allows.
@@ -18,7 +19,7 @@ import rows
 import torch
 from torch import Tensor
 
-from fivefold.host.devices import SHEETS, Sheet
+from fivefold.host.devices import SHEETS, Sheet, sheet_of
 
 
 class Sizes(NamedTuple):
@@ -141,9 +142,13 @@ def measured(work: Work) -> str:
 def main() -> None:
     names = {sheet.name: sheet for sheet in SHEETS}
     parser = argparse.ArgumentParser(description="Rooflines of the kernels, and their times on a GPU.")
-    parser.add_argument("device", choices=names, help="whose data sheet")
-    sheet = names[parser.parse_args().device]
-    gpu = lab.DEVICE == "cuda"
+    parser.add_argument(
+        "device", nargs="?", choices=names, help="whose data sheet; else that of the GPU here"
+    )
+    given, gpu = parser.parse_args().device, lab.DEVICE == "cuda"
+    sheet = names[given] if given else sheet_of(torch.cuda.get_device_name()) if gpu else None
+    if sheet is None:
+        parser.error("there is no GPU here that has a data sheet in Fivefold: name a device")
     print(
         f"{sheet.name}: {sheet.bandwidth / 1e9:,.0f} GB/s, {(sheet.rate('fp16') or 0) / 1e12:,.0f} TFLOP/s in fp16"
         + (

@@ -1,7 +1,7 @@
-"""Three pictures of how a GPU runs a kernel: what a warp's load fetches by stride, occupancy by registers, and the share
-of a device that waves of blocks use.
+"""Three pictures of how a GPU runs a kernel: what a warp's load fetches by stride, occupancy by registers, and how much
+of a device waves of blocks use.
 
-python examples/pictures/kernels.py kernels.svg
+python examples/pictures/gpu_kernels.py gpu_kernels.svg
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REGISTERS = range(16, 256)
 BLOCKS = {"128 threads": (128, 0), "256 threads": (256, 0), "128 threads, 48 KiB shared": (128, 48 * 1024)}
 """(threads, bytes of shared memory)."""
 PER_SM = (1, 3)  # blocks
-LAUNCHED = range(1, 1601)  # blocks
+LAUNCHED = range(4, 1601, 4)  # blocks
 
 
 def fetched(stride: int) -> set[int]:
@@ -48,9 +48,11 @@ def used(per_sm: int) -> list[tuple[float, float]]:
 
 def loads_svg() -> str:
     """A strip of memory for each stride: what the warp wants, and what comes with it."""
-    canvas = Canvas("A warp reads 32 numbers of 4 bytes; memory answers in sectors of 32 bytes", width=WIDE)
+    canvas = Canvas("What comes from memory when a warp reads 32 numbers", width=WIDE)
     canvas.legend(
-        20, TOP + 6, [("blue", "wanted"), ("blue half", "fetched with it"), ("idle", "not fetched")]
+        20,
+        TOP + 6,
+        [("blue", "wanted"), ("blue half", "in the same sector of 32 bytes"), ("idle", "not read")],
     )
     numbers = max(STRIDES) * WARP
     each, y = (WIDE - 40) / numbers, TOP + 34
@@ -77,7 +79,7 @@ def curves_svg(
     top = TOP + 18 * len(lines) + 12
     ticks = [mark for mark in range(0, xs[-1] + 1, gap) if mark >= xs[0]]
     axes = Axes(
-        LEFT, top, WIDE - 20, top + HIGH, Scale(xs[0], xs[-1], ticks), Scale(0, 100, range(0, 101, 20))
+        LEFT, top, WIDE - 36, top + HIGH, Scale(xs[0], xs[-1], ticks), Scale(0, 100, range(0, 101, 20))
     )
     canvas.levels(axes, tick_labels(axes.up.ticks, "%"))
     canvas.columns(axes, [f"{mark:,}" for mark in ticks], across)
@@ -91,7 +93,7 @@ def to_svg() -> str:
     """The three pictures, one under the other."""
     units = OCCUPANCY["DEVICES"][DEVICE].units
     by_registers = {f"blocks of {name}": shares(*given) for name, given in BLOCKS.items()}
-    by_blocks = {f"{per_sm} blocks per SM: {per_sm * units:,} at once": used(per_sm) for per_sm in PER_SM}
+    by_blocks = {f"blocks per SM: {per_sm}, so {per_sm * units:,} at once": used(per_sm) for per_sm in PER_SM}
     return stacked([
         loads_svg(),
         curves_svg(f"Occupancy of an SM of {DEVICE}", "registers per thread", REGISTERS, 32, by_registers),
