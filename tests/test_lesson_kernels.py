@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from commands import REPO
 from lessons import FOLDER, kernels, without_compiler, without_triton
+from test_readme import blocks
 
 needs_triton = pytest.mark.skipif(bool(without_triton()), reason=without_triton())
 OCCUPANCY: dict[str, Any] = runpy.run_path(str(FOLDER / "occupancy.py"))
@@ -100,6 +101,14 @@ def test_the_picture_shows_what_a_warp_fetches() -> None:
     assert [len(picture["fetched"](stride)) for stride in (1, 2, 4, 8, 32)] == [4, 8, 16, 32, 32]
     assert max(share for _, share in picture["used"](3)) == 100
     assert dict(picture["used"](1))[136] == pytest.approx(100 * 136 / 264)
+
+
+def test_code_on_the_page_is_that_of_the_kernels() -> None:
+    page = REPO / "docs" / "lectures" / "18_kernels.md"
+    sources = [path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py")]
+    shown = [block.text for block in blocks(page) if block.kind == "text"]
+    assert len(shown) == 2
+    assert [text for text in shown if not any(text in source for source in sources)] == []
 
 
 @needs_triton
