@@ -22,6 +22,10 @@ LISTS := pyproject.toml constraints.txt
 # What `bench gpu` imports, and the version of a program that is not installed
 NEEDED := torch numpy pydantic typer rich tokenizers safetensors
 BARE := build/bare/fivefold.dist-info
+# Times the lectures' kernels, where they can run
+lessons = if $(1) -c 'import torch, triton; assert torch.cuda.is_available()' 2>/dev/null; \
+	  then $(1) examples/kernels/measure.py; \
+	  else echo "no CUDA device with Triton: the lectures' kernels are not timed"; fi
 
 .DEFAULT_GOAL := help
 .PHONY: help train gpu test test-all test-chaos test-versions test-mutations check docs notebooks audit sbom release format clean
@@ -34,8 +38,9 @@ train: $(TO_TRAIN)  ## train a small language model on this machine: a few minut
 	@echo "(in a shell where this was typed: . $(BIN)/activate)"
 
 ifeq ($(origin PYTHON),file)
-gpu: $(TO_TRAIN)  ## examine this machine's GPUs, in 8 minutes; PYTHON=python3: an environment that is there
+gpu: $(TO_TRAIN)  ## examine this machine's GPUs, in 9 minutes; PYTHON=python3: an environment that is there
 	$(BIN)/fivefold bench gpu $(ARGS)
+	@$(call lessons,$(BIN)/python)
 else
 gpu: $(BARE)/METADATA
 	@$(PYTHON) -c 'from importlib.util import find_spec; import sys; \
@@ -44,6 +49,7 @@ gpu: $(BARE)/METADATA
 	  sys.exit("error: $(PYTHON) lacks " + ", ".join(lacks) + ". Install them, or leave PYTHON out" if lacks else 0)'
 	PYTHONPATH="$(CURDIR)/src:$(CURDIR)/build/bare$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  $(PYTHON) -P -m fivefold bench gpu $(ARGS)
+	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/build/bare$${PYTHONPATH:+:$$PYTHONPATH}"; export PYTHONPATH; $(call lessons,$(PYTHON))
 endif
 
 test: $(TO_TEST)  ## run the tests, two at a time (one: ARGS='-n 0')

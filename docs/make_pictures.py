@@ -178,12 +178,13 @@ def compared() -> dict[str, str]:
 def examples() -> dict[str, str]:
     """What programs of examples/pictures draw."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "pictures"))
+    import gpu_kernels
     import precision_step
     import years
 
     flows = {m: precision_step.parts(PrecisionSection.model_validate({"mode": m})) for m in ("bf16", "fp8")}
     steps = {f"step_{mode}": precision_step.to_svg(flow, f"A step in {mode}") for mode, flow in flows.items()}
-    return {"years": years.to_svg(), **steps}
+    return {"gpu_kernels": gpu_kernels.to_svg(), "years": years.to_svg(), **steps}
 
 
 def memory() -> str:

@@ -33,6 +33,8 @@ LANGUAGES = {
     ".yaml": "yaml",
     ".toml": "toml",
     ".c": "c",
+    ".cpp": "cpp",
+    ".cu": "cuda",
     "": "text",
 }
 PUBLIC = "{show_root_heading: false, show_root_toc_entry: false, show_submodules: false, show_if_no_docstring: true}"
