@@ -3,6 +3,7 @@
 Closer to the engine than `layouts.py`: a test brings its own batches and sees every tensor.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,10 +37,18 @@ def share(state: State, recipe: Recipe, source: BatchSource, i: int) -> list[Mic
     return share_of(source, i, train.global_batch_size, train.microbatch_size or 1, state.mesh)
 
 
-def steps(rank: int, world: int, recipe: Recipe, source: BatchSource, count: int = 3) -> dict[str, Any]:
+def steps(
+    rank: int,
+    world: int,
+    recipe: Recipe,
+    source: BatchSource,
+    count: int = 3,
+    prepare: Callable[[State], None] = lambda state: None,
+) -> dict[str, Any]:
     """Loss and norm of each step, gradients of the first, weights and validation after the last. Tensors come as the
-    pieces that this rank owns."""
+    pieces that this rank owns. prepare: changes the state before the first step."""
     state = state_of(rank, world, recipe)
+    prepare(state)
     found: dict[str, Any] = {"loss": [], "norm": []}
 
     def keep_first_gradient() -> None:

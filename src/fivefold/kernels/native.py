@@ -112,9 +112,11 @@ def why_not() -> str:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """True if the native kernels can take these tensors: on the CPU, fp32, bf16 or fp16, all of one dtype."""
+    """True if the native kernels can take these tensors: on the CPU, fp32, bf16 or fp16, all of one dtype. PyTorch's
+    compiler cannot trace them."""
     return (
-        all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
+        not torch.compiler.is_compiling()
+        and all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
         and tensors[0].dtype in _SUFFIX
         and _load()[0] is not None
     )

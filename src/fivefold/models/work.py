@@ -385,15 +385,17 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     summed = () if s.sp else s.sum()
     weights = (replace(summed[0], size=N * k * 4),) if summed else ()  # the gradient of the router's weights
     F /= 1 if s.sp else s.tp
+    if program.compiles and model.capacity_factor:  # every expert has as many rows as it may
+        k *= model.capacity_factor
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
     exchange, exchange_back = (_chunked(sent, s.chunks) for sent in s.sends(ROWS, max(routed, received) * D))
     counts, _ = s.sends(COUNTS, s.chunks * E)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     wide = N * D * 4 if e != 4 else 0.0
-    if program.eager and not model.shared_experts:  # nothing keeps the input itself
+    if program.compiles and not model.shared_experts:  # nothing keeps the input itself
         wide = N * D * (4 - e)
     # all of a token, the k largest by weight, number and row; and the router's weight in fp32
-    scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.eager
+    scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.compiles
     kept = Saved("router input in fp32", wide, "stream"), Saved("scores", scores, "stream")
     router = Operation(
         "router", Matmul(N, E, D, sensitive=True), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=kept
