@@ -3,13 +3,22 @@
 import shutil
 import tempfile
 from pathlib import Path
+from unittest import mock
 
+import torch
 from ranks import run_ranks
 from runs import ranks_of
+from torch._dynamo.utils import counters
 
 from fivefold.data import prepare
+from fivefold.launch.ranks import Ranks
+from fivefold.models.card import card_of
+from fivefold.models.recomputation import of_blocks
+from fivefold.parallel.parallelize import compile_blocks
 from fivefold.recipe import Recipe, load, resolve
 from fivefold.sharding.layout import Layout
+from fivefold.step.state import State
+from fivefold.train import verify
 from fivefold.train.verify import Report, alone, compare_with_one_process, compute, prepared
 
 TINY = [
@@ -35,6 +44,23 @@ def side(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> Non
     data = prepare(recipe)
     recipe = resolve(recipe, vocab_size=data.vocab_size)
     compute(recipe, data, steps, folder, ranks_of(rank, world))
+
+
+def compiled(rank: int, world: int, recipe: Recipe, steps: int, folder: Path) -> None:
+    """`side` with the blocks compiled that a GPU's run compiles, by all of PyTorch's compiler but its last part."""
+    build, found = verify.build_state, counters["stats"]
+    before, layout = found["unique_graphs"], Layout.from_recipe(recipe.layout)
+
+    def built(recipe: Recipe, ranks: Ranks) -> State:
+        state, model = build(recipe, ranks), recipe.model
+        modes = of_blocks(layout.recompute, model.layers)
+        compile_blocks(state.parallel.stages, card_of(model), layout, modes, backend="aot_eager")
+        return state
+
+    torch._dynamo.reset()
+    with mock.patch.object(verify, "build_state", built):
+        side(rank, world, recipe, steps, folder)
+    assert found["unique_graphs"] > before
 
 
 def compared(

@@ -34,18 +34,19 @@ COMPILED = {
     "shallow": ("dp=1", "llama", [*WIDE, "model.layers=2"]),
     "cut": ("tp=2", "llama", []),
     "again": ("tp=2,recompute=full", "llama", []),
-    "experts": ("dp=1", "moe", []),
+    "experts": ("dp=1", "moe", [*WIDE, "model.shared_experts=0", "model.balance=aux"]),
+    "experts of two ranks": ("dp=2,ep=2", "moe", []),
 }
 EAGER = {
-    "experts": ("dp=1", "moe", []),
-    "experts alone": ("dp=1", "moe", ["model.shared_experts=0", "model.balance=aux"]),
+    "experts": ("pp=2,schedule=zbv", "moe", []),
+    "experts alone": ("pp=2,schedule=zbv", "moe", ["model.shared_experts=0", "model.balance=aux"]),
     "many experts, normed heads": (
-        "dp=1",
+        "pp=2,schedule=zbv",
         "qwen3_moe",
         ["model.experts=256", "model.expert_ffn_dim=64"],
     ),
-    "latent attention": ("dp=1", "deepseek", ["model.kv_heads=4", "model.expert_ffn_dim=128"]),
-    "experts of other ranks": ("dp=2,ep=2", "moe", []),
+    "latent attention": ("pp=2,schedule=zbv", "deepseek", ["model.kv_heads=4", "model.expert_ffn_dim=128"]),
+    "experts of other ranks": ("dp=2,pp=2,ep=2,schedule=zbv", "moe", []),
     "split backward": ("pp=2,schedule=zbv", "llama", []),
     "split backward of norms over heads": ("pp=2,schedule=zbv", "qwen3", ["model.head_dim=128"]),
     "split backward of norms over ranks": (
@@ -126,16 +127,25 @@ def test_one_graph_keeps_what_the_plan_says(quick) -> None:
 
 
 def test_messages_end_no_graph(quick) -> None:
-    """Nor does recomputation around them. Blocks with experts are not compiled."""
-    first, second, third = (block(quick[0][name]) for name in ("cut", "again", "experts"))
+    """Nor does recomputation around them."""
+    first, second = (block(quick[0][name]) for name in ("cut", "again"))
     for one in (first, second):
         assert one.compiled
         assert one.whole, one.breaks
     layout, arch, sets = COMPILED["again"]
     assert sum(second.kept) == planned(recipe_of(layout, arch, *sets))
     assert second.kernels[1] > first.kernels[1]
-    assert not third.compiled
-    assert third.kernels[1] > third.kernels[0] > 50
+
+
+def test_experts_are_in_the_graph(quick) -> None:
+    """But for those of other ranks, whose rows travel: there the graph ends where numbers and where rows leave."""
+    here, there = (block(quick[0][name]) for name in ("experts", "experts of two ranks"))
+    layout, arch, sets = COMPILED["experts"]
+    assert (here.graphs, here.breaks) == (1, [])
+    assert max(here.kernels) < 40
+    assert sum(here.kept) == pytest.approx(planned(recipe_of(layout, arch, *sets)), rel=0.005)
+    assert there.graphs == 6, "one of what experts compute between messages"
+    assert [one["at"].split(":")[0] for one in there.breaks] == ["models/mixture.py"] * 3
 
 
 @pytest.mark.slow
@@ -237,9 +247,10 @@ def test_other_eager_blocks_keep_what_the_plan_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "qwen3", "olmo2"])
-def test_every_dense_architecture_keeps_what_the_plan_says(arch: str, mode: str) -> None:
-    head = ["model.head_dim=16"] if arch == "qwen3" else []  # a multiple of 8, as flash wants
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bert", "qwen3", "olmo2", "moe", "deepseek", "qwen3_moe"])
+def test_every_architecture_keeps_what_the_plan_says(arch: str, mode: str) -> None:
+    head = ["model.head_dim=16"] if "qwen3" in arch else []  # a multiple of 8, as flash wants
+    head += ["model.kv_heads=4"] if arch == "deepseek" else []
     recipe = recipe_of(f"dp=1,recompute={mode}", arch, *WIDE, *head)
     [answer] = traced(recipe)
     assert block(answer).graphs == 1

@@ -7,9 +7,9 @@ import pytest
 import stored
 import torch
 import torch.distributed as dist
-from layouts import TINY, compared, side, tiny
+from layouts import TINY, compared, compiled, side, tiny
 from marks import only
-from ranks import run_ranks
+from ranks import RankFailed, run_ranks
 from runs import lines, train_rank
 from steps import counted
 from torch.autograd import Function
@@ -67,12 +67,18 @@ def test_equals_one_process(folder, layout, kind):
     check(folder, layout, kind)
 
 
-@only("cp=2,ep=2", "dp=2,tp=2,ep=2,expert_chunks=2", "dp=2,pp=2,ep=2,expert_chunks=2")
+@only(
+    "cp=2,ep=2",
+    "dp=4,ep=4,expert_buffer=3",
+    "dp=2,tp=2,ep=2,expert_chunks=2",
+    "dp=2,pp=2,ep=2,expert_chunks=2",
+)
 @pytest.mark.parametrize(
     "layout",
     [
         "dp=4,ep=4", "dp=2,ep=2,zero=1", "dp=4,ep=2,zero=3,expert_chunks=2", "dp=2,pp=2,ep=2,expert_chunks=2",
-        "cp=2,ep=2", "dp=2,tp=2,ep=2,expert_chunks=2",
+        "cp=2,ep=2", "dp=2,tp=2,ep=2,expert_chunks=2", "dp=4,ep=4,expert_buffer=3",
+        "dp=4,ep=4,zero=3,recompute=full,expert_buffer=3",
     ],
 )  # fmt: skip
 def test_other_axes_equal_one_process(folder, layout):
@@ -105,6 +111,31 @@ def test_pairs_and_triples_equal_one_process(folder, layout):
 )  # fmt: skip
 def test_eight_ranks_equal_one_process(folder, layout):
     check(folder, layout)
+
+
+def test_rows_without_room_end_the_run(folder, tmp_path):
+    """Not one is dropped silently: no weights are saved."""
+    recipe = tiny(folder, "dp=2,ep=2,expert_buffer=1", *MODEL, *AUX)
+    with pytest.raises(RankFailed, match=r"step 1: layout.expert_buffer = 1 had no room for \d"):
+        run_ranks(2, train_rank, recipe, tmp_path / "run")
+    assert not list((tmp_path / "run").rglob("*.bin"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "sets"),
+    [
+        ("dp=2", AUX), ("dp=2,zero=3", BIAS), ("dp=2,recompute=full", AUX), ("dp=2,recompute=ops:attention+gate", AUX),
+        ("dp=2,ep=2", AUX), ("dp=2,ep=2,expert_buffer=2", AUX), ("dp=4,ep=2,zero=3,expert_chunks=2", AUX),
+        ("dp=2", ["model.arch=deepseek", "data.document_masks=false"]),
+        ("dp=2", [*AUX, "model.capacity_factor=1.0"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0].rpartition("=")[2],
+)  # fmt: skip
+def test_compiled_blocks_equal_one_process(folder, layout, sets):
+    """As a GPU's run compiles them."""
+    report = compared(tiny(folder, layout, *MODEL, *sets), part=compiled)
+    assert report.passed, report.as_json()
 
 
 @only("dp=4,ep=2,zero=3-6")

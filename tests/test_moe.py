@@ -16,7 +16,16 @@ from fivefold.models.base import build
 from fivefold.models.card import card_of
 from fivefold.models.hf import from_hf, from_hf_config, hf_config, to_hf
 from fivefold.models.layers import Cache
-from fivefold.models.mixture import Mixture, assign, balance_loss, combine, dispatch, evened, grouped_linear
+from fivefold.models.mixture import (
+    Mixture,
+    assign,
+    balance_loss,
+    combine,
+    dispatch,
+    evened,
+    filled,
+    grouped_linear,
+)
 from fivefold.models.moe.module import Model as MoE
 from fivefold.observe.metrics import read_metrics
 from fivefold.parallel import recompute
@@ -70,6 +79,15 @@ def by_loop(layer: Mixture, x: Tensor, model: ModelSection, capacity: int | None
     return out.view(1, *x.shape).to(x.dtype)
 
 
+def gradients(
+    layer: Mixture, y: Tensor, tensors: list[Tensor], direction: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Those of the tensors; the layer counts, too."""
+    assert layer.stats.facts is not None
+    *found, layer.stats.facts.grad = torch.autograd.grad(y, [*tensors, layer.stats.facts], direction)
+    return tuple(found)
+
+
 KINDS = {
     "plain": {},
     "shared": {"shared_experts": 2},
@@ -98,7 +116,7 @@ def test_equals_a_loop_over_experts(kind, dtype, empty):
     got, wanted = layer(x), by_loop(layer, x, model)
     sums = layer.stats
     direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    mine = torch.autograd.grad(got, tensors, direction)
+    mine = gradients(layer, got, tensors, direction)
     theirs = torch.autograd.grad(wanted, tensors, direction)
     assert sums.sums is not None
     assert ((sums.sums[:6] == 0).tolist() == [False, True, False, False, False, True]) == empty
@@ -111,6 +129,23 @@ def test_equals_a_loop_over_experts(kind, dtype, empty):
         by_name = dict(zip(names[1:], mine, strict=True))
         assert not by_name["experts.gate_up"][[1, 5]].any()
         assert not by_name["experts.down"][[1, 5]].any()
+
+
+@pytest.mark.parametrize("kind", [{"shared_experts": 1}, {"capacity_factor": 1.0, "balance": "bias"}])
+def test_compiled_in_one_graph(kind):
+    """Output, gradients and facts are those without the compiler, in the second pass, too."""
+    found = []
+    for compiled in (False, True):
+        layer = mixture(z_loss_weight=0.1, **kind)
+        layer.stats.start(6, torch.tensor([0.7, 1.0]))
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        x = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        for _ in range(2):
+            y = run(x)
+            y.square().mean().backward(torch.tensor(0.7))
+        found.append([y, x.grad, layer.stats.sums, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 def test_no_rows_at_all():
@@ -164,6 +199,27 @@ def test_rows_that_are_nobodys_change_nothing():
     assert evened(dropping, torch.bfloat16) is dropping
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_experts_filled_up_to_their_capacity_give_the_same(chunks):
+    """As GPUs have them: no shape depends on data."""
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(96, 16, generator=generator), torch.rand(96, 2, generator=generator)
+    matrices, found = torch.randn(3, 16, 16, generator=generator), []
+    chosen = torch.rand(96, 3, generator=generator).mul(torch.tensor([1, 1, 0.6])).topk(2).indices
+    way = assign(chosen, 3, 70)
+    full = filled(chosen, chosen.t().reshape(-1).argsort(stable=True), way.chosen_E, 70, chunks)
+    assert full.counts_CE.sum(0).tolist() == [70] * 3
+    assert way.counts_CE[0].tolist()[2] < 70 < way.chosen_E[0]
+    for one in (full, way):
+        leaves = [t.clone().requires_grad_() for t in (x, weights, matrices)]
+        parts = dispatch(leaves[0], one).split(one.counts_CE.sum(1).tolist())
+        pairs = zip(parts, one.counts_CE, strict=True)
+        out = combine(torch.cat([grouped_linear(r, leaves[2], c) for r, c in pairs]), leaves[1], one)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm()
+
+
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.25])
 def test_capacity_drops_what_is_beyond(factor):
     changes = {"capacity_factor": factor, "shared_experts": 1}
@@ -175,7 +231,7 @@ def test_capacity_drops_what_is_beyond(factor):
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     tensors = [x, *layer.parameters()]
     for a, b in zip(
-        torch.autograd.grad(got.square().sum(), tensors),
+        gradients(layer, got.square().sum(), tensors),
         torch.autograd.grad(wanted.square().sum(), tensors),
         strict=True,
     ):
@@ -205,11 +261,11 @@ def test_router_losses_have_their_gradient(score):
     share = F.one_hot(scores.topk(2).indices, 6).sum((0, 1)) / 80
     mean = (scores / scores.sum(-1, keepdim=True)).mean(0)
     aux, z = 6 * (share * mean).sum(), logits.exp().sum(-1).log().square().mean()
-    layer.stats.scale = 0.7
+    layer.stats.start(6, torch.tensor([0.7, 1.0]))
     whole = 0.7 * (by_loop(layer, x, model).square().mean() + 0.3 * aux + 0.05 * z)
     tensors = [x, *layer.parameters()]
     wanted = torch.autograd.grad(whole, tensors)
-    got = torch.autograd.grad(layer(x).square().mean(), tensors, torch.tensor(0.7))
+    got = gradients(layer, layer(x).square().mean(), tensors, torch.tensor(0.7))
     for a, b in zip(got, wanted, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
     assert layer.stats.sums is not None

@@ -227,6 +227,7 @@ TRACED = [
 TRACED_SLOW = [
     ("gpt2", "bf16", "pp=2,schedule=zb_h1"),
     ("moe", "bf16", "dp=2,ep=2,zero=2"),
+    ("moe", "fp32", "dp=2,ep=2,expert_buffer=1.5"),
     ("llama", "fp32", "dp=1,zero=1"),
     ("olmo2", "bf16", "dp=1"),
     ("olmo2", "fp32", "dp=1,recompute=selective"),

@@ -29,7 +29,7 @@ SLOW = [
     "dp=2,zero=3", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "pp=2,schedule=zbv,virtual_stages=2", "tp=2,recompute=full",
     "tp=2,recompute=selective", "cp=2,recompute=selective", "tp=2,recompute=ops:gate", "cp=2,recompute=ops:attention",
     "cp=4,cp_method=all_gather", "cp=2,tp=2,sp=true,cp_method=all_gather,recompute=full",
-    "pp=2,cp=2,cp_method=all_gather,zero=2",
+    "pp=2,cp=2,cp_method=all_gather,zero=2", "dp=2,ep=2,expert_buffer=1.75",
 ]  # fmt: skip
 FOUR = [
     "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,sp=true,sp_regather=true,zero=2", "cp=2,tp=2,sp=true",

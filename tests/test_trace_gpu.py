@@ -65,7 +65,7 @@ LAYOUTS = [
 ]  # fmt: skip
 EXPERTS = [
     "dp=2,ep=2", "dp=2,ep=2,zero=3", "dp=2,tp=2,ep=2,sp=true,recompute=full",
-    "dp=2,cp=2,tp=2,pp=2,ep=2,sp=true,zero=1,schedule=1f1b",
+    "dp=2,cp=2,tp=2,pp=2,ep=2,sp=true,zero=1,schedule=1f1b", "dp=2,ep=2,expert_buffer=2",
 ]  # fmt: skip
 SAME = {text for text in PIPELINES if "=1f1b" not in text and "=zbv" not in text}
 """Schedules move activations of any architecture alike: two of these trace them all."""
@@ -79,7 +79,7 @@ CASES = [
     *(("moe", layout) for layout in EXPERTS),
     *((arch, layout) for arch in MORE_ARCHS for layout in ("dp=2,zero=3", "tp=2,sp=true", "cp=2")),
 ]
-FEW = {"dp=2,zero=3", "tp=2,sp=true", EXPERTS[1]}
+FEW = {"dp=2,zero=3", "tp=2,sp=true", EXPERTS[1], EXPERTS[-1]}
 """Layouts of `make test` for architectures that others resemble; `make test-all` has all of them."""
 SLOW = {text for text in PIPELINES if "=zbv" not in text} | {
     "dp=1", "dp=2", "dp=2,zero=1", "dp=1,recompute=full", "dp=1,recompute=selective", "tp=2", LAYOUTS[-2], LAYOUTS[-3],
@@ -244,10 +244,8 @@ def expected(recipe: Recipe) -> dict[tuple[str, str], int]:
         found["nonzero", "models/bert/module.py"] = microbatches
     blocks = model.layers * len(mine) // stages * microbatches
     repeated = 1 + (recipe.layout.recompute == "full")
-    if layout.ep > 1:
-        found["item", "parallel/expert.py"] = blocks * repeated
-    if model.arch == "moe" and model.capacity_factor:
-        found["index", "models/mixture.py"] = blocks * repeated
+    if layout.ep > 1 and not layout.expert_buffer:
+        found["event", "parallel/expert.py"] = blocks * repeated
     return found | of_offload(recipe)
 
 

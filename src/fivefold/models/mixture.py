@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 from torch.nn import functional as F
 
 from fivefold.kernels import elementwise
@@ -41,36 +43,42 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 class RouterStats:
     """Numbers exchanged between the trainer and one layer.
 
-    scale: factor on the gradient of the loss; the router's own terms use it, too. sums: totals over the backward passes
-    since it was None, fp64 (E + 4): slots of each expert, dropped slots, load-balance term, z term, number of passes.
-    counts: False in the backward of an empty microbatch, which changes neither sums nor gradients.
+    factors: of this microbatch's router terms, the same as on the gradient of its loss, and of its facts: 1, or 0 for
+    an empty microbatch. Both fp32, (2). facts: a leaf whose gradient adds the facts up over backward passes, also of
+    compiled code.
     """
 
     def __init__(self) -> None:
-        self.scale: float | Tensor = 1.0
-        self.sums: Tensor | None = None
-        self.counts = True
+        self.factors: Tensor | None = None
+        self.facts: Tensor | None = None
+
+    def start(self, experts: int, factors: Tensor) -> None:
+        """A step begins: nothing is counted yet."""
+        if self.facts is None:
+            self.facts = factors.new_zeros(experts + 4, dtype=torch.float64).requires_grad_()
+        self.facts.grad, self.factors = None, factors
+
+    @property
+    def sums(self) -> Tensor | None:
+        """Totals over the backward passes of this step, fp64 (E + 4): slots of each expert, dropped slots, load-balance
+        term, z term, number of passes. None: there was no pass."""
+        return None if self.facts is None else self.facts.grad
 
 
 class _Attach(Function):
-    """Identity in forward. In backward the router's loss gets its gradient, and the stats its facts: once per
+    """Identity in forward. In backward the router's loss gets its gradient, and the stats their facts: once per
     microbatch, even if forward is recomputed, or if this pipeline stage never sees the loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, stats: RouterStats, facts: Tensor) -> Tensor:
-        ctx.stats, ctx.facts = stats, facts
+    def forward(ctx: Any, x: Tensor, loss: Tensor, sums: Tensor, facts: Tensor, factors: Tensor) -> Tensor:
+        # Not saved: recomputation would find those of another microbatch.
+        ctx.facts, ctx.factors = facts, factors
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        stats, facts = ctx.stats, ctx.facts
-        if not stats.counts:
-            return grads[0], torch.zeros((), device=facts.device), None, None
-        stats.sums = facts.double() if stats.sums is None else stats.sums + facts
-        scale = stats.scale
-        if not isinstance(scale, Tensor):
-            scale = torch.full((), scale, device=facts.device)
-        return grads[0], scale, None, None
+        scale, counted = ctx.factors.unbind()
+        return grads[0], scale, ctx.facts.double() * counted, None, None
 
 
 class Total(nn.Module):
@@ -89,8 +97,20 @@ class Exchange(nn.Module):
 
     chunks, local = 1, True
 
+    def announce(self, counts_CE: Tensor) -> Any:
+        """Tells other ranks the numbers of rows, as soon as they are known. Returns what `forward` needs."""
+
+    def beyond(self, counts_CE: Tensor, rows: int) -> Tensor | int:
+        """Number of this rank's rows that are lost, because there was no room for them. rows: that it has."""
+        return 0
+
     def forward(
-        self, rows_MD: Tensor, counts_CE: Tensor, compute: Compute, how: RoundedMatmuls | None = None
+        self,
+        rows_MD: Tensor,
+        counts_CE: Tensor,
+        compute: Compute,
+        how: RoundedMatmuls | None = None,
+        announced: Any = None,
     ) -> Tensor:
         """compute(rows sorted by expert, rows per expert) returns the results, row by row. how: rounds what travels to
         experts: rows, and the gradients of results."""
@@ -143,10 +163,10 @@ class Experts(Sublayer):
         self.down = nn.Parameter(torch.empty(experts, model.dim, width))
         self.exchange = Exchange()
 
-    def forward(self, rows_MD: Tensor, counts_CE: Tensor) -> Tensor:
+    def forward(self, rows_MD: Tensor, counts_CE: Tensor, announced: Any = None) -> Tensor:
         """Rows sorted by chunk and expert, and the number of rows of each expert in each chunk -> (M, D)."""
         how = self.rounded if self.rounded and self.rounded.dispatch else None
-        return self.exchange(rows_MD, counts_CE, self.compute, how)
+        return self.exchange(rows_MD, counts_CE, self.compute, how, announced)
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         how = self.rounded and self.rounded.of(0)
@@ -183,22 +203,36 @@ class Mixture(nn.Module):
         way = assign(chosen, self.count, self.capacity(len(x_ND)), self.experts.exchange.chunks)
         if self.experts.exchange.local:
             way = evened(way, x_ND.dtype)
+        announced = self.experts.exchange.announce(way.counts_CE)
         inside_ND = self.enter(x_ND)
-        y_ND = combine(self.experts(dispatch(inside_ND, way), way.counts_CE), self.enter(weights), way)
-        if self.shared is not None:
-            y_ND = y_ND + self.shared(inside_ND)
+        # Before the routed ones, for which the host may have to wait.
+        shared_ND = None if self.shared is None else self.shared(inside_ND)
+        rows_MD = self.experts(dispatch(inside_ND, way), way.counts_CE, announced)
+        y_ND = combine(rows_MD, self.enter(weights), way)
+        if shared_ND is not None:
+            y_ND = y_ND + shared_ND
         y_ND = self.leave(y_ND)
         if torch.is_grad_enabled() and self.training:
-            with torch.set_grad_enabled(self.aux_weight > 0):
-                aux = balance_loss(shares, self.total(way.chosen_E))
-            with torch.set_grad_enabled(self.z_weight > 0):
-                z = logits.logsumexp(-1).square().mean()
-            with torch.no_grad():
-                dropped = (way.chosen_E - way.counts_CE.sum(0)).clamp(min=0).sum()
-                facts = torch.cat([way.chosen_E, torch.stack([dropped, aux, z, torch.ones_like(aux)])])
-            losses = self.aux_weight * aux + self.z_weight * z
-            y_ND = _Attach.apply(y_ND, losses, self.stats, facts)
+            y_ND = self.attach(y_ND, shares, logits, way)
         return y_ND.view_as(x_BTD)
+
+    def attach(self, y_ND: Tensor, shares_NE: Tensor, logits_NE: Tensor, way: Assignment) -> Tensor:
+        """y, whose backward brings the router's own terms and facts."""
+        with torch.set_grad_enabled(self.aux_weight > 0):
+            aux = balance_loss(shares_NE, self.total(way.chosen_E))
+        with torch.set_grad_enabled(self.z_weight > 0):
+            z = logits_NE.logsumexp(-1).square().mean()
+        with torch.no_grad():
+            dropped = (way.chosen_E - way.counts_CE.sum(0)).clamp(min=0).sum()
+            dropped = dropped + self.experts.exchange.beyond(way.counts_CE, len(way.order_M))
+            facts = torch.cat([way.chosen_E, torch.stack([dropped, aux, z, torch.ones_like(aux)])])
+        losses = self.aux_weight * aux + self.z_weight * z
+        if not (y_ND.requires_grad or losses.requires_grad):
+            return y_ND
+        stats = self.stats
+        if stats.facts is None:
+            stats.start(self.count, torch.ones(2, device=y_ND.device))
+        return _Attach.apply(y_ND, losses, stats.facts, facts, stats.factors)
 
     def capacity(self, tokens: int) -> int:
         """Most rows that an expert takes of this many tokens; 0: no limit. No rows are dropped outside training."""
@@ -228,13 +262,14 @@ class Assignment(NamedTuple):
 
     order_M: the slot of each row; rows are sorted by chunk, then by expert, then by slot. Slot N K is nobody's: such a
     row fills up an expert's (`evened`). place_NK: the row of each slot, or M if it is dropped. counts_CE: rows of each
-    expert in each chunk. chosen_E: slots of each expert, including dropped ones.
+    expert in each chunk. chosen_E: slots of each expert, including dropped ones. drops: some may be.
     """
 
     order_M: Tensor
     place_NK: Tensor
     counts_CE: Tensor
     chosen_E: Tensor
+    drops: bool = False
 
     @property
     def tokens_M(self) -> Tensor:
@@ -249,6 +284,8 @@ def assign(chosen_NK: Tensor, experts: int, capacity: int = 0, chunks: int = 1) 
     order, ones = slots.argsort(stable=True), torch.ones_like(slots)
     # not bincount: on a GPU it waits for its result
     chosen = counts = slots.new_zeros(experts).scatter_add_(0, slots, ones)
+    if capacity and (slots.is_cuda or torch.compiler.is_compiling()):
+        return filled(chosen_NK, order, chosen, capacity, chunks)
     if capacity:
         order = order[_nth(slots[order], counts) < capacity]
         counts = counts.clamp(max=capacity)
@@ -261,7 +298,31 @@ def assign(chosen_NK: Tensor, experts: int, capacity: int = 0, chunks: int = 1) 
         order = order[chunk.argsort(stable=True)]
     place = torch.full_like(slots, len(order))
     place[order] = torch.arange(len(order), device=order.device)
-    return Assignment(order, place.view(chosen_NK.shape[::-1]).t().contiguous(), counts_CE, chosen)
+    place_NK = place.view(chosen_NK.shape[::-1]).t().contiguous()
+    return Assignment(order, place_NK, counts_CE, chosen, len(order) < len(slots))
+
+
+def filled(
+    chosen_NK: Tensor, order_S: Tensor, chosen_E: Tensor, capacity: int, chunks: int = 1
+) -> Assignment:
+    """As `assign`, but every expert has `capacity` rows; those that it lacks are nobody's. So no shape depends on data:
+    a GPU need not wait, and the compiler has no break. order_S: slots sorted by expert. chosen_E: slots of each."""
+    expert_S, rows = chosen_NK.t().reshape(-1)[order_S], len(chosen_E) * capacity
+    nth_S, edges = _nth(expert_S, chosen_E), [capacity * i // chunks for i in range(chunks + 1)]
+    places, E = torch.arange(rows, device=order_S.device), len(chosen_E)
+    chunked = [
+        places[E * a : E * b].view(E, b - a) for a, b in pairwise(edges)
+    ]  # where each expert's rows stand
+    place_R = F.pad(
+        torch.cat(chunked, 1).flatten(), (0, 1), value=rows
+    )  # the last one is that of dropped slots
+    placed_S = place_R[torch.where(nth_S < capacity, expert_S * capacity + nth_S, rows)]
+    order, place = order_S.new_full((rows + 1,), len(order_S)), torch.empty_like(order_S)
+    order[placed_S], place[order_S] = order_S, placed_S
+    counts_C = (torch.arange(chunks + 1, device=order_S.device) * capacity // chunks).diff()
+    place_NK = place.view(chosen_NK.shape[::-1]).t().contiguous()
+    counts_CE = counts_C[:, None].expand(-1, len(chosen_E))
+    return Assignment(order[:-1], place_NK, counts_CE, chosen_E, drops=True)
 
 
 def evened(way: Assignment, dtype: torch.dtype) -> Assignment:
@@ -274,7 +335,7 @@ def evened(way: Assignment, dtype: torch.dtype) -> Assignment:
     counts_E, slots, experts = way.counts_CE[0], way.place_NK.numel(), way.counts_CE.shape[1]
     part = 1 << max(1, slots // (8 * experts)).bit_length() - 1
     compiles = dtype == torch.bfloat16 and counts_E.device.type == "cpu"
-    if not compiles or part == 1 or len(way.order_M) < slots:
+    if not compiles or part == 1 or way.drops:
         return way
     rows_E = (counts_E + part - 1) // part * part
     before_E = (rows_E - counts_E).cumsum(0) - (rows_E - counts_E)
@@ -310,7 +371,7 @@ def grouped_linear(
     """Multiplies rows sorted by expert with their expert's weight: counts_E[0] rows with weight 0, and so on. (M,
     F)."""
     offsets = counts_E.cumsum(0).to(torch.int32)
-    if how is not None or widened(rows_MD, weight_EFD):
+    if how is not None or widened(rows_MD, weight_EFD) or _untraced(rows_MD):
         return _Grouped.apply(rows_MD, weight_EFD, offsets, how)
     return F.grouped_mm(rows_MD, weight_EFD.transpose(1, 2), offs=offsets)
 
@@ -330,6 +391,27 @@ class _Travel(Function):
         return dy if back is None else round_tiles(dy.contiguous(), 1, BLOCK, back), None, None
 
 
+def _untraced(rows: Tensor) -> bool:
+    """True if PyTorch's compiler cannot trace PyTorch's own grouped product of these: it knows bf16 only."""
+    return torch.compiler.is_compiling() and rows.dtype != torch.bfloat16
+
+
+def _product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """The grouped product of matrices, of which one or both are cut at `ends`, without autograd."""
+    return torch.ops.fivefold.grouped_product(a, b, ends) if _untraced(a) else F.grouped_mm(a, b, offs=ends)
+
+
+@custom_op("fivefold::grouped_product", mutates_args=())
+def _grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(a, b, offs=ends)
+
+
+@_grouped_product.register_fake
+def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    groups = ends.shape if a.dim() == b.dim() == 2 else ()
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
+
+
 class _Grouped(Function):
     """Rows (M, D), weights (E, F, D) -> (M, F). Backward converts the factors again."""
 
@@ -339,15 +421,15 @@ class _Grouped(Function):
         ctx.how = how
         if how is not None:
             return how.grouped(rows, weight, ends)
-        return F.grouped_mm(wide(rows), wide(weight).transpose(1, 2), offs=ends).to(rows.dtype)
+        return _product(wide(rows), wide(weight).transpose(1, 2), ends).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         (rows, weight, ends), dy, how = ctx.saved_tensors, grads[0].contiguous(), ctx.how
         if how is None:
-            drows = F.grouped_mm(wide(dy), wide(weight), offs=ends).to(dy.dtype)
-            return drows, F.grouped_mm(wide(dy).t(), wide(rows), offs=ends).to(dy.dtype), None, None
+            drows = _product(wide(dy), wide(weight), ends).to(dy.dtype)
+            return drows, _product(wide(dy).t(), wide(rows), ends).to(dy.dtype), None, None
         drows = how.grouped_input_gradient(dy, weight, ends)
         return drows, how.grouped_weight_gradient(dy, rows, ends), None, None
 
@@ -361,7 +443,7 @@ class _Dispatch(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        return _sum_rows(grads[0], ctx.assignment.place_NK), None
+        return _sum_rows(grads[0], ctx.assignment), None
 
 
 class _Combine(Function):
@@ -371,7 +453,7 @@ class _Combine(Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         ctx.assignment = assignment
         ctx.save_for_backward(rows, weights)
-        return _sum_rows(rows, assignment.place_NK, weights)
+        return _sum_rows(rows, assignment, weights)
 
     @staticmethod
     @once_differentiable
@@ -385,9 +467,9 @@ class _Combine(Function):
         return dout_MD.mul_(slot_weights_M[:, None]), dweights, None
 
 
-def _sum_rows(rows_MD: Tensor, place_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
-    """The weighted sum of the rows at `place`, one bag of K rows per token. The order of summation is the same in every
-    run. Place M is a row of zeros."""
-    if len(rows_MD) < place_NK.numel():
+def _sum_rows(rows_MD: Tensor, way: Assignment, weights_NK: Tensor | None = None) -> Tensor:
+    """The weighted sum of the rows of each token, one bag of K rows per token. The order of summation is the same in
+    every run. Place M is a row of zeros."""
+    if way.drops:
         rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
-    return F.embedding_bag(place_NK, rows_MD, mode="sum", per_sample_weights=weights_NK)
+    return F.embedding_bag(way.place_NK, rows_MD, mode="sum", per_sample_weights=weights_NK)

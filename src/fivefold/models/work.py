@@ -282,7 +282,9 @@ def query_key_norms(
     e, N, rows = s.e, s.N, (s.qkv + s.q) / 2  # features of queries and keys
     sent, back = s.sends(sums, N * vectors) if sums else ((), ())
     forward, backward, kernels = (2, 3, 2) if program.fused else (14, 24, 12)
-    if sent and program.fused:  # a message cuts each pass; and where nothing is compiled each norm is PyTorch's
+    if (
+        sent and program.fused
+    ):  # a message cuts each pass; and where nothing is compiled each norm is PyTorch's
         forward, backward, kernels = (3, 5, 4) if program.compiles else (14, 24, 12)
     joined = 2 * N * s.qkv * e  # queries, keys and values are put side by side again
     kept = N * e * (rows if program.attention == "blocks" or program.eager else s.qkv)
@@ -387,6 +389,8 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     summed = () if s.sp else s.sum()
     weights = (replace(summed[0], size=N * k * 4),) if summed else ()  # the gradient of the router's weights
     F /= 1 if s.sp else s.tp
+    if program.compiles and model.capacity_factor:  # every expert has as many rows as it may
+        k *= model.capacity_factor
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
     most = max(routed, received)
     home, home_back = (_chunked(sent, s.chunks) for sent in s.sends(ROWS, most * D))
@@ -397,10 +401,10 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     counts, _ = s.sends(COUNTS, s.chunks * E)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     wide = N * D * 4 if e != 4 else 0.0
-    if program.eager and not model.shared_experts:  # nothing keeps the input itself
+    if program.compiles and not model.shared_experts:  # nothing keeps the input itself
         wide = N * D * (4 - e)
     # all of a token, the k largest by weight, number and row; and the router's weight in fp32
-    scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.eager
+    scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.compiles
     kept = Saved("router input in fp32", wide, "stream"), Saved("scores", scores, "stream")
     router = Operation(
         "router", Matmul(N, E, D, sensitive=True), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=kept

@@ -13,11 +13,13 @@ chunks.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from threading import Semaphore
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ from fivefold.kernels.fp8 import decode_rows, encode_rows
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
-from fivefold.models.mixture import Compute, Exchange, Mixture, Total
+from fivefold.models.mixture import Compute, Exchange, Experts, Mixture, Total
 from fivefold.models.section import ModelSection
 from fivefold.parallel.autograd import sent
 from fivefold.parallel.mesh import Mesh
@@ -47,15 +49,29 @@ def mixtures(stage: LanguageModel) -> Iterator[tuple[int, Mixture]]:
 def apply(stage: LanguageModel, mesh: Mesh, table: dict[str, Part]) -> None:
     """Gives a model on "meta" this rank's part of the experts, in place. Routers that see a part of each sequence get
     the counts of the whole sequence."""
+    beside = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
     for number, mixture in mixtures(stage):
         sums = [(mesh.axis(load.axis), load) for load in loads(mesh.layout.sp) if mesh.size(load.axis) > 1]
         if sums:
             mixture.total = SummedTotal(sums)
         if mesh.size(ROWS.axis) > 1:
-            mixture.experts.exchange = AllToAll(mesh.axis(ROWS.axis), mesh.layout.expert_chunks)
+            how = mesh.layout.expert_chunks, beside, mesh.layout.expert_buffer
+            mixture.experts.exchange = AllToAll(mesh.axis(ROWS.axis), *how)
         for name, whole in list(mixture.experts.named_parameters()):
             shape = local_shape(table[f"blocks.{number}.mlp.experts.{name}"].computes)
             setattr(mixture.experts, name, nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta")))
+
+
+def keep_out(block: nn.Module, **how: Any) -> None:
+    """Leaves what sends messages out of a compiled block: its shapes depend on data. What experts compute between these
+    is compiled by itself. how: options of `torch.compile`."""
+    for module in block.modules():
+        for name in ("forward", "announce") if isinstance(module, SummedTotal | AllToAll) else ():
+            if hasattr(module, name):
+                setattr(module, name, torch.compiler.disable(getattr(module, name)))
+        if isinstance(module, Experts) and not module.exchange.local:
+            compute: Any = torch.compile(module.compute, dynamic=True, **how)
+            module.compute = compute
 
 
 class SummedTotal(Total):
@@ -72,29 +88,124 @@ class SummedTotal(Total):
         return total
 
 
+class Announced:
+    """Rows that ranks will send to each other in each chunk. Their numbers are on the way.
+
+    beside: a stream of a GPU, on which they travel on to the host, beside other work. padded: the host needs none.
+    mine, theirs: rows for each rank, chunk and expert, and from each. rows_2CG: numbers of rows to and from each rank,
+    in host memory.
+    """
+
+    def __init__(
+        self, axis: Axis, mine_GCe: Tensor, beside: torch.cuda.Stream | None, padded: bool = False
+    ) -> None:
+        self.mine_GCe, self.padded = mine_GCe, padded
+        self.started, self.event = axis.start(COUNTS, mine_GCe), None
+        if beside is not None and not padded:
+            with torch.cuda.stream(beside):  # the message has waited for what it sends
+                self._arrive()
+                self.event = torch.cuda.Event()
+                self.event.record()
+
+    def wait(self) -> None:
+        """Waits for what the next messages need: the host for numbers, unless messages are padded."""
+        if self.event is None:
+            self._arrive()
+        else:
+            self.event.synchronize()
+
+    def _arrive(self) -> None:
+        self.theirs_GCe = self.started()
+        if not self.padded:
+            rows_2CG = torch.stack([self.mine_GCe.sum(2).t(), self.theirs_GCe.sum(2).t()])
+            self.rows_2CG = rows_2CG.to("cpu", non_blocking=True)
+
+
+class Padding:
+    """Rows for several ranks in as many places for each. mine_G: rows for each rank. each: places. rows: M, their sum.
+    Rows lie in the order of ranks. Those without a place of their own are lost: they share one."""
+
+    def __init__(self, mine_G: Tensor, each: int, rows: int) -> None:
+        first_G = mine_G.cumsum(0) - mine_G
+        place_n, row_M = (torch.arange(n, device=mine_G.device) for n in (each, rows))
+        rank_M = (row_M[:, None] >= first_G[1:]).sum(1)
+        self.row_R = (first_G[:, None] + place_n).clamp(max=rows - 1).flatten()  # R = G n
+        self.taken_R = (place_n < mine_G[:, None]).flatten()
+        self.place_M = rank_M * each + (row_M - first_G[rank_M]).clamp(max=each - 1)
+
+    def fill(self, rows_MD: Tensor) -> Tensor:
+        """The row at each place; some row where there is none."""
+        return rows_MD.index_select(0, self.row_R)
+
+    def empty(self, rows_RD: Tensor) -> Tensor:
+        """The rows at their places."""
+        return rows_RD.index_select(0, self.place_M)
+
+    def cleared(self, rows_MD: Tensor) -> Tensor:
+        """As `fill`, with zeros where there is none."""
+        return self.fill(rows_MD).mul_(self.taken_R[:, None])
+
+
 class AllToAll(Exchange):
     """Sends rows to the ranks that hold their experts, and the results back (see `models.mixture.Exchange`).
 
     With several chunks the messages of one are under way while experts compute another: in forward all rows leave at
     once, experts compute a chunk when it has arrived, and its results leave before the next chunk. Backward runs the
     same in reverse, because autograd goes through nodes in reverse order of their making.
+
+    buffer: in training each rank sends every rank `buffer` times the mean number of rows, those that are missing filled
+    up by others. The host then knows all numbers and waits for none. Rows beyond are lost and counted (`beyond`), which
+    ends a run (train/faults.py). 0: as many rows as there are.
     """
 
-    def __init__(self, axis: Axis, chunks: int = 1):
+    def __init__(
+        self, axis: Axis, chunks: int = 1, beside: torch.cuda.Stream | None = None, buffer: float = 0.0
+    ):
         super().__init__()
-        self.axis, self.chunks, self.local = axis, chunks, False
+        self.axis, self.chunks, self.local, self.beside, self.buffer = axis, chunks, False, beside, buffer
         self.turns: Turns | None = None  # set if a pipeline runs forwards and backwards in pairs
 
-    def forward(
-        self, rows_MD: Tensor, counts_CE: Tensor, compute: Compute, how: RoundedMatmuls | None = None
-    ) -> Tensor:
+    def announce(self, counts_CE: Tensor) -> Announced:
         mine_GCe = counts_CE.unflatten(1, (self.axis.size, -1)).transpose(0, 1).contiguous()
-        started = self.axis.start(COUNTS, mine_GCe)
+        return Announced(self.axis, mine_GCe, self.beside, self.padded)
+
+    @property
+    def padded(self) -> bool:
+        """True if messages are. Validation loses no row, whatever it needs."""
+        return self.buffer > 0 and self.training
+
+    def room(self, rows: int) -> int:
+        """Rows in a padded message to each rank, if this one has so many in all."""
+        return min(rows, math.ceil(self.buffer * rows / self.axis.size))
+
+    def beyond(self, counts_CE: Tensor, rows: int) -> Tensor | int:
+        if not self.padded:
+            return 0
+        return (counts_CE.view(self.axis.size, -1).sum(1) - self.room(rows)).clamp(min=0).sum()
+
+    def forward(
+        self,
+        rows_MD: Tensor,
+        counts_CE: Tensor,
+        compute: Compute,
+        how: RoundedMatmuls | None = None,
+        announced: Announced | None = None,
+    ) -> Tensor:
+        announced = announced or self.announce(counts_CE)
         if self.turns:
             self.turns.give_way()
-        theirs_GCe = started()
-        rows_2CG = torch.stack([mine_GCe.sum(2).t(), theirs_GCe.sum(2).t()])
-        given, taken = self.splits(rows_2CG, len(rows_MD))
+        announced.wait()
+        theirs_GCe, pad = announced.theirs_GCe, None
+        if announced.padded:
+            room = self.room(len(rows_MD))
+            pad = Padding(announced.mine_GCe.sum((1, 2)), room, len(rows_MD))
+            rows_MD = sent(pad.fill, pad.empty, rows_MD)
+            ends_Ge = theirs_GCe[:, 0].cumsum(1).clamp(max=room)
+            ends_Ge[:, -1] = room  # rows that fill up are the last expert's
+            theirs_GCe = ends_Ge.diff(dim=1, prepend=ends_Ge.new_zeros(len(ends_Ge), 1))[:, None]
+            given = taken = [[room] * self.axis.size]
+        else:
+            given, taken = self.splits(announced.rows_2CG, len(rows_MD))
         forms = (how.inputs, how.gradients) if how else (None, None)
         there = [Transfer(self.axis, *rows, self.turns, forms[0]) for rows in zip(taken, given, strict=True)]
         back = [
@@ -112,7 +223,8 @@ class AllToAll(Exchange):
             inverse[order] = torch.arange(len(order), device=order.device)
             results_RD = compute(_permuted(rows_RD, order, inverse), chosen_Ge.sum(0))
             arriving.append(sent(home.start, home.wait, _permuted(results_RD, inverse, order)))
-        return sent(lambda *_: _wait_for_all(back), partial(_start_all, back, backward=True), *arriving)
+        out = sent(lambda *_: _wait_for_all(back), partial(_start_all, back, backward=True), *arriving)
+        return out if pad is None else sent(pad.empty, pad.cleared, out)
 
     def splits(self, rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
         """Rows to send to each rank in each chunk (`rows` in all), and rows to receive from each."""
@@ -248,17 +360,20 @@ class Balance:
         self.rows = {number: row for row, number in enumerate(mixed)}  # of `sums`, by block
         self.sums = torch.zeros(0)  # (blocks with experts, E + 4), fp64: see `models.mixture.RouterStats`
         self.figures: dict[str, Tensor] = {}
+        self.factors: dict[bool, Tensor] = {}  # of microbatches that count, and of others
 
     def start_step(self, scale: float | Tensor) -> None:
         """scale: factor on the gradients of this step's losses."""
         pieces = self.mesh.size("tp") if self.mesh.layout.sp else 1  # the gradients of the pieces are summed
+        one = torch.ones((), device=self.mesh.device)
+        self.factors = {True: torch.stack([one * scale / pieces, one]), False: one.new_zeros(2)}
         for mixture in self.layers.values():
-            mixture.stats.scale, mixture.stats.sums, mixture.stats.counts = scale / pieces, None, True
+            mixture.stats.start(mixture.count, self.factors[True])
 
     def count(self, counts: bool) -> None:
-        """The next backward is that of a microbatch that counts, or of an empty one."""
+        """The next forward is that of a microbatch that counts, or of an empty one."""
         for mixture in self.layers.values():
-            mixture.stats.counts = counts
+            mixture.stats.factors = self.factors[counts]
 
     def finish(self) -> None:
         """Sums over ranks: one all-reduce of a few numbers per block."""

@@ -213,6 +213,7 @@ def compile_blocks(
         for number, block in stage.get_submodule(card.stack).named_children():
             mixed = isinstance(card, Card) and card.mixed[int(number)]
             if layout.compiles(mixed, modes[int(number)]):
+                expert.keep_out(block, **how)
                 block.compile(**how)
 
 

@@ -94,12 +94,11 @@ class Pipeline:
         scale: float,
         seed: Seed,
         factor: Tensor | None = None,
-        backward: Callable[[int], None] = lambda microbatch: None,
     ) -> Tensor:
         """Adds the gradients of `scale` x `factor` x the sum of the microbatches' weighted losses. Returns that sum of
         losses (scalar) on the rank with the last stage, 0 on others. Replicas sync their gradients as the last ones are
-        computed. factor: of loss scaling. backward: called before each backward of a microbatch."""
-        run = _Run(self, microbatches, scale, seed, factor, backward)
+        computed. seed: called before each forward of a microbatch. factor: of loss scaling."""
+        run = _Run(self, microbatches, scale, seed, factor)
         schedule = self.schedule(len(microbatches))
         if self.recording:
             self.mesh.axis("pp").barrier()
@@ -144,7 +143,6 @@ class _Run:
     scale: float
     seed: Seed
     factor: Tensor | None = None
-    begin_backward: Callable[[int], None] = lambda microbatch: None
     losses: dict[int, Tensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     kept: dict[Key, tuple[Tensor, Tensor | GradientEdge]] = field(default_factory=dict)
@@ -235,7 +233,6 @@ class _Run:
         # a frozen first stage needs none
         needed = not isinstance(y, Tensor) or y.requires_grad
         backward = partial(torch.autograd.backward, y, gradient) if needed else lambda: None
-        self.begin_backward(index)
         with self._timed(action):
             if action.kind == "I":
                 self.owed[key] = self.pipeline.deferred.collect(backward)

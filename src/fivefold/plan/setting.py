@@ -369,7 +369,8 @@ def setting(
 ) -> Setting:
     """Builds a setting. B: sequences per microbatch. sequences: see `Setting`. The cluster is resized to the layout's
     ranks."""
-    x, card, documents, load = layout, PRECISIONS[mode], software.documents, software.expert_load
+    x, card, documents = layout, PRECISIONS[mode], software.documents
+    load = layout.expert_buffer or software.expert_load  # messages are filled up to the buffer
     e, chunks = DTYPES[card.working].bytes, x.expert_chunks if x.ep > 1 else 1
     # emulated: the working dtype
     narrow = DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0

@@ -241,6 +241,9 @@ class LayoutSection(Section, Counts):
     expert_chunks: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
     """With `ep`: parts into which each expert's rows are cut. While experts compute one, the all-to-alls of the others
     are under way."""
+    expert_buffer: float = Field(default=0.0, ge=0, le=MOST_RANKS)
+    """With `ep`, in training: a rank sends each rank so many times the mean number of rows, the missing ones filled up,
+    so the host waits for no number. More rows end the run with an error. 0: as many as there are."""
     zero: int = Field(default=0, ge=0, le=3)
     """ZeRO stage."""
     schedule: str = "1f1b"
@@ -260,8 +263,7 @@ class LayoutSection(Section, Counts):
     """The first stage may have the embedding alone, and the last one the head alone, where that divides the work more
     evenly (as in section 3.3.2 of arXiv 2407.21783)."""
     microbatches: int | None = Field(default=None, ge=1, le=MOST_SEQUENCES)
-    """Microbatches per step, equally many on every rank. Unset: derived from `global_batch_size` and
-    `microbatch_size`."""
+    """Microbatches per step, equally many on every rank. Unset: by `global_batch_size` and `microbatch_size`."""
     recompute: str = "none"
     """Activation recomputation in backward. `selective`: attention's scores, softmax and dropout (arXiv 2205.05198).
     `full`: whole blocks, from their inputs (arXiv 1604.06174). `ops:attention+gate+norm`: the operations named, here
@@ -275,8 +277,7 @@ class LayoutSection(Section, Counts):
     `states:host`: gradients during backward, masters and states, to host memory, where the update runs (ZeRO-Offload,
     2101.06840). `states:disk`: masters and states. `all:*`: also weights of blocks (ZeRO-Infinity, 2104.07857)."""
     offload_dir: str = ""
-    """Folder for `offload`, on a local disk. Its files have no names and vanish with the process. Unset: `offload` in
-    the cache folder."""
+    """Folder for `offload`, on a local disk. Its files vanish with the process. Unset: in the cache folder."""
     offload_window: int = Field(default=WINDOW, ge=0, le=LARGEST)
     """Blocks with weights on the device at once under `all:*`. 0: as few as hide the copying (STRONGHOLD, SC 2022)."""
     offload_update: Literal["beside", "early"] = BESIDE
@@ -287,8 +288,7 @@ class LayoutSection(Section, Counts):
     2110.02861); `1bit` (arXiv 2102.02888); `topk:0.01`, the largest hundredth; `randk:0.01`, a random hundredth;
     `powersgd:4`, matrices of rank 4 (arXiv 1905.13727). Needs zero = 0."""
     compress_after: int | None = Field(default=None, ge=0, le=LARGEST)
-    """First steps of the run, whose sums are not compressed. Unset: a tenth of the run, but none with
-    8 and 4 bits per element."""
+    """First steps of the run, whose sums are not compressed. Unset: a tenth; none with 8 and 4 bits per element."""
     all_reduce: AllReduce = AUTO
     """Algorithm that sums gradients over replicas, bucket by bucket, while backward runs. `library`: gloo's or NCCL's.
     The others are those of `fivefold collectives --draw`. `auto`: across CPU hosts with several ranks each

@@ -90,6 +90,7 @@ class Layout(Counts):
     zeropp: str = NONE
     ranks_per_node: int | None = None
     expert_chunks: int = 1
+    expert_buffer: float = 0.0
     bucket_mib: float = BUCKET_BYTES / 2**20
     round_microbatches: int | None = None
     zb_costs: str = ""
@@ -160,10 +161,11 @@ class Layout(Counts):
         return self.pp > 1 and splits_backward(self.schedule, self.pp, self.stages_per_rank)
 
     def compiles(self, experts: bool, recompute: str) -> bool:
-        """True if the trainer compiles a block on a GPU; any other runs operation by operation. experts: it has some,
-        whose choice would break the graph. recompute: its mode. PyTorch compiles no checkpoint around a break, and
-        cannot trace the queue of weight gradients of a split backward."""
-        return not (experts or self.splits_backward or (recompute == "full" and self.cp > 1))
+        """True if the trainer compiles a block on a GPU; any other runs operation by operation. experts: it has some.
+        recompute: its mode. PyTorch compiles no checkpoint around a break, as where rows travel to experts, and cannot
+        trace the queue of weight gradients of a split backward."""
+        breaks = self.cp > 1 or (experts and self.ep > 1)
+        return not (self.splits_backward or (recompute == "full" and breaks))
 
     @property
     def divided(self) -> bool:
@@ -391,6 +393,7 @@ def describe(layout: Layout) -> str:
     words = [f"{layout.ranks} rank{'s' * (layout.ranks > 1)}" + (f": {axes}" if axes else "")]
     if layout.ep > 1:
         words.append(f"ep {layout.ep}" + f" in {layout.expert_chunks} chunks" * (layout.expert_chunks > 1))
+        words[-1] += f" with room for {layout.expert_buffer:g} x the rows" * (layout.expert_buffer > 0)
     if layout.zero:
         words.append(f"ZeRO {layout.zero}")
     if layout.cp > 1:

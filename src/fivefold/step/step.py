@@ -202,8 +202,9 @@ def forward_backward(state: State, microbatches: Sequence[Microbatch], seed: int
         mixed = (seed * 1_000_003 + state.step) * 1_000_003 + microbatch * 65_537 + number
         torch.manual_seed(mixed % 2**63)
 
-    def backward(microbatch: int) -> None:
-        """The backward of a microbatch begins."""
+    def begin(microbatch: int, stage: int = 0) -> None:
+        """The forward of a microbatch begins."""
+        seeds(microbatch, stage)
         if parallel.balance is not None:
             parallel.balance.count(microbatch < share.counted)
 
@@ -214,9 +215,9 @@ def forward_backward(state: State, microbatches: Sequence[Microbatch], seed: int
     with parallel.saving(), scaled(factor):
         if parallel.pipeline is not None:
             run = parallel.pipeline.forward_backward
-            total = run(share, scale, seeds, factor, backward)
+            total = run(share, scale, begin, factor)
         else:
-            total = accumulate(state, share, scale, seeds, factor, backward)
+            total = accumulate(state, share, scale, begin, factor)
     for replica in parallel.replicas:
         replica.finish()
     for reduction in parallel.reductions:
@@ -232,7 +233,6 @@ def accumulate(
     scale: float,
     seeds: Callable[[int], None],
     factor: Tensor | None = None,
-    backward: Callable[[int], None] = lambda microbatch: None,
 ) -> Tensor:
     """Runs forward and backward of one microbatch after the other, if this rank has the whole model. Returns the sum of
     their weighted losses."""
@@ -246,7 +246,6 @@ def accumulate(
         with span("forward, microbatch", index):
             loss = state.module(microbatch.inputs, microbatch.targets, **microbatch.options())
         gradient = torch.full_like(loss, scale * microbatch.weight)
-        backward(index)
         with span("backward, microbatch", index):
             loss.backward(gradient if factor is None else gradient * factor)
         total.add_(loss.detach(), alpha=microbatch.weight)

@@ -115,7 +115,7 @@ class Kept:
         if new and (not self.left[size] or key in self.away):
             shape, stride = tensor.shape, tensor.stride()
             return partial(torch.empty_strided, shape, stride, dtype=tensor.dtype, device=tensor.device)
-        packed = self.outer[0](tensor) if self.outer else tensor
+        packed = self.pack_outside(tensor)
         if new:
             self.left[size] -= 1
             (self.there if packed is tensor else self.away).add(key)
@@ -124,6 +124,13 @@ class Kept:
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, partial):
             return packed()
+        return self.unpack_outside(packed)
+
+    def pack_outside(self, tensor: Tensor) -> Any:
+        """`pack` of code between graphs, which keeps all."""
+        return self.outer[0](tensor) if self.outer else tensor
+
+    def unpack_outside(self, packed: Any) -> Tensor:
         return self.outer[1](packed) if self.outer else packed
 
     def rest(self, x: Tensor) -> None:
@@ -184,17 +191,22 @@ def _keep(module: nn.Module, block: Block, tracker: Tracker) -> None:
 
 def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """In place of `torch.compiler.disable`: code between graphs, which keeps what its operations keep."""
+    return _kept_by(function, lambda kept: (kept.pack_outside, kept.unpack_outside))
 
-    def same(tensor: Tensor) -> Tensor:
-        return tensor
 
+def inside_graphs(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    """In place of `torch.compile`: code between graphs calls a graph."""
+    return _kept_by(function, lambda kept: (kept.pack, kept.unpack))
+
+
+def _kept_by(function: Callable[..., Any], hooks: Callable[[Kept], Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **options: Any) -> Any:
-        hooks = _top_saved_tensors_default_hooks(True)
-        kept = getattr(hooks[0], "__self__", None) if hooks else None
+        there = _top_saved_tensors_default_hooks(True)
+        kept = getattr(there[0], "__self__", None) if there else None
         if not isinstance(kept, Kept):
             return function(*args, **options)  # not those of recomputation
-        with saved_tensors_hooks(*(kept.outer or (same, same))):
+        with saved_tensors_hooks(*hooks(kept)):
             return function(*args, **options)
 
     return run

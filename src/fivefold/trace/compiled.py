@@ -27,6 +27,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fivefold.models.card import card_of
+from fivefold.models.mixture import Mixture
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.operators import MESSAGES
 from fivefold.parallel.parallelize import cut
@@ -45,6 +46,19 @@ from fivefold.trace.traffic import formula_of, size_of
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 PROCESSORS = 132
 """Of the GPU that kernels are chosen for: an H100's."""
+
+
+COMPILE = torch.compile
+
+
+class Later:
+    """A function that the trainer compiles by itself. run: what it is meanwhile, and what is made of it."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
 
 
 class Compiler:
@@ -157,6 +171,7 @@ def blocks(recipe: Recipe, rank: int) -> dict[str, Block]:
         stack.enter_context(a_gpu())
         stack.enter_context(_for_compiler())
         replaced(stack, nn.Module, "compile", lambda module, *_, **__: by_trainer.add(module))
+        replaced(stack, torch, "compile", lambda function, **_: Later(function))
         mesh = Mesh(layout, ranks, causal=card.causal)
         working = torch_dtype(compute_mode(recipe, DEVICE).working)
         with Creating(FakeTensorMode(allow_non_fake_inputs=True)):
@@ -181,6 +196,9 @@ def _analyse(
     share_evenly(block)
     with fake:
         block.to_empty(device=DEVICE)
+        for module in block.modules():
+            if isinstance(module, Mixture):
+                module.stats.start(module.count, torch.empty(2, device=DEVICE))
         batch = microbatch(recipe, mesh)
         given, (B, T) = batch._replace(positions=None).options(), batch.inputs.shape
         t, working = T // mesh.layout.tp if mesh.layout.sp else T, next(block.parameters()).dtype
@@ -189,7 +207,10 @@ def _analyse(
     there = {(tuple(tensor.shape), tensor.dtype) for tensor in living_on(block, tables, given)}
     compiler = Compiler(found, there)
     torch._dynamo.reset()
-    run: Any = torch.compile(block._call_impl, backend=compiler) if compiled else block
+    run: Any = COMPILE(block._call_impl, backend=compiler) if compiled else block
+    for module in block.modules():
+        for inner in (one for one in vars(module).values() if isinstance(one, Later)):
+            inner.run = COMPILE(inner.run, backend=compiler)
 
     def both() -> None:
         compiler.backward = False

@@ -47,7 +47,7 @@ from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State, build_state
 from fivefold.step.step import forward_backward, take_step
-from fivefold.trace.blocks import Blocks, keep_as_compiled, outside_graphs
+from fivefold.trace.blocks import Blocks, inside_graphs, keep_as_compiled, outside_graphs
 from fivefold.trace.fake import COPIES, CPU, Fake, FakeMode, is_mask, non_blocking
 from fivefold.trace.memory import OWN, Peak, Tracker, states_of, tensors_in
 from fivefold.trace.races import Races
@@ -114,6 +114,7 @@ def probe(
             races = stack.enter_context(a_gpu())
             stack.enter_context(Creating(fake))
             replaced(stack, torch.compiler, "disable", outside_graphs)
+            replaced(stack, torch, "compile", inside_graphs)
         replaced(stack, disk, "File", FakeFile)
         state = build_state(recipe, ranks, memory=fake)
         instrument = Probe(state, fake, races)
@@ -293,7 +294,10 @@ def share_evenly(stage: nn.Module) -> None:
 
 def _even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
     _, chunks, ranks = rows_2CG.shape
-    rows_2CG.tolist()  # as the method that this replaces does: a host sync
+    if hasattr(
+        rows_2CG, "fake"
+    ):  # read, as the method that this replaces does; no other tensor without memory can be
+        rows_2CG.tolist()
     each = [rows * (i + 1) // chunks - rows * i // chunks for i in range(chunks)]
     return [[[count // ranks + (index < count % ranks) for index in range(ranks)] for count in each]] * 2
 

@@ -37,20 +37,30 @@ class Fault(UserError):
 
     step: the one (1, 2, ...) in which it was found. act: "rollback" or "abort". back_to: checkpoints up to this step
     may be used. leaves_out: the data since then are to blame. good: the weights are what they were before the fault,
-    and may be saved.
+    and may be saved. advice: with what to resume if not.
     """
 
     def __init__(
-        self, step: int, said: str, act: str, back_to: int, leaves_out: bool = True, good: bool = True
+        self,
+        step: int,
+        said: str,
+        act: str,
+        back_to: int,
+        leaves_out: bool = True,
+        good: bool = True,
+        advice: str = ADVICE,
     ):
         super().__init__(said)
+        self.advice = advice
         self.step, self.said, self.act, self.back_to = step, said, act, back_to
         self.leaves_out, self.good = leaves_out, good
 
     def ended(self, run: Path) -> UserError:
         """The error with which the run ends. It says what to do if the weights are not good."""
         where = f"Resume from step {saved}" if (saved := newest(run)) else "Start again"
-        return self if self.good else UserError(f"{self.said}. They are not saved. {where} with {ADVICE}")
+        return (
+            self if self.good else UserError(f"{self.said}. They are not saved. {where} with {self.advice}")
+        )
 
 
 def policy(faults: FaultsSection, kind: str) -> str:
@@ -102,6 +112,11 @@ def judged(recipe: Recipe, figures: Mapping[str, Any], skipped: int) -> Fault | 
             f"diverged. These steps did not change the weights. Resume with {ADVICE}, or from an older checkpoint"
         )
         return Fault(step, diverged, "abort", step - skipped)
+    if (lost := figures.get("dropped_share", 0)) and recipe.layout.expert_buffer:
+        given = recipe.layout.expert_buffer
+        said = f"step {step}: layout.expert_buffer = {given:g} had no room for {lost:.2%} of experts' rows"
+        said, instead = f"{said}, which the new weights lack", f"layout.expert_buffer above {given:g}, or 0"
+        return Fault(step, said, "abort", step - 1, good=False, advice=instead)
     for kind in found_in(figures):
         if (act := policy(faults, kind)) in ("rollback", "abort"):
             said = f"step {step}: {described(kind, figures)}"

@@ -67,12 +67,12 @@ class _LatentHeads(Function):
         assert kv.shape == (B, T, H, plain + value_width)
         assert value_width <= d
         out = q.new_empty(B, T, 3, H, d)
-        torch.mul(q[..., :plain], scale, out=out[:, :, 0, :, :plain])
+        _scale(q[..., :plain], scale, out[:, :, 0, :, :plain])
         out[:, :, 0, :, plain:] = _rotated(q[..., plain:], cos[:, None] * scale, sin[:, None] * scale)
         out[:, :, 1, :, :plain] = kv[..., :plain]
         out[:, :, 1, :, plain:] = _rotated(key, cos, sin)[:, :, None]
         out[:, :, 2, :, :value_width] = kv[..., plain:]
-        out[:, :, 2, :, value_width:] = 0
+        out[:, :, 2, :, value_width:].zero_()
         ctx.save_for_backward(cos, sin)
         ctx.widths, ctx.heads, ctx.scale = (plain, value_width), H, scale
         return out.flatten(2)
@@ -83,11 +83,19 @@ class _LatentHeads(Function):
         (cos, sin), (plain, value_width), scale = ctx.saved_tensors, ctx.widths, ctx.scale
         dq_BTHd, dk_BTHd, dv_BTHd = grads[0].unflatten(-1, (3, ctx.heads, -1)).unbind(2)
         dq = dq_BTHd.new_empty(dq_BTHd.shape)
-        torch.mul(dq_BTHd[..., :plain], scale, out=dq[..., :plain])
+        _scale(dq_BTHd[..., :plain], scale, dq[..., :plain])
         dq[..., plain:] = _rotated_back(dq_BTHd[..., plain:], cos[:, None] * scale, sin[:, None] * scale)
         dkv = torch.cat((dk_BTHd[..., :plain], dv_BTHd[..., :value_width]), dim=-1)
         dkey = _rotated_back(dk_BTHd[..., plain:].sum(2, dtype=torch.float32), cos, sin)
         return dq, dkv, dkey.to(dq.dtype), None, None, None, None
+
+
+def _scale(x: Tensor, factor: float, into: Tensor) -> None:
+    """Writes x times a factor in one pass. PyTorch's compiler cannot trace the plain way, and joins these two."""
+    if torch.compiler.is_compiling():
+        into.copy_(x * factor)
+    else:
+        torch.mul(x, factor, out=into)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -152,6 +152,13 @@ REFUSED = (
             "an expert's queue would span several ranks", "capacity_factor = 0"),
     Refused("model.capacity_factor", "layout.sp", lambda r: _queues(r) and r.layout.sp,
             "an expert's queue would span several ranks", "capacity_factor = 0"),
+    *(Refused("layout.expert_buffer", field, wrong, why, instead)
+      for field, wrong, why, instead in (
+          ("model.capacity_factor", lambda r: r.layout.expert_buffer > 0 and _queues(r),
+           "rows without room are an error there, and dropped here", "capacity_factor = 0"),
+          ("layout.expert_chunks", lambda r: r.layout.expert_buffer > 0 and r.layout.expert_chunks > 1,
+           "each chunk would need room of its own", "expert_chunks = 1"),
+      )),
     # Several replica groups
     Refused("sync.method", "model.arch", lambda r: _replica_groups(r) and card_of(r.model).has_experts,
             "each replica group would balance its experts by itself", NO_SERVERS),
@@ -290,7 +297,8 @@ UNUSED = (
     Unused("layout", "virtual_stages round_microbatches zb_costs zb_live bare_ends",
            lambda r: r.layout.pp == 1, "stages need pp > 1"),
     Unused("layout", "cp_method", lambda r: r.layout.cp == 1, "it needs cp > 1"),
-    Unused("layout", "expert_chunks", lambda r: r.layout.ep == 1, "experts exchange rows with ep > 1 only"),
+    Unused("layout", "expert_chunks expert_buffer", lambda r: r.layout.ep == 1,
+           "experts exchange rows with ep > 1 only"),
     Unused("layout", "zero zeropp", lambda r: r.layout.ranks == 1, ALONE),
     Unused("layout", "all_gather reduce_scatter", lambda r: Layout.from_recipe(r.layout).shards == 1,
            "only ZeRO gathers weights and scatters gradients (zero > 0)"),
