@@ -282,7 +282,9 @@ def query_key_norms(
     e, N, rows = s.e, s.N, (s.qkv + s.q) / 2  # features of queries and keys
     sent, back = s.sends(sums, N * vectors) if sums else ((), ())
     forward, backward, kernels = (2, 3, 2) if program.fused else (14, 24, 12)
-    if sent and program.fused:  # a message cuts each pass; and where nothing is compiled each norm is PyTorch's
+    if (
+        sent and program.fused
+    ):  # a message cuts each pass; and where nothing is compiled each norm is PyTorch's
         forward, backward, kernels = (3, 5, 4) if program.compiles else (14, 24, 12)
     joined = 2 * N * s.qkv * e  # queries, keys and values are put side by side again
     kept = N * e * (rows if program.attention == "blocks" or program.eager else s.qkv)

@@ -191,28 +191,25 @@ def cut(
         again = set(modes) != {"none"} and model.dropout > 0
         parallel.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
     for stage in stages:
-        recompute.apply(stage, modes, mesh.device.type == "cuda", parallel.saving_inputs, card.stack)
+        recompute.apply(stage, modes, parallel.saving_inputs, card.stack)
         for name, parameter in stage.named_parameters():
             parameter.data = parameter.data.to(masters)
             if name in card.frozen:  # before anything is built around it
                 parameter.requires_grad_(False)
     if mesh.device.type == "cuda":
-        compile_blocks(stages, card, layout, modes)
+        compile_blocks(stages, card, layout)
     return numbered, parallel
 
 
-def compile_blocks(
-    stages: Sequence[nn.Module], card: Card | CustomModel, layout: Layout, modes: Sequence[str], **how: Any
-) -> None:
-    """Compiles the blocks that `Layout.compiles` says, at their first use. modes: of recomputation, of all blocks. how:
-    options of `torch.compile`."""
+def compile_blocks(stages: Sequence[nn.Module], card: Card | CustomModel, layout: Layout, **how: Any) -> None:
+    """Compiles the blocks that `Layout.compiles` says, at their first use. how: options of `torch.compile`."""
     for stage in stages:
         if not card.stack:  # a module without blocks is compiled as a whole
             stage.compile(**how)
             continue
         for number, block in stage.get_submodule(card.stack).named_children():
             mixed = isinstance(card, Card) and card.mixed[int(number)]
-            if layout.compiles(mixed, modes[int(number)]):
+            if layout.compiles(mixed):
                 block.compile(**how)
 
 

@@ -31,7 +31,7 @@ from fivefold.schedules.pipeline import (
     splits_backward,
     stages_per_rank,
 )
-from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WINDOW
+from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WINDOW, partitions
 
 T = TypeVar("T")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -158,11 +158,12 @@ class Layout(Counts):
         """True if the pipeline computes weight gradients separately (I and W)."""
         return self.pp > 1 and splits_backward(self.schedule, self.pp, self.stages_per_rank)
 
-    def compiles(self, experts: bool, recompute: str) -> bool:
+    def compiles(self, experts: bool) -> bool:
         """True if the trainer compiles a block on a GPU; any other runs operation by operation. experts: it has some,
-        whose choice would break the graph. recompute: its mode. PyTorch compiles no checkpoint around a break, and
-        cannot trace the queue of weight gradients of a split backward."""
-        return not (experts or self.splits_backward or (recompute == "full" and self.cp > 1))
+        whose choice would break the graph. PyTorch's compiler can trace neither the queue of weight gradients of a
+        split backward, nor inputs that are kept in parts."""
+        parts = partitions(self.offload, self.recompute, self.tp, self.sp)
+        return not (experts or self.splits_backward or parts)
 
     @property
     def divided(self) -> bool:
