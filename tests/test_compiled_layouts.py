@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from fivefold.models.card import card_of
+from fivefold.models.recomputation import of_blocks
 from fivefold.parallel.parallelize import compile_blocks
 from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout
@@ -33,7 +34,8 @@ CASES = [
 def compiled(recipe: Recipe, backend: Any, state: State) -> None:
     torch._dynamo.reset()
     stages, card = state.parallel.stages, card_of(recipe.model)
-    compile_blocks(stages, card, state.mesh.layout, backend=backend, fullgraph=True)
+    modes = of_blocks(recipe.layout.recompute, recipe.model.layers)
+    compile_blocks(stages, card, state.mesh.layout, modes, backend=backend, fullgraph=True)
 
 
 def compiled_steps(rank: int, world: int, recipe: Recipe, source: Source, backend: str) -> dict[str, Any]:

@@ -283,7 +283,7 @@ def redundant(s: Setting) -> Redundant:
     undivided = replace(even.sizes, tp=1, cp=1, ep=1, sp=False, sp_regather=False, chunks=1)
     here, alone, shared = even.work, s.card.work(undivided, s.software), stage_costs.parts(even)
     for (mixed, mode), count in Counter(zip(s.card.mixed, s.recompute, strict=True)).items():
-        priced = list(zip(*shared.operations[kind := s.kind(mixed)], strict=True))
+        priced = list(zip(*shared.operations[kind := s.kind(mixed, mode)], strict=True))
         _operations(seconds, even, priced, alone.block[kind], mode, count)
     for ops, whole in ((here.begin, alone.begin), (here.end, alone.end)):
         _operations(seconds, even, [(op, operation(op, even)) for op in ops], whole, "none", 1)

@@ -283,7 +283,7 @@ def activations(asked: Asked) -> Iterator[Term]:
     total = 0.0
     for mixed, blocks in kinds.items():
         named = f"{'experts, ' if mixed else 'dense, '}" if len(kinds) > 1 else ""
-        ops = card.block_operations(sizes, program.of(s.kind(mixed)[1]), mixed)
+        ops = card.block_operations(sizes, program.of(s.kind(mixed, "none")[1]), mixed)
         block = kept_by_block(ops, "none", program)
         total += blocks * sum(block)
         shown = [(name, kept, "") for name, kept in kept_by_part(ops, "none", program).items()]
@@ -312,7 +312,7 @@ def activations_by_way(asked: Asked) -> dict[str, float]:
             continue
         sizes, program = counted_in(asked, tp=tp, sp=sp)
         card = card_of(sizes.model)
-        mixed, eager = asked.setting.kind(card.mixed[-1])
+        mixed, eager = asked.setting.kind(card.mixed[-1], "none")
         ops = card.block_operations(sizes, program.of(eager), mixed)
         for mode in ("none", "selective", "full") if name == "a block" else ("none", "selective"):
             kept, words = kept_by_block(ops, mode, program), name + f", {mode}" * (mode != "none")

@@ -197,19 +197,22 @@ def cut(
             if name in card.frozen:  # before anything is built around it
                 parameter.requires_grad_(False)
     if mesh.device.type == "cuda":
-        compile_blocks(stages, card, layout)
+        compile_blocks(stages, card, layout, modes)
     return numbered, parallel
 
 
-def compile_blocks(stages: Sequence[nn.Module], card: Card | CustomModel, layout: Layout, **how: Any) -> None:
-    """Compiles the blocks that `Layout.compiles` says, at their first use. how: options of `torch.compile`."""
+def compile_blocks(
+    stages: Sequence[nn.Module], card: Card | CustomModel, layout: Layout, modes: Sequence[str], **how: Any
+) -> None:
+    """Compiles the blocks that `Layout.compiles` says, at their first use. modes: of recomputation, of all blocks. how:
+    options of `torch.compile`."""
     for stage in stages:
         if not card.stack:  # a module without blocks is compiled as a whole
             stage.compile(**how)
             continue
         for number, block in stage.get_submodule(card.stack).named_children():
             mixed = isinstance(card, Card) and card.mixed[int(number)]
-            if layout.compiles(mixed):
+            if layout.compiles(mixed, modes[int(number)]):
                 block.compile(**how)
 
 

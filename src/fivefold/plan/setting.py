@@ -277,14 +277,14 @@ class Setting:
         """All operations of a rank for one microbatch."""
         return self.card.work(self.sizes, self.software)
 
-    def kind(self, mixed: bool) -> Kind:
-        """The kind of a block."""
-        return mixed, self.software.compiles and not self.layout.compiles(mixed)
+    def kind(self, mixed: bool, recompute: str) -> Kind:
+        """The kind of a block with this mode of recomputation."""
+        return mixed, self.software.compiles and not self.layout.compiles(mixed, recompute)
 
     @property
     def last_block(self) -> list[Operation]:
         """The operations of the model's last block. A model with experts has them there."""
-        return self.work.block[self.kind(self.card.mixed[-1])]
+        return self.work.block[self.kind(self.card.mixed[-1], self.recompute[-1])]
 
     @property
     def recompute(self) -> tuple[str, ...]:

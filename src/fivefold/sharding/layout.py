@@ -158,11 +158,11 @@ class Layout(Counts):
         """True if the pipeline computes weight gradients separately (I and W)."""
         return self.pp > 1 and splits_backward(self.schedule, self.pp, self.stages_per_rank)
 
-    def compiles(self, experts: bool) -> bool:
+    def compiles(self, experts: bool, recompute: str) -> bool:
         """True if the trainer compiles a block on a GPU; any other runs operation by operation. experts: it has some,
-        whose choice would break the graph. PyTorch's compiler can trace neither the queue of weight gradients of a
-        split backward, nor inputs that are kept in parts."""
-        parts = partitions(self.offload, self.recompute, self.tp, self.sp)
+        whose choice would break the graph. recompute: its mode. PyTorch's compiler can trace neither the queue of weight
+        gradients of a split backward, nor inputs that are kept in parts."""
+        parts = partitions(self.offload, recompute, self.tp, self.sp)
         return not (experts or self.splits_backward or parts)
 
     @property

@@ -145,7 +145,7 @@ def microbatch(s: Setting, sums: Sums, recompute: str) -> MicrobatchBytes:
     divided, stream = parts_of(s.layout), s.activation
     used, outside = region(recompute, s.software), region("none", s.software).keeps
     others = stream * (1 - 1 / divided)
-    kinds = [s.kind(mixed) for mixed in (False, True)]
+    kinds = [s.kind(mixed, recompute) for mixed in (False, True)]
     plain, mixed = (max(0.0, _of(sums.block.get(kind, {}), used.keeps) - others) for kind in kinds)
     # full recomputation repeats the whole block, the other modes one part at a time
     parts = sums.parts[kinds[s.card.mixed[-1]]]

@@ -167,7 +167,7 @@ def moments(s: Setting, rank: int = 0) -> Iterator[Moment]:
     blocks = Counter((card.is_mixed(number), modes[number]) for number in s.blocks(position))
     for (mixed, mode), count in blocks.items():
         name = "a block with experts" if mixed else "a block"
-        ops = s.work.block[s.kind(mixed)]
+        ops = s.work.block[s.kind(mixed, mode)]
         yield from of_operations(s, rank, ops, mode, name, count * s.passes)
         if partitions(s.layout.offload, s.layout.recompute, s.layout.tp, s.layout.sp):
             name = f"backward of {name}"

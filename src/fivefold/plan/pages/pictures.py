@@ -103,7 +103,7 @@ def roofline(plan: Plan) -> Roofline:
     blocks = [(s.card.is_mixed(number), s.recompute[number]) for number in s.blocks(position)]
     parts = [(s.work.begin, "none", int(first))]  # operations, recomputation, repeats per microbatch
     for (mixed, mode), count in Counter(sorted(blocks)).items():
-        parts.append((s.work.block[s.kind(mixed)], mode, count))
+        parts.append((s.work.block[s.kind(mixed, mode)], mode, count))
     parts.append((s.work.end, "none", int(last)))
     points: dict[str, Point] = {}
     for ops, recompute, count in parts:

@@ -46,7 +46,7 @@ class Parts:
 
     def block(self, mixed: bool, s: Setting, mode: str) -> Cost:
         """Cost of a block, with what this mode recomputes."""
-        key = s.kind(mixed), mode, saves_late(s.layout)
+        key = s.kind(mixed, mode), mode, saves_late(s.layout)
         if key not in self.blocks:
             self.blocks[key] = together(*self.operations[key[0]], s, *key[1:])
         return self.blocks[key]
@@ -107,7 +107,7 @@ def recomputed(s: Setting) -> float:
     late, again, total = saves_late(s.layout), 0.0, sum(forward_flops(op) for op in s.work.end)
     for (mixed, mode), count in Counter(zip(s.card.mixed, s.recompute, strict=True)).items():
         used = region(mode, s.software)
-        for op in s.work.block[s.kind(mixed)]:
+        for op in s.work.block[s.kind(mixed, mode)]:
             total += count * forward_flops(op)
             again += count * forward_flops(op) * used.repeated(op, late)
     return again / (3 * total)  # backward takes twice as many as forward

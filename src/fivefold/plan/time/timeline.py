@@ -141,7 +141,7 @@ class _Step:
         s, mixed, mode = self.s, self.s.card.is_mixed(number), self.s.recompute[number]
         whole = stage_costs.computed(s, mixed, self.shared, mode)
         own = model_states.elements(s.model, s.layout).blocks[number]
-        operations = list(zip(*self.shared.operations[s.kind(mixed)], strict=True))
+        operations = list(zip(*self.shared.operations[s.kind(mixed, mode)], strict=True))
         again = self.shared.block(mixed, s, mode).sent_backward - sum(c.sent_backward for _, c in operations)
         whole += stage_costs.accumulate(own.computes, s)
         return _Part(f"blocks.{number}", operations, whole, again, self._each(own))
