@@ -48,6 +48,7 @@ EAGER = {
     "latent attention": ("pp=2,schedule=zbv", "deepseek", ["model.kv_heads=4", "model.expert_ffn_dim=128"]),
     "experts of other ranks": ("dp=2,pp=2,ep=2,schedule=zbv", "moe", []),
     "split backward": ("pp=2,schedule=zbv", "llama", []),
+    "inputs in parts": ("tp=2,recompute=full,offload=activations:tp", "llama", []),
     "split backward of norms over heads": ("pp=2,schedule=zbv", "qwen3", ["model.head_dim=128"]),
     "split backward of norms over ranks": (
         "tp=2,pp=2,schedule=zbv,sp=true",
@@ -55,7 +56,6 @@ EAGER = {
         ["model.kv_heads=4"],
     ),
     "split backward, LayerNorm": ("pp=2,schedule=zbv", "gpt2", []),
-    "recomputation around a ring": ("cp=2,recompute=full", "llama", []),
 }
 FEW = ("experts alone", "split backward")
 

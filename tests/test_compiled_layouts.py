@@ -1,68 +1,102 @@
 """Compiled blocks of layouts whose ranks communicate inside a block compute what one process computes without PyTorch's
 compiler. Blocks are those of a run on GPUs, one graph each: a break would be an error."""
 
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from parity import assert_equal, steps
 from ranks import run_ranks
-from test_context import Source, on, recipe_of
+from test_documents import Source, one_process, recipe_of
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.parallel.parallelize import compile_blocks
 from fivefold.recipe import Recipe
+from fivefold.sharding.layout import Layout
 from fivefold.step.state import State
-
-MORE = ["model.kv_heads=2", "model.ffn_dim=48"]
-ARCHS = {
-    "llama": [*MORE, "model.tie_embeddings=true"],
-    "gpt2": ["model.ffn_dim=48"],
-    "olmo2": ["model.arch=olmo2", *MORE],
-    "qwen3": ["model.arch=qwen3", "model.head_dim=8", *MORE],
-    "bert": [],
-}
-BASE = {"olmo2": "llama", "qwen3": "llama"}
-
-
-def compiled(recipe: Recipe, backend: str, state: State) -> None:
-    torch._dynamo.reset()
-    card, modes = card_of(recipe.model), of_blocks(recipe.layout.recompute, recipe.model.layers)
-    compile_blocks(
-        state.parallel.stages, card, state.mesh.layout, modes, backend=backend, fullgraph=True, dynamic=False
-    )
-
-
-def compiled_steps(rank: int, world: int, recipe: Recipe, source: Source, backend: str) -> dict:
-    return steps(rank, world, recipe, source, 3, partial(compiled, recipe, backend))
-
-
-@cache
-def one_process(arch: str, targets: str) -> dict:
-    return steps(0, 1, recipe_of(BASE.get(arch, arch), *ARCHS[arch]), Source(targets))
-
 
 CASES = [
     ("llama", "tp=2"), ("llama", "tp=2,sp=true"), ("llama", "tp=2,sp=true,sp_regather=true"),
-    ("llama", "tp=2,sp=true,recompute=full"), ("gpt2", "tp=2,sp=true"), ("gpt2", "tp=2"),
-    ("olmo2", "tp=2,sp=true"), ("qwen3", "tp=2,sp=true"), 
+    ("llama", "tp=2,sp=true,recompute=full"), ("llama", "tp=2,sp=true,recompute=ops:attention+gate+norm"),
+    ("llama", "cp=2"), ("llama", "cp=2,cp_method=ulysses"), ("llama", "cp=2,cp_method=all_gather"),
+    ("llama", "cp=2,recompute=full"), ("llama", "dp_shard=2,zero=3,recompute=ops:attention+gate+norm"),
+    ("gpt2", "tp=2"), ("gpt2", "tp=2,sp=true,recompute=ops:norm"), ("gpt2", "tp=2,cp=2,sp=true"),
+    ("bert", "tp=2,sp=true"), ("bert", "cp=2"), ("olmo2", "tp=2,sp=true"), ("olmo2", "cp=2,cp_method=ulysses"),
 ]  # fmt: skip
 
 
-def check(arch: str, layout: str, backend: str) -> None:
-    world, recipe = on(layout, BASE.get(arch, arch), *ARCHS[arch])
-    targets = "uneven" if arch == "bert" else "all"
-    answers = run_ranks(world, compiled_steps, recipe, Source(targets), backend, timeout_s=120)
-    assert_equal(answers, one_process(arch, targets))
+def compiled(recipe: Recipe, backend: Any, state: State) -> None:
+    torch._dynamo.reset()
+    stages, card = state.parallel.stages, card_of(recipe.model)
+    modes = of_blocks(recipe.layout.recompute, recipe.model.layers)
+    compile_blocks(stages, card, state.mesh.layout, modes, backend=backend, fullgraph=True)
+
+
+def compiled_steps(rank: int, world: int, recipe: Recipe, source: Source, backend: str) -> dict[str, Any]:
+    return steps(rank, world, recipe, source, prepare=partial(compiled, recipe, backend))
+
+
+def on(layout: str, model: str) -> tuple[int, Recipe]:
+    recipe = recipe_of(model, *(f"layout.{part}" for part in layout.split(",")))
+    return Layout.from_recipe(recipe.layout).ranks, recipe
+
+
+def check(model: str, layout: str, backend: str) -> None:
+    world, recipe = on(layout, model)
+    found = run_ranks(world, compiled_steps, recipe, Source(), backend, timeout_s=120)
+    assert_equal(found, one_process(model, "concat"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "layout"), CASES)
-def test_equals_one_process(arch: str, layout: str) -> None:
-    check(arch, layout, "aot_eager")
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_equals_one_process(model: str, layout: str) -> None:
+    check(model, layout, "aot_eager")
 
 
 @pytest.mark.slow
-def test_inductor_reuses_no_memory_of_a_message() -> None:
-    check("llama", "tp=2,sp=true", "inductor")
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp=true", "cp=2"])
+def test_inductor_reuses_no_memory_of_a_message(layout: str) -> None:
+    check("llama", layout, "inductor")
+
+
+def order(rank: int, world: int, recipe: Recipe) -> list[dict[str, list[str]]]:
+    """The operations of each backward graph in their order: by name, the names of what they read."""
+    graphs = list[dict[str, list[str]]]()
+
+    def forward(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        return make_boxed_func(graph.forward)
+
+    def backward(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append({node.name: [arg.name for arg in node.all_input_nodes] for node in graph.graph.nodes})
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    steps(rank, world, recipe, Source(), 1, partial(compiled, recipe, backend))
+    return graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp=true"])
+def test_a_sum_overlaps_with_the_gradient_of_a_weight(layout: str) -> None:
+    """It starts before the matmul, and its wait reads the matmul's result: no compiler moves that behind the wait."""
+    world, recipe = on(layout, "llama")
+    graphs = run_ranks(world, order, recipe, timeout_s=120)[0]
+    assert graphs
+    for graph in graphs:
+        place, overlapped = {name: at for at, name in enumerate(graph)}, 0
+        for name, reads in graph.items():
+            matmuls = [read for read in reads if read.startswith("mm")]
+            if not matmuls or not name.startswith(("await_message", "auto_functionalized")):
+                continue
+            ticket = reads[0]
+            while ticket.startswith("getitem"):
+                [ticket] = graph[ticket]
+            assert place[ticket] < place[matmuls[0]]
+            overlapped += 1
+        assert overlapped == 2, "attention's first matmul and that of the feed-forward layer"

@@ -1,6 +1,6 @@
 """What a block is on a GPU, for each architecture and family of layouts: graphs, breaks, kernels, bytes, host waits.
 
-    python benchmarks/planner/gpu_blocks.py [--only llama ...] [--out benchmarks/results/gpu_blocks.json]
+    python benchmarks/planner/gpu_blocks.py [--only llama ...] [--layouts tp ...] [--out FILE]
 
 Found without a GPU (trace/compiled.py): graphs by Dynamo, kernels by Inductor's scheduler, tensors kept for backward by
 AOTAutograd's partitioner. "unplanned" is what the block takes beyond the plan: the bytes that its element-wise kernels
@@ -63,12 +63,12 @@ class Row:
     waits: int
 
 
-def jobs(only: list[str]) -> list[tuple[str, str, str]]:
+def jobs(only: list[str], families: list[str]) -> list[tuple[str, str, str]]:
     return [
         (arch, family, layout)
-        for arch in ARCHS
+        for arch in only or ARCHS
         for family, layout in LAYOUTS.items()
-        if (not only or arch in only) and ("ep=" not in layout or arch in ("moe", "deepseek"))
+        if (not families or family in families) and ("ep=" not in layout or arch in ("moe", "deepseek"))
     ]
 
 
@@ -121,10 +121,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", default=[], choices=[*ARCHS])
+    parser.add_argument("--layouts", nargs="*", default=[], choices=[*LAYOUTS])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
-    for job in jobs(args.only):
+    for job in jobs(args.only, args.layouts):
         rows.append(measure(*job))
         print(table(rows[-1:]).splitlines()[2], file=sys.stderr, flush=True)
     print(table(rows))

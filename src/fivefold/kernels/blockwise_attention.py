@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
+from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -54,7 +56,8 @@ class Documents:
     columns: of each rank of the context axis, if documents decide it (`sharding.sequence.dealt`); else none.
 
     On the device: `first`, and `cumulative`, the cumulative lengths of all documents of the flattened batch, int32
-    (N + 1). Tiles are kept, since every layer asks for the same.
+    (N + 1). On the host: `number`, for operators, which take tensors only (`numbered`). Tiles are kept, since every
+    layer asks for the same.
     """
 
     columns: tuple[Columns, ...] = ()
@@ -66,6 +69,8 @@ class Documents:
         ends = np.append(np.flatnonzero(self.tiling.begins_BT.ravel()), first_BT.size)
         # Here, and not where they are used: PyTorch's compiler reads attributes, and cannot trace numpy.
         self.first, self.cumulative = self._sent(self.first_BT), self._sent(ends.astype(np.int32))
+        number = next(_numbers)
+        _by_number[number], self.number = self, torch.tensor(number)
 
     def filled(self, rows: int) -> Documents:
         """With more sequences, up to `rows`, that are as the first one."""
@@ -99,6 +104,15 @@ class Documents:
 
     def _sent(self, numbers: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(numbers), self.device)
+
+
+_numbers = count()
+_by_number: WeakValueDictionary[int, Documents] = WeakValueDictionary()
+
+
+def numbered(number: Tensor | None) -> Documents | None:
+    """The documents with this number, which their batch keeps until backward is done."""
+    return None if number is None else _by_number[int(number)]
 
 
 def whole_tiles(

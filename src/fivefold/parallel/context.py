@@ -23,14 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 
 from fivefold.comm import Axis, Started
-from fivefold.kernels.blockwise_attention import Documents, Tile, qkv_attention
+from fivefold.kernels.blockwise_attention import Documents, Tile, numbered, qkv_attention
 from fivefold.kernels.partial_attention import (
     Queries,
     attend,
@@ -42,6 +44,7 @@ from fivefold.kernels.partial_attention import (
 )
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Output
+from fivefold.parallel import operators
 from fivefold.parallel.autograd import sent
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.collectives.collective import joined
@@ -63,10 +66,10 @@ def apply(stage: LanguageModel, mesh: Mesh) -> None:
     for name, core in list(stage.named_modules()):
         if isinstance(core, AttentionCore):
             attention = method(core, axis, mesh.layout)
-            if mesh.device.type == "cuda":  # not on CPUs: nothing is compiled, and the import takes seconds
-                as_it_is: Any = torch.compiler.disable(attention.forward)
-                attention.forward = as_it_is
+            if isinstance(attention, OverRanks):
+                cores[attention.key] = attention
             stage.set_submodule(name, attention)
+    operators.axes[axis.key] = axis
     stage.output = CountedLoss(stage.output, axis)
 
 
@@ -119,10 +122,14 @@ class ContextAttention(AttentionCore):
     def __init__(self, core: AttentionCore, axis: Axis, layout: Layout) -> None:
         super().__init__(core.heads, core.kv_heads, core.causal)
         self.axis, self.layout = axis, layout
+        self.key = f"{axis.key} {layout.cp_method} {core.causal}"  # equal in all blocks
 
 
-class RingAttention(ContextAttention):
-    """Attends to the keys of one rank at a time."""
+class OverRanks(ContextAttention):
+    """Attends with all heads of this rank's tokens. Inside compiled code that is one operator, with all its messages.
+
+    q (B, H, t, d), kv (2, B, K, t, d), contiguous; out and its gradient (B, t, H d); lse (B, H, t) fp32.
+    """
 
     def forward(
         self,
@@ -131,24 +138,105 @@ class RingAttention(ContextAttention):
         sin_Td: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        tiles = None
-        if documents is not None:
-            columns = ring_columns(self.layout, documents.shape[1], self.axis.index, self.causal)
-            tiles = [documents.tiles(*turn, self.causal, qkv.element_size()) for turn in columns]
-        return _Ring.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.causal, self.axis, tiles)
+        return _OverRanks.apply(qkv, cos_Td, sin_Td, self, documents)
+
+    def attend(self, q: Tensor, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        """Returns (out, lse). All ranks call it."""
+        raise NotImplementedError
+
+    def gradients(self, rows: Queries, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        """Returns those of q and of kv, the sums of all ranks."""
+        raise NotImplementedError
+
+    def backward(
+        self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Documents | None
+    ) -> tuple[Tensor, Tensor]:
+        """`gradients` of these, contiguous and in their dtype."""
+        out, dout = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).contiguous() for x in (out, dout))
+        dq, dkv = self.gradients(queries(q, dout, out, lse), kv, documents)
+        return dq.to(q.dtype).contiguous(), dkv.to(q.dtype).contiguous()
 
 
-class _Ring(Function):
-    """Keys and values travel in backward as in forward. The gradient for another rank's keys goes straight to their
-    owner, in the compute dtype, and is summed there in fp32. That sends fewer bytes than fp32 sums that travel with the
-    keys, and each term is rounded once."""
+class _OverRanks(Function):
+    """Only this rank's keys and values are kept."""
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor | None, sin: Tensor | None,
-        heads: int, kv_heads: int, causal: bool, axis: Axis, tiles: list[list[Tile]] | None,
-    ):  # fmt: skip
-        q, kv = split_heads(qkv, heads, kv_heads, cos, sin)
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        core: OverRanks,
+        documents: Documents | None,
+    ):
+        q, kv = split_heads(qkv, core.heads, core.kv_heads, cos, sin)
+        number = None if documents is None else documents.number
+        if torch.compiler.is_compiling():
+            out, lse = _attend(q, kv, number, core.key)
+        else:
+            out, lse = core.attend(q, kv, documents)
+        ctx.save_for_backward(q, kv, out, lse, cos, sin, number)
+        ctx.core, ctx.documents = core, documents
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        *kept, cos, sin, number = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            dq, dkv = _attend_backward(*kept, grads[0], number, ctx.core.key)
+        else:
+            dq, dkv = ctx.core.backward(*kept, grads[0], ctx.documents)
+        return split_heads_backward(dq, dkv, cos, sin), *[None] * 4
+
+
+cores: WeakValueDictionary[str, OverRanks] = WeakValueDictionary()
+"""By their keys: an operator cannot take one. Those of all blocks compute the same."""
+
+
+@custom_op(
+    "fivefold::attend_over_ranks",
+    mutates_args=(),
+    schema="(Tensor q, Tensor kv, Tensor? documents, str core) -> (Tensor, Tensor)",
+)
+def _attend(q: Tensor, kv: Tensor, documents: Tensor | None, core: str) -> tuple[Tensor, Tensor]:
+    """`OverRanks.attend`. documents: their number."""
+    return cores[core].attend(q, kv, numbered(documents))
+
+
+@_attend.register_fake
+def _(q: Tensor, kv: Tensor, documents: Tensor | None, core: str) -> tuple[Tensor, Tensor]:
+    B, H, t, d = q.shape
+    return q.new_empty(B, t, H * d), q.new_empty(B, H, t, dtype=torch.float32)
+
+
+@custom_op(
+    "fivefold::attend_over_ranks_backward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor kv, Tensor out, Tensor lse, Tensor dout, Tensor? documents, str core)"
+    " -> (Tensor, Tensor)",
+)
+def _attend_backward(
+    q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Tensor | None, core: str
+) -> tuple[Tensor, Tensor]:
+    return cores[core].backward(q, kv, out, lse, dout, numbered(documents))
+
+
+@_attend_backward.register_fake
+def _(q: Tensor, kv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(kv)
+
+
+class RingAttention(OverRanks):
+    """Attends to the keys of one rank at a time.
+
+    Keys and values travel in backward as in forward. The gradient for another rank's keys goes straight to their
+    owner, in the compute dtype, and is summed there in fp32. That sends fewer bytes than fp32 sums that travel with the
+    keys, and each term is rounded once.
+    """
+
+    def attend(self, q: Tensor, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        causal, axis, tiles = self.causal, self.axis, self._tiles(q, documents)
         half = q.shape[2] // 2
         late = q[:, :, half:].contiguous() if _some_late(axis, causal) else q
         out = lse = q  # placeholders until the first turn sets them
@@ -163,18 +251,17 @@ class _Ring(Function):
                 merge(out[:, :, half:], lse[:, :, half:], *attend(late, k, v, False, present))
             else:
                 merge(out, lse, *attend(q, k, v, False, present))
-        out = out.to(q.dtype).transpose(1, 2).flatten(2)  # (B, t, H d), which the next layer keeps anyway
-        ctx.save_for_backward(q, kv, out, lse, cos, sin)
-        ctx.causal, ctx.axis, ctx.tiles = causal, axis, tiles
-        return out
+        return out.to(q.dtype).transpose(1, 2).flatten(2), lse  # what the next layer keeps anyway
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        q, kv, out, lse, cos, sin = ctx.saved_tensors
-        out, dout = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).contiguous() for x in (out, grads[0]))
-        dq, dkv = _ring_gradients(queries(q, dout, out, lse), kv, ctx.causal, ctx.axis, ctx.tiles)
-        return split_heads_backward(dq.to(q.dtype), dkv.to(q.dtype), cos, sin), *[None] * 7
+    def gradients(self, rows: Queries, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        return _ring_gradients(rows, kv, self.causal, self.axis, self._tiles(rows.q, documents))
+
+    def _tiles(self, q: Tensor, documents: Documents | None) -> list[list[Tile]] | None:
+        """Those of each turn."""
+        if documents is None:
+            return None
+        columns = ring_columns(self.layout, documents.shape[1], self.axis.index, self.causal)
+        return [documents.tiles(*turn, self.causal, q.element_size()) for turn in columns]
 
 
 def _ring_gradients(
@@ -231,11 +318,11 @@ class Ulysses(ContextAttention):
 
         def forward(x: Tensor) -> Tensor:  # (B, T, H/c d) -> all heads of this rank's tokens (B, t, H d)
             leaving = x.unflatten(1, (c, -1)).transpose(0, 1).contiguous()  # (c, B, t, H/c d)
-            return self.axis.run(HEADS, leaving).permute(1, 2, 0, 3).flatten(2)
+            return operators.run(self.axis, HEADS, leaving).permute(1, 2, 0, 3).flatten(2)
 
         def backward(dx: Tensor) -> Tensor:
             leaving = dx.unflatten(2, (c, -1)).permute(2, 0, 1, 3).contiguous()
-            return self.axis.run(HEADS, leaving, backward=True).transpose(0, 1).flatten(1, 2)
+            return operators.run(self.axis, HEADS, leaving, backward=True).transpose(0, 1).flatten(1, 2)
 
         return sent(forward, backward, out)
 
@@ -258,7 +345,7 @@ class _WholeSequence(Function):
         ctx.save_for_backward(cos, sin)
         ctx.axis, ctx.sections = axis, [x.shape[1] // axis.size for x in (q, k, v)]
         of_each = [x.unflatten(1, (axis.size, -1)).transpose(0, 1) for x in (q, k, v)]  # (c, B, heads, t, d)
-        arrived = axis.run(HEADS, torch.cat(of_each, dim=2))
+        arrived = operators.run(axis, HEADS, torch.cat(of_each, dim=2))
         return arrived.permute(1, 0, 3, 2, 4).flatten(1, 2).flatten(2)  # sorted by source rank: in order
 
     @staticmethod
@@ -267,7 +354,7 @@ class _WholeSequence(Function):
         (cos, sin), c = ctx.saved_tensors, ctx.axis.size
         dwhole = grads[0].unflatten(1, (c, -1)).unflatten(3, (sum(ctx.sections), -1))  # (B, c, t, heads, d)
         leaving = dwhole.permute(1, 0, 3, 2, 4).contiguous()  # (c, B, heads, t, d)
-        arrived = ctx.axis.run(HEADS, leaving, backward=True)
+        arrived = operators.run(ctx.axis, HEADS, leaving, backward=True)
         dq, dk, dv = (x.transpose(0, 1).flatten(1, 2) for x in arrived.split(ctx.sections, dim=2))
         return split_heads_backward(dq, torch.stack((dk, dv)), cos, sin), *[None] * 5
 
@@ -294,33 +381,13 @@ def parts_of(columns: Columns, T: int, causal: bool, documents: Documents | None
     return found
 
 
-class GatheredAttention(ContextAttention):
-    """Attends to the keys of all ranks, which are gathered."""
+class GatheredAttention(OverRanks):
+    """Attends to the keys of all ranks, which are gathered. Those of a whole sequence are c times as many as a rank
+    keeps."""
 
-    def forward(
-        self,
-        qkv: Tensor,
-        cos_Td: Tensor | None = None,
-        sin_Td: Tensor | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        T = qkv.shape[1] * self.axis.size
-        every = () if documents is None else documents.columns
-        every = every or [joined(token_spans(self.layout, T, index)) for index in range(self.axis.size)]
-        parts = parts_of(every[self.axis.index], T, self.causal, documents, qkv.element_size())
-        return _Gathered.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.axis, every, parts)
-
-
-class _Gathered(Function):
-    """Only this rank's keys and values are kept: those of a whole sequence would be c times as many."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor | None, sin: Tensor | None,
-        heads: int, kv_heads: int, axis: Axis, every: Sequence[Columns], parts: Parts,
-    ):  # fmt: skip
-        q, kv = split_heads(qkv, heads, kv_heads, cos, sin)
-        k, v = _all_keys(kv, axis, every)
+    def attend(self, q: Tensor, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        every, parts = self._seen(q, documents)
+        k, v = _all_keys(kv, self.axis, every)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         for rows, seen in parts:
             some = q[:, :, rows].contiguous()
@@ -331,18 +398,17 @@ class _Gathered(Function):
                 part = part.float()
                 merge(part, part_lse, *other)
             out[:, :, rows], lse[:, :, rows] = part, part_lse
-        out = out.transpose(1, 2).flatten(2)  # (B, t, H d), which the next layer keeps anyway
-        ctx.save_for_backward(q, kv, out, lse, cos, sin)
-        ctx.axis, ctx.every, ctx.parts = axis, every, parts
-        return out
+        return out.transpose(1, 2).flatten(2), lse  # what the next layer keeps anyway
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        q, kv, out, lse, cos, sin = ctx.saved_tensors
-        out, dout = (x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).contiguous() for x in (out, grads[0]))
-        dq, dkv = _gathered_gradients(queries(q, dout, out, lse), kv, ctx.axis, ctx.every, ctx.parts)
-        return split_heads_backward(dq, dkv, cos, sin), *[None] * 7
+    def gradients(self, rows: Queries, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        return _gathered_gradients(rows, kv, self.axis, *self._seen(rows.q, documents))
+
+    def _seen(self, q: Tensor, documents: Documents | None) -> tuple[Sequence[Columns], Parts]:
+        """The columns of each rank, and what this rank computes."""
+        T = q.shape[2] * self.axis.size
+        every = () if documents is None else documents.columns
+        every = every or [joined(token_spans(self.layout, T, index)) for index in range(self.axis.size)]
+        return every, parts_of(every[self.axis.index], T, self.causal, documents, q.element_size())
 
 
 def _all_keys(kv: Tensor, axis: Axis, every: Sequence[Columns]) -> Tensor:

@@ -191,7 +191,7 @@ def cut(
         again = set(modes) != {"none"} and model.dropout > 0
         parallel.pipeline = Pipeline(numbered, mesh, model.dim, compute_dtype, in_turns=not again)
     for stage in stages:
-        recompute.apply(stage, modes, mesh.device.type == "cuda", parallel.saving_inputs, card.stack)
+        recompute.apply(stage, modes, parallel.saving_inputs, card.stack)
         for name, parameter in stage.named_parameters():
             parameter.data = parameter.data.to(masters)
             if name in card.frozen:  # before anything is built around it

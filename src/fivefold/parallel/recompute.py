@@ -35,12 +35,11 @@ from fivefold.models.recomputation import chosen
 def apply(
     stage: nn.Module,
     modes: Sequence[str],
-    compiled: bool = False,
     saving: Callable[[], AbstractContextManager[object]] = nullcontext,
     stack: str = "blocks",
 ) -> None:
-    """Makes the blocks of a stage recompute activations. modes: of all blocks of the model. compiled: blocks are
-    compiled later. saving: the context in which whole blocks save their inputs. stack: the name of the blocks."""
+    """Makes the blocks of a stage recompute activations. modes: of all blocks of the model. saving: the context in
+    which whole blocks save their inputs. stack: the name of the blocks."""
     for number, block in stage.get_submodule(stack).named_children() if stack else ():
         mode = modes[int(number)]
         names = chosen(mode)
@@ -55,7 +54,7 @@ def apply(
                     _set(module, "finish")
         if "norm" in names:
             for norm, sublayer in getattr(block, "norms", ()):
-                _norm(block.get_submodule(norm), block.get_submodule(sublayer), compiled)
+                _norm(block.get_submodule(norm), block.get_submodule(sublayer))
 
 
 def _set(
@@ -75,9 +74,10 @@ def _set(
     setattr(module, method, run)
 
 
-def _norm(norm: nn.Module, sublayer: nn.Module, compiled: bool) -> None:
+def _norm(norm: nn.Module, sublayer: nn.Module) -> None:
     """Lets the first matmul of a sublayer keep nothing of its input, the result of `norm`. Backward computes it again.
-    Under sequence parallelism the matmul keeps what it gathered, unless it gathers again."""
+    Under sequence parallelism the matmul keeps what it gathered, unless it gathers again. In a compiled block a
+    checkpoint does this: the graph has both the norm and the matmul."""
     if not isinstance(sublayer, Sublayer) or not sublayer.entry:
         return  # a mixture of experts, whose input has several readers
     entry = sublayer.get_submodule(sublayer.entry)
@@ -85,6 +85,11 @@ def _norm(norm: nn.Module, sublayer: nn.Module, compiled: bool) -> None:
     latest: list[tuple[Tensor, Callable[[], Tensor]]] = []  # (the norm's last result, makes it again)
 
     def normed(*inputs: Tensor) -> Any:
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            if not isinstance(norm, AddNorm):
+                return checkpoint(compute, *inputs, use_reentrant=False)
+            total = inputs[0] + inputs[1]  # kept, as the input of the norm
+            return total, checkpoint(norm.alone, total, use_reentrant=False)
         found = compute(*inputs)
         if torch.is_grad_enabled():
             result, again = found, partial(compute, inputs[0].detach())
@@ -95,7 +100,7 @@ def _norm(norm: nn.Module, sublayer: nn.Module, compiled: bool) -> None:
         return found
 
     def multiplied(x: Tensor) -> Tensor:
-        if not latest or latest[0][0] is not x:
+        if torch.compiler.is_compiling() or not latest or latest[0][0] is not x:
             return multiply(x)
         _, again = latest.pop()
         given = private.storage_of(x)  # not x itself: autograd keeps these functions
@@ -112,5 +117,4 @@ def _norm(norm: nn.Module, sublayer: nn.Module, compiled: bool) -> None:
         with saved_tensors_hooks(pack, unpack):
             return multiply(x)
 
-    keep_out = torch.compiler.disable if compiled else lambda function: function
-    norm.forward, entry.forward = keep_out(normed), keep_out(multiplied)
+    norm.forward, entry.forward = normed, multiplied

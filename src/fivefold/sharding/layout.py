@@ -31,7 +31,7 @@ from fivefold.schedules.pipeline import (
     splits_backward,
     stages_per_rank,
 )
-from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WINDOW
+from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WINDOW, partitions
 
 T = TypeVar("T")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -162,10 +162,11 @@ class Layout(Counts):
 
     def compiles(self, experts: bool, recompute: str) -> bool:
         """True if the trainer compiles a block on a GPU; any other runs operation by operation. experts: it has some.
-        recompute: its mode. PyTorch compiles no checkpoint around a break, as where rows travel to experts, and cannot
-        trace the queue of weight gradients of a split backward."""
-        breaks = self.cp > 1 or (experts and self.ep > 1)
-        return not (self.splits_backward or (recompute == "full" and breaks))
+        recompute: its mode. PyTorch compiles no checkpoint around a break, as where rows travel to experts, and can
+        trace neither the queue of weight gradients of a split backward, nor inputs that are kept in parts."""
+        breaks = recompute == "full" and experts and self.ep > 1
+        parts = partitions(self.offload, recompute, self.tp, self.sp)
+        return not (self.splits_backward or breaks or parts)
 
     @property
     def divided(self) -> bool:

@@ -90,7 +90,7 @@ def trained_inputs(recipe: Recipe) -> list[bool]:
 def living_on(block: nn.Module, tables: Iterable[Tensor], options: Mapping[str, Any]) -> list[Tensor]:
     """What lives longer than a pass of a block: weights, and inputs of all blocks. options: may have "documents"."""
     documents = options.get("documents")
-    given = [documents.first, documents.cumulative] if documents is not None else []
+    given = [documents.first, documents.cumulative, documents.number] if documents is not None else []
     return [*block.parameters(), *block.buffers(), *tables, *given]
 
 
