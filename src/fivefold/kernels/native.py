@@ -163,10 +163,12 @@ CASES = {case(*one, large): (*one, large) for large in (False, True) for one in 
 
 
 class Table(NamedTuple):
-    """processor: where it was measured. onednn: the cases in which oneDNN multiplies."""
+    """processor: where it was measured, or the GPU. onednn: the cases in which oneDNN multiplies. triton: the kernels
+    for GPUs that compute (kernels/gpu/registry.py)."""
 
     processor: str
     onednn: Sequence[str]
+    triton: Sequence[str] = ()
 
 
 UNMEASURED = Table("", [name for name in CASES if WEIGHT_GRADIENT not in name])
@@ -202,6 +204,11 @@ def by_onednn(products: tuple[str, ...], x: Tensor, elements: int, bias: bool) -
     """True if oneDNN multiplies x in any of these products of a layer whose weight has so many elements."""
     now, large = UNMEASURED if getattr(x, "fake", False) else table(), elements >= LARGE_WEIGHT
     return any(case(one, x.dtype, bias and one == OUTPUT, large) in now.onednn for one in products)
+
+
+def in_triton(kernel: str, x: Tensor) -> bool:
+    """True if this process's run computes with a kernel of kernels/gpu/registry.py, and x lies on a GPU."""
+    return bool(_held) and kernel in _held[0].triton and x.is_cuda and not getattr(x, "fake", False)
 
 
 @functools.cache
