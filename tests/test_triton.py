@@ -105,7 +105,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["loss"])
+@pytest.mark.parametrize("kernel", ["loss", "adamw"])
 def test_kernels_in_the_interpreter(kernel: str, interpreted: dict[str, Any]) -> None:
     """Forward and backward equal PyTorch in fp64 within rounding, in fp32 and fp16."""
     cases = {name: errors for name, errors in interpreted.items() if name.startswith(kernel)}

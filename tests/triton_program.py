@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.kernels import sizes
-from fivefold.kernels.gpu import language, loss
+from fivefold.kernels import elementwise, native, sizes
+from fivefold.kernels.gpu import adamw, language, loss
 
 Case = Callable[[torch.dtype], list[float]]
 
@@ -40,6 +40,45 @@ def fused_loss(dtype: torch.dtype, biased: bool, z_loss: float) -> list[float]:
     return [error(found, wanted), *(error(a.grad, b.grad) for a, b in gradients if a.grad is not None)]
 
 
+def one_pass_adamw(dtype: torch.dtype) -> list[float]:
+    """Five steps of two groups, the third one skipped, with a factor and working weights, beside PyTorch's."""
+    sizes_, skip = (1, 100, 20_000), torch.zeros(())
+    ours, theirs = ([torch.randn(n, generator=seeded(n)).requires_grad_() for n in sizes_] for _ in range(2))
+    working = {p: torch.zeros(p.shape, dtype=torch.float16) for p in ours}
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+    one, other = (
+        make([{"params": p[:2], "weight_decay": 0.1}, {"params": p[2:], "weight_decay": 0.0}], **options)
+        for make, p in ((elementwise.AdamW, ours), (torch.optim.AdamW, theirs))
+    )
+    one.found_inf, one.working = skip, working
+    for number in range(5):
+        one.scale, skipped = torch.tensor(0.3), number == 2
+        skip.fill_(skipped)
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=seeded(number)) * 10.0 ** (number - 2)
+            b.grad = a.grad * 0.3
+        one.step()
+        if not skipped:
+            other.step()
+    assert one.largest == max(p.abs().max() for p in ours)
+    assert all(torch.equal(w, p.half()) for p, w in working.items())
+    with torch.no_grad():
+        ours[2][12_345] = torch.nan
+    skip.fill_(1)
+    one.step()
+    assert one.largest.isnan(), "NaN is the largest, also where a step is skipped"
+    pairs = [
+        (one.state[a][name], other.state[b][name])
+        for a, b in zip(ours[:2], theirs, strict=False)
+        for name in other.state[b]
+    ]
+    return [error(a, b) for a, b in [*zip(ours[:2], theirs, strict=False), *pairs]]
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
 def cases() -> Iterator[tuple[str, Case]]:
     for biased in (False, True):
         for z_loss in (0.0, 0.01):
@@ -47,12 +86,15 @@ def cases() -> Iterator[tuple[str, Case]]:
                 f"loss, bias {biased}, z_loss {z_loss}",
                 lambda dtype, biased=biased, z=z_loss: fused_loss(dtype, biased, z),
             )
+    yield "adamw", one_pass_adamw
 
 
 def main() -> None:
     assert language.INTERPRETED
     loss.ROWS, loss.COLUMNS, loss.FEATURES, loss.SPANS = 16, 32, 32, 3
     sizes.LOGITS_BYTES["cpu"] = 1  # slabs of 128 columns
+    adamw.BLOCK, adamw.TURNS = 1024, 3
+    native.usable, native.in_triton = (lambda *tensors: False), (lambda kernel, x: True)
     found = {}
     for name, case in cases():
         for dtype in (torch.float32, torch.float16):

@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fivefold.kernels import native
+from fivefold.kernels.gpu import registry
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
@@ -169,7 +170,8 @@ def add_gradient(total: Tensor, grad: Tensor, first: bool) -> None:
 
 class AdamW(torch.optim.AdamW):
     """PyTorch's AdamW (arXiv 1711.05101), with the same states, and the same results up to rounding. On CPUs one pass
-    over memory also scales the gradients and rounds the working weights. PyTorch's fused kernel elsewhere.
+    over memory also scales the gradients and rounds the working weights; so on GPUs where kernels/gpu/adamw.py was
+    measured to be faster. PyTorch's fused kernel elsewhere.
 
     Read by a step in one pass: scale, which multiplies the gradients (None: 1); working, the weights in bf16 that are
     written, by master; found_inf, as PyTorch's fused kernel reads it. Written by it: largest, the largest |weight|
@@ -185,13 +187,16 @@ class AdamW(torch.optim.AdamW):
     def one_pass(self) -> bool:
         """True if the next step is one pass. Else it knows neither `scale` nor `working`."""
         weights = [p for group in self.param_groups for p in group["params"]]
-        return all(_plain(p) and native.usable(p) for p in weights)
+        return all(_plain(p) and (native.usable(p) or native.in_triton(registry.ADAMW, p)) for p in weights)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.largest = None  # a step that is skipped, too, has none of its own
         if not self.one_pass:
             super().step(closure)
+            return
+        if not native.usable(self.param_groups[0]["params"][0]):
+            self._in_triton()
             return
         if self.found_inf is not None and _value(self.found_inf, 0.0):
             return
@@ -216,6 +221,32 @@ class AdamW(torch.optim.AdamW):
                 weight.numel(),
                 scale, 1 - a, b, 1 - b, 1 - lr * group["weight_decay"], rate, correct, float(group["eps"]),
             )  # fmt: skip
+
+    def _in_triton(self) -> None:
+        """On a GPU, where the host knows neither whether a step is skipped nor how many were."""
+        from fivefold.kernels.gpu.adamw import adamw  # with Triton, which takes half a second
+
+        device = self.param_groups[0]["params"][0].device
+        self.largest = torch.zeros((), device=device)
+        skip = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+        for group in self.param_groups:
+            weights = [w for w in group["params"] if w.grad is not None and w.numel()]
+            for weight in weights:
+                if not self.state[weight]:
+                    moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+                    self.state[weight] = {"step": torch.zeros((), device=device), **moments}
+            if not weights:
+                continue
+            torch._foreach_add_([self.state[weight]["step"] for weight in weights], 1 - skip)
+            number, (a, b) = self.state[weights[0]]["step"].double(), group["betas"]
+            scale = torch.ones_like(number) if self.scale is None else self.scale.double()
+            factors = torch.stack([scale, group["lr"] / (1 - a**number), (1 - b**number) ** -0.5]).float()
+            constants = [1 - a, b, 1 - b, 1 - group["lr"] * group["weight_decay"], group["eps"]]
+            for weight in weights:
+                assert _plain(weight.grad), "memory of another order"
+                moments = self.state[weight]["exp_avg"], self.state[weight]["exp_avg_sq"]
+                working = self.working.get(weight)
+                adamw(weight, weight.grad, *moments, working, factors, skip, self.largest, constants)
 
 
 def _plain(tensor: Tensor) -> bool:
