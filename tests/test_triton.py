@@ -132,28 +132,34 @@ def test_only_what_was_measured_on_this_gpu_computes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(registry, "_triton", lambda: "3.7.1")
     assert registry.faster() == []
     assert "has not measured" in says()
-    registry.write([])
+    loss_in = registry.case(registry.LOSS, torch.bfloat16)
+    registry.record(loss_in, "small", 1.01)
+    assert registry.faster() == []
     assert "PyTorch has been faster" in says()
-    registry.write([registry.LOSS, "gone"])
-    assert registry.faster() == [registry.LOSS]
-    assert self_test._kernels(native.Table("", [], [registry.LOSS])) == "kernels in Triton: loss"
+    registry.record(loss_in, "small", 1.2)
+    assert registry.faster() == [loss_in]
+    assert self_test._kernels(native.Table("", [], [loss_in])) == f"kernels in Triton: {loss_in}"
+    registry.record(loss_in, "large", 0.0)
+    assert registry.faster() == [], "slower or wrong at another shape"
+    registry.record(loss_in, "large", 1.3)
     name[0] = "Another"
     assert registry.faster() == []
     registry._path().write_text('["lo')
     assert registry.faster() == []
     monkeypatch.setattr(registry, "_triton", lambda: "")
     with pytest.raises(UserError, match="Triton is not installed on this machine"):
-        self_test._kernels(native.Table("", [], [registry.LOSS]))
+        self_test._kernels(native.Table("", [], [loss_in]))
 
 
 def test_a_kernel_computes_on_a_gpu_of_a_run_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGpu:
-        is_cuda = True
+        is_cuda, dtype = True, torch.bfloat16
 
     for table, uses in (
         (None, False),
         (native.Table("", []), False),
-        (native.Table("", [], [registry.LOSS]), True),
+        (native.Table("", [], ["loss, torch.float32"]), False),
+        (native.Table("", [], ["loss, torch.bfloat16"]), True),
     ):
         native.hold(table)
         assert native.in_triton(registry.LOSS, OnGpu()) == uses  # pyright: ignore[reportArgumentType]

@@ -122,7 +122,7 @@ def _kernels(table: native.Table) -> str:
     if table.triton and why:
         raise UserError(f"{why} on this machine, but the first rank computes with kernels in Triton")
     if table.triton:
-        return f"kernels in Triton: {', '.join(table.triton)}"
+        return f"kernels in Triton: {'; '.join(table.triton)}"
     if not why and not registry.measured():
         return "no kernel in Triton is used: `fivefold bench gpu --part kernels` has not measured them on this GPU"
     return f"no kernel in Triton is used: {why or 'PyTorch has been faster on this GPU'}"

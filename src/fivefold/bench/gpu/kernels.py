@@ -21,11 +21,13 @@ from fivefold.bench.peak import device_peak
 from fivefold.host.devices import sheet_of
 from fivefold.kernels import elementwise
 from fivefold.kernels.blockwise_attention import qkv_attention
+from fivefold.kernels.gpu import registry
 from fivefold.kernels.matmul import linear, linear_cross_entropy
 from fivefold.models.section import ModelSection, known
 from fivefold.precision import torch_dtype
 
 SLOWER, SHARE = 1.1, 0.8  # of PyTorch's own time; of the data sheet's bandwidth
+FAR = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of two kernels' results
 COPIED = 2**28  # bytes of the copy that shows the bandwidth
 Call = Callable[..., Any]
 Case = tuple[Call, Call, list[tuple[int, ...]], float]
@@ -49,6 +51,53 @@ def kernels(model: ModelSection, dtype: str, gpus: int) -> Iterator[Row]:
         slower = f"{mine / theirs:.2f} times PyTorch's own; please report it" * (mine > SLOWER * theirs)
         yield Row(what, mine, "ms", roof, slower * (gpus > 0))
         yield Row(f"{what}: PyTorch's own", theirs, "ms", roof)
+    yield from in_triton(model, torch_dtype(dtype), device)
+
+
+def in_triton(model: ModelSection, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:
+    """Milliseconds of kernels in Triton beside what computes without them. Runs read the ratios."""
+    from fivefold.kernels.gpu import adamw, loss
+
+    n, D, f, V = model.seq_len, model.dim, known(model.ffn_dim), known(model.vocab_size)
+    if not loss.runs(torch.empty(0, device=device)):
+        yield Row("kernels in Triton", f"not measured: {registry.why_not()}")
+        return
+    x, weight = (torch.randn(size, device=device).to(dtype).requires_grad_() for size in ((n, D), (V, D)))
+    targets, skip = torch.randint(V, (n,), device=device), torch.zeros((), device=device)
+    states, step = torch.rand(4, 2 * f, D, device=device), torch.zeros((), device=device)
+    working, factors = states[0].bfloat16(), torch.tensor([0.5, 1e-3, 20**0.5], device=device)
+
+    def gradients(call: Call) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(x, weight, targets), (x, weight))
+
+    def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        adamw.adamw(p, g, m, v, working, factors, skip, torch.zeros_like(skip), [0.1, 0.95, 0.05, 1.0, 1e-8])
+        return p, m, v
+
+    def own(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        torch._foreach_mul_([g], factors[0])
+        torch._fused_adamw_(
+            [p], [g], [m], [v], [], [step], lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.0, eps=1e-8, amsgrad=False,
+            maximize=False, found_inf=skip,
+        )  # fmt: skip
+        working.copy_(p)
+        torch._foreach_norm([p], torch.inf)
+        return p, m, v
+
+    losses = (partial(gradients, call) for call in (loss.linear_cross_entropy, linear_cross_entropy))
+    for name, (ours, theirs), given, by in (
+        (registry.LOSS, losses, (), dtype),
+        (registry.ADAMW, (update, own), states, torch.float32),
+    ):
+        results = (call(*[one.clone() for one in given]) for call in (ours, theirs))
+        wrong = any(
+            (a.float() - b.float()).norm() > FAR[by] * b.float().norm() for a, b in zip(*results, strict=True)
+        )
+        mine, other = (1e3 * timed([partial(call, *given)], device) for call in (ours, theirs))
+        case = registry.case(name, by)
+        registry.record(case, f"{n} x {D} x {V}", 0.0 if wrong else other / mine)
+        said = "its results differ from PyTorch's own; please report it" * wrong
+        yield Row(f"{case}: in Triton, beside what computes without it", mine, "ms", other, said)
 
 
 def both(call: Call, inputs: Sequence[Tensor]) -> int:

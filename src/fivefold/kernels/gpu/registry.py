@@ -1,15 +1,14 @@
 """Which kernels in Triton there are, and which of them compute here.
 
-A kernel is used where it was measured to be faster than PyTorch's own. `fivefold bench gpu --part kernels` measures,
-and writes the names of the faster ones into the cache folder, by GPU and by versions of PyTorch and Triton. A run holds
-the list of its first rank, as it does with libraries for CPUs (native.py). Nothing measured: PyTorch's own compute.
+A kernel is used where it was measured to be clearly faster than PyTorch's own. `fivefold bench gpu --part kernels`
+measures, and keeps the ratios in the cache folder, by GPU and by versions of PyTorch and Triton. A run holds the list
+of its first rank, as it does with libraries for CPUs (native.py). Nothing measured: PyTorch's own compute.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,12 +16,18 @@ import torch
 
 from fivefold.files import cache_folder, make_folder, write_atomically
 
-LOSS, ADAMW, ROUNDING = "loss", "adamw", "rounding"
+LOSS, ADAMW = "loss", "adamw"
 KERNELS = {
     LOSS: "the output layer and its cross-entropy without logits in memory",
-    ADAMW: "AdamW, the factor on gradients, the working weights and their largest in one pass",
-    ROUNDING: "numbers of 8 bits and their transposed copy in one pass",
+    ADAMW: "AdamW with the factor on gradients, working weights and their largest in one pass",
 }
+CLEARLY = 1.05
+"""PyTorch's own has to take this many times as long, at every shape that was measured in a dtype."""
+
+
+def case(kernel: str, dtype: torch.dtype) -> str:
+    """The name of a kernel in a dtype, as tables have it."""
+    return f"{kernel}, {dtype}"
 
 
 def why_not() -> str:
@@ -33,26 +38,29 @@ def why_not() -> str:
 
 
 def faster() -> list[str]:
-    """The kernels that were measured to be faster on this GPU; none where nothing was measured."""
+    """The `case`s that were measured to be clearly faster on this GPU; none where nothing was measured."""
+    return [name for name, ratios in measured().items() if min(ratios.values(), default=0.0) >= CLEARLY]
+
+
+def measured() -> dict[str, dict[str, float]]:
+    """How many times as long PyTorch's own takes on this GPU with these versions, by `case` and by shape; 0 where
+    the results differ."""
     try:
-        return [] if why_not() else [name for name in _read() if name in KERNELS]
-    except (OSError, ValueError, TypeError):
-        return []
+        return (
+            {}
+            if why_not()
+            else {str(name): {**ratios} for name, ratios in json.loads(_path().read_text()).items()}
+        )
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
 
 
-def measured() -> bool:
-    """True if kernels were measured on this GPU, with these versions."""
-    return not why_not() and _path().exists()
-
-
-def write(names: Sequence[str]) -> None:
-    """Keeps the names of the kernels that were faster, for later runs."""
+def record(name: str, shape: str, ratio: float) -> None:
+    """Keeps a ratio of `measured` for later runs."""
+    found = measured()
+    found.setdefault(name, {})[shape] = ratio
     make_folder(_path().parent, mode=0o700)
-    write_atomically(_path(), json.dumps([*names]))
-
-
-def _read() -> list[str]:
-    return [str(name) for name in json.loads(_path().read_text(encoding="utf-8"))]
+    write_atomically(_path(), json.dumps(found, indent=1))
 
 
 def _path() -> Path:
