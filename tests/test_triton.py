@@ -165,3 +165,17 @@ def test_a_kernel_computes_on_a_gpu_of_a_run_that_holds_it(monkeypatch: pytest.M
         assert native.in_triton(registry.LOSS, OnGpu()) == uses  # pyright: ignore[reportArgumentType]
         assert not native.in_triton(registry.LOSS, torch.ones(1))
     native.hold(None)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_kernels_compiled_for_gpus_fit_them(tmp_path: Path) -> None:
+    """No spills, and no more registers and shared memory than the devices have: benchmarks/triton_kernels.py fails
+    otherwise."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    command = [sys.executable, REPO / "benchmarks/triton_kernels.py", "--out", tmp_path / "found.json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stdout + done.stderr
+    kernels = json.loads((tmp_path / "found.json").read_text())["kernels"]
+    assert all(set(kinds) == {"sm_80", "sm_90a", "sm_100a", "gfx942"} for kinds in kernels.values())

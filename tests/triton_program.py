@@ -91,7 +91,7 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 def main() -> None:
     assert language.INTERPRETED
-    loss.ROWS, loss.COLUMNS, loss.FEATURES, loss.SPANS = 16, 32, 32, 3
+    loss.ROWS, loss.COLUMNS, loss.FEATURES, loss.SPANS = 16, 32, 64, 3
     sizes.LOGITS_BYTES["cpu"] = 1  # slabs of 128 columns
     adamw.BLOCK, adamw.TURNS = 1024, 3
     native.usable, native.in_triton = (lambda *tensors: False), (lambda kernel, x: True)

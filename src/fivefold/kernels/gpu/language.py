@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ except ImportError:
 tl: Any
 Kernel = Any
 """What `jit` makes: it is launched as kernel[grid](...)."""
-constexpr = Any
-"""Triton knows it by its name: an argument that a kernel is compiled for."""
+if TYPE_CHECKING:  # an argument that a kernel is compiled for; a type checker sees no variable as a type
+    constexpr = Any
+else:
+    constexpr = None if tl is None else tl.constexpr
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs kernels on the CPU, as Triton decided when it was imported."""
 

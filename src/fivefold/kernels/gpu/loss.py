@@ -27,7 +27,8 @@ from fivefold.kernels.matmul import add_product, assert_on_device, mean_scale, w
 from fivefold.sharding.units import LOSS_STATISTICS
 
 ROWS, COLUMNS, FEATURES, WARPS, STAGES = 128, 128, 64, 8, 3
-"""A tile of logits, and the features that are multiplied at once (of 16 bits; half as many of 32)."""
+"""A tile of logits, and the features that are multiplied at once, of 16 bits. In fp32 fewer: more spill
+registers."""
 SPANS = 8
 """Programs that share the vocabulary of a row, so that few rows fill a GPU, too."""
 
@@ -94,9 +95,9 @@ def _gradient_kernel(
 
 def tile(dtype: torch.dtype) -> dict[str, Any]:
     """What the kernels are compiled for."""
-    features = FEATURES * 2 // max(2, dtype.itemsize)
+    columns, features = (COLUMNS // 2, FEATURES // 4) if dtype.itemsize > 2 else (COLUMNS, FEATURES)
     form = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    compiled = {"ROWS": ROWS, "COLUMNS": COLUMNS, "FEATURES": features, "FORM": form}
+    compiled = {"ROWS": ROWS, "COLUMNS": columns, "FEATURES": features, "FORM": form}
     return compiled | {"num_warps": WARPS, "num_stages": STAGES}
 
 
@@ -111,10 +112,11 @@ def statistics(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, 
     if not runs(x, weight, bias):
         return cross_entropy.vocabulary_statistics(F.linear(x, weight, bias), targets, first)
     x, weight, (N, D), V = x.contiguous(), weight.contiguous(), x.shape, len(weight)
-    span = blocks(blocks(V, COLUMNS), SPANS) * COLUMNS
+    cut = tile(x.dtype)
+    span = blocks(V, SPANS * cut["COLUMNS"]) * cut["COLUMNS"]
     out = x.new_empty(blocks(V, span), LOSS_STATISTICS, N, dtype=torch.float32)
     _statistics_kernel[(blocks(N, ROWS), len(out))](
-        x, weight, bias, targets, out, N, V, D, first, span, BIASED=bias is not None, **tile(x.dtype)
+        x, weight, bias, targets, out, N, V, D, first, span, BIASED=bias is not None, **cut
     )  # fmt: skip
     (top, total, at_target), largest = out.unbind(1), out[:, 0].amax(0)
     return torch.stack([largest, (total * (top - largest).exp()).sum(0), at_target.sum(0)])
@@ -147,9 +149,9 @@ def logit_gradient(
         here, index = cross_entropy.local_targets(targets, first, len(weight))
         return gradient.scatter_add_(1, index[:, None], (dat * here)[:, None]).to(x.dtype)
     x, weight, (N, D), V = x.contiguous(), weight.contiguous(), x.shape, len(weight)
-    out = x.new_empty(N, V)
-    _gradient_kernel[(blocks(N, ROWS), blocks(V, COLUMNS))](
-        x, weight, bias, targets, top, dtotal, dat, out, N, V, D, first, BIASED=bias is not None, **tile(x.dtype)
+    out, cut = x.new_empty(N, V), tile(x.dtype)
+    _gradient_kernel[(blocks(N, ROWS), blocks(V, cut["COLUMNS"]))](
+        x, weight, bias, targets, top, dtotal, dat, out, N, V, D, first, BIASED=bias is not None, **cut
     )  # fmt: skip
     return out
 
