@@ -17,6 +17,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 # Empty files that say what is installed, and when: older than the two lists below, they are made again.
 TO_TRAIN := $(VENV)/.installed
 TO_TEST := $(VENV)/.installed-test
+TO_KERNELS := $(VENV)/.installed-triton
 TO_DOCS := $(VENV)/.installed-docs
 LISTS := pyproject.toml constraints.txt
 # What `bench gpu` imports, and the version of a program that is not installed
@@ -55,7 +56,7 @@ endif
 test: $(TO_TEST)  ## run the tests, two at a time (one: ARGS='-n 0')
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-all: $(TO_TEST)  ## run the tests, and all layouts of 8 ranks: the better part of an hour
+test-all: $(TO_TEST) $(TO_KERNELS)  ## run the tests, and all layouts of 8 ranks: the better part of an hour
 	$(BIN)/python -m pytest -m "not chaos" -n 2 --dist worksteal $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py
 
@@ -120,6 +121,10 @@ $(TO_TRAIN): $(LISTS) | $(BIN)/python
 $(TO_TEST): $(LISTS) | $(BIN)/python
 	$(INSTALL) -e '.[test,dev]'
 	@touch $(TO_TRAIN) $@
+
+$(TO_KERNELS): $(LISTS) | $(BIN)/python
+	$(INSTALL) -e '.[test,dev,triton]'
+	@touch $(TO_TRAIN) $(TO_TEST) $@
 
 $(TO_DOCS): $(LISTS) | $(BIN)/python
 	$(INSTALL) -e '.[docs]'

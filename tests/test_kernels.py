@@ -454,7 +454,7 @@ def test_a_choice_is_measured_once_per_machine(monkeypatch, tmp_path):
     name = next(iter(native.CASES))
     monkeypatch.setattr(native, "clearly_faster", lambda: iter([name]))
     found = native.machines(1)
-    assert found == (native.place(), [name])
+    assert found == (native.place(), [name], ())
     monkeypatch.setattr(native, "clearly_faster", lambda: iter([]))
     assert native.machines(1) == found
     next((tmp_path / "cache" / "kernels").glob("*.json")).write_text('["this')

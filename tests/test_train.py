@@ -136,7 +136,7 @@ def test_all_ranks_multiply_as_the_first_does_and_so_does_a_resumed_run(text, tm
     recipe = tiny(text, "precision.mode=fp32", "train.steps=2", "optim.schedule=constant")
     two = change(recipe, ["layout.dp_replicate=2"])
     assert run_ranks(2, on_other_machines, two, tmp_path / "run", [mine, other]) == [mine, mine]
-    facts = {"processor": "processor 0, 0", "onednn": mine}
+    facts = {"processor": "processor 0, 0", "onednn": mine, "triton": []}
     assert json.loads((tmp_path / "run" / "products.json").read_text()) == facts
     with patch.object(native, "place", lambda: "processor 0, 0"):
         on_other_machines(0, 1, change(recipe, ["train.steps=3"]), tmp_path / "run", [other])

@@ -294,7 +294,7 @@ def mean_by_chunks(
             if part.stop >= N:
                 complete(dx)
         if needs_weight:
-            dweight = _add_product(dweight, dlogits, x[part], rows >= N)
+            dweight = add_product(dweight, dlogits, x[part], rows >= N)
         if needs_bias:
             dbias = _add_chunk(dbias, dlogits.sum(0), rows >= N)
         del dlogits  # before the next chunk's
@@ -359,8 +359,9 @@ def loss_and_gradient(
     return gradient
 
 
-def _add_product(total: Tensor | None, dlogits: Tensor, x: Tensor, only: bool) -> Tensor:
-    """Adds up the chunks' gradients of the weight. NVIDIA's GPUs add in the matmul itself."""
+def add_product(total: Tensor | None, dlogits: Tensor, x: Tensor, only: bool) -> Tensor:
+    """total (None: 0) + dlogits.T @ x in fp32, for instance the chunks' gradients of the weight; an `only` one in the
+    dtype of x. NVIDIA's GPUs add in the matmul itself."""
     own = dlogits.device.type == "cuda" and dlogits.dtype != torch.float32 and torch.version.hip is None
     if only or not own:
         return _add_chunk(total, weight_gradient(dlogits, x), only)

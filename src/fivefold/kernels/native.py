@@ -37,6 +37,7 @@ from torch import Tensor
 from fivefold.files import cache_folder, flush, locked, make_folder, remove, rename, write_atomically
 from fivefold.host import cpu_model
 from fivefold.host.machine import cpu_flags, has_cpu_bf16
+from fivefold.kernels.gpu import registry
 
 _FLAGS = [
     "-O3",
@@ -165,10 +166,12 @@ CASES = {case(*one, large): (*one, large) for large in (False, True) for one in 
 
 
 class Table(NamedTuple):
-    """processor: where it was measured. onednn: the cases in which oneDNN multiplies."""
+    """processor: where it was measured, or the GPU. onednn: the cases in which oneDNN multiplies. triton: the kernels
+    for GPUs that compute, by dtype (kernels/gpu/registry.py)."""
 
     processor: str
     onednn: Sequence[str]
+    triton: Sequence[str] = ()
 
 
 UNMEASURED = Table("", [name for name in CASES if WEIGHT_GRADIENT not in name])
@@ -204,6 +207,12 @@ def by_onednn(products: tuple[str, ...], x: Tensor, elements: int, bias: bool) -
     """True if oneDNN multiplies x in any of these products of a layer whose weight has so many elements."""
     now, large = UNMEASURED if getattr(x, "fake", False) else table(), elements >= LARGE_WEIGHT
     return any(case(one, x.dtype, bias and one == OUTPUT, large) in now.onednn for one in products)
+
+
+def in_triton(kernel: str, x: Tensor) -> bool:
+    """True if this process's run computes with a kernel of kernels/gpu/registry.py, and x lies on a GPU."""
+    there = x.is_cuda and not getattr(x, "fake", False)
+    return bool(_held) and there and registry.case(kernel, x.dtype) in _held[0].triton
 
 
 @functools.cache

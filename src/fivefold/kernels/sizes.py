@@ -19,6 +19,8 @@ MIN_ROWS = 512
 """Minimum rows of logits at once: with fewer the matmuls are slow."""
 SUM_SIZE = 4
 """Bytes per element of the sum of the chunks' weight gradients, in fp32. A single chunk has none."""
+TILE = 128
+"""Columns of a tile of logits: slabs of the vocabulary have whole ones."""
 
 FP32_BLOCK, BLOCK = 64, 128
 """Queries in a block of attention, in fp32 and in other dtypes. Smaller blocks skip more of what a causal mask hides,
@@ -46,6 +48,12 @@ def loss_chunks(N: float, V: float, D: float, element_size: float, at_once: floa
 def rows_at_once(N: int, V: int, D: int, element_size: int, at_once: float) -> int:
     """Rows per chunk of the loss: the same number in each except the last."""
     return -(-N // loss_chunks(N, V, D, element_size, at_once))
+
+
+def slab_columns(N: int, V: int, element_size: int, device: str) -> int:
+    """Columns of the vocabulary whose N x V logits the fused loss computes again at once (kernels/gpu/loss.py)."""
+    columns = logits_bytes(device) // max(1, N * element_size) // TILE * TILE
+    return max(1, min(V, max(TILE, columns)))
 
 
 def fp32_parts(N: int, V: int) -> list[slice]:

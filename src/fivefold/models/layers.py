@@ -13,8 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fivefold.kernels import cross_entropy, elementwise, matmul
+from fivefold.kernels import cross_entropy, elementwise, matmul, native
 from fivefold.kernels.blockwise_attention import Documents, attention, heads_of, qkv_attention
+from fivefold.kernels.gpu import registry
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.section import ModelSection
 
@@ -176,6 +177,12 @@ class Output(nn.Module):
     ) -> Tensor:
         if targets_BT is None:
             return matmul.linear(x_BTD, weight_VD, bias_V).float()
+        if self.drawing is None and native.in_triton(registry.LOSS, x_BTD):
+            from fivefold.kernels.gpu import loss  # with Triton, which takes half a second
+
+            return loss.linear_cross_entropy(
+                x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, self.z_factor
+            )
         return matmul.linear_cross_entropy(
             x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), bias_V, self.z_factor, self.drawing
         )

@@ -25,7 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold.comm import Axis, Started
-from fivefold.kernels import cross_entropy, matmul
+from fivefold.kernels import cross_entropy, matmul, native
+from fivefold.kernels.gpu import registry
 from fivefold.kernels.matmul import assert_on_device, loss_and_gradient, mean_by_chunks
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
@@ -40,7 +41,17 @@ from fivefold.models.layers import (
 )
 from fivefold.models.mixture import Mixture
 from fivefold.parallel import operators
-from fivefold.parallel.autograd import Deferred, Leave, LinearFunction, TensorAxis, enter, join, piece, whole
+from fivefold.parallel.autograd import (
+    Deferred,
+    Leave,
+    LinearFunction,
+    TensorAxis,
+    enter,
+    join,
+    piece,
+    sent,
+    whole,
+)
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.replica import Replica
 from fivefold.sharding.parts import Model, boxes, cuts_in, local_shape, parts, summed_over_tp
@@ -286,8 +297,23 @@ class VocabularyOutput(Output):
         if axis.sp:  # targets follow the order of the pieces, which saves copies of x
             axis = replace(axis, ordered=False)
             targets = torch.cat(targets.chunk(axis.size, dim=1))  # (tp B, t)
+        if self.drawing is None and native.in_triton(registry.LOSS, x):
+            return self._by_tiles(enter(x, axis), weight_vD, targets.flatten(), bias_v)
         grad = torch.is_grad_enabled()
         return _Loss.apply(x, weight_vD, targets, bias_v, axis, grad, self.z_factor, self.drawing)
+
+    def _by_tiles(self, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
+        """`_Loss` as kernels/gpu/loss.py computes it: backward computes the gradients. x whole (B, T, D)."""
+        from fivefold.kernels.gpu import loss  # with Triton, which takes half a second
+
+        rank, ranks, v = self.axis.index, self.axis.size, len(weight)
+        assert_on_device((targets < v * ranks).all(), "a target beyond the vocabulary")
+
+        def gathered(own: Tensor) -> Tensor:
+            return self.axis.axis.run(STATISTICS, own).view(ranks, LOSS_STATISTICS, -1)
+
+        own = loss.statistics(x.flatten(0, 1), weight, targets, bias, rank * v)
+        return loss.mean_loss(sent(gathered, lambda d: d[rank], own), targets, self.z_factor)
 
 
 class _Loss(Function):

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from fivefold.comm import Axis, everyone, told
+from fivefold.errors import UserError
 from fivefold.files import make_folder, read_json, understood, write_atomically
 from fivefold.kernels import native
 from fivefold.kernels.elementwise import to_device
+from fivefold.kernels.gpu import registry
 from fivefold.kernels.matmul import input_gradient, linear, weight_gradient
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.launch.ranks import Ranks
@@ -121,22 +123,43 @@ def _relative(found: Tensor, wanted: Tensor, dim: int) -> float:
     return error if math.isfinite(error) else math.inf
 
 
+def _kernels(table: native.Table) -> str:
+    """What the console says of kernels in Triton.
+
+    Raises:
+        UserError: they compute on the first rank, and cannot here.
+    """
+    why = registry.why_not()
+    if table.triton and why:
+        raise UserError(f"{why} on this machine, but the first rank computes with kernels in Triton")
+    if table.triton:
+        return f"kernels in Triton: {'; '.join(table.triton)}"
+    if not why and not registry.measured():
+        return "no kernel in Triton is used: `fivefold bench gpu --part kernels` has not measured them on this GPU"
+    return f"no kernel in Triton is used: {why or 'PyTorch has been faster on this GPU'}"
+
+
 def settle(state: State, job: Job, ranks: Ranks, resumed: bool) -> list[str]:
     """Decides which library multiplies, and which layers round factors. Returns what the console shall say. All ranks
     call it together.
 
     resumed: rank 0's counts."""
     lines, axis = list[str](), everyone(ranks)
-    if ranks.device.type == "cpu":  # rank 0's checkpoint decides, or else its machine
-        mine = (state.products or native.table()) if ranks.first else native.UNMEASURED
-        text = told(json.dumps(mine._asdict(), indent=1), 0, axis)
-        state.products = native.Table(**json.loads(text))
-        native.hold(state.products)
-        if ranks.first:
-            write_atomically(job.out / LIBRARY, text + "\n")
-        if state.products.processor != native.place():
-            began = state.products.processor.rpartition(", ")[0]
-            lines.append(f"this run began on another processor ({began}), so its last bits may differ here")
+    gpu, mine = ranks.device.type == "cuda", native.UNMEASURED
+    here = f"{torch.cuda.get_device_name(ranks.device)}, GPU" if gpu else native.place()
+    if ranks.first:  # its checkpoint decides, or else its machine
+        mine = state.products or (native.Table(here, [], registry.faster()) if gpu else native.table())
+        mine = mine._replace(triton=[] if registry.why_not() else mine.triton)
+    text = told(json.dumps(mine._asdict(), indent=1), 0, axis)
+    state.products = native.Table(**json.loads(text))
+    native.hold(state.products)
+    if ranks.first:
+        write_atomically(job.out / LIBRARY, text + "\n")
+    if state.products.processor != here:
+        began = state.products.processor.rpartition(", ")[0]
+        lines.append(f"this run began on another processor ({began}), so its last bits may differ here")
+    if gpu:
+        lines.append(_kernels(state.products))
     if job.module is not None or rounding(job.recipe) is None:
         return lines
     mode = PRECISIONS[job.recipe.precision.mode]

@@ -19,13 +19,15 @@ from fivefold.bench.gpu.report import Row
 from fivefold.bench.hardware import timed
 from fivefold.bench.peak import device_peak
 from fivefold.host.devices import sheet_of
-from fivefold.kernels import elementwise
+from fivefold.kernels import adamw, elementwise
 from fivefold.kernels.blockwise_attention import qkv_attention
+from fivefold.kernels.gpu import registry
 from fivefold.kernels.matmul import linear, linear_cross_entropy
 from fivefold.models.section import ModelSection, known
 from fivefold.precision import torch_dtype
 
 SLOWER, SHARE = 1.1, 0.8  # of PyTorch's own time; of the data sheet's bandwidth
+FAR = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of two kernels' results
 COPIED = 2**28  # bytes of the copy that shows the bandwidth
 Call = Callable[..., Any]
 Case = tuple[Call, Call, list[tuple[int, ...]], float]
@@ -49,6 +51,54 @@ def kernels(model: ModelSection, dtype: str, gpus: int) -> Iterator[Row]:
         slower = f"{mine / theirs:.2f} times PyTorch's own; please report it" * (mine > SLOWER * theirs)
         yield Row(what, mine, "ms", roof, slower * (gpus > 0))
         yield Row(f"{what}: PyTorch's own", theirs, "ms", roof)
+    if gpus:
+        yield from one_pass(model, device)
+    yield from in_triton(model, torch_dtype(dtype), device)
+
+
+def one_pass(model: ModelSection, device: torch.device) -> Iterator[Row]:
+    """Milliseconds of an update of one matrix, compiled in one pass, beside PyTorch's fused AdamW with passes of its own
+    for the factor, the working weights and the largest."""
+    p, g, m, v = torch.rand(4, 2 * known(model.ffn_dim) * model.dim, device=device)
+    working, zero, one = p.bfloat16(), torch.zeros((), device=device), torch.ones((), device=device)
+    factors = torch.stack([one, one, one, 1e-3 * one, one])
+
+    def fused() -> None:
+        torch._foreach_mul_([g], one)
+        torch._fused_adamw_(
+            [p], [g], [m], [v], [], [one], lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.0, eps=1e-8, amsgrad=False,
+            maximize=False, found_inf=zero,
+        )  # fmt: skip
+        working.copy_(p)
+        torch._foreach_norm([p], torch.inf)
+
+    ours = partial(adamw.update, p, g, m, v, working, zero.clone(), factors, 0.1, 0.05, 1e-8)
+    mine, theirs = (1e3 * timed([call], device) for call in (ours, fused))
+    yield Row("AdamW in one pass", mine, "ms", theirs, "please report it" * (mine > SLOWER * theirs))
+
+
+def in_triton(model: ModelSection, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:
+    """Milliseconds of kernels in Triton beside what computes without them. Runs read the ratios."""
+    from fivefold.kernels.gpu import loss
+
+    n, D, V = model.seq_len, model.dim, known(model.vocab_size)
+    if not loss.runs(torch.empty(0, device=device)):
+        yield Row("kernels in Triton", f"not measured: {registry.why_not()}")
+        return
+    x, weight = (torch.randn(size, device=device).to(dtype).requires_grad_() for size in ((n, D), (V, D)))
+    targets = torch.randint(V, (n,), device=device)
+
+    def gradients(call: Call) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(x, weight, targets), (x, weight))
+
+    calls = [partial(gradients, call) for call in (loss.linear_cross_entropy, linear_cross_entropy)]
+    pairs = zip(*(call() for call in calls), strict=True)
+    wrong = any((a.float() - b.float()).norm() > FAR[dtype] * b.float().norm() for a, b in pairs)
+    mine, other = (1e3 * timed([call], device) for call in calls)
+    case = registry.case(registry.LOSS, dtype)
+    registry.record(case, f"{n} x {D} x {V}", 0.0 if wrong else other / mine)
+    said = "its results differ from PyTorch's own; please report it" * wrong
+    yield Row(f"{case}: in Triton, beside what computes without it", mine, "ms", other, said)
 
 
 def both(call: Call, inputs: Sequence[Tensor]) -> int:

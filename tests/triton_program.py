@@ -1,0 +1,70 @@
+"""Kernels of kernels/gpu in Triton's interpreter, beside plain PyTorch in fp64. A process of its own
+(tests/test_triton.py): Triton reads TRITON_INTERPRET when it is imported. Prints a JSON object: case -> [relative error
+of each result]."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.kernels import native, sizes
+from fivefold.kernels.gpu import language, loss
+
+Case = Callable[[torch.dtype], list[float]]
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    assert got.shape == wanted.shape
+    return ((got.double() - wanted.double()).abs().max() / wanted.double().abs().max()).item()
+
+
+def fused_loss(dtype: torch.dtype, biased: bool, z_loss: float) -> list[float]:
+    """Loss and gradients: several tiles and spans, no multiple of a tile, rows that do not count, two slabs."""
+    N, D, V = 37, 40, 300
+    x, weight, bias = (torch.randn(size).to(dtype) for size in ((N, D), (V, D), (V,)))
+    targets = torch.randint(V, (N,))
+    targets[::5] = -100
+    low = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    high = [t.double().requires_grad_() for t in (x, weight, bias)]
+    found = loss.linear_cross_entropy(low[0], low[1], targets, low[2] if biased else None, z_loss)
+    logits = F.linear(high[0], high[1], high[2] if biased else None)
+    wanted = F.cross_entropy(logits, targets) + z_loss * logits.logsumexp(1)[targets >= 0].square().mean()
+    (3 * found).backward()
+    (3 * wanted).backward()
+    gradients = zip(low[: 2 + biased], high, strict=False)
+    return [error(found, wanted), *(error(a.grad, b.grad) for a, b in gradients if a.grad is not None)]
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    for biased in (False, True):
+        for z_loss in (0.0, 0.01):
+            yield (
+                f"loss, bias {biased}, z_loss {z_loss}",
+                lambda dtype, biased=biased, z=z_loss: fused_loss(dtype, biased, z),
+            )
+
+
+def main() -> None:
+    assert language.INTERPRETED
+    loss.ROWS, loss.COLUMNS, loss.FEATURES, loss.SPANS = 16, 32, 64, 3
+    sizes.LOGITS_BYTES["cpu"] = 1  # slabs of 128 columns
+    native.usable, native.in_triton = (lambda *tensors: False), (lambda kernel, x: True)
+    found = {}
+    for name, case in cases():
+        for dtype in (torch.float32, torch.float16):
+            torch.manual_seed(0)
+            found[f"{name}, {dtype}"] = case(dtype)
+    try:
+        fused_loss(torch.bfloat16, False, 0.0)
+    except NotImplementedError as refused:
+        found["bf16"] = str(refused)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
