@@ -160,8 +160,8 @@ class Layout(Counts):
 
     def compiles(self, experts: bool, recompute: str) -> bool:
         """True if the trainer compiles a block on a GPU; any other runs operation by operation. experts: it has some,
-        whose choice would break the graph. recompute: its mode. PyTorch's compiler can trace neither the queue of weight
-        gradients of a split backward, nor inputs that are kept in parts."""
+        whose choice would break the graph. recompute: its mode. PyTorch's compiler can trace neither the queue of
+        weight gradients of a split backward, nor inputs that are kept in parts."""
         parts = partitions(self.offload, recompute, self.tp, self.sp)
         return not (experts or self.splits_backward or parts)
 
