@@ -141,14 +141,14 @@ def fp8() -> None:
         for name, form in GRADIENTS.items():
             how = Fp8(form, scaling=scaling)
             wanted = RoundedMatmuls.product(how, a, b, form).float()
-            apart = (how.multiply(a, b, form).float() - wanted).norm() / wanted.norm()
+            apart = (how.multiply(a, how.narrow(b), form).float() - wanted).norm() / wanted.norm()
             print(f"{scaling}, gradients in {name}: {apart.item():.1e}")
     M, K, N = 8192, 4096, 14336
     a, b = torch.randn(M, K, device=GPU).bfloat16(), torch.randn(N, K, device=GPU).bfloat16()
     print(f"bf16: {2 * M * K * N / milliseconds(lambda: a @ b.t()) / 1e9:.0f} TFLOP/s")
     for scaling in ("tensor", "block"):
         how, form = Fp8(GRADIENTS["e4m3"], scaling=scaling), GRADIENTS["e4m3"]
-        compiled = torch.compile(lambda a, b, how=how, form=form: how.multiply(a, b, form))
+        compiled = torch.compile(lambda a, b, how=how, form=form: how.multiply(a, how.narrow(b), form))
         rate = 2 * M * K * N / milliseconds(lambda compiled=compiled: compiled(a, b)) / 1e9
         print(f"{scaling}, compiled, with rounding: {rate:.0f} TFLOP/s")
 

@@ -89,7 +89,7 @@ def usage(program: Any, device: Device) -> dict[str, int]:
         return {"registers": registers, "spilled": spills, "shared": program.metadata.shared}
     import triton  # pyright: ignore[reportMissingImports]
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(program.asm["cubin"])
         file.flush()

@@ -3,6 +3,8 @@
 python examples/kernels/elementwise.py
 """
 
+# pyright: reportIndexIssue=false
+
 import lab  # first: it chooses between interpreter and GPU
 import torch
 import triton  # pyright: ignore[reportMissingImports]

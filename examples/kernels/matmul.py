@@ -4,6 +4,8 @@
 python examples/kernels/matmul.py
 """
 
+# pyright: reportIndexIssue=false
+
 import lab  # first: it chooses between interpreter and GPU
 import torch
 import triton  # pyright: ignore[reportMissingImports]

@@ -4,6 +4,8 @@ back, by the same kernel.
 python examples/kernels/rope.py
 """
 
+# pyright: reportIndexIssue=false
+
 from typing import Any
 
 import lab  # first: it chooses between interpreter and GPU

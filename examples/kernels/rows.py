@@ -4,6 +4,8 @@ in the block's registers and shared memory.
 python examples/kernels/rows.py
 """
 
+# pyright: reportIndexIssue=false
+
 import lab  # first: it chooses between interpreter and GPU
 import torch
 import triton  # pyright: ignore[reportMissingImports]

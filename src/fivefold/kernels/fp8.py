@@ -101,7 +101,7 @@ class KeptFp8(Fp8):
     replaces = True
 
     def keep(self, weight: Tensor, inside: bool = False) -> Kept:
-        numbers, scale = encode(weight, *weight.shape, E4M3)
+        numbers, scale = encode(weight, weight.shape[0], weight.shape[1], E4M3)
         factor = Factor(numbers, scale.view(()))
         return Kept(factor, Factor(numbers.t(), factor.scale))
 

@@ -116,7 +116,8 @@ class RoundedMatmuls(ABC):
 
     def keep(self, weight: Tensor, inside: bool = False) -> Kept:
         """Rounds a weight (F, D), or those of experts (E, F, D). inside: in place, as far as one rounding goes."""
-        tiles = self.tile(weight.shape, True), self.tile(weight.mT.shape, True)[::-1]
+        columns, rows = self.tile(weight.mT.shape, True)
+        tiles = self.tile(weight.shape, True), (rows, columns)
         first = weight if inside else torch.empty_like(weight)
         second = first if tiles[0] == tiles[1] else torch.empty_like(weight)
         each = (x.view(-1, *x.shape[-2:]) for x in (weight, first, second))

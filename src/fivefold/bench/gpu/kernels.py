@@ -57,8 +57,8 @@ def kernels(model: ModelSection, dtype: str, gpus: int) -> Iterator[Row]:
 
 
 def one_pass(model: ModelSection, device: torch.device) -> Iterator[Row]:
-    """Milliseconds of an update of one matrix, compiled in one pass, beside PyTorch's fused AdamW with passes of its own
-    for the factor, the working weights and the largest."""
+    """Milliseconds of an update of one matrix, compiled in one pass, beside PyTorch's fused AdamW with passes of their
+    own for the factor, the working weights and the largest."""
     p, g, m, v = torch.rand(4, 2 * known(model.ffn_dim) * model.dim, device=device)
     working, zero, one = p.bfloat16(), torch.zeros((), device=device), torch.ones((), device=device)
     factors = torch.stack([one, one, one, 1e-3 * one, one])

@@ -207,7 +207,7 @@ def search(
             break
     best = fitting[0].step.seconds if fitting else math.inf
     roomy = Search(space, bounds, ROOM * run.most, best).glimpse()
-    second = list(tuned(space, bounds, run.most, fitting, [roomy] * (roomy is not None)))
+    second = list(tuned(space, bounds, run.most, fitting, [] if roomy is None else [roomy]))
     considered = space.size + len(second)
     # recompute in as few blocks as it takes, not in all; no plan that is much slower becomes the first by that
     thinned = dict[tuple[Layout, int, str], Plan]()
