@@ -400,9 +400,8 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
         there, there_back = (_chunked(sent, s.chunks) for sent in s.sends(narrow, most * s.dispatched))
     counts, _ = s.sends(COUNTS, s.chunks * E)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
-    wide = N * D * 4 if e != 4 else 0.0
-    if program.compiles and not model.shared_experts:  # nothing keeps the input itself
-        wide = N * D * (4 - e)
+    alone = program.compiles and not model.shared_experts  # then nothing keeps the input itself
+    wide = N * D * (4 - e if alone else 4 * (e != 4))
     # all of a token, the k largest by weight, number and row; and the router's weight in fp32
     scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.compiles
     kept = Saved("router input in fp32", wide, "stream"), Saved("scores", scores, "stream")

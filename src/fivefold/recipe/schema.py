@@ -76,16 +76,14 @@ class DataSection(Section):
     more, the run stops with an error that names file and offset. (Each megabyte of a long text is a document.)
     Empty documents are skipped without limit."""
     max_epochs: int = Field(default=0, ge=0, le=LARGEST)
-    """Maximum number of passes over the training set; a run that needs more is an error. 0: no limit. Each pass is
-    shuffled anew."""
+    """Most passes over the training set, each shuffled anew; a run that needs more is an error. 0: no limit."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the ids in .bin files of `tokens:PATH` without a header (nanoGPT's)."""
     end_token: int | None = Field(default=None, ge=0, le=(1 << 31) - 1)
     """Id of the token between documents in the files of `tokens:PATH`. Unset: not known, and a sequence counts as one
     document. Other sources have the tokenizer's."""
     document_masks: bool = True
-    """Attention does not cross the borders of documents, and positions begin anew at each of them. `false`: a sequence
-    is one text, whatever it holds."""
+    """Attention does not cross borders of documents, where positions begin anew. `false`: a sequence is one text."""
     packing: Literal["concat", "best_fit"] = "concat"
     """How documents become sequences. `concat`: one behind the other, cut wherever a sequence ends. `best_fit`: only
     documents longer than a sequence are cut; the others are put together by best-fit decreasing (arXiv 2404.10830).
@@ -95,8 +93,7 @@ class DataSection(Section):
     sources: tuple[SourceEntry, ...] = ()
     """A mixture: several sources instead of `source`, each a `[[data.sources]]`."""
     weigh_by: Literal["tokens", "documents"] = "tokens"
-    """What the weights of `sources` and `stages` are shares of. `documents`: a source with longer documents gives more
-    tokens."""
+    """What the weights of `sources` and `stages` are shares of. `documents`: longer ones give more tokens."""
     stages: tuple[StageEntry, ...] = ()
     """Parts of the run with other weights of the sources, one after the other, each a `[[data.stages]]`."""
     validation: tuple[ValidationEntry, ...] = ()
@@ -242,8 +239,8 @@ class LayoutSection(Section, Counts):
     """With `ep`: parts into which each expert's rows are cut. While experts compute one, the all-to-alls of the others
     are under way."""
     expert_buffer: float = Field(default=0.0, ge=0, le=MOST_RANKS)
-    """With `ep`, in training: a rank sends each rank so many times the mean number of rows, the missing ones filled up,
-    so the host waits for no number. More rows end the run with an error. 0: as many as there are."""
+    """With `ep`, in training: rows for each rank, in times of the mean; missing ones are filled up. So the host waits for
+    no number. More end the run with an error. 0: as many as there are."""
     zero: int = Field(default=0, ge=0, le=3)
     """ZeRO stage."""
     schedule: str = "1f1b"
@@ -375,8 +372,8 @@ class PrecisionSection(Section):
     """Format of gradients in `mode = "fp8"`. `e5m2` has the wider range, `e4m3` is finer, but small gradients round
     differently where a layout cuts a tile."""
     fp8_dispatch: bool = False
-    """Rows travel to experts in 8 bits in `mode = "fp8"`, with a scale per 128 features, and the gradients of their
-    results, too, as in DeepSeek-V3 (arXiv 2412.19437). What comes back is in bf16."""
+    """Rows travel to experts in 8 bits in `mode = "fp8"`, with a scale per 128 features, and so do the gradients of
+    their results (DeepSeek-V3, arXiv 2412.19437)."""
     fp8_skip_first: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """First blocks that stay in bf16 in the modes `fp8` and `mxfp8`. Embedding, output layer, norms, routers and
     attention's own matmuls always do."""
