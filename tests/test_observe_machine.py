@@ -48,32 +48,6 @@ def test_a_command_restarts_with_tuned_malloc_unless_the_user_has_settings() -> 
         assert subprocess.check_output(command, env=environment, text=True).strip() == expected
 
 
-HEAP = """
-import ctypes
-from fivefold.host.machine import keep_little_memory
-assert keep_little_memory()
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-def block(size):
-    found = ctypes.c_void_p()
-    assert not libc.posix_memalign(ctypes.byref(found), 64, size)
-    return found.value
-firsts = []
-for _ in range(8):
-    first, behind = block(3 << 20), libc.malloc(1000)
-    libc.free(first)
-    firsts.append(first)
-print(len({*firsts}))
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
-def test_a_freed_block_is_used_again_for_the_next_of_its_size() -> None:
-    """PyTorch's blocks are aligned to 64 bytes. What glibc cuts off them must join them again, or they do not fit."""
-    found = subprocess.check_output([sys.executable, "-c", HEAP], env=os.environ | TUNED, text=True)
-    assert int(found) == 1
-
-
 def test_describe_is_json_and_plausible() -> None:
     facts = describe()
     assert json.loads(json.dumps(facts)) == facts

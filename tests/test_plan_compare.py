@@ -39,10 +39,12 @@ from fivefold.plan.cluster.devices import Cluster, of_table
 from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.memory import memory, model_states
 from fivefold.plan.messages import volume
+from fivefold.plan.predict import predict
 from fivefold.plan.setting import FIVEFOLD, Setting, setting
 from fivefold.plan.time import cost, stage_costs, time
+from fivefold.plan.time.cost import stream
 from fivefold.plan.time.timeline import timeline
-from fivefold.recipe import Recipe, load, resolve_model
+from fivefold.recipe import Recipe, count_parameters, load, resolve_model
 from fivefold.schedules.timelines import COMPUTE, WAIT
 from fivefold.sharding.layout import Layout, to_text
 from fivefold.sharding.layout import parse as fields
@@ -151,9 +153,14 @@ def test_redundant_computing_by_reason(llama: dict[str, Row]) -> None:
 
 
 def test_ranks_do_together_what_one_process_does(llama: dict[str, Row]) -> None:
-    one = llama["one device"].redundant.useful
-    for name in ("DDP", "ZeRO-1", "ZeRO-3", "PP"):
-        assert 8 * llama[name].redundant.useful == pytest.approx(one, rel=1e-9), name
+    """With ZeRO AdamW does not find the largest weight on its way: the masters are read once more."""
+    one, s = (
+        llama["one device"].redundant.useful,
+        predict(load("llama-7b", PLAIN, "dp=1"), parse("h100")).setting,
+    )
+    read = stream(4 * count_parameters(s.model), s.cluster.device, "optimizer", s.dtype)
+    for name, more in (("DDP", 0.0), ("ZeRO-1", read), ("ZeRO-3", read), ("PP", 0.0)):
+        assert 8 * llama[name].redundant.useful == pytest.approx(one + more, rel=1e-9), name
 
 
 def test_replicas_repeat_the_update() -> None:

@@ -51,7 +51,6 @@ ELSEWHERE = {
     "parallel/offload/pages.py Pages.written wait": UNSEEN,
     "parallel/offload/rows.py Rows.wait wait": "the host has waited",
     "parallel/offload/update.py StreamedUpdater.ready wait": IO,
-    "parallel/offload/update.py StreamedUpdater._wait wait": IO,
     "parallel/offload/update.py StreamedUpdater.settle wait": IO,
     "parallel/pipeline.py _Run._clock synchronize": MEASURES,
     "train/instruments.py ProfileWatch.begin_step synchronize": MEASURES,
@@ -59,6 +58,7 @@ ELSEWHERE = {
     "train/share.py reader.next_batch wait": HOSTS,
     "train/loop.py _Late._wait wait": "calls Done.wait, which is tried",
     "train/loop.py _Late._record record": "writes metrics",
+    "bench/gpu/kernels.py in_triton record": "writes a ratio",
 }
 """Calls that no trace needs, and why."""
 STOPS = {"parallel/expert.py _wait_for_all wait", "parallel/offload/disk.py Disk.start record_event"}

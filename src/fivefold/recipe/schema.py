@@ -239,8 +239,8 @@ class LayoutSection(Section, Counts):
     """With `ep`: parts into which each expert's rows are cut. While experts compute one, the all-to-alls of the others
     are under way."""
     expert_buffer: float = Field(default=0.0, ge=0, le=MOST_RANKS)
-    """With `ep`, in training: rows for each rank, in times of the mean; missing ones are filled up. So the host waits for
-    no number. More end the run with an error. 0: as many as there are."""
+    """With `ep`, in training: rows for each rank, in times of the mean; missing ones are filled up. So the host waits
+    for no number. More end the run with an error. 0: as many as there are."""
     zero: int = Field(default=0, ge=0, le=3)
     """ZeRO stage."""
     schedule: str = "1f1b"

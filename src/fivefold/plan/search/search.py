@@ -162,8 +162,14 @@ class Search:
             for layout in self.space.sharings(c.layout)
             for way in self.space.schedules(c.layout)
         )
-        smallest = heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
-        return min((price(self.bounds.setting(c)) for c in smallest), key=lambda plan: plan.peak_bytes)
+        bound = self.bounds.bytes.of  # loose for ends without blocks, so it takes many
+        best, *rest = heapq.nsmallest(20 * SMALLEST, choices, key=bound)
+        smallest = price(self.bounds.setting(best))
+        for c in rest:
+            if bound(c) >= smallest.peak_bytes:
+                break
+            smallest = min(smallest, price(self.bounds.setting(c)), key=lambda plan: plan.peak_bytes)
+        return smallest
 
 
 @contextmanager
@@ -362,6 +368,7 @@ def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
         choices = [
             larger.choice(replace(layout, recompute="full"), 1, mode)
             for shape in larger.shapes
+            if shape.pp <= space.recipe.model.layers
             for layout in larger.sharings(shape)
             for mode in larger.precisions
         ]

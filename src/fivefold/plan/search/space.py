@@ -93,10 +93,16 @@ class Space:
         ]
 
     def stages(self, way: Layout) -> list[int]:
-        """Pipeline sizes that leave whole ranks for the other axes."""
+        """Pipeline sizes that leave whole ranks for the other axes. There may be more than blocks if the ends
+        have none."""
         rest = self.cluster.devices // (way.tp * way.cp)
+        return [pp for pp in divisors(rest) if pp <= self._longest and rest // pp * way.cp % way.ep == 0]
+
+    @cached_property
+    def _longest(self) -> int:
         most = self.recipe.model.layers
-        return [pp for pp in divisors(rest) if pp <= most and rest // pp * way.cp % way.ep == 0]
+        bare = (pp for pp in (most + 2, most + 1) if self._allowed(Layout(pp=pp, bare_ends=True)))
+        return next(bare, most)
 
     def ways(self) -> Iterator[Layout]:
         """Combinations of tensor, context and expert axes that the model allows."""
