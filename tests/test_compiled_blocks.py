@@ -43,7 +43,7 @@ EAGER = {
     "many experts, normed heads": (
         "pp=2,schedule=zbv",
         "qwen3_moe",
-        ["model.experts=256", "model.expert_ffn_dim=64"],
+        ["model.experts=32", "model.expert_ffn_dim=512"],
     ),
     "latent attention": ("pp=2,schedule=zbv", "deepseek", ["model.kv_heads=4", "model.expert_ffn_dim=128"]),
     "experts of other ranks": ("dp=2,pp=2,ep=2,schedule=zbv", "moe", []),

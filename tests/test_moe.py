@@ -136,6 +136,7 @@ def test_compiled_in_one_graph(kind):
     """Output, gradients and facts are those without the compiler, in the second pass, too."""
     torch._dynamo.reset()  # after another capacity it would trace this one as a variable
     found = []
+    torch._dynamo.reset()
     for compiled in (False, True):
         layer = mixture(z_loss_weight=0.1, **kind)
         layer.stats.start(6, torch.tensor([0.7, 1.0]))

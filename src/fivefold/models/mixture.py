@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -218,9 +219,9 @@ class Mixture(nn.Module):
 
     def attach(self, y_ND: Tensor, shares_NE: Tensor, logits_NE: Tensor, way: Assignment) -> Tensor:
         """y, whose backward brings the router's own terms and facts."""
-        with torch.set_grad_enabled(self.aux_weight > 0):
+        with nullcontext() if self.aux_weight > 0 else torch.no_grad():
             aux = balance_loss(shares_NE, self.total(way.chosen_E))
-        with torch.set_grad_enabled(self.z_weight > 0):
+        with nullcontext() if self.z_weight > 0 else torch.no_grad():
             z = logits_NE.logsumexp(-1).square().mean()
         with torch.no_grad():
             dropped = (way.chosen_E - way.counts_CE.sum(0)).clamp(min=0).sum()
@@ -332,10 +333,12 @@ def evened(way: Assignment, dtype: torch.dtype) -> Assignment:
 
     There oneDNN compiles a matmul for each number of rows that occurs, which takes several times as long as the matmul.
     The added rows take 1/16 of the experts' time."""
-    counts_E, slots, experts = way.counts_CE[0], way.place_NK.numel(), way.counts_CE.shape[1]
+    counts_E = way.counts_CE[0]
+    if dtype != torch.bfloat16 or counts_E.device.type != "cpu" or way.drops:
+        return way
+    slots, experts = way.place_NK.numel(), len(counts_E)
     part = 1 << max(1, slots // (8 * experts)).bit_length() - 1
-    compiles = dtype == torch.bfloat16 and counts_E.device.type == "cpu"
-    if not compiles or part == 1 or way.drops:
+    if part == 1:
         return way
     rows_E = (counts_E + part - 1) // part * part
     before_E = (rows_E - counts_E).cumsum(0) - (rows_E - counts_E)
