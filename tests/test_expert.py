@@ -129,6 +129,8 @@ def test_rows_without_room_end_the_run(folder, tmp_path):
         ("dp=2,ep=2", AUX), ("dp=2,ep=2,expert_buffer=2", AUX), ("dp=4,ep=2,zero=3,expert_chunks=2", AUX),
         ("dp=2", ["model.arch=deepseek", "data.document_masks=false"]),
         ("dp=2", [*AUX, "model.capacity_factor=1.0"]),
+        ("tp=2", AUX), ("tp=2,sp=true", AUX), ("tp=2,dp=2,ep=2", BIAS), ("cp=2", AUX), ("cp=2,cp_method=ulysses", AUX),
+        ("tp=2,recompute=full", AUX), ("tp=2", ["model.arch=deepseek", "data.document_masks=false"]),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0].rpartition("=")[2],
 )  # fmt: skip
