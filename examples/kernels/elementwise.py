@@ -2,6 +2,7 @@
 
 python examples/kernels/elementwise.py
 """
+# pyright: reportIndexIssue=false
 
 import lab  # first: it chooses between interpreter and GPU
 import torch

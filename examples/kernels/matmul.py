@@ -3,6 +3,7 @@
 
 python examples/kernels/matmul.py
 """
+# pyright: reportIndexIssue=false
 
 import lab  # first: it chooses between interpreter and GPU
 import torch

@@ -3,6 +3,7 @@ in the block's registers and shared memory.
 
 python examples/kernels/rows.py
 """
+# pyright: reportIndexIssue=false
 
 import lab  # first: it chooses between interpreter and GPU
 import torch
