@@ -46,5 +46,5 @@ def test_commands_can_be_typed(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_programs_are_there(name: str) -> None:
-    for program in re.findall(r"`python (\S+)", PAGES[name].read_text(encoding="utf-8")):
+    for program in re.findall(r"`python ([^\s`]+)", PAGES[name].read_text(encoding="utf-8")):
         assert (REPO / program).is_file(), program
