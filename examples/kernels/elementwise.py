@@ -2,6 +2,7 @@
 
 python examples/kernels/elementwise.py
 """
+# pyright: reportIndexIssue=false
 
 # pyright: reportIndexIssue=false
 

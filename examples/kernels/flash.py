@@ -7,6 +7,7 @@ in registers, and divides by the sum once, at the end. So there are more program
 
 python examples/kernels/flash.py
 """
+# pyright: reportIndexIssue=false
 
 # pyright: reportIndexIssue=false
 

@@ -118,7 +118,7 @@ class Compiled:
 
 def _usage(cubin: bytes) -> tuple[int, int, int]:
     """Registers, bytes of stack and of local memory per thread, as `cuobjdump` of Triton's wheel says."""
-    program = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+    program = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -3,6 +3,7 @@
 
 python examples/kernels/matmul.py
 """
+# pyright: reportIndexIssue=false
 
 # pyright: reportIndexIssue=false
 

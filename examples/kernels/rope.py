@@ -3,6 +3,7 @@ back, by the same kernel.
 
 python examples/kernels/rope.py
 """
+# pyright: reportIndexIssue=false
 
 # pyright: reportIndexIssue=false
 

@@ -3,6 +3,7 @@ in the block's registers and shared memory.
 
 python examples/kernels/rows.py
 """
+# pyright: reportIndexIssue=false
 
 # pyright: reportIndexIssue=false
 
