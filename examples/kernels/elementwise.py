@@ -4,8 +4,6 @@ python examples/kernels/elementwise.py
 """
 # pyright: reportIndexIssue=false
 
-# pyright: reportIndexIssue=false
-
 import lab  # first: it chooses between interpreter and GPU
 import torch
 import triton  # pyright: ignore[reportMissingImports]

@@ -9,8 +9,6 @@ python examples/kernels/flash.py
 """
 # pyright: reportIndexIssue=false
 
-# pyright: reportIndexIssue=false
-
 import math
 from typing import Any, NamedTuple
 

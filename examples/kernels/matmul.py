@@ -5,8 +5,6 @@ python examples/kernels/matmul.py
 """
 # pyright: reportIndexIssue=false
 
-# pyright: reportIndexIssue=false
-
 import lab  # first: it chooses between interpreter and GPU
 import torch
 import triton  # pyright: ignore[reportMissingImports]

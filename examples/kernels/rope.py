@@ -5,8 +5,6 @@ python examples/kernels/rope.py
 """
 # pyright: reportIndexIssue=false
 
-# pyright: reportIndexIssue=false
-
 from typing import Any
 
 import lab  # first: it chooses between interpreter and GPU
