@@ -121,6 +121,13 @@ def test_rows_without_room_end_the_run(folder, tmp_path):
     assert not list((tmp_path / "run").rglob("*.bin"))
 
 
+def test_rows_without_room_in_a_frozen_block_end_the_run(folder, tmp_path):
+    frozen = "model.freeze=['embed*', 'blocks.*']"
+    recipe = tiny(folder, "dp=2,ep=2,expert_buffer=1", *MODEL, *AUX, frozen)
+    with pytest.raises(RankFailed, match=r"layout.expert_buffer = 1 had no room for \d"):
+        run_ranks(2, train_rank, recipe, tmp_path / "run")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "sets"),
@@ -130,7 +137,9 @@ def test_rows_without_room_end_the_run(folder, tmp_path):
         ("dp=2", ["model.arch=deepseek", "data.document_masks=false"]),
         ("dp=2", [*AUX, "model.capacity_factor=1.0"]),
         ("tp=2", AUX), ("tp=2,sp=true", AUX), ("tp=2,dp=2,ep=2", BIAS), ("cp=2", AUX), ("cp=2,cp_method=ulysses", AUX),
-        ("tp=2,recompute=full", AUX), ("tp=2", ["model.arch=deepseek", "data.document_masks=false"]),
+        ("tp=2,recompute=full", AUX), 
+        ("tp=2,sp=true,recompute=full", AUX), ("cp=2,recompute=full", BIAS),
+        ("tp=2", ["model.arch=deepseek", "data.document_masks=false"]),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0].rpartition("=")[2],
 )  # fmt: skip

@@ -94,10 +94,11 @@ class AdamW(torch.optim.AdamW):
         factors = torch.stack(
             [scale, keep, 0 * one + 1 - lr * group["weight_decay"], rate.float(), correct.float()]
         )
-        for run in runs(weights, [weight.grad for weight in weights]):
+        rounded = [[self.working[weight] for weight in weights]] if self.working else []
+        for run in runs(weights, [weight.grad for weight in weights], *rounded):
             some = weights[run]
             m, v = (self._moments(some, name) for name in ("exp_avg", "exp_avg_sq"))
-            working = [self.working[weight] for weight in some] if self.working else None
+            working = rounded[0][run] if rounded else None
             update(
                 joined(some), joined([weight.grad for weight in some]), m, v, working and joined(working),
                 self.largest, factors, 1 - a, 1 - b, float(group["eps"]),

@@ -192,6 +192,7 @@ class Updater:
         decided on the host, too: nothing waits there.
         """
         if skip is not None and self.card.state_names and not self.begun and skip.item():
+            self.written = False
             self._count()
             return
         self.begun = True

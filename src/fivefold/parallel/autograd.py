@@ -69,9 +69,9 @@ class TensorAxis:
         """Makes the activation whole: x itself, or with sp gathered from every rank's piece (B, t, D)."""
         return self.start(WHOLE[self.sp], x)
 
-    def start(self, operation: What | None, x: Tensor, again: bool = False) -> Wait:
+    def start(self, operation: What | None, x: Tensor, *after: Tensor) -> Wait:
         """Sends an activation by a collective of `sharding.units`: gathered is (B, T, D), or if not ordered (tp B, t,
-        D); scattered is each rank's piece of the sequence (B, t, D). again: see `operators.start`."""
+        D); scattered is each rank's piece of the sequence (B, t, D). after: see `operators.start`."""
         if operation == "all_reduce":
             return operators.start(self.axis, operation, x)
         if operation == "reduce_scatter":
@@ -83,7 +83,7 @@ class TensorAxis:
             return operators.start(self.axis, "reduce_scatter", pieces)
         if operation is None:
             return lambda *_: x
-        (B, t, D), wait = x.shape, operators.start(self.axis, "all_gather", x.contiguous(), again)
+        (B, t, D), wait = x.shape, operators.start(self.axis, "all_gather", x.contiguous(), *after)
         if not self.ordered:
             return wait
         return lambda *behind: (
@@ -244,7 +244,7 @@ class LinearFunction(Function):
         if enters or leaves:
             dpiece = dpiece.contiguous()
         dy = leaves.start_whole(dpiece)() if leaves else dpiece
-        whole = enters.start(AGAIN[enters.regather], x, again=True) if enters else lambda *_: x
+        whole = enters.start(AGAIN[enters.regather], x, dy) if enters else lambda *_: x
         needed = enters or ctx.needs_input_grad[0]  # other ranks expect a message
         dx = matmul.input_gradient(dy, weight, ctx.rounded) if needed else None
         x = whole(*[] if dx is None else [dx])

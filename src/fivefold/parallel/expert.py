@@ -31,6 +31,7 @@ from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
 from fivefold.models.mixture import Compute, Exchange, Experts, Mixture, Total
 from fivefold.models.section import ModelSection
+from fivefold.parallel import operators
 from fivefold.parallel.autograd import sent
 from fivefold.parallel.mesh import Mesh
 from fivefold.precision.formats import Format
@@ -54,6 +55,7 @@ def apply(stage: LanguageModel, mesh: Mesh, table: dict[str, Part]) -> None:
         sums = [(mesh.axis(load.axis), load) for load in loads(mesh.layout.sp) if mesh.size(load.axis) > 1]
         if sums:
             mixture.total = SummedTotal(sums)
+            operators.axes.update({axis.key: axis for axis, _ in sums})
         if mesh.size(ROWS.axis) > 1:
             how = mesh.layout.expert_chunks, beside, mesh.layout.expert_buffer
             mixture.experts.exchange = AllToAll(mesh.axis(ROWS.axis), *how)
@@ -66,7 +68,7 @@ def keep_out(block: nn.Module, **how: Any) -> None:
     """Leaves what sends messages out of a compiled block: its shapes depend on data. What experts compute between these
     is compiled by itself. how: options of `torch.compile`."""
     for module in block.modules():
-        for name in ("forward", "announce") if isinstance(module, SummedTotal | AllToAll) else ():
+        for name in ("forward", "announce") if isinstance(module, AllToAll) else ():
             if hasattr(module, name):
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
         if isinstance(module, Experts) and not module.exchange.local:
@@ -84,7 +86,7 @@ class SummedTotal(Total):
     def forward(self, counts_E: Tensor) -> Tensor:
         total = counts_E.clone()
         for axis, load in self.sums:
-            axis.run(load, total)
+            total = operators.run(axis, load, total)
         return total
 
 

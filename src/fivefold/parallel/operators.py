@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,14 +34,15 @@ _under_way: dict[int, Started] = {}
 _numbers = count()
 
 
-def start(axis: Axis, operation: What, x: Tensor, again: bool = False) -> Wait:
-    """Starts a collective of one tensor (contiguous), which may be overwritten. axis: registered in `axes`. again:
-    backward sends what forward has sent; a compiler would else send it once and keep the result."""
+def start(axis: Axis, operation: What, x: Tensor, *after: Tensor) -> Wait:
+    """Starts a collective of one tensor (contiguous), which may be overwritten. axis: registered in `axes`.
+    after: tensors that the start reads. Backward sends again what forward has sent; without one of its own tensors here
+    a compiler would send it once and keep the result, or take two such sends for one."""
     if not torch.compiler.is_compiling():
         started: Started = getattr(axis, f"start_{operation}")(x)
         return lambda *_: started()
     if operation != "all_reduce":
-        ticket = start_message(x, operation, axis.key, again)
+        ticket = start_message(x, [*after], operation, axis.key)
         return lambda *behind: await_message(ticket, [x, *behind], operation, axis.key)
     ticket = start_sum(x, axis.key)
 
@@ -87,9 +89,9 @@ def await_sum(x: Tensor, ticket: Tensor, behind: list[Tensor]) -> None:
 @custom_op(
     "fivefold::start_message",
     mutates_args=(),
-    schema="(Tensor x, str operation, str axis, bool again) -> Tensor",
+    schema="(Tensor x, Tensor[] after, str operation, str axis) -> Tensor",
 )
-def start_message(x: Tensor, operation: str, axis: str, again: bool) -> Tensor:
+def start_message(x: Tensor, after: list[Tensor], operation: str, axis: str) -> Tensor:
     """Starts another collective of x."""
     return _started(getattr(axes[axis], f"start_{operation}")(x))
 
@@ -106,7 +108,7 @@ def await_message(ticket: Tensor, behind: list[Tensor], operation: str, axis: st
 
 @start_sum.register_fake
 @start_message.register_fake
-def _(x: Tensor, *_: str | bool) -> Tensor:
+def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
@@ -117,5 +119,5 @@ def _(x: Tensor, ticket: Tensor, behind: list[Tensor]) -> None: ...
 @await_message.register_fake
 def _(ticket: Tensor, behind: list[Tensor], operation: str, axis: str) -> Tensor:
     x, n = behind[0], axes[axis].size
-    rows = {"all_gather": n * len(x), "reduce_scatter": len(x) // n, "all_to_all": len(x)}
+    rows = {"all_gather": n * x.shape[0], "reduce_scatter": x.shape[0] // n, "all_to_all": x.shape[0]}
     return x.new_empty(rows[operation], *x.shape[1:])

@@ -212,7 +212,7 @@ class Software(Program):
     states: dict[str, States] = field(default_factory=lambda: {name: own_states(name) for name in PRECISIONS})
 
     def check_traffic(self, one_pass: bool) -> float:
-        """Bytes per parameter that are read to check an update. on_cpu: it runs there."""
+        """Bytes per parameter that are read to check an update. one_pass: see the card's."""
         return OPTIMIZERS[self.optimizer].check_traffic(one_pass) if self.checked else 0.0
 
 
