@@ -18,7 +18,7 @@ except ImportError:
     triton, tl = None, None
 tl: Any
 Kernel = Any
-"""What `jit` makes: it is launched as kernel[grid](...)."""
+"""What `jit` makes: it is launched as `kernel[grid](...)`."""
 if TYPE_CHECKING:  # an argument that a kernel is compiled for; a type checker sees no variable as a type
     constexpr = Any
 else:
