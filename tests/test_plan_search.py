@@ -18,7 +18,7 @@ from fivefold.plan.advice.explain import summary
 from fivefold.plan.cluster.clusters import parse, with_margin
 from fivefold.plan.cluster.devices import MARGIN, Cluster, of_table
 from fivefold.plan.cluster.measured import assumed_table
-from fivefold.plan.predict import FRAGMENTS, Plan, held, limit, predict, price, resolved
+from fivefold.plan.predict import FRAGMENTS, Plan, held, limit, predict, price
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.search import Search, apply, search, space_of
 from fivefold.plan.search.space import SEQUENCES, Choice, Space
@@ -85,11 +85,10 @@ def every_valid(recipe: Recipe, devices: int, modes: list[str]) -> Iterator[tupl
             range(4),
             SEQUENCES,
             [name for name, made in SCHEDULES.items() if not made.varies] if pp > 1 else ("1f1b",),
-            range(1, model.layers + 3) if pp > 1 else (1,),
+            range(1, model.layers + 1) if pp > 1 else (1,),
             modes,
-            (False, True) if pp > 1 else (False,),
         )
-        for method, ep, zero, (sp, again), schedule, virtual, recompute, bare in options:
+        for method, ep, zero, (sp, again), schedule, virtual, recompute in options:
             layout = Layout(
                 pp, replicate, shard, cp, method, tp, ep, zero, sp, again, schedule, virtual, None, recompute
             )
@@ -98,19 +97,11 @@ def every_valid(recipe: Recipe, devices: int, modes: list[str]) -> Iterator[tupl
                 continue  # refused; or 1 means 2
             if SCHEDULES[schedule].paired and ep == 1:
                 continue  # nothing to hide
-            plain, layout = layout, replace(layout, bare_ends=bare)
             for B in divisors(batch):
                 if largest(batch // B, layout.dp) * B > largest(batch, layout.dp):
                     continue  # gives one rank more sequences than need be
-                valid = not any(contradictions(with_layout(recipe, layout, microbatch_size=B)))
-                if valid and not (bare and plain.fewest_blocks <= model.layers and cut_alike(recipe, plain)):
+                if not any(contradictions(with_layout(recipe, layout, microbatch_size=B))):
                     yield layout, B
-
-
-def cut_alike(recipe: Recipe, layout: Layout) -> bool:
-    """Whether the stages are cut alike, whether or not the ends may be without blocks."""
-    model = resolved(recipe).model
-    return setting.stages(model, layout) == setting.stages(model, replace(layout, bare_ends=True))
 
 
 def choices(space: Space) -> Iterator[Choice]:

@@ -112,21 +112,21 @@ class SharedCosts:
 
     def parts(self, c: Choice) -> tuple[Parts, Sums]:
         """Seconds and bytes of a layout's operations."""
-        x = c.layout
-        key = (*within_block(x), c.B, c.mode)
+        s = self.setting(c)
+        key = (*within_block(c.layout), c.B, c.mode, s.rounded_once)
         if key not in self._parts:
-            s = self.setting(c)
             self._parts[key] = stage_costs.parts(s), memory.sums(s)
         return self._parts[key]
 
     def microbatch(self, c: Choice) -> MicrobatchCost:
-        """Costs as in `stage_costs.stage_costs`, without the communication of ZeRO."""
+        """Costs as in `stage_costs.stage_costs`, without what ZeRO adds: communication, and weights that every
+        matmul rounds."""
         x = c.layout
         key = (*within_block(x), x.recompute, x.splits_backward, c.B, c.mode, c.count == 1)
         if key not in self._microbatches:
-            parts, sums = self.parts(c)
             flat = replace(x, dp_replicate=x.dp, dp_shard=1, zero=0) if x.zero else x
-            s = self.setting(replace(c, layout=flat) if x.zero else c)
+            one = replace(c, layout=flat)
+            (parts, sums), s = self.parts(one), self.setting(one)
             elements = model_states.elements(self.model, flat)
             costs = {False: Cost(), True: Cost()}
             for kind in set(self.mixed):
@@ -367,7 +367,7 @@ class LeastBytes:
 
     def __init__(self, shared: SharedCosts):
         self.shared = shared
-        self._fewest: dict[Key, tuple[Share, dict[bool, int]]] = {}
+        self._fewest: dict[Key, tuple[Share, int]] = {}
         self._positions: dict[Key, list[tuple[Position, Live]]] = {}
         self._kept: dict[Key, list[tuple[Position, float, float]]] = {}
         self._states: dict[Key, tuple[float, float, Buffers]] = {}
@@ -376,8 +376,7 @@ class LeastBytes:
         """Bytes of the ranks that probably hold most. Without buffers it is a bound for every way to share states, if
         this layout's is the one that keeps least."""
         x, size, most = c.layout, self.shared.microbatch(c).bytes, 0.0
-        pipeline = (x.pp, x.schedule, x.virtual_stages, x.bare_ends)
-        key = (*within_block(x), x.recompute, c.B, c.mode, c.count, *pipeline)
+        key = (*within_block(x), x.recompute, c.B, c.mode, c.count, x.pp, x.schedule, x.virtual_stages)
         if key not in self._kept:
             self._kept[key] = []  # with each position the bytes that its live microbatches keep, and one does
             for at, live in self._fullest(c):
@@ -393,16 +392,15 @@ class LeastBytes:
             besides, last = besides if buffers else NONE, bool(at.part.last)
             # gradients of several stages need not exist at once, nor any of them when most is live
             some = late * (len(at.stages) > 1)
-            tails = () if at.part.plain + at.part.mixed else (memory.Tail(0.0, 0.0, 0.0, 0.0),)
             for held, active in ((states - late * (not _settles(c)), kept), (states - some, 0.0)):
-                most = max(most, held + sum(memory.at_peak(size, besides, active, each, last, tails=tails)))
+                most = max(most, held + sum(memory.at_peak(size, besides, active, each, last)))
         return ROUNDING * (most + memory.transfers(size, x, c.count))
 
     def _fullest(self, c: Choice) -> list[tuple[Position, Live]]:
         """Three pipeline positions with their live microbatches: the first, the one with most blocks times live
         microbatches, the one with most blocks."""
         x = c.layout
-        key = (x.pp, x.schedule, x.virtual_stages, x.bare_ends, c.count)
+        key = (x.pp, x.schedule, x.virtual_stages, c.count)
         if key not in self._positions:
             every = [(at, _live(c, at.number)) for at in self.shared.positions(x)]
             most = max(every, key=lambda one: _live_blocks(one[1], one[0]))
@@ -421,8 +419,7 @@ class LeastBytes:
             held, late = sum(model_states.rank_states(s, own)), 0.0
             if x.pp > 1:
                 late, _ = model_states.adding_up(s, own)
-            has = (bool(some) for some in (part.first, part.last, part.plain + part.mixed))
-            self._states[key] = held, late, model_states.buffers(s, *has)
+            self._states[key] = held, late, model_states.buffers(s, bool(part.first), bool(part.last))
         return self._states[key]
 
     def shape(self, c: Choice, space: Space) -> float:
@@ -434,12 +431,9 @@ class LeastBytes:
             choices = [changed(c, layout=changed(x, **way)) for way in space.schedules(x)]
             first = [self.shared.positions(choice.layout)[0] for choice in choices]
             part = Share(min(at.part.plain for at in first), min(at.part.mixed for at in first), True, False)
-            fewest = dict[bool, int]()
-            for choice, at in zip(choices, first, strict=True):
-                bare, live = choice.layout.bare_ends, _live_blocks(_live(choice, 0), at)
-                fewest[bare] = min(live, fewest.get(bare, live))
-            self._fewest[key] = part, fewest
-        part, fewest = self._fewest[key]
+            live = (_live_blocks(_live(choice, 0), at) for choice, at in zip(choices, first, strict=True))
+            self._fewest[key] = part, min(live)
+        part, blocks = self._fewest[key]
         key = (x.tp, x.ep, x.sp, x.pp, x.dp * x.cp, c.mode, c.count == 1, part)
         if key not in self._states:
             lean = self.shared.setting(replace(c, layout=space.leanest(x)))
@@ -448,19 +442,17 @@ class LeastBytes:
             self._states[key] = sum(states), late * (x.pp > 1), NONE
         kept = min((size.plain, size.mixed)[mixed] for mixed in set(self.shared.mixed))
         held, late, _ = self._states[key]
-        each = (changed(x, virtual_stages=2, bare_ends=bare) for bare in fewest)
-        settled = (late * (not _settles(changed(c, layout=layout))) for layout in each)
-        live = [blocks * kept + (size.again + size.inside) * (blocks > 0) for blocks in fewest.values()]
-        held += min(most - late for most, late in zip(live, settled, strict=True))
-        return (held + memory.transfers(size, x, c.count)) * ROUNDING
+        live = blocks * kept + size.again + size.inside
+        late *= not _settles(changed(c, layout=changed(x, virtual_stages=2)))
+        return (held - late + live + memory.transfers(size, x, c.count)) * ROUNDING
 
 
 def _settles(c: Choice) -> bool:
     """True if a rank holds most microbatches again and again, also when the gradients of all its stages add up: with so
-    many microbatches that a pipeline, or each round of it, does the same several times. With stages that
-    differ more, those of bare ends and of two copies, it may be others that it holds then."""
+    many microbatches that a pipeline, or each round of it, does the same several times. With two copies
+    of the model it may be other stages that it holds then."""
     pp, rounds = c.layout.pp, c.layout.virtual_stages > 1
-    if c.layout.bare_ends or c.layout.copies > 1:
+    if c.layout.copies > 1:
         return False
     return c.count >= 4 * pp and c.count % pp == 0 if rounds else c.count >= 2 * pp
 

@@ -162,14 +162,8 @@ class Search:
             for layout in self.space.sharings(c.layout)
             for way in self.space.schedules(c.layout)
         )
-        bound = self.bounds.bytes.of  # loose for ends without blocks, so it takes many
-        best, *rest = heapq.nsmallest(20 * SMALLEST, choices, key=bound)
-        smallest = price(self.bounds.setting(best))
-        for c in rest:
-            if bound(c) >= smallest.peak_bytes:
-                break
-            smallest = min(smallest, price(self.bounds.setting(c)), key=lambda plan: plan.peak_bytes)
-        return smallest
+        smallest = heapq.nsmallest(SMALLEST, choices, key=self.bounds.bytes.of)
+        return min((price(self.bounds.setting(c)) for c in smallest), key=lambda plan: plan.peak_bytes)
 
 
 @contextmanager
@@ -213,7 +207,10 @@ def search(
             break
     best = fitting[0].step.seconds if fitting else math.inf
     roomy = Search(space, bounds, ROOM * run.most, best).glimpse()
-    second = list(tuned(space, bounds, run.most, fitting, [] if roomy is None else [roomy]))
+    late = fitting[-1].step.seconds if len(fitting) >= top else math.inf
+    pipelines = [] if roomy is None else [roomy]
+    pipelines += islice((plan for plan in fitting if plan.layout.pp > 1), FEW)
+    second = list(tuned(space, bounds, run.most, late, pipelines))
     considered = space.size + len(second)
     # recompute in as few blocks as it takes, not in all; no plan that is much slower becomes the first by that
     thinned = dict[tuple[Layout, int, str], Plan]()
@@ -244,28 +241,37 @@ def search(
 
 
 def tuned(
-    space: Space, bounds: Bounds, most: float, fitting: Sequence[Plan], larger: Sequence[Plan]
+    space: Space, bounds: Bounds, most: float, late: float, pipelines: Sequence[Plan]
 ) -> Iterator[Plan]:
-    """The second round: the best pipelines, and `larger` ones, with other values of the fields that only some schedules
-    take, and with the schedules that vary (`Generator.tries`). Those that fit into `most` bytes."""
-    late, tried = fitting[-1].step.seconds if fitting else math.inf, set[Choice]()
-    pipelines = [*larger, *islice((plan for plan in fitting if plan.layout.pp > 1), FEW)]
-    for (name, made), plan in product(SCHEDULES.items(), pipelines):
-        s = plan.setting
-        c = Choice(s.layout, s.sizes.B, s.microbatches, s.mode, s.sequences)
-        if made.varies:
-            c = replace(c, layout=replace(c.layout, schedule=name, virtual_stages=1, bare_ends=False))
-        if c.layout.schedule != name or c.layout.pp == 1 or not space.allows(c):
+    """The second round: pipelines with ends without blocks; these and the pipelines themselves with other values of
+    the fields that only some schedules take, and with the schedules that vary (`Generator.tries`). Those that fit into
+    `most` bytes and are faster than `late` seconds."""
+    tried, given = set[Choice](), [_choice(plan) for plan in pipelines if plan.layout.pp > 1]
+
+    def priced(c: Choice) -> Iterator[Plan]:
+        if c not in tried and space.allows(c) and bounds.sharing(c) < late:
+            tried.add(c)
+            plan = price(bounds.setting(c), bounds.shared.parts(c)[0])
+            if plan.peak_bytes <= most and plan.step.seconds < late:
+                yield plan
+
+    bare = [plan for c in given for x in space.bare(c.layout) for plan in priced(replace(c, layout=x))]
+    yield from bare
+    bare = sorted(bare, key=lambda plan: plan.step.seconds)[:FEW]
+    for (name, made), c in product(SCHEDULES.items(), [*given, *map(_choice, bare)]):
+        if made.varies and not c.layout.bare_ends:
+            c = replace(c, layout=replace(c.layout, schedule=name, virtual_stages=1))
+        if c.layout.schedule != name or not space.allows(c):
             continue
         s, shared = bounds.setting(c), bounds.shared.parts(c)[0]
         costs = stage_costs.of_longest(s, stage_costs.stage_costs(s, shared))
         for fields in made.tries(c.layout.pp, c.count, costs):
-            one = replace(c, layout=replace(c.layout, **fields))
-            if one not in tried and bounds.sharing(one) < late:
-                tried.add(one)
-                plan = price(bounds.setting(one), shared)
-                if plan.peak_bytes <= most:
-                    yield plan
+            yield from priced(replace(c, layout=replace(c.layout, **fields)))
+
+
+def _choice(plan: Plan) -> Choice:
+    s = plan.setting
+    return Choice(s.layout, s.sizes.B, s.microbatches, s.mode, s.sequences)
 
 
 def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
@@ -368,7 +374,6 @@ def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
         choices = [
             larger.choice(replace(layout, recompute="full"), 1, mode)
             for shape in larger.shapes
-            if shape.pp <= space.recipe.model.layers
             for layout in larger.sharings(shape)
             for mode in larger.precisions
         ]

@@ -93,16 +93,10 @@ class Space:
         ]
 
     def stages(self, way: Layout) -> list[int]:
-        """Pipeline sizes that leave whole ranks for the other axes. There may be more than blocks if the ends
-        have none."""
+        """Pipeline sizes that leave whole ranks for the other axes."""
         rest = self.cluster.devices // (way.tp * way.cp)
-        return [pp for pp in divisors(rest) if pp <= self._longest and rest // pp * way.cp % way.ep == 0]
-
-    @cached_property
-    def _longest(self) -> int:
         most = self.recipe.model.layers
-        bare = (pp for pp in (most + 2, most + 1) if self._allowed(Layout(pp=pp, bare_ends=True)))
-        return next(bare, most)
+        return [pp for pp in divisors(rest) if pp <= most and rest // pp * way.cp % way.ep == 0]
 
     def ways(self) -> Iterator[Layout]:
         """Combinations of tensor, context and expert axes that the model allows."""
@@ -167,21 +161,28 @@ class Space:
 
     @cached_property
     def _ways(self) -> dict[int, list[dict[str, Any]]]:
-        """The schedules that the model allows, by the number of pipeline ranks. With ends without blocks they count
-        where the stages are then cut otherwise."""
+        """The schedules that the model allows, by the number of pipeline ranks."""
         found, layers = {1: [{"schedule": DEFAULT}]}, self.recipe.model.layers
         for pp in {shape.pp for shape in self.shapes} - {1}:
-            alike = dict[object, dict[str, Any]]()
-            for name, made in SCHEDULES.items():
-                least, most = made.stages
-                virtual = range(least, (most or (layers + 2) // pp) + 1) if not made.varies else ()
-                for stages, bare in product(virtual, (False, True)):
-                    way = {"schedule": name, "virtual_stages": stages, "bare_ends": bare}
-                    if self._allowed(layout := Layout(pp=pp, **way)):
-                        blocks = stage_blocks(card_of(self.recipe.model), layout)
-                        alike.setdefault((name, stages, blocks), way)
-            found[pp] = [*alike.values()]
+            found[pp] = [
+                way
+                for name, made in SCHEDULES.items()
+                if not made.varies
+                for virtual in range(made.stages[0], (made.stages[1] or layers // pp) + 1)
+                if self._allowed(Layout(pp=pp, **(way := {"schedule": name, "virtual_stages": virtual})))
+            ]
         return found
+
+    def bare(self, layout: Layout) -> Iterator[Layout]:
+        """A pipeline with ends without blocks, for each number of virtual stages with which that changes the cut."""
+        card = card_of(self.recipe.model)
+        least, most = SCHEDULES[layout.schedule].stages
+        for virtual in range(least, (most or (card.model.layers + 2) // layout.pp) + 1):
+            plain = replace(layout, virtual_stages=virtual, bare_ends=False)
+            bare = replace(plain, bare_ends=True)
+            fits = plain.fewest_blocks <= card.model.layers
+            if self._allowed(bare) and not (fits and stage_blocks(card, plain) == stage_blocks(card, bare)):
+                yield bare
 
     def microbatches(self, shape: Layout) -> list[int]:
         """Sizes of a microbatch, in sequences, that give no rank more of them than single sequences would, and none
