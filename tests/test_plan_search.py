@@ -277,6 +277,32 @@ def test_beats_or_equals_any_single_layout() -> None:
             assert not one.fits or one.step.seconds >= best
 
 
+@pytest.mark.parametrize(
+    ("vocab", "memory", "field", "first"),
+    [
+        (256_000, 0.05, "bare_ends=true", True),
+        (32_000, 0.05, "round_microbatches=3", False),
+        (32_000, 0.5, "schedule=dualpipe,", False),
+    ],
+)
+def test_the_second_round_finds_what_the_first_leaves_out(
+    vocab: int, memory: float, field: str, first: bool
+) -> None:
+    """Ends without blocks, other numbers of microbatches in a round, two copies: among the ten best where memory is
+    short or the vocabulary large. Each is priced as `fivefold plan` would."""
+    shape = [f"model.vocab_size={vocab}", "model.layers=6", "model.dim=2048", "model.heads=16"]
+    recipe = change(LLAMA, [*shape, "model.ffn_dim=5632", "train.global_batch_size=32"], "dp=1")
+    cluster = replace(parse("a100:16"), per_node=1)
+    cluster = replace(cluster, device=replace(cluster.device, memory=cluster.device.memory * memory))
+    found = search(recipe, cluster)
+    has = [field in to_text(plan.layout) for plan in found.plans]
+    assert has[0] if first else any(has)
+    for plan in found.plans:
+        alone = predict(apply(recipe, plan), cluster)
+        assert (alone.step.seconds, alone.peak_bytes) == (plan.step.seconds, plan.peak_bytes)
+        assert plan.fits
+
+
 @pytest.mark.slow
 def test_search_of_16384_devices() -> None:
     """How long it takes is for benchmarks/planner/search_speed.py to say."""

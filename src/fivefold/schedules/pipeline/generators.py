@@ -204,8 +204,8 @@ class Generator:
     varies: bool = False
 
 
-MOST_TRIED = 4096
-"""Microbatches times ranks of a schedule that varies, which `plan search` tries: 0.1 s each."""
+MOST_TRIED = 2048
+"""Microbatches times ranks where `plan search` tries what it has to simulate to the end: tenths of a second each."""
 
 
 def _twice(ranks: int) -> int:
@@ -214,7 +214,8 @@ def _twice(ranks: int) -> int:
 
 def _rounds(ranks: int, microbatches: int, costs: str) -> list[dict[str, int | str]]:
     """Shorter rounds, which hold less, and longer ones, which hide transfers: one of each number of rounds."""
-    sizes = {max(1, microbatches // n): n for n in (3 * ranks // 4, ranks - 1, ranks + 1, 3 * ranks // 2)}
+    shorter = (3 * ranks // 4, ranks - 1) if ranks * microbatches <= MOST_TRIED else ()
+    sizes = {max(1, microbatches // n): n for n in (*shorter, ranks + 1, 3 * ranks // 2)}
     return [{"round_microbatches": n} for count, n in sizes.items() if count != max(1, microbatches // ranks)]
 
 
