@@ -174,15 +174,21 @@ class Space:
         return found
 
     def bare(self, layout: Layout) -> Iterator[Layout]:
-        """A pipeline with ends without blocks, for each number of virtual stages with which that changes the cut."""
+        """A pipeline with ends without blocks, under every schedule with which that changes the cut."""
         card = card_of(self.recipe.model)
-        least, most = SCHEDULES[layout.schedule].stages
-        for virtual in range(least, (most or (card.model.layers + 2) // layout.pp) + 1):
-            plain = replace(layout, virtual_stages=virtual, bare_ends=False)
-            bare = replace(plain, bare_ends=True)
-            fits = plain.fewest_blocks <= card.model.layers
-            if self._allowed(bare) and not (fits and stage_blocks(card, plain) == stage_blocks(card, bare)):
-                yield bare
+        for name, made in SCHEDULES.items():
+            least, most = made.stages
+            stages = (
+                range(least, (most or (card.model.layers + 2) // layout.pp) + 1) if not made.varies else ()
+            )
+            for virtual in stages:
+                plain = replace(layout, schedule=name, virtual_stages=virtual, bare_ends=False)
+                bare = replace(plain, bare_ends=True)
+                fits = plain.fewest_blocks <= card.model.layers
+                if self._allowed(bare) and not (
+                    fits and stage_blocks(card, plain) == stage_blocks(card, bare)
+                ):
+                    yield bare
 
     def microbatches(self, shape: Layout) -> list[int]:
         """Sizes of a microbatch, in sequences, that give no rank more of them than single sequences would, and none
