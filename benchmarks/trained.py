@@ -79,7 +79,7 @@ def main() -> int:
     one.add_argument("--device", choices=["cuda", "cpu"], required=True)
     one.add_argument("--modes", nargs="+", choices=MODES, default=["fp32"])
     one.add_argument("--small", action="store_true", help="2 layers of width 64, for a CPU")
-    one.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
+    one.add_argument("--resume", action="store_true", help="continue an interrupted run")
     one.add_argument("--folder", type=Path, default=BUILD, help="where `prepare` has written")
     one.add_argument("--out", type=Path, help=f"[default: {OUT.relative_to(ROOT)}; needed with --small]")
     one = commands.add_parser("table", help="print results and plans as Markdown")

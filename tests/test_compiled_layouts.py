@@ -13,6 +13,7 @@ from ranks import run_ranks
 from test_documents import Source, one_process, recipe_of
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
@@ -39,7 +40,10 @@ def compiled(recipe: Recipe, backend: Any, state: State) -> None:
 
 
 def compiled_steps(rank: int, world: int, recipe: Recipe, source: Source, backend: str) -> dict[str, Any]:
-    return steps(rank, world, recipe, source, prepare=partial(compiled, recipe, backend))
+    before = counters["stats"]["unique_graphs"]
+    found = steps(rank, world, recipe, source, prepare=partial(compiled, recipe, backend))
+    assert counters["stats"]["unique_graphs"] > before, "nothing was compiled"
+    return found
 
 
 def on(layout: str, model: str) -> tuple[int, Recipe]:

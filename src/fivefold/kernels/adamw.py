@@ -180,26 +180,15 @@ def _update(
     schema="(Tensor(a!) weight, Tensor grad, Tensor(b!) m, Tensor(c!) v, Tensor(d!)? working, Tensor(e!) largest, "
     "Tensor factors, float own_a, float own_b, float eps) -> ()",
 )
-def update(
-    weight: Tensor,
-    grad: Tensor,
-    m: Tensor,
-    v: Tensor,
-    working: Tensor | None,
-    largest: Tensor,
-    factors: Tensor,
-    own_a: float,
-    own_b: float,
-    eps: float,
-) -> None:
+def update(*given: Any) -> None:
     """`_update` of (n) weights, compiled as rows, so that the largest is found on the way: one pass. A trace sees one
     operator."""
-    vectors, whole = (weight, grad, m, v, working), weight.numel() // ROW * ROW
-    rest = largest, factors, own_a, own_b, eps
+    vectors, rest, size = given[:5], given[5:], given[0].numel()
+    whole = size // ROW * ROW
     if whole:
         rows = (None if x is None else x[:whole].view(-1, ROW) for x in vectors)
         compiled(_update, dynamic=True)(*rows, *rest)
-    if whole < weight.numel():
+    if whole < size:
         plain: Any = _update
         plain(*(None if x is None else x[whole:] for x in vectors), *rest)
 

@@ -107,9 +107,8 @@ class RoundedMatmuls(ABC):
         """A second factor (n, k), or those of experts (E, n, k), rounded."""
         if b.dim() == 2:
             return Factor(self.round(b, weight=weight))
-        stack = torch.empty_like(
-            b
-        )  # in the order of its memory, as each layer's: then sums have the same order, too
+        # in the order of its memory, as each layer's: then sums have the same order, too
+        stack = torch.empty_like(b)
         for one, there in zip(b, stack, strict=True):
             there.copy_(self.round(one, weight=True))
         return Factor(stack)
@@ -185,10 +184,8 @@ def refresh(layer: Any, weights: Sequence[Tensor], inside: bool) -> None:
         return
     layer.rounded = replace(how, kept=fresh)
     for parameter, kept in zip(params, fresh, strict=True) if how.replaces else ():
-        parameter.data, parameter.grad_dtype = (
-            kept.output.numbers,
-            None,
-        )  # autograd would cast gradients to 8 bits
+        parameter.data = kept.output.numbers
+        parameter.grad_dtype = None  # autograd would cast gradients to 8 bits
 
 
 def forget(layer: Any) -> None:

@@ -136,6 +136,8 @@ def _kernels(table: native.Table) -> str:
         return f"kernels in Triton: {'; '.join(table.triton)}"
     if not why and not registry.measured():
         return "no kernel in Triton is used: `fivefold bench gpu --part kernels` has not measured them on this GPU"
+    if not why and registry.faster():
+        return "no kernel in Triton is used: the first rank, or the run's checkpoint, has none"
     return f"no kernel in Triton is used: {why or 'PyTorch has been faster on this GPU'}"
 
 
