@@ -57,6 +57,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file for what is measured; other parts in it stay")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.name and not args.part:
+        parser.error("--name needs --part: every part has a name of its own")
     if args.worker:
         worker(args.worker, args.part, args.rounds, args.model)
         return 0

@@ -246,6 +246,7 @@ def test_tick_labels_and_ticks() -> None:
     assert tick_labels([0, 0.05, 0.1]) == ["0.00", "0.05", "0.10"]
     assert tick_labels([0, 5000, 10_000]) == ["0", "5k", "10k"]
     assert tick_labels([0, 5e-4, 1e-3]) == ["0", "5e-4", "1e-3"]
+    assert tick_labels([0.5, 5, 50]) == ["0.5", "5", "50"], "of a logarithmic scale"
     assert tick_labels([0, 50, 100], "%") == ["0%", "50%", "100%"]
 
 

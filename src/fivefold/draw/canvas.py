@@ -173,8 +173,17 @@ def tick_labels(values: Sequence[float], unit: str = "") -> list[str]:
     factor, letter = next(
         ((f, c) for f, c in _THOUSANDS if largest >= f * (10 if c == "k" else 1)), (1.0, "")
     )
-    decimals = max(0, -math.floor(math.log10(gap / factor) + 1e-9)) if gap else 2
-    return [f"{value / factor:,.{min(decimals, 6)}f}{letter * bool(value)}{suffix}" for value in values]
+    decimals = _decimals(gap / factor) if gap else 2
+    places = [max(decimals, _decimals(v / factor)) if abs(v) < gap else decimals for v in values]
+    return [
+        f"{value / factor:,.{min(place, 6)}f}{letter * bool(value)}{suffix}"
+        for value, place in zip(values, places, strict=True)
+    ]
+
+
+def _decimals(value: float) -> int:
+    """Those of the first digit that is not 0."""
+    return max(0, -math.floor(math.log10(abs(value)) + 1e-9)) if value else 0
 
 
 _THOUSANDS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
