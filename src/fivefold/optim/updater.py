@@ -224,20 +224,18 @@ class Updater:
     def _scale(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
         """Scales the gradients, or has them scaled by a kernel that does so on its way."""
         rest, self.written = list(gradients.values()), False
+        optimizer: Any = self.optimizer
         if isinstance(self.optimizer, AdamW) and self.optimizer.one_pass:
             rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
             self.optimizer.scale = scale
             if self.working is not None and self.fused.keys() == self.working.keys():
                 self.optimizer.working = {self.fused[name]: self.working[name] for name in self.fused}
                 self.written = True
-        elif (
-            scale is not None
-            and scale.is_cuda
-            and getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        ):
-            rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
-            optimizer: Any = self.optimizer
-            optimizer.grad_scale = scale.reciprocal()  # its kernels divide by it
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale = None  # not that of the step before
+            if scale is not None and scale.is_cuda:
+                rest = [gradient for name, gradient in gradients.items() if name not in self.fused]
+                optimizer.grad_scale = scale.reciprocal()  # its kernels divide by it
         if scale is not None and rest:
             torch._foreach_mul_(rest, scale)
 
