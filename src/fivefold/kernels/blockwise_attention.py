@@ -31,7 +31,7 @@ from fivefold.kernels import native
 from fivefold.kernels.elementwise import rope, to_device
 from fivefold.kernels.matmul import wide
 from fivefold.kernels.sizes import any_length, keeps_probabilities, query_blocks
-from fivefold.kernels.tiling import Tiling
+from fivefold.kernels.tiling import Tiling, joined_lengths
 from fivefold.sharding.parts import Columns
 
 
@@ -50,6 +50,19 @@ class Tile(NamedTuple):
     bounds: Tensor | None = None
 
 
+class Lengths(NamedTuple):
+    """Sequences that lie one behind the other, as flash attention takes them. queries, keys: their cumulative lengths,
+    int32 (n + 1) on the device. longest: of queries, of keys."""
+
+    queries: Tensor
+    keys: Tensor
+    longest: tuple[int, int]
+
+
+Shared = Sequence[Tile] | Lengths
+"""What a kernel computes of queries and keys that are of several documents. Empty: none has both."""
+
+
 class Documents:
     """The documents in a batch of sequences. first_BT: the column at which the document of each token begins.
 
@@ -66,6 +79,7 @@ class Documents:
         self.tiling, self.device = Tiling(first_BT), torch.device(device)
         self.first_BT, self.shape = self.tiling.first_BT, self.tiling.shape
         self._tiles: dict[tuple[Columns, Columns, bool, int], list[Tile]] = {}
+        self._lengths: dict[tuple[Columns, Columns], Lengths] = {}
         ends = np.append(np.flatnonzero(self.tiling.begins_BT.ravel()), first_BT.size)
         # Here, and not where they are used: PyTorch's compiler reads attributes, and cannot trace numpy.
         self.first, self.cumulative = self._sent(self.first_BT), self._sent(ends.astype(np.int32))
@@ -101,6 +115,20 @@ class Documents:
                 tiles.append(Tile(rows, start, end, low, high, self._sent(inside.astype(np.int32))))
             self._tiles[asked] = tiles
         return self._tiles[asked]
+
+    def shared(self, queries: Columns, keys: Columns, causal: bool, like: Tensor) -> Shared:
+        """What the kernel for queries like these computes at these columns. Causal: as in `Tiling.pairs`."""
+        if not has_flash(like):
+            return self.tiles(queries, keys, causal, like.element_size())
+        if (asked := (queries, keys)) not in self._lengths:
+            found_2n = joined_lengths(self.tiling.lengths(queries, keys))
+            if not found_2n.all(0).any():
+                return []
+            q, k = (self._sent(np.append(0, of).cumsum(dtype=np.int32)) for of in found_2n)
+            # At least 2: sequences of one query each are read in another way, which knows none without a query.
+            longest_q, longest_k = (max(2, int(of.max())) for of in found_2n)
+            self._lengths[asked] = Lengths(q, k, (longest_q, longest_k))
+        return self._lengths[asked]
 
     def _sent(self, numbers: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(numbers), self.device)
@@ -141,7 +169,7 @@ def attention(
     T, S = q.shape[1], k.shape[1]
     mask = None
     if documents is not None:
-        if _has_flash(q):
+        if has_flash(q):
             return _of_any_length(q, k, v, causal, documents)
         mask = documents.mask(causal)
     elif causal and T != S:
@@ -153,9 +181,10 @@ def attention(
     return out.transpose(1, 2).to(q.dtype)
 
 
-def _has_flash(q: Tensor) -> bool:
-    """True if PyTorch's flash attention takes queries (B, T, H, d). "meta" stands for a GPU, as in ring attention."""
-    return q.device.type in ("cuda", "meta") and any_length(q.element_size(), q.shape[3])
+def has_flash(q: Tensor) -> bool:
+    """True if PyTorch's flash attention takes queries (..., d). "meta" stands for a GPU: tests call the kernels there,
+    for shapes."""
+    return q.device.type in ("cuda", "meta") and any_length(q.element_size(), q.shape[-1])
 
 
 def _of_any_length(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Documents) -> Tensor:

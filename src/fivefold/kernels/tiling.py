@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from fivefold.kernels.sizes import SPAN_STEPS, WASTE, block_size, query_blocks
+from fivefold.schedules.collectives.collective import Span
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Columns
 from fivefold.sharding.sequence import deals, dealt, ring_columns
@@ -31,7 +32,8 @@ Product = tuple[Columns, Columns]
 class Tiling:
     """A batch of sequences. first_BT: the column at which the document of each token begins.
 
-    behind_BT: the column behind the document of each token.
+    behind_BT: the column behind the document of each token. documents_N2: the first column and that behind, of each
+    document.
     """
 
     def __init__(self, first_BT: np.ndarray) -> None:
@@ -44,6 +46,7 @@ class Tiling:
         # The next beginning at or behind each column, found from the right.
         next_BT = np.minimum.accumulate(np.where(self.begins_BT, columns_T, T)[:, ::-1], axis=1)[:, ::-1]
         self.behind_BT = np.concatenate([next_BT[:, 1:], np.full((B, 1), T)], axis=1)
+        self.documents_N2 = np.stack([self.first_BT, self.behind_BT], axis=2)[self.begins_BT]
 
     def dealt(self, ranks: int, causal: bool) -> tuple[Columns, ...]:
         """The columns of each rank of the context axis, dealt by the pairs that these documents leave."""
@@ -55,10 +58,26 @@ class Tiling:
         T = self.shape[1]
         whole = ((0, T),)
         if deals(layout):
-            return [[[((span,), whole) for span in columns]] for columns in self.dealt(layout.cp, causal)]
+            dealt = self.dealt(layout.cp, causal)
+            return [[[seeing(span, T, causal) for span in columns]] for columns in dealt]
         if layout.cp == 1 or layout.cp_method == "ulysses":
             return [[[(whole, whole)]]]
         return [[[turn] for turn in ring_columns(layout, T, rank, causal)] for rank in range(layout.cp)]
+
+    def lengths(self, queries: Columns, keys: Columns) -> np.ndarray:
+        """The tokens of each document at these columns, of queries and of keys: (2, N), sequence by sequence."""
+
+        def at(columns: Columns) -> np.ndarray:
+            return sum(np.diff(np.clip(self.documents_N2, *span))[:, 0] for span in columns)
+
+        return np.stack([at(queries), at(keys)])
+
+    def pairs(self, queries: Columns, keys: Columns, causal: bool) -> int:
+        """The pairs of a query and a key that it sees, at these columns. Causal: the last query sees the last key, or
+        all keys are before the queries."""
+        q, k = self.lengths(queries, keys)
+        hidden = q * (q - 1) // 2 if causal and keys[-1][1] > queries[0][0] else 0
+        return int((q * k - hidden).sum())
 
     def blocks(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> Iterator[Block]:
         """The tiles of queries and keys at these columns. A query that sees none of the keys may be in no tile."""
@@ -74,6 +93,22 @@ class Tiling:
             highs_B = np.minimum(-(-np.where(seen_Bq, high_Bq, 0).max(1) // step) * step, S)
             for first, last, low, high in shared_spans(lows_B.tolist(), highs_B.tolist()):
                 yield slice(first, last), start, end, low, high, bounds_BQ2
+
+
+def seeing(span: Span, T: int, causal: bool) -> Product:
+    """The queries of a span, with the keys of a sequence up to the last one that they see."""
+    return (span,), ((0, span[1] if causal else T),)
+
+
+def joined_lengths(lengths_2N: np.ndarray) -> np.ndarray:
+    """Lengths of documents (`Tiling.lengths`) without those that have only queries or only keys: (2, n). Between two
+    others, all of their queries are one sequence without keys, and all of their keys one without queries."""
+    shared_N = (lengths_2N > 0).all(0)
+    starts = np.flatnonzero(shared_N | np.append(True, shared_N[:-1]))
+    (q_R, k_R), shared_R = np.add.reduceat(lengths_2N, starts, axis=1), shared_N[starts]
+    joined_2RP = np.array([[q_R, 0 * q_R], [k_R * shared_R, k_R * ~shared_R]]).swapaxes(1, 2)
+    found_2n = joined_2RP.reshape(2, -1)
+    return found_2n[:, found_2n.any(0)]
 
 
 def shared_spans(lows: list[int], highs: list[int]) -> list[tuple[int, int, int, int]]:
@@ -120,8 +155,9 @@ class Sample:
             return self.seen / T
         return float((np.arange(T) - self.tiling.first_BT + 1).sum()) / (R * T * (T + 1) / 2)
 
-    def computed(self, B: int, causal: bool, element_size: int, layout: Layout | None = None) -> float:
-        """The share of the scores that tiles have, in microbatches of B sequences.
+    def computed(self, B: int, causal: bool, element_size: int | None, layout: Layout | None = None) -> float:
+        """The share of the scores that tiles have, in microbatches of B sequences. element_size: None counts the pairs
+        that see each other.
 
         layout: says which columns a rank of the context axis has. The slowest one counts, in each turn of a ring.
         """
@@ -147,13 +183,15 @@ def assumed(T: int, tokens: float) -> Sample:
 ASSUMED = 1 << 17  # tokens of a sample that is drawn
 
 
-def max_scores(tiling: Tiling, layout: Layout, causal: bool, element_size: int) -> int:
-    """Scores that the slowest rank of each turn computes."""
+def max_scores(tiling: Tiling, layout: Layout, causal: bool, element_size: int | None) -> int:
+    """Scores that the slowest rank of each turn computes. element_size: as in `Sample.computed`."""
     turns = zip(*tiling.turns(layout, causal), strict=True)
     return sum(max(scores(tiling, of, causal, element_size) for of in ranks) for ranks in turns)
 
 
-def scores(tiling: Tiling, products: Sequence[Product], causal: bool, element_size: int) -> int:
-    """Scores of the tiles of these products."""
+def scores(tiling: Tiling, products: Sequence[Product], causal: bool, element_size: int | None) -> int:
+    """Scores of the tiles of these products, or their pairs."""
+    if element_size is None:
+        return sum(tiling.pairs(*of, causal) for of in products)
     blocks = (block for of in products for block in tiling.blocks(*of, causal, element_size))
     return sum((r.stop - r.start) * (end - start) * (high - low) for r, start, end, low, high, _ in blocks)
