@@ -16,12 +16,15 @@ calls: list[tuple[int, int]] = []
 """Sequences and tokens of the queries of each call, forward and backward."""
 
 
-def parts(q: Tensor, k: Tensor, ends_q: Tensor | None, ends_k: Tensor | None) -> Iterator[tuple[Any, Any]]:
+def parts(
+    q: Tensor, k: Tensor, ends_q: Tensor | None, ends_k: Tensor | None, most_q: int
+) -> Iterator[tuple[Any, Any]]:
     """Where the queries and the keys of each sequence are."""
     if ends_q is None or ends_k is None:
         yield from ((b, b) for b in range(len(q)))
         return
     calls.append((len(ends_q) - 1, len(q)))
+    assert most_q > 1, "queries of one sequence each are read in another way"
     assert ends_q.dtype == ends_k.dtype == torch.int32
     assert ends_q.is_contiguous()
     assert ends_k.is_contiguous()
@@ -32,19 +35,25 @@ def parts(q: Tensor, k: Tensor, ends_q: Tensor | None, ends_k: Tensor | None) ->
         yield slice(a, b), slice(c, d)
 
 
-def scores(q: Tensor, k: Tensor, causal: bool, most_q: int, most_k: int) -> Tensor:
-    """(H, Q, S). Causal: the last query sees the last key."""
+def scores(q: Tensor, k: Tensor, causal: bool, most_q: int, most_k: int, window: dict[str, Any]) -> Tensor:
+    """(H, Q, S). Causal: the last query sees the last key. window: `window_size_left` and `window_size_right`, in keys
+    beside a query's own; -1: all."""
     assert q.shape[0] <= most_q
     assert k.shape[0] <= most_k
     assert q.stride(-1) == k.stride(-1) == 1
     x = torch.einsum("qhd,shd->hqs", q.float(), k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1))
-    hidden = torch.ones(x.shape[1:], dtype=torch.bool).triu(x.shape[2] - x.shape[1] + 1)
-    return (x * q.shape[2] ** -0.5).masked_fill(hidden & causal, -torch.inf)
+    every, own = torch.ones(x.shape[1:], dtype=torch.bool), x.shape[2] - x.shape[1]
+    left, right = (window.get(f"window_size_{side}", -1) for side in ("left", "right"))
+    assert right in (-1, 0)
+    hidden = every.triu(own + 1) & (causal or right == 0)
+    if left >= 0:
+        hidden |= every.tril(own - left - 1)
+    return (x * q.shape[2] ** -0.5).masked_fill(hidden, -torch.inf)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor | None, ends_k: Tensor | None, most_q: int, most_k: int,
-    dropout: float, causal: bool, debug: bool, **_: Any,
+    dropout: float, causal: bool, debug: bool, **window: Any,
 ):  # fmt: skip
     """Like `aten::_flash_attention_forward`: what it does not write is not a number, and the lse of a query that sees
     no key is inf."""
@@ -53,8 +62,8 @@ def forward(
     whole = ends_q is None
     out = torch.full_like(q, torch.nan)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]) if whole else (q.shape[1], q.shape[0]), torch.nan)
-    for at, there in parts(q, k, ends_q, ends_k):
-        x = scores(q[at], k[there], causal, most_q, most_k)
+    for at, there in parts(q, k, ends_q, ends_k, most_q):
+        x = scores(q[at], k[there], causal, most_q, most_k, window)
         values = v[there].float().repeat_interleave(q.shape[-2] // k.shape[-2], dim=1)
         sums = x.logsumexp(2)
         p = (x - sums.clamp(min=-1e30)[..., None]).exp()
@@ -66,14 +75,14 @@ def forward(
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends_q: Tensor | None,
-    ends_k: Tensor | None, most_q: int, most_k: int, dropout: float, causal: bool, *_: Any, **__: Any,
+    ends_k: Tensor | None, most_q: int, most_k: int, dropout: float, causal: bool, *_: Any, **window: Any,
 ):  # fmt: skip
     """Like `aten::_flash_attention_backward`."""
     whole, G = ends_q is None, q.shape[-2] // k.shape[-2]
     assert lse.is_contiguous()
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
-    for at, there in parts(q, k, ends_q, ends_k):
-        x = scores(q[at], k[there], causal, most_q, most_k)
+    for at, there in parts(q, k, ends_q, ends_k, most_q):
+        x = scores(q[at], k[there], causal, most_q, most_k, window)
         own = lse[at] if whole else lse[:, at]
         p, do = (x - own[..., None]).exp(), dout[at].float()
         keys, values = (x[there].float().repeat_interleave(G, dim=1) for x in (k, v))
@@ -93,7 +102,7 @@ for name, twin in (("_flash_attention_forward", forward), ("_flash_attention_bac
 
 @contextmanager
 def on_cpu() -> Iterator[list[tuple[int, int]]]:
-    """Ring attention and gathered keys take the operators. Yields `calls`."""
+    """Attention takes the operators. Yields `calls`."""
     calls.clear()
     with ExitStack() as stack:
         for module in (blockwise_attention, partial_attention):

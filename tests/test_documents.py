@@ -184,7 +184,7 @@ def test_gpus_take_documents_of_any_length():
     assert sum(lengths) == 2 * 64
 
 
-SHARES = (0.02, 0.2, 0.6)
+SHARES = (0.02, 0.2, 0.6, 1.0)
 """Of tokens that begin a document."""
 TURNS = {
     "own": (((0, 8), (56, 64)), ((0, 8), (56, 64)), True),

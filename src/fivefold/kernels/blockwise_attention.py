@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.kernels import native
 from fivefold.kernels.elementwise import rope, to_device
 from fivefold.kernels.matmul import wide
+from fivefold.kernels.scores import PLAIN, Scores
 from fivefold.kernels.sizes import any_length, keeps_probabilities, query_blocks
 from fivefold.kernels.tiling import Tiling, joined_lengths
 from fivefold.sharding.parts import Columns
@@ -159,26 +160,54 @@ def sums_dtype(tiles: Sequence[Tile], dtype: torch.dtype) -> torch.dtype:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, documents: Documents | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, documents: Documents | None = None,
+    scores: Scores = PLAIN,
+) -> Tensor:  # fmt: skip
     """softmax(q k^T / sqrt(d)) v. q (B, T, H, d), k and v (B, S, K, d) with K dividing H; returns (B, T, H, d).
 
     Causal: the last query sees every key (queries are the last T of S positions). documents: a query sees keys of its
-    own document only; S = T.
+    own document only; S = T. scores: flash attention knows the window only. A cap or a sink is written out, with all
+    scores in memory.
+
+    Raises:
+        UserError: something of `scores` is not supported.
     """
     T, S = q.shape[1], k.shape[1]
+    if not causal:
+        scores.refuse(("window",), "models that are not causal")
+    if has_flash(q) and T == S and (documents is not None or scores.changed):
+        scores.refuse(("soft_cap", "sink"), "flash attention on GPUs; precision.mode = fp32 has it")
+        return _of_any_length(q, k, v, causal, documents, scores.window)
     mask = None
     if documents is not None:
-        if has_flash(q):
-            return _of_any_length(q, k, v, causal, documents)
         mask = documents.mask(causal)
-    elif causal and T != S:
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    elif causal and (T != S or scores.changed):
+        mask = torch.ones(1, 1, T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if scores.window and mask is not None:
+        mask = mask.triu(S - T - scores.window + 1)
+    if scores.soft_cap or scores.sink is not None:
+        return _written_out(q, k, v, mask, scores)
     out = F.scaled_dot_product_attention(
         *(wide(x).transpose(1, 2) for x in (q, k, v)),
         attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return out.transpose(1, 2).to(q.dtype)
+
+
+def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """`attention` in fp32. mask: True where a query sees a key, (B or 1, 1, T, S)."""
+    heads, T = q.shape[2] // k.shape[2], q.shape[1]
+    k, v = (x.float().repeat_interleave(heads, dim=2) for x in (k, v))
+    x_BHTS = torch.einsum("bthd,bshd->bhts", q.float() * q.shape[3] ** -0.5, k)
+    if scores.soft_cap:
+        x_BHTS = scores.soft_cap * torch.tanh(x_BHTS / scores.soft_cap)
+    if mask is not None:
+        x_BHTS = x_BHTS.masked_fill(~mask, -torch.inf)
+    if scores.sink is not None:  # the last column
+        sink_BHT1 = scores.sink.float()[:, None, None].expand(len(q), -1, T, 1)
+        x_BHTS = torch.cat((x_BHTS, sink_BHT1), dim=3)
+    p_BHTS = x_BHTS.softmax(3)[..., : k.shape[1]]
+    return torch.einsum("bhts,bshd->bthd", p_BHTS, v).to(q.dtype)
 
 
 def has_flash(q: Tensor) -> bool:
@@ -187,12 +216,17 @@ def has_flash(q: Tensor) -> bool:
     return q.device.type in ("cuda", "meta") and any_length(q.element_size(), q.shape[-1])
 
 
-def _of_any_length(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Documents) -> Tensor:
+def _of_any_length(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Documents | None, window: int
+) -> Tensor:
     """Flash attention over the documents of the flattened batch. It computes nothing between documents."""
     from torch.nn.attention.varlen import varlen_attn  # on CPUs nobody needs it
 
     B, T = q.shape[:2]
-    ends = documents.cumulative
+    if documents is None:
+        ends = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
+    else:
+        ends = documents.cumulative
     shared, options = q.shape[2] // k.shape[2], {}
     if "enable_gqa" in signature(varlen_attn).parameters:
         options["enable_gqa"] = shared > 1
@@ -200,7 +234,7 @@ def _of_any_length(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Doc
         k, v = (x.repeat_interleave(shared, dim=2) for x in (k, v))
     out = varlen_attn(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ends, ends, T, T,  # (B T, heads, d)
-        window_size=(-1, 0 if causal else -1), **options,
+        window_size=(window - 1, 0 if causal else -1), **options,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.unflatten(0, (B, T))
@@ -215,22 +249,23 @@ def qkv_attention(
     causal: bool,
     recompute: bool = False,
     documents: Documents | None = None,
+    scores: Scores = PLAIN,
 ) -> Tensor:
     """Attention on one fused projection: rotates queries and keys (if cos is given) and attends.
 
     qkv (B, T, (H + 2K) d): all query heads, then key heads, then value heads. cos, sin (T, d/2) fp32 or None.
-    recompute: backward computes the probabilities again instead of keeping them. documents: see `attention`. Angles
-    need not begin anew at a document: scores depend on differences of positions. Returns (B, T, H d).
+    recompute: backward computes the probabilities again instead of keeping them. documents, scores: see `attention`.
+    Angles need not begin anew at a document: scores depend on differences of positions. Returns (B, T, H d).
     """
-    if native.usable(qkv):
+    if native.usable(qkv) and not scores.changed:
         return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents)
     q, k, v = heads_of(qkv, heads, kv_heads, cos, sin)
     if cos is not None and qkv.is_cuda and torch.is_grad_enabled():
         v = v.contiguous()  # a view would keep all of qkv for backward, beside the rotated queries and keys
     if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_plain():
-        attended = checkpoint(attention, q, k, v, causal, documents, use_reentrant=False)
+        attended = checkpoint(attention, q, k, v, causal, documents, scores, use_reentrant=False)
         return attended.flatten(2)
-    return attention(q, k, v, causal, documents).flatten(2)
+    return attention(q, k, v, causal, documents, scores).flatten(2)
 
 
 def _is_plain() -> bool:

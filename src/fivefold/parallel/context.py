@@ -42,6 +42,7 @@ from fivefold.kernels.partial_attention import (
     split_heads,
     split_heads_backward,
 )
+from fivefold.kernels.scores import PLAIN, Scores
 from fivefold.kernels.tiling import seeing
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Output
@@ -138,7 +139,9 @@ class OverRanks(ContextAttention):
         cos_Td: Tensor | None = None,
         sin_Td: Tensor | None = None,
         documents: Documents | None = None,
+        scores: Scores = PLAIN,
     ) -> Tensor:
+        scores.refuse(scores._fields, f"layout.cp_method = {self.layout.cp_method}; ulysses has it")
         return _OverRanks.apply(qkv, cos_Td, sin_Td, self, documents)
 
     def attend(self, q: Tensor, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
@@ -308,14 +311,16 @@ class Ulysses(ContextAttention):
         cos_Td: Tensor | None = None,
         sin_Td: Tensor | None = None,
         documents: Documents | None = None,
+        scores: Scores = PLAIN,
     ) -> Tensor:
         c = self.axis.size
         assert self.heads % c == 0
         assert self.kv_heads % c == 0
         whole = _WholeSequence.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.axis)
-        out = qkv_attention(
-            whole, self.heads // c, self.kv_heads // c, None, None, self.causal, self.recompute, documents
-        )
+        if scores.sink is not None:
+            scores = scores._replace(sink=scores.sink.chunk(c)[self.axis.index])
+        heads = self.heads // c, self.kv_heads // c
+        out = qkv_attention(whole, *heads, None, None, self.causal, self.recompute, documents, scores)
 
         def forward(x: Tensor) -> Tensor:  # (B, T, H/c d) -> all heads of this rank's tokens (B, t, H d)
             leaving = x.unflatten(1, (c, -1)).transpose(0, 1).contiguous()  # (c, B, t, H/c d)
