@@ -220,7 +220,7 @@ def test_flash_attention_computes_what_tiles_do(share, turn):
     assert all(n <= 3 * shared + 2 for n, _ in calls), "others are joined"
     for a, b in zip(got, wanted, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
-    assert documents.tiling.pairs(queries_, keys, causal) == int(seen.sum())
+    assert documents.tiling.pairs(queries_, keys, causal).sum() == int(seen.sum())
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -549,7 +549,7 @@ def test_the_planner_counts_the_tiles_that_kernels_compute():
 
     whole_sequence = 64 * 65 // 2 + 3 * 64 * 32
     found = sum(map(pairs, range(4)))
-    assert sample.computed(B, True, None, Layout(cp=4)) == found / (8 * whole_sequence)
+    assert sample.in_turns(B, True, Layout(cp=4)) == found / (8 * whole_sequence)
     for causal in (True, False):
         mask, all_of_it = Documents(first).mask(causal), Documents(np.zeros_like(first)).mask(causal)
         assert sample.pairs(causal) == pytest.approx((mask.sum() / all_of_it.sum()).item())

@@ -122,7 +122,7 @@ class Documents:
         if not has_flash(like):
             return self.tiles(queries, keys, causal, like.element_size())
         if (asked := (queries, keys)) not in self._lengths:
-            found_2n = joined_lengths(self.tiling.lengths(queries, keys))
+            found_2n = joined_lengths(np.stack([self.tiling.lengths(queries), self.tiling.lengths(keys)]))
             if not found_2n.all(0).any():
                 return []
             q, k = (self._sent(np.append(0, of).cumsum(dtype=np.int32)) for of in found_2n)
@@ -223,10 +223,7 @@ def _of_any_length(
     from torch.nn.attention.varlen import varlen_attn  # on CPUs nobody needs it
 
     B, T = q.shape[:2]
-    if documents is None:
-        ends = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
-    else:
-        ends = documents.cumulative
+    ends = torch.arange(0, B * T + 1, T, device=q.device).int() if documents is None else documents.cumulative
     shared, options = q.shape[2] // k.shape[2], {}
     if "enable_gqa" in signature(varlen_attn).parameters:
         options["enable_gqa"] = shared > 1

@@ -1,5 +1,4 @@
-"""What models change about the scores of attention. Each function that attends takes it, and computes it or refuses it
-by name."""
+"""What models change about the scores of attention. Each function that attends computes it or refuses it by name."""
 
 from __future__ import annotations
 

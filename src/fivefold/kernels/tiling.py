@@ -17,7 +17,6 @@ from functools import cached_property
 import numpy as np
 
 from fivefold.kernels.sizes import SPAN_STEPS, WASTE, block_size, query_blocks
-from fivefold.schedules.collectives.collective import Span
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.parts import Columns
 from fivefold.sharding.sequence import deals, dealt, ring_columns
@@ -47,6 +46,7 @@ class Tiling:
         next_BT = np.minimum.accumulate(np.where(self.begins_BT, columns_T, T)[:, ::-1], axis=1)[:, ::-1]
         self.behind_BT = np.concatenate([next_BT[:, 1:], np.full((B, 1), T)], axis=1)
         self.documents_N2 = np.stack([self.first_BT, self.behind_BT], axis=2)[self.begins_BT]
+        self._lengths: dict[Columns, np.ndarray] = {}
 
     def dealt(self, ranks: int, causal: bool) -> tuple[Columns, ...]:
         """The columns of each rank of the context axis, dealt by the pairs that these documents leave."""
@@ -59,25 +59,23 @@ class Tiling:
         whole = ((0, T),)
         if deals(layout):
             dealt = self.dealt(layout.cp, causal)
-            return [[[seeing(span, T, causal) for span in columns]] for columns in dealt]
+            return [[[((span,), ((0, span[1] if causal else T),)) for span in some]] for some in dealt]
         if layout.cp == 1 or layout.cp_method == "ulysses":
             return [[[(whole, whole)]]]
         return [[[turn] for turn in ring_columns(layout, T, rank, causal)] for rank in range(layout.cp)]
 
-    def lengths(self, queries: Columns, keys: Columns) -> np.ndarray:
-        """The tokens of each document at these columns, of queries and of keys: (2, N), sequence by sequence."""
+    def lengths(self, columns: Columns) -> np.ndarray:
+        """The tokens that each document has at these columns: (N), sequence by sequence."""
+        if columns not in self._lengths:
+            inside = [np.diff(np.clip(self.documents_N2, *span))[:, 0] for span in columns]
+            self._lengths[columns] = np.sum(inside, axis=0)
+        return self._lengths[columns]
 
-        def at(columns: Columns) -> np.ndarray:
-            return sum(np.diff(np.clip(self.documents_N2, *span))[:, 0] for span in columns)
-
-        return np.stack([at(queries), at(keys)])
-
-    def pairs(self, queries: Columns, keys: Columns, causal: bool) -> int:
-        """The pairs of a query and a key that it sees, at these columns. Causal: the last query sees the last key, or
-        all keys are before the queries."""
-        q, k = self.lengths(queries, keys)
-        hidden = q * (q - 1) // 2 if causal and keys[-1][1] > queries[0][0] else 0
-        return int((q * k - hidden).sum())
+    def pairs(self, queries: Columns, keys: Columns, causal: bool) -> np.ndarray:
+        """The pairs of a query and a key that it sees, of each document at these columns: (N). Causal: the last query
+        sees the last key, or all keys are before the queries."""
+        q, k = self.lengths(queries), self.lengths(keys)
+        return q * k - (q * (q - 1) // 2 if causal and keys[-1][1] > queries[0][0] else 0)
 
     def blocks(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> Iterator[Block]:
         """The tiles of queries and keys at these columns. A query that sees none of the keys may be in no tile."""
@@ -95,14 +93,9 @@ class Tiling:
                 yield slice(first, last), start, end, low, high, bounds_BQ2
 
 
-def seeing(span: Span, T: int, causal: bool) -> Product:
-    """The queries of a span, with the keys of a sequence up to the last one that they see."""
-    return (span,), ((0, span[1] if causal else T),)
-
-
 def joined_lengths(lengths_2N: np.ndarray) -> np.ndarray:
-    """Lengths of documents (`Tiling.lengths`) without those that have only queries or only keys: (2, n). Between two
-    others, all of their queries are one sequence without keys, and all of their keys one without queries."""
+    """Lengths of documents, of queries and of keys (2, N), without those that have only one of them: (2, n). Between
+    two others, all of their queries are one sequence without keys, and all of their keys one without queries."""
     shared_N = (lengths_2N > 0).all(0)
     starts = np.flatnonzero(shared_N | np.append(True, shared_N[:-1]))
     (q_R, k_R), shared_R = np.add.reduceat(lengths_2N, starts, axis=1), shared_N[starts]
@@ -155,9 +148,18 @@ class Sample:
             return self.seen / T
         return float((np.arange(T) - self.tiling.first_BT + 1).sum()) / (R * T * (T + 1) / 2)
 
-    def computed(self, B: int, causal: bool, element_size: int | None, layout: Layout | None = None) -> float:
-        """The share of the scores that tiles have, in microbatches of B sequences. element_size: None counts the pairs
-        that see each other.
+    def in_turns(self, B: int, causal: bool, layout: Layout) -> float:
+        """`pairs`, in microbatches of B sequences, of the slowest rank in each turn of a ring. With other methods the
+        ranks of the context axis have equally many, or nearly."""
+        if layout.cp == 1 or layout.cp_method != "ring":
+            return self.pairs(causal)
+        if (asked := (B, causal, layout.cp)) not in self._computed:
+            of, whole = (B, causal, layout), Tiling(np.zeros_like(self.tiling.first_BT))
+            self._computed[asked] = max_pairs(self.tiling, *of) / max_pairs(whole, *of)
+        return self._computed[asked]
+
+    def computed(self, B: int, causal: bool, element_size: int, layout: Layout | None = None) -> float:
+        """The share of the scores that tiles have, in microbatches of B sequences.
 
         layout: says which columns a rank of the context axis has. The slowest one counts, in each turn of a ring.
         """
@@ -183,15 +185,21 @@ def assumed(T: int, tokens: float) -> Sample:
 ASSUMED = 1 << 17  # tokens of a sample that is drawn
 
 
-def max_scores(tiling: Tiling, layout: Layout, causal: bool, element_size: int | None) -> int:
-    """Scores that the slowest rank of each turn computes. element_size: as in `Sample.computed`."""
+def max_pairs(tiling: Tiling, B: int, causal: bool, layout: Layout) -> int:
+    """Pairs of the slowest rank in each turn of a ring, with each microbatch of B sequences."""
+    starts = np.flatnonzero(np.diff(np.nonzero(tiling.begins_BT)[0] // B, prepend=-1))
+    turns = zip(*tiling.turns(layout, causal), strict=True)
+    of = ([np.add.reduceat(tiling.pairs(*one, causal), starts) for (one,) in ranks] for ranks in turns)
+    return int(sum(np.max(each, axis=0).sum() for each in of))
+
+
+def max_scores(tiling: Tiling, layout: Layout, causal: bool, element_size: int) -> int:
+    """Scores that the slowest rank of each turn computes."""
     turns = zip(*tiling.turns(layout, causal), strict=True)
     return sum(max(scores(tiling, of, causal, element_size) for of in ranks) for ranks in turns)
 
 
-def scores(tiling: Tiling, products: Sequence[Product], causal: bool, element_size: int | None) -> int:
-    """Scores of the tiles of these products, or their pairs."""
-    if element_size is None:
-        return sum(tiling.pairs(*of, causal) for of in products)
+def scores(tiling: Tiling, products: Sequence[Product], causal: bool, element_size: int) -> int:
+    """Scores of the tiles of these products."""
     blocks = (block for of in products for block in tiling.blocks(*of, causal, element_size))
     return sum((r.stop - r.start) * (end - start) * (high - low) for r, start, end, low, high, _ in blocks)

@@ -43,7 +43,6 @@ from fivefold.kernels.partial_attention import (
     split_heads_backward,
 )
 from fivefold.kernels.scores import PLAIN, Scores
-from fivefold.kernels.tiling import seeing
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Output
 from fivefold.parallel import operators
@@ -379,9 +378,9 @@ def parts_of(columns: Columns, T: int, causal: bool, documents: Documents | None
     for a, b in columns:
         rows = slice(start, start := start + b - a)
         if documents is not None:
-            own, present = seeing((a, b), T, causal)
-            shared = documents.shared(own, present, causal, like)
-            found.append((rows, [(slice(*present[0]), causal, shared)]))
+            end = b if causal else T  # of the keys that the last query sees, as in `Tiling.turns`
+            shared = documents.shared(((a, b),), ((0, end),), causal, like)
+            found.append((rows, [(slice(end), causal, shared)]))
         else:
             before: list[Seen] = [(slice(a), False, None)] if a else []
             found.append((rows, [(slice(a, b), True, None), *before]))

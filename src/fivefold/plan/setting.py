@@ -65,7 +65,7 @@ class Documents:
         if program.attention == "blocks":
             return Seen(sample.computed(B, causal, int(element_size), layout))
         if program.attention == "flash" and any_length(element_size, model.head_width):
-            return Seen(sample.computed(B, causal, None, layout), sample.seen)
+            return Seen(sample.in_turns(B, causal, layout), sample.seen)
         return WHOLE_SEQUENCES
 
     def line(self, model: ModelSection, layout: Layout, seen: Seen) -> str:
