@@ -96,7 +96,7 @@ class Tiling:
 def joined_lengths(lengths_2N: np.ndarray) -> np.ndarray:
     """Lengths of documents, of queries and of keys (2, N), without those that have only one of them: (2, n). Between
     two others, all of their queries are one sequence without keys, and all of their keys one without queries."""
-    shared_N = (lengths_2N > 0).all(0)
+    shared_N = np.all(lengths_2N > 0, axis=0)
     starts = np.flatnonzero(shared_N | np.append(True, shared_N[:-1]))
     (q_R, k_R), shared_R = np.add.reduceat(lengths_2N, starts, axis=1), shared_N[starts]
     joined_2RP = np.array([[q_R, 0 * q_R], [k_R * shared_R, k_R * ~shared_R]]).swapaxes(1, 2)
@@ -189,7 +189,7 @@ def max_pairs(tiling: Tiling, B: int, causal: bool, layout: Layout) -> int:
     """Pairs of the slowest rank in each turn of a ring, with each microbatch of B sequences."""
     starts = np.flatnonzero(np.diff(np.nonzero(tiling.begins_BT)[0] // B, prepend=-1))
     turns = zip(*tiling.turns(layout, causal), strict=True)
-    of = ([np.add.reduceat(tiling.pairs(*one, causal), starts) for (one,) in ranks] for ranks in turns)
+    of = ([np.add.reduceat(tiling.pairs(q, k, causal), starts) for ((q, k),) in ranks] for ranks in turns)
     return int(sum(np.max(each, axis=0).sum() for each in of))
 
 
