@@ -366,7 +366,7 @@ def test_gpu_kernels_are_called_with_the_right_shapes():
     """Without a GPU only their shapes can be checked, on "meta"."""
     q, kv = torch.empty(2, 4, 64, 16, dtype=torch.bfloat16, device="meta"), torch.empty(2, 2, 2, 32, 16)
     kv = kv.to("meta", torch.bfloat16)
-    assert partial_attention._has_flash(q)
+    assert partial_attention.has_flash(q)
     out, lse = attend(q, kv[0], kv[1], False)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     dq, dk, dv = attend_backward(queries(q, out, out, lse), kv[0], kv[1], False)

@@ -7,13 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import flash_twin
 import hypothesis.strategies as st
 import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
-from marks import all_but, slow_but
+from marks import all_but, slow, slow_but
 from parity import assert_equal, state_of, steps
 from ranks import run_ranks
 from torch.nn.functional import scaled_dot_product_attention
@@ -26,6 +27,7 @@ from fivefold.data.tokens import COUNTED, ENDS, Shard, Tokens
 from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.blockwise_attention import Documents, qkv_attention
+from fivefold.kernels.partial_attention import attend, attend_backward, queries
 from fivefold.kernels.tiling import Columns, Sample, scores, shared_spans
 from fivefold.models.base import build
 from fivefold.parallel import context
@@ -182,6 +184,45 @@ def test_gpus_take_documents_of_any_length():
     assert sum(lengths) == 2 * 64
 
 
+SHARES = (0.02, 0.2, 0.6, 1.0)
+"""Of tokens that begin a document."""
+TURNS = {
+    "own": (((0, 8), (56, 64)), ((0, 8), (56, 64)), True),
+    "late queries": (((56, 64),), ((8, 16), (48, 56)), False),
+    "early keys": (((8, 16), (48, 56)), ((0, 8),), False),
+    "gathered": (((24, 40),), ((0, 40),), True),
+    "any": (((0, 32),), ((0, 64),), False),
+}
+"""Columns of 64: what a rank of a ring multiplies in a turn, and of gathered keys."""
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("share", SHARES)
+def test_flash_attention_computes_what_tiles_do(share, turn):
+    """Values, log-sum-exp and gradients of the GPUs' path, by a twin of PyTorch's operators; borders of ranks cut
+    documents. And the pairs that the planner counts."""
+    torch.manual_seed(0)
+    queries_, keys, causal = TURNS[turn]
+    (B, H, K, d), documents = (3, 4, 2, 16), Documents(firsts(3, 64, share))
+    at, there = (torch.cat([torch.arange(*span) for span in columns]) for columns in (queries_, keys))
+    q, dout, out = torch.randn(3, B, H, len(at), d)
+    k, v = torch.randn(2, B, K, len(there), d)
+    tiles = documents.shared(queries_, keys, causal, q)
+    found = attend(q, k, v, causal, tiles)
+    rows = queries(q, dout, out, torch.logaddexp(found[1], torch.zeros(())))
+    wanted = [*found, *attend_backward(rows, k, v, causal, tiles)]
+    with flash_twin.on_cpu() as calls:
+        lengths = documents.shared(queries_, keys, causal, q)
+        got = [*attend(q, k, v, causal, lengths), *attend_backward(rows, k, v, causal, lengths)]
+    seen = documents.mask(causal)[:, 0][:, at][:, :, there]
+    assert [call[1] for call in calls] == ([B * len(at)] * 2 if seen.any() else [])
+    shared = sum(len(np.intersect1d(row[at], row[there])) for row in documents.first_BT)
+    assert all(n <= 3 * shared + 2 for n, _ in calls), "others are joined"
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    assert documents.tiling.pairs(queries_, keys, causal).sum() == int(seen.sum())
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_document_is_as_it_is_alone(model):
     """Loss and gradients of a packed sequence are those of its documents, each computed by itself from position 0."""
@@ -252,6 +293,30 @@ def test_layouts_equal_one_process(model, layout, packing):
     assert_equal(found, one_process(model, packing))
 
 
+def steps_by_flash(rank: int, world: int, recipe: Recipe, source: Source) -> dict:
+    """`steps` on the path for GPUs."""
+    with flash_twin.on_cpu() as calls:
+        found = steps(rank, world, recipe, source)
+    assert calls
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama", "cp=2"),
+        *slow(
+            ("llama", "cp=4"), ("bert", "cp=2"), ("gpt2", "cp=2,recompute=full"), ("bert", "cp=4,cp_method=all_gather"),
+            ("llama", "cp=2,cp_method=all_gather"),
+        ),
+    ],
+)  # fmt: skip
+def test_flash_attention_of_ranks_equals_one_process(model, layout):
+    recipe = recipe_of(model, *(f"layout.{part}" for part in layout.split(",")))
+    world = Layout.from_recipe(recipe.layout).ranks
+    assert_equal(run_ranks(world, steps_by_flash, recipe, Source()), one_process(model, "concat"))
+
+
 class Given:
     """One batch, of these documents."""
 
@@ -268,7 +333,6 @@ def counted_scores(rank: int, world: int, recipe: Recipe, first: np.ndarray) -> 
 
     def counted(at: int, kernel):
         def call(q, k, v, causal, tiles):
-            assert not causal
             found[at] += sum(
                 (t.rows.stop - t.rows.start) * (t.end - t.start) * (t.high - t.low) for t in tiles
             )
@@ -475,6 +539,17 @@ def test_the_planner_counts_the_tiles_that_kernels_compute():
     found, most = (sum(map(slowest, several)) for several in (batches, [zeros] * len(batches)))
     assert sample.computed(B, True, 2, Layout(cp=4, cp_method="all_gather")) == found / most
     assert found < 0.9 * most
+    mask = Documents(first).mask(True).view(4, B, 256, 256)
+    own = [torch.cat([torch.arange(*span) for span in token_spans(Layout(cp=4), 256, r)]) for r in range(4)]
+
+    def pairs(turn: int) -> int:
+        """Of the rank that has the most in each batch."""
+        of = [mask[:, :, own[rank]][..., own[(rank + turn) % 4]].sum((1, 2, 3)) for rank in range(4)]
+        return int(torch.stack(of).amax(0).sum())
+
+    whole_sequence = 64 * 65 // 2 + 3 * 64 * 32
+    found = sum(map(pairs, range(4)))
+    assert sample.in_turns(B, True, Layout(cp=4)) == found / (8 * whole_sequence)
     for causal in (True, False):
         mask, all_of_it = Documents(first).mask(causal), Documents(np.zeros_like(first)).mask(causal)
         assert sample.pairs(causal) == pytest.approx((mask.sum() / all_of_it.sum()).item())
@@ -523,8 +598,12 @@ def test_the_planner_knows_the_documents_of_tokenized_text(tmp_path, monkeypatch
     assert fewer < 0.95
     near = planned(recipe, told["document_tokens"])
     assert near.step.seconds == pytest.approx(found.step.seconds, rel=0.02)
-    ring = planned(change(recipe, layout="cp=2"), 100)
-    assert "no price" in " ".join(summary(ring))
+    for layout in ("cp=2", "cp=2,cp_method=all_gather"):
+        alone, ring = (planned(change(recipe, layout=layout), tokens) for tokens in (None, 2048))
+        assert 0.03 < alone.as_json()["attention"]["work"] < 0.15 < ring.as_json()["attention"]["work"]
+        assert alone.step.seconds < ring.step.seconds
+    exact = change(recipe, ["precision.mode=fp32"], layout="cp=2")
+    assert "no price" in " ".join(summary(planned(exact)))
     assert found_in(change(recipe, ["model.seq_len=1048576"])).source == "unknown", (
         "there is not one sequence"
     )

@@ -328,9 +328,11 @@ def attention(recipe: Recipe) -> set[str]:
     model, layout = recipe.model, Layout.from_recipe(recipe.layout)
     size = DTYPES[PRECISIONS[chosen(recipe.precision.mode, fast_bf16=True)].working].bytes
     some = layout.cp > 1 and layout.cp_method != "ulysses"
+    if some and size == 2 and model.head_width % 8 == 0:
+        return set(INSIDE.values())
     if recipe.data.document_masks and not some and size == 2 and model.head_width % 8 == 0:
         kernel = VARLEN
-    elif size == 2 and not recipe.data.document_masks:
+    elif size == 2 and not some and not recipe.data.document_masks:
         kernel = "aten::_scaled_dot_product_flash_attention"
     elif some or model.kv_heads != model.heads or model.head_width * size % 16:
         return set()
@@ -417,6 +419,21 @@ def test_offload_takes_off_the_device_what_the_plan_says(traced, offload: str) -
     assert 0 <= saved - (planned.total - less.total) <= 12 * block
     for tier in AWAY:
         assert found["away"][tier] == pytest.approx(getattr(less, tier), rel=0.01, abs=80e6)
+
+
+@pytest.mark.parametrize(("arch", "layout", "name"), [("llama", "cp=2", "whole sequences, ring")])
+def test_flops_of_a_ring(traced, arch: str, layout: str, name: str) -> None:
+    """Those of each pair of a query and a key in the same document that a turn's kernel computes, from the lengths that
+    the host sends. The last rank's queries are in the middle."""
+    recipe, answer = traced[arch, layout]
+    whole = traced[name][1]
+    first_T, T = firsts(1, 32)[0], 32
+    own, early = np.arange(T // 4, 3 * T // 4), np.arange(T // 4)
+    pairs = sum(int((first_T[own][:, None] == first_T[there]).sum()) for there in (own, early))
+    every = len(own) ** 2 + len(own) * len(early)
+    model, sequences = recipe.model, recipe.train.global_batch_size
+    fewer = 14 * (every - pairs) * sequences * model.layers * model.heads * model.head_width
+    assert whole["exact"]["flops"] - answer["exact"]["flops"] == fewer > 0
 
 
 def test_flops_of_documents() -> None:

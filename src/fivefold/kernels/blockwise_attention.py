@@ -30,8 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.kernels import native
 from fivefold.kernels.elementwise import rope, to_device
 from fivefold.kernels.matmul import wide
+from fivefold.kernels.scores import PLAIN, Scores
 from fivefold.kernels.sizes import any_length, keeps_probabilities, query_blocks
-from fivefold.kernels.tiling import Tiling
+from fivefold.kernels.tiling import Tiling, joined_lengths
 from fivefold.sharding.parts import Columns
 
 
@@ -50,6 +51,19 @@ class Tile(NamedTuple):
     bounds: Tensor | None = None
 
 
+class Lengths(NamedTuple):
+    """Sequences that lie one behind the other, as flash attention takes them. queries, keys: their cumulative lengths,
+    int32 (n + 1) on the device. longest: of queries, of keys."""
+
+    queries: Tensor
+    keys: Tensor
+    longest: tuple[int, int]
+
+
+Shared = Sequence[Tile] | Lengths
+"""What a kernel computes of queries and keys that are of several documents. Empty: none has both."""
+
+
 class Documents:
     """The documents in a batch of sequences. first_BT: the column at which the document of each token begins.
 
@@ -66,6 +80,7 @@ class Documents:
         self.tiling, self.device = Tiling(first_BT), torch.device(device)
         self.first_BT, self.shape = self.tiling.first_BT, self.tiling.shape
         self._tiles: dict[tuple[Columns, Columns, bool, int], list[Tile]] = {}
+        self._lengths: dict[tuple[Columns, Columns], Lengths] = {}
         ends = np.append(np.flatnonzero(self.tiling.begins_BT.ravel()), first_BT.size)
         # Here, and not where they are used: PyTorch's compiler reads attributes, and cannot trace numpy.
         self.first, self.cumulative = self._sent(self.first_BT), self._sent(ends.astype(np.int32))
@@ -102,6 +117,20 @@ class Documents:
             self._tiles[asked] = tiles
         return self._tiles[asked]
 
+    def shared(self, queries: Columns, keys: Columns, causal: bool, like: Tensor) -> Shared:
+        """What the kernel for queries like these computes at these columns. Causal: as in `Tiling.pairs`."""
+        if not has_flash(like):
+            return self.tiles(queries, keys, causal, like.element_size())
+        if (asked := (queries, keys)) not in self._lengths:
+            found_2n = joined_lengths(np.stack([self.tiling.lengths(queries), self.tiling.lengths(keys)]))
+            if not found_2n.all(0).any():
+                return []
+            q, k = (self._sent(np.append(0, of).cumsum(dtype=np.int32)) for of in found_2n)
+            # At least 2: sequences of one query each are read in another way, which knows none without a query.
+            longest_q, longest_k = (max(2, int(of.max())) for of in found_2n)
+            self._lengths[asked] = Lengths(q, k, (longest_q, longest_k))
+        return self._lengths[asked]
+
     def _sent(self, numbers: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(numbers), self.device)
 
@@ -131,21 +160,33 @@ def sums_dtype(tiles: Sequence[Tile], dtype: torch.dtype) -> torch.dtype:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, documents: Documents | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, documents: Documents | None = None,
+    scores: Scores = PLAIN,
+) -> Tensor:  # fmt: skip
     """softmax(q k^T / sqrt(d)) v. q (B, T, H, d), k and v (B, S, K, d) with K dividing H; returns (B, T, H, d).
 
     Causal: the last query sees every key (queries are the last T of S positions). documents: a query sees keys of its
-    own document only; S = T.
+    own document only; S = T. scores: flash attention knows the window only. A cap or a sink is written out, with all
+    scores in memory.
+
+    Raises:
+        UserError: something of `scores` is not supported.
     """
     T, S = q.shape[1], k.shape[1]
+    if not causal:
+        scores.refuse(("window",), "models that are not causal")
+    if has_flash(q) and T == S and (documents is not None or scores.changed):
+        scores.refuse(("soft_cap", "sink"), "flash attention on GPUs; precision.mode = fp32 has it")
+        return _of_any_length(q, k, v, causal, documents, scores.window)
     mask = None
     if documents is not None:
-        if _has_flash(q):
-            return _of_any_length(q, k, v, causal, documents)
         mask = documents.mask(causal)
-    elif causal and T != S:
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    elif causal and (T != S or scores.changed):
+        mask = torch.ones(1, 1, T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if scores.window and mask is not None:
+        mask = mask.triu(S - T - scores.window + 1)
+    if scores.soft_cap or scores.sink is not None:
+        return _written_out(q, k, v, mask, scores)
     out = F.scaled_dot_product_attention(
         *(wide(x).transpose(1, 2) for x in (q, k, v)),
         attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[2] != k.shape[2],
@@ -153,17 +194,36 @@ def attention(
     return out.transpose(1, 2).to(q.dtype)
 
 
-def _has_flash(q: Tensor) -> bool:
-    """True if PyTorch's flash attention takes queries (B, T, H, d). "meta" stands for a GPU, as in ring attention."""
-    return q.device.type in ("cuda", "meta") and any_length(q.element_size(), q.shape[3])
+def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """`attention` in fp32. mask: True where a query sees a key, (B or 1, 1, T, S)."""
+    heads, T = q.shape[2] // k.shape[2], q.shape[1]
+    k, v = (x.float().repeat_interleave(heads, dim=2) for x in (k, v))
+    x_BHTS = torch.einsum("bthd,bshd->bhts", q.float() * q.shape[3] ** -0.5, k)
+    if scores.soft_cap:
+        x_BHTS = scores.soft_cap * torch.tanh(x_BHTS / scores.soft_cap)
+    if mask is not None:
+        x_BHTS = x_BHTS.masked_fill(~mask, -torch.inf)
+    if scores.sink is not None:  # the last column
+        sink_BHT1 = scores.sink.float()[:, None, None].expand(len(q), -1, T, 1)
+        x_BHTS = torch.cat((x_BHTS, sink_BHT1), dim=3)
+    p_BHTS = x_BHTS.softmax(3)[..., : k.shape[1]]
+    return torch.einsum("bhts,bshd->bthd", p_BHTS, v).to(q.dtype)
 
 
-def _of_any_length(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Documents) -> Tensor:
+def has_flash(q: Tensor) -> bool:
+    """True if PyTorch's flash attention takes queries (..., d). "meta" stands for a GPU: tests call the kernels there,
+    for shapes."""
+    return q.device.type in ("cuda", "meta") and any_length(q.element_size(), q.shape[-1])
+
+
+def _of_any_length(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Documents | None, window: int
+) -> Tensor:
     """Flash attention over the documents of the flattened batch. It computes nothing between documents."""
     from torch.nn.attention.varlen import varlen_attn  # on CPUs nobody needs it
 
     B, T = q.shape[:2]
-    ends = documents.cumulative
+    ends = torch.arange(0, B * T + 1, T, device=q.device).int() if documents is None else documents.cumulative
     shared, options = q.shape[2] // k.shape[2], {}
     if "enable_gqa" in signature(varlen_attn).parameters:
         options["enable_gqa"] = shared > 1
@@ -171,7 +231,7 @@ def _of_any_length(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Doc
         k, v = (x.repeat_interleave(shared, dim=2) for x in (k, v))
     out = varlen_attn(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ends, ends, T, T,  # (B T, heads, d)
-        window_size=(-1, 0 if causal else -1), **options,
+        window_size=(window - 1, 0 if causal else -1), **options,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.unflatten(0, (B, T))
@@ -186,22 +246,23 @@ def qkv_attention(
     causal: bool,
     recompute: bool = False,
     documents: Documents | None = None,
+    scores: Scores = PLAIN,
 ) -> Tensor:
     """Attention on one fused projection: rotates queries and keys (if cos is given) and attends.
 
     qkv (B, T, (H + 2K) d): all query heads, then key heads, then value heads. cos, sin (T, d/2) fp32 or None.
-    recompute: backward computes the probabilities again instead of keeping them. documents: see `attention`. Angles
-    need not begin anew at a document: scores depend on differences of positions. Returns (B, T, H d).
+    recompute: backward computes the probabilities again instead of keeping them. documents, scores: see `attention`.
+    Angles need not begin anew at a document: scores depend on differences of positions. Returns (B, T, H d).
     """
-    if native.usable(qkv):
+    if native.usable(qkv) and not scores.changed:
         return _QKVAttention.apply(qkv, heads, kv_heads, cos, sin, causal, recompute, documents)
     q, k, v = heads_of(qkv, heads, kv_heads, cos, sin)
     if cos is not None and qkv.is_cuda and torch.is_grad_enabled():
         v = v.contiguous()  # a view would keep all of qkv for backward, beside the rotated queries and keys
     if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_plain():
-        attended = checkpoint(attention, q, k, v, causal, documents, use_reentrant=False)
+        attended = checkpoint(attention, q, k, v, causal, documents, scores, use_reentrant=False)
         return attended.flatten(2)
-    return attention(q, k, v, causal, documents).flatten(2)
+    return attention(q, k, v, causal, documents, scores).flatten(2)
 
 
 def _is_plain() -> bool:

@@ -3,8 +3,8 @@
 `merge` weighs two results over different keys by their shares of the sum. Backward also goes block by block. It
 recomputes the probabilities from the lse over all keys (FlashAttention, arXiv 2205.14135).
 
-On NVIDIA GPUs in bf16 and fp16: PyTorch's flash kernels. Elsewhere, and for packed documents: matmuls by blocks of
-queries, as in `blockwise_attention.py`.
+On GPUs in bf16 and fp16: PyTorch's flash kernels; for packed documents those for sequences of any lengths. Elsewhere:
+matmuls by blocks of queries, as in `blockwise_attention.py`.
 
 Legend: B batch, H query heads, K key-value heads, G = H/K, d head size, T tokens of qkv, Q queries, q of them in a
 block, S keys.
@@ -13,19 +13,22 @@ block, S keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fivefold.kernels import native
 from fivefold.kernels.blockwise_attention import (
+    Lengths,
+    Shared,
     Tile,
     _flat,
     _heads_first,
     _heads_last,
     _keys,
     _stack,
+    has_flash,
     heads_of,
     softmax_shape,
     summed,
@@ -86,17 +89,17 @@ def split_heads_backward(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, tiles: Sequence[Tile] | None = None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, tiles: Shared | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (B, H, Q, d) to k, v (B, K, S, d). Returns output (B, H, Q, d) in q's dtype, lse (B, H, Q) fp32.
 
-    Causal: query i sees keys 0..i, and Q = S. q is contiguous; k and v may be cut in S from longer ones. tiles: those
-    of packed documents. A query that sees none of the keys has the output 0 and the lse -inf.
+    Causal: query i sees keys 0..i, and Q = S; in a document, the last query sees the last key. q is contiguous; k and v
+    may be cut in S from longer ones. tiles: of packed documents (`Documents.shared`). A query that sees none of the
+    keys has the output 0 and the lse -inf.
     """
-    if tiles is None:
-        assert not causal or q.shape[2] == k.shape[2]
-        if _has_flash(q):
-            return flash(q, k, v, causal)
+    assert tiles is not None or not causal or q.shape[2] == k.shape[2]
+    if isinstance(tiles, Lengths) or (tiles is None and has_flash(q)):
+        return flash(q, k, v, causal, tiles)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if tiles is not None:  # some queries may be in none
         out.zero_()
@@ -125,12 +128,12 @@ def queries(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Queries:
 
 
 def attend_backward(
-    rows: Queries, k: Tensor, v: Tensor, causal: bool, tiles: Sequence[Tile] | None = None
+    rows: Queries, k: Tensor, v: Tensor, causal: bool, tiles: Shared | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients over these keys: of q (B, H, Q, d), and of k and v (B, K, S, d). The last two are fp32 if they are sums
     of many blocks. tiles: as in `attend`."""
-    if tiles is None and _has_flash(rows.q):
-        return flash_backward(rows, k, v, causal)
+    if isinstance(tiles, Lengths) or (tiles is None and has_flash(rows.q)):
+        return flash_backward(rows, k, v, causal, tiles)
     K, dq = k.shape[1], torch.empty_like(rows.q) if tiles is None else torch.zeros_like(rows.q)
     if tiles is None:
         tiles = _tiles(rows.q, k, causal)
@@ -201,25 +204,45 @@ def _masked(scores: Tensor, tile: Tile, heads: int, causal: bool) -> Tensor:
     return by_query.masked_fill(~seen, -torch.inf).view_as(scores)
 
 
-def _has_flash(q: Tensor) -> bool:
-    """True if flash kernels take q. "meta" stands for a GPU: tests call the kernels there, for shapes."""
-    return q.device.type in ("cuda", "meta") and q.dtype in (torch.bfloat16, torch.float16)
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Lengths | None = None
+) -> tuple[Tensor, Tensor]:
+    """`attend` by PyTorch's kernel, which is not documented. The documented functions for whole sequences return no
+    log-sum-exp, and without that blocks cannot be merged."""
+    cumulative, B = _sequences(q, k, lengths), q.shape[0]
+    tokens = (_tokens(x, lengths) for x in (q, k, v))
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(*tokens, *cumulative, 0.0, causal, False)
+    if lengths is not None:  # lse (H, B Q); the kernel writes inf where a query sees no key
+        lse = lse.unflatten(1, (B, -1)).transpose(0, 1).contiguous()
+        lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
+    return _heads(out, B, lengths), lse
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """`attend` by PyTorch's kernel, which is not documented. The documented function returns no log-sum-exp, and
-    without that blocks cannot be merged."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-    return out, lse
-
-
-def flash_backward(rows: Queries, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def flash_backward(
+    rows: Queries, k: Tensor, v: Tensor, causal: bool, lengths: Lengths | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_backward` by the kernel that belongs to it."""
-    (B, K, S, d), H = k.shape, rows.q.shape[1]
-    k, v = (x.repeat_interleave(H // K, dim=1) for x in (k, v))
-    no_dropout = torch.zeros((), dtype=torch.int64, device=k.device)  # a random state that nothing reads
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        rows.dout, rows.q, k, v, rows.out, rows.lse, None, None, rows.q.shape[2], S, 0.0, causal, no_dropout, no_dropout
-    )  # fmt: skip
-    return dq, dk.view(B, K, -1, S, d).sum(2), dv.view(B, K, -1, S, d).sum(2)
+    q, B, lse = rows.q, k.shape[0], rows.lse
+    if lengths is not None:
+        lse = lse.transpose(0, 1).flatten(1)
+    tokens = (_tokens(x, lengths) for x in (rows.dout, q, k, v, rows.out))
+    random = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)  # of dropout: nothing reads it
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *tokens, lse, *_sequences(q, k, lengths), 0.0, causal, *random
+    )
+    return _heads(dq, B, lengths), _heads(dk, B, lengths), _heads(dv, B, lengths)
+
+
+def _sequences(q: Tensor, k: Tensor, lengths: Lengths | None) -> tuple[Any, ...]:
+    """Four arguments of flash attention: cumulative lengths, or none, and the longest."""
+    return (None, None, q.shape[2], k.shape[2]) if lengths is None else (*lengths[:2], *lengths.longest)
+
+
+def _tokens(x: Tensor, lengths: Lengths | None) -> Tensor:
+    """(B, heads, T, d) -> (B, T, heads, d), or (B T, heads, d), as flash attention reads it."""
+    return x.transpose(1, 2) if lengths is None else x.transpose(1, 2).flatten(0, 1)
+
+
+def _heads(x: Tensor, B: int, lengths: Lengths | None) -> Tensor:
+    """Inverse of `_tokens`, a view."""
+    return (x if lengths is None else x.unflatten(0, (B, -1))).transpose(1, 2)

@@ -31,7 +31,8 @@ Product = tuple[Columns, Columns]
 class Tiling:
     """A batch of sequences. first_BT: the column at which the document of each token begins.
 
-    behind_BT: the column behind the document of each token.
+    behind_BT: the column behind the document of each token. documents_N2: the first column and that behind, of each
+    document.
     """
 
     def __init__(self, first_BT: np.ndarray) -> None:
@@ -44,6 +45,8 @@ class Tiling:
         # The next beginning at or behind each column, found from the right.
         next_BT = np.minimum.accumulate(np.where(self.begins_BT, columns_T, T)[:, ::-1], axis=1)[:, ::-1]
         self.behind_BT = np.concatenate([next_BT[:, 1:], np.full((B, 1), T)], axis=1)
+        self.documents_N2 = np.stack([self.first_BT, self.behind_BT], axis=2)[self.begins_BT]
+        self._lengths: dict[Columns, np.ndarray] = {}
 
     def dealt(self, ranks: int, causal: bool) -> tuple[Columns, ...]:
         """The columns of each rank of the context axis, dealt by the pairs that these documents leave."""
@@ -55,10 +58,24 @@ class Tiling:
         T = self.shape[1]
         whole = ((0, T),)
         if deals(layout):
-            return [[[((span,), whole) for span in columns]] for columns in self.dealt(layout.cp, causal)]
+            dealt = self.dealt(layout.cp, causal)
+            return [[[((span,), ((0, span[1] if causal else T),)) for span in some]] for some in dealt]
         if layout.cp == 1 or layout.cp_method == "ulysses":
             return [[[(whole, whole)]]]
         return [[[turn] for turn in ring_columns(layout, T, rank, causal)] for rank in range(layout.cp)]
+
+    def lengths(self, columns: Columns) -> np.ndarray:
+        """The tokens that each document has at these columns: (N), sequence by sequence."""
+        if columns not in self._lengths:
+            inside = [np.diff(np.clip(self.documents_N2, *span))[:, 0] for span in columns]
+            self._lengths[columns] = np.sum(inside, axis=0)
+        return self._lengths[columns]
+
+    def pairs(self, queries: Columns, keys: Columns, causal: bool) -> np.ndarray:
+        """The pairs of a query and a key that it sees, of each document at these columns: (N). Causal: the last query
+        sees the last key, or all keys are before the queries."""
+        q, k = self.lengths(queries), self.lengths(keys)
+        return q * k - (q * (q - 1) // 2 if causal and keys[-1][1] > queries[0][0] else 0)
 
     def blocks(self, queries: Columns, keys: Columns, causal: bool, element_size: int) -> Iterator[Block]:
         """The tiles of queries and keys at these columns. A query that sees none of the keys may be in no tile."""
@@ -74,6 +91,17 @@ class Tiling:
             highs_B = np.minimum(-(-np.where(seen_Bq, high_Bq, 0).max(1) // step) * step, S)
             for first, last, low, high in shared_spans(lows_B.tolist(), highs_B.tolist()):
                 yield slice(first, last), start, end, low, high, bounds_BQ2
+
+
+def joined_lengths(lengths_2N: np.ndarray) -> np.ndarray:
+    """Lengths of documents, of queries and of keys (2, N), without those that have only one of them: (2, n). Between
+    two others, all of their queries are one sequence without keys, and all of their keys one without queries."""
+    shared_N = np.all(lengths_2N > 0, axis=0)
+    starts = np.flatnonzero(shared_N | np.append(True, shared_N[:-1]))
+    (q_R, k_R), shared_R = np.add.reduceat(lengths_2N, starts, axis=1), shared_N[starts]
+    joined_2RP = np.array([[q_R, 0 * q_R], [k_R * shared_R, k_R * ~shared_R]]).swapaxes(1, 2)
+    found_2n = joined_2RP.reshape(2, -1)
+    return found_2n[:, found_2n.any(0)]
 
 
 def shared_spans(lows: list[int], highs: list[int]) -> list[tuple[int, int, int, int]]:
@@ -120,6 +148,16 @@ class Sample:
             return self.seen / T
         return float((np.arange(T) - self.tiling.first_BT + 1).sum()) / (R * T * (T + 1) / 2)
 
+    def in_turns(self, B: int, causal: bool, layout: Layout) -> float:
+        """`pairs`, in microbatches of B sequences, of the slowest rank in each turn of a ring. With other methods the
+        ranks of the context axis have equally many, or nearly."""
+        if layout.cp == 1 or layout.cp_method != "ring":
+            return self.pairs(causal)
+        if (asked := (B, causal, layout.cp)) not in self._computed:
+            of, whole = (B, causal, layout), Tiling(np.zeros_like(self.tiling.first_BT))
+            self._computed[asked] = max_pairs(self.tiling, *of) / max_pairs(whole, *of)
+        return self._computed[asked]
+
     def computed(self, B: int, causal: bool, element_size: int, layout: Layout | None = None) -> float:
         """The share of the scores that tiles have, in microbatches of B sequences.
 
@@ -145,6 +183,14 @@ def assumed(T: int, tokens: float) -> Sample:
 
 
 ASSUMED = 1 << 17  # tokens of a sample that is drawn
+
+
+def max_pairs(tiling: Tiling, B: int, causal: bool, layout: Layout) -> int:
+    """Pairs of the slowest rank in each turn of a ring, with each microbatch of B sequences."""
+    starts = np.flatnonzero(np.diff(np.nonzero(tiling.begins_BT)[0] // B, prepend=-1))
+    turns = zip(*tiling.turns(layout, causal), strict=True)
+    of = ([np.add.reduceat(tiling.pairs(q, k, causal), starts) for ((q, k),) in ranks] for ranks in turns)
+    return int(sum(np.max(each, axis=0).sum() for each in of))
 
 
 def max_scores(tiling: Tiling, layout: Layout, causal: bool, element_size: int) -> int:

@@ -17,6 +17,7 @@ from fivefold.kernels import cross_entropy, elementwise, matmul, native
 from fivefold.kernels.blockwise_attention import Documents, attention, heads_of, qkv_attention
 from fivefold.kernels.gpu import registry
 from fivefold.kernels.rounded import RoundedMatmuls
+from fivefold.kernels.scores import PLAIN, Scores
 from fivefold.models.section import ModelSection
 
 
@@ -139,9 +140,10 @@ class AttentionCore(nn.Module):
         cos_Td: Tensor | None = None,
         sin_Td: Tensor | None = None,
         documents: Documents | None = None,
+        scores: Scores = PLAIN,
     ) -> Tensor:
         return qkv_attention(
-            qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal, self.recompute, documents
+            qkv, self.heads, self.kv_heads, cos_Td, sin_Td, self.causal, self.recompute, documents, scores
         )
 
 
@@ -236,16 +238,18 @@ def rope_frequencies(model: ModelSection, device: torch.device, width: int = 0) 
 
 
 def cached_attention(
-    qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, cache: LayerCache
-) -> Tensor:
+    qkv: Tensor, heads: int, kv_heads: int, cos: Tensor | None, sin: Tensor | None, cache: LayerCache,
+    scores: Scores = PLAIN,
+) -> Tensor:  # fmt: skip
     """Attention of T new tokens, which follow those in the cache and are added to it.
 
     qkv (B, T, (H + 2K) d); cos, sin (T, d/2) of the new positions, or None. Returns (B, T, H d).
     """
     q_BTHd, k_BTKd, v_BTKd = heads_of(qkv, heads, kv_heads, cos, sin)
     k_BSKd, v_BSKd = cache.append(k_BTKd, v_BTKd)
-    # A single new token sees all earlier ones, so there is nothing to mask.
-    return attention(q_BTHd, k_BSKd, v_BSKd, causal=qkv.shape[1] > 1).flatten(2)
+    # A single new token sees all earlier ones: without a window there is nothing to mask.
+    causal = qkv.shape[1] > 1 or scores.window > 0
+    return attention(q_BTHd, k_BSKd, v_BSKd, causal, scores=scores).flatten(2)
 
 
 class Attention(Sublayer):

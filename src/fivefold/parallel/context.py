@@ -11,8 +11,8 @@ The queries of a rank see the keys of the others in one of three ways (`cp_metho
 - *all_gather* (Llama 3, arXiv 2407.21783, section 3.3.2; Megatron-LM): every rank gathers all keys and values, which
   are few where heads share them. Backward gathers them again and reduce-scatters their gradients.
 
-Packed documents change nothing in what is sent. Each rank knows the documents of whole sequences, and computes the
-tiles that its queries and the keys present have in common. In a ring, ranks may then compute unequally much. With
+Packed documents change nothing in what is sent. Each rank knows the documents of whole sequences, and computes those
+that its queries and the keys present have in common. In a ring, ranks may then compute unequally much. With
 `all_gather` any rank may have any queries, so blocks of them are dealt by the work that documents leave
 (`sharding/sequence.py`).
 
@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from fivefold.comm import Axis, Started
-from fivefold.kernels.blockwise_attention import Documents, Tile, numbered, qkv_attention
+from fivefold.kernels.blockwise_attention import Documents, Shared, numbered, qkv_attention
 from fivefold.kernels.partial_attention import (
     Queries,
     attend,
@@ -42,6 +42,7 @@ from fivefold.kernels.partial_attention import (
     split_heads,
     split_heads_backward,
 )
+from fivefold.kernels.scores import PLAIN, Scores
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Output
 from fivefold.parallel import operators
@@ -137,7 +138,9 @@ class OverRanks(ContextAttention):
         cos_Td: Tensor | None = None,
         sin_Td: Tensor | None = None,
         documents: Documents | None = None,
+        scores: Scores = PLAIN,
     ) -> Tensor:
+        scores.refuse(scores._fields, f"layout.cp_method = {self.layout.cp_method}; ulysses has it")
         return _OverRanks.apply(qkv, cos_Td, sin_Td, self, documents)
 
     def attend(self, q: Tensor, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
@@ -236,12 +239,12 @@ class RingAttention(OverRanks):
     """
 
     def attend(self, q: Tensor, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        causal, axis, tiles = self.causal, self.axis, self._tiles(q, documents)
+        causal, axis, shared = self.causal, self.axis, self._shared(q, documents)
         half = q.shape[2] // 2
         late = q[:, :, half:].contiguous() if _some_late(axis, causal) else q
         out = lse = q  # placeholders until the first turn sets them
         for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal)):
-            present = None if tiles is None else tiles[number]
+            present = None if shared is None else shared[number]
             if turn.owner == axis.index:
                 out, lse = attend(q, k, v, causal, present)
                 out = out.float()
@@ -254,18 +257,18 @@ class RingAttention(OverRanks):
         return out.to(q.dtype).transpose(1, 2).flatten(2), lse  # what the next layer keeps anyway
 
     def gradients(self, rows: Queries, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        return _ring_gradients(rows, kv, self.causal, self.axis, self._tiles(rows.q, documents))
+        return _ring_gradients(rows, kv, self.causal, self.axis, self._shared(rows.q, documents))
 
-    def _tiles(self, q: Tensor, documents: Documents | None) -> list[list[Tile]] | None:
-        """Those of each turn."""
+    def _shared(self, q: Tensor, documents: Documents | None) -> list[Shared] | None:
+        """What documents leave of each turn."""
         if documents is None:
             return None
         columns = ring_columns(self.layout, documents.shape[1], self.axis.index, self.causal)
-        return [documents.tiles(*turn, self.causal, q.element_size()) for turn in columns]
+        return [documents.shared(*turn, self.causal, q) for turn in columns]
 
 
 def _ring_gradients(
-    rows: Queries, kv: Tensor, causal: bool, axis: Axis, tiles: list[list[Tile]] | None
+    rows: Queries, kv: Tensor, causal: bool, axis: Axis, shared: list[Shared] | None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of this rank's queries (B, H, t, d), and of its keys and values (2, B, K, t, d), in fp32. What
     turns need is gone when it returns."""
@@ -274,7 +277,7 @@ def _ring_gradients(
     dq = dkv = kv  # placeholders until the first turn sets them
     coming_home: list[Started] = []
     for number, (turn, (k, v)) in enumerate(ring_turns(axis, kv, causal)):
-        present = None if tiles is None else tiles[number]
+        present = None if shared is None else shared[number]
         if turn.owner == axis.index:
             dq, dk, dv = attend_backward(rows, k, v, causal, present)
             dq, dkv = dq.float(), torch.stack((dk, dv)).float()
@@ -307,14 +310,16 @@ class Ulysses(ContextAttention):
         cos_Td: Tensor | None = None,
         sin_Td: Tensor | None = None,
         documents: Documents | None = None,
+        scores: Scores = PLAIN,
     ) -> Tensor:
         c = self.axis.size
         assert self.heads % c == 0
         assert self.kv_heads % c == 0
         whole = _WholeSequence.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.axis)
-        out = qkv_attention(
-            whole, self.heads // c, self.kv_heads // c, None, None, self.causal, self.recompute, documents
-        )
+        if scores.sink is not None:
+            scores = scores._replace(sink=scores.sink.chunk(c)[self.axis.index])
+        heads = self.heads // c, self.kv_heads // c
+        out = qkv_attention(whole, *heads, None, None, self.causal, self.recompute, documents, scores)
 
         def forward(x: Tensor) -> Tensor:  # (B, T, H/c d) -> all heads of this rank's tokens (B, t, H d)
             leaving = x.unflatten(1, (c, -1)).transpose(0, 1).contiguous()  # (c, B, t, H/c d)
@@ -359,22 +364,23 @@ class _WholeSequence(Function):
         return split_heads_backward(dq, torch.stack((dk, dv)), cos, sin), *[None] * 5
 
 
-Seen = tuple[slice, bool, list[Tile] | None]
-"""A part of all keys, whether a causal mask hides some of them, and the tiles that documents leave."""
+Seen = tuple[slice, bool, Shared | None]
+"""A part of all keys, whether a causal mask hides some of them, and what documents leave."""
 Parts = list[tuple[slice, list[Seen]]]
 """Queries of a rank, and which keys they see."""
 
 
-def parts_of(columns: Columns, T: int, causal: bool, documents: Documents | None, element_size: int) -> Parts:
-    """What a rank with the queries at these columns computes, given the keys of all T."""
+def parts_of(columns: Columns, T: int, causal: bool, documents: Documents | None, like: Tensor) -> Parts:
+    """What a rank with the queries at these columns computes, given the keys of all T. like: queries."""
     if documents is None and not causal:
         return [(slice(None), [(slice(T), False, None)])]
     found, start = Parts(), 0
     for a, b in columns:
         rows = slice(start, start := start + b - a)
         if documents is not None:
-            tiles = documents.tiles(((a, b),), ((0, T),), causal, element_size)
-            found.append((rows, [(slice(T), False, tiles)]))
+            end = b if causal else T  # of the keys that the last query sees, as in `Tiling.turns`
+            shared = documents.shared(((a, b),), ((0, end),), causal, like)
+            found.append((rows, [(slice(end), causal, shared)]))
         else:
             before: list[Seen] = [(slice(a), False, None)] if a else []
             found.append((rows, [(slice(a, b), True, None), *before]))
@@ -408,7 +414,7 @@ class GatheredAttention(OverRanks):
         T = q.shape[2] * self.axis.size
         every = () if documents is None else documents.columns
         every = every or [joined(token_spans(self.layout, T, index)) for index in range(self.axis.size)]
-        return every, parts_of(every[self.axis.index], T, self.causal, documents, q.element_size())
+        return every, parts_of(every[self.axis.index], T, self.causal, documents, q)
 
 
 def _all_keys(kv: Tensor, axis: Axis, every: Sequence[Columns]) -> Tensor:

@@ -56,17 +56,16 @@ class Documents:
     def seen(
         self, model: ModelSection, layout: Layout, B: int, element_size: float, program: Program
     ) -> Seen:
-        """What the kernels compute that run there: on CPUs tiles, on GPUs in 16 bits document by document. Other
-        kernels compute whole sequences."""
+        """What the kernels compute that run there: on CPUs tiles, on GPUs in 16 bits document by document, in each turn
+        of a ring as long as its slowest rank. Other kernels compute whole sequences."""
         sample = self.sample
         if sample is None:
             return WHOLE_SEQUENCES
         causal = card_of(model).causal
         if program.attention == "blocks":
             return Seen(sample.computed(B, causal, int(element_size), layout))
-        whole = program.attention == "flash" and not some_queries(layout.cp, layout.cp_method)
-        if whole and any_length(element_size, model.head_width):
-            return Seen(sample.pairs(causal), sample.seen)
+        if program.attention == "flash" and any_length(element_size, model.head_width):
+            return Seen(sample.in_turns(B, causal, layout), sample.seen)
         return WHOLE_SEQUENCES
 
     def line(self, model: ModelSection, layout: Layout, seen: Seen) -> str:

@@ -36,12 +36,14 @@ COPIES = (aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default
 
 class Fake(Tensor):
     """meta: a plain tensor on "meta" of the same shape. Views share its storage. on: the device it claims to be on.
-    pinned: it is in memory of the host that a GPU reads and writes by itself."""
+    pinned: it is in memory of the host that a GPU reads and writes by itself. sent: the numbers that the host has put
+    there to send them to the GPU."""
 
     meta: Tensor
     on: torch.device
     fake = True  # `native.call` asks this of its first tensor
     pinned: bool
+    sent: Tensor | None = None
 
     @staticmethod
     def __new__(cls, meta: Tensor, on: torch.device = CPU, pinned: bool = False) -> Fake:
@@ -123,7 +125,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in FROM_DATA or func is aten._pin_memory.default:  # "meta" pins nothing
         given = args[0]
         meta = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=META)
-        return Fake(meta, CPU, func not in FROM_DATA)
+        found = Fake(meta, CPU, func not in FROM_DATA)
+        found.sent = getattr(given, "sent", given)
+        return found
     if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         # Its meta kernel knows bf16 only. Rows (M, K) by columns (K, N); groups of either or of K
         M, N = args[0].shape[-2], args[1].shape[-1]
@@ -149,6 +153,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = _dressed(out, owners, on)
     if func is aten._to_copy.default and on == CPU and args[0].device != CPU:
         result.pinned = non_blocking(func, args, kwargs)  # as PyTorch allocates it
+    elif func is aten._to_copy.default and on != CPU and type(args[0]) is Fake:
+        result.sent = args[0].sent
     return result
 
 

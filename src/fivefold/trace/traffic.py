@@ -133,6 +133,15 @@ def _by_document(q: Any, cumulative: Any) -> int:
     return pairs * math.prod(q.shape[1:])
 
 
+def _flash(q: Any, k: Any, cumulative_q: Any, cumulative_k: Any, *_: Any) -> int:
+    """Pairs of a query and a key of one sequence, with hidden ones, times the width of q (B, T, H, d), or (tokens, H,
+    d) with cumulative lengths: a fake tensor has those that the host has sent."""
+    if cumulative_q is None:
+        return math.prod(q.shape) * k.shape[1]
+    queries, keys = (getattr(x, "sent", x).diff().long() for x in (cumulative_q, cumulative_k))
+    return int((queries * keys).sum()) * math.prod(q.shape[1:])
+
+
 BY_NAME: dict[str, Any] = {  # these are there once somebody has imported them
     "torch_attn::_varlen_attn": lambda q, k, v, cumulative, *_, **__: 4 * _by_document(q, cumulative),
     "torch_attn::_varlen_attn_backward": lambda dout, q, k, v, out, lse, cumulative, *_, **__: (
@@ -144,6 +153,8 @@ FORMULAS: dict[Any, Any] = {
     **flop_registry,
     # Each row of a (M, K) times one matrix of b (E, K, N); or (K, M) times (M, N) in groups of M.
     torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * math.prod(a.shape[-2:]) * b.shape[-1],
+    torch.ops.aten._flash_attention_forward: lambda q, k, v, *sequences, **_: 4 * _flash(q, k, *sequences),
+    torch.ops.aten._flash_attention_backward: lambda dout, q, k, *more, **_: 10 * _flash(q, k, *more[3:]),
     # PyTorch's refuses groups of heads before torch 2.13.
     torch.ops.aten._scaled_dot_product_flash_attention: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward: _attention_backward,

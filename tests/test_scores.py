@@ -1,0 +1,166 @@
+"""A window, a cap and a sink: each function that attends computes them, or refuses them by name."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import flash_twin
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from marks import only
+from ranks import run_ranks
+from torch import Tensor
+
+from fivefold.comm import Axis
+from fivefold.errors import UserError
+from fivefold.kernels.blockwise_attention import Documents, qkv_attention
+from fivefold.kernels.scores import Scores
+from fivefold.models.layers import AttentionCore, LayerCache, cached_attention
+from fivefold.parallel import context
+from fivefold.sharding.layout import Layout
+
+B, T, H, K, d = 2, 14, 4, 2, 8
+FIRST = np.array([[0] * 4 + [4] * 10, [0] * 9 + [9] * 5])
+SETTINGS = {
+    "window": (3, 0.0, False),
+    "soft_cap": (0, 0.7, False),
+    "sink": (0, 0.0, True),
+    "all": (4, 0.5, True),
+}
+
+
+def one_query(x: Tensor, keys: Tensor, values: Tensor, cap: float, sink: Tensor | None) -> Tensor:
+    """x (d), keys and values (S, d) that it sees."""
+    scores = keys @ x / d**0.5
+    if cap:
+        scores = cap * (scores / cap).tanh()
+    weights = scores.exp()
+    return weights @ values / (weights.sum() + (0 if sink is None else sink.exp()))
+
+
+def reference(qkv: Tensor, window: int, cap: float, sink: Tensor | None, first: np.ndarray) -> Tensor:
+    q, k, v = qkv.view(B, T, -1, d).split([H, K, K], 2)
+    rows = []
+    for b, t, h in np.ndindex(B, T, H):
+        seen, at = slice(max(int(first[b, t]), t + 1 - (window or T)), t + 1), h * K // H
+        own = None if sink is None else sink[h]
+        rows.append(one_query(q[b, t, h], k[b, seen, at], v[b, seen, at], cap, own))
+    return torch.stack(rows).view(B, T, H * d)
+
+
+def inputs(setting: str) -> tuple[Tensor, Tensor, Scores]:
+    """qkv, the gradient of the output, scores."""
+    torch.manual_seed(0)
+    window, cap, has_sink = SETTINGS[setting]
+    sink = torch.randn(H).requires_grad_() if has_sink else None
+    return (
+        torch.randn(B, T, (H + 2 * K) * d).requires_grad_(),
+        torch.randn(B, T, H * d),
+        Scores(window, cap, sink),
+    )
+
+
+def compare(got: Tensor, qkv: Tensor, dout: Tensor, scores: Scores, first: np.ndarray) -> None:
+    """Values and gradients, with fp64."""
+    window, cap, sink = scores
+    exact = qkv.detach().double().requires_grad_()
+    exact_sink = None if sink is None else sink.detach().double().requires_grad_()
+    wanted = reference(exact, window, cap, exact_sink, first)
+    got.backward(dout)
+    wanted.backward(dout.double())
+    pairs: list[Any] = [(got, wanted), (qkv.grad, exact.grad)]
+    if sink is not None and exact_sink is not None:
+        pairs.append((sink.grad, exact_sink.grad))
+    for a, b in pairs:
+        assert (a.double() - b).abs().max() < 4e-6 * b.abs().max()
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_attention_of_whole_sequences_and_documents(setting, documents):
+    qkv, dout, scores = inputs(setting)
+    first = FIRST if documents else 0 * FIRST
+    got = qkv_attention(qkv, H, K, None, None, True, False, Documents(FIRST) if documents else None, scores)
+    compare(got, qkv, dout, scores, first)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_flash_attention_has_a_window(documents):
+    """On GPUs, by the twin of PyTorch's operators."""
+    qkv, dout, scores = inputs("window")
+    with flash_twin.on_cpu() as calls:
+        of = Documents(FIRST) if documents else None
+        got = qkv_attention(qkv, H, K, None, None, True, False, of, scores)
+        compare(got, qkv, dout, scores, FIRST if documents else 0 * FIRST)
+    assert calls == [(4 if documents else B, B * T)] * 2
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_generation(setting):
+    """Token by token, and several at once, behind a cache."""
+    qkv, _, scores = inputs(setting)
+    with torch.no_grad():
+        wanted = reference(qkv, *scores, 0 * FIRST)
+        cache = LayerCache((B, T, K, d), torch.float32, "cpu")
+        parts = [cached_attention(x, H, K, None, None, cache, scores) for x in qkv.split([5, 1, 1, 7], dim=1)]
+    assert torch.allclose(torch.cat(parts, dim=1), wanted, atol=1e-6)
+
+
+def exchanged(rank: int, world: int, setting: str) -> list[tuple[float, float]]:
+    """Ulysses on ranks beside whole sequences: differences and sizes of values, of gradients, of those of the sink
+    summed over ranks."""
+    assert dist.group.WORLD is not None
+    axis = Axis("cp", range(world), rank, torch.device("cpu"), dist.group.WORLD)
+    qkv, dout, scores = inputs(setting)
+    mine = slice(T // world * rank, T // world * (rank + 1))
+    part = qkv.detach()[:, mine].clone().requires_grad_()
+    sink = None if scores.sink is None else scores.sink.detach().clone().requires_grad_()
+    attention = context.Ulysses(AttentionCore(H, K), axis, Layout(cp=world, cp_method="ulysses"))
+    got = attention(part, scores=scores._replace(sink=sink))
+    got.backward(dout[:, mine])
+    wanted = qkv_attention(qkv, H, K, None, None, True, scores=scores)
+    wanted.backward(dout)
+    assert qkv.grad is not None
+    pairs: list[Any] = [(got, wanted[:, mine]), (part.grad, qkv.grad[:, mine])]
+    if sink is not None and scores.sink is not None:
+        dist.all_reduce(sink.grad)
+        pairs.append((sink.grad, scores.sink.grad))
+    return [(float((a - b).abs().max()), float(b.abs().max())) for a, b in pairs]
+
+
+@only("all")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_ulysses(setting):
+    for pairs in run_ranks(2, exchanged, setting):
+        assert all(difference < 4e-6 * size for difference, size in pairs)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("setting", ["window", "soft_cap", "sink"])
+def test_a_ring_refuses_them_by_name(setting, method):
+    qkv, _, scores = inputs(setting)
+    attention = context.METHODS[method](
+        AttentionCore(H, K), SimpleNamespace(key="cp"), Layout(cp=2, cp_method=method)
+    )
+    with pytest.raises(
+        UserError, match=f"attention with {setting}.*: not supported by layout.cp_method = {method}"
+    ):
+        attention(qkv, scores=scores)
+
+
+@pytest.mark.parametrize("setting", ["soft_cap", "sink"])
+def test_flash_attention_refuses_what_it_lacks(setting):
+    qkv, _, scores = inputs(setting)
+    there = qkv.detach().to("meta", torch.bfloat16)
+    for documents in (None, Documents(FIRST, "meta")):
+        with pytest.raises(UserError, match=f"attention with {setting}.*: not supported by flash attention"):
+            qkv_attention(there, H, K, None, None, True, False, documents, scores)
+
+
+def test_a_window_needs_causal_attention():
+    qkv, _, scores = inputs("window")
+    with pytest.raises(
+        UserError, match="attention with window = 3: not supported by models that are not causal"
+    ):
+        qkv_attention(qkv, H, K, None, None, False, scores=scores)
