@@ -23,11 +23,13 @@ from fivefold.step.state import State
 
 CASES = [
     ("llama", "tp=2"), ("llama", "tp=2,sp=true"), ("llama", "tp=2,sp=true,sp_regather=true"),
+    ("olmo2", "tp=2,sp=true,tp_chunks=2"), ("llama", "tp=2,sp=true,sp_regather=true,tp_chunks=4,recompute=full"),
     ("llama", "tp=2,sp=true,recompute=full"), ("llama", "tp=2,sp=true,recompute=ops:attention+gate+norm"),
     ("llama", "cp=2"), ("llama", "cp=2,cp_method=ulysses"), ("llama", "cp=2,cp_method=all_gather"),
     ("llama", "cp=2,recompute=full"), ("llama", "dp_shard=2,zero=3,recompute=ops:attention+gate+norm"),
     ("gpt2", "tp=2"), ("gpt2", "tp=2,sp=true,recompute=ops:norm"), ("gpt2", "tp=2,cp=2,sp=true"),
     ("bert", "tp=2,sp=true"), ("bert", "cp=2"), ("olmo2", "tp=2,sp=true"), ("olmo2", "cp=2,cp_method=ulysses"),
+    ("deepseek", "tp=2,sp=true,tp_chunks=2"),
 ]  # fmt: skip
 
 
