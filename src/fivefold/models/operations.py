@@ -212,20 +212,21 @@ class Sizes:
         return self._message(SUM[self.sp], width)
 
     def by_chunk(self, op: Operation) -> Operation:
-        """The matmul at the beginning or the end of a tensor-parallel region, in chunks. What it reads and what it
-        gives is copied into or out of chunks."""
+        """The matmul at the beginning or the end of a tensor-parallel region, in chunks. Those that are gathered, their
+        products and what is scattered are put together by copies."""
         n, m = self.tp_chunks if self.sp and self.tp > 1 else 1, op.matmul
         if n == 1 or not m:
             return op
-        moved = 2 * m.m * (m.k + m.n) * self.e
+        joined = m.n + m.k * (not self.sp_regather), m.k / self.tp
+        if op.sent_forward[0].what != WHOLE[True]:
+            joined = m.n / self.tp, m.n + m.k
+        moved = [2 * m.m * size * self.e for size in joined]
+        op = replace(op, forward=op.forward + moved[0], backward=op.backward + moved[1], kernels=n + 1)
         forward, backward = (
-            tuple(replace(one, calls=n, chunked=True) if not one.hidden else one for one in sent)
+            tuple(one if one.hidden else replace(one, calls=n, chunked=True) for one in sent)
             for sent in (op.sent_forward, op.sent_backward)
         )
-        return replace(
-            op, matmul=replace(m, chunks=n), forward=op.forward + moved, backward=op.backward + moved,
-            kernels=n + 2, sent_forward=forward, sent_backward=backward,
-        )  # fmt: skip
+        return replace(op, matmul=replace(m, chunks=n), sent_forward=forward, sent_backward=backward)
 
     def _message(self, what: What | None, width: int | None, hidden: bool = False) -> tuple[Message, ...]:
         if not what or self.tp == 1:

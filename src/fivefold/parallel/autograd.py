@@ -94,25 +94,27 @@ class TensorAxis:
             wait(*behind).view(self.size, B, t, D).transpose(0, 1).reshape(B, self.size * t, D)
         )
 
-    def gather(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def gather(
+        self, x: Tensor, product: Callable[[Tensor], Tensor], again: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Makes this rank's piece (B, t, D) whole, and multiplies it: what arrives, and the product, as a region has
-        them."""
+        them. again: the piece instead of what arrives."""
         if self.chunks == 1:
             whole = self.start_whole(x)()
-            return whole, product(whole)
+            return x if again else whole, product(whole)
         leaving = x.unflatten(1, (self.chunks, -1)).unbind(1)
         waits: list[Wait] = []
         arrived: list[Tensor] = []
         products: list[Tensor] = []
         for what, chunk in actions(True, self.chunks):
             if what == "start":
-                sent = leaving[chunk].contiguous()
-                waits.append(operators.start(self.axis, "all_gather", sent, *arrived[-1:]))
+                one = leaving[chunk].contiguous()
+                waits.append(operators.start(self.axis, "all_gather", one, *arrived[-1:]))
             elif what == "wait":
                 arrived.append(waits[chunk](*products[-1:]))
             else:
                 products.append(product(arrived[chunk]))
-        return self._joined(arrived), self._joined(products)
+        return x if again else self._joined(arrived), self._joined(products)
 
     def scatter(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Wait]:
         """Multiplies what a region has, and starts the sums of the products over ranks: the products, which are under
@@ -278,8 +280,7 @@ class LinearFunction(Function):
         def product(x: Tensor) -> Tensor:
             return matmul.linear(x, weight, None if leaves else bias, rounded)
 
-        whole, y = enters.gather(x, product) if enters else (x, None)
-        kept = x if enters and enters.regather else whole
+        kept, y = enters.gather(x, product, enters.regather) if enters else (x, None)
         if torch.compiler.is_compiling():
             ctx.save_for_backward(kept, weight)
         else:  # under recomputation a saved weight would come back as a copy
