@@ -84,8 +84,10 @@ def order(rank: int, world: int, recipe: Recipe) -> list[dict[str, list[str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp=true"])
-def test_a_sum_overlaps_with_the_gradient_of_a_weight(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "each"), [("tp=2", 1), ("tp=2,sp=true", 1), ("tp=2,sp=true,tp_chunks=4", 4)]
+)
+def test_a_sum_overlaps_with_the_gradient_of_a_weight(layout: str, each: int) -> None:
     """It starts before the matmul, and its wait reads the matmul's result: no compiler moves that behind the wait."""
     world, recipe = on(layout, "llama")
     graphs = run_ranks(world, order, recipe, timeout_s=120)[0]
@@ -101,4 +103,4 @@ def test_a_sum_overlaps_with_the_gradient_of_a_weight(layout: str) -> None:
                 [ticket] = graph[ticket]
             assert place[ticket] < place[matmuls[0]]
             overlapped += 1
-        assert overlapped == 2, "attention's first matmul and that of the feed-forward layer"
+        assert overlapped == 2 * each, "attention's first matmul and that of the feed-forward layer"
