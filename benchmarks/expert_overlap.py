@@ -1,14 +1,16 @@
-"""Measures what overlap saves where each rank of a mixture of experts is on a host of its own.
+"""Measures what overlap saves where each rank of a mixture of experts, or of a tensor axis, is on a host of its own.
 
     python benchmarks/expert_overlap.py [--rate 1gbit] [--rounds 15] [--out benchmarks/results/expert_overlap.json]
     python benchmarks/expert_overlap.py --rate 200mbit --part dualpipev [--model model.ffn_dim=2048] [--name NAME]
+    python benchmarks/expert_overlap.py --rate 400mbit --part tensor [--name NAME]
 
 Parts: the all-to-alls of ep=2 in 1 to 8 chunks on two hosts; a pipeline on four hosts whose forwards and backwards run
 in pairs, beside the same schedule without pairs; `dualpipev` and `dualpipe` on two hosts of two ranks, with pairs and
-without. There the experts' rows travel between the hosts, and the pipeline stays inside of each. The hosts
-(`tests/namespaces.py`) share this machine's cores. In each round every rank takes one step of each kind, in turn, and
-every second round in the opposite order. Reported are medians of seconds, and of each round's ratio to the first kind.
-Where hosts cannot be made, the script says so and ends with 0. Nothing else should run.
+without. There the experts' rows travel between the hosts, and the pipeline stays inside of each. `tensor`, if asked
+for: the linear layers of tp=2 with sp in 1 to 8 chunks, on two hosts. The hosts (`tests/namespaces.py`) share this
+machine's cores. In each round every rank takes one step of each kind, in turn, and every second round in the opposite
+order. Reported are medians of seconds, and of each round's ratio to the first kind. Where hosts cannot be made, the
+script says so and ends with 0. Nothing else should run.
 """
 
 from __future__ import annotations
@@ -36,11 +38,16 @@ PARTS = {
     "pairs": (4, 1, _pairs("dualpipev"), 32),
     "dualpipev": (2, 2, _pairs("dualpipev"), 32),
     "dualpipe": (2, 2, _pairs("dualpipe"), 32),
+    "tensor": (2, 1, ["tp=2,sp=true", *(f"tp=2,sp=true,tp_chunks={n}" for n in (2, 4, 8))], 4),
 }
 """Of each part: number of hosts, ranks of each, layouts, sequences of a step."""
 MODEL = [
     "model.arch=moe", "model.layers=4", "model.dim=512", "model.heads=8", "model.experts=8",
     "model.experts_per_token=2", "model.ffn_dim=256", "model.seq_len=256", "model.vocab_size=512",
+    "train.microbatch_size=4", "precision.mode=fp32", "observe.tracker=none",
+]  # fmt: skip
+DENSE = [
+    "model.layers=4", "model.dim=512", "model.heads=8", "model.seq_len=256", "model.vocab_size=512",
     "train.microbatch_size=4", "precision.mode=fp32", "observe.tracker=none",
 ]  # fmt: skip
 
@@ -64,7 +71,7 @@ def main() -> int:
         return 0
     found = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     try:
-        for part in [args.part] if args.part else PARTS:
+        for part in [args.part] if args.part else [name for name in PARTS if name != "tensor"]:
             found[args.name or part] = measure(part, args.rate, args.rounds, args.model)
     except Unavailable as reason:
         print(f"skipped: {reason}", file=sys.stderr)
@@ -72,6 +79,10 @@ def main() -> int:
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+def model_of(part: str) -> list[str]:
+    return DENSE if part == "tensor" else MODEL
 
 
 def measure(part: str, rate: str, rounds: int, changes: list[str]) -> dict[str, Any]:
@@ -83,7 +94,9 @@ def measure(part: str, rate: str, rounds: int, changes: list[str]) -> dict[str, 
         done = hosts.run(command, ranks, env={"OMP_NUM_THREADS": "1"}, timeout_s=1200)
         if done.code:
             raise SystemExit(f"measuring failed: {done}")
-        found = {"hosts": hosts.count, "rate": rate, "model": MODEL + changes} | json.loads(file.read_text())
+        found = {"hosts": hosts.count, "rate": rate, "model": model_of(part) + changes} | json.loads(
+            file.read_text()
+        )
     for row in found["layouts"]:
         print(f"{row['layout']}: {row['seconds']:.3f} s per step, {row['ratio']:.3f} of the first's")
     return found
@@ -101,7 +114,7 @@ def worker(file: Path, part: str, rounds: int, changes: list[str]) -> None:
     hosts, per_host, layouts, batch = PARTS[part]
     host, local = divmod(int(os.environ["RANK"]), per_host)
     os.environ["RANK"] = str(local * hosts + host)
-    sets = [*MODEL, f"train.global_batch_size={batch}", *changes]
+    sets = [*model_of(part), f"train.global_batch_size={batch}", *changes]
     with join(timeout_s=120) as ranks:
         recipes = [resolve(load("quickstart", sets, layout), vocab_size=512) for layout in layouts]
         # without a mode that makes the load even: it would see every operation, and keep pairs apart

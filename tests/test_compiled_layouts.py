@@ -24,11 +24,13 @@ from fivefold.step.state import State
 
 CASES = [
     ("llama", "tp=2"), ("llama", "tp=2,sp=true"), ("llama", "tp=2,sp=true,sp_regather=true"),
+    ("olmo2", "tp=2,sp=true,tp_chunks=2"), ("llama", "tp=2,sp=true,sp_regather=true,tp_chunks=4,recompute=full"),
     ("llama", "tp=2,sp=true,recompute=full"), ("llama", "tp=2,sp=true,recompute=ops:attention+gate+norm"),
     ("llama", "cp=2"), ("llama", "cp=2,cp_method=ulysses"), ("llama", "cp=2,cp_method=all_gather"),
     ("llama", "cp=2,recompute=full"), ("llama", "dp_shard=2,zero=3,recompute=ops:attention+gate+norm"),
     ("gpt2", "tp=2"), ("gpt2", "tp=2,sp=true,recompute=ops:norm"), ("gpt2", "tp=2,cp=2,sp=true"),
     ("bert", "tp=2,sp=true"), ("bert", "cp=2"), ("olmo2", "tp=2,sp=true"), ("olmo2", "cp=2,cp_method=ulysses"),
+    ("deepseek", "tp=2,sp=true,tp_chunks=2"),
 ]  # fmt: skip
 
 
@@ -86,8 +88,10 @@ def order(rank: int, world: int, recipe: Recipe) -> list[dict[str, list[str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sp=true"])
-def test_a_sum_overlaps_with_the_gradient_of_a_weight(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "each"), [("tp=2", 1), ("tp=2,sp=true", 1), ("tp=2,sp=true,tp_chunks=4", 4)]
+)
+def test_a_sum_overlaps_with_the_gradient_of_a_weight(layout: str, each: int) -> None:
     """It starts before the matmul, and its wait reads the matmul's result: no compiler moves that behind the wait."""
     world, recipe = on(layout, "llama")
     graphs = run_ranks(world, order, recipe, timeout_s=120)[0]
@@ -103,4 +107,4 @@ def test_a_sum_overlaps_with_the_gradient_of_a_weight(layout: str) -> None:
                 [ticket] = graph[ticket]
             assert place[ticket] < place[matmuls[0]]
             overlapped += 1
-        assert overlapped == 2, "attention's first matmul and that of the feed-forward layer"
+        assert overlapped == 2 * each, "attention's first matmul and that of the feed-forward layer"

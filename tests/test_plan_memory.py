@@ -248,6 +248,9 @@ TRACED_SLOW = [
     ("llama", "fp32", "cp=4,cp_method=all_gather"),
     ("deepseek", "bf16", "cp=2,cp_method=all_gather"),
     ("gpt2", "bf16", "cp=2,cp_method=all_gather,recompute=full"),
+    ("llama", "bf16", "tp=2,sp=true,tp_chunks=2"),
+    ("llama", "bf16", "tp=2,sp=true,sp_regather=true,tp_chunks=4"),
+    ("deepseek", "bf16", "tp=2,sp=true,tp_chunks=4"),
 ]
 """Their parts are in the others, too: `make test-all`."""
 

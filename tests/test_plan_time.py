@@ -181,6 +181,39 @@ def test_chunks_hide_rows(chunks: int, F: int) -> None:
     assert back == pytest.approx(max(2 * one, 2 * chunks * one - behind))
 
 
+@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize("regather", [False, True])
+def test_chunks_hide_messages_of_tensor_parallelism(tp: int, regather: bool) -> None:
+    """The first gather and the last scatter of a linear layer are always exposed; the others where they take longer
+    than the products beside them. What is gathered again is beside the same product, before the scatters. In chunks
+    products and messages take longer, too."""
+    model, chunks = resolve_model(load("llama-7b").model, vocab_size=32000), 4
+    layouts = [Layout(tp=tp, sp=True, sp_regather=regather, tp_chunks=n) for n in (1, chunks)]
+    whole, cut = (setting(model, layout, parse("h100:2x8"), 1, 1) for layout in layouts)
+    ops = [
+        {op.name: op for op in card_of(s.model).block_operations(s.sizes, s.software, False)}
+        for s in (whole, cut)
+    ]
+    for name in ("qkv", "attention out", "up", "down"):
+        (once, now), (before, after) = (
+            [side[name] for side in ops],
+            [operation(o[name], s) for o, s in zip(ops, (whole, cut), strict=True)],
+        )
+        again = [one for one in now.sent_backward if one.hidden]
+        assert len(again) == (regather and name in ("qkv", "up"))
+        (ahead,), (back,) = now.sent_forward, [one for one in now.sent_backward if not one.hidden]
+        assert (ahead.calls, ahead.size, back.calls) == (chunks, once.sent_forward[0].size, chunks)
+        forward, computed = message(ahead, cut, False), after.forward - after.sent_forward
+        others = 1 - 1 / chunks
+        assert after.sent_forward == pytest.approx(max(forward / chunks, forward - computed * others))
+        backward, computed = message(back, cut, True), after.input - after.sent_backward
+        first = sum(message(one, cut, True) for one in again)
+        exposed = max(backward / chunks, backward - computed * others, first + backward - computed)
+        assert after.sent_backward == pytest.approx(exposed)
+        assert after.alone[0] > before.alone[0]
+        assert forward > message(once.sent_forward[0], whole, False)
+
+
 def test_pairs_hide_rows() -> None:
     """A pipeline of pairs takes less time than the same one without them where rows take long, and more where they take
     none; further microbatches as long as if they were simulated."""

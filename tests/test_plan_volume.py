@@ -30,6 +30,7 @@ SLOW = [
     "tp=2,recompute=selective", "cp=2,recompute=selective", "tp=2,recompute=ops:gate", "cp=2,recompute=ops:attention",
     "cp=4,cp_method=all_gather", "cp=2,tp=2,sp=true,cp_method=all_gather,recompute=full",
     "pp=2,cp=2,cp_method=all_gather,zero=2", "dp=2,ep=2,expert_buffer=1.75",
+    "tp=2,sp=true,tp_chunks=2", "tp=2,sp=true,sp_regather=true,tp_chunks=4,recompute=full",
 ]  # fmt: skip
 FOUR = [
     "dp_replicate=2,dp_shard=2,zero=3", "dp=2,tp=2,sp=true,sp_regather=true,zero=2", "cp=2,tp=2,sp=true",

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import stored
 import torch
-from marks import all_but
+from marks import all_but, slow_but
 from parity import assert_equal, state_of, steps
 from ranks import run_ranks
 from runs import assert_close_tensors, lines, train_rank
@@ -98,6 +98,19 @@ def test_equals_one_process(model, layout):
     recipe = recipe_of(model, *(f"layout.{part}" for part in layout.split(",")))
     world = Layout.from_recipe(recipe.layout).ranks
     assert_equal(run_ranks(world, steps, recipe, Source(model)), one_process(model))
+
+
+CHUNKED = [
+    ("llama", "tp=2,sp=true,sp_regather=true,tp_chunks=2"), ("llama", "tp=2,sp=true,tp_chunks=8"),
+    ("llama", "tp=4,sp=true,tp_chunks=2"), ("llama", "tp=2,cp=2,sp=true,tp_chunks=4"),
+    ("llama", "tp=2,pp=2,sp=true,schedule=zb_h1,tp_chunks=2"), ("gpt2", "tp=2,sp=true,tp_chunks=2,recompute=full"),
+    ("bert", "tp=2,dp_shard=2,zero=3,sp=true,tp_chunks=4"), ("moe", "tp=2,sp=true,tp_chunks=2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "layout"), slow_but(CHUNKED[:1], CHUNKED))
+def test_chunks_equal_one_process(model: str, layout: str) -> None:
+    test_equals_one_process(model, layout)
 
 
 def collectives(rank: int, world: int, recipe: Recipe) -> dict[tuple[str, str], list[int]]:
@@ -198,6 +211,9 @@ def test_vocabulary_parallel_loss(chunks, native):
          r"layout.tp = 4 must divide model.seq_len = 20 / layout.cp = 10: with sp"),
         (["layout.sp=true"], "it needs tp > 1"),
         (["layout.tp=2", "layout.sp_regather=true"], "it needs sp=true"),
+        (["layout.tp=2", "layout.tp_chunks=2"], "it needs sp=true. Nearest valid: tp_chunks=1"),
+        (["layout.tp=2", "layout.sp=true", "layout.tp_chunks=3"],
+         "layout.tp_chunks = 3 must divide the 8 tokens of a sequence .* Nearest valid: layout.tp_chunks = 2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_divided_is_refused(overrides, message):

@@ -293,6 +293,7 @@ LAYOUTS = [
     "dp=1", "dp=2", "dp=2,bucket_mib=0", "dp=2,bucket_mib=1", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "cp=2",
     "cp=2,cp_method=ulysses", "cp=2,cp_method=all_gather",
     "tp=2", "tp=2,sp=true", "tp=2,sp=true,sp_regather=true", "tp=2,recompute=full",
+    "tp=2,sp=true,tp_chunks=4", "tp=2,sp=true,sp_regather=true,tp_chunks=4,recompute=full",
     "dp=2,zero=3,recompute=full", "dp=2,compress=int8", "dp=2,compress=topk:0.01", "dp=2,all_reduce=ring",
 ]  # fmt: skip
 TOGETHER = [

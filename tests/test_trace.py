@@ -44,12 +44,12 @@ LAYOUTS = [
     "cp=2,cp_method=all_gather", "dp=2,ep=2", "dp=2,recompute=full",
     "tp=2,sp=true,recompute=selective",
     "tp=2,sp=true,sp_regather=true,recompute=ops:attention+gate+norm", "dp_replicate=2,dp_shard=2,zero=3",
-    "dp=2,tp=2,zero=2",
+    "dp=2,tp=2,zero=2", "tp=2,sp=true,tp_chunks=2",
 ]  # fmt: skip
 LONGER = {
     "tp=2", "tp=2,sp=true", "tp=2,sp=true,recompute=selective", "dp=2,tp=2,zero=2", "dp=2", "dp=2,zero=1",
     "dp=2,recompute=full", "pp=2,schedule=1f1b", "dp_replicate=2,dp_shard=2,zero=3", "dp=2,zero=2",
-    "cp=2,cp_method=ulysses", "cp=2,cp_method=all_gather",
+    "cp=2,cp_method=ulysses", "cp=2,cp_method=all_gather", "tp=2,sp=true,tp_chunks=2",
 }  # fmt: skip
 """Layouts whose parts others have, too: `make test-all`."""
 EIGHT = [

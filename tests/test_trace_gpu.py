@@ -78,12 +78,13 @@ CASES = [
     ),
     *(("moe", layout) for layout in EXPERTS),
     *((arch, layout) for arch in MORE_ARCHS for layout in ("dp=2,zero=3", "tp=2,sp=true", "cp=2")),
+    ("llama", "tp=2,sp=true,sp_regather=true,tp_chunks=2"),
 ]
 FEW = {"dp=2,zero=3", "tp=2,sp=true", EXPERTS[1], EXPERTS[-1]}
 """Layouts of `make test` for architectures that others resemble; `make test-all` has all of them."""
 SLOW = {text for text in PIPELINES if "=zbv" not in text} | {
     "dp=1", "dp=2", "dp=2,zero=1", "dp=1,recompute=full", "dp=1,recompute=selective", "tp=2", LAYOUTS[-2], LAYOUTS[-3],
-    "cp=2,cp_method=all_gather",
+    "cp=2,cp_method=all_gather", "tp=2,sp=true,sp_regather=true,tp_chunks=2",
 }  # fmt: skip
 """Layouts whose operators others have, too."""
 SPARED = {("moe", "dp=2,zero=3"), ("qwen3", "dp=2,zero=3"), ("olmo2", "dp=2,zero=3")}

@@ -41,6 +41,7 @@ LAYOUTS = {
     "recompute operations": "dp=1,recompute=ops:attention+gate+norm",
     "tp": "tp=2",
     "tp, sp": "tp=2,sp=true",
+    "tp, sp, chunks": "tp=2,sp=true,tp_chunks=4",
     "tp, sp, recompute full": "tp=2,sp=true,recompute=full",
     "ring": "cp=2",
     "Ulysses": "cp=2,cp_method=ulysses",

@@ -104,7 +104,8 @@ def rules(s: Setting) -> list[Rule]:
     table: list[tuple[str, str, str, str, bool, Ratio, Ratio, Resized, float]] = [
         (data, "dp", gradients, "tokens per device and microbatch", in_backward,
          _data, lambda s: s.sizes.N, _more_tokens, 1.0),
-        ("TP + SP" if x.sp else "TP", "tp", "sums of activations behind a block's forward", "width of the model", False,
+        ("TP + SP" if x.sp else "TP", "tp", "sums of activations behind a block's forward", "width of the model",
+         x.tp_chunks > 1,
          _tensor, lambda s: s.model.dim, _wider, 1.0),
         ("CP", "cp", sent[x.cp_method], "tokens of a sequence", ring,
          _context, lambda s: s.model.seq_len, _longer, 1.0),

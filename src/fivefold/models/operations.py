@@ -37,7 +37,8 @@ class Saved:
 @dataclass(frozen=True)
 class Matmul:
     """`count` matmuls (m, k) x (k, n). weight: True if the second factor is a parameter. sensitive: its
-    factors are never rounded. grouped: of experts, which multiply rounded factors in the working dtype."""
+    factors are never rounded. grouped: of experts, which multiply rounded factors in the working dtype. chunks: of the
+    m rows, multiplied one after the other in forward and for the input's gradient (schedules/chunks.py)."""
 
     m: float
     n: float
@@ -46,11 +47,12 @@ class Matmul:
     weight: bool = True
     sensitive: bool = False
     grouped: bool = False
+    chunks: int = 1
 
     def rounded(self, kept: bool) -> tuple[float, float, float]:
         """Elements that its three products round, in some modes: both factors of each. kept: but the weight."""
         x, w, y = self.count * self.m * self.k, self.count * self.k * self.n, self.count * self.m * self.n
-        w *= not kept
+        w *= self.chunks * (not kept)
         return (x + w, y + w, y + x) if self.weight and not self.sensitive else (0.0, 0.0, 0.0)
 
 
@@ -58,13 +60,14 @@ class Matmul:
 class Message:
     """A collective on an axis. size: bytes of the larger of input and output. "ring": keys and values that travel round
     a ring; `size` is for all of them going all the way. hidden: it overlaps with the operation. calls: number of calls
-    it is cut into."""
+    it is cut into. chunked: each overlaps with the product of another chunk (schedules/chunks.py)."""
 
     what: What | Literal["ring"]
     axis: str
     size: float
     hidden: bool = False
     calls: int = 1
+    chunked: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,8 @@ WHOLE_SEQUENCES = Seen()
 class Sizes:
     """A model's share on one rank for one microbatch of B sequences. load: rows of this rank's experts relative to an
     even split. chunks: of these rows, whose messages overlap. narrow: bytes per element of a factor that is rounded for
-    a matmul; 0: none is. seen: by attention, of sequences with several documents. dispatched: bytes of a row of D
-    features on its way to experts; 0: D e."""
+    a matmul; 0: none is. seen: by attention, of sequences with several documents. tp_chunks: of the tokens, in
+    linear layers with sp. dispatched: bytes of a row of D features on its way to experts; 0: D e."""
 
     model: ModelSection
     B: int
@@ -162,6 +165,7 @@ class Sizes:
     chunks: int = 1
     narrow: float = 0.0
     seen: Seen = WHOLE_SEQUENCES
+    tp_chunks: int = 1
     dispatched: float = 0.0
 
     @property
@@ -206,6 +210,23 @@ class Sizes:
     def sum(self, width: int | None = None) -> tuple[Message, ...]:
         """The message that sums partial activations."""
         return self._message(SUM[self.sp], width)
+
+    def by_chunk(self, op: Operation) -> Operation:
+        """The matmul at the beginning or the end of a tensor-parallel region, in chunks. Those that are gathered, their
+        products and what is scattered are put together by copies."""
+        n, m = self.tp_chunks if self.sp and self.tp > 1 else 1, op.matmul
+        if n == 1 or not m:
+            return op
+        joined = m.n + m.k * (not self.sp_regather), m.k / self.tp
+        if op.sent_forward[0].what != WHOLE[True]:
+            joined = m.n / self.tp, m.n + m.k
+        moved = [2 * m.m * size * self.e for size in joined]
+        op = replace(op, forward=op.forward + moved[0], backward=op.backward + moved[1], kernels=n + 1)
+        forward, backward = (
+            tuple(one if one.hidden else replace(one, calls=n, chunked=True) for one in sent)
+            for sent in (op.sent_forward, op.sent_backward)
+        )
+        return replace(op, matmul=replace(m, chunks=n), sent_forward=forward, sent_backward=backward)
 
     def _message(self, what: What | None, width: int | None, hidden: bool = False) -> tuple[Message, ...]:
         if not what or self.tp == 1:

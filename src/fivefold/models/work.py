@@ -205,7 +205,7 @@ def region_first(
     `features`. Its backward holds the gradient of the whole input, and that input if it is gathered again."""
     inputs, (sent, back) = width or s.model.dim, s.enter(width)
     gathered = s.N * inputs * s.e * ((s.tp > 1) + s.sp_regather)
-    return Operation(
+    op = Operation(
         name,
         Matmul(s.N, features, inputs),
         backward=s.N * features * s.e * biased,  # read for the gradient of the bias
@@ -215,6 +215,7 @@ def region_first(
         part=part,
         workspace=s.N * features * s.e + gathered,
     )
+    return s.by_chunk(op)
 
 
 def region_last(
@@ -222,7 +223,7 @@ def region_last(
 ) -> Operation:
     """The matmul at the end of a tensor-parallel region, from this rank's features."""
     sent, back = s.leave()
-    return Operation(
+    op = Operation(
         name,
         Matmul(s.N, s.model.dim, features),
         backward=s.N * s.model.dim * s.e * biased,
@@ -231,6 +232,7 @@ def region_last(
         saved=saved,
         part=part,
     )
+    return s.by_chunk(op)
 
 
 def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -> list[Operation]:

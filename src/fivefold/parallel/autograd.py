@@ -5,7 +5,8 @@ Between two regions an activation is either *whole* on every rank, after an all-
 (`sp`; Megatron-LM, arXiv 1909.08053 and 2205.05198). A cut activation is all-gathered at the entry of a region; at its
 exit a reduce-scatter sums it and cuts it again. Both ways send the same bytes, but with `sp` norms, dropout and the
 residual stream take 1/tp of the work and memory. With `sp_regather` what is gathered takes 1/tp of the memory, too, for
-one more gather per region in backward.
+one more gather per region in backward. With `tp_chunks`, messages and the products beside linear layers are cut, and
+overlap (schedules/chunks.py).
 
 Deferred weight gradients let a pipeline split backward into I and W (zero bubble, arXiv 2401.10241). I computes the
 gradient of a linear layer's input, which the previous stage waits for, and queues the matmul for the gradient of its
@@ -35,6 +36,7 @@ from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.layers import Linear
 from fivefold.parallel import operators
 from fivefold.parallel.operators import Wait
+from fivefold.schedules.chunks import actions
 from fivefold.sharding.units import AGAIN, SUM, WHOLE, What
 
 
@@ -44,13 +46,15 @@ class TensorAxis:
     regather: a region's first matmul keeps its piece of the input, and gathers the others again in backward.
 
     ordered: with sp, a region gets the sequence in order, (B, T, D). Where tokens are independent, the pieces may also
-    lie one after the other, (tp B, t, D), which saves a copy of each activation.
+    lie one after the other, (tp B, t, D), which saves a copy of each activation. chunks: of a piece, of u = t / chunks
+    tokens each, in linear layers; where not ordered they lie one after the other, (chunks tp B, u, D).
     """
 
     axis: Axis
     sp: bool
     ordered: bool = True
     regather: bool = False
+    chunks: int = 1
 
     @property
     def size(self) -> int:
@@ -85,10 +89,61 @@ class TensorAxis:
             return lambda *_: x
         (B, t, D), wait = x.shape, operators.start(self.axis, "all_gather", x.contiguous(), *after)
         if not self.ordered:
-            return wait
+            return lambda *behind: wait(*behind).unflatten(1, (self.chunks, -1)).transpose(0, 1).flatten(0, 1)
         return lambda *behind: (
             wait(*behind).view(self.size, B, t, D).transpose(0, 1).reshape(B, self.size * t, D)
         )
+
+    def gather(
+        self, x: Tensor, product: Callable[[Tensor], Tensor], again: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Makes this rank's piece (B, t, D) whole, and multiplies it: what arrives, and the product, as a region has
+        them. again: the piece instead of what arrives."""
+        if self.chunks == 1:
+            whole = self.start_whole(x)()
+            return x if again else whole, product(whole)
+        leaving = x.unflatten(1, (self.chunks, -1)).unbind(1)
+        waits: list[Wait] = []
+        arrived: list[Tensor] = []
+        products: list[Tensor] = []
+        for what, chunk in actions(True, self.chunks):
+            if what == "start":
+                one = leaving[chunk].contiguous()
+                waits.append(operators.start(self.axis, "all_gather", one, *arrived[-1:]))
+            elif what == "wait":
+                arrived.append(waits[chunk](*products[-1:]))
+            else:
+                products.append(product(arrived[chunk]))
+        return x if again else self._joined(arrived), self._joined(products)
+
+    def scatter(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Wait]:
+        """Multiplies what a region has, and starts the sums of the products over ranks: the products, which are under
+        way, and the wait for the sums, as `start_sum`."""
+        if self.chunks == 1:
+            y = product(x)
+            return [y], self.start_sum(y)
+        parts = self._by_chunk(x).chunk(self.chunks)
+        waits: list[Wait] = []
+        products: list[Tensor] = []
+        for what, chunk in actions(False, self.chunks):
+            if what == "multiply":
+                products.append(product(parts[chunk]))
+            elif what == "start":
+                waits.append(operators.start(self.axis, "reduce_scatter", products[chunk]))
+        return products, lambda *behind: torch.cat([wait(*behind) for wait in waits], 1)
+
+    def _by_chunk(self, x: Tensor) -> Tensor:
+        """A region's activation as (chunks tp B, u, D)."""
+        if not self.ordered:
+            return x
+        return x.unflatten(1, (self.size, self.chunks, -1)).permute(2, 1, 0, 3, 4).flatten(0, 2)
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        """The chunks (tp B, u, D) of a region's activation as one."""
+        if not self.ordered:
+            return torch.cat(parts)
+        parts = [part.unflatten(0, (self.size, -1)).transpose(0, 1) for part in parts]
+        return torch.stack(parts, 2).flatten(1, 3)
 
 
 def piece(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
@@ -222,8 +277,10 @@ class LinearFunction(Function):
         enters: TensorAxis | None = None,
         leaves: TensorAxis | None = None,
     ) -> Tensor:
-        whole = enters.start_whole(x)() if enters else x
-        kept = x if enters and enters.regather else whole
+        def product(x: Tensor) -> Tensor:
+            return matmul.linear(x, weight, None if leaves else bias, rounded)
+
+        kept, y = enters.gather(x, product, enters.regather) if enters else (x, None)
         if torch.compiler.is_compiling():
             ctx.save_for_backward(kept, weight)
         else:  # under recomputation a saved weight would come back as a copy
@@ -232,9 +289,9 @@ class LinearFunction(Function):
         ctx.deferred, ctx.has_bias, ctx.rounded = deferred, bias is not None, rounded
         ctx.enters, ctx.leaves = enters, leaves
         if leaves is None:
-            return matmul.linear(whole, weight, bias, rounded)
-        y = leaves.start_sum(matmul.linear(whole, weight, None, rounded))()
-        return y if bias is None else y.add_(bias)
+            return product(x) if y is None else y
+        _, total = leaves.scatter(x, product)
+        return total() if bias is None else total().add_(bias)
 
     @staticmethod
     @once_differentiable
@@ -243,18 +300,27 @@ class LinearFunction(Function):
         (weight,), enters, leaves, dpiece = others or (ctx.weight,), ctx.enters, ctx.leaves, grads[0]
         if enters or leaves:
             dpiece = dpiece.contiguous()
-        dy = leaves.start_whole(dpiece)() if leaves else dpiece
-        whole = enters.start(AGAIN[enters.regather], x, dy) if enters else lambda *_: x
-        needed = enters or ctx.needs_input_grad[0]  # other ranks expect a message
-        dx = matmul.input_gradient(dy, weight, ctx.rounded) if needed else None
-        x = whole(*[] if dx is None else [dx])
-        # the sum overlaps with the gradients that need no communication
-        total = enters.start_sum(dx) if enters and dx is not None else lambda *_: dx
-        dweight = None
+
+        def product(dy: Tensor) -> Tensor:
+            return matmul.input_gradient(dy, weight, ctx.rounded)
+
+        dy, dx, dweight, total = dpiece, None, None, None
+        if enters:  # the sum overlaps with the gradients that need no communication
+            whole = enters.start(AGAIN[enters.regather], x, dy)
+            products, total = enters.scatter(dy, product)
+            x = whole(*products)
+        elif leaves and ctx.needs_input_grad[0]:
+            dy, dx = leaves.gather(dpiece, product)
+        elif leaves:  # other ranks expect a message
+            dy = leaves.start_whole(dpiece)()
+        elif ctx.needs_input_grad[0]:
+            dx = product(dy)
         if ctx.needs_input_grad[1]:
             dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
         dbias = dpiece.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return total(*[g for g in (dweight, dbias) if g is not None]), dweight, dbias, *[None] * 4
+        if total is not None:
+            dx = total(*[g for g in (dweight, dbias) if g is not None])
+        return dx, dweight, dbias, *[None] * 4
 
 
 def weight_gradient(

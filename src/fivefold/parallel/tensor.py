@@ -81,7 +81,7 @@ def apply(stage: nn.Module, mesh: Mesh, card: Model) -> list[str]:
             module.heads, module.kv_heads = module.heads // axis.size, module.kv_heads // axis.size
         else:
             cut = table.get(f"{name}.weight")
-            ordered = replace(axis, ordered=_attends(stage, name))
+            ordered = replace(axis, ordered=_attends(stage, name), chunks=mesh.layout.tp_chunks)
             if (other := _replacement(module, "" if cut is None else cut.kind, ordered, axis)) is not None:
                 stage.set_submodule(name, other)
     if any(cut.kind == "vocab" for cut in table.values()):

@@ -374,7 +374,8 @@ def setting(
     # emulated: the working dtype
     narrow = DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0
     seen = documents.seen(model, x, B, e, software) if documents else WHOLE_SEQUENCES
-    sizes = Sizes(model, B, x.tp, x.cp, x.ep, x.sp, e, x.cp_method, load, x.sp_regather, chunks, narrow, seen)
+    how = x.cp_method, load, x.sp_regather, chunks, narrow, seen, x.tp_chunks
+    sizes = Sizes(model, B, x.tp, x.cp, x.ep, x.sp, e, *how)
     if software.fp8_dispatch and "fp8_dispatch" in card.fields:
         sizes = replace(sizes, dispatched=float(row_bytes(model.dim)))
     cluster = cluster.for_ranks(layout.ranks)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from fivefold.errors import UserError
 from fivefold.models.section import LARGEST, Section
@@ -75,6 +75,9 @@ def joined(value: Any) -> Any:
     return (",".join(value) or NONE) if listed else value
 
 
+TrackerNames = Annotated[str, BeforeValidator(joined)]
+
+
 def chosen(text: str) -> list[str]:
     """The names in `observe.tracker`, each once."""
     names = [name.strip() for name in text.split(",")]
@@ -105,6 +108,9 @@ _STEPS = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?", re.ASCII)
 def as_text(value: Any) -> Any:
     """A single step as text. Recipes may have it as a number."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Steps = Annotated[str, BeforeValidator(as_text)]
 
 
 def steps(text: str) -> range:

@@ -216,8 +216,9 @@ def _nearest(asked: Layout, ranks: int, batch: int) -> Iterator[Layout]:
         return round(halvings, 6), ranks % math.prod(after[:3])
 
     for pp, cp, tp, ep in sorted((s for s in sizes if math.prod(s[:3]) <= ranks), key=distance):
-        cut = asked.sp and tp > 1
-        layout = replace(asked, pp=pp, cp=cp, tp=tp, ep=ep, sp=cut, sp_regather=cut and asked.sp_regather)
+        layout = replace(asked, pp=pp, cp=cp, tp=tp, ep=ep)
+        if tp == 1:
+            layout = replace(layout, sp=False, sp_regather=False, tp_chunks=1)
         most = min(ranks // (pp * cp * tp), batch)
         for dp in islice((dp for dp in range(most, 0, -1) if dp * cp % ep == 0), TRIED):
             for sharing in _sharings(layout, dp):

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from fivefold.models.section import LARGEST, MOST_LAYERS, ModelSection, Section
 from fivefold.optim import DEFAULT, OPTIMIZERS, OUTER
 from fivefold.precision import DTYPES, MASTER, PRECISIONS, ROUNDINGS, TRAINED
 from fivefold.precision.fp8 import GRADIENTS, SCALINGS
-from fivefold.recipe.entries import SourceEntry, StageEntry, ValidationEntry, as_text, joined
+from fivefold.recipe.entries import SourceEntry, StageEntry, Steps, TrackerNames, ValidationEntry
 from fivefold.schedules.collectives.registry import ALL_REDUCES, AUTO, GATHERS, LIBRARY, SCATTERS
 from fivefold.schedules.compression import NONE
 from fivefold.schedules.priority import ORDER, ORDERS, PRIORITY, Order
@@ -34,8 +34,6 @@ else:
     AllGather, ReduceScatter = Literal[GATHERS], Literal[SCATTERS]
     SyncMethod = Literal["all", SERVER, *OUTER]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-TrackerNames = Annotated[str, BeforeValidator(joined)]
-Steps = Annotated[str, BeforeValidator(as_text)]
 _PHASE = "0*[1-9][0-9]{0,8}:0*[1-9][0-9]{0,14}"
 BATCH_RAMP = rf"^({_PHASE}(\+{_PHASE})*)?$"
 MOST_SEQUENCES = 1 << 30
@@ -225,6 +223,8 @@ class LayoutSection(Section, Counts):
     sp_regather: bool = False
     """With `sp`: keep only a rank's piece of the inputs that are gathered, and gather them again in backward, as
     Megatron-LM does (arXiv 2205.05198). Less memory for one more gather per attention and feed-forward."""
+    tp_chunks: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
+    """With `sp`: chunks of a rank's tokens; the message of one travels beside the product of another."""
     cp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Context-parallel ranks. Each has a part of every sequence."""
     cp_method: Literal["ring", "ulysses", "all_gather"] = "ring"

@@ -74,6 +74,7 @@ class Layout(Counts):
     zero: int = 0
     sp: bool = False
     sp_regather: bool = False
+    tp_chunks: int = 1
     schedule: str = DEFAULT
     virtual_stages: int = 1
     microbatches: int | None = None
@@ -401,6 +402,7 @@ def describe(layout: Layout) -> str:
         words.append(f"context by {layout.cp_method}")
     if layout.sp:
         words.append("sequence parallel" + ", gathered again in backward" * layout.sp_regather)
+        words += [f"linear layers in {layout.tp_chunks} chunks"] * (layout.tp_chunks > 1)
     if layout.pp > 1:
         stages = f"{layout.stages_per_rank} stage{'s' * (layout.stages_per_rank > 1)}"
         rounds = f" in rounds of {layout.round_microbatches} microbatches" * bool(layout.round_microbatches)

@@ -57,6 +57,9 @@ def problems(layout: Layout) -> Iterator[tuple[set[str], str]]:
         yield {"sp", "tp"}, "sp=true cuts the sequence between tensor-parallel ranks: it needs tp > 1"
     if layout.sp_regather and not layout.sp:
         yield {"sp_regather", "sp"}, "sp_regather=true gathers what sp has cut: it needs sp=true"
+    if layout.tp_chunks > 1 and not layout.sp:
+        cuts = f"tp_chunks={layout.tp_chunks} cuts the messages of sequence parallelism and the products beside them"
+        yield {"tp_chunks", "sp"}, f"{cuts}: it needs sp=true. Nearest valid: tp_chunks=1"
     if message := problem(layout.compress):
         yield {"compress"}, message
     elif layout.compress != NONE and layout.zero:

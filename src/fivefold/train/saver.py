@@ -329,7 +329,7 @@ def _pieces(name: str, tensor: Tensor, part: Part) -> Iterator[write.Piece]:
 
 
 OTHERWISE = ("recompute", "offload", "offload_dir", "offload_window", "offload_update",
-             "microbatches", "cp_method", "sp_regather", "expert_chunks", "expert_buffer",
+             "microbatches", "cp_method", "sp_regather", "tp_chunks", "expert_chunks", "expert_buffer",
              "all_reduce", "all_gather", "reduce_scatter", "compress_after")  # fmt: skip
 """Fields of a layout that change no residual."""
 

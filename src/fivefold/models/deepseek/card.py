@@ -145,7 +145,7 @@ class Card(moe.Card):
                 workspace=written,
             ),
             *work.core(s, program, self.causal, rotary=False, value=value),
-            replace(out, forward=cut, backward=cut),
+            replace(out, forward=out.forward + cut, backward=out.backward + cut),
         ]
 
     def _latents(self, s: Sizes, program: Program) -> list[Operation]:

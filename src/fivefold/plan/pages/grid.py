@@ -182,6 +182,7 @@ def layout_at(center: Base, values: Values) -> Layout:
         tp=tp,
         sp=tp > 1 and (own.sp or own.tp == 1),
         sp_regather=tp > 1 and own.sp_regather,
+        tp_chunks=own.tp_chunks if tp > 1 else 1,
         zero=zero,
         dp_replicate=replicas if zero else dp,
         dp_shard=dp // replicas if zero else 1,

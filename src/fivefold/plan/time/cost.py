@@ -4,7 +4,7 @@ network."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import add
@@ -18,6 +18,8 @@ from fivefold.plan.messages import communication
 from fivefold.plan.messages.communication import exposed, held
 from fivefold.plan.setting import Setting
 from fivefold.precision import MASTER
+from fivefold.schedules import timelines
+from fivefold.schedules.chunks import spans
 from fivefold.schedules.ring_attention import messages
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.units import ROWS
@@ -31,16 +33,17 @@ SHORT = 500  # tokens: attention reaches half its rate on sequences this long (a
 
 def products(p: Matmul, device: Device, dtype: str, e: float) -> tuple[float, float, float]:
     """Seconds of a matmul (m, k) (k, n) in forward, of its input gradient, and of its weight gradient."""
+    m = p.m / p.chunks
     if device.measured:
         flops = 2 * p.m * p.n * p.k * p.count
         forward, first, second = (
-            flops / device.measured.product(p.m, p.n, p.k, dtype, role)
-            for role in ("forward", "input", "weight")
+            flops / device.measured.product(rows, p.n, p.k, dtype, role)
+            for rows, role in ((m, "forward"), (m, "input"), (p.m, "weight"))
         )
         return forward, first, second
     return (
-        matmul(p, device, dtype, e),
-        matmul(Matmul(p.m, p.k, p.n, p.count, p.weight), device, dtype, e),
+        p.chunks * matmul(Matmul(m, p.n, p.k, p.count, p.weight), device, dtype, e),
+        p.chunks * matmul(Matmul(m, p.k, p.n, p.count, p.weight), device, dtype, e),
         matmul(Matmul(p.k, p.n, p.m, p.count, p.weight), device, dtype, e),
     )
 
@@ -146,9 +149,9 @@ class Cost(NamedTuple):  # not a dataclass, because a search makes millions
 
 
 def message(sent: Message, s: Setting, backward: bool) -> float:
-    """Seconds of a message without overlap, in its calls if it is hidden."""
-    if sent.hidden:
-        once = replace(sent, size=sent.size / sent.calls, hidden=False)
+    """Seconds of a message without overlap, in its calls if it is hidden or chunked."""
+    if sent.hidden or sent.chunked:
+        once = replace(sent, size=sent.size / sent.calls, hidden=False, chunked=False)
         return sent.calls * message(once, s, backward)
     among = s.group(sent.axis)
     if sent.what == "ring":
@@ -205,9 +208,27 @@ def operation(op: Operation, s: Setting) -> Cost:
     return Cost(forward, inputs, weight, sent_forward, sent_backward, rows_forward, rows_backward)
 
 
-def _exposed(messages: Iterable[Message], beside: float, s: Setting, backward: bool) -> float:
+def parts_beside(one: Message, s: Setting, backward: bool) -> tuple[tuple[float, float], ...]:
+    """Of each equal part of a message that overlaps with its operation: the shares of that which are done when it
+    starts, and when it is waited for."""
+    if one.chunked:
+        return spans(one.what == "all_gather", one.calls)
+    turns = len(messages(s.layout.cp, 0, s.card.causal, backward)) if one.what == "ring" else 1
+    return tuple((turn / turns, (turn + 1) / turns) for turn in range(turns))
+
+
+def _exposed(sent: Sequence[Message], beside: float, s: Setting, backward: bool) -> float:
+    if any(one.chunked for one in sent):
+        queued = []
+        for one in sent:
+            places, holds = parts_beside(one, s, backward), held(1.0, s.group(one.axis), s.cluster)
+            each = message(one, s, backward) / len(places)
+            queued += [
+                timelines.Message(one.axis, "", each, beside * a, beside * b, "", holds) for a, b in places
+            ]
+        return timelines.simulate([timelines.Work("", "", beside)], queued).seconds - beside
     seconds = hidden = copying = 0.0
-    for one in messages:
+    for one in sent:
         takes = message(one, s, backward)
         if one.hidden:
             hidden, copying = hidden + takes, copying + held(takes, s.group(one.axis), s.cluster)

@@ -17,7 +17,6 @@ from fivefold.plan.setting import Setting
 from fivefold.plan.time import cost, offload, stage_costs, time
 from fivefold.plan.time.cost import Cost
 from fivefold.schedules.compression import NONE
-from fivefold.schedules.ring_attention import messages
 from fivefold.schedules.timelines import Message, StepTimeline, Work, simulate
 from fivefold.sharding.units import Sync
 
@@ -199,14 +198,14 @@ class _Step:
             wide = sum(c.input + c.weight if backward else c.forward for c in costs) * self.slower
             first, last = (self.done, self.done + wide) if backward else (began - wide, began)
         for one in sorted(sent, key=lambda one: one.hidden == (bool(op.beside) and backward)):
-            seconds, turns, name = scale * cost.message(one, self.s, backward), 1, str(one.what)
-            if one.what == "ring":
-                turns = len(messages(self.s.layout.cp, 0, self.s.card.causal, backward))
-            for turn in range(turns):
-                ready = first + (last - first) * turn / turns if one.hidden else self.done
-                needed = first + (last - first) * (turn + 1) / turns if one.hidden else self.done
-                name = f"turn {turn + 1}" if one.what == "ring" else name
-                self._add(one.axis, f"{name}, {during}", seconds / turns, (ready, needed))
+            seconds, name = scale * cost.message(one, self.s, backward), str(one.what)
+            places = cost.parts_beside(one, self.s, backward)
+            for turn, (ready, needed) in enumerate(places, 1):
+                at = first + (last - first) * ready, first + (last - first) * needed
+                if len(places) > 1:
+                    name = f"turn {turn}" if one.what == "ring" else f"{one.what}, {turn} of {len(places)}"
+                overlaps = one.hidden or one.chunked
+                self._add(one.axis, f"{name}, {during}", seconds / len(places), at if overlaps else None)
 
     def _zero(
         self, name: str, sent: tuple[tuple[str, float], ...], first: float | None = None, queue: str = EACH

@@ -110,6 +110,13 @@ def _tensor(recipe: Sections) -> Iterator[Contradiction]:
                 {f"model.{name}", "layout.tp"} | ({"layout.sp", "layout.cp"} if name == "seq_len" else set()),
                 f"layout.tp = {tp} must divide model.{name} = {given}{over}: {why}. Nearest valid: {nearest}",
             )
+    tokens, chunks = divided.get("seq_len", (tp, ""))[0] // tp, layout.tp_chunks
+    if tokens % chunks:
+        yield (
+            {"layout.tp_chunks", "model.seq_len", "layout.tp", "layout.cp"},
+            f"layout.tp_chunks = {chunks} must divide the {tokens} tokens of a sequence that a rank has (model.seq_len "
+            f"/ layout.cp / layout.tp). Nearest valid: layout.tp_chunks = {largest_divisor(tokens, chunks)}",
+        )
     name, F = card_of(recipe.model).expert_features()[0], card_of(model).expert_features()[1]
     if not layout.sp and F % (8 * tp) and F % 8 == 0:
         yield (
