@@ -98,8 +98,10 @@ class Exchange(nn.Module):
 
     chunks, local = 1, True
 
-    def announce(self, counts_CE: Tensor) -> Any:
-        """Tells other ranks the numbers of rows, as soon as they are known. Returns what `forward` needs."""
+    def begin(self, x_ND: Tensor, way: Assignment, how: RoundedMatmuls | None = None) -> tuple[Any, Any]:
+        """Makes the rows of tokens, and lets them leave beside what is computed before `forward`. Returns the rows, or
+        what autograd sees in their place, and what `forward` needs besides. how: as there."""
+        return dispatch(x_ND, way), None
 
     def beyond(self, counts_CE: Tensor, rows: int) -> Tensor | int:
         """Number of this rank's rows that are lost, because there was no room for them. rows: that it has."""
@@ -107,14 +109,14 @@ class Exchange(nn.Module):
 
     def forward(
         self,
-        rows_MD: Tensor,
+        rows_MD: Any,
         counts_CE: Tensor,
         compute: Compute,
         how: RoundedMatmuls | None = None,
-        announced: Any = None,
+        begun: Any = None,
     ) -> Tensor:
         """compute(rows sorted by expert, rows per expert) returns the results, row by row. how: rounds what travels to
-        experts: rows, and the gradients of results."""
+        experts: rows, and the gradients of results. rows, begun: by `begin`."""
         if how is None:
             return compute(rows_MD, counts_CE[0])
         results = compute(_Travel.apply(rows_MD, how.inputs, None), counts_CE[0])
@@ -164,10 +166,15 @@ class Experts(Sublayer):
         self.down = nn.Parameter(torch.empty(experts, model.dim, width))
         self.exchange = Exchange()
 
-    def forward(self, rows_MD: Tensor, counts_CE: Tensor, announced: Any = None) -> Tensor:
-        """Rows sorted by chunk and expert, and the number of rows of each expert in each chunk -> (M, D)."""
-        how = self.rounded if self.rounded and self.rounded.dispatch else None
-        return self.exchange(rows_MD, counts_CE, self.compute, how, announced)
+    def forward(self, rows_MD: Any, counts_CE: Tensor, begun: Any = None) -> Tensor:
+        """What `begin` returned of rows sorted by chunk and expert, and the number of rows of each expert in each chunk
+        -> (M, D)."""
+        return self.exchange(rows_MD, counts_CE, self.compute, self.travelling, begun)
+
+    @property
+    def travelling(self) -> RoundedMatmuls | None:
+        """How rows are rounded on their way, if they are."""
+        return self.rounded if self.rounded and self.rounded.dispatch else None
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         how = self.rounded and self.rounded.of(0)
@@ -204,11 +211,11 @@ class Mixture(nn.Module):
         way = assign(chosen, self.count, self.capacity(len(x_ND)), self.experts.exchange.chunks)
         if self.experts.exchange.local:
             way = evened(way, x_ND.dtype)
-        announced = self.experts.exchange.announce(way.counts_CE)
         inside_ND = self.enter(x_ND)
-        # Before the routed ones, for which the host may have to wait.
+        rows_MD, begun = self.experts.exchange.begin(inside_ND, way, self.experts.travelling)
+        # Between the two, rows travel. The plan has this order, too (`models.work.mixture`).
         shared_ND = None if self.shared is None else self.shared(inside_ND)
-        rows_MD = self.experts(dispatch(inside_ND, way), way.counts_CE, announced)
+        rows_MD = self.experts(rows_MD, way.counts_CE, begun)
         y_ND = combine(rows_MD, self.enter(weights), way)
         if shared_ND is not None:
             y_ND = y_ND + shared_ND
