@@ -360,6 +360,7 @@ class Transfer:
     def wait(self, token: Tensor | None = None) -> Tensor:
         started, self.started = self.started, None
         assert started is not None, "waited for before"
+        kept = started.kept  # until this stream waits, too
         if self.turns:
             self.turns.give_way()
         decode, self.decode = self.decode, lambda arrived: arrived
@@ -369,6 +370,7 @@ class Transfer:
         if beside:
             torch.cuda.current_stream().wait_stream(beside)
             arrived.record_stream(torch.cuda.current_stream())
+        del kept
         return decode(arrived)
 
 
