@@ -20,7 +20,7 @@ from ranks import run_ranks
 from fivefold.comm import Axis
 from fivefold.errors import UserError
 from fivefold.kernels import matmul, native, sizes
-from fivefold.kernels.gpu import loss, registry
+from fivefold.kernels.gpu import language, loss, registry
 from fivefold.train import self_test
 
 needs_triton = pytest.mark.skipif(
@@ -50,6 +50,14 @@ def test_loss_by_slabs(biased: bool, z_loss: float, monkeypatch: pytest.MonkeyPa
             assert torch.equal(x.grad, 2 * results[-1][1])
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 2e-6 * a.norm()
+    for wanted in (0, 1):  # the other has no gradient, and none is computed
+        x, weight = (t.clone().requires_grad_(i == wanted) for i, t in enumerate(leaves[:2]))
+        with monkeypatch.context() as patch:
+            patch.setattr(loss, ("weight_gradient", "add_product")[wanted], None)
+            (
+                3 * loss.linear_cross_entropy(x, weight, targets, leaves[2] if biased else None, z_loss)
+            ).backward()
+        assert torch.equal((x, weight)[wanted].grad, results[1][1 + wanted])
     nothing = loss.linear_cross_entropy(leaves[0], leaves[1], torch.full((33,), -100))
     assert nothing.item() == 0
 
@@ -125,10 +133,13 @@ def test_only_what_was_measured_on_this_gpu_computes(monkeypatch: pytest.MonkeyP
     says = partial(self_test._kernels, native.Table("", []))
     assert registry.why_not() in ("no GPU", "")
     assert registry.why_not() in says()
+    assert registry._triton() == language.VERSION
     name = ["One GPU"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name[0])
-    monkeypatch.setattr(registry, "_triton", lambda: "3.7.1")
+    monkeypatch.setattr(language, "VERSION", "")
+    assert registry.why_not() == "Triton is not installed"
+    monkeypatch.setattr(language, "VERSION", "3.7.1")
     assert registry.faster() == []
     assert "has not measured" in says()
     loss_in = registry.case(registry.LOSS, torch.bfloat16)
@@ -145,7 +156,7 @@ def test_only_what_was_measured_on_this_gpu_computes(monkeypatch: pytest.MonkeyP
     assert registry.faster() == []
     registry._path().write_text('["lo')
     assert registry.faster() == []
-    monkeypatch.setattr(registry, "_triton", lambda: "")
+    monkeypatch.setattr(language, "VERSION", "")
     with pytest.raises(UserError, match="Triton is not installed on this machine"):
         self_test._kernels(native.Table("", [], [loss_in]))
 

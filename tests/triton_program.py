@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.errors import UserError
 from fivefold.kernels import native, sizes
 from fivefold.kernels.gpu import language, loss
 
@@ -61,7 +62,7 @@ def main() -> None:
             found[f"{name}, {dtype}"] = case(dtype)
     try:
         fused_loss(torch.bfloat16, False, 0.0)
-    except NotImplementedError as refused:
+    except UserError as refused:
         found["bf16"] = str(refused)
     json.dump(found, sys.stdout)
 

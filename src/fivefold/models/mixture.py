@@ -34,7 +34,7 @@ from fivefold.kernels import elementwise
 from fivefold.kernels.matmul import wide, widened
 from fivefold.kernels.rounded import RoundedMatmuls, round_tiles
 from fivefold.models.layers import RegionInput, RegionOutput, Sublayer, SwiGLU
-from fivefold.models.section import ModelSection, known
+from fivefold.models.section import ModelSection, expert_capacity, known
 from fivefold.precision.formats import Format
 from fivefold.precision.fp8 import BLOCK
 
@@ -242,9 +242,9 @@ class Mixture(nn.Module):
 
     def capacity(self, tokens: int) -> int:
         """Most rows that an expert takes of this many tokens; 0: no limit. No rows are dropped outside training."""
-        if not self.training or not self.capacity_factor:
+        if not self.training:
             return 0
-        return math.ceil(self.capacity_factor * tokens * self.router.per_token / self.count)
+        return expert_capacity(self.capacity_factor, tokens, self.router.per_token, self.count)
 
 
 def best_groups(scores_NE: Tensor, groups: int, count: int) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from fivefold.kernels import sizes
 from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes
+from fivefold.models.section import expert_capacity
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.units import (
     COUNTS,
@@ -391,7 +392,7 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     weights = (replace(summed[0], size=N * k * 4),) if summed else ()  # the gradient of the router's weights
     F /= 1 if s.sp else s.tp
     if program.compiles and model.capacity_factor:  # every expert has as many rows as it may
-        k *= model.capacity_factor
+        k = E * expert_capacity(model.capacity_factor, N, k, E) / N
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
     most = max(routed, received)
     home, home_back = (_chunked(sent, s.chunks) for sent in s.sends(ROWS, most * D))
@@ -399,7 +400,6 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     if s.dispatched:
         narrow = replace(ROWS, number=1)
         there, there_back = (_chunked(sent, s.chunks) for sent in s.sends(narrow, most * s.dispatched))
-    counts, _ = s.sends(COUNTS, s.chunks * E)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     alone = program.compiles and not model.shared_experts  # then nothing keeps the input itself
     wide = N * D * (4 - e if alone else 4 * (e != 4))
@@ -417,7 +417,7 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
             forward=2 * routed * D * e + order,
             backward=2 * routed * D * e + order,
             kernels=4,
-            sent_forward=counts,
+            sent_forward=s.sends(COUNTS, s.chunks * E)[0],
             sent_backward=(*summed, *weights),
             saved=(Saved("routed", received * D * e, "stream"),),
         ),
