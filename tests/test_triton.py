@@ -19,8 +19,9 @@ from ranks import run_ranks
 
 from fivefold.comm import Axis
 from fivefold.errors import UserError
-from fivefold.kernels import matmul, native, sizes
-from fivefold.kernels.gpu import language, loss, registry
+from fivefold.kernels import fp8, matmul, native, sizes
+from fivefold.kernels.gpu import language, loss, registry, rounding
+from fivefold.precision.formats import FORMATS
 from fivefold.train import self_test
 
 needs_triton = pytest.mark.skipif(
@@ -119,6 +120,44 @@ def test_the_loss_in_the_interpreter(interpreted: dict[str, Any]) -> None:
     assert cases
     for name, errors in cases.items():
         assert max(errors) < TOLERANCE[name.rpartition(" ")[2]], (name, errors)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_rounding_in_the_interpreter(interpreted: dict[str, Any]) -> None:
+    """Every bit is the twin's."""
+    cases = {name: errors for name, errors in interpreted.items() if name.startswith("rounding")}
+    assert len(cases) == 12
+    assert not any(map(any, cases.values())), cases
+
+
+@pytest.mark.parametrize("scaling", ["block", "row", "tensor"])
+def test_rounding_by_a_kernel_that_computes(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its twin here: what fp8 rounds, also transposed, a kept weight in both orders, and in a compiled graph."""
+    how, form = fp8.Fp8(scaling=scaling), FORMATS["fp8 e4m3"]
+    torch.manual_seed(0)
+    x = torch.randn(256, 384, dtype=torch.bfloat16)
+    monkeypatch.setattr(fp8.Fp8, "multiplies", lambda self, b: True)
+
+    def found() -> list[torch.Tensor]:
+        numbers = [t for y in (x, x.t()) for t in fp8.encode(y, *how.tile(y.shape), form)]
+        kept = how.keep(x)
+        for factor in (kept.output, kept.gradient):
+            numbers += [factor.numbers, factor.scale]
+        return [*numbers, *encode(x)]
+
+    encode = torch.compile(
+        lambda y: fp8.encode(y, *how.tile(y.shape), form), backend="aot_eager", fullgraph=True
+    )
+    wanted, calls = found(), list[str]()
+    monkeypatch.setattr(native, "in_triton", lambda kernel, y: kernel == registry.ROUNDING)
+    plain = rounding.rounded
+    monkeypatch.setattr(rounding, "rounded", lambda *given: (calls.append(given[1]), plain(*given))[1])
+    torch._dynamo.reset()
+    for a, b in zip(found(), wanted, strict=True):
+        assert torch.equal(a.float(), b.float())
+    assert len(calls) >= (0 if scaling == "row" else 4)
+    assert set(calls) <= {"row", "block", "tensor"}
 
 
 @needs_triton

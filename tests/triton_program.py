@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.kernels import native, sizes
-from fivefold.kernels.gpu import language, loss
+from fivefold.kernels import fp8, native, sizes
+from fivefold.kernels.gpu import language, loss, rounding
+from fivefold.precision.formats import FORMATS
 
 Case = Callable[[torch.dtype], list[float]]
 
@@ -41,12 +42,42 @@ def fused_loss(dtype: torch.dtype, biased: bool, z_loss: float) -> list[float]:
     return [error(found, wanted), *(error(a.grad, b.grad) for a, b in gradients if a.grad is not None)]
 
 
+def rounding_to_fp8(dtype: torch.dtype, form: str, kind: str) -> list[float]:
+    """Numbers and scales of x and of x.T, in one pass and each alone: 0 if all bits are the twin's. Numbers of many
+    sizes, zeros, and where tiles bear them numbers that are not finite."""
+    sizes = torch.exp2(torch.randint(-9, 3, (256, 384)).float())
+    x = (torch.randn(256, 384) * sizes).to(dtype)
+    x[3], x[128:, 128:256] = 0, 0
+    if kind != "tensor":
+        x[7, 130], x[8, 5] = float("nan"), float("inf")
+    found, high = (
+        rounding.rounded(x, kind, form, True, True),
+        x.float(),
+    )  # in fp16 the twin's scales would overflow
+    wanted = []
+    for y in (high, high.t()):
+        tile = {"row": (1, 128), "block": (128, 128), "tensor": tuple(y.shape)}[kind]
+        wanted += fp8.plain(y, *tile, FORMATS[form])
+        found += rounding.encode(x if y is high else x.t(), *tile, FORMATS[form])
+    return [
+        float(not a.float().allclose(b.float(), 0, 0, equal_nan=True))
+        for a, b in zip(found, wanted * 2, strict=True)
+    ]
+
+
 def cases() -> Iterator[tuple[str, Case]]:
     for biased in (False, True):
         for z_loss in (0.0, 0.01):
             yield (
                 f"loss, bias {biased}, z_loss {z_loss}",
                 lambda dtype, biased=biased, z=z_loss: fused_loss(dtype, biased, z),
+            )
+
+    for form in ("fp8 e4m3", "fp8 e5m2"):
+        for kind in ("row", "block", "tensor"):
+            yield (
+                f"rounding to {form} by {kind}",
+                lambda dtype, form=form, kind=kind: rounding_to_fp8(dtype, form, kind),
             )
 
 

@@ -15,8 +15,11 @@ import torch
 
 from fivefold.files import cache_folder, make_folder, write_atomically
 
-LOSS = "loss"
-KERNELS = {LOSS: "the output layer and its cross-entropy without logits in memory"}
+LOSS, ROUNDING = "loss", "fp8 rounding"
+KERNELS = {
+    LOSS: "the output layer and its cross-entropy without logits in memory",
+    ROUNDING: "numbers of 8 bits, their scales and their transpose in one pass",
+}
 CLEARLY = 1.05
 """PyTorch's own has to take this many times as long, at every shape that was measured in a dtype."""
 
