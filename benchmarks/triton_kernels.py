@@ -47,7 +47,7 @@ def sources() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     """By name: the kernel, the types of its arguments, and what it is compiled for with its options."""
     from fivefold.kernels.gpu import loss
 
-    found = roundings()
+    found = roundings() | combines()
     for dtype in (torch.bfloat16, torch.float32):
         numbers, tile = POINTERS[dtype], loss.tile(dtype) | {"BIASED": False}
         common = dict.fromkeys(("x", "weight", "bias"), numbers) | {"targets": "*i64", "out": "*fp32"}
@@ -74,6 +74,19 @@ def roundings() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
         given = types | {"largest": "*fp32" if kind == "tensor" else "*bf16"}
         found[name] = rounding._round_kernel, given, rounding.compiled(form, kind, True, turned)
     return found
+
+
+def combines() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
+    from fivefold.kernels.gpu import combine
+
+    rows = dict.fromkeys(("rows", "weights", "out", "dout", "drows"), "*bf16")
+    types = rows | {"places": "*i64", "order": "*i64", "dweights": "*fp32"}
+    types |= dict.fromkeys(("M", "N", "D"), "i32")
+    given = {"WEIGHTED": True, "K": 8, "COLUMNS": combine.COLUMNS}
+    return {
+        "combine: sum, bf16": (combine._sum_kernel, types, given),
+        "combine: gradients, bf16": (combine._spread_kernel, types, given),
+    }
 
 
 def built(kernel: Any, types: dict[str, str], compiled: dict[str, Any], device: Device) -> Any:

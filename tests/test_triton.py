@@ -20,7 +20,8 @@ from ranks import run_ranks
 from fivefold.comm import Axis
 from fivefold.errors import UserError
 from fivefold.kernels import fp8, matmul, native, sizes
-from fivefold.kernels.gpu import language, loss, registry, rounding
+from fivefold.kernels.gpu import combine, language, loss, registry, rounding
+from fivefold.models import mixture
 from fivefold.precision.formats import FORMATS
 from fivefold.train import self_test
 
@@ -114,10 +115,11 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @needs_triton
 @pytest.mark.slow
-def test_the_loss_in_the_interpreter(interpreted: dict[str, Any]) -> None:
-    """Forward and backward equal PyTorch in fp64 within rounding, in fp32 and fp16."""
-    cases = {name: errors for name, errors in interpreted.items() if name.startswith("loss")}
-    assert cases
+@pytest.mark.parametrize("kernel", ["loss", "combine"])
+def test_forward_and_backward_in_the_interpreter(kernel: str, interpreted: dict[str, Any]) -> None:
+    """They equal PyTorch in fp64 within rounding, in fp32 and fp16."""
+    cases = {name: errors for name, errors in interpreted.items() if name.startswith(kernel)}
+    assert len(cases) == (8 if kernel == "loss" else 4)
     for name, errors in cases.items():
         assert max(errors) < TOLERANCE[name.rpartition(" ")[2]], (name, errors)
 
@@ -158,6 +160,32 @@ def test_rounding_by_a_kernel_that_computes(scaling: str, monkeypatch: pytest.Mo
         assert torch.equal(a.float(), b.float())
     assert len(calls) >= (0 if scaling == "row" else 4)
     assert set(calls) <= {"row", "block", "tensor"}
+
+
+def test_combining_by_a_kernel_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its twin here: experts' rows in forward and backward, with dropped ones and in a compiled graph."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(30, 8), torch.rand(30, 2)]
+    chosen = torch.rand(30, 4).topk(2).indices
+    results, calls = [], list[str]()
+
+    monkeypatch.setattr(combine, "runs", lambda *tensors: calls.append("an operator"))  # and returns None
+    for kernels in (False, True):
+        monkeypatch.setattr(
+            native, "in_triton", lambda kernel, y, on=kernels: on and kernel == registry.COMBINE
+        )
+        for way in (mixture.assign(chosen, 4), mixture.assign(chosen, 4, capacity=12)):
+
+            def both(x: torch.Tensor, weights: torch.Tensor, way: mixture.Assignment = way) -> torch.Tensor:
+                return mixture.combine(mixture.dispatch(x, way).square(), weights, way)
+
+            torch._dynamo.reset()
+            for run in (both, torch.compile(both, backend="aot_eager", fullgraph=True)):
+                given = [t.clone().requires_grad_() for t in leaves]
+                results.append([out := run(*given), *torch.autograd.grad(out.sum(), given)])
+        assert len(calls) == (12 if kernels else 0), "a sum and two gradients, each time"
+    for one, other in zip(results[:4], results[4:], strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 @needs_triton

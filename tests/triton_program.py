@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.kernels import fp8, native, sizes
-from fivefold.kernels.gpu import language, loss, rounding
+from fivefold.kernels import experts, fp8, native, sizes
+from fivefold.kernels.gpu import combine, language, loss, rounding
+from fivefold.models.mixture import filled
 from fivefold.precision.formats import FORMATS
 
 Case = Callable[[torch.dtype], list[float]]
@@ -65,6 +66,29 @@ def rounding_to_fp8(dtype: torch.dtype, form: str, kind: str) -> list[float]:
     ]
 
 
+def combined(dtype: torch.dtype, weighted: bool) -> list[float]:
+    """The sum of each token's rows, some dropped and some nobody's, and its gradients; and whether the sum's bits are
+    those of the slots' order."""
+    N, K, D = 23, 3, 40
+    chosen = torch.rand(N, 5).topk(K).indices
+    way = filled(
+        chosen, chosen.t().reshape(-1).argsort(stable=True), chosen.flatten().bincount(minlength=5), 12
+    )
+    assert way.place_NK.max() == len(way.order_M)
+    assert way.order_M.max() == N * K
+    rows, weights, dout = (torch.randn(size).to(dtype) for size in ((len(way.order_M), D), (N, K), (N, D)))
+    found = combine.sum_rows(rows, way.place_NK, weights if weighted else None, True)
+    factors = weights if weighted else torch.ones_like(weights)
+    padded, total = torch.cat([rows, rows.new_zeros(1, D)]).float(), torch.zeros(N, D)
+    for k in range(K):
+        total += padded[way.place_NK[:, k]] * factors[:, k : k + 1].float()
+    wanted = experts.plain_sum(rows.double(), way.place_NK, factors.double(), True)
+    errors = [float(not torch.equal(found, total.to(dtype))), error(found, wanted)]
+    high = experts.plain_spread(dout.double(), rows.double(), weights.double(), way.order_M)
+    gradients = combine.spread(dout, rows, weights, way.order_M)
+    return [*errors, *(error(a, b) for a, b in zip(gradients, high, strict=True))]
+
+
 def cases() -> Iterator[tuple[str, Case]]:
     for biased in (False, True):
         for z_loss in (0.0, 0.01):
@@ -73,6 +97,8 @@ def cases() -> Iterator[tuple[str, Case]]:
                 lambda dtype, biased=biased, z=z_loss: fused_loss(dtype, biased, z),
             )
 
+    for weighted in (False, True):
+        yield f"combine, weights {weighted}", lambda dtype, weighted=weighted: combined(dtype, weighted)
     for form in ("fp8 e4m3", "fp8 e5m2"):
         for kind in ("row", "block", "tensor"):
             yield (
@@ -83,6 +109,7 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 def main() -> None:
     assert language.INTERPRETED
+    combine.COLUMNS = 16
     loss.ROWS, loss.COLUMNS, loss.FEATURES, loss.SPANS = 16, 32, 64, 3
     sizes.LOGITS_BYTES["cpu"] = 1  # slabs of 128 columns
     native.usable, native.in_triton = (lambda *tensors: False), (lambda kernel, x: True)

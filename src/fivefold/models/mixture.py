@@ -31,6 +31,7 @@ from torch.library import custom_op
 from torch.nn import functional as F
 
 from fivefold.kernels import elementwise
+from fivefold.kernels.experts import spread, sum_rows
 from fivefold.kernels.matmul import wide, widened
 from fivefold.kernels.rounded import RoundedMatmuls, round_tiles
 from fivefold.models.layers import RegionInput, RegionOutput, Sublayer, SwiGLU
@@ -451,7 +452,7 @@ class _Dispatch(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        return _sum_rows(grads[0], ctx.assignment), None
+        return _sum(grads[0], ctx.assignment), None
 
 
 class _Combine(Function):
@@ -461,23 +462,15 @@ class _Combine(Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         ctx.assignment = assignment
         ctx.save_for_backward(rows, weights)
-        return _sum_rows(rows, assignment, weights)
+        return _sum(rows, assignment, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        (rows, weights), assignment = ctx.saved_tensors, ctx.assignment
-        dout_MD = grads[0].index_select(0, assignment.tokens_M)
-        dslots = torch.zeros(weights.numel() + 1, dtype=torch.float32, device=rows.device)
-        dslots[assignment.order_M] = (dout_MD * rows).sum(-1, dtype=torch.float32)
-        dweights = dslots[:-1].view(weights.shape[::-1]).t().to(weights.dtype)
-        slot_weights_M = F.pad(weights.t().reshape(-1), (0, 1))[assignment.order_M]  # 0 for rows of nobody
-        return dout_MD.mul_(slot_weights_M[:, None]), dweights, None
+        rows, weights = ctx.saved_tensors
+        return *spread(grads[0], rows, weights, ctx.assignment.order_M), None
 
 
-def _sum_rows(rows_MD: Tensor, way: Assignment, weights_NK: Tensor | None = None) -> Tensor:
-    """The weighted sum of the rows of each token, one bag of K rows per token. The order of summation is the same in
-    every run. Place M is a row of zeros."""
-    if way.drops:
-        rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
-    return F.embedding_bag(way.place_NK, rows_MD, mode="sum", per_sample_weights=weights_NK)
+def _sum(rows_MD: Tensor, way: Assignment, weights_NK: Tensor | None = None) -> Tensor:
+    """The weighted sum of the rows of each token."""
+    return sum_rows(rows_MD, way.place_NK, weights_NK, way.drops)

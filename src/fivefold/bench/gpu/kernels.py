@@ -101,8 +101,8 @@ def pairs(
     model: ModelSection, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, str, tuple[Call, Call]]]:
     """(kernel, shape, calls with and without it), which return tuples of tensors."""
-    from fivefold.kernels import fp8
-    from fivefold.kernels.gpu import loss, rounding
+    from fivefold.kernels import experts, fp8
+    from fivefold.kernels.gpu import combine, loss, rounding
 
     n, D, V = model.seq_len, model.dim, known(model.vocab_size)
     x, weight = (torch.randn(size, device=device).to(dtype).requires_grad_() for size in ((n, D), (V, D)))
@@ -112,8 +112,8 @@ def pairs(
         loss_ = call(x, weight, targets)
         return (loss_.detach(), *torch.autograd.grad(loss_, (x, weight)))
 
-    ways = loss.linear_cross_entropy, linear_cross_entropy
-    yield registry.LOSS, f"{n} x {D} x {V}", (partial(gradients, ways[0]), partial(gradients, ways[1]))
+    mine, other = (partial(gradients, call) for call in (loss.linear_cross_entropy, linear_cross_entropy))
+    yield registry.LOSS, f"{n} x {D} x {V}", (mine, other)
     plain = torch.compile(fp8.plain) if device.type == "cuda" else fp8.plain  # as in a compiled block
     form, y = FORMATS["fp8 e4m3"], x.detach()[:, : D - D % BLOCK][: n - n % BLOCK].contiguous()
     tiles = {"1 x 128": (1, BLOCK), "128 x 128": (BLOCK, BLOCK), "the whole tensor": tuple(y.shape)}
@@ -122,6 +122,17 @@ def pairs(
     ):  # whose scales may overflow
         calls = partial(rounding.encode, y, *tile, form), partial(plain, y, *tile, form)
         yield registry.ROUNDING, f"{len(y)} x {y.shape[1]} by {name}", calls
+    places, weights = (
+        torch.randperm(8 * n, device=device).view(n, 8),
+        torch.rand(n, 8, device=device).to(dtype),
+    )
+    rows, order = x.detach().repeat(8, 1), places.t().flatten().argsort()
+
+    def summed(add: Call, spread: Call) -> tuple[Tensor, ...]:
+        return add(rows, places, weights, False), *spread(x.detach(), rows, weights, order)
+
+    ways = (combine.sum_rows, combine.spread), (experts.plain_sum, experts.plain_spread)
+    yield registry.COMBINE, f"8 x {n} x {D}", (partial(summed, *ways[0]), partial(summed, *ways[1]))
 
 
 def both(call: Call, inputs: Sequence[Tensor]) -> int:
