@@ -154,7 +154,7 @@ def main() -> None:
     report = {"triton": triton.__version__, "limits": limits, "kernels": kernels}
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit("\n".join(wrong))
+    sys.exit("\n".join(wrong) or 0)
 
 
 if __name__ == "__main__":
