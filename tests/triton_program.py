@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.kernels import experts, fp8, native, sizes
+from fivefold.kernels import experts, native, sizes
 from fivefold.kernels.gpu import combine, language, loss, rounding
+from fivefold.kernels.rounded import encode_tiles
 from fivefold.models.mixture import filled
 from fivefold.precision.formats import FORMATS
 
@@ -58,7 +59,7 @@ def rounding_to_fp8(dtype: torch.dtype, form: str, kind: str) -> list[float]:
     wanted = []
     for y in (high, high.t()):
         tile = {"row": (1, 128), "block": (128, 128), "tensor": tuple(y.shape)}[kind]
-        wanted += fp8.plain(y, *tile, FORMATS[form])
+        wanted += encode_tiles(y, *tile, FORMATS[form])
         found += rounding.encode(x if y is high else x.t(), *tile, FORMATS[form])
     return [
         float(not a.float().allclose(b.float(), 0, 0, equal_nan=True))
@@ -82,9 +83,9 @@ def combined(dtype: torch.dtype, weighted: bool) -> list[float]:
     padded, total = torch.cat([rows, rows.new_zeros(1, D)]).float(), torch.zeros(N, D)
     for k in range(K):
         total += padded[way.place_NK[:, k]] * factors[:, k : k + 1].float()
-    wanted = experts.plain_sum(rows.double(), way.place_NK, factors.double(), True)
+    wanted = experts.sum_rows(rows.double(), way.place_NK, factors.double(), True)
     errors = [float(not torch.equal(found, total.to(dtype))), error(found, wanted)]
-    high = experts.plain_spread(dout.double(), rows.double(), weights.double(), way.order_M)
+    high = experts.spread(dout.double(), rows.double(), weights.double(), way.order_M)
     gradients = combine.spread(dout, rows, weights, way.order_M)
     return [*errors, *(error(a, b) for a, b in zip(gradients, high, strict=True))]
 

@@ -5,46 +5,21 @@ Legend: N tokens, K rows of a token, M rows in all, D model. Slot s of token n h
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fivefold.kernels import native
-from fivefold.kernels.gpu import registry
-
 
 def sum_rows(rows_MD: Tensor, place_NK: Tensor, weights_NK: Tensor | None, drops: bool) -> Tensor:
-    """The weighted sum of the rows of each token (N, D), in the order of its slots. drops: some places may be M, which
-    counts as zero."""
-    return (_kernel(rows_MD) or plain_sum)(rows_MD, place_NK, weights_NK, drops)
-
-
-def spread(dout_ND: Tensor, rows_MD: Tensor, weights_NK: Tensor, order_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of rows and weights, given that of the sum. order: the slot of each row."""
-    return (_kernel(rows_MD, "spread") or plain_spread)(dout_ND, rows_MD, weights_NK, order_M)
-
-
-def _kernel(rows: Tensor, name: str = "sum_rows") -> Any:
-    """A function of kernels/gpu/combine.py, if it computes here."""
-    if not native.in_triton(registry.COMBINE, rows):
-        return None
-    from fivefold.kernels.gpu import combine  # which imports Triton
-
-    return getattr(combine, name)
-
-
-def plain_sum(rows_MD: Tensor, place_NK: Tensor, weights_NK: Tensor | None, drops: bool) -> Tensor:
-    """One bag of K rows per token. The order of summation is the same in every run."""
+    """The weighted sum of the rows of each token (N, D): one bag of K rows per token, summed in the same order in every
+    run. drops: some places may be M, which counts as zero."""
     if drops:
         rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
     return F.embedding_bag(place_NK, rows_MD, mode="sum", per_sample_weights=weights_NK)
 
 
-def plain_spread(
-    dout_ND: Tensor, rows_MD: Tensor, weights_NK: Tensor, order_M: Tensor
-) -> tuple[Tensor, Tensor]:
+def spread(dout_ND: Tensor, rows_MD: Tensor, weights_NK: Tensor, order_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and weights, given that of the sum. order: the slot of each row."""
     dout_MD = dout_ND.index_select(0, order_M % len(dout_ND))
     dslots = torch.zeros(weights_NK.numel() + 1, dtype=torch.float32, device=rows_MD.device)
     dslots[order_M] = (dout_MD * rows_MD).sum(-1, dtype=torch.float32)

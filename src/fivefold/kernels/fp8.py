@@ -22,12 +22,10 @@ from torch import Tensor
 from fivefold.kernels import native
 from fivefold.kernels.gpu import registry
 from fivefold.kernels.private import scaled_grouped_mm, scaled_mm
-from fivefold.kernels.rounded import E4M3, Factor, Kept, RoundedMatmuls, power_of_two, tiles_of
+from fivefold.kernels.rounded import E4M3, Encoded, Factor, Kept, RoundedMatmuls, encode_tiles
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import Format
 from fivefold.precision.fp8 import BLOCK, GRADIENTS, row_bytes
-
-Encoded = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def encode(x: Tensor, rows: int, columns: int, form: Format) -> Encoded:
     """x (r, c) as numbers of 8 bits, contiguous, and the factors (fp32) that undo the scales of its tiles: (r / rows, c
     / columns). The tiles are whole."""
     kernel = _kernel(x, rows, columns)
-    return (kernel.encode if kernel else plain)(x, rows, columns, form)
+    return (kernel.encode if kernel else encode_tiles)(x, rows, columns, form)
 
 
 def _kernel(x: Tensor, rows: int, columns: int) -> Any:
@@ -139,16 +137,6 @@ def _kernel(x: Tensor, rows: int, columns: int) -> Any:
     from fivefold.kernels.gpu import rounding  # which imports Triton
 
     return rounding if rounding.kind_of(rows, columns, x.shape) else None
-
-
-def plain(x: Tensor, rows: int, columns: int, form: Format) -> Encoded:
-    """`encode` by PyTorch's operations."""
-    tiles = tiles_of(x, rows, columns)
-    largest = torch.maximum(tiles.amax((1, 3), keepdim=True), -tiles.amin((1, 3), keepdim=True))
-    scale = power_of_two(largest.float(), form)
-    # A power of two rounds nothing.
-    numbers = (tiles * scale.to(x.dtype)).to(getattr(torch, form.torch)).reshape(x.shape)
-    return numbers.contiguous(), 1 / scale[:, 0, :, 0]
 
 
 def encode_rows(x: Tensor, form: Format) -> Tensor:

@@ -30,8 +30,8 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 from torch.nn import functional as F
 
-from fivefold.kernels import elementwise
-from fivefold.kernels.experts import spread, sum_rows
+from fivefold.kernels import elementwise, experts, native
+from fivefold.kernels.gpu import registry
 from fivefold.kernels.matmul import wide, widened
 from fivefold.kernels.rounded import RoundedMatmuls, round_tiles
 from fivefold.models.layers import RegionInput, RegionOutput, Sublayer, SwiGLU
@@ -468,9 +468,18 @@ class _Combine(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         rows, weights = ctx.saved_tensors
-        return *spread(grads[0], rows, weights, ctx.assignment.order_M), None
+        return *_summing(rows).spread(grads[0], rows, weights, ctx.assignment.order_M), None
 
 
 def _sum(rows_MD: Tensor, way: Assignment, weights_NK: Tensor | None = None) -> Tensor:
     """The weighted sum of the rows of each token."""
-    return sum_rows(rows_MD, way.place_NK, weights_NK, way.drops)
+    return _summing(rows_MD).sum_rows(rows_MD, way.place_NK, weights_NK, way.drops)
+
+
+def _summing(rows: Tensor) -> Any:
+    """The module that sums rows and makes their gradients here."""
+    if not native.in_triton(registry.COMBINE, rows):
+        return experts
+    from fivefold.kernels.gpu import combine  # which imports Triton
+
+    return combine

@@ -101,8 +101,9 @@ def pairs(
     model: ModelSection, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, str, tuple[Call, Call]]]:
     """(kernel, shape, calls with and without it), which return tuples of tensors."""
-    from fivefold.kernels import experts, fp8
+    from fivefold.kernels import experts
     from fivefold.kernels.gpu import combine, loss, rounding
+    from fivefold.kernels.rounded import encode_tiles
 
     n, D, V = model.seq_len, model.dim, known(model.vocab_size)
     x, weight = (torch.randn(size, device=device).to(dtype).requires_grad_() for size in ((n, D), (V, D)))
@@ -114,7 +115,7 @@ def pairs(
 
     mine, other = (partial(gradients, call) for call in (loss.linear_cross_entropy, linear_cross_entropy))
     yield registry.LOSS, f"{n} x {D} x {V}", (mine, other)
-    plain = torch.compile(fp8.plain) if device.type == "cuda" else fp8.plain  # as in a compiled block
+    plain = torch.compile(encode_tiles) if device.type == "cuda" else encode_tiles  # as in a compiled block
     form, y = FORMATS["fp8 e4m3"], x.detach()[:, : D - D % BLOCK][: n - n % BLOCK].contiguous()
     tiles = {"1 x 128": (1, BLOCK), "128 x 128": (BLOCK, BLOCK), "the whole tensor": tuple(y.shape)}
     for name, tile in (
@@ -131,7 +132,7 @@ def pairs(
     def summed(add: Call, spread: Call) -> tuple[Tensor, ...]:
         return add(rows, places, weights, False), *spread(x.detach(), rows, weights, order)
 
-    ways = (combine.sum_rows, combine.spread), (experts.plain_sum, experts.plain_spread)
+    ways = (combine.sum_rows, combine.spread), (experts.sum_rows, experts.spread)
     yield registry.COMBINE, f"8 x {n} x {D}", (partial(summed, *ways[0]), partial(summed, *ways[1]))
 
 

@@ -50,7 +50,7 @@ def _spread_kernel(dout, rows, weights, order, drows, dweights, N, D, K: constex
 def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None, drops: bool) -> Tensor:
     """As `experts.sum_rows`."""
     if not runs(rows):
-        return experts.plain_sum(rows, places, weights, drops)
+        return experts.sum_rows(rows, places, weights, drops)
     rows, places, (M, D), (N, K) = rows.contiguous(), places.contiguous(), rows.shape, places.shape
     given = rows if weights is None else weights.contiguous()
     out = rows.new_empty(N, D)
@@ -69,7 +69,7 @@ def _(rows: Tensor, places: Tensor, weights: Tensor | None, drops: bool) -> Tens
 def spread(dout: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """As `experts.spread`."""
     if not runs(rows):
-        return experts.plain_spread(dout, rows, weights, order)
+        return experts.spread(dout, rows, weights, order)
     dout, rows, weights, (N, K) = dout.contiguous(), rows.contiguous(), weights.contiguous(), weights.shape
     drows, dweights = torch.empty_like(rows), torch.zeros_like(weights, dtype=torch.float32)
     if len(rows):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fivefold.kernels import fp8
 from fivefold.kernels.gpu.language import blocks, constexpr, jit, runs, tl
+from fivefold.kernels.rounded import Encoded, encode_tiles
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import BLOCK
 
@@ -104,7 +104,7 @@ def kind_of(rows: int, columns: int, shape: torch.Size) -> str:
     return "tensor" if (rows, columns) == tuple(shape) else KINDS.get((rows, columns), "")
 
 
-def encode(x: Tensor, rows: int, columns: int, form: Format) -> fp8.Encoded:
+def encode(x: Tensor, rows: int, columns: int, form: Format) -> Encoded:
     """As `fp8.encode`. x may be a transposed view."""
     turned = not x.is_contiguous() and x.t().is_contiguous()
     kind = kind_of(rows, columns, x.shape)
@@ -112,7 +112,7 @@ def encode(x: Tensor, rows: int, columns: int, form: Format) -> fp8.Encoded:
     return numbers, factors
 
 
-def both(x: Tensor, rows: int, columns: int, form: Format) -> tuple[fp8.Encoded, fp8.Encoded]:
+def both(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Encoded, Encoded]:
     """x and x.T encoded, in one pass. A tile that is not the whole tensor is as large in both."""
     one, scale, other, other_scale = rounded(x, kind_of(rows, columns, x.shape), form.name, True, True)
     return (one, scale), (other, other_scale)
@@ -124,7 +124,7 @@ def rounded(x: Tensor, kind: str, form: str, straight: bool, turned: bool) -> li
     if not runs(x):
         tiles = {name: tile for tile, name in KINDS.items()}
         ways = [x] * straight + [x.t()] * turned
-        return [t for y in ways for t in fp8.plain(y, *tiles.get(kind, y.shape), FORMATS[form])]
+        return [t for y in ways for t in encode_tiles(y, *tiles.get(kind, y.shape), FORMATS[form])]
     x, (R, C), cut = x.contiguous(), x.shape, compiled(FORMATS[form], kind, straight, turned)
     found = _empty(x, kind, form, straight, turned)
     largest = torch.maximum(x.amax(), -x.amin()).float() if kind == "tensor" else x
