@@ -47,7 +47,7 @@ def sources() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     """By name: the kernel, the types of its arguments, and what it is compiled for with its options."""
     from fivefold.kernels.gpu import loss
 
-    found = {}
+    found = roundings() | combines()
     for dtype in (torch.bfloat16, torch.float32):
         numbers, tile = POINTERS[dtype], loss.tile(dtype) | {"BIASED": False}
         common = dict.fromkeys(("x", "weight", "bias"), numbers) | {"targets": "*i64", "out": "*fp32"}
@@ -62,6 +62,33 @@ def sources() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     return found
 
 
+def roundings() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
+    from fivefold.kernels.gpu import rounding
+    from fivefold.precision.formats import FORMATS
+
+    found, form = {}, FORMATS["fp8 e4m3"]
+    types = {"x": "*bf16", "out": "*u8", "turned": "*u8", "factors": "*fp32", "turned_factors": "*fp32"}
+    types |= {"R": "i32", "C": "i32"}
+    for kind, turned in (("row", False), ("row", True), ("block", False), ("block", True), ("tensor", True)):
+        name = f"fp8 rounding: {kind}{' and transpose' * turned}, bf16"
+        given = types | {"largest": "*fp32" if kind == "tensor" else "*bf16"}
+        found[name] = rounding._round_kernel, given, rounding.compiled(form, kind, True, turned)
+    return found
+
+
+def combines() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
+    from fivefold.kernels.gpu import combine
+
+    rows = dict.fromkeys(("rows", "weights", "out", "dout", "drows"), "*bf16")
+    types = rows | {"places": "*i64", "order": "*i64", "dweights": "*fp32"}
+    types |= dict.fromkeys(("M", "N", "D"), "i32")
+    given = {"WEIGHTED": True, "K": 8, "COLUMNS": combine.COLUMNS}
+    return {
+        "combine: sum, bf16": (combine._sum_kernel, types, given),
+        "combine: gradients, bf16": (combine._spread_kernel, types, given),
+    }
+
+
 def built(kernel: Any, types: dict[str, str], compiled: dict[str, Any], device: Device) -> Any:
     """Compiled as a launch compiles it with tensors at multiples of 16 bytes and sizes that are multiples of 16."""
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
@@ -73,7 +100,7 @@ def built(kernel: Any, types: dict[str, str], compiled: dict[str, Any], device: 
     whole = [
         i
         for i, name in enumerate(kernel.arg_names)
-        if signature[name][0] == "*" or name in ("N", "V", "D", "size")
+        if signature[name][0] == "*" or name in ("N", "V", "D", "R", "C", "size")
     ]
     attributes = {(i,): [["tt.divisibility", 16]] for i in whole}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
@@ -122,12 +149,12 @@ def main() -> None:
             found = usage(built(*source, device), device)
             kernels.setdefault(name, {})[arch] = found
             wrong += [f"{name} on {arch}: {text}" for text in trouble(found, device)]
-            print(f"{name:24} {arch:8} {found}", flush=True)
+            print(f"{name:40} {arch:8} {found}", flush=True)
     limits = {name: {"registers": one.registers, "shared": one.shared} for name, one in DEVICES.items()}
     report = {"triton": triton.__version__, "limits": limits, "kernels": kernels}
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit("\n".join(wrong))
+    sys.exit("\n".join(wrong) or 0)
 
 
 if __name__ == "__main__":

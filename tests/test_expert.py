@@ -19,9 +19,12 @@ from fivefold.comm import Axis
 from fivefold.data import prepare
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
-from fivefold.models.mixture import grouped_linear
-from fivefold.parallel.expert import AllToAll, Turns
+from fivefold.models.layers import SwiGLU
+from fivefold.models.mixture import Assignment, Experts, grouped_linear
+from fivefold.parallel.expert import AllToAll, Transfer, Turns
 from fivefold.parallel.mesh import Mesh
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.setting import setting
 from fivefold.recipe import Recipe, change, load, resolve
 from fivefold.schedules.pipeline import build
 from fivefold.sharding.layout import Layout
@@ -226,7 +229,13 @@ def exchange(
     axis = Axis("ep", range(world), rank, torch.device("cpu"), dist.group.WORLD)
     start = axis.start
     axis.start = lambda *args, **options: (notes.append("start"), start(*args, **options))[1]  # type: ignore
-    out = AllToAll(axis, chunks)(rows, mine, lambda x, c: Noted.apply(grouped_linear(x, own, c), notes))
+    numbers = torch.arange(len(rows))  # each row is a token of its own
+    way = Assignment(numbers, numbers[:, None], mine, mine.sum(0))
+    sends = AllToAll(axis, chunks)
+    leaving, begun = sends.begin(rows, way)
+    assert notes == ["start"] * (1 + chunks), "the counts, and all rows"
+    compute = lambda x, c: Noted.apply(grouped_linear(x, own, c), notes)  # noqa: E731
+    out = sends(leaving, mine, compute, begun=begun)
     of = torch.arange(experts).repeat(chunks).repeat_interleave(mine.flatten())
     wanted = torch.einsum("md,mfd->mf", rows, weights[of])
     torch.testing.assert_close(out, wanted)
@@ -280,6 +289,53 @@ def paired(rank: int, world: int, recipe: Recipe, steps: int, where: Path) -> No
     pairs = build("dualpipev_paired", 2, 4).pairs
     assert len(found) == steps * sum(action.stage in ((0, 3) if rank < 2 else (1, 2)) for action in pairs)
     assert all(ahead and behind for ahead, behind in found), "one did not give way"
+
+
+ORDER = {"dispatch": ("start",), "shared up": ("shared",), "arrival": ("wait",), "experts up": ("experts",),
+         "combine": ("start", "wait")}  # fmt: skip
+"""What a rank does where the planner has an operation, in forward. In backward it waits where it started, and starts
+where it waited."""
+
+
+def ordered(rank: int, world: int, recipe: Recipe, steps: int, where: Path) -> None:
+    """As `side`. Each block computes and sends in the order of the planner's operations."""
+    notes = list[str]()
+
+    def noted(name: str, function: Callable) -> Callable:
+        def run(*inputs, **options):
+            notes.append(name)
+            found = function(*inputs, **options)
+            if name in ("shared", "experts"):
+                found.register_hook(lambda _: notes.append(name))
+            return found
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, method, name in (
+            (Transfer, "start", "start"),
+            (Transfer, "wait", "wait"),
+            (SwiGLU, "forward", "shared"),
+            (Experts, "compute", "experts"),
+        ):
+            patch.setattr(kind, method, noted(name, getattr(kind, method)))
+        side(rank, world, recipe, steps, where)
+    model = resolve(recipe, vocab_size=64).model
+    planned = setting(model, Layout.from_recipe(recipe.layout), parse("h100:2"), 1, 4).last_block
+    forward = [note for op in planned for note in ORDER.get(op.name, ())]
+    turned = {"start": "wait", "wait": "start"}
+    backward = [turned.get(note, note) for note in reversed(forward)]
+    blocks = [*forward * model.layers, *backward * model.layers]
+    assert notes == blocks * (len(notes) // len(blocks)), notes[: len(blocks)]
+    assert len(notes) >= steps * len(blocks)
+
+
+@pytest.mark.parametrize("buffer", [0, 2])
+def test_rows_travel_beside_the_shared_expert(folder, buffer):
+    """They leave before it computes, and are waited for behind it, and the plan has the same order."""
+    sets = ["model.arch=deepseek", "model.layers=2", "data.document_masks=false"]
+    recipe = tiny(folder, f"dp=2,ep=2,expert_buffer={buffer}", *sets, steps=1)
+    assert compared(recipe, steps=1, part=ordered).passed
 
 
 PAIRED = "dp=2,pp=2,ep=2,schedule=dualpipev_paired"

@@ -29,6 +29,8 @@ from fivefold.models.mixture import (
 from fivefold.models.moe.module import Model as MoE
 from fivefold.observe.metrics import read_metrics
 from fivefold.parallel import recompute
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.setting import setting
 from fivefold.recipe import (
     ModelSection,
     Recipe,
@@ -39,6 +41,7 @@ from fivefold.recipe import (
     load,
     resolve_model,
 )
+from fivefold.sharding.layout import Layout
 
 SMALL = {"arch": "moe", "layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_size": 64, "seq_len": 16}
 EXPERTS = {"experts": 6, "experts_per_token": 2, "expert_ffn_dim": 24}
@@ -220,6 +223,21 @@ def test_experts_filled_up_to_their_capacity_give_the_same(chunks):
         found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for a, b in zip(*found, strict=True):
         assert (a - b).norm() <= 1e-6 * b.norm()
+
+
+def test_no_expert_has_room_for_more_rows_than_there_are_tokens():
+    """A token chooses an expert once. GPUs compute all the room that experts have, and the plan counts as much."""
+    model, N = section(capacity_factor=8.0), 4 * 8
+    assert mixture(capacity_factor=8.0).capacity(N) == N
+    assert mixture(capacity_factor=1.25).capacity(N) == math.ceil(1.25 * N * 2 / 6)
+    model = model.model_copy(update={"seq_len": 8})
+    for factor, rows in ((8.0, N), (1.25, 14)):
+        model = model.model_copy(update={"capacity_factor": factor})
+        (up,) = (
+            op for op in setting(model, Layout(), parse("h100"), 4, 1).last_block if op.name == "experts up"
+        )
+        assert up.matmul is not None
+        assert (up.matmul.m, up.matmul.count) == (rows, 6)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.25])

@@ -25,7 +25,7 @@ from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import of_table
 from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.setting import setting, software_of
-from fivefold.plan.time import time
+from fivefold.plan.time import cost, time
 from fivefold.plan.time.timeline import timeline
 from fivefold.recipe import Recipe, change, load, resolve_model
 from fivefold.schedules.timelines import (
@@ -417,3 +417,32 @@ def test_bucket_sizes_in_a_layout() -> None:
     for wrong, said in (("-1", "must be a number >= 0"), ("few", "must be a number")):
         with pytest.raises(UserError, match=said):
             load("quickstart", [], f"dp=2,bucket_mib={wrong}")
+
+
+@pytest.mark.parametrize("width", [512, 16384])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_rows_travel_beside_the_shared_expert(width: int, chunks: int) -> None:
+    """The drawn step is the planned one, and only what takes longer than the shared expert is waited for."""
+    model = resolve_model(
+        ModelSection(
+            arch="moe", layers=4, dim=2048, heads=16, seq_len=4096, experts=16, experts_per_token=4, shared_experts=1,
+            expert_ffn_dim=width,
+        ),
+        vocab_size=2048,
+    )  # fmt: skip
+    cluster = parse("h100:8")
+    cluster = replace(cluster, device=replace(cluster.device, spread=0.0))
+    s = setting(model, layout_of(f"dp=8,ep=8,expert_chunks={chunks}"), cluster, 2, 3)
+    step, drawn = time.step(s), timeline(s)
+    assert drawn is not None
+    assert drawn.seconds == pytest.approx(step.seconds, rel=1e-9)
+    assert drawn.waited == pytest.approx(sum(step.exposed.values()), abs=1e-12)
+    ops = {op.name: cost.operation(op, s) for op in s.last_block}
+    (arrival,) = (op for op in s.last_block if op.name == "arrival")
+    for backward in (False, True):
+        (sent,) = arrival.sent_backward if backward else arrival.sent_forward
+        shared = [ops[f"shared {name}"] for name in ("up", "gate", "down")]
+        beside = sum(one.input + one.weight if backward else one.forward for one in shared)
+        waits = ops["arrival"].sent_backward if backward else ops["arrival"].sent_forward
+        assert waits == pytest.approx(max(0.0, cost.message(sent, s, backward) - beside), abs=1e-15)
+        assert waits > 0 if (width, chunks) == (512, 1) else not waits or width == 512

@@ -19,8 +19,10 @@ from ranks import run_ranks
 
 from fivefold.comm import Axis
 from fivefold.errors import UserError
-from fivefold.kernels import matmul, native, sizes
-from fivefold.kernels.gpu import loss, registry
+from fivefold.kernels import fp8, matmul, native, sizes
+from fivefold.kernels.gpu import combine, language, loss, registry, rounding
+from fivefold.models import mixture
+from fivefold.precision.formats import FORMATS
 from fivefold.train import self_test
 
 needs_triton = pytest.mark.skipif(
@@ -50,6 +52,14 @@ def test_loss_by_slabs(biased: bool, z_loss: float, monkeypatch: pytest.MonkeyPa
             assert torch.equal(x.grad, 2 * results[-1][1])
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 2e-6 * a.norm()
+    for wanted in (0, 1):  # the other has no gradient, and none is computed
+        x, weight = (t.clone().requires_grad_(i == wanted) for i, t in enumerate(leaves[:2]))
+        with monkeypatch.context() as patch:
+            patch.setattr(loss, ("weight_gradient", "add_product")[wanted], None)
+            (
+                3 * loss.linear_cross_entropy(x, weight, targets, leaves[2] if biased else None, z_loss)
+            ).backward()
+        assert torch.equal((x, weight)[wanted].grad, results[1][1 + wanted])
     nothing = loss.linear_cross_entropy(leaves[0], leaves[1], torch.full((33,), -100))
     assert nothing.item() == 0
 
@@ -105,12 +115,77 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @needs_triton
 @pytest.mark.slow
-def test_the_loss_in_the_interpreter(interpreted: dict[str, Any]) -> None:
-    """Forward and backward equal PyTorch in fp64 within rounding, in fp32 and fp16."""
-    cases = {name: errors for name, errors in interpreted.items() if name.startswith("loss")}
-    assert cases
+@pytest.mark.parametrize("kernel", ["loss", "combine"])
+def test_forward_and_backward_in_the_interpreter(kernel: str, interpreted: dict[str, Any]) -> None:
+    """They equal PyTorch in fp64 within rounding, in fp32 and fp16."""
+    cases = {name: errors for name, errors in interpreted.items() if name.startswith(kernel)}
+    assert len(cases) == (8 if kernel == "loss" else 4)
     for name, errors in cases.items():
         assert max(errors) < TOLERANCE[name.rpartition(" ")[2]], (name, errors)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_rounding_in_the_interpreter(interpreted: dict[str, Any]) -> None:
+    """Every bit is the twin's."""
+    cases = {name: errors for name, errors in interpreted.items() if name.startswith("rounding")}
+    assert len(cases) == 12
+    assert not any(map(any, cases.values())), cases
+
+
+@pytest.mark.parametrize("scaling", ["block", "row", "tensor"])
+def test_rounding_by_a_kernel_that_computes(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its twin here: what fp8 rounds, also transposed, a kept weight in both orders, and in a compiled graph."""
+    how, form = fp8.Fp8(scaling=scaling), FORMATS["fp8 e4m3"]
+    torch.manual_seed(0)
+    x = torch.randn(256, 384, dtype=torch.bfloat16)
+    monkeypatch.setattr(fp8.Fp8, "multiplies", lambda self, b: True)
+
+    def found() -> list[torch.Tensor]:
+        numbers = [t for y in (x, x.t()) for t in fp8.encode(y, *how.tile(y.shape), form)]
+        kept = how.keep(x)
+        for factor in (kept.output, kept.gradient):
+            numbers += [factor.numbers, factor.scale]
+        return [*numbers, *encode(x)]
+
+    encode = torch.compile(
+        lambda y: fp8.encode(y, *how.tile(y.shape), form), backend="aot_eager", fullgraph=True
+    )
+    wanted, calls = found(), list[str]()
+    monkeypatch.setattr(native, "in_triton", lambda kernel, y: kernel == registry.ROUNDING)
+    plain = rounding.rounded
+    monkeypatch.setattr(rounding, "rounded", lambda *given: (calls.append(given[1]), plain(*given))[1])
+    torch._dynamo.reset()
+    for a, b in zip(found(), wanted, strict=True):
+        assert torch.equal(a.float(), b.float())
+    assert len(calls) >= (0 if scaling == "row" else 4)
+    assert set(calls) <= {"row", "block", "tensor"}
+
+
+def test_combining_by_a_kernel_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its twin here: experts' rows in forward and backward, with dropped ones and in a compiled graph."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(30, 8), torch.rand(30, 2)]
+    chosen = torch.rand(30, 4).topk(2).indices
+    results, calls = [], list[str]()
+
+    monkeypatch.setattr(combine, "runs", lambda *tensors: calls.append("an operator"))  # and returns None
+    for kernels in (False, True):
+        monkeypatch.setattr(
+            native, "in_triton", lambda kernel, y, on=kernels: on and kernel == registry.COMBINE
+        )
+        for way in (mixture.assign(chosen, 4), mixture.assign(chosen, 4, capacity=12)):
+
+            def both(x: torch.Tensor, weights: torch.Tensor, way: mixture.Assignment = way) -> torch.Tensor:
+                return mixture.combine(mixture.dispatch(x, way).square(), weights, way)
+
+            torch._dynamo.reset()
+            for run in (both, torch.compile(both, backend="aot_eager", fullgraph=True)):
+                given = [t.clone().requires_grad_() for t in leaves]
+                results.append([out := run(*given), *torch.autograd.grad(out.sum(), given)])
+        assert len(calls) == (12 if kernels else 0), "a sum and two gradients, each time"
+    for one, other in zip(results[:4], results[4:], strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 @needs_triton
@@ -125,10 +200,13 @@ def test_only_what_was_measured_on_this_gpu_computes(monkeypatch: pytest.MonkeyP
     says = partial(self_test._kernels, native.Table("", []))
     assert registry.why_not() in ("no GPU", "")
     assert registry.why_not() in says()
+    assert registry._triton() == language.VERSION
     name = ["One GPU"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name[0])
-    monkeypatch.setattr(registry, "_triton", lambda: "3.7.1")
+    monkeypatch.setattr(language, "VERSION", "")
+    assert registry.why_not() == "Triton is not installed"
+    monkeypatch.setattr(language, "VERSION", "3.7.1")
     assert registry.faster() == []
     assert "has not measured" in says()
     loss_in = registry.case(registry.LOSS, torch.bfloat16)
@@ -145,7 +223,7 @@ def test_only_what_was_measured_on_this_gpu_computes(monkeypatch: pytest.MonkeyP
     assert registry.faster() == []
     registry._path().write_text('["lo')
     assert registry.faster() == []
-    monkeypatch.setattr(registry, "_triton", lambda: "")
+    monkeypatch.setattr(language, "VERSION", "")
     with pytest.raises(UserError, match="Triton is not installed on this machine"):
         self_test._kernels(native.Table("", [], [loss_in]))
 

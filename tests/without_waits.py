@@ -207,7 +207,9 @@ TRACES: dict[str, Callable[[], dict[str, int]]] = {
     "parallel/context.py": RING,
     "parallel/data.py": partial(traced, "dp=2,all_reduce=ring", "llama"),
     "parallel/diloco.py": OUTER,
-    "parallel/expert.py": partial(traced, "dp=2,ep=2", "moe"),
+    "parallel/expert.py": partial(
+        traced, "dp=2,ep=2", "moe", "precision.mode=fp8", "precision.fp8_dispatch=true"
+    ),
     "parallel/offload/activations.py": partial(traced, "dp=1", "llama", "layout.offload=activations", *LARGE),
     "parallel/offload/disk.py": TO_HOST,
     "parallel/offload/pages.py": TO_HOST,

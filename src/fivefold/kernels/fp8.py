@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.kernels import native
+from fivefold.kernels.gpu import registry
 from fivefold.kernels.private import scaled_grouped_mm, scaled_mm
-from fivefold.kernels.rounded import E4M3, Factor, Kept, RoundedMatmuls, power_of_two, tiles_of
+from fivefold.kernels.rounded import E4M3, Encoded, Factor, Kept, RoundedMatmuls, encode_tiles
 from fivefold.precision import PRECISIONS
 from fivefold.precision.formats import Format
 from fivefold.precision.fp8 import BLOCK, GRADIENTS, row_bytes
@@ -58,14 +60,19 @@ class Fp8(RoundedMatmuls):
         """In 8 bits twice where the device multiplies them: it reads both factors along their sum."""
         if not self.multiplies(weight):
             return super().keep(weight, inside)
-        return Kept(self.narrow(weight, True), self.narrow(weight.mT, True))
+        kernel = _kernel(weight, *self.tile(weight.shape, True)) if weight.dim() == 2 else None
+        first, second = (
+            kernel.both(weight, *self.tile(weight.shape, True), self.inputs) if kernel else (None, None)
+        )
+        return Kept(self.narrow(weight, True, first), self.narrow(weight.mT, True, second))
 
-    def narrow(self, b: Tensor, weight: bool = False) -> Factor:
-        """A second factor in 8 bits, with its scales as PyTorch's matmuls take them: (E, n) of experts."""
+    def narrow(self, b: Tensor, weight: bool = False, encoded: Encoded | None = None) -> Factor:
+        """A second factor in 8 bits, with its scales as PyTorch's matmuls take them: (E, n) of experts. encoded: it
+        is, as by `encode`."""
         if b.dim() == 3:
             numbers, scales = zip(*(encode(one, 1, one.shape[1], self.inputs) for one in b), strict=True)
             return Factor(torch.stack(numbers), torch.stack(scales)[..., 0])
-        b8, scale = encode(b, *self.tile(b.shape, weight), self.inputs)
+        b8, scale = encoded or encode(b, *self.tile(b.shape, weight), self.inputs)
         if self.scaling == "tensor":
             return Factor(b8, scale.view(()))
         if self.scaling == "row":
@@ -116,15 +123,20 @@ def matmuls(options: Any) -> Fp8:
     return Fp8(GRADIENTS[options.fp8_backward], scaling=options.fp8_scaling, dispatch=options.fp8_dispatch)
 
 
-def encode(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, rows: int, columns: int, form: Format) -> Encoded:
     """x (r, c) as numbers of 8 bits, contiguous, and the factors (fp32) that undo the scales of its tiles: (r / rows, c
     / columns). The tiles are whole."""
-    tiles = tiles_of(x, rows, columns)
-    largest = torch.maximum(tiles.amax((1, 3), keepdim=True), -tiles.amin((1, 3), keepdim=True))
-    scale = power_of_two(largest.float(), form)
-    # A power of two rounds nothing.
-    numbers = (tiles * scale.to(x.dtype)).to(getattr(torch, form.torch)).reshape(x.shape)
-    return numbers.contiguous(), 1 / scale[:, 0, :, 0]
+    kernel = _kernel(x, rows, columns)
+    return (kernel.encode if kernel else encode_tiles)(x, rows, columns, form)
+
+
+def _kernel(x: Tensor, rows: int, columns: int) -> Any:
+    """The module of the kernel that encodes such tiles here; None: PyTorch's operations do."""
+    if not native.in_triton(registry.ROUNDING, x):
+        return None
+    from fivefold.kernels.gpu import rounding  # which imports Triton
+
+    return rounding if rounding.kind_of(rows, columns, x.shape) else None
 
 
 def encode_rows(x: Tensor, form: Format) -> Tensor:

@@ -36,6 +36,8 @@ from fivefold.schedules.compression.blocks import LARGEST
 
 E4M3 = FORMATS["fp8 e4m3"]
 LONGEST = 1024  # BLOCK in native.c
+Encoded = tuple[Tensor, Tensor]
+"""Numbers of 8 bits, and the factors that undo the scales of their tiles."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,16 @@ def power_of_two(largest: Tensor, form: Format) -> Tensor:
     power = form.highest - (exponent - 1) - (2 * fraction > form.largest / 2.0**form.highest).int()
     scale = torch.ldexp(torch.ones_like(largest), power.clamp(max=110))
     return torch.where(largest > 0, torch.where(largest.isinf(), torch.nan, scale), largest + 1)
+
+
+def encode_tiles(x: Tensor, rows: int, columns: int, form: Format) -> Encoded:
+    """`fp8.encode` by PyTorch's operations."""
+    tiles = tiles_of(x, rows, columns)
+    largest = torch.maximum(tiles.amax((1, 3), keepdim=True), -tiles.amin((1, 3), keepdim=True))
+    scale = power_of_two(largest.float(), form)
+    # A power of two rounds nothing.
+    numbers = (tiles * scale.to(x.dtype)).to(getattr(torch, form.torch)).reshape(x.shape)
+    return numbers.contiguous(), 1 / scale[:, 0, :, 0]
 
 
 class Quantizer:

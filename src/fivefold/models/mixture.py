@@ -30,11 +30,12 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 from torch.nn import functional as F
 
-from fivefold.kernels import elementwise
+from fivefold.kernels import elementwise, experts, native
+from fivefold.kernels.gpu import registry
 from fivefold.kernels.matmul import wide, widened
 from fivefold.kernels.rounded import RoundedMatmuls, round_tiles
 from fivefold.models.layers import RegionInput, RegionOutput, Sublayer, SwiGLU
-from fivefold.models.section import ModelSection, known
+from fivefold.models.section import ModelSection, expert_capacity, known
 from fivefold.precision.formats import Format
 from fivefold.precision.fp8 import BLOCK
 
@@ -98,8 +99,10 @@ class Exchange(nn.Module):
 
     chunks, local = 1, True
 
-    def announce(self, counts_CE: Tensor) -> Any:
-        """Tells other ranks the numbers of rows, as soon as they are known. Returns what `forward` needs."""
+    def begin(self, x_ND: Tensor, way: Assignment, how: RoundedMatmuls | None = None) -> tuple[Any, Any]:
+        """Makes the rows of tokens, and lets them leave beside what is computed before `forward`. Returns the rows, or
+        what autograd sees in their place, and what `forward` needs besides. how: as there."""
+        return dispatch(x_ND, way), None
 
     def beyond(self, counts_CE: Tensor, rows: int) -> Tensor | int:
         """Number of this rank's rows that are lost, because there was no room for them. rows: that it has."""
@@ -107,14 +110,14 @@ class Exchange(nn.Module):
 
     def forward(
         self,
-        rows_MD: Tensor,
+        rows_MD: Any,
         counts_CE: Tensor,
         compute: Compute,
         how: RoundedMatmuls | None = None,
-        announced: Any = None,
+        begun: Any = None,
     ) -> Tensor:
         """compute(rows sorted by expert, rows per expert) returns the results, row by row. how: rounds what travels to
-        experts: rows, and the gradients of results."""
+        experts: rows, and the gradients of results. rows, begun: by `begin`."""
         if how is None:
             return compute(rows_MD, counts_CE[0])
         results = compute(_Travel.apply(rows_MD, how.inputs, None), counts_CE[0])
@@ -164,10 +167,15 @@ class Experts(Sublayer):
         self.down = nn.Parameter(torch.empty(experts, model.dim, width))
         self.exchange = Exchange()
 
-    def forward(self, rows_MD: Tensor, counts_CE: Tensor, announced: Any = None) -> Tensor:
-        """Rows sorted by chunk and expert, and the number of rows of each expert in each chunk -> (M, D)."""
-        how = self.rounded if self.rounded and self.rounded.dispatch else None
-        return self.exchange(rows_MD, counts_CE, self.compute, how, announced)
+    def forward(self, rows_MD: Any, counts_CE: Tensor, begun: Any = None) -> Tensor:
+        """What `begin` returned of rows sorted by chunk and expert, and the number of rows of each expert in each chunk
+        -> (M, D)."""
+        return self.exchange(rows_MD, counts_CE, self.compute, self.travelling, begun)
+
+    @property
+    def travelling(self) -> RoundedMatmuls | None:
+        """How rows are rounded on their way, if they are."""
+        return self.rounded if self.rounded and self.rounded.dispatch else None
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         how = self.rounded and self.rounded.of(0)
@@ -204,11 +212,11 @@ class Mixture(nn.Module):
         way = assign(chosen, self.count, self.capacity(len(x_ND)), self.experts.exchange.chunks)
         if self.experts.exchange.local:
             way = evened(way, x_ND.dtype)
-        announced = self.experts.exchange.announce(way.counts_CE)
         inside_ND = self.enter(x_ND)
-        # Before the routed ones, for which the host may have to wait.
+        rows_MD, begun = self.experts.exchange.begin(inside_ND, way, self.experts.travelling)
+        # Between the two, rows travel. The plan has this order, too (`models.work.mixture`).
         shared_ND = None if self.shared is None else self.shared(inside_ND)
-        rows_MD = self.experts(dispatch(inside_ND, way), way.counts_CE, announced)
+        rows_MD = self.experts(rows_MD, way.counts_CE, begun)
         y_ND = combine(rows_MD, self.enter(weights), way)
         if shared_ND is not None:
             y_ND = y_ND + shared_ND
@@ -235,9 +243,9 @@ class Mixture(nn.Module):
 
     def capacity(self, tokens: int) -> int:
         """Most rows that an expert takes of this many tokens; 0: no limit. No rows are dropped outside training."""
-        if not self.training or not self.capacity_factor:
+        if not self.training:
             return 0
-        return math.ceil(self.capacity_factor * tokens * self.router.per_token / self.count)
+        return expert_capacity(self.capacity_factor, tokens, self.router.per_token, self.count)
 
 
 def best_groups(scores_NE: Tensor, groups: int, count: int) -> Tensor:
@@ -444,7 +452,7 @@ class _Dispatch(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        return _sum_rows(grads[0], ctx.assignment), None
+        return _sum(grads[0], ctx.assignment), None
 
 
 class _Combine(Function):
@@ -454,23 +462,24 @@ class _Combine(Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         ctx.assignment = assignment
         ctx.save_for_backward(rows, weights)
-        return _sum_rows(rows, assignment, weights)
+        return _sum(rows, assignment, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        (rows, weights), assignment = ctx.saved_tensors, ctx.assignment
-        dout_MD = grads[0].index_select(0, assignment.tokens_M)
-        dslots = torch.zeros(weights.numel() + 1, dtype=torch.float32, device=rows.device)
-        dslots[assignment.order_M] = (dout_MD * rows).sum(-1, dtype=torch.float32)
-        dweights = dslots[:-1].view(weights.shape[::-1]).t().to(weights.dtype)
-        slot_weights_M = F.pad(weights.t().reshape(-1), (0, 1))[assignment.order_M]  # 0 for rows of nobody
-        return dout_MD.mul_(slot_weights_M[:, None]), dweights, None
+        rows, weights = ctx.saved_tensors
+        return *_summing(rows).spread(grads[0], rows, weights, ctx.assignment.order_M), None
 
 
-def _sum_rows(rows_MD: Tensor, way: Assignment, weights_NK: Tensor | None = None) -> Tensor:
-    """The weighted sum of the rows of each token, one bag of K rows per token. The order of summation is the same in
-    every run. Place M is a row of zeros."""
-    if way.drops:
-        rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
-    return F.embedding_bag(way.place_NK, rows_MD, mode="sum", per_sample_weights=weights_NK)
+def _sum(rows_MD: Tensor, way: Assignment, weights_NK: Tensor | None = None) -> Tensor:
+    """The weighted sum of the rows of each token."""
+    return _summing(rows_MD).sum_rows(rows_MD, way.place_NK, weights_NK, way.drops)
+
+
+def _summing(rows: Tensor) -> Any:
+    """The module that sums rows and makes their gradients here."""
+    if not native.in_triton(registry.COMBINE, rows):
+        return experts
+    from fivefold.kernels.gpu import combine  # which imports Triton
+
+    return combine

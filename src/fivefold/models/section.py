@@ -175,6 +175,11 @@ def known(value: T | None) -> T:
     return value
 
 
+def expert_capacity(factor: float, tokens: float, per_token: int, experts: int) -> int:
+    """Most rows of an expert by `capacity_factor`: of its even share, and at most one of each token. 0: no limit."""
+    return min(math.ceil(tokens), math.ceil(factor * tokens * per_token / experts))
+
+
 FACTS: dict[str, str] = {
     name: field.json_schema_extra["fact"]  # type: ignore[misc]
     for name, field in ModelSection.model_fields.items()

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from fivefold.kernels import sizes
 from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes
+from fivefold.models.section import expert_capacity
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.units import (
     COUNTS,
@@ -385,14 +386,15 @@ def activation(prefix: str, program: Program, size: float, workspace: float, gat
 
 def mixture(s: Sizes, program: Program) -> list[Operation]:
     """The routed feed-forward: tokens go to their experts and come back. A rank sends the tokens that it has outside
-    tensor-parallel regions. Tensor-parallel ranks with the same tokens have some features of every expert."""
+    tensor-parallel regions. Tensor-parallel ranks with the same tokens have some features of every expert. The order is
+    that of `models.mixture.Mixture`, and in backward its reverse."""
     model, D, e, N = s.model, s.model.dim, s.e, s.n
     E, k, F = model.experts or 1, model.experts_per_token or 1, model.expert_ffn_dim or model.ffn_dim or 0
     summed = () if s.sp else s.sum()
     weights = (replace(summed[0], size=N * k * 4),) if summed else ()  # the gradient of the router's weights
     F /= 1 if s.sp else s.tp
     if program.compiles and model.capacity_factor:  # every expert has as many rows as it may
-        k *= model.capacity_factor
+        k = E * expert_capacity(model.capacity_factor, N, k, E) / N
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
     most = max(routed, received)
     home, home_back = (_chunked(sent, s.chunks) for sent in s.sends(ROWS, most * D))
@@ -400,17 +402,16 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     if s.dispatched:
         narrow = replace(ROWS, number=1)
         there, there_back = (_chunked(sent, s.chunks) for sent in s.sends(narrow, most * s.dispatched))
-    counts, _ = s.sends(COUNTS, s.chunks * E)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     alone = program.compiles and not model.shared_experts  # then nothing keeps the input itself
     wide = N * D * (4 - e if alone else 4 * (e != 4))
     # all of a token, the k largest by weight, number and row; and the router's weight in fp32
     scores = (N * (4 * E + 30 * k) + 4 * E * D) * program.compiles
     kept = Saved("router input in fp32", wide, "stream"), Saved("scores", scores, "stream")
-    router = Operation(
-        "router", Matmul(N, E, D, sensitive=True), 0.0, 8 * N * E * 4, 8 * N * E * 4, 8, saved=kept
-    )
+    moved = 8 * N * E * 4
+    router = Operation("router", Matmul(N, E, D, sensitive=True), 0.0, moved, moved, 8, saved=kept)
     experts = _swiglu("experts", received, F, s, program, here, s.chunks)
+    shared = _swiglu("shared", N, model.shared_experts * F, s, program) if model.shared_experts else []
     ops = [
         router,
         Operation(
@@ -418,10 +419,12 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
             forward=2 * routed * D * e + order,
             backward=2 * routed * D * e + order,
             kernels=4,
-            sent_forward=(*counts, *there[:1]),
-            sent_backward=(*home_back[:1], *summed, *weights),
+            sent_forward=s.sends(COUNTS, s.chunks * E)[0],
+            sent_backward=(*summed, *weights),
             saved=(Saved("routed", received * D * e, "stream"),),
         ),
+        *shared,
+        *_arrival(there[:1], home_back[:1], shared),
         *experts,
         Operation(  # the hidden messages of both ways are with it
             "combine",
@@ -434,8 +437,6 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
             beside=tuple(experts) if s.chunks > 1 else (),
         ),
     ]
-    if model.shared_experts:
-        ops += _swiglu("shared", N, model.shared_experts * F, s, program)
     learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
     sums = [Operation("experts' sum", kernels=0, sent_forward=summed)] if summed else []
     # The counts of each expert, over ranks that have parts of a sequence, for the router's own loss terms.
@@ -443,6 +444,14 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     sums += [Operation("balance", kernels=0, sent_forward=total)] if total else []
     # Only if the router's own loss terms have a gradient does recomputation get this far.
     return [*ops, *(replace(op, part="" if learns else "never") for op in sums)]
+
+
+def _arrival(
+    forward: tuple[Message, ...], backward: tuple[Message, ...], shared: list[Operation]
+) -> list[Operation]:
+    """The wait for rows that travel beside the shared experts, if there are any, in forward and in backward."""
+    sent = [tuple(replace(m, hidden=bool(shared)) for m in way) for way in (forward, backward)]
+    return [Operation("arrival", None, 0.0, 0.0, 0.0, 0, *sent, beside=tuple(shared))] if forward else []
 
 
 def _chunked(sent: tuple[Message, ...], chunks: int) -> tuple[Message, ...]:

@@ -17,6 +17,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from threading import Semaphore
 from typing import Any
@@ -29,7 +31,7 @@ from fivefold.kernels.fp8 import decode_rows, encode_rows
 from fivefold.kernels.rounded import RoundedMatmuls
 from fivefold.models.base import LanguageModel
 from fivefold.models.card import card_of
-from fivefold.models.mixture import Compute, Exchange, Experts, Mixture, Total
+from fivefold.models.mixture import Assignment, Compute, Exchange, Experts, Mixture, Total, dispatch
 from fivefold.models.section import ModelSection
 from fivefold.parallel import operators
 from fivefold.parallel.autograd import sent
@@ -68,9 +70,8 @@ def keep_out(block: nn.Module, **how: Any) -> None:
     """Leaves what sends messages out of a compiled block: its shapes depend on data. What experts compute between these
     is compiled by itself. how: options of `torch.compile`."""
     for module in block.modules():
-        for name in ("forward", "announce") if isinstance(module, AllToAll) else ():
-            if hasattr(module, name):
-                setattr(module, name, torch.compiler.disable(getattr(module, name)))
+        for name in ("forward", "begin") if isinstance(module, AllToAll) else ():
+            setattr(module, name, torch.compiler.disable(getattr(module, name)))
         if isinstance(module, Experts) and not module.exchange.local:
             compute: Any = torch.compile(module.compute, dynamic=True, **how)
             module.compute = compute
@@ -123,12 +124,24 @@ class Announced:
             self.rows_2CG = rows_2CG.to("cpu", non_blocking=True)
 
 
+@dataclass
+class Leaving:
+    """Rows between `AllToAll.begin` and `forward`. rows: until they leave. there, back: the messages to experts and
+    home, one a chunk."""
+
+    announced: Announced
+    rows_MD: Tensor | None
+    there: list[Transfer]
+    back: list[Transfer]
+    pad: Padding | None
+
+
 class Padding:
     """Rows for several ranks in as many places for each. mine_G: rows for each rank. each: places. rows: M, their sum.
     Rows lie in the order of ranks. Those without a place of their own are lost: they share one."""
 
     def __init__(self, mine_G: Tensor, each: int, rows: int) -> None:
-        first_G = mine_G.cumsum(0) - mine_G
+        self.each, first_G = each, mine_G.cumsum(0) - mine_G
         place_n, row_M = (torch.arange(n, device=mine_G.device) for n in (each, rows))
         rank_M = (row_M[:, None] >= first_G[1:]).sum(1)
         self.row_R = (first_G[:, None] + place_n).clamp(max=rows - 1).flatten()  # R = G n
@@ -151,9 +164,10 @@ class Padding:
 class AllToAll(Exchange):
     """Sends rows to the ranks that hold their experts, and the results back (see `models.mixture.Exchange`).
 
-    With several chunks the messages of one are under way while experts compute another: in forward all rows leave at
-    once, experts compute a chunk when it has arrived, and its results leave before the next chunk. Backward runs the
-    same in reverse, because autograd goes through nodes in reverse order of their making.
+    Rows leave before the shared expert computes, and are waited for behind it. With several chunks the messages of one
+    are also under way while experts compute another: in forward all rows leave at once, experts compute a chunk when it
+    has arrived, and its results leave before the next chunk. Backward runs the same in reverse, because autograd goes
+    through nodes in reverse order of their making: the gradients of rows come home beside the shared expert's backward.
 
     buffer: in training each rank sends every rank `buffer` times the mean number of rows, those that are missing filled
     up by others. The host then knows all numbers and waits for none. Rows beyond are lost and counted (`beyond`), which
@@ -166,10 +180,6 @@ class AllToAll(Exchange):
         super().__init__()
         self.axis, self.chunks, self.local, self.beside, self.buffer = axis, chunks, False, beside, buffer
         self.turns: Turns | None = None  # set if a pipeline runs forwards and backwards in pairs
-
-    def announce(self, counts_CE: Tensor) -> Announced:
-        mine_GCe = counts_CE.unflatten(1, (self.axis.size, -1)).transpose(0, 1).contiguous()
-        return Announced(self.axis, mine_GCe, self.beside, self.padded)
 
     @property
     def padded(self) -> bool:
@@ -185,40 +195,73 @@ class AllToAll(Exchange):
             return 0
         return (counts_CE.view(self.axis.size, -1).sum(1) - self.room(rows)).clamp(min=0).sum()
 
+    def begin(
+        self, x_ND: Tensor, way: Assignment, how: RoundedMatmuls | None = None
+    ) -> tuple[tuple[Tensor, ...], Leaving]:
+        """The rows leave here, unless the host would wait for a GPU: then it queues what comes next first, and the rows
+        leave in `forward`, on a stream that waits for nothing else."""
+        mine_GCe = way.counts_CE.unflatten(1, (self.axis.size, -1)).transpose(0, 1).contiguous()
+        announced = Announced(self.axis, mine_GCe, self.beside, self.padded)
+        rows_MD, pad = dispatch(x_ND, way), None
+        if announced.padded:
+            pad = Padding(mine_GCe.sum((1, 2)), self.room(len(rows_MD)), len(rows_MD))
+            rows_MD = sent(pad.fill, pad.empty, rows_MD)
+        there_form, back_form = (how.inputs, how.gradients) if how else (None, None)
+        there = [Transfer(self.axis, self.turns, there_form) for _ in range(self.chunks)]
+        back = [Transfer(self.axis, self.turns, None, back_form) for _ in there]
+        leaving = Leaving(announced, rows_MD.detach(), there, back, pad)
+        # Backward waits here, behind what forward computes beside.
+        made = lambda rows: tuple(rows.new_empty(0) for _ in there)  # noqa: E731
+        tokens = sent(made, lambda *_: _wait_for_all(there), rows_MD)
+        if announced.event is None:
+            self.depart(leaving)
+        elif self.beside is not None:
+            self.beside.wait_stream(torch.cuda.current_stream())  # for the rows
+        return tokens, leaving
+
+    def depart(self, leaving: Leaving) -> None:
+        """Starts the messages of rows. Waits for their numbers, if they are needed."""
+        announced, rows_MD, leaving.rows_MD = leaving.announced, leaving.rows_MD, None
+        assert rows_MD is not None, "left before"
+        if leaving.pad is not None:
+            given = taken = [[leaving.pad.each] * self.axis.size]
+        else:
+            if self.turns:
+                self.turns.give_way()
+            announced.wait()
+            given, taken = self.splits(announced.rows_2CG, len(rows_MD))
+        beside = self.beside if announced.event else None
+        for one, home, *numbers in zip(leaving.there, leaving.back, taken, given, strict=True):
+            (one.taken, one.given), (home.given, home.taken), one.beside = numbers, numbers, beside
+        with torch.cuda.stream(beside) if beside else nullcontext():
+            _start_all(leaving.there, rows_MD)
+        if beside:
+            rows_MD.record_stream(beside)  # which may still encode them
+
     def forward(
         self,
-        rows_MD: Tensor,
+        rows_MD: tuple[Tensor, ...],
         counts_CE: Tensor,
         compute: Compute,
         how: RoundedMatmuls | None = None,
-        announced: Announced | None = None,
+        begun: Leaving | None = None,
     ) -> Tensor:
-        announced = announced or self.announce(counts_CE)
-        if self.turns:
-            self.turns.give_way()
-        announced.wait()
-        theirs_GCe, pad = announced.theirs_GCe, None
-        if announced.padded:
-            room = self.room(len(rows_MD))
-            pad = Padding(announced.mine_GCe.sum((1, 2)), room, len(rows_MD))
-            rows_MD = sent(pad.fill, pad.empty, rows_MD)
-            ends_Ge = theirs_GCe[:, 0].cumsum(1).clamp(max=room)
-            ends_Ge[:, -1] = room  # rows that fill up are the last expert's
+        assert begun is not None
+        pad, back = begun.pad, begun.back
+        if begun.rows_MD is not None:
+            self.depart(begun)
+        if pad is not None:
+            begun.announced.wait()
+        theirs_GCe = begun.announced.theirs_GCe
+        if pad is not None:
+            ends_Ge = theirs_GCe[:, 0].cumsum(1).clamp(max=pad.each)
+            ends_Ge[:, -1] = pad.each  # rows that fill up are the last expert's
             theirs_GCe = ends_Ge.diff(dim=1, prepend=ends_Ge.new_zeros(len(ends_Ge), 1))[:, None]
-            given = taken = [[room] * self.axis.size]
-        else:
-            given, taken = self.splits(announced.rows_2CG, len(rows_MD))
-        forms = (how.inputs, how.gradients) if how else (None, None)
-        there = [Transfer(self.axis, *rows, self.turns, forms[0]) for rows in zip(taken, given, strict=True)]
-        back = [
-            Transfer(self.axis, *rows, self.turns, None, forms[1]) for rows in zip(given, taken, strict=True)
-        ]
-        leaving = sent(partial(_start_all, there), lambda *_: _wait_for_all(there), rows_MD)
         arriving = []
-        for one, home, chosen_Ge, token in zip(there, back, theirs_GCe.unbind(1), leaving, strict=True):
+        for one, home, chosen_Ge, token in zip(begun.there, back, theirs_GCe.unbind(1), rows_MD, strict=True):
             rows_RD = sent(one.wait, partial(one.start, backward=True), token)
             # The rows arrive sorted by source, then expert. Experts need them sorted by expert, then source.
-            experts = torch.arange(chosen_Ge.shape[1], device=rows_MD.device).repeat(len(chosen_Ge))
+            experts = torch.arange(chosen_Ge.shape[1], device=rows_RD.device).repeat(len(chosen_Ge))
             each = experts.repeat_interleave(chosen_Ge.flatten(), output_size=len(rows_RD))
             order = each.argsort(stable=True)
             inverse = torch.empty_like(order)
@@ -294,19 +337,14 @@ class Turns:
 class Transfer:
     """An all-to-all of rows in forward, and that of their gradients in backward. taken, given: rows received from and
     sent to each rank in forward. forms: formats in which rows travel, in forward and in backward (fp8.encode_rows);
-    None: as they are. Rows travel beside autograd, which sees empty tensors in their place ("tokens")."""
+    None: as they are. Rows travel beside autograd, which sees empty tensors in their place ("tokens"). beside:
+    the stream of a GPU on which it was started, if that is another than the one that waits."""
 
-    def __init__(
-        self,
-        axis: Axis,
-        taken: list[int],
-        given: list[int],
-        turns: Turns | None = None,
-        *forms: Format | None,
-    ):
-        self.axis, self.taken, self.given, self.turns = axis, taken, given, turns
+    def __init__(self, axis: Axis, turns: Turns | None = None, *forms: Format | None):
+        self.axis, self.turns, self.taken, self.given = axis, turns, list[int](), list[int]()
         self.forms = (*forms, None, None)
         self.started: Started | None = None
+        self.beside: torch.cuda.Stream | None = None
         self.decode: Callable[[Tensor], Tensor] = lambda arrived: arrived
 
     def start(self, rows: Tensor, backward: bool = False) -> Tensor:
@@ -322,9 +360,17 @@ class Transfer:
     def wait(self, token: Tensor | None = None) -> Tensor:
         started, self.started = self.started, None
         assert started is not None, "waited for before"
+        kept = started.kept  # until this stream waits, too
         if self.turns:
             self.turns.give_way()
-        arrived, self.decode, decode = started(), lambda arrived: arrived, self.decode
+        decode, self.decode = self.decode, lambda arrived: arrived
+        beside, self.beside = self.beside, None
+        with torch.cuda.stream(beside) if beside else nullcontext():  # whose memory the message has
+            arrived = started()
+        if beside:
+            torch.cuda.current_stream().wait_stream(beside)
+            arrived.record_stream(torch.cuda.current_stream())
+        del kept
         return decode(arrived)
 
 

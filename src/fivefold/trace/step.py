@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mod
 from fivefold.launch.ranks import Ranks, threads_of
 from fivefold.models import predicted
 from fivefold.models.card import card_of
-from fivefold.models.section import ModelSection
+from fivefold.models.section import ModelSection, expert_capacity, known
 from fivefold.optim.updater import Updater
 from fivefold.parallel.expert import AllToAll
 from fivefold.parallel.mesh import Mesh, Microbatch, divided
@@ -309,7 +309,8 @@ def chosen_elements(model: ModelSection, T: int, mask: Tensor) -> int:
         return mask.numel() // T * predicted(objective, T)
     if not model.experts or not model.capacity_factor:
         return mask.numel()
-    room = math.ceil(model.capacity_factor * mask.numel() / model.experts)
+    k = known(model.experts_per_token)
+    room = expert_capacity(model.capacity_factor, mask.numel() / k, k, model.experts)
     return min(mask.numel(), model.experts * room)
 
 

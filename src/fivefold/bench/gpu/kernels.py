@@ -25,6 +25,8 @@ from fivefold.kernels.gpu import registry
 from fivefold.kernels.matmul import linear, linear_cross_entropy
 from fivefold.models.section import ModelSection, known
 from fivefold.precision import torch_dtype
+from fivefold.precision.formats import FORMATS
+from fivefold.precision.fp8 import BLOCK
 
 SLOWER, SHARE = 1.1, 0.8  # of PyTorch's own time; of the data sheet's bandwidth
 FAR = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of two kernels' results
@@ -79,12 +81,31 @@ def one_pass(model: ModelSection, device: torch.device) -> Iterator[Row]:
 
 def in_triton(model: ModelSection, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:
     """Milliseconds of kernels in Triton beside what computes without them. Runs read the ratios."""
-    from fivefold.kernels.gpu import loss
+    from fivefold.kernels.gpu.language import runs
 
-    n, D, V = model.seq_len, model.dim, known(model.vocab_size)
-    if not loss.runs(torch.empty(0, device=device)):
+    if not runs(torch.empty(0, device=device)):
         yield Row("kernels in Triton", f"not measured: {registry.why_not()}")
         return
+    for kernel, shape, calls in pairs(model, dtype, device):
+        results = zip(*(call() for call in calls), strict=True)
+        close = [(a.float() - b.float()).norm() <= FAR[dtype] * b.float().norm() for a, b in results]
+        wrong = not all(close)  # or NaN
+        mine, other = (1e3 * timed([call], device) for call in calls)
+        case = registry.case(kernel, dtype)
+        registry.record(case, shape, 0.0 if wrong else other / mine)
+        said = "its results differ from PyTorch's own; please report it" * wrong
+        yield Row(f"{case}, {shape}: in Triton, beside what computes without it", mine, "ms", other, said)
+
+
+def pairs(
+    model: ModelSection, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, str, tuple[Call, Call]]]:
+    """(kernel, shape, calls with and without it), which return tuples of tensors."""
+    from fivefold.kernels import experts
+    from fivefold.kernels.gpu import combine, loss, rounding
+    from fivefold.kernels.rounded import encode_tiles
+
+    n, D, V = model.seq_len, model.dim, known(model.vocab_size)
     x, weight = (torch.randn(size, device=device).to(dtype).requires_grad_() for size in ((n, D), (V, D)))
     targets = torch.randint(V, (n,), device=device)
 
@@ -92,16 +113,27 @@ def in_triton(model: ModelSection, dtype: torch.dtype, device: torch.device) -> 
         loss_ = call(x, weight, targets)
         return (loss_.detach(), *torch.autograd.grad(loss_, (x, weight)))
 
-    calls = [partial(gradients, call) for call in (loss.linear_cross_entropy, linear_cross_entropy)]
-    pairs = zip(*(call() for call in calls), strict=True)
-    wrong = any(
-        not (a.float() - b.float()).norm() <= FAR[dtype] * b.float().norm() for a, b in pairs
-    )  # or NaN
-    mine, other = (1e3 * timed([call], device) for call in calls)
-    case = registry.case(registry.LOSS, dtype)
-    registry.record(case, f"{n} x {D} x {V}", 0.0 if wrong else other / mine)
-    said = "its results differ from PyTorch's own; please report it" * wrong
-    yield Row(f"{case}: in Triton, beside what computes without it", mine, "ms", other, said)
+    mine, other = (partial(gradients, call) for call in (loss.linear_cross_entropy, linear_cross_entropy))
+    yield registry.LOSS, f"{n} x {D} x {V}", (mine, other)
+    plain = torch.compile(encode_tiles) if device.type == "cuda" else encode_tiles  # as in a compiled block
+    form, y = FORMATS["fp8 e4m3"], x.detach()[:, : D - D % BLOCK][: n - n % BLOCK].contiguous()
+    tiles = {"1 x 128": (1, BLOCK), "128 x 128": (BLOCK, BLOCK), "the whole tensor": tuple(y.shape)}
+    for name, tile in (
+        tiles.items() if y.numel() and dtype != torch.float16 else ()
+    ):  # whose scales may overflow
+        calls = partial(rounding.encode, y, *tile, form), partial(plain, y, *tile, form)
+        yield registry.ROUNDING, f"{len(y)} x {y.shape[1]} by {name}", calls
+    places, weights = (
+        torch.randperm(8 * n, device=device).view(n, 8),
+        torch.rand(n, 8, device=device).to(dtype),
+    )
+    rows, order = x.detach().repeat(8, 1), places.t().flatten().argsort()
+
+    def summed(add: Call, spread: Call) -> tuple[Tensor, ...]:
+        return add(rows, places, weights, False), *spread(x.detach(), rows, weights, order)
+
+    ways = (combine.sum_rows, combine.spread), (experts.sum_rows, experts.spread)
+    yield registry.COMBINE, f"8 x {n} x {D}", (partial(summed, *ways[0]), partial(summed, *ways[1]))
 
 
 def both(call: Call, inputs: Sequence[Tensor]) -> int:

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fivefold.errors import UserError
+
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # fused multiply-add; Triton 3.10 changes its default
 try:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 except ImportError:
     triton, tl = None, None
+VERSION: str = "" if triton is None else triton.__version__
 tl: Any
 Kernel = Any
 """What `jit` makes: it is launched as `kernel[grid](...)`."""
@@ -35,13 +38,15 @@ def runs(*tensors: Tensor | None) -> bool:
     """True if kernels take these tensors: on a GPU, or in the interpreter.
 
     Raises:
-        NotImplementedError: 16-bit floats of the kind that the interpreter multiplies wrongly.
+        UserError: 16-bit floats of the kind that the interpreter multiplies wrongly.
     """
     given = [t for t in tensors if t is not None]
     if triton is None or any(getattr(t, "fake", False) for t in given):
         return False
     if INTERPRETED and any(t.dtype == torch.bfloat16 for t in given):
-        raise NotImplementedError("Triton's interpreter multiplies bf16 wrongly; use fp32 or fp16 there")
+        raise UserError(
+            "TRITON_INTERPRET=1: Triton's interpreter multiplies bf16 wrongly. Nearest valid: fp32, fp16"
+        )
     return INTERPRETED or all(t.is_cuda for t in given)
 
 

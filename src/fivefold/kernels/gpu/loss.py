@@ -170,20 +170,23 @@ def _backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
     """By slabs of columns. What depends on the largest logit only through the log-sum-exp does not depend on it: its
     own gradient and that of the sum by it cancel. So the gradient that is given for it is not used."""
     x, weight, targets, bias, statistics = ctx.saved_tensors
+    wants_x, wants_weight, _, wants_bias, _ = ctx.needs_input_grad
     V, columns = len(weight), sizes.slab_columns(len(x), len(weight), x.element_size(), x.device.type)
     dx: Tensor | None = None
-    dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+    dweight = torch.empty_like(weight) if wants_weight else None
+    dbias = torch.empty_like(bias) if wants_bias else None
     for start in range(0, V, columns):
         part = slice(start, start + columns)
         some = None if bias is None else bias[part]
         dlogits = logit_gradient(x, weight[part], targets, some, statistics, given, ctx.first + start)
-        dx = add_product(dx, dlogits.t(), weight[part], columns >= V)
-        dweight[part] = weight_gradient(dlogits, x)
+        if wants_x:
+            dx = add_product(dx, dlogits.t(), weight[part], columns >= V)
+        if dweight is not None:
+            dweight[part] = weight_gradient(dlogits, x)
         if dbias is not None:
             dbias[part] = dlogits.sum(0, dtype=torch.float32)
         del dlogits  # before the next slab's
-    assert dx is not None
-    return dx.to(x.dtype), dweight, None, dbias, None
+    return None if dx is None else dx.to(x.dtype), dweight, None, dbias, None
 
 
 statistics.register_autograd(_backward, setup_context=_keep)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from fivefold.files import cache_folder, make_folder, write_atomically
 
-LOSS = "loss"
+LOSS, ROUNDING, COMBINE = "loss", "fp8 rounding", "combine"
 KERNELS = {
     LOSS: "the output layer and its cross-entropy without logits in memory",
+    ROUNDING: "numbers of 8 bits, their scales and their transpose in one pass",
+    COMBINE: "the sum of experts' rows for each token, and its gradients",
 }
 CLEARLY = 1.05
 """PyTorch's own has to take this many times as long, at every shape that was measured in a dtype."""
@@ -44,12 +45,10 @@ def faster() -> list[str]:
 def measured() -> dict[str, dict[str, float]]:
     """How many times as long PyTorch's own takes on this GPU with these versions, by `case` and by shape; 0 where
     the results differ."""
+    if why_not():
+        return {}
     try:
-        return (
-            {}
-            if why_not()
-            else {str(name): {**ratios} for name, ratios in json.loads(_path().read_text()).items()}
-        )
+        return {str(name): {**ratios} for name, ratios in json.loads(_path().read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
@@ -68,10 +67,7 @@ def _path() -> Path:
 
 
 def _triton() -> str:
-    """Its version; "" without it."""
-    for name in ("triton", "pytorch-triton-rocm", "triton-rocm"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return ""
+    """Its version; "" without it, or if it cannot be imported: then `language.jit` compiles nothing."""
+    from fivefold.kernels.gpu import language  # which imports it: not where there is no GPU
+
+    return language.VERSION
