@@ -450,8 +450,9 @@ def _arrival(
     forward: tuple[Message, ...], backward: tuple[Message, ...], shared: list[Operation]
 ) -> list[Operation]:
     """The wait for rows that travel beside the shared experts, if there are any, in forward and in backward."""
-    sent = [tuple(replace(m, hidden=bool(shared)) for m in way) for way in (forward, backward)]
-    return [Operation("arrival", None, 0.0, 0.0, 0.0, 0, *sent, beside=tuple(shared))] if forward else []
+    there, back = (tuple(replace(m, hidden=bool(shared)) for m in way) for way in (forward, backward))
+    wait = Operation("arrival", kernels=0, sent_forward=there, sent_backward=back, beside=tuple(shared))
+    return [wait] if forward else []
 
 
 def _chunked(sent: tuple[Message, ...], chunks: int) -> tuple[Message, ...]:

@@ -21,6 +21,7 @@ Legend: B batch, T sequence, t = T/c tokens of a rank, c ranks, H heads, K key-v
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -126,7 +127,7 @@ class ContextAttention(AttentionCore):
         self.key = f"{axis.key} {layout.cp_method} {core.causal}"  # equal in all blocks
 
 
-class OverRanks(ContextAttention):
+class OverRanks(ContextAttention, ABC):
     """Attends with all heads of this rank's tokens. Inside compiled code that is one operator, with all its messages.
 
     q (B, H, t, d), kv (2, B, K, t, d), contiguous; out and its gradient (B, t, H d); lse (B, H, t) fp32.
@@ -143,13 +144,13 @@ class OverRanks(ContextAttention):
         scores.refuse(scores._fields, f"layout.cp_method = {self.layout.cp_method}; ulysses has it")
         return _OverRanks.apply(qkv, cos_Td, sin_Td, self, documents)
 
+    @abstractmethod
     def attend(self, q: Tensor, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
         """Returns (out, lse). All ranks call it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradients(self, rows: Queries, kv: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
         """Returns those of q and of kv, the sums of all ranks."""
-        raise NotImplementedError
 
     def backward(
         self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, documents: Documents | None
