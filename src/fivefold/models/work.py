@@ -449,7 +449,8 @@ def _arrival(
 ) -> list[Operation]:
     """The wait for rows that travel beside the shared experts, if there are any, in forward and in backward."""
     sent = [tuple(replace(m, hidden=bool(shared)) for m in way) for way in (forward, backward)]
-    return [Operation("arrival", None, 0.0, 0.0, 0.0, 0, *sent, beside=tuple(shared))] if forward else []
+    found = Operation("arrival", kernels=0, sent_forward=sent[0], sent_backward=sent[1], beside=tuple(shared))
+    return [found] if forward else []
 
 
 def _chunked(sent: tuple[Message, ...], chunks: int) -> tuple[Message, ...]:
