@@ -59,7 +59,9 @@ def test_loss_by_slabs(biased: bool, z_loss: float, monkeypatch: pytest.MonkeyPa
             (
                 3 * loss.linear_cross_entropy(x, weight, targets, leaves[2] if biased else None, z_loss)
             ).backward()
-        assert torch.equal((x, weight)[wanted].grad, results[1][1 + wanted])
+        found = (x, weight)[wanted].grad
+        assert found is not None
+        assert torch.equal(found, results[1][1 + wanted])
     nothing = loss.linear_cross_entropy(leaves[0], leaves[1], torch.full((33,), -100))
     assert nothing.item() == 0
 
@@ -176,13 +178,13 @@ def test_combining_by_a_kernel_that_computes(monkeypatch: pytest.MonkeyPatch) ->
         )
         for way in (mixture.assign(chosen, 4), mixture.assign(chosen, 4, capacity=12)):
 
-            def both(x: torch.Tensor, weights: torch.Tensor, way: mixture.Assignment = way) -> torch.Tensor:
-                return mixture.combine(mixture.dispatch(x, way).square(), weights, way)
+            def both(x: torch.Tensor, weights: torch.Tensor, w: mixture.Assignment = way) -> torch.Tensor:
+                return mixture.combine(mixture.dispatch(x, w).square(), weights, w)
 
             torch._dynamo.reset()
             for run in (both, torch.compile(both, backend="aot_eager", fullgraph=True)):
                 given = [t.clone().requires_grad_() for t in leaves]
-                results.append([out := run(*given), *torch.autograd.grad(out.sum(), given)])
+                results.append([out := run(given[0], given[1]), *torch.autograd.grad(out.sum(), given)])
         assert len(calls) == (12 if kernels else 0), "a sum and two gradients, each time"
     for one, other in zip(results[:4], results[4:], strict=True):
         assert all(map(torch.equal, one, other))

@@ -58,7 +58,7 @@ def rounding_to_fp8(dtype: torch.dtype, form: str, kind: str) -> list[float]:
     )  # in fp16 the twin's scales would overflow
     wanted = []
     for y in (high, high.t()):
-        tile = {"row": (1, 128), "block": (128, 128), "tensor": tuple(y.shape)}[kind]
+        tile = {"row": (1, 128), "block": (128, 128), "tensor": (y.shape[0], y.shape[1])}[kind]
         wanted += encode_tiles(y, *tile, FORMATS[form])
         found += rounding.encode(x if y is high else x.t(), *tile, FORMATS[form])
     return [

@@ -30,7 +30,7 @@ INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs kernels on the CPU, as Triton decided when it was imported."""
 
 
-def jit(kernel: Callable[..., None]) -> Kernel:
+def jit(kernel: Callable[..., Any]) -> Kernel:
     return kernel if triton is None else triton.jit(kernel)
 
 

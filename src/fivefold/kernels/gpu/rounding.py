@@ -68,7 +68,7 @@ def _round_kernel(
     across, down = tl.cdiv(C, COLUMNS), tl.cdiv(R, ROWS)
     if KIND == "tensor":
         scale, undo = _power(tl.load(largest).to(tl.int32, bitcast=True), HIGHEST, MOST)
-    if KIND == "block":
+    else:
         scale, undo = _power(tl.max(tl.max(bits, 1), 0), HIGHEST, MOST)
     if STRAIGHT:
         if KIND == "row":
@@ -123,8 +123,8 @@ def rounded(x: Tensor, kind: str, form: str, straight: bool, turned: bool) -> li
     """Numbers and factors as `fp8.encode` gives them of x (R, C) if `straight`, and then of x.T if `turned`."""
     if not runs(x):
         tiles = {name: tile for tile, name in KINDS.items()}
-        ways = [x] * straight + [x.t()] * turned
-        return [t for y in ways for t in encode_tiles(y, *tiles.get(kind, y.shape), FORMATS[form])]
+        each = [(y, tiles.get(kind, y.shape)) for y in [x] * straight + [x.t()] * turned]
+        return [t for y, tile in each for t in encode_tiles(y, tile[0], tile[1], FORMATS[form])]
     x, (R, C), cut = x.contiguous(), x.shape, compiled(FORMATS[form], kind, straight, turned)
     found = _empty(x, kind, form, straight, turned)
     largest = torch.maximum(x.amax(), -x.amin()).float() if kind == "tensor" else x
