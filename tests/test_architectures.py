@@ -19,7 +19,7 @@ SRC = Path(fivefold.__file__).parent
 OUTSIDE = [f for f in sorted(SRC.rglob("*.py")) if f.relative_to(SRC).parts[0] != "models"]
 
 
-OF_MIXTURES = {"experts", "capacity_factor", "balance_rate", "balance"}
+OF_MIXTURES = {"experts", "experts_per_token", "capacity_factor", "balance_rate", "balance"}
 """Fields that the techniques for experts read, whatever the architecture."""
 OWN = FACTS.keys() - OF_MIXTURES
 

@@ -89,9 +89,8 @@ def every_valid(recipe: Recipe, devices: int, modes: list[str]) -> Iterator[tupl
             modes,
         )
         for method, ep, zero, (sp, again), schedule, virtual, recompute in options:
-            layout = Layout(
-                pp, replicate, shard, cp, method, tp, ep, zero, sp, again, schedule, virtual, None, recompute
-            )
+            how = {"schedule": schedule, "virtual_stages": virtual, "recompute": recompute}
+            layout = Layout(pp, replicate, shard, cp, method, tp, ep, zero, sp, again, **how)
             least, most = SCHEDULES[schedule].stages
             if not least <= virtual <= (most or virtual):
                 continue  # refused; or 1 means 2

@@ -174,8 +174,8 @@ def test_chunks_hide_rows(chunks: int, F: int) -> None:
     whole = s.sizes.N * 2 * 2048 * 2
     one = collective("all_to_all", whole / chunks, group(layout, s.cluster, "ep"), s.cluster, s.dtype)
     counts = message(ops["dispatch"].sent_forward[0], s, False)
-    there = costs["dispatch"].rows_forward + costs["combine"].rows_forward
-    back = costs["dispatch"].rows_backward + costs["combine"].rows_backward
+    ways = [costs[name] for name in ("dispatch", "arrival", "combine")]
+    there, back = sum(c.rows_forward for c in ways), sum(c.rows_backward for c in ways)
     ahead, behind = sum(c.forward for c in experts), sum(c.input + c.weight for c in experts)
     assert there == pytest.approx(counts + max(2 * one, 2 * chunks * one - ahead))
     assert back == pytest.approx(max(2 * one, 2 * chunks * one - behind))

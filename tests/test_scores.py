@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fivefold.comm import Axis
 from fivefold.errors import UserError
-from fivefold.kernels.blockwise_attention import Documents, qkv_attention
-from fivefold.kernels.scores import Scores
+from fivefold.kernels.blockwise_attention import Documents, Scores, qkv_attention
 from fivefold.models.layers import AttentionCore, LayerCache, cached_attention
 from fivefold.parallel import context
 from fivefold.sharding.layout import Layout

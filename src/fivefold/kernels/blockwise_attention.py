@@ -27,13 +27,41 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from fivefold.errors import UserError
 from fivefold.kernels import native
 from fivefold.kernels.elementwise import rope, to_device
 from fivefold.kernels.matmul import wide
-from fivefold.kernels.scores import PLAIN, Scores
 from fivefold.kernels.sizes import any_length, keeps_probabilities, query_blocks
 from fivefold.kernels.tiling import Tiling, joined_lengths
 from fivefold.sharding.parts import Columns
+
+
+class Scores(NamedTuple):
+    """What a model changes about the scores of attention. Each function that attends computes it or refuses it by name.
+
+    window: the keys that a query of causal attention sees, its own the last of them (arXiv 2004.05150); 0: all.
+    soft_cap: scores x become soft_cap * tanh(x / soft_cap) (Gemma 2, arXiv 2408.00118); 0: they stay. sink: (H), a
+    score beside those of each head's keys, whose value is 0 (the idea: arXiv 2309.17453).
+    """
+
+    window: int = 0
+    soft_cap: float = 0.0
+    sink: Tensor | None = None
+
+    @property
+    def changed(self) -> bool:
+        return bool(self.window or self.soft_cap) or self.sink is not None
+
+    def refuse(self, why: str, names: Sequence[str] = ("window", "soft_cap", "sink")) -> None:
+        """Raises UserError: one of these is set. why: what does not compute it, and what does."""
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, Tensor) or value:
+                shown = name if isinstance(value, Tensor) else f"{name} = {value}"
+                raise UserError(f"attention with {shown}: not supported by {why}")
+
+
+PLAIN = Scores()
 
 
 class Tile(NamedTuple):
@@ -174,9 +202,9 @@ def attention(
     """
     T, S = q.shape[1], k.shape[1]
     if not causal:
-        scores.refuse(("window",), "models that are not causal")
+        scores.refuse("models that are not causal", ["window"])
     if has_flash(q) and T == S and (documents is not None or scores.changed):
-        scores.refuse(("soft_cap", "sink"), "flash attention on GPUs; precision.mode = fp32 has it")
+        scores.refuse("flash attention on GPUs; precision.mode = fp32 has it", ["soft_cap", "sink"])
         return _of_any_length(q, k, v, causal, documents, scores.window)
     mask = None
     if documents is not None:

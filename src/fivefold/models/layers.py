@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.kernels import cross_entropy, elementwise, matmul, native
-from fivefold.kernels.blockwise_attention import Documents, attention, heads_of, qkv_attention
+from fivefold.kernels.blockwise_attention import PLAIN, Documents, Scores, attention, heads_of, qkv_attention
 from fivefold.kernels.gpu import registry
 from fivefold.kernels.rounded import RoundedMatmuls
-from fivefold.kernels.scores import PLAIN, Scores
 from fivefold.models.section import ModelSection
 
 

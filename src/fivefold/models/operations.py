@@ -110,7 +110,7 @@ class Program:
     compute dtype ("fused": the gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at
     once, if in chunks. loss_on_gpu: such a chunk is read from memory for its statistics and again for its gradient, and
     the matmul itself adds to the weight's gradient in fp32. pads_values: value heads that are narrower than key heads
-    are padded to their width.
+    are padded to their width. rows_beside: experts' rows travel beside the shared expert.
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
@@ -123,6 +123,7 @@ class Program:
     chunk_bytes: float = sizes.logits_bytes("cuda")
     loss_on_gpu: bool = True
     pads_values: bool = True
+    rows_beside: bool = False
 
     @property
     def eager(self) -> bool:

@@ -424,7 +424,7 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
             saved=(Saved("routed", received * D * e, "stream"),),
         ),
         *shared,
-        *_arrival(there[:1], home_back[:1], shared),
+        *_arrival(there[:1], home_back[:1], shared if program.rows_beside else []),
         *experts,
         Operation(  # the hidden messages of both ways are with it
             "combine",

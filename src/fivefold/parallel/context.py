@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from fivefold.comm import Axis, Started
-from fivefold.kernels.blockwise_attention import Documents, Shared, numbered, qkv_attention
+from fivefold.kernels.blockwise_attention import PLAIN, Documents, Scores, Shared, numbered, qkv_attention
 from fivefold.kernels.partial_attention import (
     Queries,
     attend,
@@ -43,7 +43,6 @@ from fivefold.kernels.partial_attention import (
     split_heads,
     split_heads_backward,
 )
-from fivefold.kernels.scores import PLAIN, Scores
 from fivefold.models.base import LanguageModel
 from fivefold.models.layers import AttentionCore, Output
 from fivefold.parallel import operators
@@ -141,7 +140,7 @@ class OverRanks(ContextAttention, ABC):
         documents: Documents | None = None,
         scores: Scores = PLAIN,
     ) -> Tensor:
-        scores.refuse(scores._fields, f"layout.cp_method = {self.layout.cp_method}; ulysses has it")
+        scores.refuse(f"layout.cp_method = {self.layout.cp_method}; ulysses has it")
         return _OverRanks.apply(qkv, cos_Td, sin_Td, self, documents)
 
     @abstractmethod
@@ -318,7 +317,7 @@ class Ulysses(ContextAttention):
         assert self.kv_heads % c == 0
         whole = _WholeSequence.apply(qkv, cos_Td, sin_Td, self.heads, self.kv_heads, self.axis)
         if scores.sink is not None:
-            scores = scores._replace(sink=scores.sink.chunk(c)[self.axis.index])
+            scores = Scores(scores.window, scores.soft_cap, scores.sink.chunk(c)[self.axis.index])
         heads = self.heads // c, self.kv_heads // c
         out = qkv_attention(whole, *heads, None, None, self.causal, self.recompute, documents, scores)
 

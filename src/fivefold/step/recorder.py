@@ -179,7 +179,9 @@ class Counter:
                 if part is not None and len(part.shape) == 2:
                     local = local_shape(part.computes)
                     rows, columns = local[0] < part.shape[0], local[1] < part.shape[1]
-                if columns or self.once:
+                if isinstance(module, Experts) and self.once:
+                    self._received(module)
+                elif columns or self.once:
                     hooks.append(module.register_forward_pre_hook(self._input))
                 if rows or self.once:
                     hooks.append(module.register_forward_hook(self._output))
@@ -187,6 +189,17 @@ class Counter:
     def _input(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if self.forward and torch.is_grad_enabled():
             self._count("activations", inputs[0])
+
+    def _received(self, experts: Experts) -> None:
+        """Counts the rows that this rank's experts compute: those that the ranks send."""
+        compute = experts.compute
+
+        def counted(rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+            self._input(experts, (rows_MD,))
+            return compute(rows_MD, counts_E)
+
+        experts.compute = counted
+        self.eager.callback(setattr, experts, "compute", compute)
 
     def _output(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if self.forward and output.requires_grad:

@@ -294,10 +294,8 @@ def share_evenly(stage: nn.Module) -> None:
 
 def _even(rows_2CG: Tensor, rows: int) -> list[list[list[int]]]:
     _, chunks, ranks = rows_2CG.shape
-    if hasattr(
-        rows_2CG, "fake"
-    ):  # read, as the method that this replaces does; no other tensor without memory can be
-        rows_2CG.tolist()
+    if hasattr(rows_2CG, "fake"):  # no other tensor without memory can be read
+        rows_2CG.tolist()  # as the method that this replaces does
     each = [rows * (i + 1) // chunks - rows * i // chunks for i in range(chunks)]
     return [[[count // ranks + (index < count % ranks) for index in range(ranks)] for count in each]] * 2
 
