@@ -41,7 +41,8 @@ class Scores(NamedTuple):
 
     window: the keys that a query of causal attention sees, its own the last of them (arXiv 2004.05150); 0: all.
     soft_cap: scores x become soft_cap * tanh(x / soft_cap) (Gemma 2, arXiv 2408.00118); 0: they stay. sink: (H), a
-    score beside those of each head's keys, whose value is 0 (the idea: arXiv 2309.17453).
+    score beside those of each head's keys, whose value is 0 (the idea: arXiv 2309.17453); of the caller's heads, if it
+    has some of them only.
     """
 
     window: int = 0
@@ -147,7 +148,7 @@ class Documents:
 
     def shared(self, queries: Columns, keys: Columns, causal: bool, like: Tensor) -> Shared:
         """What the kernel for queries like these computes at these columns. Causal: as in `Tiling.pairs`."""
-        if not has_flash(like):
+        if not has_flash(like) or torch.version.hip:  # AMD's masks and writes the lse in another way
             return self.tiles(queries, keys, causal, like.element_size())
         if (asked := (queries, keys)) not in self._lengths:
             found_2n = joined_lengths(np.stack([self.tiling.lengths(queries), self.tiling.lengths(keys)]))
@@ -194,8 +195,8 @@ def attention(
     """softmax(q k^T / sqrt(d)) v. q (B, T, H, d), k and v (B, S, K, d) with K dividing H; returns (B, T, H, d).
 
     Causal: the last query sees every key (queries are the last T of S positions). documents: a query sees keys of its
-    own document only; S = T. scores: flash attention knows the window only. A cap or a sink is written out, with all
-    scores in memory.
+    own document only; S = T. scores: flash attention knows the window only. Elsewhere a cap or a sink is written
+    out, with all scores in memory.
 
     Raises:
         UserError: something of `scores` is not supported.
@@ -203,8 +204,9 @@ def attention(
     T, S = q.shape[1], k.shape[1]
     if not causal:
         scores.refuse("models that are not causal", ["window"])
-    if has_flash(q) and T == S and (documents is not None or scores.changed):
+    if has_flash(q):
         scores.refuse("flash attention on GPUs; precision.mode = fp32 has it", ["soft_cap", "sink"])
+    if has_flash(q) and T == S and (documents is not None or scores.changed):
         return _of_any_length(q, k, v, causal, documents, scores.window)
     mask = None
     if documents is not None:

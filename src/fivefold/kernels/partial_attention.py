@@ -3,8 +3,8 @@
 `merge` weighs two results over different keys by their shares of the sum. Backward also goes block by block. It
 recomputes the probabilities from the lse over all keys (FlashAttention, arXiv 2205.14135).
 
-On GPUs in bf16 and fp16: PyTorch's flash kernels; for packed documents those for sequences of any lengths. Elsewhere:
-matmuls by blocks of queries, as in `blockwise_attention.py`.
+On GPUs in bf16 and fp16: PyTorch's flash kernels; for packed documents, on NVIDIA's, those for sequences of any
+lengths. Elsewhere: matmuls by blocks of queries, as in `blockwise_attention.py`.
 
 Legend: B batch, H query heads, K key-value heads, G = H/K, d head size, T tokens of qkv, Q queries, q of them in a
 block, S keys.
