@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.kernels import experts, native, sizes
+from fivefold.kernels import elementwise, native, sizes
 from fivefold.kernels.gpu import combine, language, loss, rounding
 from fivefold.kernels.rounded import encode_tiles
 from fivefold.models.mixture import filled
@@ -85,9 +85,9 @@ def combined(dtype: torch.dtype, weighted: bool) -> list[float]:
     padded, total = torch.cat([rows, rows.new_zeros(1, D)]).float(), torch.zeros(N, D)
     for k in range(K):
         total += padded[way.place_NK[:, k]] * factors[:, k : k + 1].float()
-    wanted = experts.sum_rows(rows.double(), way.place_NK, factors.double(), True)
+    wanted = elementwise.sum_rows(rows.double(), way.place_NK, factors.double(), True)
     errors = [float(not torch.equal(found, total.to(dtype))), error(found, wanted)]
-    high = experts.spread(dout.double(), rows.double(), weights.double(), way.order_M)
+    high = elementwise.spread(dout.double(), rows.double(), weights.double(), way.order_M)
     gradients = combine.spread(dout, rows, weights, way.order_M)
     return [*errors, *(error(a, b) for a, b in zip(gradients, high, strict=True))]
 
