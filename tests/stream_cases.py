@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, cuda
 
 from fivefold.comm.axis import ALONE, Axis
+from fivefold.models.mixture import Assignment
+from fivefold.parallel.expert import AllToAll
 from fivefold.sharding.layout import Layout
 from fivefold.trace.fake import FakeMode
 from fivefold.trace.races import Races
@@ -439,6 +441,19 @@ def read_before_it_is_received(x: Tensor, side: cuda.Stream) -> Any:
 def gathered_weights_not_waited_for(x: Tensor, side: cuda.Stream) -> Any:
     started = axis("shard").start_all_gather(x)
     return x * 2, started.result * 2, started
+
+
+@case("aten::mul_.Tensor on the default stream")
+def rows_leave_beside_what_is_queued_after_begin(x: Tensor, side: cuda.Stream) -> Any:
+    """They wait for no shared expert: here it would change them."""
+    numbers, each = torch.arange(4, device=DEVICE), torch.full((1, 2), 2, device=DEVICE)
+    sends = AllToAll(axis("ep"), beside=side)
+    sends.splits = lambda rows_2CG, rows: [[[2, 2]], [[2, 2]]]
+    tokens, begun = sends.begin(x[:, None], Assignment(numbers, numbers[:, None], each, each[0]))
+    assert begun.rows_MD is not None
+    kept = begun.rows_MD.mul_(2)
+    sends.depart(begun)
+    return begun.there[0].wait(), tokens, kept, numbers, each, begun
 
 
 # Backward

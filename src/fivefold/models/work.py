@@ -413,8 +413,8 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     experts = _swiglu("experts", received, F, s, program, here, s.chunks)
     shared = _swiglu("shared", N, model.shared_experts * F, s, program) if model.shared_experts else []
     beside = shared if program.rows_beside else []
-    ways = (tuple(replace(m, hidden=bool(beside)) for m in way[:1]) for way in (there, home_back))
-    arrival = [Operation("arrival", None, 0.0, 0.0, 0.0, 0, *ways, beside=tuple(beside))] if there else []
+    out, back = (tuple(replace(m, hidden=bool(beside)) for m in way[:1]) for way in (there, home_back))
+    arrival = Operation("arrival", kernels=0, sent_forward=out, sent_backward=back, beside=tuple(beside))
     ops = [
         router,
         Operation(
@@ -427,7 +427,7 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
             saved=(Saved("routed", received * D * e, "stream"),),
         ),
         *shared,
-        *arrival,
+        *([arrival] if there else []),
         *experts,
         Operation(  # the hidden messages of both ways are with it
             "combine",
