@@ -412,9 +412,6 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     router = Operation("router", Matmul(N, E, D, sensitive=True), 0.0, moved, moved, 8, saved=kept)
     experts = _swiglu("experts", received, F, s, program, here, s.chunks)
     shared = _swiglu("shared", N, model.shared_experts * F, s, program) if model.shared_experts else []
-    beside = shared if program.rows_beside else []
-    out, back = (tuple(replace(m, hidden=bool(beside)) for m in way[:1]) for way in (there, home_back))
-    arrival = Operation("arrival", kernels=0, sent_forward=out, sent_backward=back, beside=tuple(beside))
     ops = [
         router,
         Operation(
@@ -427,7 +424,7 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
             saved=(Saved("routed", received * D * e, "stream"),),
         ),
         *shared,
-        *([arrival] if there else []),
+        *_arrival(there[:1], home_back[:1], shared if program.rows_beside else []),
         *experts,
         Operation(  # the hidden messages of both ways are with it
             "combine",
@@ -447,6 +444,15 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     sums += [Operation("balance", kernels=0, sent_forward=total)] if total else []
     # Only if the router's own loss terms have a gradient does recomputation get this far.
     return [*ops, *(replace(op, part="" if learns else "never") for op in sums)]
+
+
+def _arrival(
+    forward: tuple[Message, ...], backward: tuple[Message, ...], shared: list[Operation]
+) -> list[Operation]:
+    """The wait for rows that travel beside the shared experts, if there are any, in forward and in backward."""
+    there, back = (tuple(replace(m, hidden=bool(shared)) for m in way) for way in (forward, backward))
+    wait = Operation("arrival", kernels=0, sent_forward=there, sent_backward=back, beside=tuple(shared))
+    return [wait] if forward else []
 
 
 def _chunked(sent: tuple[Message, ...], chunks: int) -> tuple[Message, ...]:
