@@ -100,19 +100,13 @@ class Leaving:
     from each rank, in host memory.
     """
 
-    def __init__(
-        self,
-        axis: Axis,
-        mine_GCe: Tensor,
-        there: list[Transfer],
-        back: list[Transfer],
-        beside: torch.cuda.Stream | None,
-        pad: Padding | None,
-    ) -> None:
-        self.mine_GCe, self.there, self.back, self.pad = mine_GCe, there, back, pad
-        self.beside = beside if pad is None else None
+    def __init__(self, of: AllToAll, mine_GCe: Tensor, pad: Padding | None, how: RoundedMatmuls | None):
+        self.mine_GCe, self.pad, self.beside = mine_GCe, pad, of.beside if pad is None else None
+        there_form, back_form = (how.inputs, how.gradients) if how else (None, None)
+        self.there = [Transfer(of.axis, of.turns, there_form) for _ in range(of.chunks)]
+        self.back = [Transfer(of.axis, of.turns, None, back_form) for _ in self.there]
         self.rows_MD: Tensor | None = None
-        self.started, self.event = axis.start(COUNTS, mine_GCe), None
+        self.started, self.event = of.axis.start(COUNTS, mine_GCe), None
         if self.beside is not None:
             with torch.cuda.stream(self.beside):  # the message has waited for what it sends
                 self._arrive()
@@ -200,15 +194,13 @@ class AllToAll(Exchange):
         mine_GCe = way.counts_CE.unflatten(1, (self.axis.size, -1)).transpose(0, 1).contiguous()
         rows = len(way.order_M)
         pad = Padding(mine_GCe.sum((1, 2)), self.room(rows), rows) if self.padded else None
-        there_form, back_form = (how.inputs, how.gradients) if how else (None, None)
-        there = [Transfer(self.axis, self.turns, there_form) for _ in range(self.chunks)]
-        back = [Transfer(self.axis, self.turns, None, back_form) for _ in there]
-        leaving = Leaving(self.axis, mine_GCe, there, back, self.beside, pad)
+        leaving = Leaving(self, mine_GCe, pad, how)
         rows_MD = dispatch(x_ND, way)
         if pad is not None:
             rows_MD = sent(pad.fill, pad.empty, rows_MD)
         leaving.rows_MD = rows_MD.detach()
         # Backward waits here, behind what forward computes beside.
+        there = leaving.there
         made = lambda rows: tuple(rows.new_empty(0) for _ in there)  # noqa: E731
         tokens = sent(made, lambda *_: _wait_for_all(there), rows_MD)
         if leaving.beside is None:
