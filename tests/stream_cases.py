@@ -443,17 +443,32 @@ def gathered_weights_not_waited_for(x: Tensor, side: cuda.Stream) -> Any:
     return x * 2, started.result * 2, started
 
 
+def begun_rows(x: Tensor, beside: cuda.Stream | None) -> Any:
+    numbers, each = torch.arange(4, device=DEVICE), torch.full((1, 2), 2, device=DEVICE)
+    sends = AllToAll(axis("ep"), beside=beside)
+    sends.splits = lambda rows_2CG, rows: [[[2, 2]], [[2, 2]]]
+    return (
+        sends,
+        *sends.begin(x[:, None], Assignment(numbers, numbers[:, None], each, each[0])),
+        numbers,
+        each,
+    )
+
+
 @case("aten::mul_.Tensor on the default stream")
 def rows_leave_beside_what_is_queued_after_begin(x: Tensor, side: cuda.Stream) -> Any:
     """They wait for no shared expert: here it would change them."""
-    numbers, each = torch.arange(4, device=DEVICE), torch.full((1, 2), 2, device=DEVICE)
-    sends = AllToAll(axis("ep"), beside=side)
-    sends.splits = lambda rows_2CG, rows: [[[2, 2]], [[2, 2]]]
-    tokens, begun = sends.begin(x[:, None], Assignment(numbers, numbers[:, None], each, each[0]))
-    assert begun.rows_MD is not None
-    kept = begun.rows_MD.mul_(2)
+    sends, tokens, begun, *kept = begun_rows(x, side)
+    kept += [tokens, begun.rows_MD.mul_(2)]
     sends.depart(begun)
-    return begun.there[0].wait(), tokens, kept, numbers, each, begun
+    return begun.there[0].wait(), kept, begun
+
+
+@case()
+def rows_leave_at_once_without_a_stream(x: Tensor, side: cuda.Stream) -> Any:
+    _, *kept = begun_rows(x, None)
+    assert kept[1].rows_MD is None
+    return kept[1].there[0].wait() * 2, kept
 
 
 # Backward
