@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, cuda
 
 from fivefold.comm.axis import ALONE, Axis
+from fivefold.models.mixture import Assignment
+from fivefold.parallel.expert import AllToAll
 from fivefold.sharding.layout import Layout
 from fivefold.trace.fake import FakeMode
 from fivefold.trace.races import Races
@@ -439,6 +441,34 @@ def read_before_it_is_received(x: Tensor, side: cuda.Stream) -> Any:
 def gathered_weights_not_waited_for(x: Tensor, side: cuda.Stream) -> Any:
     started = axis("shard").start_all_gather(x)
     return x * 2, started.result * 2, started
+
+
+def begun_rows(x: Tensor, beside: cuda.Stream | None) -> Any:
+    numbers, each = torch.arange(4, device=DEVICE), torch.full((1, 2), 2, device=DEVICE)
+    sends = AllToAll(axis("ep"), beside=beside)
+    sends.splits = lambda rows_2CG, rows: [[[2, 2]], [[2, 2]]]
+    return (
+        sends,
+        *sends.begin(x[:, None], Assignment(numbers, numbers[:, None], each, each[0])),
+        numbers,
+        each,
+    )
+
+
+@case("aten::mul_.Tensor on the default stream")
+def rows_leave_beside_what_is_queued_after_begin(x: Tensor, side: cuda.Stream) -> Any:
+    """They wait for no shared expert: here it would change them."""
+    sends, tokens, begun, *kept = begun_rows(x, side)
+    kept += [tokens, begun.rows_MD.mul_(2)]
+    sends.depart(begun)
+    return begun.there[0].wait(), kept, begun
+
+
+@case()
+def rows_leave_at_once_without_a_stream(x: Tensor, side: cuda.Stream) -> Any:
+    _, *kept = begun_rows(x, None)
+    assert kept[1].rows_MD is None
+    return kept[1].there[0].wait() * 2, kept
 
 
 # Backward

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from fivefold.bench.gpu import doctor, plain, report, trials
-from fivefold.bench.gpu.kernels import both, cases
+from fivefold.bench.gpu.kernels import both, cases, pairs
 from fivefold.bench.gpu.report import Row
 from fivefold.bench.gpu.trials import PARTS, measure, recipe_of
 from fivefold.cli.main import main
@@ -30,10 +30,11 @@ from fivefold.comm import Axis
 from fivefold.errors import UserError
 from fivefold.launch import local, ranks
 from fivefold.models.base import build
+from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.messages.communication import Group, collective
 from fivefold.precision import PRECISIONS
-from fivefold.recipe import Recipe, count_parameters, flops_per_token, load
+from fivefold.recipe import Recipe, count_parameters, flops_per_token, load, resolve_model
 from fivefold.train.verify import verify
 
 COMMAND = [sys.executable, "-P", "-m", "fivefold", "bench", "gpu"]
@@ -301,6 +302,22 @@ def test_plain_pytorch_computes_the_same_loss(shape: str) -> None:
         assert p.grad is not None
         assert gradient is not None
         assert (gradient - p.grad).norm() <= 1e-4 * p.grad.norm() + 1e-7, name
+
+
+def test_kernels_in_triton_and_what_stands_beside_them_compute_the_same() -> None:
+    """By the kernels' twins here: each tile straight, turned and both, and what has several results."""
+    section = ModelSection(layers=1, dim=256, heads=2, seq_len=128)
+    made = pairs(resolve_model(section, vocab_size=300), torch.float32, torch.device("cpu"))
+    counts = list[tuple[str, int]]()
+    for _, shape, calls in made:
+        mine, other = (call() for call in calls)
+        counts.append((shape.partition(" by ")[2], len(mine)))
+        for a, b in zip(mine, other, strict=True):
+            assert a.shape == b.shape
+            assert (a.float() - b.float()).norm() <= 1e-5 * b.float().norm()
+    tiles = "1 x 128", "128 x 128", "the whole tensor"
+    ways = (("", 2), (", turned", 2), (", both", 4))
+    assert counts == [("", 3), *((tile + way, n) for tile in tiles for way, n in ways), ("", 3)]
 
 
 def test_kernels_and_pytorchs_own_compute_the_same() -> None:

@@ -235,7 +235,7 @@ def exchange(
     leaving, begun = sends.begin(rows, way)
     assert notes == ["start"] * (1 + chunks), "the counts, and all rows"
     compute = lambda x, c: Noted.apply(grouped_linear(x, own, c), notes)  # noqa: E731
-    out = sends(leaving, mine, compute, begun=begun)
+    out = sends(leaving, compute, begun)
     of = torch.arange(experts).repeat(chunks).repeat_interleave(mine.flatten())
     wanted = torch.einsum("md,mfd->mf", rows, weights[of])
     torch.testing.assert_close(out, wanted)

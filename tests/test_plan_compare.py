@@ -364,6 +364,23 @@ def test_a_ring_hides_from_the_threshold_on() -> None:
         assert (cost.operation(op, s).sent > 0) is exposed
 
 
+@pytest.mark.parametrize("width", [512, 16384])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_rows_hide_behind_a_shared_expert_without_chunks(width: int, shared: int) -> None:
+    """The verdict is the planner's: whether it waits for rows on their way to experts."""
+    section = ModelSection(
+        arch="moe", layers=2, dim=2048, heads=16, seq_len=4096, experts=16, experts_per_token=4, expert_ffn_dim=width,
+        shared_experts=shared,
+    )  # fmt: skip
+    s = setting(resolve_model(section, vocab_size=2048), Layout(dp_replicate=8, ep=8), parse("h100:8"), 2, 1)
+    (rule,) = (rule for rule in overlap.rules(s) if rule.technique == "EP")
+    (arrival,) = (op for op in s.last_block if op.name == "arrival")
+    assert rule.overlaps is bool(shared)
+    assert (
+        (rule.verdict == "hides") is (cost.operation(arrival, s).sent_forward == 0) is (shared * width > 512)
+    )
+
+
 def test_the_threshold_of_ulysses_hardly_depends_on_the_ranks() -> None:
     """A rank computes 1 / n of the attention and exchanges 1 / n of the tokens, of which it keeps 1 / n. In a ring it
     sends n - 1 times as many. The program waits for Ulysses' messages."""

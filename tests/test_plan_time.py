@@ -181,6 +181,35 @@ def test_chunks_hide_rows(chunks: int, F: int) -> None:
     assert back == pytest.approx(max(2 * one, 2 * chunks * one - behind))
 
 
+@pytest.mark.parametrize(("schedule", "splits"), [("1f1b", False), ("zb_h1", True)])
+def test_what_w_computes_hides_no_rows(schedule: str, splits: bool) -> None:
+    """Under a split backward the shared expert's weight gradients are computed too late to hide the rows' way home;
+    those of experts, which are not deferred, hide messages of other chunks."""
+    section = ModelSection(
+        arch="moe",
+        layers=8,
+        dim=2048,
+        heads=16,
+        seq_len=2048,
+        experts=32,
+        expert_ffn_dim=512,
+        shared_experts=1,
+    )
+    layout = Layout(pp=2, dp_replicate=16, ep=16, schedule=schedule, expert_chunks=4)
+    assert layout.splits_backward == splits
+    s = setting(resolve_model(section, vocab_size=32000), layout, parse("h100:4x8"), 4, 8)
+    ops = {op.name: op for op in s.last_block}
+    for waiting, prefix, late in (("arrival", "shared", splits), ("combine", "experts", False)):
+        costs = [operation(ops[f"{prefix} {name}"], s) for name in ("up", "gate", "down")]
+        beside = sum(one.input + one.weight * (not late) for one in costs)
+        hidden, shown = (
+            sum(message(one, s, True) for one in ops[waiting].sent_backward if one.hidden == way)
+            for way in (True, False)
+        )
+        assert hidden > beside
+        assert operation(ops[waiting], s).rows_backward == pytest.approx(shown + hidden - beside)
+
+
 @pytest.mark.parametrize("tp", [2, 8])
 @pytest.mark.parametrize("regather", [False, True])
 def test_chunks_hide_messages_of_tensor_parallelism(tp: int, regather: bool) -> None:

@@ -42,7 +42,7 @@ ELSEWHERE = {
     "launch/local.py launch wait": HOSTS,
     "launch/ranks.py _meet wait": HOSTS,
     "observe/live.py serve wait": HOSTS,
-    "parallel/expert.py AllToAll.forward wait": "calls Announced.wait, which is tried: here for padded messages",
+    "parallel/expert.py AllToAll.forward wait": "calls Leaving.wait, which is tried: here for padded messages",
     "parallel/offload/disk.py Disk.arrive wait": IO,
     "parallel/offload/pages.py Pages.free wait": "no step reads weights in vain",
     "parallel/offload/pages.py Pages.lacking wait": "in these traces every parameter has a gradient",

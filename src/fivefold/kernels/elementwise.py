@@ -1,5 +1,5 @@
-"""Norms, gates, GELU, rotary embedding, gradient sums, AdamW: one pass over memory on CPUs (native.c), and PyTorch's
-own operations elsewhere. Copies to a device.
+"""Norms, gates, GELU, rotary embedding, sums of experts' rows, gradient sums, AdamW: one pass over memory on CPUs
+(native.c), and PyTorch's own operations elsewhere. Copies to a device.
 
 Legend: N rows (tokens), D model, F feed-forward, B batch, T sequence, H heads, d head size.
 """
@@ -153,6 +153,25 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)
     c, s = cos[:, None, :], sin[:, None, :]  # (T, 1, d/2)
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
+
+
+def sum_rows(rows_MD: Tensor, place_NK: Tensor, weights_NK: Tensor | None, drops: bool) -> Tensor:
+    """The weighted sum of each token's rows, which experts have computed (N, D): one bag of K of the M rows per token,
+    summed in the same order in every run. drops: some places may be M, which counts as zero."""
+    if drops:
+        rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
+    return F.embedding_bag(place_NK, rows_MD, mode="sum", per_sample_weights=weights_NK)
+
+
+def spread(dout_ND: Tensor, rows_MD: Tensor, weights_NK: Tensor, order_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and weights, given that of the sum. order: the slot of each row. Slot s of token n has
+    index s N + n; slot N K is nobody's."""
+    dout_MD = dout_ND.index_select(0, order_M % len(dout_ND))
+    dslots = torch.zeros(weights_NK.numel() + 1, dtype=torch.float32, device=rows_MD.device)
+    dslots[order_M] = (dout_MD * rows_MD).sum(-1, dtype=torch.float32)
+    dweights = dslots[:-1].view(weights_NK.shape[::-1]).t().to(weights_NK.dtype)
+    slot_weights_M = F.pad(weights_NK.t().reshape(-1), (0, 1))[order_M]  # 0 for rows of nobody
+    return dout_MD.mul_(slot_weights_M[:, None]), dweights
 
 
 def add_gradient(total: Tensor, grad: Tensor, first: bool) -> None:

@@ -60,10 +60,10 @@ class Fp8(RoundedMatmuls):
         """In 8 bits twice where the device multiplies them: it reads both factors along their sum."""
         if not self.multiplies(weight):
             return super().keep(weight, inside)
-        kernel = _kernel(weight, *self.tile(weight.shape, True)) if weight.dim() == 2 else None
-        first, second = (
-            kernel.both(weight, *self.tile(weight.shape, True), self.inputs) if kernel else (None, None)
-        )
+        tile, first, second = self.tile(weight.shape, True), None, None
+        if weight.dim() == 2 and (kernel := _kernel(weight, *tile)):
+            found = kernel.encode(weight, *tile, self.inputs, both=True)
+            first, second = found[:2], found[2:]
         return Kept(self.narrow(weight, True, first), self.narrow(weight.mT, True, second))
 
     def narrow(self, b: Tensor, weight: bool = False, encoded: Encoded | None = None) -> Factor:
@@ -136,7 +136,7 @@ def _kernel(x: Tensor, rows: int, columns: int) -> Any:
         return None
     from fivefold.kernels.gpu import rounding  # which imports Triton
 
-    return rounding if rounding.kind_of(rows, columns, x.shape) else None
+    return rounding if rounding.tile(rows, columns, x.shape) in rounding.KINDS else None
 
 
 def encode_rows(x: Tensor, form: Format) -> Tensor:

@@ -99,6 +99,7 @@ def rules(s: Setting) -> list[Rule]:
         "ulysses": "heads on their way behind the attention of others",
         "all_gather": "keys and values on their way behind the attention of other heads",
     }
+    beside, rows = _beside(s), "rows on their way behind the experts' matmuls"
     # technique, axis, what is sent, what decides, whether it overlaps; seconds of messages over those of computing, the
     # value of what decides, the setting with it times a factor (None if that is not possible), the ratio's limit
     table: list[tuple[str, str, str, str, bool, Ratio, Ratio, Resized, float]] = [
@@ -109,7 +110,8 @@ def rules(s: Setting) -> list[Rule]:
          _tensor, lambda s: s.model.dim, _wider, 1.0),
         ("CP", "cp", sent[x.cp_method], "tokens of a sequence", ring,
          _context, lambda s: s.model.seq_len, _longer, 1.0),
-        ("EP", "ep", "rows on their way behind the experts' matmuls", "width of an expert", x.expert_chunks > 1,
+        ("EP", "ep", "rows on their way to experts behind the shared one" if beside else rows,
+         "width of an expert", x.expert_chunks > 1 or beside,
          _experts, lambda s: s.card.expert_features()[1], _wider_experts, 1.0),
         ("PP", "pp", f"idle time of at most {IDLE:.0%} of the step", "microbatches per step", True,
          _bubble, lambda s: s.microbatches, _more_microbatches, IDLE / (1 - IDLE)),
@@ -200,11 +202,17 @@ def _longer(s: Setting, factor: float) -> Setting | None:
     return _resized(s, seq_len=length) if length % (2 * s.layout.cp) == 0 else None
 
 
+def _beside(s: Setting) -> bool:
+    """True if no rows hide but those that go to experts, behind the shared one."""
+    return s.layout.expert_chunks == 1 and any(op.name == "arrival" and op.beside for op in s.last_block)
+
+
 def _experts(s: Setting) -> float:
-    """Each of a token's rows goes to its expert and comes back."""
-    ops = _block(s)
-    matmuls = sum(price.forward for op, price in ops if op.name.startswith("experts "))
-    return _sent((op for op, _ in ops), "ep", s) / matmuls
+    """Each of a token's rows goes to its expert and comes back; or only those that go, if the others hide nowhere."""
+    ops, beside = _block(s), _beside(s)
+    which = "shared " if beside else "experts "
+    matmuls = sum(price.forward for op, price in ops if op.name.startswith(which))
+    return _sent((op for op, _ in ops if not beside or op.name == "arrival"), "ep", s) / matmuls
 
 
 def _wider_experts(s: Setting, factor: float) -> Setting | None:

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 from torch.nn import functional as F
 
-from fivefold.kernels import elementwise, experts, native
+from fivefold.kernels import elementwise, native
 from fivefold.kernels.gpu import registry
 from fivefold.kernels.matmul import wide, widened
 from fivefold.kernels.rounded import RoundedMatmuls, round_tiles
@@ -101,26 +101,20 @@ class Exchange(nn.Module):
 
     def begin(self, x_ND: Tensor, way: Assignment, how: RoundedMatmuls | None = None) -> tuple[Any, Any]:
         """Makes the rows of tokens, and lets them leave beside what is computed before `forward`. Returns the rows, or
-        what autograd sees in their place, and what `forward` needs besides. how: as there."""
-        return dispatch(x_ND, way), None
+        what autograd sees in their place, and what `forward` needs besides. how: rounds what travels to experts: rows,
+        and the gradients of results."""
+        return dispatch(x_ND, way), (way.counts_CE[0], how)
 
     def beyond(self, counts_CE: Tensor, rows: int) -> Tensor | int:
         """Number of this rank's rows that are lost, because there was no room for them. rows: that it has."""
         return 0
 
-    def forward(
-        self,
-        rows_MD: Any,
-        counts_CE: Tensor,
-        compute: Compute,
-        how: RoundedMatmuls | None = None,
-        begun: Any = None,
-    ) -> Tensor:
-        """compute(rows sorted by expert, rows per expert) returns the results, row by row. how: rounds what travels to
-        experts: rows, and the gradients of results. rows, begun: by `begin`."""
+    def forward(self, rows_MD: Any, compute: Compute, begun: Any) -> Tensor:
+        """compute(rows sorted by expert, rows per expert) returns the results, row by row. rows, begun: by `begin`."""
+        counts_E, how = begun
         if how is None:
-            return compute(rows_MD, counts_CE[0])
-        results = compute(_Travel.apply(rows_MD, how.inputs, None), counts_CE[0])
+            return compute(rows_MD, counts_E)
+        results = compute(_Travel.apply(rows_MD, how.inputs, None), counts_E)
         return _Travel.apply(results, None, how.gradients)
 
 
@@ -167,10 +161,9 @@ class Experts(Sublayer):
         self.down = nn.Parameter(torch.empty(experts, model.dim, width))
         self.exchange = Exchange()
 
-    def forward(self, rows_MD: Any, counts_CE: Tensor, begun: Any = None) -> Tensor:
-        """What `begin` returned of rows sorted by chunk and expert, and the number of rows of each expert in each chunk
-        -> (M, D)."""
-        return self.exchange(rows_MD, counts_CE, self.compute, self.travelling, begun)
+    def forward(self, rows_MD: Any, begun: Any) -> Tensor:
+        """What `Exchange.begin` returned -> (M, D), sorted by chunk and expert."""
+        return self.exchange(rows_MD, self.compute, begun)
 
     @property
     def travelling(self) -> RoundedMatmuls | None:
@@ -216,7 +209,7 @@ class Mixture(nn.Module):
         rows_MD, begun = self.experts.exchange.begin(inside_ND, way, self.experts.travelling)
         # Between the two, rows travel. The plan has this order, too (`models.work.mixture`).
         shared_ND = None if self.shared is None else self.shared(inside_ND)
-        rows_MD = self.experts(rows_MD, way.counts_CE, begun)
+        rows_MD = self.experts(rows_MD, begun)
         y_ND = combine(rows_MD, self.enter(weights), way)
         if shared_ND is not None:
             y_ND = y_ND + shared_ND
@@ -452,7 +445,8 @@ class _Dispatch(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        return _sum(grads[0], ctx.assignment), None
+        drows, way = grads[0], ctx.assignment
+        return _summing(drows).sum_rows(drows, way.place_NK, None, way.drops), None
 
 
 class _Combine(Function):
@@ -462,7 +456,7 @@ class _Combine(Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         ctx.assignment = assignment
         ctx.save_for_backward(rows, weights)
-        return _sum(rows, assignment, weights)
+        return _summing(rows).sum_rows(rows, assignment.place_NK, weights, assignment.drops)
 
     @staticmethod
     @once_differentiable
@@ -471,15 +465,10 @@ class _Combine(Function):
         return *_summing(rows).spread(grads[0], rows, weights, ctx.assignment.order_M), None
 
 
-def _sum(rows_MD: Tensor, way: Assignment, weights_NK: Tensor | None = None) -> Tensor:
-    """The weighted sum of the rows of each token."""
-    return _summing(rows_MD).sum_rows(rows_MD, way.place_NK, weights_NK, way.drops)
-
-
 def _summing(rows: Tensor) -> Any:
     """The module that sums rows and makes their gradients here."""
     if not native.in_triton(registry.COMBINE, rows):
-        return experts
+        return elementwise
     from fivefold.kernels.gpu import combine  # which imports Triton
 
     return combine

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from threading import Semaphore
 from typing import Any
@@ -59,7 +58,8 @@ def apply(stage: LanguageModel, mesh: Mesh, table: dict[str, Part]) -> None:
             mixture.total = SummedTotal(sums)
             operators.axes.update({axis.key: axis for axis, _ in sums})
         if mesh.size(ROWS.axis) > 1:
-            how = mesh.layout.expert_chunks, beside, mesh.layout.expert_buffer
+            stream = beside if mixture.shared else None  # without it nothing runs there meanwhile
+            how = mesh.layout.expert_chunks, stream, mesh.layout.expert_buffer
             mixture.experts.exchange = AllToAll(mesh.axis(ROWS.axis), *how)
         for name, whole in list(mixture.experts.named_parameters()):
             shape = local_shape(table[f"blocks.{number}.mlp.experts.{name}"].computes)
@@ -91,21 +91,24 @@ class SummedTotal(Total):
         return total
 
 
-class Announced:
-    """Rows that ranks will send to each other in each chunk. Their numbers are on the way.
+class Leaving:
+    """Rows between `AllToAll.begin` and `forward`. Their numbers are on the way.
 
-    beside: a stream of a GPU, on which they travel on to the host, beside other work. padded: the host needs none.
-    mine, theirs: rows for each rank, chunk and expert, and from each. rows_2CG: numbers of rows to and from each rank,
-    in host memory.
+    mine, theirs: rows for each rank, chunk and expert, and from each. there, back: the messages to experts and home,
+    one a chunk. beside: a stream of a GPU, on which numbers travel on to the host, and then rows, beside other work.
+    pad: of messages whose numbers the host knows before. rows_MD: until they leave. rows_2CG: numbers of rows to and
+    from each rank, in host memory.
     """
 
-    def __init__(
-        self, axis: Axis, mine_GCe: Tensor, beside: torch.cuda.Stream | None, padded: bool = False
-    ) -> None:
-        self.mine_GCe, self.padded = mine_GCe, padded
-        self.started, self.event = axis.start(COUNTS, mine_GCe), None
-        if beside is not None and not padded:
-            with torch.cuda.stream(beside):  # the message has waited for what it sends
+    def __init__(self, of: AllToAll, mine_GCe: Tensor, pad: Padding | None, how: RoundedMatmuls | None):
+        self.mine_GCe, self.pad, self.beside = mine_GCe, pad, of.beside if pad is None else None
+        there_form, back_form = (how.inputs, how.gradients) if how else (None, None)
+        self.there = [Transfer(of.axis, of.turns, there_form) for _ in range(of.chunks)]
+        self.back = [Transfer(of.axis, of.turns, None, back_form) for _ in self.there]
+        self.rows_MD: Tensor | None = None
+        self.started, self.event = of.axis.start(COUNTS, mine_GCe), None
+        if self.beside is not None:
+            with torch.cuda.stream(self.beside):  # the message has waited for what it sends
                 self._arrive()
                 self.event = torch.cuda.Event()
                 self.event.record()
@@ -119,21 +122,9 @@ class Announced:
 
     def _arrive(self) -> None:
         self.theirs_GCe = self.started()
-        if not self.padded:
+        if self.pad is None:
             rows_2CG = torch.stack([self.mine_GCe.sum(2).t(), self.theirs_GCe.sum(2).t()])
-            self.rows_2CG = rows_2CG.to("cpu", non_blocking=True)
-
-
-@dataclass
-class Leaving:
-    """Rows between `AllToAll.begin` and `forward`. rows: until they leave. there, back: the messages to experts and
-    home, one a chunk."""
-
-    announced: Announced
-    rows_MD: Tensor | None
-    there: list[Transfer]
-    back: list[Transfer]
-    pad: Padding | None
+            self.rows_2CG = rows_2CG.to("cpu", non_blocking=self.beside is not None)
 
 
 class Padding:
@@ -198,39 +189,37 @@ class AllToAll(Exchange):
     def begin(
         self, x_ND: Tensor, way: Assignment, how: RoundedMatmuls | None = None
     ) -> tuple[tuple[Tensor, ...], Leaving]:
-        """The rows leave here, unless the host would wait for a GPU: then it queues what comes next first, and the rows
-        leave in `forward`, on a stream that waits for nothing else."""
+        """The rows leave here, unless the host would wait for a GPU that can compute beside: then it queues what comes
+        next first, and the rows leave in `forward`, on a stream that waits for nothing else."""
         mine_GCe = way.counts_CE.unflatten(1, (self.axis.size, -1)).transpose(0, 1).contiguous()
-        announced = Announced(self.axis, mine_GCe, self.beside, self.padded)
-        rows_MD, pad = dispatch(x_ND, way), None
-        if announced.padded:
-            pad = Padding(mine_GCe.sum((1, 2)), self.room(len(rows_MD)), len(rows_MD))
+        rows = len(way.order_M)
+        pad = Padding(mine_GCe.sum((1, 2)), self.room(rows), rows) if self.padded else None
+        leaving = Leaving(self, mine_GCe, pad, how)
+        rows_MD = dispatch(x_ND, way)
+        if pad is not None:
             rows_MD = sent(pad.fill, pad.empty, rows_MD)
-        there_form, back_form = (how.inputs, how.gradients) if how else (None, None)
-        there = [Transfer(self.axis, self.turns, there_form) for _ in range(self.chunks)]
-        back = [Transfer(self.axis, self.turns, None, back_form) for _ in there]
-        leaving = Leaving(announced, rows_MD.detach(), there, back, pad)
+        leaving.rows_MD = rows_MD.detach()
         # Backward waits here, behind what forward computes beside.
+        there = leaving.there
         made = lambda rows: tuple(rows.new_empty(0) for _ in there)  # noqa: E731
         tokens = sent(made, lambda *_: _wait_for_all(there), rows_MD)
-        if announced.event is None:
+        if leaving.beside is None:
             self.depart(leaving)
-        elif self.beside is not None:
-            self.beside.wait_stream(torch.cuda.current_stream())  # for the rows
+        else:
+            leaving.beside.wait_stream(torch.cuda.current_stream())  # for the rows
         return tokens, leaving
 
     def depart(self, leaving: Leaving) -> None:
         """Starts the messages of rows. Waits for their numbers, if they are needed."""
-        announced, rows_MD, leaving.rows_MD = leaving.announced, leaving.rows_MD, None
+        rows_MD, beside, leaving.rows_MD = leaving.rows_MD, leaving.beside, None
         assert rows_MD is not None, "left before"
         if leaving.pad is not None:
             given = taken = [[leaving.pad.each] * self.axis.size]
         else:
             if self.turns:
                 self.turns.give_way()
-            announced.wait()
-            given, taken = self.splits(announced.rows_2CG, len(rows_MD))
-        beside = self.beside if announced.event else None
+            leaving.wait()
+            given, taken = self.splits(leaving.rows_2CG, len(rows_MD))
         for one, home, *numbers in zip(leaving.there, leaving.back, taken, given, strict=True):
             (one.taken, one.given), (home.given, home.taken), one.beside = numbers, numbers, beside
         with torch.cuda.stream(beside) if beside else nullcontext():
@@ -238,23 +227,15 @@ class AllToAll(Exchange):
         if beside:
             rows_MD.record_stream(beside)  # which may still encode them
 
-    def forward(
-        self,
-        rows_MD: tuple[Tensor, ...],
-        counts_CE: Tensor,
-        compute: Compute,
-        how: RoundedMatmuls | None = None,
-        begun: Leaving | None = None,
-    ) -> Tensor:
-        assert begun is not None
+    def forward(self, rows_MD: tuple[Tensor, ...], compute: Compute, begun: Leaving) -> Tensor:
         pad, back = begun.pad, begun.back
         if begun.rows_MD is not None:
             self.depart(begun)
-        if pad is not None:
-            begun.announced.wait()
-        theirs_GCe = begun.announced.theirs_GCe
-        if pad is not None:
-            ends_Ge = theirs_GCe[:, 0].cumsum(1).clamp(max=pad.each)
+        if pad is None:
+            theirs_GCe = begun.theirs_GCe
+        else:
+            begun.wait()
+            ends_Ge = begun.theirs_GCe[:, 0].cumsum(1).clamp(max=pad.each)
             ends_Ge[:, -1] = pad.each  # rows that fill up are the last expert's
             theirs_GCe = ends_Ge.diff(dim=1, prepend=ends_Ge.new_zeros(len(ends_Ge), 1))[:, None]
         arriving = []

@@ -101,9 +101,7 @@ def pairs(
     model: ModelSection, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, str, tuple[Call, Call]]]:
     """(kernel, shape, calls with and without it), which return tuples of tensors."""
-    from fivefold.kernels import experts
-    from fivefold.kernels.gpu import combine, loss, rounding
-    from fivefold.kernels.rounded import encode_tiles
+    from fivefold.kernels.gpu import combine, loss
 
     n, D, V = model.seq_len, model.dim, known(model.vocab_size)
     x, weight = (torch.randn(size, device=device).to(dtype).requires_grad_() for size in ((n, D), (V, D)))
@@ -115,25 +113,39 @@ def pairs(
 
     mine, other = (partial(gradients, call) for call in (loss.linear_cross_entropy, linear_cross_entropy))
     yield registry.LOSS, f"{n} x {D} x {V}", (mine, other)
-    plain = torch.compile(encode_tiles) if device.type == "cuda" else encode_tiles  # as in a compiled block
-    form, y = FORMATS["fp8 e4m3"], x.detach()[:, : D - D % BLOCK][: n - n % BLOCK].contiguous()
-    tiles = {"1 x 128": (1, BLOCK), "128 x 128": (BLOCK, BLOCK), "the whole tensor": tuple(y.shape)}
-    for name, tile in (
-        tiles.items() if y.numel() and dtype != torch.float16 else ()
-    ):  # whose scales may overflow
-        calls = partial(rounding.encode, y, *tile, form), partial(plain, y, *tile, form)
-        yield registry.ROUNDING, f"{len(y)} x {y.shape[1]} by {name}", calls
-    places, weights = (
-        torch.randperm(8 * n, device=device).view(n, 8),
-        torch.rand(n, 8, device=device).to(dtype),
-    )
+    in_a_block: Any = partial(torch.compile, dynamic=False) if device.type == "cuda" else lambda call: call
+    y = x.detach()[:, : D - D % BLOCK][: n - n % BLOCK].contiguous()
+    if dtype != torch.float16 and y.numel():  # scales of fp16 may overflow
+        for name, calls in roundings(y, in_a_block):
+            yield registry.ROUNDING, f"{len(y)} x {y.shape[1]} by {name}", calls
+    places = torch.randperm(8 * n, device=device).view(n, 8)
+    weights = torch.rand(n, 8, device=device).to(dtype)
     rows, order = x.detach().repeat(8, 1), places.t().flatten().argsort()
 
     def summed(add: Call, spread: Call) -> tuple[Tensor, ...]:
         return add(rows, places, weights, False), *spread(x.detach(), rows, weights, order)
 
-    ways = (combine.sum_rows, combine.spread), (experts.sum_rows, experts.spread)
-    yield registry.COMBINE, f"8 x {n} x {D}", (partial(summed, *ways[0]), partial(summed, *ways[1]))
+    twins = in_a_block(elementwise.sum_rows), in_a_block(elementwise.spread)
+    mine, other = (partial(summed, *way) for way in ((combine.sum_rows, combine.spread), twins))
+    yield registry.COMBINE, f"8 x {n} x {D}", (mine, other)
+
+
+def roundings(y: Tensor, in_a_block: Callable[[Call], Call]) -> Iterator[tuple[str, tuple[Call, Call]]]:
+    """Of y, of y.T, and of both, by each tile. in_a_block: compiles a function as a block's."""
+    from fivefold.kernels.gpu.rounding import encode
+    from fivefold.kernels.rounded import encode_tiles
+
+    def one_by_one(straight: tuple[Any, ...], turned: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        return *encode_tiles(*straight), *encode_tiles(*turned)
+
+    plain, twice, form = in_a_block(encode_tiles), in_a_block(one_by_one), FORMATS["fp8 e4m3"]
+    tiles = {"1 x 128": (1, BLOCK), "128 x 128": (BLOCK, BLOCK), "the whole tensor": tuple(y.shape)}
+    for name, tile in tiles.items():
+        straight = y, *tile, form
+        turned = y.t(), *(tile[::-1] if tile == tuple(y.shape) else tile), form
+        yield name, (partial(encode, *straight), partial(plain, *straight))
+        yield f"{name}, turned", (partial(encode, *turned), partial(plain, *turned))
+        yield f"{name}, both", (partial(encode, *straight, both=True), partial(twice, straight, turned))
 
 
 def both(call: Call, inputs: Sequence[Tensor]) -> int:

@@ -1,5 +1,5 @@
 """The sum of experts' rows for each token, and its gradients, each in one pass: places that were dropped need no row of
-zeros, and the gradient of a row is read once for both. Legend: kernels/experts.py."""
+zeros, and the gradient of a row is read once for both. Legend: kernels/elementwise.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fivefold.kernels import experts
+from fivefold.kernels import elementwise
 from fivefold.kernels.gpu.language import blocks, constexpr, jit, runs, tl
 
 COLUMNS = 1024
@@ -48,9 +48,9 @@ def _spread_kernel(dout, rows, weights, order, drows, dweights, N, D, K: constex
 
 @custom_op("fivefold::sum_rows", mutates_args=())
 def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None, drops: bool) -> Tensor:
-    """As `experts.sum_rows`."""
+    """As `elementwise.sum_rows`."""
     if not runs(rows):
-        return experts.sum_rows(rows, places, weights, drops)
+        return elementwise.sum_rows(rows, places, weights, drops)
     rows, places, (M, D), (N, K) = rows.contiguous(), places.contiguous(), rows.shape, places.shape
     given = rows if weights is None else weights.contiguous()
     out = rows.new_empty(N, D)
@@ -67,9 +67,9 @@ def _(rows: Tensor, places: Tensor, weights: Tensor | None, drops: bool) -> Tens
 
 @custom_op("fivefold::spread_rows", mutates_args=())
 def spread(dout: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """As `experts.spread`."""
+    """As `elementwise.spread`."""
     if not runs(rows):
-        return experts.spread(dout, rows, weights, order)
+        return elementwise.spread(dout, rows, weights, order)
     dout, rows, weights, (N, K) = dout.contiguous(), rows.contiguous(), weights.contiguous(), weights.shape
     drows, dweights = torch.empty_like(rows), torch.zeros_like(weights, dtype=torch.float32)
     if len(rows):

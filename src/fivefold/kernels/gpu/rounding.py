@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fivefold.kernels.gpu.language import blocks, constexpr, jit, runs, tl
-from fivefold.kernels.rounded import Encoded, encode_tiles
+from fivefold.kernels.rounded import encode_tiles
 from fivefold.precision.formats import FORMATS, Format
 from fivefold.precision.fp8 import BLOCK
 
-FEW, KINDS = 32, {(1, BLOCK): "row", (BLOCK, BLOCK): "block"}
-"""Rows of a program that transposes nothing; what shares a scale, by the tile's shape."""
+FEW, KINDS = 32, {(1, BLOCK): "row", (BLOCK, BLOCK): "block", (0, 0): "tensor"}
+"""Rows of a program that transposes nothing; what shares a scale, by `tile`."""
 
 
 @jit
@@ -43,9 +43,8 @@ def _codes(y, FRACTION: constexpr, LOWEST: constexpr):
     size = bits & 0x7FFFFFFF
     half = (1 << (22 - FRACTION)) - 1 + ((size >> (23 - FRACTION)) & 1)
     normal = ((size + half) >> (23 - FRACTION)) - ((126 + LOWEST) << FRACTION)
-    magic = tl.full(
-        size.shape, (150 + LOWEST - FRACTION) << 23, tl.int32
-    )  # its last bit is that of subnormals
+    # its last bit is that of subnormals
+    magic = tl.full(size.shape, (150 + LOWEST - FRACTION) << 23, tl.int32)
     small = (tl.abs(y) + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - magic
     code = tl.where(size < ((127 + LOWEST) << 23), small, normal)
     code = tl.where(size > 0x7F800000, 0x7F, code)
@@ -67,7 +66,7 @@ def _round_kernel(
     bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     across, down = tl.cdiv(C, COLUMNS), tl.cdiv(R, ROWS)
     if KIND == "tensor":
-        scale, undo = _power(tl.load(largest).to(tl.int32, bitcast=True), HIGHEST, MOST)
+        scale, undo = _power(tl.load(largest).to(tl.int32, bitcast=True) & 0x7FFFFFFF, HIGHEST, MOST)
     else:
         scale, undo = _power(tl.max(tl.max(bits, 1), 0), HIGHEST, MOST)
     if STRAIGHT:
@@ -99,34 +98,28 @@ def compiled(form: Format, kind: str, straight: bool, turned: bool) -> dict[str,
     return found | {"num_warps": rows // 8}
 
 
-def kind_of(rows: int, columns: int, shape: torch.Size) -> str:
-    """The kernel's name of a tile; "" if it knows none of this shape."""
-    return "tensor" if (rows, columns) == tuple(shape) else KINDS.get((rows, columns), "")
+def tile(rows: int, columns: int, shape: torch.Size) -> tuple[int, int]:
+    """A tile as the kernel names it: (0, 0) is the whole tensor, also its transpose. It has those of KINDS."""
+    return (0, 0) if (rows, columns) == tuple(shape) else (rows, columns)
 
 
-def encode(x: Tensor, rows: int, columns: int, form: Format) -> Encoded:
-    """As `fp8.encode`. x may be a transposed view."""
+def encode(x: Tensor, rows: int, columns: int, form: Format, both: bool = False) -> tuple[Tensor, ...]:
+    """As `fp8.encode`. x may be a transposed view. both: that of x.T, too, in one pass; x is contiguous."""
     turned = not x.is_contiguous() and x.t().is_contiguous()
-    kind = kind_of(rows, columns, x.shape)
-    numbers, factors = rounded(x.t() if turned else x, kind, form.name, not turned, turned)
-    return numbers, factors
-
-
-def both(x: Tensor, rows: int, columns: int, form: Format) -> tuple[Encoded, Encoded]:
-    """x and x.T encoded, in one pass. A tile that is not the whole tensor is as large in both."""
-    one, scale, other, other_scale = rounded(x, kind_of(rows, columns, x.shape), form.name, True, True)
-    return (one, scale), (other, other_scale)
+    shape = tile(rows, columns, x.shape)
+    return tuple(rounded(x.t() if turned else x, *shape, form.name, not turned, turned or both))
 
 
 @custom_op("fivefold::round_fp8", mutates_args=())
-def rounded(x: Tensor, kind: str, form: str, straight: bool, turned: bool) -> list[Tensor]:
-    """Numbers and factors as `fp8.encode` gives them of x (R, C) if `straight`, and then of x.T if `turned`."""
+def rounded(x: Tensor, rows: int, columns: int, form: str, straight: bool, turned: bool) -> list[Tensor]:
+    """Numbers and factors as `fp8.encode` gives them of x (R, C) if `straight`, and then of x.T if `turned`. rows,
+    columns: of `tile`."""
     if not runs(x):
-        tiles = {name: tile for tile, name in KINDS.items()}
-        each = [(y, tiles.get(kind, y.shape)) for y in [x] * straight + [x.t()] * turned]
-        return [t for y, tile in each for t in encode_tiles(y, tile[0], tile[1], FORMATS[form])]
+        each = [(y, rows or len(y), columns or y.shape[1]) for y in [x] * straight + [x.t()] * turned]
+        return [t for y, r, c in each for t in encode_tiles(y, r, c, FORMATS[form])]
+    kind = KINDS[rows, columns]
     x, (R, C), cut = x.contiguous(), x.shape, compiled(FORMATS[form], kind, straight, turned)
-    found = _empty(x, kind, form, straight, turned)
+    found = _empty(x, rows, columns, form, straight, turned)
     largest = torch.maximum(x.amax(), -x.amin()).float() if kind == "tensor" else x
     pointers = [t if t.dtype == torch.float32 else t.view(torch.uint8) for t in (*found[:2], *found[-2:])]
     _round_kernel[(blocks(R, cut["ROWS"]), blocks(C, BLOCK))](x, largest, *pointers, R, C, **cut)
@@ -134,13 +127,9 @@ def rounded(x: Tensor, kind: str, form: str, straight: bool, turned: bool) -> li
 
 
 @rounded.register_fake
-def _empty(x: Tensor, kind: str, form: str, straight: bool, turned: bool) -> list[Tensor]:
+def _empty(x: Tensor, rows: int, columns: int, form: str, straight: bool, turned: bool) -> list[Tensor]:
     found, dtype = list[Tensor](), getattr(torch, FORMATS[form].torch)
     for r, c in [tuple(x.shape)] * straight + [tuple(x.t().shape)] * turned:
-        scales = {
-            "tensor": (1, 1),
-            "row": (r, blocks(c, BLOCK)),
-            "block": (blocks(r, BLOCK), blocks(c, BLOCK)),
-        }
-        found += [x.new_empty(r, c, dtype=dtype), x.new_empty(scales[kind], dtype=torch.float32)]
+        found.append(x.new_empty(r, c, dtype=dtype))
+        found.append(x.new_empty(r // (rows or r), c // (columns or c), dtype=torch.float32))
     return found

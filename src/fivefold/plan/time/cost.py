@@ -196,8 +196,7 @@ def operation(op: Operation, s: Setting) -> Cost:
         inputs += attention(op.attention, length, head, device, dtype, True, parts)
     ahead, back = forward, inputs  # seconds that hide messages
     if op.beside:
-        beside = [operation(one, s) for one in op.beside]
-        ahead, back = sum(one.forward for one in beside), sum(one.input + one.weight for one in beside)
+        ahead, back = (beside(op, s, backward) for backward in (False, True))
     sent_forward = _exposed(op.sent_forward, ahead, s, False) if op.sent_forward else 0.0
     sent_backward = _exposed(op.sent_backward, back, s, True) if op.sent_backward else 0.0
     rows_forward = rows_backward = 0.0
@@ -206,6 +205,19 @@ def operation(op: Operation, s: Setting) -> Cost:
         rows_backward = _exposed([m for m in op.sent_backward if m.axis == ROWS.axis], back, s, True)
     forward, inputs = forward + sent_forward, inputs + sent_backward
     return Cost(forward, inputs, weight, sent_forward, sent_backward, rows_forward, rows_backward)
+
+
+def beside(op: Operation, s: Setting, backward: bool) -> float:
+    """Seconds of the operations that hide an operation's messages (`op.beside`). A split backward computes weight
+    gradients of linear layers later, in W, but those of experts at once."""
+    seconds = 0.0
+    for one in op.beside:
+        price, deferred = (
+            operation(one, s),
+            s.layout.splits_backward and not (one.matmul and one.matmul.grouped),
+        )
+        seconds += price.input + price.weight * (not deferred) if backward else price.forward
+    return seconds
 
 
 def parts_beside(one: Message, s: Setting, backward: bool) -> tuple[tuple[float, float], ...]:
@@ -217,16 +229,16 @@ def parts_beside(one: Message, s: Setting, backward: bool) -> tuple[tuple[float,
     return tuple((turn / turns, (turn + 1) / turns) for turn in range(turns))
 
 
-def _exposed(sent: Sequence[Message], beside: float, s: Setting, backward: bool) -> float:
+def _exposed(sent: Sequence[Message], work: float, s: Setting, backward: bool) -> float:
     if any(one.chunked for one in sent):
         queued = []
         for one in sent:
             places, holds = parts_beside(one, s, backward), held(1.0, s.group(one.axis), s.cluster)
             each = message(one, s, backward) / len(places)
             queued += [
-                timelines.Message(one.axis, "", each, beside * a, beside * b, "", holds) for a, b in places
+                timelines.Message(one.axis, "", each, work * a, work * b, "", holds) for a, b in places
             ]
-        return timelines.simulate([timelines.Work("", "", beside)], queued).seconds - beside
+        return timelines.simulate([timelines.Work("", "", work)], queued).seconds - work
     seconds = hidden = copying = 0.0
     for one in sent:
         takes = message(one, s, backward)
@@ -234,7 +246,7 @@ def _exposed(sent: Sequence[Message], beside: float, s: Setting, backward: bool)
             hidden, copying = hidden + takes, copying + held(takes, s.group(one.axis), s.cluster)
         else:
             seconds += takes
-    return seconds + exposed(hidden, copying, beside)
+    return seconds + exposed(hidden, copying, work)
 
 
 def part(ops: Sequence[Operation], s: Setting, recompute: str = "none") -> Cost:

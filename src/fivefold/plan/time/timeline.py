@@ -194,8 +194,7 @@ class _Step:
         sent = op.sent_backward if backward else op.sent_forward
         first, last = began, self.done
         if op.beside:
-            costs = [cost.operation(one, self.s) for one in op.beside]
-            wide = sum(c.input + c.weight if backward else c.forward for c in costs) * self.slower
+            wide = cost.beside(op, self.s, backward) * self.slower
             first, last = (self.done, self.done + wide) if backward else (began - wide, began)
         for one in sorted(sent, key=lambda one: one.hidden == (bool(op.beside) and backward)):
             seconds, name = scale * cost.message(one, self.s, backward), str(one.what)
