@@ -290,8 +290,9 @@ class LinearFunction(Function):
         ctx.enters, ctx.leaves = enters, leaves
         if leaves is None:
             return product(x) if y is None else y
-        _, total = leaves.scatter(x, product)
-        return total() if bias is None else total().add_(bias)
+        products, total = leaves.scatter(x, product)
+        y = total(*products)  # a compiler would move a wait that reads none to its start
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
