@@ -117,7 +117,10 @@ def test_a_sum_overlaps_with_the_gradient_of_a_weight(layout: str, each: int) ->
 
 def calls(rank: int, world: int, recipe: Recipe) -> list[str]:
     """Of each graph that Inductor compiles, in its order: s a message's start, w the wait for it, m a matmul."""
-    found, call = list[str](), re.compile(r"fivefold\.(start|await)_message\.|extern_kernels\.(?:add)?mm\(")
+    found, call = (
+        list[str](),
+        re.compile(r"fivefold\.(start|await)_message\.default\(|extern_kernels\.(?:add)?mm\("),
+    )
 
     def read(code: str) -> None:
         found.append("".join({"start": "s", "await": "w", None: "m"}[one[1]] for one in call.finditer(code)))
