@@ -139,7 +139,7 @@ class TensorAxis:
         if not self.ordered:
             return torch.cat(parts)
         parts = [part.unflatten(0, (self.size, -1)).transpose(0, 1) for part in parts]
-        return torch.stack(parts, 2).flatten(1, 3)
+        return (torch.stack(parts, 2) if parts[1:] else parts[0]).flatten(1, -2)
 
 
 def piece(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
@@ -273,7 +273,7 @@ class LinearFunction(Function):
         enters: TensorAxis | None = None,
         leaves: TensorAxis | None = None,
     ) -> Tensor:
-        once = _once(rounded, weight, enters or leaves)
+        once = rounded and rounded.once(weight, False)
 
         def product(x: Tensor) -> Tensor:
             return matmul.linear(x, weight, None if leaves else bias, once)
@@ -300,33 +300,27 @@ class LinearFunction(Function):
         if enters or leaves:
             dpiece = dpiece.contiguous()
 
-        def product(axis: TensorAxis | None) -> Callable[[Tensor], Tensor]:
-            once = _once(ctx.rounded, weight, axis, gradient=True)
+        def product() -> Callable[[Tensor], Tensor]:
+            once = ctx.rounded and ctx.rounded.once(weight, True)
             return lambda dy: matmul.input_gradient(dy, weight, once)
 
         dy, dx, dweight, total = dpiece, None, None, None
         if enters:  # the sum overlaps with the gradients that need no communication
             whole = enters.start(AGAIN[enters.regather], x, dy)
-            products, total = enters.scatter(dy, product(enters))
+            products, total = enters.scatter(dy, product())
             x = whole(*products)
         elif leaves and ctx.needs_input_grad[0]:
-            dy, dx = leaves.gather(dpiece, product(leaves))
+            dy, dx = leaves.gather(dpiece, product())
         elif leaves:  # other ranks expect a message
             dy = leaves.start_whole(dpiece)()
         elif ctx.needs_input_grad[0]:
-            dx = product(None)(dy)
+            dx = product()(dy)
         if ctx.needs_input_grad[1]:
             dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
         dbias = dpiece.flatten(0, -2).sum(0) if ctx.has_bias else None
         if total is not None:
             dx = total(*[g for g in (dweight, dbias) if g is not None])
         return dx, dweight, dbias, *[None] * 4
-
-
-def _once(
-    rounded: RoundedMatmuls | None, weight: Tensor, axis: TensorAxis | None, gradient: bool = False
-) -> RoundedMatmuls | None:
-    return rounded.once(weight, gradient) if rounded and axis and axis.chunks > 1 else rounded
 
 
 def weight_gradient(
