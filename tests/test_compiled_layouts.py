@@ -1,9 +1,11 @@
 """Compiled blocks of layouts whose ranks communicate inside a block compute what one process computes without PyTorch's
 compiler. Blocks are those of a run on GPUs, one graph each: a break would be an error."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,11 +16,14 @@ from test_documents import Source, one_process, recipe_of
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import fresh_inductor_cache
 
 from fivefold.models.card import card_of
 from fivefold.models.recomputation import of_blocks
 from fivefold.parallel.parallelize import compile_blocks
 from fivefold.recipe import Recipe
+from fivefold.schedules.chunks import actions
 from fivefold.sharding.layout import Layout
 from fivefold.step.state import State
 
@@ -108,3 +113,29 @@ def test_a_sum_overlaps_with_the_gradient_of_a_weight(layout: str, each: int) ->
             assert place[ticket] < place[matmuls[0]]
             overlapped += 1
         assert overlapped == 2 * each, "attention's first matmul and that of the feed-forward layer"
+
+
+def calls(rank: int, world: int, recipe: Recipe) -> list[str]:
+    """Of each graph that Inductor compiles, in its order: s a message's start, w the wait for it, m a matmul."""
+    found, call = (
+        list[str](),
+        re.compile(r"fivefold\.(start|await)_message\.default\(|extern_kernels\.(?:add)?mm\("),
+    )
+
+    def read(code: str) -> None:
+        found.append("".join({"start": "s", "await": "w", None: "m"}[one[1]] for one in call.finditer(code)))
+
+    with patch.object(GraphLowering, "save_output_code", staticmethod(read)), fresh_inductor_cache():
+        steps(rank, world, recipe, Source(), 1, partial(compiled, recipe, "inductor"))
+    return found
+
+
+@pytest.mark.slow
+def test_inductor_keeps_messages_beside_the_products_of_other_chunks() -> None:
+    """The order is that of `schedules/chunks.py`. In backward the gradient of a weight is behind what is gathered, and
+    before the waits for what is scattered."""
+    world, recipe = on("tp=2,sp=true,tp_chunks=4", "gpt2")
+    forward, backward, *_ = run_ranks(world, calls, recipe, timeout_s=120)[0]
+    gather, scatter = ("".join(a.what[0] for a in actions(gathers, 4)) for gathers in (True, False))
+    assert forward == 2 * (gather + scatter)
+    assert backward == 2 * (gather + "m" + scatter.replace("wwww", "mwwww"))

@@ -137,6 +137,12 @@ def test_the_nearest_layout_keeps_what_divides_the_model(
     assert text_of(again.recipe) == nearest
 
 
+def test_chunks_divide_the_tokens_of_fewer_ranks() -> None:
+    """12 tokens of a sequence on a rank become 16."""
+    recipe = load("quickstart", ["model.seq_len=96"], "cp=4,tp=2,sp=true,tp_chunks=12")
+    assert text_of(nearest_layout(recipe, 6).recipe) == "cp=3,tp=2,sp=true,tp_chunks=4"
+
+
 def test_experts_keep_their_division_and_their_microbatches() -> None:
     """A microbatch's balance loss is part of what is trained; a dense model takes microbatches that delay nobody."""
     sets = ["model.experts=8", "train.global_batch_size=16", "train.microbatch_size=4"]

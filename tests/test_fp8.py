@@ -251,6 +251,7 @@ IN_FP32 = {name: replace(PRECISIONS[name], working="fp32") for name in ("fp8", "
 LAYOUTS = [
     "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,sp=true", "cp=2", "dp=2,ep=2", "dp=2,ep=2,tp=2",
     "pp=2,schedule=zbv,virtual_stages=2,recompute=full", "dp=2,tp=2,pp=2,zero=1,sp=true",
+    "tp=2,dp=2,zero=3,sp=true,sp_regather=true,tp_chunks=2",
 ]  # fmt: skip
 QUICK = {
     "dp=2,zero=3",

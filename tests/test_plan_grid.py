@@ -67,6 +67,15 @@ def test_axes_keep_to_the_budget(budget: int) -> None:
         assert cells > 2000
 
 
+def test_chunks_divide_the_tokens_of_more_ranks() -> None:
+    """48 tokens of a sequence on a rank become 24, and 12."""
+    center = grid.base(
+        load("llama-7b", ["model.seq_len=96"], "dp=32,tp=2,sp=true,tp_chunks=16"), "h100:64", {}
+    )
+    layouts = [grid.layout_at(center, center.values | {"tp": tp}) for tp in (1, 2, 4, 8)]
+    assert [layout.tp_chunks for layout in layouts] == [1, 16, 8, 4]
+
+
 @pytest.mark.parametrize(("document_tokens", "draws"), [(None, 60), (500.0, 15)])
 def test_every_cell_is_what_the_command_says(document_tokens: float | None, draws: int) -> None:
     given = {} if document_tokens is None else {"--document-tokens": document_tokens}

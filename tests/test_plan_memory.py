@@ -251,6 +251,8 @@ TRACED_SLOW = [
     ("llama", "bf16", "tp=2,sp=true,tp_chunks=2"),
     ("llama", "bf16", "tp=2,sp=true,sp_regather=true,tp_chunks=4"),
     ("deepseek", "bf16", "tp=2,sp=true,tp_chunks=4"),
+    ("llama", "fp8", "tp=2,dp=2,zero=3,sp=true,tp_chunks=4"),
+    ("gpt2", "bf16", "tp=2,sp=true,tp_chunks=4,recompute=full"),
 ]
 """Their parts are in the others, too: `make test-all`."""
 
@@ -265,6 +267,15 @@ def test_the_formula_is_close_to_a_traced_step(arch: str, mode: str, layout: str
     assert found.optimizer == pytest.approx(traced.at_peak["optimizer"], rel=1e-4), (
         "it leaves out the count of steps"
     )
+
+
+def test_chunks_round_a_weight_once() -> None:
+    model = resolve_model(load("llama-7b").model, vocab_size=32000)
+    layouts = [Layout(tp=2, dp_shard=8, zero=3, sp=True, tp_chunks=n) for n in (1, 8)]
+    settings = [setting(model, layout, parse("h100:2x8"), 1, 1, "fp8") for layout in layouts]
+    once, cut = ([part[2] for part in memory.sums(s).parts[False, False]] for s in settings)
+    assert max(cut) == max(once) > 0
+    assert all(after <= 1.5 * before for before, after in zip(once, cut, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zbv,virtual_stages=2,sp_regather=true"])

@@ -132,6 +132,13 @@ class RoundedMatmuls(ABC):
         """For the weight with this number, of a layer that has several."""
         return replace(self, kept=self.kept[weight : weight + 1])
 
+    def once(self, weight: Tensor, gradient: bool) -> Self:
+        """For several products of a call by one weight (F, D), which is rounded here: for inputs' gradients, or not."""
+        if self.kept:
+            return self
+        factor = self.factor(weight.t() if gradient else weight, True)
+        return replace(self, kept=(Kept(factor, factor),))
+
     def grouped(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Rows (M, D) of experts times their weights (E, F, D) -> (M, F). ends: of each expert's rows, int32 (E)."""
         w = self.kept[0].output if self.kept else self.factor(weight)

@@ -52,7 +52,7 @@ class Matmul:
     def rounded(self, kept: bool) -> tuple[float, float, float]:
         """Elements that its three products round, in some modes: both factors of each. kept: but the weight."""
         x, w, y = self.count * self.m * self.k, self.count * self.k * self.n, self.count * self.m * self.n
-        w *= self.chunks * (not kept)
+        w *= not kept
         return (x + w, y + w, y + x) if self.weight and not self.sensitive else (0.0, 0.0, 0.0)
 
 
@@ -214,15 +214,16 @@ class Sizes:
 
     def by_chunk(self, op: Operation) -> Operation:
         """The matmul at the beginning or the end of a tensor-parallel region, in chunks. Those that are gathered, their
-        products and what is scattered are put together by copies."""
+        products and what is scattered are put together by copies. Backward at the end holds one of them besides."""
         n, m = self.tp_chunks if self.sp and self.tp > 1 else 1, op.matmul
         if n == 1 or not m:
             return op
-        joined = m.n + m.k * (not self.sp_regather), m.k / self.tp
+        joined, held = (m.n + m.k * (not self.sp_regather), m.k / self.tp), 0.0
         if op.sent_forward[0].what != WHOLE[True]:
-            joined = m.n / self.tp, m.n + m.k
+            joined, held = (m.n / self.tp, m.n + m.k), m.m * max(m.n, m.k) * self.e
         moved = [2 * m.m * size * self.e for size in joined]
         op = replace(op, forward=op.forward + moved[0], backward=op.backward + moved[1], kernels=n + 1)
+        op = replace(op, workspace=op.workspace + held)
         forward, backward = (
             tuple(one if one.hidden else replace(one, calls=n, chunked=True) for one in sent)
             for sent in (op.sent_forward, op.sent_backward)

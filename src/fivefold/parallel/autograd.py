@@ -79,20 +79,14 @@ class TensorAxis:
         if operation == "all_reduce":
             return operators.start(self.axis, operation, x)
         if operation == "reduce_scatter":
-            pieces = x.contiguous()  # (tp B, t, D)
-            if self.ordered:
-                B, T, D = x.shape
-                assert T % self.size == 0, f"{T} tokens over {self.size} ranks"
-                pieces = x.view(B, self.size, T // self.size, D).transpose(0, 1).reshape(self.size * B, -1, D)
-            return operators.start(self.axis, "reduce_scatter", pieces)
+            pieces = self._by_chunk(x, 1) if self.ordered else x  # (tp B, t, D)
+            return operators.start(self.axis, "reduce_scatter", pieces.contiguous())
         if operation is None:
             return lambda *_: x
-        (B, t, D), wait = x.shape, operators.start(self.axis, "all_gather", x.contiguous(), *after)
+        wait = operators.start(self.axis, "all_gather", x.contiguous(), *after)
         if not self.ordered:
             return lambda *behind: wait(*behind).unflatten(1, (self.chunks, -1)).transpose(0, 1).flatten(0, 1)
-        return lambda *behind: (
-            wait(*behind).view(self.size, B, t, D).transpose(0, 1).reshape(B, self.size * t, D)
-        )
+        return lambda *behind: self._joined([wait(*behind)])
 
     def gather(
         self, x: Tensor, product: Callable[[Tensor], Tensor], again: bool = False
@@ -114,7 +108,9 @@ class TensorAxis:
                 arrived.append(waits[chunk](*products[-1:]))
             else:
                 products.append(product(arrived[chunk]))
-        return x if again else self._joined(arrived), self._joined(products)
+        whole = x if again else self._joined(arrived)
+        del arrived, waits  # before the products are put together
+        return whole, self._joined(products)
 
     def scatter(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Wait]:
         """Multiplies what a region has, and starts the sums of the products over ranks: the products, which are under
@@ -122,7 +118,7 @@ class TensorAxis:
         if self.chunks == 1:
             y = product(x)
             return [y], self.start_sum(y)
-        parts = self._by_chunk(x).chunk(self.chunks)
+        parts = self._by_chunk(x, self.chunks).chunk(self.chunks)
         waits: list[Wait] = []
         products: list[Tensor] = []
         for what, chunk in actions(False, self.chunks):
@@ -132,18 +128,18 @@ class TensorAxis:
                 waits.append(operators.start(self.axis, "reduce_scatter", products[chunk]))
         return products, lambda *behind: torch.cat([wait(*behind) for wait in waits], 1)
 
-    def _by_chunk(self, x: Tensor) -> Tensor:
+    def _by_chunk(self, x: Tensor, chunks: int) -> Tensor:
         """A region's activation as (chunks tp B, u, D)."""
         if not self.ordered:
             return x
-        return x.unflatten(1, (self.size, self.chunks, -1)).permute(2, 1, 0, 3, 4).flatten(0, 2)
+        return x.unflatten(1, (self.size, chunks, -1)).permute(2, 1, 0, 3, 4).flatten(0, 2)
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         """The chunks (tp B, u, D) of a region's activation as one."""
         if not self.ordered:
             return torch.cat(parts)
         parts = [part.unflatten(0, (self.size, -1)).transpose(0, 1) for part in parts]
-        return torch.stack(parts, 2).flatten(1, 3)
+        return (torch.stack(parts, 2) if parts[1:] else parts[0]).flatten(1, -2)
 
 
 def piece(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
@@ -277,8 +273,10 @@ class LinearFunction(Function):
         enters: TensorAxis | None = None,
         leaves: TensorAxis | None = None,
     ) -> Tensor:
+        once = rounded and rounded.once(weight, False)
+
         def product(x: Tensor) -> Tensor:
-            return matmul.linear(x, weight, None if leaves else bias, rounded)
+            return matmul.linear(x, weight, None if leaves else bias, once)
 
         kept, y = enters.gather(x, product, enters.regather) if enters else (x, None)
         if torch.compiler.is_compiling():
@@ -290,8 +288,9 @@ class LinearFunction(Function):
         ctx.enters, ctx.leaves = enters, leaves
         if leaves is None:
             return product(x) if y is None else y
-        _, total = leaves.scatter(x, product)
-        return total() if bias is None else total().add_(bias)
+        products, total = leaves.scatter(x, product)
+        y = total(*products)  # a compiler would move a wait that reads none to its start
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
@@ -301,20 +300,21 @@ class LinearFunction(Function):
         if enters or leaves:
             dpiece = dpiece.contiguous()
 
-        def product(dy: Tensor) -> Tensor:
-            return matmul.input_gradient(dy, weight, ctx.rounded)
+        def product() -> Callable[[Tensor], Tensor]:
+            once = ctx.rounded and ctx.rounded.once(weight, True)
+            return lambda dy: matmul.input_gradient(dy, weight, once)
 
         dy, dx, dweight, total = dpiece, None, None, None
         if enters:  # the sum overlaps with the gradients that need no communication
             whole = enters.start(AGAIN[enters.regather], x, dy)
-            products, total = enters.scatter(dy, product)
+            products, total = enters.scatter(dy, product())
             x = whole(*products)
         elif leaves and ctx.needs_input_grad[0]:
-            dy, dx = leaves.gather(dpiece, product)
+            dy, dx = leaves.gather(dpiece, product())
         elif leaves:  # other ranks expect a message
             dy = leaves.start_whole(dpiece)()
         elif ctx.needs_input_grad[0]:
-            dx = product(dy)
+            dx = product()(dy)
         if ctx.needs_input_grad[1]:
             dweight = weight_gradient(ctx.deferred, weight, dy, x, ctx.rounded)
         dbias = dpiece.flatten(0, -2).sum(0) if ctx.has_bias else None

@@ -374,10 +374,11 @@ def setting(
     # emulated: the working dtype
     narrow = DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0
     seen = documents.seen(model, x, B, e, software) if documents else WHOLE_SEQUENCES
-    how = x.cp_method, load, x.sp_regather, chunks, narrow, seen, x.tp_chunks
-    sizes = Sizes(model, B, x.tp, x.cp, x.ep, x.sp, e, *how)
-    if software.fp8_dispatch and "fp8_dispatch" in card.fields:
-        sizes = replace(sizes, dispatched=float(row_bytes(model.dim)))
+    sent = float(row_bytes(model.dim)) if software.fp8_dispatch and "fp8_dispatch" in card.fields else 0.0
+    how = {
+        name: getattr(x, name) for name in ("tp", "cp", "ep", "sp", "cp_method", "sp_regather", "tp_chunks")
+    }
+    sizes = Sizes(model, B, e=e, load=load, chunks=chunks, narrow=narrow, seen=seen, dispatched=sent, **how)
     cluster = cluster.for_ranks(layout.ranks)
     layout = on_nodes(layout, cluster.per_node)
     return Setting(model, layout, cluster, software, sizes, mode, microbatches, sequences=sequences)

@@ -166,7 +166,7 @@ def nearest_layout(recipe: Recipe, ranks: int) -> Fit:
             "number changes what is trained"
         )
     pinned = with_layout(recipe, replace(asked, microbatches=None), microbatch_size=microbatch_size(recipe))
-    for layout in islice(_nearest(asked, ranks, recipe.train.global_batch_size), MOST_TRIED):
+    for layout in islice(_nearest(asked, ranks, recipe), MOST_TRIED):
         fitting = in_layout(pinned, layout)
         if any(contradictions(fitting)):
             continue
@@ -205,7 +205,7 @@ def in_layout(recipe: R, layout: Layout) -> R:
     return with_layout(changed, Layout.from_recipe(changed.layout), microbatch_size=size)
 
 
-def _nearest(asked: Layout, ranks: int, batch: int) -> Iterator[Layout]:
+def _nearest(asked: Layout, ranks: int, recipe: Recipe) -> Iterator[Layout]:
     """Layouts of at most `ranks` ranks, the nearest first: those that divide the model with the fewest halvings, and of
     these those that leave fewest ranks over."""
     before = (asked.pp, asked.cp, asked.tp, asked.ep)
@@ -218,8 +218,9 @@ def _nearest(asked: Layout, ranks: int, batch: int) -> Iterator[Layout]:
     for pp, cp, tp, ep in sorted((s for s in sizes if math.prod(s[:3]) <= ranks), key=distance):
         layout = replace(asked, pp=pp, cp=cp, tp=tp, ep=ep)
         if tp == 1:
-            layout = replace(layout, sp=False, sp_regather=False, tp_chunks=1)
-        most = min(ranks // (pp * cp * tp), batch)
+            layout = replace(layout, sp=False, sp_regather=False)
+        layout = replace(layout, tp_chunks=layout.chunks_of(recipe.model.seq_len))
+        most = min(ranks // (pp * cp * tp), recipe.train.global_batch_size)
         for dp in islice((dp for dp in range(most, 0, -1) if dp * cp % ep == 0), TRIED):
             for sharing in _sharings(layout, dp):
                 yield sharing

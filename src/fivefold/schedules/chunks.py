@@ -30,9 +30,8 @@ def actions(gathers: bool, chunks: int) -> tuple[Action, ...]:
         if chunk:
             found.append(Action("multiply", chunk - 1))
         found.append(Action("wait", chunk))
-    if gathers:
-        return (*found, Action("multiply", chunks - 1))
-    return (*found, *(Action("wait", chunk) for chunk in range(chunks)))
+    last = [Action("multiply", chunks - 1)] if gathers else [Action("wait", chunk) for chunk in range(chunks)]
+    return (*found, *last)
 
 
 @cache

@@ -103,6 +103,10 @@ class Layout(Counts):
         """section: the `[layout]` of a recipe."""
         return cls(**section.model_dump())
 
+    def chunks_of(self, tokens: int) -> int:
+        """As many of its `tp_chunks` as divide the tokens that a rank has of a sequence; 1 without `sp`."""
+        return math.gcd(self.tp_chunks, tokens // (self.cp * self.tp)) if self.sp else 1
+
     @property
     def shards(self) -> int:
         """Number of ranks that share the states of a parameter; 1 without ZeRO."""

@@ -176,19 +176,19 @@ def layout_at(center: Base, values: Values) -> Layout:
     dp = values["devices"] // others
     unset = () if pp > 1 else ("schedule", "virtual_stages", "bare_ends", *TUNED)
     pipeline = {name: getattr(Layout(), name) for name in unset}
-    return replace(
+    layout = replace(
         own,
         pp=pp,
         tp=tp,
         sp=tp > 1 and (own.sp or own.tp == 1),
         sp_regather=tp > 1 and own.sp_regather,
-        tp_chunks=own.tp_chunks if tp > 1 else 1,
         zero=zero,
         dp_replicate=replicas if zero else dp,
         dp_shard=dp // replicas if zero else 1,
         microbatches=None,
         **pipeline,
     )
+    return replace(layout, tp_chunks=layout.chunks_of(values["seq_len"]))
 
 
 def options(center: Base, key: str, value: int) -> str:

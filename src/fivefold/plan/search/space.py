@@ -177,11 +177,10 @@ class Space:
         """A pipeline with ends without blocks, under every schedule with which that changes the cut."""
         card = card_of(self.recipe.model)
         for name, made in SCHEDULES.items():
+            if made.varies:
+                continue
             least, most = made.stages
-            stages = (
-                range(least, (most or (card.model.layers + 2) // layout.pp) + 1) if not made.varies else ()
-            )
-            for virtual in stages:
+            for virtual in range(least, (most or (card.model.layers + 2) // layout.pp) + 1):
                 plain = replace(layout, schedule=name, virtual_stages=virtual, bare_ends=False)
                 bare = replace(plain, bare_ends=True)
                 fits = plain.fewest_blocks <= card.model.layers

@@ -268,7 +268,9 @@ def together(
             rows += cost.rows_forward
         elif again.collectives == "gathers" and s.layout.tp > 1 and any(m.hidden for m in op.sent_backward):
             # nothing runs beside
-            alone = sum(message(m, s, True) for m in op.sent_backward if m.axis == "tp")
+            tp = [m for m in op.sent_backward if m.axis == "tp"]
+            alone = sum(message(m, s, True) for m in tp if m.hidden)
+            alone += _exposed([m for m in tp if not m.hidden], cost.input - cost.sent_backward, s, True)
             resent += max(0.0, alone - cost.sent_backward)
     return total._replace(
         input=total.input + repeated + resent,
