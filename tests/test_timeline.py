@@ -238,7 +238,10 @@ def test_a_run_that_offloads_draws_what_it_reads_writes_and_waits_for(
     train_rank(0, 1, load("quickstart", sets, "dp=1"), run)
     one = timelines.read(run)[0][1]
     assert {"read disk", "write disk", UPDATE} < {*one.lanes}
-    assert {"masters", "gradients", "working"} <= {span.name for span in one.of("read disk")}
+    read = {span.name for span in one.of("read disk")}
+    assert "working" in read
+    # The update reads on behind the end of the step, so it may be the end of one and the begin of another that is seen.
+    assert read & {"masters", "gradients", "exp_avg", "exp_avg_sq"}
     assert all(span.bytes > 0 for span in one.of("read disk") + one.of("write disk"))
     blocks = {f"blocks.{number}" for number in range(4)}
     assert {span.name for span in one.waits} & {"gradients", *blocks, *(f"update of {n}" for n in blocks)}
