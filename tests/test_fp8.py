@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -244,6 +245,35 @@ def test_mxfp8_rounds_blocks_of_32(compiled: bool, monkeypatch: pytest.MonkeyPat
     assert torch.equal(y, how.round(x, E4M3) @ how.round(weight, E4M3).t())
     assert torch.equal(how.input_gradient(dy, weight), how.round(dy, E4M3) @ how.round(weight.t(), E4M3).t())
     assert torch.equal(how.weight_gradient(dy, x), how.round(dy.t(), E4M3) @ how.round(x.t(), E4M3).t())
+
+
+def weights_rounded(rank: int, world: int, recipe: Recipe, folder: Path) -> int:
+    """How many weights the layers of a rank round in a step."""
+    count, factor = [0], RoundedMatmuls.factor
+
+    def counted(how: RoundedMatmuls, b: torch.Tensor, weight: bool = False) -> Any:
+        count[0] += weight
+        return factor(how, b, weight)
+
+    with mock.patch.object(RoundedMatmuls, "factor", counted):
+        side(rank, world, recipe, 1, folder)
+    return count[0]
+
+
+@pytest.mark.slow
+def test_chunks_share_a_rounded_weight(tmp_path: Path) -> None:
+    """Layers whose weights are gathered round them once in forward and once in backward, whatever they are cut into."""
+    found = [
+        run_ranks(
+            4,
+            weights_rounded,
+            tiny(tmp_path, f"tp=2,dp=2,zero=3,sp=true,tp_chunks={n}", mode="fp8"),
+            tmp_path / f"{n}",
+        )
+        for n in (1, 4)
+    ]
+    assert found[0] == found[1]
+    assert min(found[0]) > 0
 
 
 IN_FP32 = {name: replace(PRECISIONS[name], working="fp32") for name in ("fp8", "mxfp8", "nanotron")}
