@@ -118,7 +118,7 @@ def test_a_signal_after_which_nothing_is_saved_is_no_failure_to_try_again(bin_: 
         f"#!/bin/bash\n[[ $1 == --version ]] && exit\necho >> {began}\nexec sleep 60\n"
     )
     shell = start("mpirun.sh", bin_, 0, "-n", "2")
-    while not began.exists():
+    while not (began.exists() and began.read_text()):  # made, then written
         time.sleep(0.01)
     shell.send_signal(signal.SIGTERM)
     assert shell.wait(20) == 128 + signal.SIGTERM
