@@ -150,8 +150,9 @@ def test_experts_are_in_the_graph(quick) -> None:
 
 @pytest.mark.slow
 def test_frozen_blocks() -> None:
-    """What gets no gradient makes a kind of its own, which keeps less, down to nothing."""
-    sets = [*WIDE, "model.layers=3", "train.global_batch_size=2"]
+    """What gets no gradient makes a kind of its own, which keeps less, down to nothing. The output layer is trained: a
+    frozen one has no weight gradient beside what the blocks keep."""
+    sets = [*WIDE, "model.layers=3", "train.global_batch_size=2", "model.tie_embeddings=false"]
     freeze = "model.freeze=embed*,blocks.0.*,blocks.1.attention.*"
     fixed, whole = traced(recipe_of("dp=1", "llama", *sets, freeze), recipe_of("dp=1", "llama", *sets))
     first, second, third = (Block(**one) for one in fixed["blocks"].values())
@@ -163,7 +164,7 @@ def test_frozen_blocks() -> None:
     assert sum(second.kept) < sum(third.kept)
     less = sum(third.kept) - sum(second.kept) + sum(third.kept)
     held, trained = (answer["memory"]["at_peak"]["activations"] for answer in (fixed, whole))
-    assert trained - held == pytest.approx(less, rel=0.005)
+    assert trained - held == less
 
 
 @pytest.mark.slow
