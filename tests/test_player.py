@@ -160,6 +160,12 @@ def test_draw_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit, match="0"):
         main([*words, "--set", "model.layers=4"])
     assert len(data(page.read_text())) == 3
-    with pytest.raises(SystemExit, match="2"):
-        main(["draw", "llama-7b", "--layout", "dp=2", "--html", str(page)])
-    assert "nothing moves in this layout" in capsys.readouterr().err
+    for layout in ("dp=2", "dp=1,zero=3"):  # one rank has all of its states
+        with pytest.raises(SystemExit, match="2"):
+            main(["draw", "llama-7b", "--layout", layout, "--html", str(page)])
+        assert "nothing moves in this layout" in capsys.readouterr().err
+
+
+def test_nothing_to_show_is_no_player() -> None:
+    with pytest.raises(ValueError, match="player 'Ring' has no frames"):
+        player.Player("Ring", "words", [])

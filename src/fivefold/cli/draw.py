@@ -258,13 +258,13 @@ def moving(recipe: Recipe, layout: Layout, title: str) -> str:
         most = microbatches_per_step(recipe)
         schedule = layout.pipeline(min(MOST_MOVING, layout.shown(most)))
         found.append(player.pipeline(simulate(schedule), schedule.rank_of, layout.schedule, most))
-    if layout.zero == 3:
+    if layout.zero == 3 and layout.shards > 1:
         found.append(player.zero(keepings(card, layout, [0])[0].units, layout.shards))
     if layout.cp > 1 and layout.cp_method == "ring":
         found.append(player.ring(layout.cp, card.causal))
     if not found:
         raise UserError(
-            "--html: nothing moves in this layout; use one with pp > 1, zero = 3, or a ring (cp > 1)"
+            "--html: nothing moves in this layout; use one with pp > 1, zero = 3 of several ranks, or a ring (cp > 1)"
         )
     return player.page(title, "Step by step", found)
 

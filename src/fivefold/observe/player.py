@@ -40,12 +40,17 @@ class Frame:
 
 @dataclass(frozen=True)
 class Player:
-    """words: what is shown. rows: by rank, (start, end, colour, label) of a timeline under the ranks."""
+    """words: what is shown. rows: by rank, (start, end, colour, label) of a timeline under the ranks. Raises
+    ValueError: there are no frames."""
 
     name: str
     words: str
     frames: Sequence[Frame]
     rows: Sequence[Sequence[tuple[float, float, str, str]]] = ()
+
+    def __post_init__(self) -> None:
+        if not self.frames:
+            raise ValueError(f"player '{self.name}' has no frames; it needs at least one to show")
 
 
 def page(title: str, kicker: str, players: Sequence[Player]) -> str:
