@@ -12,6 +12,10 @@ from message_order import group_halts, renamed
 
 from fivefold.errors import UserError
 from fivefold.observe.collective_picture import shares, to_svg, to_text
+from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.messages.volume import counted
+from fivefold.plan.predict import predict
+from fivefold.recipe import load, resolve
 from fivefold.schedules.collectives import (
     ALGORITHMS,
     PRIMITIVES,
@@ -20,8 +24,10 @@ from fivefold.schedules.collectives import (
     Primitive,
     build,
     prove,
+    registry,
     shape_of,
 )
+from fivefold.schedules.collectives.collective import messages_of
 from fivefold.schedules.collectives.families.rooted import parent
 
 EVERY = [(primitive, name) for primitive in PRIMITIVES for name in ALGORITHMS[primitive]]
@@ -55,6 +61,39 @@ def test_every_algorithm_is_proven_for_1_to_17_ranks(primitive: Primitive, name:
             build(primitive, name, shape)
         for near in map(int, re.findall(r"\d+", str(caught.value).split("nearest: ")[1])):
             proven(build(primitive, name, near))
+
+
+@pytest.mark.parametrize(("primitive", "name"), [(p, n) for p, n in EVERY if n in ("ring", "hierarchical")])
+def test_the_moves_of_one_rank_alone(primitive: Primitive, name: str) -> None:
+    """Are those that it has among all, with their bytes and places, for sizes that divide badly, too."""
+    for ranks, local in ((1, 1), (2, 2), (3, 1), (7, 7), (9, 2), (12, 4)):
+        shape = shape_of(ranks, local)
+        if not ALGORITHMS[primitive][name].fits(shape):
+            continue
+        whole = build(primitive, name, shape)
+        for rank in {0, ranks // 2, ranks - 1}:
+            alone = build(primitive, name, shape, rank)
+            assert alone.rows[rank] == whole.rows[rank]
+            if not ALGORITHMS[primitive][name].alone:
+                assert alone is whole
+            elif ranks > 1:
+                assert all(rank in move[:2] for moves in alone.rounds for move in moves)
+                with pytest.raises(AssertionError, match="only rank"):
+                    messages_of(alone, (rank + 1) % ranks, 8)
+            for size in (0, 7 * ranks, 997 if primitive == "all_reduce" else 1000 * ranks):
+                assert messages_of(alone, rank, size) == messages_of(whole, rank, size)
+
+
+def test_a_plan_makes_the_moves_of_its_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring of 1,024 ranks on nodes of 8 has 16.8 million."""
+    made = list[Collective]()
+    build.cache_clear()
+    monkeypatch.setattr(registry, "Collective", lambda *facts: made.append(Collective(*facts)) or made[-1])
+    fields = "dp_replicate=3,dp_shard=72,zero=3,all_reduce=ring,all_gather=ring,reduce_scatter=ring"
+    recipe = resolve(load("quickstart", ["train.global_batch_size=216"], fields), vocab_size=96)
+    counted(predict(recipe, parse("h100:216")).setting, rank=5)
+    assert {one.primitive for one in made} == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert all(one.alone is not None for one in made)
 
 
 @settings(max_examples=60, deadline=None)

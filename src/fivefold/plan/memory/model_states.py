@@ -342,7 +342,7 @@ def sum_scratch(s: Setting, position: int) -> float:
         for primitive, name, size, each in sent:
             among, by = s.group(name), getattr(layout, primitive)
             size_ = round(size * each)
-            schedule = None if by == AUTO else chosen(by, among.ranks, among.local, size_, None, primitive)
+            schedule = None if by == AUTO else chosen(by, among.ranks, among.local, size_, None, primitive, 0)
             if schedule is not None:
                 scratch = messages_of(schedule, 0, size).scratch * each
                 most[name, each] = max(most.get((name, each), 0.0), scratch)

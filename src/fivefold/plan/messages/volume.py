@@ -270,13 +270,12 @@ def _sum(s: Setting, rank: int, sync: Sync, size: float) -> Iterator[Piece]:
     """The messages that sum `size` bytes over a group by the layout's algorithm."""
     among = s.group(sync.group)
     best, how = best_all_reduces(among, s.cluster), summed_by(s.layout.all_reduce, among, s.cluster)
-    schedule = chosen(how, among.ranks, among.local, round(size), best)
+    index = index_in(s.layout, sync.group, rank)
+    schedule = chosen(how, among.ranks, among.local, round(size), best, rank=index)
     if schedule is None:
         yield "all_reduce", sync.group, size, 1
         return
-    yield from _moves(
-        s, rank, sync.group, schedule, size, s.states.gradient if sync.rows else s.states.reduce
-    )
+    yield from _moves(index, sync.group, schedule, size, s.states.gradient if sync.rows else s.states.reduce)
 
 
 def _divided(s: Setting, rank: int, sync: Sync, size: float) -> Iterator[Piece]:
@@ -285,19 +284,18 @@ def _divided(s: Setting, rank: int, sync: Sync, size: float) -> Iterator[Piece]:
     gathers, among = sync.what == "gather", s.group(sync.group)
     primitive: Primitive = "all_gather" if gathers else "reduce_scatter"
     name, each = getattr(s.layout, primitive), s.states.working if gathers else s.states.reduce
-    schedule = chosen(name, among.ranks, among.local, round(size), primitive=primitive)
+    index = index_in(s.layout, sync.group, rank)
+    schedule = chosen(name, among.ranks, among.local, round(size), primitive=primitive, rank=index)
     if schedule is None:
         what = primitive if gathers else "all_to_all" if sync.blocks else s.software.scatter
         yield what, sync.group, size, 1
     else:
-        yield from _moves(s, rank, sync.group, schedule, size, each)
+        yield from _moves(index, sync.group, schedule, size, each)
 
 
-def _moves(
-    s: Setting, rank: int, group: str, schedule: Collective, size: float, each: float
-) -> Iterator[Piece]:
-    """The messages of a rank in a schedule. each: bytes of an element."""
-    for step in messages_of(schedule, index_in(s.layout, group, rank), round(size / each)).steps:
+def _moves(index: int, group: str, schedule: Collective, size: float, each: float) -> Iterator[Piece]:
+    """The messages of a rank in a schedule, by its place in the group. each: bytes of an element."""
+    for step in messages_of(schedule, index, round(size / each)).steps:
         for what, some in (("send", step.sends), ("receive", step.receives)):
             yield from ((what, group, message.size * each, 1) for message in some)
 

@@ -46,7 +46,8 @@ class Collective:
     chunks that make up the S bytes of the message. root: the rank that has or gets everything, where there is one; a
     send goes from the root to the next rank. streams: a rank's messages are in so many streams that do not wait for
     each other, as NCCL's channels; chunk c is in stream c modulo their number. switches: participants besides the
-    ranks, numbered behind them, which contribute nothing and add what they are sent.
+    ranks, numbered behind them, which contribute nothing and add what they are sent. alone: the only rank whose moves
+    it has; None: it has those of all.
     """
 
     primitive: Primitive
@@ -57,6 +58,7 @@ class Collective:
     root: int = 0
     streams: int = 1
     switches: int = 0
+    alone: int | None = None
 
     @property
     def members(self) -> int:
@@ -233,12 +235,13 @@ class Algorithm:
     rounds: its moves. chunks: into how many chunks it cuts the message. when: when to use it, for people. source: the
     paper. fits: the shapes it is for, and `needs` in words. pieces: numbers of pieces to choose from; (1,) if it is not
     pipelined. grids: number of dims of its grid, 0 without one. streams, switches: as in `Collective`. line: its cost
-    on two levels as a formula, for groups too large to be simulated, None if it has none or not for these ranks.
+    on two levels as a formula, for groups too large to be simulated, None if it has none or not for these ranks. alone:
+    `rounds` takes a rank, too, and makes the moves of that rank only, in the same order.
     """
 
     primitive: Primitive
     name: str
-    rounds: Callable[[Shape], Rounds]
+    rounds: Callable[..., Rounds]
     chunks: Callable[[Shape], int]
     when: str
     source: str = ""
@@ -249,6 +252,7 @@ class Algorithm:
     streams: Callable[[Shape], int] = one
     switches: int = 0
     line: Callable[[Shape, Levels], Line | None] | None = None
+    alone: bool = False
 
 
 def even_grid(ranks: int, dims: int) -> tuple[int, ...] | None:
@@ -395,6 +399,7 @@ def messages_of(collective: Collective, rank: int, size: int) -> Messages:
     size: elements of the tensor that it gives; in an all-gather or gather, that it gets. Elements count from the start
     of the flat tensor that a rank works in.
     """
+    assert collective.alone in (None, rank), f"rank {rank} has no moves here, only rank {collective.alone}"
     places, steps, most = _places(collective, rank, size), list[Step](), 0
     for group in collective.rows[rank]:
         used, step = 0, Step([], [])

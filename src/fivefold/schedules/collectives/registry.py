@@ -57,8 +57,9 @@ def shape_of(ranks: int, local: int = 0, grid: tuple[int, ...] = (), pieces: int
 
 
 @cache
-def build(primitive: str, name: str, shape: Shape | int) -> Collective:
-    """Builds the schedule of algorithm `name`.
+def build(primitive: str, name: str, shape: Shape | int, rank: int | None = None) -> Collective:
+    """Builds the schedule of algorithm `name`. rank: the only one whose moves are asked for. A large ring has
+    millions of others.
 
     Raises:
         UserError: unknown primitive or algorithm, or a number of ranks that it is not for. The message names the
@@ -66,11 +67,13 @@ def build(primitive: str, name: str, shape: Shape | int) -> Collective:
     """
     made = algorithm(primitive, name)
     shape = shape_of(shape) if isinstance(shape, int) else shape
+    if rank is not None and not made.alone:
+        return build(primitive, name, shape)
     if made.fits(shape):
-        rounds = tuple(made.rounds(shape)) if shape.ranks > 1 else ()
+        rounds = tuple(made.rounds(shape, *([rank] * made.alone))) if shape.ranks > 1 else ()
         chunks, streams = made.chunks(shape), made.streams(shape)
         return Collective(
-            made.primitive, name, shape.ranks, chunks, rounds, shape.root, streams, made.switches
+            made.primitive, name, shape.ranks, chunks, rounds, shape.root, streams, made.switches, rank
         )
     below, above = range(shape.ranks - 1, 0, -1), range(shape.ranks + 1, 2 * shape.ranks + 8)
     nearest = [
@@ -122,10 +125,11 @@ def chosen(
     size: int,
     best: Best | None = None,
     primitive: Primitive = "all_reduce",
+    rank: int | None = None,
 ) -> Collective | None:
     """The schedule that sums, gathers or scatters `size` bytes over a group of ranks; None: the library's own.
 
-    name: one of its CHOICES. local: ranks of the group on each node. best: what "auto" goes by.
+    name: one of its CHOICES. local: ranks of the group on each node. best: what "auto" goes by. rank: as in `build`.
 
     Raises:
         UserError: the algorithm is not for so many ranks.
@@ -135,7 +139,7 @@ def chosen(
     if ranks == 1 or name == LIBRARY:
         return None
     pieces = pieces_of(algorithm(primitive, name), size)
-    return build(primitive, name, shape_of(ranks, local, pieces=pieces))
+    return build(primitive, name, shape_of(ranks, local, pieces=pieces), rank)
 
 
 def fastest(best: Best, size: int) -> str:
