@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -123,6 +124,15 @@ def test_no_file_imports_itself_through_others() -> None:
         for name in free:  # they only need what is in a circle
             del wanted[name]
     assert not wanted, f"imports in a circle: {', '.join(sorted(wanted))}"
+
+
+def test_only_comm_sends() -> None:
+    """But for the meeting of ranks and for measurements (docs/architecture.md)."""
+    sends = r"\b(dist|distributed)\.(all_|broadcast|i?send|i?recv|reduce|gather|scatter|(monitored_)?barrier|batch_|P2P)"
+    found = {file for file in FILES if re.search(sends, file.read_text(encoding="utf-8"))}
+    others = {file for file in found if room_of(file) not in ("comm", "bench")}
+    assert {"comm", "bench"} <= {room_of(file) for file in found}
+    assert others == {SRC / "launch" / "ranks.py"}
 
 
 def modules_of(tree: ast.AST) -> Iterator[str]:
