@@ -128,7 +128,7 @@ def test_no_file_imports_itself_through_others() -> None:
 
 def test_only_comm_sends() -> None:
     """But for the meeting of ranks and for measurements (docs/architecture.md)."""
-    sends = r"\b(dist|distributed)\.(all_|broadcast|i?send|i?recv|reduce|gather|scatter|(monitored_)?barrier|batch_|P2P)"
+    sends = r"\b(dist|distributed)\.(all_|broadcast|i?send|i?recv|reduce|gather|scatter|(monitored_)?barrier|batch_)"
     found = {file for file in FILES if re.search(sends, file.read_text(encoding="utf-8"))}
     others = {file for file in found if room_of(file) not in ("comm", "bench")}
     assert {"comm", "bench"} <= {room_of(file) for file in found}
