@@ -5,14 +5,18 @@ import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fivefold.cli.main import main
 from fivefold.kernels.tiling import Tiling
 from fivefold.observe import layout_picture, timelines
 from fivefold.observe.layout_picture import COLORS, holding, to_svg, to_text
+from fivefold.parallel.mesh import divided
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.predict import predict
 from fivefold.plan.time.offload import ways
@@ -219,6 +223,36 @@ def test_what_documents_deal_is_drawn(causal):
     root = ET.fromstring(layout_picture.context_svg(found, seen, "documents"))
     assert len(root.findall(".//{*}rect/{*}title")) == 3 * (seen > 0).sum()
     assert "dealt by documents" in texts(root)
+
+
+@pytest.mark.parametrize("begins", [[0], [0, 20, 200, 212]])
+def test_ranks_hold_the_tokens_that_the_trainer_deals_them(begins):
+    """With gathered keys the documents decide; without masks a sequence is cut zig-zag."""
+    documents = Tiling(np.repeat([begins], np.diff([*begins, 256]), axis=1))
+    given = documents if len(begins) > 1 else None
+    for masks in ("true", "false"):
+        recipe, layout = recipe_of("cp=4,cp_method=all_gather,tp=2,sp=true", f"data.document_masks={masks}")
+        first = documents.first_BT if masks == "true" else None
+        for rank in (0, 3, 6):
+            mesh: Any = SimpleNamespace(
+                layout=layout,
+                size={"cp": 4}.get,
+                index={"cp": rank // 2}.get,
+                causal=True,
+                device=torch.device("cpu"),
+            )
+            batch: Any = divided(torch.zeros(1, 256), torch.zeros(1, 256), first, mesh)
+            mine = batch.positions.tolist()
+            holds = holding(recipe, layout, rank, given)
+            assert [token for span in holds.tokens for token in range(*span)] == mine
+            between = [token for span in holds.between for token in range(*span)]
+            assert between == mine[rank % 2 * 32 :][:32]
+        text, picture = (
+            to_text(recipe, layout, given),
+            texts(ET.fromstring(to_svg(recipe, layout, "", given))),
+        )
+        note = "tokens as dealt in " + ("one document" if given is None else "the run's first sequence")
+        assert (note in text) == any(note in words for words in picture) == (masks == "true")
 
 
 OFFLOADED = [

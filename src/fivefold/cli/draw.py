@@ -14,6 +14,7 @@ from fivefold.errors import UserError, printable
 from fivefold.files import guard, make_folder, understood
 
 if TYPE_CHECKING:
+    from fivefold.kernels.tiling import Tiling
     from fivefold.plan.setting import Setting
     from fivefold.plan.time.servers import Service
     from fivefold.recipe import Recipe
@@ -79,12 +80,13 @@ def draw(
     loaded = resolve(loaded, vocab_size=expected_vocab_size(loaded) or VOCABULARY)
     wanted = Layout.from_recipe(loaded.layout)
     title = Path(recipe).stem
+    tiling = first_sequence(loaded, wanted)
     parts = [
-        (layout_picture.to_text(loaded, wanted), {}),
+        (layout_picture.to_text(loaded, wanted, tiling), {}),
         pipeline(loaded, wanted, sys.stdout.isatty() and not json),
-        context(loaded, wanted, title),
+        context(loaded, wanted, title, tiling),
         *([planned(loaded, cluster, title)] if cluster is not None else []),
-        ("", {"layout": layout_picture.to_svg(loaded, wanted, title)}),
+        ("", {"layout": layout_picture.to_svg(loaded, wanted, title, tiling)}),
     ]
     pictures = {name: picture for _, drawn in parts for name, picture in drawn.items()}
     if html is not None:
@@ -219,18 +221,24 @@ def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
     return text, {"workers": workers_svg(named, f"{title}: two steps of a worker, planned")}
 
 
-def context(recipe: Recipe, layout: Layout, title: str) -> tuple[str, dict[str, str]]:
-    """(text, picture) of who computes which queries and keys, where ranks have some of the queries. With documents that
-    are known, those of the run's first sequence."""
+def first_sequence(recipe: Recipe, layout: Layout) -> Tiling | None:
+    """The documents of the run's first sequence, where they decide who has which tokens; None: elsewhere, or they are
+    not known."""
     from fivefold.kernels.tiling import Tiling
-    from fivefold.models.card import card_of
-    from fivefold.observe import layout_picture
     from fivefold.plan.setting import documents_of
     from fivefold.sharding.sequence import deals
 
-    causal, tiling = card_of(recipe.model).causal, None
-    if deals(layout) and (documents := documents_of(recipe)) and documents.sample:
-        tiling = Tiling(documents.sample.tiling.first_BT[:1])
+    documents = documents_of(recipe) if deals(layout) else None
+    return Tiling(documents.sample.tiling.first_BT[:1]) if documents and documents.sample else None
+
+
+def context(recipe: Recipe, layout: Layout, title: str, tiling: Tiling | None) -> tuple[str, dict[str, str]]:
+    """(text, picture) of who computes which queries and keys, where ranks have some of the queries. tiling: the
+    documents of a sequence."""
+    from fivefold.models.card import card_of
+    from fivefold.observe import layout_picture
+
+    causal = card_of(recipe.model).causal
     found = layout_picture.divisions(layout, causal, tiling)
     if not found:
         return "", {}

@@ -16,6 +16,7 @@ from fivefold.observe.format import aligned, short_number
 from fivefold.recipe import Recipe
 from fivefold.sharding.layout import Layout, describe, equation, index_in, share
 from fivefold.sharding.parts import (
+    Columns,
     Span,
     ends_of,
     held,
@@ -25,7 +26,7 @@ from fivefold.sharding.parts import (
     stage_blocks,
     stages_of,
 )
-from fivefold.sharding.sequence import some_queries, token_spans
+from fivefold.sharding.sequence import deals, some_queries, token_spans
 from fivefold.sharding.sync import in_replica_group, replica_group_layout
 from fivefold.sharding.units import regathers
 
@@ -39,11 +40,11 @@ HEADS = (
 COLORS = {"has": "blue half", "lent": "blue faint", "keeps": "blue", "whole": "green half", "sees": "green"}
 
 
-def to_text(recipe: Recipe, layout: Layout) -> str:
-    """A table of the ranks, for terminals. recipe: resolved."""
+def to_text(recipe: Recipe, layout: Layout, documents: Tiling | None = None) -> str:
+    """A table of the ranks, for terminals. recipe: resolved. documents: see `columns`."""
     rows: list[list[str]] = [list(HEADS)]
     for rank in range(min(layout.ranks, MOST)):
-        holds = holding(recipe, layout, rank)
+        holds = holding(recipe, layout, rank, documents)
         rows.append([
             str(rank),
             _place(holds, layout) or "-",
@@ -57,12 +58,19 @@ def to_text(recipe: Recipe, layout: Layout) -> str:
         ])  # fmt: skip
     used = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
     table = aligned(list(zip(*used, strict=True)))
-    rest = [words] if (words := _rest(layout)) else []
-    return "\n".join([describe(layout), equation(layout), "", *table, *rest]) + "\n"
+    notes = filter(None, (_rest(layout), _dealt(recipe, layout, documents)))
+    return "\n".join([describe(layout), equation(layout), "", *table, *notes]) + "\n"
 
 
 def _rest(layout: Layout) -> str:
     return f"... and {layout.ranks - MOST} more ranks" if layout.ranks > MOST else ""
+
+
+def _dealt(recipe: Recipe, layout: Layout, documents: Tiling | None) -> str:
+    if not (deals(layout) and recipe.data.document_masks):
+        return ""
+    which = "one document" if documents is None else "the run's first sequence"
+    return f"tokens as dealt in {which}; the documents of each microbatch decide"
 
 
 def _place(holds: Holding, layout: Layout, without: str = "") -> str:
@@ -80,16 +88,18 @@ def _part(part: tuple[int, int]) -> str:
 
 
 def _tokens(spans: Sequence[Span]) -> str:
+    if len(spans) > 2:
+        return f"{sum(stop - start for start, stop in spans)} in {len(spans)} parts"
     return " and ".join(map(span_words, spans))
 
 
-def to_svg(recipe: Recipe, layout: Layout, title: str = "") -> str:
-    """The ranks as an SVG document. recipe: resolved.
+def to_svg(recipe: Recipe, layout: Layout, title: str = "", documents: Tiling | None = None) -> str:
+    """The ranks as an SVG document. recipe: resolved. documents: see `columns`.
 
     Each index on the pipeline axis has a panel with a box for each rank. Tensor ranks are side by side, without them
     boxes are in a square.
     """
-    ranks = [holding(recipe, layout, rank) for rank in range(min(layout.ranks, MOST))]
+    ranks = [holding(recipe, layout, rank, documents) for rank in range(min(layout.ranks, MOST))]
     panels = [[r for r in ranks if r.coordinates["pp"] == pp] for pp in range(layout.pp)]
     square = max(1, min(max(map(len, panels)), 4 if layout.pp == 1 else 2))
     columns = min(layout.tp, COLUMNS) if layout.tp > 1 else square
@@ -119,7 +129,8 @@ def to_svg(recipe: Recipe, layout: Layout, title: str = "") -> str:
                 x, y = left + across * (WIDE + GAP), top + 26 + down * (HIGH + GAP)
                 _box(canvas, holds, layout, recipe, x, y)
         top += 58 + max((-(-len(panel) // columns) for panel in row), default=0) * (HIGH + GAP)
-    canvas.text(20, top + 4, _rest(layout), "soft small")
+    notes = filter(None, (_rest(layout), _dealt(recipe, layout, documents)))
+    canvas.text(20, top + 4, "; ".join(notes), "soft small")
     return canvas.svg()
 
 
@@ -229,9 +240,21 @@ class Holding:
     keeps: int
 
 
-def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
-    """The holding of a rank, for a resolved recipe. layout: of the whole run."""
-    model, T, whole = recipe.model, recipe.model.seq_len, layout
+def columns(recipe: Recipe, layout: Layout, documents: Tiling | None = None) -> Sequence[Columns]:
+    """The tokens of a sequence that each rank of the context axis has. documents: of some sequences, where they decide
+    that in each microbatch (`sharding.sequence.dealt`); None: a sequence is one document."""
+    c, T = layout.cp, recipe.model.seq_len
+    if c == 1:
+        return [((0, T),)]
+    if deals(layout) and recipe.data.document_masks:
+        tiling = documents or Tiling(np.zeros((1, T), np.int64))
+        return tiling.dealt(c, card_of(recipe.model).causal)
+    return [joined(token_spans(layout, T, index)) for index in range(c)]
+
+
+def holding(recipe: Recipe, layout: Layout, rank: int, documents: Tiling | None = None) -> Holding:
+    """The holding of a rank, for a resolved recipe. layout: of the whole run. documents: see `columns`."""
+    model, whole = recipe.model, layout
     layout, number = replica_group_layout(whole, recipe.replica_groups.count), rank
     replica_group, rank = in_replica_group(layout, number)
     blocks = stage_blocks(card_of(model), layout) if layout.pp > 1 else (range(model.layers),)
@@ -245,7 +268,7 @@ def holding(recipe: Recipe, layout: Layout, rank: int) -> Holding:
     experts = model.experts
     ep = index_in(layout, "ep", rank)
     tp = index_in(layout, "tp", rank), layout.tp
-    tokens = joined(token_spans(layout, T, index_in(layout, "cp", rank))) if layout.cp > 1 else ((0, T),)
+    tokens = columns(recipe, layout, documents)[index_in(layout, "cp", rank)]
     group, sharers = sharing_group(layout, expert=True)
     return Holding(
         rank=number,
