@@ -29,6 +29,7 @@ from fivefold.schedules.pipeline import (
     place,
     with_transfers,
 )
+from fivefold.schedules.pipeline.schedule import owed_together
 
 RANKS = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 3, 4, 6, 7, 8, 13, 16)
@@ -194,6 +195,13 @@ def test_phases_of_gradients() -> None:
     assert live_phases(schedule, [10, 7], sooner=True)[0][1][1] == 34
     split = live_phases(read("0F0,0F1,0I0,0I1,0W0,0W1\n"), [10], [4])[0]
     assert split == [(none, 20), (first, 14), (none, 0)]
+
+
+def test_stages_that_owe_weight_gradients_at_once() -> None:
+    """A stage counts once, for however many microbatches; a whole backward owes nothing."""
+    sizes = [10.0, 7.0, 5.0]
+    assert owed_together(read("0F0,0F1,0I0,0I1,0W0,1F0,1I0,1W0,0W1,2F0,2B0\n"), sizes) == [17]
+    assert owed_together(read("0F0,0I0,0W0,1F0,1I0,1W0,2F0,2B0\n"), sizes) == [10]
 
 
 def test_placements() -> None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from fivefold.optim import OPTIMIZERS, rounding_traffic
 from fivefold.plan.cluster.devices import Storage
-from fivefold.plan.memory.memory import Memory, microbatch, sums
+from fivefold.plan.memory.memory import Memory, live_schedule, microbatch, sums
 from fivefold.plan.memory.model_states import Elements, elements, outside_blocks, rank_elements
 from fivefold.plan.setting import Setting
 from fivefold.plan.time.stage_costs import outer_buffers, stage_costs
 from fivefold.schedules.offload import WAYS, Unit, simulate
+from fivefold.schedules.pipeline.schedule import owed_together
 from fivefold.schedules.timelines import StepTimeline
 from fivefold.sharding.tiers import CHUNK, READ_AHEAD, SLOTS, WINDOW, Flow, Phase, Tier, Tiers, flows, tiers
 from fivefold.sharding.units import scattered_once
@@ -93,11 +94,11 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
     if t.working != "device":
         away[t.working] += b.working * keeps
         params = b.working * (outside + min(keeps - outside, s.layout.offload_window * block))
-    if t.gradients != "device":  # but for two units (one computes, one moves) and what is outside of blocks
+    if t.gradients != "device":  # but for units under way and what is outside of blocks
         away[t.gradients] += b.gradient * keeps
         whole = zero and scattered_once(zero, s.layout.pp) and s.microbatches > 1
         gradients = gradients if whole else 0.0
-        gradients += b.gradient * (outside + min(keeps - outside, 2 * block))
+        gradients += b.gradient * (outside + min(keeps - outside, max(2 * block, _owed(s, position))))
     if t.masters != "device":
         away[t.masters] += _masters_apart(s) * keeps
         optimizer -= b.master * keeps
@@ -120,6 +121,16 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
         one, params=params, gradients=gradients, optimizer=max(0.0, optimizer), activations=activations,
         buffers=buffers, host=away["host"], disk=away["disk"],
     )  # fmt: skip
+
+
+def _owed(s: Setting, position: int) -> float:
+    """Elements of the blocks whose sums wait on the device of a rank: a replica's from the I of a pipeline stage, which
+    brings the first gradients of each block, until its W. Else one block computes and one moves."""
+    schedule, _ = live_schedule(s.layout, s.microbatches) if s.layout.splits_backward else (None, 1)
+    if schedule is None or s.layout.zero:
+        return 0.0
+    blocks = elements(s.model, s.layout).blocks
+    return owed_together(schedule, [sum(blocks[n].computes for n in part) for part in s.stages])[position]
 
 
 def fits(s: Setting, memory: Sequence[Memory]) -> bool:
