@@ -34,7 +34,7 @@ from fivefold.sharding.layout import Layout
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from hanging import start  # pyright: ignore[reportMissingImports]
-from runs import lines, train_rank  # pyright: ignore[reportMissingImports]
+from pool_runs import lines, train_rank  # pyright: ignore[reportMissingImports]
 
 MODELS = {
     "quickstart": (),

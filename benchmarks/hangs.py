@@ -29,7 +29,7 @@ from fivefold.recipe import Recipe, load
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from hanging import codes, hang, serve, start  # pyright: ignore[reportMissingImports]
-from runs import train_rank  # pyright: ignore[reportMissingImports]
+from pool_runs import train_rank  # pyright: ignore[reportMissingImports]
 
 LAYOUTS = {
     "dp=2": 2, "tp=2": 2, "pp=2": 2, "cp=2": 2, "dp=2,zero=3": 2, "dp=2,tp=2": 4, "dp=2,pp=2": 4, "dp=4": 4,

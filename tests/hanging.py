@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pool_runs import train_rank
 from ranks import _servers
-from runs import train_rank
 
 from fivefold.launch import verdict
 from fivefold.launch.ranks import STORE_FILE, Ranks, _run, end

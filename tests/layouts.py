@@ -6,8 +6,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from pool_runs import ranks_of
 from ranks import run_ranks
-from runs import ranks_of
 from torch._dynamo.utils import counters
 
 from fivefold.data import prepare

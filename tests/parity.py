@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import assert_close_tensors, ranks_of
+from pool_runs import assert_close_tensors, ranks_of
 from torch import Tensor
 
 from fivefold.parallel.mesh import Microbatch

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from layouts import compared, side, tiny
 from marks import only, slow
+from pool_runs import ranks_of
 from ranks import Pool, run_ranks
-from runs import ranks_of
 from steps import counted, planned, recipe_of, tracked
 
 import fivefold.comm.axis as axis_

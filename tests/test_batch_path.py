@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from runs import ranks_of
+from pool_runs import ranks_of
 from torch import Tensor
 
 import fivefold

@@ -16,7 +16,7 @@ import stored
 from data_recipes import recipe_of, write
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import assert_close_tensors, lines, train_rank
+from pool_runs import assert_close_tensors, lines, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint import write as write_checkpoint

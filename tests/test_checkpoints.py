@@ -15,8 +15,8 @@ import pytest
 import stored
 import torch
 from marks import only
+from pool_runs import after_each_step, assert_same_tensors, lines, mend, ranks_of, train_rank
 from ranks import run_ranks
-from runs import after_each_step, assert_same_tensors, lines, mend, ranks_of, train_rank
 from typer.testing import CliRunner
 
 from fivefold.checkpoint import keep, store, write

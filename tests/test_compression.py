@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import only, slow_but
+from pool_runs import assert_same_tensors, lines, ranks_of, train_rank
 from ranks import run_ranks
-from runs import assert_same_tensors, lines, ranks_of, train_rank
 from steps import Numbers, planned, recipe_of
 from test_trace import measured
 from torch import Tensor

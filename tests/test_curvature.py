@@ -4,7 +4,7 @@ import pytest
 import torch
 from layouts import compared, tiny
 from marks import slow
-from runs import ranks_of
+from pool_runs import ranks_of
 from steps import planned, recipe_of
 
 from fivefold.errors import UserError

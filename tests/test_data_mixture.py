@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import stored
 from data_recipes import write
+from pool_runs import assert_same_tensors, lines, train_rank
 from ranks import run_ranks
-from runs import assert_same_tensors, lines, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import Batches, Tokens, check, prepare

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_recipes import recipe_of, write
+from pool_runs import lines, ranks_of
 from ranks import run_ranks
-from runs import lines, ranks_of
 
 from fivefold.data import Batches, DataSet, prepare
 from fivefold.data.batches import shuffled_window

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from launched import Launched, last_step
 from layouts import compared, tiny
 from marks import only
+from pool_runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 from ranks import run_ranks
-from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.cli.train import between

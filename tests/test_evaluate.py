@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pool_runs import ranks_of
 from ranks import run_ranks
-from runs import ranks_of
 from test_cli import run as command
 
 from fivefold.checkpoint import store, write

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from layouts import TINY, compared, compiled, side, tiny
 from marks import only
+from pool_runs import lines, train_rank
 from ranks import RankFailed, run_ranks
-from runs import lines, train_rank
 from steps import counted
 from torch.autograd import Function
 

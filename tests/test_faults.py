@@ -13,8 +13,8 @@ import pytest
 import stored
 import torch
 from marks import slow
+from pool_runs import after_each_step, lines, train_rank
 from ranks import run_ranks
-from runs import after_each_step, lines, train_rank
 from torch import Tensor
 
 from fivefold.checkpoint import store

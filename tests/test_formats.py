@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from pool_runs import train_rank
 from ranks import run_ranks
-from runs import train_rank
 from steps import Numbers, _state, recipe_of
 
 from fivefold.cli.main import main

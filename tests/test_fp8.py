@@ -12,8 +12,8 @@ import torch
 from layouts import MOE, compared, side, tiny
 from marks import only, slow
 from parity import joined, steps
+from pool_runs import assert_same_tensors, lines, ranks_of, train_rank
 from ranks import run_ranks
-from runs import assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.comm import everyone
 from fivefold.data import prepare

@@ -19,8 +19,8 @@ import torch
 from hanging import codes, serve, start, train
 from marks import slow
 from namespaces import Hosts, Unavailable
+from pool_runs import lines, train_rank
 from ranks import run_ranks
-from runs import lines, train_rank
 from test_train import TINY, text, tiny  # noqa: F401
 
 from fivefold.checkpoint import write

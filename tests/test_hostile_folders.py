@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from data_recipes import recipe_of, write
-from runs import train_rank
+from pool_runs import train_rank
 from typer.testing import CliRunner
 
 from fivefold import files

@@ -14,7 +14,7 @@ import pytest
 from hosts_rank import STEPS
 from layouts import TINY, tiny
 from namespaces import PORT, Hosts, Unavailable, bytes_per_second
-from runs import lines
+from pool_runs import lines
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare

@@ -135,6 +135,16 @@ def test_only_comm_sends() -> None:
     assert others == {SRC / "launch" / "ranks.py"}
 
 
+def test_no_kit_is_named_like_a_folder_that_the_program_makes() -> None:
+    """Tools that read a checkout would take the folder `runs` for a module of that name, which benchmarks import."""
+    root = SRC.parents[1]
+    if not (root / ".gitignore").exists():
+        pytest.skip("no checkout")
+    made = {line.strip("/") for line in (root / ".gitignore").read_text().splitlines() if line.endswith("/")}
+    assert "runs" in made
+    assert not made & {file.stem for file in (root / "tests").glob("*.py")}
+
+
 def modules_of(tree: ast.AST) -> Iterator[str]:
     """Modules that a file imports; of `from package import name` the package and what may be its module."""
     for node in ast.walk(tree):

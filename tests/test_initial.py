@@ -12,8 +12,8 @@ import pytest
 import stored
 import torch
 from marks import only
+from pool_runs import assert_same_tensors, lines, mend, ranks_of
 from ranks import run_ranks
-from runs import assert_same_tensors, lines, mend, ranks_of
 
 from fivefold.checkpoint import store
 from fivefold.checkpoint.source import export_run, import_folder, weights_of

@@ -16,8 +16,8 @@ import stored
 import torch
 import torch.distributed as dist
 from layouts import tiny
+from pool_runs import assert_close_tensors, assert_same_tensors, lines
 from ranks import PATIENCE, _servers, run_ranks
-from runs import assert_close_tensors, assert_same_tensors, lines
 from test_replica_groups import resolved, simulated
 
 from fivefold.checkpoint import store

@@ -7,7 +7,7 @@ import pytest
 import stored
 import torch
 from exported import read_by_transformers
-from runs import train_rank
+from pool_runs import train_rank
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from marks import all_but
+from pool_runs import mend
 from ranks import run_ranks
-from runs import mend
 from torch import Tensor, nn
 
 from fivefold.errors import UserError

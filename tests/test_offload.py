@@ -12,8 +12,8 @@ import stored
 import torch
 from layouts import tiny
 from marks import all_but, only, slow
+from pool_runs import assert_same_tensors, lines, ranks_of, train_rank
 from ranks import run_ranks
-from runs import assert_same_tensors, lines, ranks_of, train_rank
 from steps import counted, planned
 
 from fivefold.checkpoint import store

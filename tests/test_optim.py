@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import compared, side, tiny
 from marks import all_but, only, slow, slow_but
+from pool_runs import ranks_of
 from ranks import run_ranks
-from runs import ranks_of
 
 from fivefold.cli.main import main
 from fivefold.errors import UserError

@@ -17,8 +17,8 @@ from layouts import compared, tiny
 from marks import only
 from own_models import Decoder, Numbers, Plain, T, V, cut
 from parity import evaluate, joined, pieces, share
+from pool_runs import assert_close_tensors, ranks_of
 from ranks import run_ranks
-from runs import assert_close_tensors, ranks_of
 from steps import planned, tracked
 from steps import recipe_of as planned_recipe
 from torch import nn

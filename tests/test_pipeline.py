@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from layouts import compared, tiny
 from marks import slow, slow_but
 from parity import evaluate
+from pool_runs import lines, ranks_of, train_rank
 from ranks import run_ranks
-from runs import lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare

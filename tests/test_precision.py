@@ -12,8 +12,8 @@ import torch
 from layouts import compared, tiny
 from marks import only, slow
 from parity import joined, pieces
+from pool_runs import after_each_step, assert_same_tensors, lines, ranks_of, train_rank
 from ranks import run_ranks
-from runs import after_each_step, assert_same_tensors, lines, ranks_of, train_rank
 from steps import planned
 
 from fivefold.checkpoint import store

@@ -6,8 +6,8 @@ from statistics import median
 
 import pytest
 from marks import only, slow
+from pool_runs import lines, train_rank
 from ranks import run_ranks
-from runs import lines, train_rank
 
 from fivefold.cli.draw import of_run
 from fivefold.observe import memory_picture

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from pool_runs import ranks_of, train_rank
 from ranks import run_ranks
-from runs import ranks_of, train_rank
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 

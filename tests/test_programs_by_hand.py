@@ -17,8 +17,8 @@ import torch
 from commands import REPO
 from marks import all_but, only
 from parity import joined, pieces, share
+from pool_runs import assert_close_tensors, ranks_of
 from ranks import run_ranks
-from runs import assert_close_tensors, ranks_of
 from torch import Tensor, nn
 from torch.autograd import grad
 

@@ -13,8 +13,8 @@ from typing import Any
 import brought
 import pytest
 import torch
+from pool_runs import lines, train_rank
 from ranks import run_ranks
-from runs import lines, train_rank
 from torch.nn import functional as F
 
 import fivefold

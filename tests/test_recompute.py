@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 import torch
 from marks import only, slow_but
+from pool_runs import ranks_of
 from ranks import run_ranks
-from runs import ranks_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -15,8 +15,8 @@ import torch
 from layouts import tiny
 from marks import all_but, only
 from parity import joined, pieces, share, state_of
+from pool_runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 from ranks import run_ranks
-from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 from steps import planned
 from torch import Tensor
 

@@ -12,8 +12,8 @@ import pytest
 import stored
 import torch
 from marks import slow
+from pool_runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 from ranks import run_ranks
-from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.checkpoint import store, write
 from fivefold.checkpoint.manifest import MANIFEST, unreadable

@@ -24,8 +24,8 @@ import stored
 import torch.distributed as dist
 from layouts import tiny
 from marks import only, slow
+from pool_runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 from ranks import PATIENCE, Pool, _servers
-from runs import assert_close_tensors, assert_same_tensors, lines, ranks_of, train_rank
 from torch import Tensor
 from worker_rows import traced_worker
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import stored
 import torch
+from pool_runs import mend
 from pydantic import ValidationError
-from runs import mend
 from safetensors.torch import load_file, save_file
 
 from fivefold.checkpoint import keep, manifest, store, write

@@ -25,8 +25,8 @@ import pytest
 import stored
 from launched import Launched, command, last_step, typed
 from marks import slow
+from pool_runs import assert_same_tensors, lines, train_rank
 from ranks import run_ranks
-from runs import assert_same_tensors, lines, train_rank
 from test_train import TINY
 
 from fivefold.checkpoint import store

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from runs import lines
+from pool_runs import lines
 from test_observe_report import Page
 
 from fivefold.cli.main import main

@@ -7,8 +7,8 @@ import stored
 import torch
 from marks import all_but, slow_but
 from parity import assert_equal, state_of, steps
+from pool_runs import assert_close_tensors, lines, train_rank
 from ranks import run_ranks
-from runs import assert_close_tensors, lines, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.comm import Axis

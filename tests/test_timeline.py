@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pool_runs import train_rank
 from ranks import run_ranks
-from runs import train_rank
 from steps import Numbers, _state, recipe_of
 
 from fivefold.cli.main import main

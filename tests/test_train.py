@@ -14,8 +14,8 @@ import stored
 import torch
 from launched import command
 from marks import only, slow
+from pool_runs import after_each_step, assert_same_tensors, lines, ranks_of, train_rank
 from ranks import run_ranks
-from runs import after_each_step, assert_same_tensors, lines, ranks_of, train_rank
 
 from fivefold.checkpoint import keep, store
 from fivefold.data import prepare

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from pool_runs import ranks_of, train_rank
 from ranks import run_ranks
-from runs import ranks_of, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare

@@ -20,7 +20,7 @@ import process
 import stored
 import torch
 from kills import PATIENCE_S, Lost
-from runs import lines
+from pool_runs import lines
 
 from fivefold.checkpoint import store
 

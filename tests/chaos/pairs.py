@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import stored
-from runs import lines
+from pool_runs import lines
 from test_resume_layouts import TINY, train
 
 from fivefold.checkpoint import store

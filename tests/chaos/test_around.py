@@ -18,7 +18,7 @@ import process
 import pytest
 import stored
 from damage import Harness, count
-from runs import assert_same_tensors, lines, train_rank
+from pool_runs import assert_same_tensors, lines, train_rank
 from test_power import TINY
 
 from fivefold.checkpoint import store

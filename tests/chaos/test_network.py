@@ -13,7 +13,7 @@ import process
 import pytest
 import stored
 from namespaces import Done, Hosts
-from runs import lines
+from pool_runs import lines
 
 from fivefold.checkpoint import store
 

@@ -10,8 +10,8 @@ import numpy as np
 import power
 import pytest
 import stored
+from pool_runs import assert_same_tensors, train_rank
 from ranks import run_ranks
-from runs import assert_same_tensors, train_rank
 
 from fivefold.checkpoint import store
 from fivefold.data import prepare
