@@ -355,3 +355,15 @@ def test_a_named_all_reduce_takes_as_long_as_its_bytes() -> None:
     ranks = group(Layout(dp_replicate=64), cluster, "dp")
     small, large = (communication.sum_gradients(size, ranks, cluster, "ring") for size in (1e10, 2e10))
     assert large == pytest.approx(2 * small, rel=0.02)
+
+
+def test_attention_of_a_library(tmp_path: Path) -> None:
+    """cuDNN's is faster on Hopper, where it was measured. A cluster's file says what any library reaches there."""
+    layout, cudnn = Layout(dp_shard=2, zero=3), replace(FIVEFOLD, library="cudnn")
+    flash = llama_setting(layout, FIVEFOLD)
+    assert time.step(llama_setting(layout, cudnn)).seconds < time.step(flash).seconds
+    a100 = parse("a100").device
+    assert a100.attends("cudnn") == a100.attends("flash")
+    (tmp_path / "mine.toml").write_text('base = "h100"\nattention_backward_share = 0.5\n')
+    mine = parse(str(tmp_path / "mine.toml")).device
+    assert mine.attends("cudnn") == mine.attends("flash") == (flash.cluster.device.attention[0], 0.5)

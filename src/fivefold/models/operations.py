@@ -17,6 +17,8 @@ from fivefold.sharding.units import AGAIN, SUM, WHOLE, Collective, What
 Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate"]
 Part = Literal["", "norm", "core", "inner", "out", "gate", "down", "never"]
 Rate = Literal["copy", "embedding", "norm", "gate", "gelu", "loss"]
+Library = Literal["flash", "cudnn"]
+"""Of fused attention: FlashAttention-2, or cuDNN's, which is faster on Hopper."""
 Kind = tuple[bool, bool]
 """Of a block: whether it has experts, and whether it is eager: not compiled, by a program that compiles others."""
 
@@ -130,7 +132,7 @@ class Program:
     once, if in chunks. loss_on_gpu: such a chunk is read from memory for its statistics and again for its gradient, and
     the matmul itself adds to the weight's gradient in fp32. pads_values: value heads that are narrower than key heads
     are padded to their width. rows_beside: experts' rows travel beside the shared expert. tensor: its way of tensor
-    parallelism.
+    parallelism. library: of fused attention.
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
@@ -145,6 +147,7 @@ class Program:
     pads_values: bool = True
     rows_beside: bool = False
     tensor: TensorWay = OWN_WAY
+    library: Library = "flash"
 
     @property
     def eager(self) -> bool:
