@@ -31,6 +31,8 @@ class Device:
     products; of several hundred the fastest and the slowest differ by about 8% (Sinha et al., SC 2022, "Not All GPUs
     Are Created Equal"). measured: what takes the place of all these rates. assumed: shares that nobody has measured,
     "matmul", "attention" or "ring" (of the links within a node). margin: the share of memory that plans leave free.
+    contended: the share of a message between nodes that computation does not hide, since both need the device's memory
+    and processors.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Device:
     measured: Share | None = None
     assumed: tuple[str, ...] = ()
     margin: float = MARGIN
+    contended: float = 0.0
 
     def attends(self, library: Library) -> tuple[float, float]:
         """Shares of `peak` that this library's attention reaches."""
