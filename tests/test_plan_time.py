@@ -20,6 +20,7 @@ from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
 from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.memory import model_states
 from fivefold.plan.messages import communication, volume
 from fivefold.plan.messages.communication import collective, group
 from fivefold.plan.predict import predict
@@ -367,3 +368,25 @@ def test_attention_of_a_library(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('base = "h100"\nattention_backward_share = 0.5\n')
     mine = parse(str(tmp_path / "mine.toml")).device
     assert mine.attends("cudnn") == mine.attends("flash") == (flash.cluster.device.attention[0], 0.5)
+
+
+def test_hidden_messages_between_nodes_cost_a_part_on_hopper() -> None:
+    """Of as many seconds as they take; nothing within a node, nothing on A100."""
+    layout, B = Layout(dp_shard=64, zero=3), 8
+
+    def exposed(name: str, **changed: Any) -> float:
+        cluster = parse(f"{name}:64")
+        cluster = replace(cluster, device=replace(cluster.device, **changed))
+        section = ModelSection(layers=32, dim=4096, heads=32, ffn_dim=11008, seq_len=4096)
+        s = setting(resolve_model(section, vocab_size=32000), layout, cluster, B, 4)
+        return time.step(s).exposed["model"]
+
+    free, part = exposed("h100", contended=0.0), exposed("h100")
+    s = llama_setting(layout, FIVEFOLD, 4, B)
+    own = model_states.elements(s.model, layout).blocks[0]
+    *once, each = stage_costs.contended(s, own)
+    assert once == [0.0, 0.0]
+    assert part - free == pytest.approx(4 * 32 * each)
+    assert exposed("a100") == exposed("a100", contended=0.0)
+    within = replace(layout, dp_shard=8)
+    assert stage_costs.contended(llama_setting(within, FIVEFOLD), own) == (0.0, 0.0, 0.0)
