@@ -3,7 +3,8 @@
     python tests/sweep.py [--only N] [--out docs/layouts_verified.md]
 
 Every way to divide 8 ranks among the axes, with every ZeRO stage, with and without sequence parallelism, and for a
-mixture of experts with every ep. The other options take turns: schedule, cp_method, recompute. fp32, a tiny model, 2
+mixture of experts with every ep. Gathered keys and values run in each layout with cp; the other options take turns:
+schedule, cp_method, recompute. fp32, a tiny model, 2
 steps; the tolerances are verify's. Exit code 1 if a layout fails.
 """
 
@@ -32,6 +33,8 @@ RANKS = 8
 MODEL = ["model.heads=8", "model.kv_heads=8"]
 STEPS = 2
 SIZES = (1, 2, 4, 8)
+EVERYWHERE = "all_gather"
+"""The cp_method that each layout with cp has, besides the one whose turn it is."""
 
 
 def candidates() -> Iterator[Layout]:
@@ -48,9 +51,12 @@ def candidates() -> Iterator[Layout]:
                 continue
             options = {"cp_method": next(methods)} if axes["cp"] > 1 else {}
             shape = Layout(**axes, zero=zero, sp=sp, ep=ep)
-            if not any(problems(shape)):
-                options["recompute"] = next(recomputes)
-                yield replace(shape, **options, **next(ways[axes["pp"]]))
+            if any(problems(shape)):
+                continue
+            others = {"recompute": next(recomputes), **next(ways[axes["pp"]])}
+            yield replace(shape, **options, **others)
+            if options and options["cp_method"] != EVERYWHERE:
+                yield replace(shape, cp_method=EVERYWHERE, **others)
 
 
 def _schedules(pp: int) -> list[dict]:
@@ -125,7 +131,7 @@ INTRODUCTION = f"""# Layouts that are verified
 divide {RANKS} ranks among the axes and compares it with one process, as `fivefold verify` does, in fp32, over {STEPS}
 steps of a tiny model (2, 4 or 8 blocks; with `ep`, 8 experts per block). The columns are the largest relative
 differences of the loss (allowed: 1e-6), of a gradient (1e-5), of the gradient norm, and of a weight after the last
-step. Schedule, `cp_method` and `recompute` take turns.
+step. Schedule, `cp_method` and `recompute` take turns, but that each layout with cp also gathers keys and values.
 """
 HEAD = "| layout | loss | gradients | gradient norm | weights | |\n|---|---|---|---|---|---|"
 

@@ -1,23 +1,31 @@
 """Time: published measurements with nothing fitted to them, and how single prices behave."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import published  # benchmarks/planner
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fivefold.cli.main import app
+from fivefold.errors import UserError
 from fivefold.kernels.adamw import AdamW
 from fivefold.models.card import card_of, flops_per_token
-from fivefold.models.operations import Matmul
+from fivefold.models.operations import Matmul, TensorWay
 from fivefold.models.section import ModelSection
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.updater import Updater
 from fivefold.plan.cluster.clusters import parse
+from fivefold.plan.memory import model_states
 from fivefold.plan.messages import communication, volume
 from fivefold.plan.messages.communication import collective, group
-from fivefold.plan.setting import FIVEFOLD, Software, setting
+from fivefold.plan.predict import predict
+from fivefold.plan.setting import FIVEFOLD, Setting, Software, setting
+from fivefold.plan.software import NEMO, PROGRAMS, PUBLISHED, evidence, program
 from fivefold.plan.time import cost, stage_costs, time
 from fivefold.plan.time.cost import message, operation
 from fivefold.recipe import count_parameters, load, resolve_model
@@ -45,11 +53,70 @@ def test_a_layer_of_22b() -> None:
 def test_the_committed_figures_are_those_of_the_committed_tables() -> None:
     """What docs/planner.md says of published runs can be repeated from the repository."""
     committed = (TABLES.parents[1] / "results/planner_published.json").read_text(encoding="utf-8")
-    found = json.dumps({name: compare(TABLES) for name, compare in published.TABLES.items()})
+    results, kinds = published.compare(TABLES)
     same, expected = (
-        json.loads(text, parse_float=lambda x: f"{float(x):.5g}") for text in (found, committed)
+        json.loads(text, parse_float=lambda x: f"{float(x):.5g}") for text in (json.dumps(results), committed)
     )
     assert same == expected
+    assert kinds == json.loads(PUBLISHED.read_text(encoding="utf-8"))["kinds"]
+
+
+def test_a_plan_says_how_far_published_runs_of_its_kind_were_off() -> None:
+    def said(recipe: str, cluster: str, layout: str, *sets: str) -> str:
+        return str(evidence(predict(load(recipe, [*sets], layout), parse(cluster)).setting))
+
+    dense = said("llama3-8b", "h100:8", "dp=8,zero=3")
+    assert "(torchtitan, KempnerForge)" in dense
+    assert "(NeMo)" in said("llama3-8b", "h100:8", "dp=8,zero=3", "precision.mode=fp8")
+    assert "(SimuMax)" in said("mixtral-8x7b", "b200:64", "dp=64,ep=8,zero=1")
+    assert said("mixtral-8x7b", "h100:64", "dp=64,ep=8,zero=1") == "None"
+
+
+def test_programs_of_others(tmp_path: Path) -> None:
+    """By name, and by a file that changes one."""
+    h100, file = parse("h100:8"), tmp_path / "mine.toml"
+    file.write_text('base = "nemo"\npieces = 8\nfused = false\n')
+    mine = program(str(file), h100)
+    assert mine == replace(NEMO, name="mine", fused=False, tensor=NEMO.tensor._replace(pieces=8))
+    assert program("fivefold", h100) is FIVEFOLD
+    for text, words in {
+        'loss = "none"': "loss: must be one of chunks, fused, plain",
+        "fusd = true": "did you mean 'fused'?",
+        "host = -1": "host: must be a number of at least 0",
+        "pieces = true": "pieces: must be a whole number",
+        'base = "mine"': "base: must be one of fivefold, megatron-2021",
+        "fused =": "not valid TOML",
+    }.items():
+        file.write_text(text + "\n")
+        with pytest.raises(UserError, match=re.escape(words)):
+            program(str(file), h100)
+    with pytest.raises(UserError, match="did you mean 'nemo'"):
+        program("nemoo", h100)
+    text = CliRunner().invoke(app, ["plan", "--help"]).output
+    assert all(name in text for name in PROGRAMS)
+
+
+def test_ways_of_tensor_parallelism() -> None:
+    """Each projection's own gathers, copies, whole logits; pieces hide messages and copy nothing."""
+    layout = Layout(dp_shard=2, tp=4, sp=True, zero=3)
+
+    def block(**way: Any) -> tuple[int, float, float]:
+        s = llama_setting(layout, replace(FIVEFOLD, loss="plain", tensor=TensorWay(**way)), B=8)
+        ops = s.work.block[s.kind(False, "none")]
+        gathers = sum(m.what == "all_gather" for op in ops for m in (*op.sent_forward, *op.sent_backward))
+        return gathers, sum(op.forward for op in ops), time.step(s).seconds
+
+    gathers, moved, seconds = block()
+    assert gathers == 4
+    assert block(each=True)[0] == gathers + 3
+    copied = block(copied=True)
+    s = llama_setting(layout, FIVEFOLD, B=8)
+    assert copied[1] - moved == pytest.approx(4 * 2 * s.sizes.N * s.model.dim * s.sizes.e)
+    assert seconds < copied[2] < block(each=True, copied=True)[2]
+    assert block(each=True, copied=True, whole_logits=True)[2] > block(each=True, copied=True)[2]
+    pieces = block(pieces=4)
+    assert pieces[:2] == (gathers, moved)
+    assert pieces[2] < seconds
 
 
 def test_products_come_in_waves() -> None:
@@ -76,9 +143,13 @@ def test_the_slowest_of_many() -> None:
 
 
 def llama(layout: Layout, microbatches: int = 16, software: Software = FIVEFOLD) -> time.Step:
+    return time.step(llama_setting(layout, software, microbatches))
+
+
+def llama_setting(layout: Layout, software: Software, microbatches: int = 16, B: int = 1) -> Setting:
     section = ModelSection(layers=32, dim=4096, heads=32, ffn_dim=11008, seq_len=4096)
     model = resolve_model(section, vocab_size=32000)
-    return time.step(setting(model, layout, parse("h100"), 1, microbatches, "bf16", software))
+    return setting(model, layout, parse("h100"), B, microbatches, "bf16", software)
 
 
 def test_many_microbatches_as_if_all_were_simulated() -> None:
@@ -285,3 +356,37 @@ def test_a_named_all_reduce_takes_as_long_as_its_bytes() -> None:
     ranks = group(Layout(dp_replicate=64), cluster, "dp")
     small, large = (communication.sum_gradients(size, ranks, cluster, "ring") for size in (1e10, 2e10))
     assert large == pytest.approx(2 * small, rel=0.02)
+
+
+def test_attention_of_a_library(tmp_path: Path) -> None:
+    """cuDNN's is faster on Hopper, where it was measured. A cluster's file says what any library reaches there."""
+    layout, cudnn = Layout(dp_shard=2, zero=3), replace(FIVEFOLD, library="cudnn")
+    flash = llama_setting(layout, FIVEFOLD)
+    assert time.step(llama_setting(layout, cudnn)).seconds < time.step(flash).seconds
+    a100 = parse("a100").device
+    assert a100.attends("cudnn") == a100.attends("flash")
+    (tmp_path / "mine.toml").write_text('base = "h100"\nattention_backward_share = 0.5\n')
+    mine = parse(str(tmp_path / "mine.toml")).device
+    assert mine.attends("cudnn") == mine.attends("flash") == (flash.cluster.device.attention[0], 0.5)
+
+
+def test_hidden_messages_between_nodes_cost_a_part_on_hopper() -> None:
+    """Of as many seconds as they take; nothing within a node, nothing on A100."""
+    layout, B = Layout(dp_shard=64, zero=3), 8
+
+    def exposed(name: str, **changed: Any) -> float:
+        cluster = parse(f"{name}:64")
+        cluster = replace(cluster, device=replace(cluster.device, **changed))
+        section = ModelSection(layers=32, dim=4096, heads=32, ffn_dim=11008, seq_len=4096)
+        s = setting(resolve_model(section, vocab_size=32000), layout, cluster, B, 4)
+        return time.step(s).exposed["model"]
+
+    free, part = exposed("h100", contended=0.0), exposed("h100")
+    s = llama_setting(layout, FIVEFOLD, 4, B)
+    own = model_states.elements(s.model, layout).blocks[0]
+    *once, each = stage_costs.contended(s, own)
+    assert once == [0.0, 0.0]
+    assert part - free == pytest.approx(4 * 32 * each)
+    assert exposed("a100") == exposed("a100", contended=0.0)
+    within = replace(layout, dp_shard=8)
+    assert stage_costs.contended(llama_setting(within, FIVEFOLD), own) == (0.0, 0.0, 0.0)

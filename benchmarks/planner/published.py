@@ -19,13 +19,24 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fivefold.host.devices import GIB
+import hopper_runs
+
+from fivefold.host.devices import GB, GIB
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.predict import FRAGMENTS, price
-from fivefold.plan.setting import PAPER, Setting, Software, States, setting
+from fivefold.plan.setting import Setting, setting
+from fivefold.plan.software import (
+    MEGATRON_2021,
+    MEGATRON_CORE,
+    NANOTRON,
+    PUBLISHED,
+    TORCHTITAN,
+    Kind,
+    kind_of,
+)
 from fivefold.plan.time import time
 from fivefold.plan.time.cost import part
 from fivefold.recipe import resolve_model
@@ -34,6 +45,10 @@ from fivefold.sharding.layout import Layout
 
 Row = dict[str, str]
 Result = dict[str, Any]
+
+
+EACH = "each"
+"""Of a table: the setting of each run, and its planned seconds by its measured ones."""
 
 
 def read(folder: Path, name: str) -> list[Row]:
@@ -52,26 +67,6 @@ def errors(pairs: Iterable[tuple[float, float]]) -> Result:
     }
 
 
-# Megatron-LM of 2021 (arXiv 2104.04473): attention in memory with dropout of its probabilities, fp16 states of the ZeRO
-# paper, nothing overlapped, transfers between stages cut in tensor-parallel parts.
-MEGATRON_2021 = Software(
-    name="megatron 2021",
-    attention="plain",
-    probability_dropout=True,
-    selective="core",
-    loss="plain",
-    overlap_data=False,
-    overlap_pipeline=False,
-    scatters_transfers=True,
-    optimizer_passes=2,
-    checked=False,
-    partition="even",
-    host=0,
-    step=0,
-    states={"fp16": PAPER},
-)
-
-
 def gpt(row: Row, vocabulary: int = 51200) -> ModelSection:
     section = ModelSection(
         arch="gpt2",
@@ -86,10 +81,10 @@ def gpt(row: Row, vocabulary: int = 51200) -> ModelSection:
 
 def sc21(folder: Path) -> Result:
     """arXiv 2104.04473, table 1: seconds of an iteration, 1.7B to 1T parameters on 32 to 3072 A100."""
-    pairs, lines = [], []
+    pairs, lines, each = [], [], []
     for row in read(folder, "megatron_sc21_table1.csv"):
-        pp, each = int(row["pp"]), row["layers_per_virtual_stage"]
-        virtual = int(row["layers"]) // pp // int(each) if each else 1
+        pp, long = int(row["pp"]), row["layers_per_virtual_stage"]
+        virtual = int(row["layers"]) // pp // int(long) if long else 1
         layout = Layout(
             pp=pp,
             tp=int(row["tp"]),
@@ -102,10 +97,11 @@ def sc21(folder: Path) -> Result:
         s = setting(gpt(row), layout, parse("a100"), B, batch // layout.dp // B, "fp16", MEGATRON_2021)
         predicted, measured = time.step(s).seconds, float(row["derived_iter_time_s"])
         pairs.append((predicted, measured))
+        each.append((s, predicted / measured))
         lines.append(
             f"{row['params_B']}B: {predicted:.2f} s, measured {measured:.2f} ({100 * (predicted / measured - 1):+.1f}%)"
         )
-    return {**errors(pairs), "lines": lines}
+    return {**errors(pairs), "lines": lines, EACH: each}
 
 
 def layer_times(folder: Path) -> Result:
@@ -133,19 +129,6 @@ def layer_times(folder: Path) -> Result:
     return combined | {"forward": errors(passes["fwd"]), "backward": errors(passes["bwd"]), "lines": lines}
 
 
-# Megatron core with Transformer Engine, as SimuMax ran it: bf16 weights, fp32 gradients, sharded optimizer, fused
-# cross-entropy, no overlap (docs/b200/b200_real_repro_guide.md there), context parallelism by all-to-all.
-MEGATRON_CORE = replace(
-    MEGATRON_2021,
-    name="megatron core",
-    attention="flash",
-    probability_dropout=False,
-    loss="fused",
-    pads_values=False,
-    scatters_transfers=False,
-    optimizer_passes=1,
-    states={"bf16": States(2, 4, 4, 8, 4)},
-)
 LLAMA3 = {
     "8b": (4096, 32, 8, 14336),
     "70b": (8192, 64, 8, 28672),
@@ -191,7 +174,7 @@ def simumax_deepseek(folder: Path) -> Result:
 
 
 def _simumax(folder: Path, models: dict[str, tuple[Callable[[str, int, int], ModelSection], str]]) -> Result:
-    pairs, memory, reserved, lines = [], [], [], []
+    pairs, memory, reserved, lines, each = [], [], [], [], []
     for row in read(folder, "simumax_b200_part.csv"):
         if row["model"] not in models:
             continue
@@ -214,6 +197,7 @@ def _simumax(folder: Path, models: dict[str, tuple[Callable[[str, int, int], Mod
         )
         predicted, measured = 1e3 * plan.step.seconds, float(row["real_ms"])
         pairs.append((predicted, measured))
+        each.append((plan.setting, predicted / measured))
         memory.append((plan.peak_bytes / GIB, float(row["real_max_alloc_gib"])))
         reserved.append((plan.peak_bytes / GIB, float(row["real_reserved_gib"])))
         lines.append(
@@ -221,7 +205,7 @@ def _simumax(folder: Path, models: dict[str, tuple[Callable[[str, int, int], Mod
             f"{memory[-1][0]:.1f} GiB, measured {memory[-1][1]:.1f}, reserved {reserved[-1][1]:.1f}"
         )
     found = {"memory": errors(memory), "reserved": errors(reserved), "margin": margin(memory, reserved)}
-    return {**errors(pairs), **found, "lines": lines}
+    return {**errors(pairs), **found, "lines": lines, EACH: each}
 
 
 def margin(memory: Sequence[tuple[float, float]], reserved: Sequence[tuple[float, float]]) -> Result:
@@ -240,12 +224,12 @@ def margin(memory: Sequence[tuple[float, float]], reserved: Sequence[tuple[float
 # tensor parallelism); with a pipeline over several nodes each block takes longer in proportion to tp ("contention");
 # on 64 nodes a pipeline loses almost a second in each microbatch but the first ("far").
 FITTED = {
-    "host": 0.86e-3,
+    "host": NANOTRON.host,
     "host_tensor": 1.1e-3,
     "contention": 1.08e-3,
     "far": 0.9,
-    "step": 0.026,
-    "optimizer_passes": 10.0,
+    "step": NANOTRON.step,
+    "optimizer_passes": NANOTRON.optimizer_passes,
     "hop": 600e-6,
     "matmul": 0.70,
     "network": {1: 0.96, 2: 0.96, 4: 0.88, 8: 0.47, 16: 0.55, 32: 0.29, 64: 0.20},
@@ -261,21 +245,7 @@ def nanotron_setting(row: Row, model: ModelSection, cluster: Cluster) -> Setting
         host += FITTED["contention"] * tp
     if pp > 1 and nodes >= 64:
         host += FITTED["far"] / 2 / (model.layers / pp) * (count - 1) / count
-    software = Software(
-        name="nanotron",
-        states={"bf16": States()},  # not FSDP2: gradients are whole under ZeRO 1
-        partition="greedy",
-        selective="core",
-        fused=False,
-        loss="plain",
-        overlap_data=zero == 0,
-        overlap_pipeline=False,
-        host=host,
-        step=FITTED["step"],
-        kernel=2e-6,
-        optimizer_passes=FITTED["optimizer_passes"],
-        checked=False,
-    )
+    software = replace(NANOTRON, overlap_data=zero == 0, host=host)
     shared = bool(zero) and dp > 1
     layout = Layout(
         pp=pp,
@@ -362,7 +332,7 @@ def torchtitan(folder: Path) -> Result:
     device = replace(
         h100.device, bandwidth=2.4e12, memory=96 * GIB, matmul=h100.device.matmul * (500 - 120) / (700 - 120)
     )
-    pairs, lines = [], []
+    pairs, lines, each = [], [], []
     for row in read(folder, "torchtitan.csv"):
         how, size = row["techniques"], row["model"].rpartition("-")[2].lower()
         if "loat8" in how or "async TP" in how or row["seq"] or size not in ("8b", "70b"):
@@ -377,25 +347,18 @@ def torchtitan(folder: Path) -> Result:
             zero=3,
             recompute="full" if row["ac"] == "full" else "selective",
         )
-        software = Software(
-            name="torchtitan",
-            selective="operations",
-            fused="compile" in how,
-            loss="plain",
-            step=0,
-            states={"bf16": States(2, 4, 4, 8, 4)},
-            checked=False,
-        )
+        software = replace(TORCHTITAN, fused="compile" in how)
         model = llama3(size, {"8b": 32, "70b": 80}[size], 8192)
         s = setting(model, layout, replace(h100, device=device), int(row["local_batch"]), 1, "bf16", software)
         predicted = s.sizes.B * 8192 / time.step(s).seconds / tp
         measured = float(row["tps_per_gpu"])
         pairs.append((predicted, measured))
+        each.append((s, measured / predicted))
         lines.append(
             f"{row['table']} {row['model']} {row['parallelism']} {how}: {predicted:.0f} tokens/s a device, "
             f"measured {measured:.0f}"
         )
-    return {**errors(pairs), "lines": lines}
+    return {**errors(pairs), "lines": lines, EACH: each}
 
 
 def zero_bubble(folder: Path) -> Result:
@@ -416,15 +379,77 @@ def zero_bubble(folder: Path) -> Result:
     return {"worst": dict(worst)}
 
 
+def compared(runs: Iterable[hopper_runs.Run]) -> Result:
+    """Seconds of a step of each run beside the measured ones, and memory where it was published."""
+    pairs, memory, lines, each = [], [], [], []
+    for run in runs:
+        plan = price(run.setting)
+        pairs.append((plan.step.seconds, run.seconds))
+        each.append((run.setting, plan.step.seconds / run.seconds))
+        line = f"{run.name}: {plan.step.seconds:.2f} s, measured {run.seconds:.2f}"
+        line += f" ({100 * (plan.step.seconds / run.seconds - 1):+.1f}%)"
+        if run.memory_gb:
+            memory.append((plan.peak_bytes / GB, run.memory_gb))
+            line += f"; {memory[-1][0]:.1f} GB, measured {run.memory_gb:.1f}"
+        lines.append(line)
+    return {**errors(pairs), **({"memory": errors(memory)} if memory else {}), "lines": lines, EACH: each}
+
+
+def nemo_fp8(folder: Path) -> Result:
+    """NeMo in fp8 on 8 to 1,152 H100 (NVIDIA's dgxc-benchmarking): seconds of a step."""
+    return compared(hopper_runs.nemo(read(folder, "nvidia_dgxc_h100_fp8_part.csv")))
+
+
+def pytorch_tp(folder: Path) -> Result:
+    """FSDP2 with PyTorch's own tensor parallelism on 2 to 32 H200 (KempnerForge): seconds of a step, peak memory."""
+    return compared(hopper_runs.kempner(read(folder, "pytorch_tp_h200_part.csv")))
+
+
+def foundry(folder: Path) -> Result:
+    """llm-foundry of 2023 on 8 to 512 H100: seconds of a step."""
+    return compared(hopper_runs.foundry(read(folder, "mosaicml_fsdp_h100_part.csv")))
+
+
 TABLES: dict[str, Callable[[Path], Result]] = {
     "sc21": sc21,
     "layer_times": layer_times,
     "simumax": simumax,
     "simumax_deepseek": simumax_deepseek,
     "torchtitan": torchtitan,
+    "nemo_fp8": nemo_fp8,
+    "pytorch_tp": pytorch_tp,
+    "foundry": foundry,
     "zero_bubble": zero_bubble,
     "nanotron": nanotron,
 }
+
+SOURCES = {
+    "sc21": "Megatron-LM 2021",
+    "simumax": "SimuMax",
+    "simumax_deepseek": "SimuMax",
+    "torchtitan": "torchtitan",
+    "nemo_fp8": "NeMo",
+    "pytorch_tp": "KempnerForge",
+    "foundry": "llm-foundry",
+}
+"""Whose runs say how far a plan of their kind may be off (plan/software.py)."""
+
+
+def compare(folder: Path, names: Iterable[str] = TABLES) -> tuple[dict[str, Result], list[list[Any]]]:
+    """What each table says, and what all say of each kind of run, as `software.PUBLISHED` has it."""
+    results = {name: TABLES[name](folder) for name in names}
+    found: dict[Kind, list[tuple[str, float]]] = defaultdict(list)
+    for name, result in results.items():
+        source = SOURCES.get(name, "")
+        for s, ratio in result.pop(EACH, []):
+            if kind := kind_of(s):
+                found[kind].append((source, abs(ratio - 1)))
+    rows = []
+    for kind, runs in sorted(found.items()):
+        sources, off = zip(*runs, strict=True)
+        means = round(fmean(off), 4), round(max(off), 4)
+        rows.append([*kind, ", ".join(dict.fromkeys(sources)), len(off), *means])
+    return results, rows
 
 
 def main() -> None:
@@ -434,8 +459,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).with_name("tables"))
     parser.add_argument("--only", choices=TABLES, action="append")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--write", action="store_true", help="also write what `fivefold plan` says of its errors"
+    )
     options = parser.parse_args()
-    results = {name: TABLES[name](options.folder) for name in options.only or TABLES}
+    if options.write and options.only:
+        parser.error("--write needs all tables; leave --only out")
+    results, kinds = compare(options.folder, options.only or TABLES)
+    if options.write:
+        lines = ",\n".join(json.dumps(row) for row in kinds)
+        PUBLISHED.write_text(f'{{"kinds": [\n{lines}\n]}}\n', encoding="utf-8")
     for name, result in results.items():
         print(f"{name}: {(TABLES[name].__doc__ or '').splitlines()[0]}")
         show(result, "  ")

@@ -39,7 +39,7 @@ EXAMPLES = [
     "fivefold plan trace llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
 ]
 GROUPS = {
-    "Assumptions": ("params", "margin", "expert_load", "document_tokens"),
+    "Assumptions": ("params", "software", "margin", "expert_load", "document_tokens"),
     "Budget": ("tokens", "deadline", "price", "noise_scale"),
 }
 """Headings of the help, and the options below each."""
@@ -76,6 +76,15 @@ MarginOption = Annotated[
 ParamsOption = Annotated[
     float | None, option("N", "Plan a model with about N parameters instead of the recipe's.")
 ]
+SoftwareOption = Annotated[
+    str,
+    option(
+        "NAME",
+        "The program that trains: fivefold, megatron-core, nemo, torchtitan, deepspeed, nanotron, megatron-2021, or a "
+        ".toml file.",
+        "--software",
+    ),
+]
 TokensOption = Annotated[
     float | None, option("N", "Tokens to train on, such as 1.4e12. [default: the recipe's]")
 ]
@@ -92,6 +101,7 @@ def plan(
     layout: options.LayoutOption = None,
     cluster: ClusterOption = "h100",
     params: ParamsOption = None,
+    software: SoftwareOption = "fivefold",
     margin: MarginOption = None,
     expert_load: ExpertLoadOption = None,
     document_tokens: DocumentTokensOption = None,
@@ -114,10 +124,10 @@ def plan(
     from fivefold.plan.predict import predict
 
     require_pictures(pictures, save, html, json)
-    typed = Typed(recipe, set_ or [], cluster, given(margin, expert_load, document_tokens))
-    loaded, machine, software = read(typed, layout, params)
+    typed = Typed(recipe, set_ or [], cluster, given(margin, expert_load, document_tokens), software)
+    loaded, machine, described = read(typed, layout, params)
     asked = questions(loaded, tokens, deadline, price, noise_scale)
-    result = predict(loaded, machine, software)
+    result = predict(loaded, machine, described)
     answers = {"budget": answer(result, asked)} if asked else {}
     save_plan(save, loaded, result)
     if json:
@@ -126,7 +136,7 @@ def plan(
     else:
         from fivefold.plan.advice.explain import explain as every_term
 
-        lines = [*summary(recipe, result), f"  {accuracy(result)}; `plan trace` is exact"]
+        lines = [*summary(recipe, result), *accuracy(result)]
         lines += ["", *every_term(result)] if explain else []
         print("\n".join([*lines, *budget_lines(answers)]))
     draw_plan(result, loaded, typed, pictures, html, json)
@@ -134,12 +144,13 @@ def plan(
 
 @dataclass(frozen=True)
 class Typed:
-    """What the user typed: RECIPE, --set, --cluster, and what to assume, by option."""
+    """What the user typed: RECIPE, --set, --cluster, what to assume, by option, and --software."""
 
     name: str
     sets: list[str]
     cluster: str
     given: Mapping[str, float] = field(default_factory=dict)
+    software: str = "fivefold"
 
 
 def given(margin: float | None, load: float | None, tokens: float | None) -> dict[str, float]:
@@ -154,7 +165,8 @@ def read(
     from fivefold.plan.advice.budget import shape
     from fivefold.plan.cluster.clusters import parse, with_margin
     from fivefold.plan.predict import resolved, with_load
-    from fivefold.plan.setting import documents_of, software_of
+    from fivefold.plan.setting import documents_of
+    from fivefold.plan.software import program
     from fivefold.recipe import load
 
     ensure_measured(typed.cluster)
@@ -163,7 +175,7 @@ def read(
     machine = with_margin(parse(typed.cluster), typed.given.get("--margin"))
     if params is not None:
         recipe = recipe.model_copy(update={"model": shape(params, resolved(recipe).model)})
-    software = with_load(software_of(machine), recipe.model, typed.given.get("--expert-load"))
+    software = with_load(program(typed.software, machine), recipe.model, typed.given.get("--expert-load"))
     documents = documents_of(recipe, typed.given.get("--document-tokens"))
     return recipe, machine, replace(software, documents=documents)
 
@@ -198,11 +210,17 @@ def summary(name: str, plan: Plan) -> list[str]:
     return [f"{name}: predicted", *(f"  {line}" for line in lines(plan))]
 
 
-def accuracy(plan: Plan) -> str:
-    """What was measured of the memory formula on such devices."""
+def accuracy(plan: Plan) -> list[str]:
+    """What was measured of the memory formula on such devices, and of the time of such runs."""
+    from fivefold.plan.software import evidence
+
     measured = plan.setting.cluster.on_cpu
     against = "against measured peaks" if measured else "on published peaks of another program"
-    return f"memory is from a formula, with a mean error of {100 * plan.memory_error:.2g}% {against}"
+    lines = [f"  memory is from a formula, with a mean error of {100 * plan.memory_error:.2g}% {against}"]
+    lines[0] += "; `plan trace` is exact"
+    if not measured:
+        lines.append(f"  {evidence(plan.setting) or 'nobody has published the time of a run like this'}")
+    return lines
 
 
 def save_plan(path: Path | None, recipe: Recipe, plan: Plan) -> None:
@@ -397,7 +415,7 @@ def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
     room = f"usable memory {first.limit / 2**30:.1f} GiB per device"
     if first.setting.cluster.device.margin:
         room += f", after {margin(first.setting.cluster)}"
-    lines += [f"  other layouts: {reasons or 'none'}; {room}", f"  {accuracy(first)}"]
+    lines += [f"  other layouts: {reasons or 'none'}; {room}", *accuracy(first)]
     if first.attention:
         lines.append(f"  attention of the first: {first.attention}")
     for mode in PRECISIONS.values():

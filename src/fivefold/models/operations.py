@@ -17,6 +17,8 @@ from fivefold.sharding.units import AGAIN, SUM, WHOLE, Collective, What
 Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate"]
 Part = Literal["", "norm", "core", "inner", "out", "gate", "down", "never"]
 Rate = Literal["copy", "embedding", "norm", "gate", "gelu", "loss"]
+Library = Literal["flash", "cudnn"]
+"""Of fused attention: FlashAttention-2, or cuDNN's, which is faster on Hopper."""
 Kind = tuple[bool, bool]
 """Of a block: whether it has experts, and whether it is eager: not compiled, by a program that compiles others."""
 
@@ -98,6 +100,25 @@ class Operation:
     beside: tuple[Operation, ...] = ()
 
 
+class TensorWay(NamedTuple):
+    """How a training program sends activations between tensor-parallel ranks under sequence parallelism.
+
+    pieces: a message travels in so many pieces beside products that write where the result belongs and share the
+    device, so nothing is copied and they reach the whole product's rate (user buffers of Transformer Engine); 0: as
+    the layout says. each: every projection of a region gathers its input for itself. copied: what is gathered and
+    scattered is copied once more, because the collective works on the first dim and sequences are another.
+    whole_logits: each rank gathers the logits of the whole vocabulary.
+    """
+
+    pieces: int = 0
+    each: bool = False
+    copied: bool = False
+    whole_logits: bool = False
+
+
+OWN_WAY = TensorWay()
+
+
 @dataclass(frozen=True)
 class Program:
     """A training program's way of computing a model: properties that operations depend on besides model and layout.
@@ -110,7 +131,8 @@ class Program:
     compute dtype ("fused": the gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at
     once, if in chunks. loss_on_gpu: such a chunk is read from memory for its statistics and again for its gradient, and
     the matmul itself adds to the weight's gradient in fp32. pads_values: value heads that are narrower than key heads
-    are padded to their width. rows_beside: experts' rows travel beside the shared expert.
+    are padded to their width. rows_beside: experts' rows travel beside the shared expert. tensor: its way of tensor
+    parallelism. library: of fused attention.
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
@@ -124,6 +146,8 @@ class Program:
     loss_on_gpu: bool = True
     pads_values: bool = True
     rows_beside: bool = False
+    tensor: TensorWay = OWN_WAY
+    library: Library = "flash"
 
     @property
     def eager(self) -> bool:
@@ -151,7 +175,8 @@ class Sizes:
     """A model's share on one rank for one microbatch of B sequences. load: rows of this rank's experts relative to an
     even split. chunks: of these rows, whose messages overlap. narrow: bytes per element of a factor that is rounded for
     a matmul; 0: none is. seen: by attention, of sequences with several documents. tp_chunks: of the tokens, in
-    linear layers with sp. dispatched: bytes of a row of D features on its way to experts; 0: D e."""
+    linear layers with sp. dispatched: bytes of a row of D features on its way to experts; 0: D e. way: of the program,
+    to send between tensor-parallel ranks."""
 
     model: ModelSection
     B: int
@@ -168,6 +193,7 @@ class Sizes:
     seen: Seen = WHOLE_SEQUENCES
     tp_chunks: int = 1
     dispatched: float = 0.0
+    way: TensorWay = OWN_WAY
 
     @property
     def N(self) -> float:
@@ -193,12 +219,15 @@ class Sizes:
         """Number of query features on this rank."""
         return self.model.head_width * self.model.heads / self.tp
 
-    def enter(self, width: int | None = None) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """Messages in forward and backward at the entry of a tensor-parallel region, for `width` features (None: D).
-        With `sp_regather`, the kept piece is gathered again in backward, overlapped with the matmul for the input's
-        gradient."""
+    def enter(
+        self, width: int | None = None, projections: int = 1
+    ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """Messages in forward and backward at the entry of a tensor-parallel region with so many `projections`, for
+        `width` features (None: D). With `sp_regather`, the kept piece is gathered again in backward, overlapped with
+        the matmul for the input's gradient."""
         again = self._message(AGAIN[self.sp_regather], width, hidden=True)
-        return self.whole(width), (*again, *self.sum(width))
+        number = projections if self.way.each else 1
+        return number * self.whole(width), number * (*again, *self.sum(width))
 
     def leave(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """Messages in forward and backward at the exit of a tensor-parallel region."""
@@ -216,19 +245,24 @@ class Sizes:
         """The matmul at the beginning or the end of a tensor-parallel region, in chunks. Those that are gathered, their
         products and what is scattered are put together by copies. Backward at the end holds one of them besides."""
         n, m = self.tp_chunks if self.sp and self.tp > 1 else 1, op.matmul
+        if self.way.copied and self.sp:
+            op = replace(op, forward=op.forward + self._copied(op.sent_forward))
+            op = replace(op, backward=op.backward + self._copied(op.sent_backward))
         if n == 1 or not m:
             return op
+        if self.way.pieces:
+            return _in_chunks(op, n)
         joined, held = (m.n + m.k * (not self.sp_regather), m.k / self.tp), 0.0
         if op.sent_forward[0].what != WHOLE[True]:
             joined, held = (m.n / self.tp, m.n + m.k), m.m * max(m.n, m.k) * self.e
         moved = [2 * m.m * size * self.e for size in joined]
         op = replace(op, forward=op.forward + moved[0], backward=op.backward + moved[1], kernels=n + 1)
-        op = replace(op, workspace=op.workspace + held)
-        forward, backward = (
-            tuple(one if one.hidden else replace(one, calls=n, chunked=True) for one in sent)
-            for sent in (op.sent_forward, op.sent_backward)
-        )
-        return replace(op, matmul=replace(m, chunks=n), sent_forward=forward, sent_backward=backward)
+        op = _in_chunks(replace(op, workspace=op.workspace + held), n)
+        return replace(op, matmul=replace(m, chunks=n))
+
+    def _copied(self, sent: tuple[Message, ...]) -> float:
+        """Bytes moved by copies of what these messages gather or scatter."""
+        return 2 * sum(one.size for one in sent if one.axis == "tp")
 
     def _message(self, what: What | None, width: int | None, hidden: bool = False) -> tuple[Message, ...]:
         if not what or self.tp == 1:
@@ -243,6 +277,15 @@ class Sizes:
         ways = (collective.forward, collective.backward) if getattr(self, axis) > 1 else (None, None)
         forward, backward = ((Message(what, axis, size, calls=calls),) if what else () for what in ways)
         return forward, backward
+
+
+def _in_chunks(op: Operation, n: int) -> Operation:
+    """The operation with messages in n chunks, but for those that are hidden."""
+    forward, backward = (
+        tuple(one if one.hidden else replace(one, calls=n, chunked=True) for one in sent)
+        for sent in (op.sent_forward, op.sent_backward)
+    )
+    return replace(op, sent_forward=forward, sent_backward=backward)
 
 
 @dataclass(frozen=True)

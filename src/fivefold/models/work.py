@@ -123,13 +123,16 @@ def end(s: Sizes, program: Program, rows: float, whole: bool, biased: bool = Fal
         ]
         besides, cast = rows / cut * columns * e + rows * D * e, weight * e if cut > 1 else 0.0
         besides = max(besides, cast) if program.loss_on_gpu else besides + cast
+    elif s.way.whole_logits and s.tp > 1:
+        columns = V
+        besides, statistics = workspace * rows * V, (Message("all_gather", "tp", rows * V * e),)
     if kept:
         saved.append(Saved("logits", kept * rows * columns, "stream"))
     return [
         norm("norm", s, program, "stream", biased=biased),
         Operation(
             "output",
-            Matmul(rows, columns, D, sensitive=True),
+            Matmul(rows, V / s.tp, D, sensitive=True),
             sent_forward=into,
             sent_backward=back,
             saved=tuple(saved),
@@ -187,7 +190,7 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
     kept = Saved("qkv", s.N * s.qkv * s.e, "copied" if program.attention == "blocks" else "product")
     output = Saved("attention output", s.N * s.q * s.e, "inner")
     return [
-        region_first("qkv", s, s.qkv, biased=biased, saved=(kept,)),
+        region_first("qkv", s, s.qkv, biased=biased, saved=(kept,), projections=3),
         *core(s, program, causal, rotary, s.q),
         region_last("attention out", s, s.q, "out", biased, (output,)),
     ]
@@ -201,10 +204,12 @@ def region_first(
     biased: bool = False,
     saved: tuple[Saved, ...] = (),
     part: Part = "",
+    projections: int = 1,
 ) -> Operation:
     """A matmul at the beginning of a tensor-parallel region, from vectors of `width` features (None: D) to this rank's
-    `features`. Its backward holds the gradient of the whole input, and that input if it is gathered again."""
-    inputs, (sent, back) = width or s.model.dim, s.enter(width)
+    `features`, which are of so many projections. Its backward holds the gradient of the whole input, and that input if
+    it is gathered again."""
+    inputs, (sent, back) = width or s.model.dim, s.enter(width, projections)
     gathered = s.N * inputs * s.e * ((s.tp > 1) + s.sp_regather)
     op = Operation(
         name,
@@ -365,8 +370,9 @@ def _plain_attention(s: Sizes, program: Program, causal: float) -> list[Operatio
 def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[Operation]:
     F, e, N = (s.model.ffn_dim or 0) / s.tp, s.e, s.N
     wide = 2 * F if gated else F
+    kept = Saved("up", N * wide * e, "product")
     return [
-        region_first("up", s, wide, biased=biased, saved=(Saved("up", N * wide * e, "product"),)),
+        region_first("up", s, wide, biased=biased, saved=(kept,), projections=1 + gated),
         activation("", program, N * F * e, N * wide * e, gated),
         region_last("down", s, F, "down", biased),
     ]

@@ -231,6 +231,10 @@ def _together(recipe: Recipe, cluster: Cluster, software: Software | None) -> tu
     assert B is not None
     count, mode = microbatches_per_step(full), mode_of(recipe.precision.mode, cluster)
     software = for_recipe(software or software_of(cluster), recipe)
+    if mode not in software.states:
+        raise UserError(
+            f"precision.mode = {mode}: {software.name} is described in {', '.join(software.states)} only"
+        )
     sequences = batch if batch < count * B * layout.dp else None
     return full, setting(full.model, layout, cluster, B, count, mode, software, sequences)
 

@@ -375,9 +375,8 @@ def setting(
     narrow = DTYPES[card.rate_on(cluster.device.peak)].bytes if card.kernel else 0.0
     seen = documents.seen(model, x, B, e, software) if documents else WHOLE_SEQUENCES
     sent = float(row_bytes(model.dim)) if software.fp8_dispatch and "fp8_dispatch" in card.fields else 0.0
-    how = {
-        name: getattr(x, name) for name in ("tp", "cp", "ep", "sp", "cp_method", "sp_regather", "tp_chunks")
-    }
+    how = {name: getattr(x, name) for name in ("tp", "cp", "ep", "sp", "cp_method", "sp_regather")}
+    how |= {"way": software.tensor, "tp_chunks": software.tensor.pieces or x.tp_chunks}
     sizes = Sizes(model, B, e=e, load=load, chunks=chunks, narrow=narrow, seen=seen, dispatched=sent, **how)
     cluster = cluster.for_ranks(layout.ranks)
     layout = on_nodes(layout, cluster.per_node)

@@ -181,8 +181,10 @@ def description(cluster: Cluster) -> str:
     if cluster.machine is not None:
         head.append("as measured, with its messages (fivefold bench hardware)")
     else:
-        ahead, back = device.attention
-        shares = f"matmul {device.matmul:.0%}, attention {ahead:.0%} and {back:.0%}"
+        libraries = {"attention": device.attention} | ({"cuDNN's": device.cudnn} if device.cudnn else {})
+        shares = f"matmul {device.matmul:.0%}, " + ", ".join(
+            f"{name} {ahead:.0%} and {back:.0%}" for name, (ahead, back) in libraries.items()
+        )
         head.append(f"reached of it: {shares} (forward, backward)")
     if device.assumed:
         head.append(f"assumed, not measured: {', '.join(device.assumed)}")

@@ -39,6 +39,14 @@ _EDR, _HDR, _NDR, _XDR = (Link(rate * GB, 24 / 25, _NETWORK_HOP) for rate in (12
 _A100_MATMUL, _HOPPER_MATMUL, _B200_MATMUL = 271.2 / 312, 794.5 / 989.4, 1125 / 2250
 _A100_RING, _HOPPER_RING, _B200_RING = 234.9 / 300, 367.2 / 450, 682.2 / 900
 _A100_ATTENTION, _HOPPER_ATTENTION = (0.60, 0.55), (0.37, 0.31)
+# cuDNN's: forward and backward together as measured on an H100 (benchmarks/results/gpu_h100.json, heads of 128 and 8192
+# tokens: 3.55 ms, where FlashAttention-2 takes 6.72), divided between them as in FlashAttention-2.
+_HOPPER_CUDNN = (0.66, 0.553)
+# What computation does not hide of messages between nodes, of two sources (benchmarks/planner/published.py): plans of
+# torchtitan's runs of 8B are as far off on 128 devices as on 8 with 0.2 (eager) and 0.1 (compiled); those of
+# llm-foundry's 13B on 16 and 64 as those of its 7B and 1B on 8 with 0.3, of its 7B on 256 as on 8 with 0.2. Nothing
+# was seen on A100.
+_HOPPER: dict[str, Any] = {"cudnn": _HOPPER_CUDNN, "contended": 0.2}
 # What is assumed of devices that nobody has measured for us: round shares below those of the measured ones.
 _MATMUL, _RING, _ATTENTION = 0.75, 0.75, (0.40, 0.30)
 
@@ -50,6 +58,8 @@ def _preset(
     ring: float | None = None,
     attention: tuple[float, float] | None = None,
     *,
+    cudnn: tuple[float, float] | None = None,
+    contended: float = 0.0,
     per_node: int = 8,
     cards: int = 0,
     reduce: float | None = None,
@@ -64,7 +74,7 @@ def _preset(
     shares = {"matmul": matmul, "attention": attention, "ring": ring}
     assumed = tuple(what for what, share in shares.items() if not share)
     rates = matmul or _MATMUL, sheet.units, sheet.memory, sheet.bandwidth, streaming, attention or _ATTENTION
-    device = Device(name, peak, *rates, assumed=assumed)
+    device = Device(name, peak, *rates, cudnn=cudnn, assumed=assumed, contended=contended)
     wire = (not sheet.linked and sheet.link) or PCIE[sheet.pcie]
     link, to_host = Link(wire, ring or _RING, _HOP, reduce, mesh), copies(sheet.to_host)
     return Cluster(name, device, 0, per_node, link, network, wiring=Wiring(cards), host_link=to_host, **host)
@@ -94,9 +104,9 @@ PRESETS = {
         _preset("h100-nvl", _NDR, cards=4),
         _preset("h200-nvl", _NDR, cards=4),
         _preset("h100-pcie", _NDR, cards=4),
-        _preset("h100", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, reduce=480 * GB),
-        _preset("h800", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION),
-        _preset("h200", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, reduce=480 * GB),
+        _preset("h100", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER, reduce=480 * GB),
+        _preset("h800", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER),
+        _preset("h200", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER, reduce=480 * GB),
         _preset("b200", _NDR, _B200_MATMUL, _B200_RING, (0.52, 0.42), reduce=845 * GB, streaming=0.67),
         _preset("gb200", _NDR, per_node=72, host_memory=36 * 480 * GB, host_bandwidth=36 * 400 * GB),
         _preset("b300", _XDR),
@@ -226,6 +236,8 @@ _KEYS = {
     **{f"{dtype}_tflops": _Key("peak", dtype, 1e12) for dtype in RATED},
     "matmul_share": _Key("device", "matmul", most=1.0),
     "units": _Key("device", "units", whole=True),
+    "attention_forward_share": _Key("attention", "forward", most=1.0),
+    "attention_backward_share": _Key("attention", "backward", most=1.0),
     "intra_gb_s": _Key("intra", "bandwidth", GB),
     "intra_share": _Key("intra", "share", most=1.0),
     "intra_latency_us": _Key("intra", "latency", **_LATENCY),
@@ -247,7 +259,7 @@ _KEYS = {
     "disk_write_gb_s": _Key("disk", "write", GB),
     "disk_both_gb_s": _Key("disk", "both", GB),
 }
-_SHARES = {"matmul": "matmul_share", "ring": "intra_share"}
+_SHARES = {"matmul": "matmul_share", "ring": "intra_share", "attention": "attention_forward_share"}
 """Keys that replace what a preset assumes."""
 _OF_HOSTS = (
     "devices", "devices_per_node", "inter_gb_s", "inter_share", "inter_latency_us", "nics_per_node", "nodes_per_leaf",
@@ -349,6 +361,9 @@ def _changed(cluster: Cluster, values: dict[str, float], torus: tuple[int, ...],
             parts[""][side] = replace(getattr(cluster, side), **({"reduce": None} | given))
     assumed = tuple(what for what in cluster.device.assumed if _SHARES.get(what) not in values)
     peak = cluster.device.peak | parts["peak"]
+    if rates := parts["attention"]:  # of whatever library runs there
+        shares = dict(zip(("forward", "backward"), cluster.device.attention, strict=True)) | rates
+        parts["device"] |= {"attention": tuple(shares.values()), "cudnn": None}
     device = replace(cluster.device, name=name, peak=peak, assumed=assumed, **parts["device"])
     pcie = replace(Link(0.0, 1.0, 0.0), **parts["pcie"]) if "pcie_gb_s" in values else None
     wiring = replace(cluster.wiring, torus=torus, pcie=pcie, **parts["wiring"])

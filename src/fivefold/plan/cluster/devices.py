@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from fivefold.host.devices import GB, GIB, PCIE
+from fivefold.models.operations import Library
 from fivefold.plan.cluster.measured import Measured, Share
 from fivefold.schedules.collectives import Line, Wire
 
@@ -24,11 +25,14 @@ class Device:
     peak: dense FLOP/s by dtype, of the data sheet. matmul: share of it that the best matrix products reach. units:
     processors that share a product's tiles. memory: bytes. bandwidth: bytes/s of memory, of the data sheet; streaming:
     share of it that element-wise operations reach. attention: shares of `peak` that fused attention reaches in forward
-    and backward, on long sequences with heads of 128. reserve: bytes that the program's runtime and the network library
+    and backward, on long sequences with heads of 128, with FlashAttention-2; cudnn: with cuDNN's, None: it is not
+    faster there, or not measured. reserve: bytes that the program's runtime and the network library
     take (an estimate; reported as it is). spread: standard deviation of the speed of devices of one model on dense
     products; of several hundred the fastest and the slowest differ by about 8% (Sinha et al., SC 2022, "Not All GPUs
     Are Created Equal"). measured: what takes the place of all these rates. assumed: shares that nobody has measured,
     "matmul", "attention" or "ring" (of the links within a node). margin: the share of memory that plans leave free.
+    contended: the share of a message between nodes that computation does not hide, since both need the device's memory
+    and processors.
     """
 
     name: str
@@ -39,11 +43,17 @@ class Device:
     bandwidth: float
     streaming: float = 0.85
     attention: tuple[float, float] = (0.6, 0.5)
+    cudnn: tuple[float, float] | None = None
     reserve: float = 1.5 * GIB
     spread: float = 0.015
     measured: Share | None = None
     assumed: tuple[str, ...] = ()
     margin: float = MARGIN
+    contended: float = 0.0
+
+    def attends(self, library: Library) -> tuple[float, float]:
+        """Shares of `peak` that this library's attention reaches."""
+        return self.cudnn or self.attention if library == "cudnn" else self.attention
 
 
 SWITCH = 25e-6

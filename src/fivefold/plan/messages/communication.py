@@ -177,9 +177,9 @@ def exposed(seconds: float, held: float, beside: float) -> float:
 
 
 def held(seconds: float, group: Group, cluster: Cluster) -> float:
-    """Seconds of a message in which its devices cannot compute, because the CPU itself copies and adds. Between nodes
-    the link takes nearly all of the time."""
-    return seconds * (1.0 - cluster.free) if group.nodes == 1 else 0.0
+    """Seconds of a message in which its devices cannot compute. A CPU itself copies and adds within a node; between
+    nodes the link takes nearly all of the time. On GPUs see `Device.contended`."""
+    return seconds * (1.0 - cluster.free if group.nodes == 1 else cluster.device.contended)
 
 
 # gloo's algorithms (gloo/allreduce.cc, allgather.cc). Its reduce-scatter is an all-reduce; an all-to-all is ours

@@ -28,10 +28,20 @@ from fivefold.sharding.parts import ends_of, stages_of
 ROUNDING = 1 - 1e-9
 NONE = Buffers()
 Key = tuple[object, ...]
-RankSeconds = tuple[float, float, float]
-"""Seconds of a rank: gradient sums, weight gathers (both without overlap), and the optimizer."""
 Live = tuple[tuple[int, ...], tuple[int, ...]]
 """Microbatches in each stage of a position when it holds most: those that wait for backward; for weight gradients."""
+
+
+class RankSeconds(NamedTuple):
+    """Seconds of a rank: gradient sums and weight gathers, both without overlap, the optimizer, and what overlap does
+    not hide of sums, gathers, and the messages of each microbatch (`stage_costs.contended`)."""
+
+    reduced: float
+    gathered: float
+    updated: float
+    sums: float
+    gathers: float
+    each: float
 
 
 class Share(NamedTuple):
@@ -321,8 +331,9 @@ class Bounds:
         return ends, turned
 
     def _least_sent(self, c: Choice, space: Space, part: Share, forward: float, backward: float) -> float:
-        """Seconds that sums, gathers and the optimizer add under any sharing of states. The waits of ZeRO 2 and 3
-        within microbatches are left out: they hide no more of the sums than they take."""
+        """Seconds that sums, gathers and the optimizer add under any sharing of states. Of the waits of ZeRO 2 and 3
+        within microbatches only what nothing hides is counted, and none in one of them, since waits hide no more of the
+        sums than they take."""
         x = c.layout
         key = (x.tp, x.sp, x.cp, x.pp, x.ep, x.dp, part, c.mode)
         if key not in self._all:
@@ -335,15 +346,16 @@ class Bounds:
                 for some in sums
                 if not any(other != some and all(map(operator.le, other, some)) for other in sums)
             )
-        return min(self._unhidden(c, sums, forward, backward) for sums in self._all[key])
+        others = max(0, c.count // x.copies - 1)
+        return min(self._unhidden(c, sums, forward, backward) + others * sums.each for sums in self._all[key])
 
     def _unhidden(self, c: Choice, sums: RankSeconds, forward: float, backward: float) -> float:
-        reduced, gathered, updated = sums
+        reduced, gathered = sums.reduced, sums.gathered
         if self.software.overlap_data:
             blocks = max(1, self.model.layers // c.layout.pp)
-            reduced = exposed_in_pieces(reduced, 0.0, backward, blocks)
-            gathered = exposed_in_pieces(gathered, 0.0, forward, blocks)
-        return reduced + gathered + updated
+            reduced = exposed_in_pieces(reduced, sums.sums, backward, blocks)
+            gathered = exposed_in_pieces(gathered, sums.gathers, forward, blocks)
+        return reduced + gathered + sums.updated
 
     def _sent(self, c: Choice, part: Share) -> RankSeconds:
         """Seconds of a rank with this part of the model."""
@@ -352,7 +364,11 @@ class Bounds:
         if key not in self._sums:
             own = self.shared.elements(x, part)
             s = replace(self.setting(c), software=self.bare)
-            self._sums[key] = (*stage_costs.per_step(s, own, 0.0, 0.0), time.optimizer(s, own))
+            alone = *stage_costs.per_step(s, own, 0.0, 0.0), time.optimizer(s, own)
+            hidden = self.cluster.device.contended and self.software.overlap_data
+            self._sums[key] = RankSeconds(
+                *alone, *(stage_costs.contended(s, own) if hidden else (0.0, 0.0, 0.0))
+            )
         return self._sums[key]
 
     def _fixed(self, c: Choice) -> float:

@@ -11,7 +11,7 @@ from operator import add
 from statistics import NormalDist
 from typing import NamedTuple
 
-from fivefold.models.operations import Matmul, Message, Operation
+from fivefold.models.operations import Library, Matmul, Message, Operation
 from fivefold.models.recomputation import region
 from fivefold.plan.cluster.devices import Device
 from fivefold.plan.messages import communication
@@ -66,7 +66,14 @@ def matmul(product: Matmul, device: Device, dtype: str, e: float) -> float:
 
 
 def attention(
-    flops: float, tokens: float, head: float, device: Device, dtype: str, backward: bool, parts: int = 1
+    flops: float,
+    tokens: float,
+    head: float,
+    device: Device,
+    dtype: str,
+    backward: bool,
+    parts: int = 1,
+    library: Library = "flash",
 ) -> float:
     """Seconds of fused attention with `flops` in forward (2.5 times as many in backward) over sequences of `tokens`.
 
@@ -75,7 +82,7 @@ def attention(
     if device.measured:
         rate = device.measured.attended(tokens / parts, head, dtype, backward, parts > 1)
         return flops * (2.5 if backward else 1.0) / rate
-    share = device.attention[backward] * tokens / (tokens + SHORT) * min(1.0, 0.55 + 0.45 * head / 128)
+    share = device.attends(library)[backward] * tokens / (tokens + SHORT) * min(1.0, 0.55 + 0.45 * head / 128)
     return flops * (2.5 if backward else 1.0) / (device.peak[dtype] * share)
 
 
@@ -192,8 +199,11 @@ def operation(op: Operation, s: Setting) -> Cost:
             inputs += second + gap
     if op.attention:
         length, head = s.sizes.seen.tokens or s.model.seq_len, s.model.head_width
-        forward += attention(op.attention, length, head, device, dtype, False, parts)
-        inputs += attention(op.attention, length, head, device, dtype, True, parts)
+        forward, inputs = (
+            seconds
+            + attention(op.attention, length, head, device, dtype, backward, parts, s.software.library)
+            for seconds, backward in ((forward, False), (inputs, True))
+        )
     ahead, back = forward, inputs  # seconds that hide messages
     if op.beside:
         ahead, back = (beside(op, s, backward) for backward in (False, True))

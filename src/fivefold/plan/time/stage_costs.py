@@ -356,6 +356,16 @@ def per_step(s: Setting, own: Elements, backward: float, forward: float) -> tupl
     return reduced + alone + copies[0], gathered + copies[1]
 
 
+def contended(s: Setting, own: Elements) -> tuple[float, float, float]:
+    """Seconds of messages that computation beside them does not hide, though they overlap: of a step's gradient sums,
+    of its weight gathers, and of the messages of a microbatch."""
+    found = {"scatter": 0.0, "sum": 0.0, "gather": 0.0, "each": 0.0}
+    for sync, seconds, _ in synced(own, s):
+        often = 1 + (sync.each and sync.what == "gather")  # before forward and before backward
+        found["each" if sync.each else sync.what] += often * held(seconds, s.group(sync.group), s.cluster)
+    return found["scatter"] + found["sum"], found["gather"], found["each"]
+
+
 def summed_pieces(s: Setting, own: Elements) -> int:
     """Number of messages by which a rank sums gradients while backward computes: one per block, unless buckets are
     larger. (Smaller ones are priced as one per block.)"""

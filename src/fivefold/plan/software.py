@@ -1,0 +1,202 @@
+"""Training programs by name, as data: what each computes, keeps, overlaps and sends. A TOML file describes another one.
+`benchmarks/planner/published.py` compares them with published runs, and writes how far plans of each kind were off."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from fivefold.errors import UserError, did_you_mean
+from fivefold.files import read_json, read_text
+from fivefold.host.devices import BY_NAME
+from fivefold.models.operations import TensorWay
+from fivefold.plan.cluster.devices import Cluster
+from fivefold.plan.setting import PAPER, Setting, Software, States, software_of
+from fivefold.precision import DTYPES
+
+OWN = "fivefold"
+MOST_BYTES = 64 << 10
+"""Size of a program's file."""
+
+# Megatron-LM of 2021 (arXiv 2104.04473): attention in memory with dropout of its probabilities, fp16 states of the ZeRO
+# paper, nothing overlapped, transfers between stages cut in tensor-parallel parts.
+MEGATRON_2021 = Software(
+    name="megatron-2021",
+    attention="plain",
+    probability_dropout=True,
+    selective="core",
+    loss="plain",
+    overlap_data=False,
+    overlap_pipeline=False,
+    scatters_transfers=True,
+    optimizer_passes=2,
+    checked=False,
+    partition="even",
+    host=0,
+    step=0,
+    states={"fp16": PAPER},
+)
+# Megatron core with Transformer Engine: 16-bit weights, fp32 gradients, sharded optimizer, fused cross-entropy, no
+# overlap, as SimuMax ran it (docs/b200/b200_real_repro_guide.md there).
+MEGATRON_CORE = replace(
+    MEGATRON_2021,
+    name="megatron-core",
+    attention="flash",
+    probability_dropout=False,
+    loss="fused",
+    pads_values=False,
+    scatters_transfers=False,
+    optimizer_passes=1,
+    states={"bf16": States(2, 4, 4, 8, 4)},
+)
+# The same with what NeMo's recipes switch on: gradients, weights and transfers between stages overlap, gradients are
+# sent in bf16, and tensor-parallel messages travel in 4 pieces (`num_splits` of Transformer Engine's user buffers).
+NEMO = replace(
+    MEGATRON_CORE,
+    name="nemo",
+    overlap_data=True,
+    overlap_pipeline=True,
+    tensor=TensorWay(pieces=4),
+    states={name: States(2, 4, 4, 8, 2) for name in ("bf16", "fp8")},
+)
+# FSDP2, compiled blocks, whole logits. DTensor gathers and scatters sequences, dim 1, by way of copies.
+TORCHTITAN = Software(
+    name="torchtitan",
+    selective="operations",
+    loss="plain",
+    step=0,
+    tensor=TensorWay(copied=True),
+    states={"bf16": States(2, 4, 4, 8, 4)},
+    checked=False,
+)
+# ZeRO with overlap_comm, PyTorch's own operations one by one, gradients in bf16. No published run is compared.
+DEEPSPEED = Software(
+    name="deepspeed",
+    fused=False,
+    loss="plain",
+    partition="even",
+    states={"bf16": States(2, 4, 2, 8, 2)},
+    checked=False,
+)
+# Stages filled in order, operations one by one, an optimizer of many passes. The seconds of its host were fitted on one
+# cluster (`FITTED` in benchmarks/planner/published.py).
+NANOTRON = Software(
+    name="nanotron",
+    states={"bf16": States()},  # not FSDP2: gradients are whole under ZeRO 1
+    partition="greedy",
+    selective="core",
+    fused=False,
+    loss="plain",
+    overlap_pipeline=False,
+    host=0.86e-3,
+    step=0.026,
+    kernel=2e-6,
+    optimizer_passes=10.0,
+    checked=False,
+)
+PROGRAMS = {each.name: each for each in (MEGATRON_2021, MEGATRON_CORE, NEMO, TORCHTITAN, DEEPSPEED, NANOTRON)}
+"""Other programs. Our own one depends on the devices (`setting.software_of`)."""
+
+
+_KEYS = {
+    name: kind
+    for kinds in (get_type_hints(Software), get_type_hints(TensorWay))
+    for name, kind in kinds.items()
+    if kind in (bool, int, float) or get_args(kind)
+    if name not in ("states", "documents", "expert_load", "estimates", "fp8_dispatch")
+}
+"""What a file may say besides `base`, with its type; not what a recipe or another option says."""
+
+
+def program(name: str, cluster: Cluster) -> Software:
+    """The program with this name, or that a TOML file describes: `base`, a name, and keys of `Software`, `Program` and
+    `TensorWay` that differ. Raises UserError: there is none; the file has a wrong key or value."""
+    known = [OWN, *PROGRAMS]
+    if name in known:
+        return PROGRAMS.get(name) or software_of(cluster)
+    if not name.endswith(".toml"):
+        near = did_you_mean(name, known)
+        raise UserError(
+            f"--software {name}: no such program{near} (known: {', '.join(known)}, or a .toml file)"
+        )
+    path = Path(name)
+    try:
+        given = tomllib.loads(read_text(path, MOST_BYTES))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not valid TOML: {str(error)[:200]}") from None
+    base = given.pop("base", OWN)
+    if base not in known:
+        raise UserError(f"{path}: base: must be one of {', '.join(known)}, not {base!r:.60}")
+    for key, value in given.items():
+        _check(path, key, value)
+    found = program(base, cluster)
+    way = {key: given.pop(key) for key in TensorWay._fields if key in given}
+    return replace(found, name=path.stem, tensor=found.tensor._replace(**way), **given)
+
+
+def _check(path: Path, key: str, value: Any) -> None:
+    if key not in _KEYS:
+        raise UserError(
+            f"{path}: unknown key '{key}'{did_you_mean(key, _KEYS)} (keys: base, {', '.join(_KEYS)})"
+        )
+    kind = _KEYS[key]
+    if choices := get_args(kind):
+        allowed, fits = f"one of {', '.join(choices)}", value in choices
+    elif kind is bool:
+        allowed, fits = "true or false", isinstance(value, bool)
+    else:
+        allowed = "a number of at least 0" if kind is float else "a whole number of at least 0"
+        fits = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+        fits = fits and 0 <= value < math.inf
+    if not fits:
+        raise UserError(f"{path}: {key}: must be {allowed}, not {value!r:.60}")
+
+
+PUBLISHED = Path(__file__).with_name("published.json")
+"""Of each kind of published run: [generation, bytes of a factor, experts, fused, sources, rows, mean, worst error]."""
+
+
+class Kind(NamedTuple):
+    """What a published run and a plan must share, so that one says how far the other may be off. generation: of the
+    devices. factor: bytes per element of what matmuls multiply. fused: consecutive operations are one pass."""
+
+    generation: str
+    factor: float
+    experts: bool
+    fused: bool
+
+
+class Evidence(NamedTuple):
+    """How far plans were off, in seconds of a step. sources: whose runs. mean, worst: relative errors."""
+
+    sources: str
+    rows: int
+    mean: float
+    worst: float
+
+    def __str__(self) -> str:
+        off = f"{100 * self.mean:.2g}% off in time on average, {100 * self.worst:.2g}% at worst"
+        return f"plans of {self.rows} published runs like this ({self.sources}) were {off}"
+
+
+def kind_of(s: Setting) -> Kind | None:
+    """None: the device has no data sheet."""
+    sheet = BY_NAME.get(s.cluster.device.name)
+    fused = s.software.fused
+    return sheet and Kind(sheet.generation, DTYPES[s.rate].bytes, s.card.has_experts, fused)
+
+
+def evidence(s: Setting) -> Evidence | None:
+    """What published runs of the same kind say of a plan's seconds. None: nobody published such a run."""
+    kind = kind_of(s)
+    return _published().get(kind) if kind else None
+
+
+@cache
+def _published() -> dict[Kind, Evidence]:
+    rows = read_json(PUBLISHED)["kinds"]
+    return {Kind(*row[:4]): Evidence(*row[4:]) for row in rows}
