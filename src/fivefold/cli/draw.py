@@ -222,8 +222,7 @@ def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
 
 
 def first_sequence(recipe: Recipe, layout: Layout) -> Tiling | None:
-    """The documents of the run's first sequence, where they decide who has which tokens; None: elsewhere, or they are
-    not known."""
+    """The documents of the run's first sequence, where they decide who has which tokens and are known."""
     from fivefold.kernels.tiling import Tiling
     from fivefold.plan.setting import documents_of
     from fivefold.sharding.sequence import deals
@@ -233,8 +232,7 @@ def first_sequence(recipe: Recipe, layout: Layout) -> Tiling | None:
 
 
 def context(recipe: Recipe, layout: Layout, title: str, tiling: Tiling | None) -> tuple[str, dict[str, str]]:
-    """(text, picture) of who computes which queries and keys, where ranks have some of the queries. tiling: the
-    documents of a sequence."""
+    """(text, picture) of who computes which queries and keys, where ranks have some of the queries."""
     from fivefold.models.card import card_of
     from fivefold.observe import layout_picture
 

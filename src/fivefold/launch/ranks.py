@@ -86,8 +86,7 @@ def group_options(backend: str, timeout: timedelta) -> Any:
 
 def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Makes NCCL's communicator of a group (None: of all ranks) by a small sum, before the first step has to. Ranks
-    make their groups in one order. It is a part of meeting, which every rank takes part in, parameter servers, too, and
-    no message of training: no `comm.Axis` counts it.
+    make their groups in one order. It is a part of meeting, no message of training: no `comm.Axis` counts it.
 
     The argument `device_id` of init_process_group would do it, too (torch 2.11 to 2.15). But then new groups are split
     from that of all ranks, which waits for ranks that are no members, and a pipeline's sends and receives go through

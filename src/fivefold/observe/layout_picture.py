@@ -58,19 +58,16 @@ def to_text(recipe: Recipe, layout: Layout, documents: Tiling | None = None) -> 
         ])  # fmt: skip
     used = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
     table = aligned(list(zip(*used, strict=True)))
-    notes = filter(None, (_rest(layout), _dealt(recipe, layout, documents)))
-    return "\n".join([describe(layout), equation(layout), "", *table, *notes]) + "\n"
+    lines = [describe(layout), equation(layout), "", *table, *_notes(recipe, layout, documents)]
+    return "\n".join(lines) + "\n"
 
 
-def _rest(layout: Layout) -> str:
-    return f"... and {layout.ranks - MOST} more ranks" if layout.ranks > MOST else ""
-
-
-def _dealt(recipe: Recipe, layout: Layout, documents: Tiling | None) -> str:
-    if not (deals(layout) and recipe.data.document_masks):
-        return ""
-    which = "one document" if documents is None else "the run's first sequence"
-    return f"tokens as dealt in {which}; the documents of each microbatch decide"
+def _notes(recipe: Recipe, layout: Layout, documents: Tiling | None) -> list[str]:
+    notes = [f"... and {layout.ranks - MOST} more ranks"] * (layout.ranks > MOST)
+    if deals(layout) and recipe.data.document_masks:
+        which = "one document" if documents is None else "the run's first sequence"
+        notes.append(f"tokens as dealt in {which}; the documents of each microbatch decide")
+    return notes
 
 
 def _place(holds: Holding, layout: Layout, without: str = "") -> str:
@@ -129,8 +126,7 @@ def to_svg(recipe: Recipe, layout: Layout, title: str = "", documents: Tiling | 
                 x, y = left + across * (WIDE + GAP), top + 26 + down * (HIGH + GAP)
                 _box(canvas, holds, layout, recipe, x, y)
         top += 58 + max((-(-len(panel) // columns) for panel in row), default=0) * (HIGH + GAP)
-    notes = filter(None, (_rest(layout), _dealt(recipe, layout, documents)))
-    canvas.text(20, top + 4, "; ".join(notes), "soft small")
+    canvas.text(20, top + 4, "; ".join(_notes(recipe, layout, documents)), "soft small")
     return canvas.svg()
 
 

@@ -84,7 +84,8 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
     """The memory of a rank without what is offloaded."""
     t, b, zero = of(s), s.states, s.layout.zero
     keeps = own.keeps if zero else own.computes
-    largest = max(elements(s.model, s.layout).blocks, key=lambda b: b.computes)
+    blocks = elements(s.model, s.layout).blocks
+    largest = max(blocks, key=lambda block: block.computes)
     outside, block = (p.keeps if zero else p.computes for p in (outside_blocks(s, position), largest))
     away = {"device": 0.0, "host": 0.0, "disk": 0.0}
     params, gradients, optimizer, activations = one.params, one.gradients, one.optimizer, one.activations
@@ -94,11 +95,15 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
     if t.working != "device":
         away[t.working] += b.working * keeps
         params = b.working * (outside + min(keeps - outside, s.layout.offload_window * block))
-    if t.gradients != "device":  # but for units under way and what is outside of blocks
+    if t.gradients != "device":  # but for two units (one computes, one moves) and what is outside of blocks
         away[t.gradients] += b.gradient * keeps
         whole = zero and scattered_once(zero, s.layout.pp) and s.microbatches > 1
         gradients = gradients if whole else 0.0
-        gradients += b.gradient * (outside + min(keeps - outside, max(2 * block, _owed(s, position))))
+        wait, (schedule, _) = 2 * block, live_schedule(s.layout, s.microbatches)
+        if schedule and not zero:  # a stage's blocks wait from its I, which brings those of norms, to its W
+            sizes = [sum(blocks[number].computes for number in stage) for stage in s.stages]
+            wait = max(wait, owed_together(schedule.rows[position], sizes))
+        gradients += b.gradient * (outside + min(keeps - outside, wait))
     if t.masters != "device":
         away[t.masters] += _masters_apart(s) * keeps
         optimizer -= b.master * keeps
@@ -121,16 +126,6 @@ def _moved(s: Setting, position: int, one: Memory, own: Elements) -> Memory:
         one, params=params, gradients=gradients, optimizer=max(0.0, optimizer), activations=activations,
         buffers=buffers, host=away["host"], disk=away["disk"],
     )  # fmt: skip
-
-
-def _owed(s: Setting, position: int) -> float:
-    """Elements of the blocks whose sums wait on the device of a rank: a replica's from the I of a pipeline stage, which
-    brings the first gradients of each block, until its W. Else one block computes and one moves."""
-    schedule, _ = live_schedule(s.layout, s.microbatches) if s.layout.splits_backward else (None, 1)
-    if schedule is None or s.layout.zero:
-        return 0.0
-    blocks = elements(s.model, s.layout).blocks
-    return owed_together(schedule, [sum(blocks[n].computes for n in part) for part in s.stages])[position]
 
 
 def fits(s: Setting, memory: Sequence[Memory]) -> bool:

@@ -58,8 +58,7 @@ def shape_of(ranks: int, local: int = 0, grid: tuple[int, ...] = (), pieces: int
 
 @cache
 def build(primitive: str, name: str, shape: Shape | int, rank: int | None = None) -> Collective:
-    """Builds the schedule of algorithm `name`. rank: the only one whose moves are asked for. A large ring has
-    millions of others.
+    """Builds the schedule of algorithm `name`. rank: the only one whose moves are asked for (`Algorithm.alone`).
 
     Raises:
         UserError: unknown primitive or algorithm, or a number of ranks that it is not for. The message names the

@@ -259,17 +259,14 @@ def live_phases(
     return ranks
 
 
-def owed_together(schedule: Schedule, size: Sequence[float]) -> list[float]:
-    """Each rank's largest sum of `size[s]` over the stages that owe weight gradients at once: the I of a microbatch is
-    done there, its W is not."""
-    ranks = []
-    for row in schedule.rows:
-        owed, most = [0] * schedule.stages, 0.0
-        for stage, kind, _ in row:
-            owed[stage] += (kind == "I") - (kind == "W")
-            most = max(most, sum(size[other] for other, count in enumerate(owed) if count))
-        ranks.append(most)
-    return ranks
+def owed_together(row: Sequence[Action], size: Sequence[float]) -> float:
+    """A rank's largest sum of `size[s]` over the stages that owe weight gradients at once: their I is done for more
+    microbatches than their W."""
+    owed, sums = [0] * len(size), [0.0]
+    for stage, kind, _ in row:
+        owed[stage] += (kind == "I") - (kind == "W")
+        sums.append(sum(size[other] for other, count in enumerate(owed) if count))
+    return max(sums)
 
 
 def check(schedule: Schedule) -> list[float]:
