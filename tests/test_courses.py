@@ -46,6 +46,17 @@ def test_commands_can_be_typed(name: str) -> None:
             typed(shlex.split(command))
 
 
+def test_options_of_techniques_stand_in_a_course() -> None:
+    """One command each, of all courses together."""
+    commands = "\n".join(command for page in PAGES.values() for command in told(page))
+    words = (
+        "round_microbatches=", "schedule=dualpipe,", "schedule=dualpipev,", "schedule=zb_h2", "schedule=zb_auto",
+        "--draw keys_then_values", "--draw leaders", "--draw mesh_2d_whole", "--draw in_network", "--msccl ",
+        "offload_window=0,offload_update=early", "optim.estimator=gnb", "compress=",
+    )  # fmt: skip
+    assert [word for word in words if word not in commands] == []
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_programs_are_there(name: str) -> None:
     for program in re.findall(r"`python ([^\s`]+)", PAGES[name].read_text(encoding="utf-8")):
