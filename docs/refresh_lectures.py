@@ -153,10 +153,15 @@ def printed(command: str) -> str:
     it."""
     with tempfile.TemporaryDirectory() as folder:
         there = Path(folder)
-        shutil.copytree(FOLDER, there / "docs/lectures", ignore=shutil.ignore_patterns("*.md"))
-        shutil.copytree(PROGRAMS, there / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+        place(there)
         words = shlex.split(command)
         return _here(words[1:], there) if words[0] == "fivefold" else _beside(words, there)
+
+
+def place(folder: Path) -> None:
+    """Puts into a folder what the pages' commands read, as the repository's root has it."""
+    shutil.copytree(FOLDER, folder / "docs/lectures", ignore=shutil.ignore_patterns("*.md"))
+    shutil.copytree(PROGRAMS, folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def _here(arguments: list[str], folder: Path) -> str:

@@ -3,10 +3,11 @@
 import re
 import runpy
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
-from commands import REPO
+from commands import REPO, run
 from test_readme import typed
 
 PAGES = {
@@ -19,8 +20,9 @@ COURSES = {
     "playbook": "playbook",
     "guest": "guest",
 }
-NUMBERS = runpy.run_path(str(REPO / "docs" / "refresh_lectures.py"))["numbers"]
+SCRIPT = runpy.run_path(str(REPO / "docs" / "refresh_lectures.py"))
 COMMAND = re.compile(r"`(fivefold [^`]*)`")
+TRAINS = ("train", "verify", "bench")  # or measure
 
 
 def told(page: Path) -> list[str]:
@@ -33,7 +35,7 @@ def test_a_course_has_its_numbers(course: str) -> None:
     here = {
         int(n) for found in re.findall(r"\[([\d, ]+)\]", page.read_text("utf-8")) for n in found.split(",")
     }
-    rows = NUMBERS((REPO / "docs" / "lectures" / "README.md").read_text(encoding="utf-8"))
+    rows = SCRIPT["numbers"]((REPO / "docs" / "lectures" / "README.md").read_text(encoding="utf-8"))
     assert here == {row.number for row in rows if course in row.courses}
 
 
@@ -44,7 +46,34 @@ def test_commands_can_be_typed(name: str) -> None:
             typed(shlex.split(command))
 
 
+def test_options_of_techniques_stand_in_a_course() -> None:
+    """One command each, of all courses together."""
+    commands = "\n".join(command for page in PAGES.values() for command in told(page))
+    words = (
+        "round_microbatches=", "schedule=dualpipe,", "schedule=dualpipev,", "schedule=zb_h2", "schedule=zb_auto",
+        "--draw keys_then_values", "--draw leaders", "--draw mesh_2d_whole", "--draw in_network", "--msccl ",
+        "offload_window=0,offload_update=early", "optim.estimator=gnb", "compress=",
+    )  # fmt: skip
+    assert [word for word in words if word not in commands] == []
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_programs_are_there(name: str) -> None:
     for program in re.findall(r"`python ([^\s`]+)", PAGES[name].read_text(encoding="utf-8")):
         assert (REPO / program).is_file(), program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+def test_computing_commands_run(name: str, tmp_path: Path) -> None:
+    """From the repository's root, each by itself: it succeeds, and prints something. Programs succeed, too; those of
+    kernels are run by page 18 of the lectures, where Triton is."""
+    SCRIPT["place"](tmp_path)
+    shutil.copy(REPO / "README.md", tmp_path)
+    commands = [command for command in told(PAGES[name]) if command.split()[1] not in TRAINS]
+    assert commands
+    assert [command for command in dict.fromkeys(commands) if not run(command, tmp_path).strip()] == []
+    for program in re.findall(
+        r"`(python examples/(?!kernels)[^`]+)`", PAGES[name].read_text(encoding="utf-8")
+    ):
+        run(program, tmp_path)

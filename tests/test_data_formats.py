@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
+import html
 import importlib
 import io
 import json
@@ -22,7 +24,7 @@ from data_recipes import recipe_of, write
 
 from fivefold.data import check, one_source, prepare
 from fivefold.data.dataset import Packed, cut_of, pieces
-from fivefold.data.kinds import KINDS, parquet, remote, token_files
+from fivefold.data.kinds import KINDS, describe_bad, parquet, remote, token_files, warc, wiki
 from fivefold.data.kinds import csv as kinds_csv
 from fivefold.data.kinds.hub import Hub, parse
 from fivefold.data.kinds.json import _Characters
@@ -38,8 +40,9 @@ TEXT = "".join(f"línea {i}\n" * 3 + "x" * (i % 50) for i in range(25_000))  # 1
 
 
 def packed(kind: str, content: bytes) -> bytes:
-    if kind == "gz":
-        return gzip.compress(content[: len(content) // 2]) + gzip.compress(content[len(content) // 2 :])
+    if kind in ("gz", "bz2"):
+        compress = gzip.compress if kind == "gz" else bz2.compress
+        return compress(content[: len(content) // 2]) + compress(content[len(content) // 2 :])
     zstandard = pytest.importorskip("zstandard")
     return zstandard.compress(content[:1000]) + zstandard.compress(content[1000:])  # several frames
 
@@ -98,6 +101,99 @@ def test_a_csv_gives_the_tokens_of_its_rows(tmp_path: Path, expected: np.ndarray
                     write(tmp_path / "c.csv", b"text\nfine\n" + row), tmp_path / "cache", val_fraction=0.0
                 )
             )
+
+
+def record(kind: str, content: str | bytes, media: str = "text/plain") -> bytes:
+    """A record of a web archive."""
+    raw = content if isinstance(content, bytes) else content.encode()
+    fields = f"WARC-Type: {kind}\r\nContent-Type: {media}\r\ncontent-length:{len(raw)}"
+    return f"WARC/1.0\r\n{fields}\r\n\r\n".encode() + raw + b"\r\n\r\n"
+
+
+def article(text: str, ns: int = 0, before: str = "") -> str:
+    """A page of a dump of MediaWiki."""
+    revision = f"<revision><id>2</id><text bytes='1'>{html.escape(text)}</text></revision>"
+    return f"  <page>\n<title>A</title><ns>{ns}</ns>{before}{revision}</page>\n"
+
+
+def dump(*pages: str) -> bytes:
+    begin = "<mediawiki xmlns='http://www.mediawiki.org/xml/export-0.11/'><siteinfo/>\n"
+    return (begin + "".join(pages) + "</mediawiki>\n").encode()
+
+
+@pytest.mark.parametrize("name", ["a.warc.wet", "a.warc.wet.gz", "a.xml", "a.xml.bz2"])
+def test_published_text_gives_the_tokens_of_its_documents(tmp_path: Path, expected: np.ndarray, name: str):
+    """Common Crawl's text without what describes the archive; Wikipedia's articles without redirects, talk, empty pages
+    and earlier revisions. From a place on, too."""
+    if "wet" in name:
+        content = record("warcinfo", "by: us\n", "application/warc-fields") + record("request", "GET /")
+        content += b"".join(record("conversion", text) for text in DOCUMENTS) + record("conversion", "")
+    else:
+        old = "<revision><text>old</text></revision>"
+        others = [article("x", 1), article("", 0), article("x", 0, "<redirect title='A'/>")]
+        content = dump(*others, *(article(text, 0, old) for text in DOCUMENTS))
+    ending = name.rpartition(".")[2]
+    path = write(tmp_path / name, packed(ending, content) if ending in ("gz", "bz2") else content)
+    np.testing.assert_array_equal(tokens(path, tmp_path / "cache"), expected)
+    file, last = find(str(path)).files[0], len(DOCUMENTS) + (1 if "wet" in name else 2)
+    [(document, place)] = KINDS[file.kind].read(0, file, last, Fields("body"))
+    assert isinstance(document, Document)
+    assert (document.text, place) == (DOCUMENTS[-1], last + 1)
+
+
+PAGE = record("conversion", "fine")
+ENTITIES = b"<!DOCTYPE x [<!ENTITY a 'aaaa'><!ENTITY b '&a;&a;&a;'>]>"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "faults"),
+    [
+        ("a.wet", PAGE + record("conversion", b"\xff") + PAGE, ["row 1: not UTF-8: byte 0xff at 0"]),
+        (
+            "a.warc",
+            record("response", "<p>", "application/http; msgtype=response") + PAGE,
+            ["'application/http"],
+        ),
+        ("a.wet", PAGE[:-6], ["the file ends within a record"]),
+        ("a.wet", PAGE + b"WARC/1.0\r\nContent-Length: 999999999999\r\n\r\n", ["ends within a record"]),
+        (
+            "a.wet",
+            b"WARC/1.0\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+            ["without an end or a length"],
+        ),
+        ("a.wet", b"WARC/1.0\r\nContent-Length: \xc2\xb2\r\n\r\n", ["without an end or a length"]),
+        (
+            "a.wet",
+            b"WARC/1.0\r\n" + b"".join(b"%d: x\r\n" % i for i in range(200)),
+            ["header without an end"],
+        ),
+        ("a.wet", b"plain text\n", ["not WARC: a record begins with b'plain text"]),
+        ("a.wet", record("conversion", b"x" * 3_000_000) + PAGE, ["a text of more than 2 MiB"]),
+        ("a.xml", b"<html></html>", ["it does not begin with <mediawiki>"]),
+        ("a.xml", dump(article("fine"))[:-9], ["the file ends before </mediawiki>"]),
+        ("a.xml", dump("<page>&nbsp;</page>", article("fine")), ["row 0: not XML: undefined entity"]),
+        ("a.xml", ENTITIES + dump("<page>&b;</page>", article("fine")), ["row 0: not XML: undefined entity"]),
+        ("a.xml", ENTITIES + b"<!--<mediawiki--><page >&b;</page></mediawiki>", ["row 0: not XML: "]),
+        ("a.xml", dump(article("x" * 3_000_000)), ["a page of more than 1 MiB"]),
+        ("a.xml", dump("<page>" + "<a>" * 50_000 + "</a>" * 50_000 + "</page>", article("fine")), []),
+        ("a.xml.bz2", b"no bz2", ["Invalid data stream"]),
+        ("a.xml.bz2", bz2.compress(dump(article("fine")))[:-9], ["cannot be decompressed: "]),
+    ],
+    ids=lambda value: value[:1] if isinstance(value, str) else str(len(value)),
+)
+def test_faults_of_published_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, faults: list[str]
+):
+    """Each is one message, and what is behind it is still read where its beginning is known."""
+    monkeypatch.setattr(warc, "LONGEST_LINE", 2 << 20)
+    monkeypatch.setattr(wiki, "LONGEST_PAGE", 1 << 20)
+    file = find(str(write(tmp_path / name, content))).files[0]
+    found = [one for one, _ in KINDS[file.kind].read(0, file, 0, Fields("text"))]
+    told = [describe_bad([file], one) for one in found if isinstance(one, Bad)]
+    assert len(told) == len(faults)
+    assert all(fault in said for fault, said in zip(faults, told, strict=True))
+    fine = content.count(b"fine")
+    assert [one.text for one in found if isinstance(one, Document)] == ["fine"] * fine
 
 
 @pytest.mark.parametrize(("kind", "fraction"), [("gz", 0.3), ("zst", 0.0)])

@@ -25,6 +25,7 @@ from torch.autograd import grad
 from fivefold.comm import everyone
 from fivefold.comm.execute import Executor
 from fivefold.kernels.blockwise_attention import qkv_attention
+from fivefold.kernels.rounded import Quantizer
 from fivefold.models.layers import AttentionCore, Linear
 from fivefold.models.mixture import Mixture
 from fivefold.parallel.autograd import TensorAxis
@@ -34,6 +35,8 @@ from fivefold.parallel.recompute import apply as recompute
 from fivefold.parallel.tensor import ColumnLinear, RowLinear
 from fivefold.recipe import load, resolve
 from fivefold.schedules.collectives.registry import build, shape_of
+from fivefold.schedules.compression import compressor
+from fivefold.schedules.compression.blocks import Blocks
 from fivefold.sharding.layout import Layout
 from fivefold.sharding.sequence import token_spans
 from fivefold.step.state import build_state
@@ -41,8 +44,8 @@ from fivefold.step.step import take_step
 
 FOLDER = REPO / "examples" / "lectures"
 BY_HAND = (
-    "adam_and_muon", "collectives", "experts", "flash_attention", "mixed_precision", "recomputation", "ring_attention",
-    "sequence_parallel", "zero",
+    "adam_and_muon", "collectives", "experts", "flash_attention", "levels", "mixed_precision", "recomputation",
+    "ring_attention", "sequence_parallel", "zero",
 )  # fmt: skip
 RANKS = 4
 EXACT = 1e-12
@@ -316,6 +319,21 @@ def test_mixed_precision() -> None:
         else:
             assert max(done.factors[4:]) > done.factors[4], "it grows"
             assert max(done.skipped) > 4, "and overflows again"
+
+
+def test_levels() -> None:
+    """What arrives of the same numbers, by every compressor."""
+    module = program("levels")
+    x = module["gradient"](0)
+    by_hand = {"int4": module["equal"](4), "nf4": module["normal"](), "int8": module["equal"](8)}
+    for name, levels in (by_hand | {"dynamic8": module["dynamic"]()}).items():
+        blocks = compressor(name)
+        assert isinstance(blocks, Blocks)
+        assert blocks.block == module["BLOCK"]
+        quantizer = Quantizer(blocks.bits, blocks.block, [len(x)], x.device, blocks.levels)
+        ours = torch.empty_like(x[None])
+        quantizer.decode(quantizer.encoded(x[None]), ours)
+        close([module["rounded"](x, levels)], [ours[0]], 1e-6)
 
 
 @only("adam")

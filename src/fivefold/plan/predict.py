@@ -318,7 +318,8 @@ def resolved(recipe: Recipe) -> Recipe:
 def for_recipe(software: Software, recipe: Recipe) -> Software:
     """The software with a recipe's optimizer states and its dtype for sending gradients."""
     card, states = OPTIMIZERS[recipe.optim.name], dict[str, States]()
-    passes = (recipe.optim.estimator in PASSES) / (recipe.optim.estimate_every or 1)
+    every = recipe.optim.estimate_every or card.fields.get("estimate_every", 1)
+    passes = (recipe.optim.estimator in PASSES) / every
     estimate = DTYPES[MASTER].bytes if passes else 0.0
     rounded = [state for state in card.states if state.dtype == MASTER]
     for name, plain in software.states.items():

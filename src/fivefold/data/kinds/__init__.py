@@ -12,6 +12,8 @@ from fivefold.data.kinds.kind import PACKED, Bad, File, Kind, TokenKind
 from fivefold.data.kinds.parquet import Parquet
 from fivefold.data.kinds.text import Text
 from fivefold.data.kinds.token_files import Bin, InputIds, Megatron, Npy
+from fivefold.data.kinds.warc import Warc
+from fivefold.data.kinds.wiki import Wiki
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
@@ -21,6 +23,8 @@ KINDS: dict[str, Kind] = {
         Csv(),
         JsonLines(),
         Parquet(),
+        Warc(),
+        Wiki(),
         HubRows(),
     )
 }

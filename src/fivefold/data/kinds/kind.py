@@ -6,6 +6,7 @@ A long text comes in pieces of about a megabyte, which are cut at the same place
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import zlib
@@ -31,7 +32,7 @@ TOKENS = "tokens:"
 """What a source of ids begins with."""
 TRAIN, VAL = 0, 1
 BY_RULE = -1  # the document's hash chooses its split
-PACKED = (".gz", ".zst")
+PACKED = (".gz", ".bz2", ".zst")
 """Compressions that are known."""
 ZSTD_WINDOW = 1 << 27  # bytes that decompressing may need; those of `zstd --long=27`
 ZSTD_READ = 1 << 12  # compressed bytes taken at once; they become 128 MiB at most
@@ -79,7 +80,8 @@ class File(NamedTuple):
                 ) from None
         file: Any = io.BufferedReader(Remote(self.url), SPAN) if self.url else open_file(self.path)
         if self.packed:
-            unpacked = _Frames(file, library) if library else gzip.GzipFile(fileobj=file)
+            unpacked: Any = _Frames(file, library) if library else gzip.GzipFile(fileobj=file)
+            unpacked = bz2.BZ2File(file) if self.packed == ".bz2" else unpacked
             file = io.BufferedReader(_Unpacked(file, unpacked), 1 << 18)
         if file.seekable():
             file.seek(start)
