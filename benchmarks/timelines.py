@@ -74,7 +74,7 @@ def trained(folder: Path, layout: str) -> dict[str, Any]:
     sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     fivefold("train", "quickstart", "--layout", layout, *sets, "--nproc", "2", "--out", str(run))
     found = dict(read(run))
-    return {"measured": kept(found["rank 0"]), "planned": kept(found["planned"])}
+    return {"measured": kept(found["rank 0, measured"]), "planned": kept(found["planned"])}
 
 
 def kept(timeline: StepTimeline) -> dict[str, Any]:
