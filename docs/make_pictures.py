@@ -34,7 +34,7 @@ from fivefold.observe import (
 )
 from fivefold.observe.number_formats import from_json as histogram_of
 from fivefold.observe.report import write_report
-from fivefold.observe.timelines import pipeline_svg, step_svg
+from fivefold.observe.timelines import pipeline_svg, step_svg, utilisation_svg
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan.advice.scaling import results as results_of
 from fivefold.plan.cluster.clusters import parse
@@ -118,6 +118,8 @@ def main() -> None:
         (PLAN_FOLDER / f"collective_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in workers().items():
         (PLAN_FOLDER / f"server_{name}.svg").write_text(picture, encoding="utf-8")
+    for name, picture in offloaded().items():
+        (PLAN_FOLDER / f"offload_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in step_timelines().items():
         (PLAN_FOLDER / f"timeline_{name}.svg").write_text(picture, encoding="utf-8")
     found = json.loads((RESULTS / "histogram.json").read_text())
@@ -245,6 +247,17 @@ def plans() -> dict[str, str]:
         "frontier": frontier_svg(
             fastest, found.plan.limit, f"{recipe} on 16 H100: the fastest layout for each memory"
         ),
+    }
+
+
+def offloaded() -> dict[str, str]:
+    """A step with states and weights on disk, as benchmarks/timelines.py --offload measured it."""
+    found = json.loads((RESULTS / "timeline_offload.json").read_text(encoding="utf-8"))
+    step = StepTimeline.from_json(found["measured"])
+    drawn, name = [("rank 0, measured", step)], f"{found['layout']}, step {step.step}"
+    return {
+        "timeline": step_svg(drawn, f"{name}: computing and messages"),
+        "utilisation": utilisation_svg(drawn, f"{name}: utilisation over a step"),
     }
 
 
