@@ -153,7 +153,7 @@ def test_a_few_of_many_microbatches_are_drawn(tmp_path, capsys):
     assert f"4 of 64 microbatches are drawn: 20.0% idle in these, {1 / 65:.1%} in the step" in text
     assert not {"F4", "F63"} & set(re.findall(r"F\d+", text))
     found = texts(pictures["schedule"])
-    assert f"1f1b, 4 of 64 microbatches (whole step: {1 / 65:.1%} idle)" in found
+    assert f"1f1b, simulated, 4 of 64 microbatches (whole step: {1 / 65:.1%} idle)" in found
     assert "2 ranks, 15 forwards, 20.0% idle" in found
     assert not [words for words in found if words.endswith(" s")]
 

@@ -220,7 +220,7 @@ def test_a_run_writes_and_draws_its_step(tmp_path: Path, capsys: pytest.CaptureF
         elif "--layout" in arguments:
             assert "leave --set, --layout, --cluster and --html out" in error
         else:
-            assert "rank 1: " in out
+            assert "rank 1, measured: " in out
             assert "shard" in out
     ET.parse(tmp_path / "timeline.svg")
 
