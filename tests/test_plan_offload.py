@@ -1,5 +1,6 @@
 """Plans of layouts that offload: memory by tier, exposed I/O, and the search when nothing fits."""
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from steps import planned, recipe_of
 
+from fivefold.errors import UserError
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import Storage
 from fivefold.plan.predict import held, predict, price
@@ -202,9 +204,8 @@ def by_hand(recipe, cluster):
     aways = [away for away in OFFLOADS if away not in ("none", "activations:tp")]
     for layout, away, update, rows, again in product(layouts, aways, updates, (1, 2, 4), ("none", "full")):
         sets = [f"train.microbatch_size={rows}", f"layout.offload_update={update}"]
-        tried = change(recipe, sets, f"{layout},offload={away},recompute={again}")
-        if not any(contradictions(tried)):
-            yield predict(tried, cluster)
+        with suppress(UserError):  # early updates with what stays, or with tp
+            yield predict(change(recipe, sets, f"{layout},offload={away},recompute={again}"), cluster)
 
 
 @pytest.mark.slow
