@@ -4,6 +4,7 @@ Measures this machine (`fivefold bench hardware`), trains a few steps with each 
 last one (`observe.trace_step`). `docs/make_pictures.py` draws them. Run nothing else meanwhile.
 
     python benchmarks/timelines.py --out benchmarks/results/timelines.json
+    python benchmarks/timelines.py --offload --out benchmarks/results/timeline_offload.json   # one rank
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import numpy as np
 
 from fivefold.host.machine import describe
 from fivefold.observe.timelines import read
-from fivefold.schedules.timelines import Span, StepTimeline
+from fivefold.schedules.timelines import StepTimeline
 
 MODEL = {"layers": 8, "dim": 256, "heads": 8, "ffn_dim": 768, "seq_len": 256, "vocab_size": 4096}
 LAYOUTS = (
     "dp=2,bucket_mib=4", "dp=2,bucket_mib=0", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "cp=2", "tp=2",
     "tp=2,sp=true",
 )  # fmt: skip
+OFFLOADED = "dp=1,offload=all:disk"
 STEPS = 5
 
 
@@ -36,12 +38,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("timelines.json"))
+    parser.add_argument("--offload", action="store_true", help="one rank whose states are on disk")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fivefold-timelines-") as name:
         folder = Path(name)
         os.environ["FIVEFOLD_CACHE"] = str(folder / "cache")
         tokens = np.random.default_rng(0).integers(MODEL["vocab_size"], size=200_000, dtype=np.uint16)
         np.save(folder / "tokens.npy", tokens)
+        if args.offload:
+            facts = {"model": MODEL, "layout": OFFLOADED, "machine": describe()}
+            args.out.write_text(json.dumps(facts | trained(folder, OFFLOADED, 1)) + "\n")
+            return
         fivefold("bench", "hardware", "--json")
         runs = {layout: trained(folder, layout) for layout in LAYOUTS}
     lines = [f"{'layout':22}{'step':>18}{'messages':>18}{'hidden':>14}   measured / planned"]
@@ -62,8 +69,8 @@ def fivefold(*arguments: str) -> None:
         raise SystemExit(f"{' '.join(arguments)} failed")
 
 
-def trained(folder: Path, layout: str) -> dict[str, Any]:
-    """Trains, and gives the timelines of the first rank and of the plan."""
+def trained(folder: Path, layout: str, ranks: int = 2) -> dict[str, Any]:
+    """Trains, and gives the timelines of the first rank and of the plan, if this machine is measured."""
     run = folder / layout.replace(",", "_").replace("=", "")
     values = {f"model.{key}": value for key, value in MODEL.items()} | {
         "data.source": f"tokens:{folder / 'tokens.npy'}", "data.val_fraction": 0, "train.steps": STEPS,
@@ -72,14 +79,15 @@ def trained(folder: Path, layout: str) -> dict[str, Any]:
         "observe.tracker": "none",
     }  # fmt: skip
     sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
-    fivefold("train", "quickstart", "--layout", layout, *sets, "--nproc", "2", "--out", str(run))
+    fivefold("train", "quickstart", "--layout", layout, *sets, "--nproc", str(ranks), "--out", str(run))
     found = dict(read(run))
-    return {"measured": kept(found["rank 0"]), "planned": kept(found["planned"])}
+    names = {"measured": "rank 0, measured", "planned": "planned"}
+    return {kind: kept(found[name]) for kind, name in names.items() if name in found}
 
 
 def kept(timeline: StepTimeline) -> dict[str, Any]:
     """The timeline with whole microseconds, and its figures."""
-    spans = tuple(Span(*span[:3], round(span.start, 6), round(span.end, 6)) for span in timeline.spans)
+    spans = tuple(x._replace(start=round(x.start, 6), end=round(x.end, 6)) for x in timeline.spans)
     rounded = StepTimeline(spans, timeline.rank, timeline.step)
     return rounded.as_json() | {"under_way_s": rounded.under_way()}
 

@@ -26,7 +26,7 @@ def precision() -> str:
         curves[f"{mode}: {row['val_loss']:.4f}"] = [
             ((place + 1) * found["every"], loss) for place, loss in enumerate(means)
         ]
-    title = "quickstart: training loss by precision mode, mean of the seeds"
+    title = "quickstart: training loss by precision mode, measured, mean of the seeds"
     return picture(title, "validation loss at the end", {"step": curves})
 
 
@@ -44,7 +44,7 @@ def optimizers(steps: int = 600) -> str:
         tokens[label] = [(count / 1e6, loss) for _, count, loss in rows]
         if (each := found["step_s"].get(name)) is not None:
             seconds[label] = [(at * each, loss) for at, _, loss in rows]
-    title = f"quickstart, {steps} steps: validation loss by optimizer"
+    title = f"quickstart, {steps} steps: validation loss by optimizer, measured"
     return picture(title, "loss at the end", {"tokens (M)": tokens, "seconds": seconds}, skip=0.15)
 
 

@@ -34,7 +34,7 @@ from fivefold.observe import (
 )
 from fivefold.observe.number_formats import from_json as histogram_of
 from fivefold.observe.report import write_report
-from fivefold.observe.timelines import pipeline_svg, step_svg
+from fivefold.observe.timelines import pipeline_svg, step_svg, utilisation_svg
 from fivefold.optim import OPTIMIZERS
 from fivefold.plan.advice.scaling import results as results_of
 from fivefold.plan.cluster.clusters import parse
@@ -118,11 +118,13 @@ def main() -> None:
         (PLAN_FOLDER / f"collective_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in workers().items():
         (PLAN_FOLDER / f"server_{name}.svg").write_text(picture, encoding="utf-8")
+    for name, picture in offloaded().items():
+        (PLAN_FOLDER / f"offload_{name}.svg").write_text(picture, encoding="utf-8")
     for name, picture in step_timelines().items():
         (PLAN_FOLDER / f"timeline_{name}.svg").write_text(picture, encoding="utf-8")
     found = json.loads((RESULTS / "histogram.json").read_text())
     picture = number_formats.histogram_svg(
-        histogram_of(found["kinds"]), f"quickstart, step {found['step']}: numbers by exponent"
+        histogram_of(found["kinds"]), f"quickstart, step {found['step']}: numbers by exponent, measured"
     )
     (PLAN_FOLDER / "formats.svg").write_text(picture, encoding="utf-8")
     (PLAN_FOLDER / "memory_step.svg").write_text(memory(), encoding="utf-8")
@@ -208,10 +210,10 @@ def workers() -> dict[str, str]:
     lagging = {name: timelines.worker_shares(lines) for name, lines in found["_stragglers"]["traces"]}
     return {
         "order": timelines.workers_svg(
-            orders, "Two steps of a worker: units of the model, and their messages"
+            orders, "Two steps of a worker, measured: units of the model, and their messages"
         ),
         "stragglers": timelines.workers_svg(
-            lagging, "Three workers, the last one slow: shares with their step"
+            lagging, "Three workers, the last one slow, measured: shares with their step"
         ),
     }
 
@@ -240,11 +242,22 @@ def plans() -> dict[str, str]:
     fastest = as_rows(frontier(search(loaded, cluster)))
     return {
         "memory": memory_svg(found.plan, title),
-        "timeline": pipeline_svg(found.timeline, "8 of 32 microbatches", width=760),
+        "timeline": pipeline_svg(found.timeline, "8 of 32 microbatches, planned", width=760),
         "roofline": roofline_svg(found.roofline, found.plan.step.seconds, title),
         "frontier": frontier_svg(
             fastest, found.plan.limit, f"{recipe} on 16 H100: the fastest layout for each memory"
         ),
+    }
+
+
+def offloaded() -> dict[str, str]:
+    """A step with states and weights on disk, as benchmarks/timelines.py --offload measured it."""
+    found = json.loads((RESULTS / "timeline_offload.json").read_text(encoding="utf-8"))
+    step = StepTimeline.from_json(found["measured"])
+    drawn, name = [("rank 0, measured", step)], f"{found['layout']}, step {step.step}"
+    return {
+        "timeline": step_svg(drawn, f"{name}: computing and messages"),
+        "utilisation": utilisation_svg(drawn, f"{name}: utilisation over a step"),
     }
 
 
@@ -275,7 +288,10 @@ def schedules(ranks: int, microbatches: int) -> str:
         part = 1 / stages
         timelines.append((name, simulate(build(name, ranks, microbatches, stages), costs(part))))
     longest = max(timeline.makespan for _, timeline in timelines)
-    pictures = [pipeline_svg(timeline, name, seconds=longest, unit="forward") for name, timeline in timelines]
+    pictures = [
+        pipeline_svg(timeline, f"{name}, simulated", seconds=longest, unit="forward")
+        for name, timeline in timelines
+    ]
     return stacked(pictures)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from fivefold.cli.draw import offloaded
 from fivefold.cli.main import main
 from fivefold.kernels.tiling import Tiling
 from fivefold.observe import layout_picture, timelines
@@ -156,7 +157,7 @@ def test_a_few_of_many_microbatches_are_drawn(tmp_path, capsys):
     assert f"4 of 64 microbatches are drawn: 20.0% idle in these, {1 / 65:.1%} in the step" in text
     assert not {"F4", "F63"} & set(re.findall(r"F\d+", text))
     found = texts(pictures["schedule"])
-    assert f"1f1b, 4 of 64 microbatches (whole step: {1 / 65:.1%} idle)" in found
+    assert f"1f1b, simulated, 4 of 64 microbatches (whole step: {1 / 65:.1%} idle)" in found
     assert "2 ranks, 15 forwards, 20.0% idle" in found
     assert not [words for words in found if words.endswith(" s")]
 
@@ -272,6 +273,7 @@ def test_offload_is_drawn_as_it_is_planned(tmp_path, capsys):
     assert sum(str(name).startswith("link of backward: ") for name in names) == 3
     assert sum(str(name).startswith("host of forward: ") for name in names) == 1
     found = ways(plan.setting)
+    assert all("planned" in " ".join(texts(pictures[name])) for name in ("timeline", "offload"))
     shown = " ".join(texts(pictures["offload"]))
     for name, line in found.items():
         assert f"{name}: device busy {line.busy:.0%}" in shown
@@ -283,6 +285,19 @@ def test_offload_is_drawn_as_it_is_planned(tmp_path, capsys):
     text, pictures = drawn(capsys, tmp_path, *options, f"{layout}states:disk")
     assert re.search(r"(?m)^disk +│", text)
     assert "offload" not in pictures, "the ways are those of states in host memory"
+
+
+@pytest.mark.parametrize(
+    ("offload", "update", "own"),
+    [("states:host", "beside", "beside"), ("states:host", "early", "early"), ("all:host", "early", "window")],
+)
+def test_what_the_trainer_does_is_marked(offload, update, own):
+    """STRONGHOLD is early updates of blocks that leave. The trainer runs it, so its way is the trainer's."""
+    sets = ["train.global_batch_size=8", "optim.grad_clip=0", "faults.on_nonfinite=abort"]
+    layout = f"dp=1,recompute=full,offload={offload},offload_update={update}"
+    text, _ = offloaded(predict(load("llama2-13b", sets, layout), parse("h100:1")).setting, "a model")
+    marked = [line.split(":")[0].strip() for line in text.splitlines() if line.endswith("(the trainer)")]
+    assert marked == [own]
 
 
 def test_a_planned_worker_is_drawn_in_both_orders(tmp_path, capsys):

@@ -17,6 +17,23 @@ from fivefold.recipe.load import published
 DOCS = REPO / "docs"
 SLOW = "optimizers.svg"  # hundreds of paths for each surface
 AGAIN = "run: python docs/make_pictures.py"
+SAYS = re.compile(r"\b(planned|predicted|simulated|measured|traced|by formula)\b", re.IGNORECASE)
+NO_FIGURES = {
+    "bits": "what the formats are",
+    "collective_hierarchical": "who sends what in which round",
+    "collective_rabenseifner": "who sends what in which round",
+    "collective_ring": "who sends what in which round",
+    "combined": "who holds what, counted from the recipe",
+    "context": "who attends to what, counted from the recipe",
+    "expert": "who holds what, counted from the recipe",
+    "hybrid": "who holds what, counted from the recipe",
+    "optimizers": "paths on given functions, taken while it is drawn",
+    "step_bf16": "which tensor has which format",
+    "step_fp8": "which tensor has which format",
+    "tensor": "who holds what, counted from the recipe",
+    "years": "published sizes and data sheets",
+}
+"""Pictures with nothing that was measured or planned, and what they show instead."""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +75,28 @@ def test_every_picture_of_the_lectures_is_drawn(drawn: Path) -> None:
     shown = {name for page in pages for name in re.findall(r"!\[[^\]]*\]\(\.\./(\S+?)\)", page)}
     assert len(shown) > 20
     assert {name for name in shown if not (drawn / name).is_file()} == set()
+
+
+def says(words: str) -> set[str]:
+    return {word.lower() for word in SAYS.findall(words)}
+
+
+def test_pictures_and_captions_say_where_figures_come_from() -> None:
+    """A caption says nothing that its picture does not say."""
+    pictures = {
+        path.stem: says(" ".join(re.findall(r"<text[^>]*>([^<]*)", path.read_text(encoding="utf-8"))))
+        for path in DOCS.rglob("*.svg")
+    }
+    assert {name for name, words in pictures.items() if not words} == NO_FIGURES.keys()
+    captions = [
+        (name, says(words))
+        for page in DOCS.rglob("*.md")
+        for words, name in re.findall(r"!\[([^\]]*)\]\(\S*?(\w+)\.svg\)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(captions) > 40
+    silent = [name for name, words in captions if name not in NO_FIGURES and not words]
+    assert silent == []
+    assert [name for name, words in captions if not words <= pictures[name]] == []
 
 
 def test_the_years_show_every_model_and_device(drawn: Path) -> None:

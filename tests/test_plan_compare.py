@@ -531,7 +531,7 @@ def title(one: ElementTree.Element) -> str:
 def test_a_bar_for_each_row_and_criterion(llama: dict[str, Row]) -> None:
     """As long as its value, on a scale per panel. A row that is not possible has its reason."""
     drawn = Drawn(pictures.criteria(list(llama.values()), "<title> & more"))
-    assert "<title> & more" in drawn.words
+    assert "<title> & more, planned" in drawn.words
     planned = {name: row for name, row in llama.items() if row.plan}
     for kinds, value in (
         (pictures.REASONS, lambda row: row.redundant.share),
@@ -550,6 +550,7 @@ def test_a_bar_for_each_row_and_criterion(llama: dict[str, Row]) -> None:
 def test_a_curve_for_each_rule(llama: dict[str, Row]) -> None:
     rules = [rule for row in llama.values() if row.plan for rule in row.rules]
     drawn = Drawn(pictures.overlap(list(llama.values()), "title"))
+    assert {"title, planned", "planned"} <= set(drawn.words)
     key = 1  # in the picture's legend
     for kind in ("blue", "now", "limit"):
         assert sum(kind in one.get("class", "").split() for one in drawn.paths) == len(rules) + key > 6, kind

@@ -1,17 +1,21 @@
 """Plans of layouts that offload: memory by tier, exposed I/O, and the search when nothing fits."""
 
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 from steps import planned, recipe_of
 
+from fivefold.errors import UserError
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.cluster.devices import Storage
-from fivefold.plan.predict import held, predict
-from fivefold.plan.search.search import search
+from fivefold.plan.predict import held, predict, price
+from fivefold.plan.search.search import apply, search
 from fivefold.plan.time import offload
-from fivefold.recipe import load
+from fivefold.recipe import change, load
+from fivefold.recipe.rules import contradictions
 from fivefold.sharding import tiers
 from fivefold.sharding.tiers import OFFLOADS, flows
 from fivefold.trace.step import trace
@@ -190,3 +194,48 @@ def test_a_search_offloads_where_nothing_fits():
     assert early.plans[0].step.seconds < beside.plans[0].step.seconds
     without = search(load("quickstart", LARGE, "dp=1"), parse("h100:16"))
     assert {plan.layout.offload for plan in without.plans} == {"none"}
+
+
+def by_hand(recipe, cluster):
+    """Plans that offload, of layouts as one would write them down."""
+    n, updates = cluster.devices, ("beside", "early")
+    layouts = (f"dp={n}", f"dp={n},zero=1", f"dp={n},zero=3", f"tp={n},sp=true", f"pp={n}")
+    layouts += ("pp=2,dp=2,zero=1",) * (n == 4)
+    aways = [away for away in OFFLOADS if away not in ("none", "activations:tp")]
+    for layout, away, update, rows, again in product(layouts, aways, updates, (1, 2, 4), ("none", "full")):
+        sets = [f"train.microbatch_size={rows}", f"layout.offload_update={update}"]
+        with suppress(UserError):  # early updates with what stays, or with tp
+            yield predict(change(recipe, sets, f"{layout},offload={away},recompute={again}"), cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_search_offloads_on_several_devices(devices, monkeypatch):
+    """It prices ZeRO, pipelines and windows that the planner sizes, and finds nothing slower than what one finds by
+    hand. A plan of the recipe that it writes says the same."""
+    cluster, priced = parse(f"h100:{devices}"), []
+    cluster = replace(cluster, device=replace(cluster.device, memory=160 * GIB / devices))
+    recipe = load("quickstart", [*LARGE, *NO_SKIPS], "dp=1")
+
+    def noted(s, *more):
+        priced.append(s.layout)
+        return price(s, *more)
+
+    monkeypatch.setattr("fivefold.plan.search.search.price", noted)
+    found = search(recipe, cluster, 3)
+    away = [layout for layout in priced if layout.offload != "none"]
+    assert {layout.zero for layout in away} >= {0, 3}
+    assert {layout.pp for layout in away} >= {1, 2}
+    paged = {layout.offload_window for layout in away if OFFLOADS[layout.offload].working != "device"}
+    assert paged == {0}
+    assert len(found.plans) == 3
+    for plan in found.plans:
+        applied = apply(recipe, plan)
+        again = predict(applied, cluster)
+        assert not any(contradictions(applied))
+        assert plan.fits
+        assert plan.layout.ranks == devices
+        assert (again.step.seconds, again.peak_bytes) == (plan.step.seconds, plan.peak_bytes)
+    fitting = [plan.step.seconds for plan in by_hand(recipe, cluster) if plan.fits]
+    assert len(fitting) > 40
+    assert found.plans[0].step.seconds <= min(fitting) * (1 + 1e-9)

@@ -8,7 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import observe_browser
 import pytest
+from observe_page import check_drawn
 from test_draw import recipe_of
 
 from fivefold.cli.main import main
@@ -22,6 +24,7 @@ from fivefold.schedules.pipeline.schedule import peak_live
 from fivefold.schedules.ring_attention import messages
 from fivefold.sharding.units import keepings
 
+PROGRAM = observe_browser.find()
 RING = of_collective(collective("all_reduce", "ring", 3), [f"{i} µs" for i in range(1, 5)])
 
 
@@ -97,6 +100,49 @@ def test_page_steps_through_a_pipeline(tmp_path: Path) -> None:
     assert (later[0], later[-1]) == (11, 0)
     assert [step["busy"] for step in seen[:3]] == [1, 2, 1]
     assert seen[-1]["busy"] == 0
+
+
+def press(browser: observe_browser.Browser, number: int, button: str) -> None:
+    """Clicks where the middle of a player's button is on the screen."""
+    found = f"document.querySelectorAll('.player')[{number}].querySelector('.{button}')"
+    x, y, wide, high = browser.evaluate(
+        f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
+        f"return [r.x + r.width / 2, r.y + r.height / 2, r.width, r.height] }})({found})"
+    )
+    assert min(wide, high) >= 32, f"{button} is too small for a finger"
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+
+@pytest.mark.skipif(PROGRAM is None, reason=observe_browser.MISSING)
+def test_pages_step_on_a_phone(tmp_path: Path) -> None:
+    """390 pixels wide: nothing is beside the screen, and each player has buttons of its own that step it."""
+    schedule, (recipe, layout) = build("1f1b", 4, 8, 1), recipe_of("dp=4,zero=3")
+    units = keepings(card_of(recipe.model), layout, [0])[0].units
+    pipeline = player.pipeline(simulate(schedule), schedule.rank_of, "1f1b")
+    players = [RING, player.ring(4, True), player.zero(units, 4), pipeline]
+    path = tmp_path / "page.html"
+    path.write_text(player.page("title", "kicker", players), encoding="utf-8")
+    where = "[...document.querySelectorAll('.where')].map(e => e.textContent)"
+    drawn = "[...document.querySelectorAll('.stage')].map(e => e.innerHTML)"
+    assert PROGRAM
+    with observe_browser.Browser(PROGRAM) as browser:
+        check_drawn(browser, path, 390, dark=False)
+        for number, one in enumerate(players):
+            titles, pictures = browser.evaluate(where), browser.evaluate(drawn)
+            assert titles[number] == one.frames[0].title
+            press(browser, number, "next")
+            titles[number] = one.frames[1].title
+            assert browser.evaluate(where) == titles, "the others stay"
+            assert [a != b for a, b in zip(browser.evaluate(drawn), pictures, strict=True)].index(
+                True
+            ) == number
+            press(browser, number, "back")
+            assert browser.evaluate(drawn) == pictures
+            for word in ("Stop", "Play"):
+                press(browser, number, "play")
+                assert browser.evaluate(f"document.querySelectorAll('.play')[{number}].textContent") == word
+        assert browser.errors == []
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_a_run_writes_and_draws_its_step(tmp_path: Path, capsys: pytest.CaptureF
     other.mkdir()
     (other / "recipe.toml").touch()
     found = timelines.read(run)
-    assert [name for name, _ in found][:2] == ["rank 0", "rank 1"]
+    assert [name for name, _ in found][:2] == ["rank 0, measured", "rank 1, measured"]
     one = found[0][1]
     assert one.step == 2
     assert {"forward", "backward", "update", WAIT} <= {s.kind for s in one.of(COMPUTE)}
@@ -220,7 +220,7 @@ def test_a_run_writes_and_draws_its_step(tmp_path: Path, capsys: pytest.CaptureF
         elif "--layout" in arguments:
             assert "leave --set, --layout, --cluster and --html out" in error
         else:
-            assert "rank 1: " in out
+            assert "rank 1, measured: " in out
             assert "shard" in out
     ET.parse(tmp_path / "timeline.svg")
 

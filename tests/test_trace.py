@@ -154,6 +154,27 @@ def test_trace_of_offload(offload: str, layout: str, mode: str, tmp_path: Path) 
     assert (found.memory.away["disk"] > 0, found.memory.away["host"]) == ("disk" in offload, 0)
 
 
+CONSTANT = [
+    "tp=2,recompute=full", "tp=2,sp=true", "cp=2", "dp=2", "dp=2,zero=1", "dp=2,zero=3", "dp=2,zero=3,recompute=full",
+    "dp=1,recompute=full,offload=states:host", "dp=2,zero=3,offload=states:host",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", CONSTANT)
+def test_buffers_are_constant(layout: str) -> None:
+    """C_B of ZeRO-R (arXiv 1910.02054): what is sent, received, gathered and streamed takes at most as much memory with
+    8 blocks as with 2, while the model's memory grows."""
+    found = []
+    for blocks in (2, 8):
+        recipe = recipe_of(layout, "bf16", *LARGE, f"model.layers={blocks}", "train.global_batch_size=4")
+        found.append(trace(recipe, 0, microbatches_per_step(recipe)).memory)
+    few, many = (memory.highest["buffers"] for memory in found)
+    assert few > 2**20
+    assert abs(many - few) < 0.05 * few
+    assert found[1].total > 1.3 * found[0].total
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", slow_but(EIGHT[:1], EIGHT))
 def test_trace_is_the_real_step_on_eight_ranks(layout: str) -> None:

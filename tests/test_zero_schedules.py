@@ -42,6 +42,7 @@ LAYOUTS = [
     "pp=2,dp=2,zero=3,all_gather=broadcasts,reduce_scatter=ring",
     "pp=2,dp=2,schedule=zbv,virtual_stages=2,zero=1,all_gather=bruck,reduce_scatter=ring",
     "dp=4,ep=2,zero=3,all_gather=broadcasts,reduce_scatter=bruck",
+    "dp=3,zero=3,all_gather=keys_then_values",
 ]
 
 

@@ -2,9 +2,9 @@
 
     python without_waits.py LIBRARY... < PLACES
 
-PLACES has one line of JSON, a list of `places`. A file alone takes nothing out. "FILE messages" takes out, one at a
-time, what waits for a started message. It answers one line of JSON for each: what `Races` has found, or how the trace
-failed; of messages, that of each line.
+PLACES has one line of JSON, a list of `places`. A file or a function alone takes nothing out. "FILE messages" takes
+out, one at a time, what waits for a started message. It answers one line of JSON for each: what `Races` has found, or
+how the trace failed; of messages, that of each line.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import importlib
 import inspect
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+from unittest.mock import patch
 
 SRC = Path(__file__).parents[1] / "src" / "fivefold"
 METHODS = {"wait", "wait_stream", "wait_event", "synchronize", "record", "record_event", "record_stream"}
@@ -188,6 +190,28 @@ def traced(layout: str, arch: str, *sets: str) -> dict[str, int]:
     return trace(recipe, 0, microbatches_per_step(recipe), DEVICE).races
 
 
+def unused() -> dict[str, int]:
+    """A step in which a weight has no gradient, and one in which a block has none in the last of two microbatches.
+    Their earlier sums come from the host once more: for zeros in them, and for the sum over ranks."""
+    from fivefold.parallel.replica import Hooked
+
+    take, found = Hooked._take, Counter[str]()
+    for ranks, weights, microbatches in ((1, "norm.weight", {0, 1}), (2, "blocks.1.", {1})):
+        seen = Counter[str]()
+
+        def taken(replica: Any, index: int, p: Any, seen=seen, weights=weights, lost=microbatches) -> None:
+            name = replica.names[index]
+            if name.startswith(weights) and seen[name] % 2 in lost:
+                p.grad = None
+            seen[name] += 1
+            take(replica, index, p)
+
+        sets = [f"train.global_batch_size={2 * ranks}", "train.microbatch_size=1", *LARGE]
+        with patch.object(Hooked, "_take", taken):
+            found.update(traced(f"dp={ranks},offload=states:host", "llama", *sets))
+    return found
+
+
 LARGE = ["model.seq_len=512", "model.dim=64", "model.vocab_size=4096"]
 """A model of which some activations are large enough to leave the device."""
 RING = partial(traced, "cp=2", "llama")
@@ -224,6 +248,8 @@ TRACES: dict[str, Callable[[], dict[str, int]]] = {
     "step/step.py": read,
 }
 """By file, what uses its waits. Other files have none on the path of a step."""
+RARE = dict.fromkeys(("Pages.lacking", "Paged.finish"), unused)
+"""By function, what uses its waits where the trace of its file does not."""
 
 
 def tried(trace: Callable[[], dict[str, int]]) -> dict[str, int] | str:
@@ -251,8 +277,9 @@ def main() -> None:
         if name == "messages":
             found = messages(TRACES[file])
         else:
-            with without(place) if name else nullcontext():
-                found = tried(TRACES[file])
+            trace = next((trace for key, trace in RARE.items() if name.startswith(key)), TRACES[file])
+            with without(place) if " " in name else nullcontext():
+                found = tried(trace)
         print(json.dumps(found), flush=True)
 
 

@@ -48,7 +48,7 @@ def used(per_sm: int) -> list[tuple[float, float]]:
 
 def loads_svg() -> str:
     """A strip of memory for each stride: what the warp wants, and what comes with it."""
-    canvas = Canvas("What comes from memory when a warp reads 32 numbers", width=WIDE)
+    canvas = Canvas("What comes from memory when a warp reads 32 numbers, by formula", width=WIDE)
     canvas.legend(
         20,
         TOP + 6,
@@ -96,8 +96,8 @@ def to_svg() -> str:
     by_blocks = {f"blocks per SM: {per_sm}, so {per_sm * units:,} at once": used(per_sm) for per_sm in PER_SM}
     return stacked([
         loads_svg(),
-        curves_svg(f"Occupancy of an SM of {DEVICE}", "registers per thread", REGISTERS, 32, by_registers),
-        curves_svg(f"Places used in all waves, {units} SMs", "blocks launched", LAUNCHED, 200, by_blocks),
+        curves_svg(f"Occupancy of an SM of {DEVICE}, by formula", "registers per thread", REGISTERS, 32, by_registers),
+        curves_svg(f"Places used in all waves, {units} SMs, by formula", "blocks launched", LAUNCHED, 200, by_blocks),
     ])  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def formats(
     text, picture = number_formats.to_text(), number_formats.bits_svg
     if run is not None:
         step, found = number_formats.read(options.require_run(run))
-        title = f"{run.resolve().name}, step {step}: numbers by exponent"
+        title = f"{run.resolve().name}, step {step}: numbers by exponent, measured"
         facts = {"step": step, "kinds": found.as_json()}
         text = f"{title}\n\n{number_formats.histogram_text(found)}"
         picture = partial(number_formats.histogram_svg, found, title)

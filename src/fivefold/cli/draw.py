@@ -125,14 +125,14 @@ def of_run(run: Path) -> tuple[str, dict[str, str]]:
     if held := memory_picture.read(run):
         texts.append(memory_picture.to_text(held, options.columns(40, 160, 16)))
         pictures["memory"] = memory_picture.to_svg(
-            held, f"{name}: bytes of the tensors of rank 0 over a step"
+            held, f"{name}: bytes of the tensors of rank 0 over a step, measured"
         )
     if workers := timelines.read_workers(run):
         text = timelines.workers_text(workers, options.columns(40, 160, 16))
         texts.append(
             f"shares of the last steps, A and B in turn, . waits; {timelines.waited(workers)}\n{text}"
         )
-        title = f"{name}: shares of each worker with their step"
+        title = f"{name}: shares of each worker with their step, measured"
         pictures["workers"] = timelines.workers_svg({"": workers}, title)
     if not texts:
         raise UserError(
@@ -182,7 +182,9 @@ def offloaded(s: Setting, title: str) -> tuple[str, dict[str, str]]:
     text = "ways to order updates on the host, a step of one microbatch:\n"
     for (name, line), way in zip(lines, found, strict=True):
         text += f"  {name}, {line.seconds:.3g} s{' (the trainer)' * (way == own)}\n"
-    return text, {"offload": step_svg(lines, f"{title}: updates on the host, a step of one microbatch")}
+    return text, {
+        "offload": step_svg(lines, f"{title}: updates on the host, a step of one microbatch, planned")
+    }
 
 
 def ordered(s: Setting, title: str) -> tuple[str, dict[str, str]]:
@@ -198,7 +200,7 @@ def ordered(s: Setting, title: str) -> tuple[str, dict[str, str]]:
     text += "".join(f"  {SUM_ORDERS[order]:36}{run.seconds:9.4g}\n" for order, run in runs.items())
     text += f"  {'ideal: everything overlaps':36}{next(iter(runs.values())).ideal:9.4g}\n"
     shown = {name: {row: boxes for row, boxes in found.items() if boxes} for name, found in rows.items()}
-    return text, {"orders": workers_svg(shown, f"{title}: two steps by the order of gradient sums")}
+    return text, {"orders": workers_svg(shown, f"{title}: two steps by the order of gradient sums, planned")}
 
 
 def served(s: Service, cluster: str, title: str) -> tuple[str, dict[str, str]]:
@@ -284,7 +286,7 @@ def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str
 
     if layout.pp == 1:
         return "", {}
-    title, most = layout.schedule, microbatches_per_step(recipe)
+    title, most = f"{layout.schedule}, simulated", microbatches_per_step(recipe)
     few = layout.shown(most)
     timeline = simulate(layout.pipeline(few))
     waits = timeline.bubble * timeline.makespan

@@ -316,12 +316,12 @@ def _drawn(asked: Asked, sections: list[str], name: str) -> str:
     drawn = []
     if "states" in sections:
         of = f"{short_number(asked.symbols['Psi'])} parameters, n = {sharing(asked.setting.layout)}"
-        title = f"{name}: states of {of}, as {asked.convention}"
+        title = f"{name}: states of {of} by formula, as {asked.convention}"
         drawn.append(pictures.terms(states_by_stage(asked), pictures.STATES, title))
     if "activations" in sections:
         sizes = ", ".join(f"{key} {asked.symbols[key]:g}" for key in "sbhat")
         rows = {words: {"activations": size} for words, size in activations_by_way(asked).items()}
-        title = f"{name}: activations of a block, {sizes}, as {asked.convention}"
+        title = f"{name}: activations of a block by formula, {sizes}, as {asked.convention}"
         drawn.append(pictures.terms(rows, pictures.ACTIVATIONS, title))
     if not drawn:
         raise UserError("--svg draws states and activations; add one of them to --only")

@@ -301,7 +301,7 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
     shown = [
         memory_svg(drawn.plan, "Memory of a device"),
         roofline_svg(drawn.roofline, drawn.plan.step.seconds, "Roofline of the step"),
-        *([pipeline_svg(drawn.timeline, "Timeline of the pipeline")] if drawn.timeline else []),
+        *([pipeline_svg(drawn.timeline, "Timeline of the pipeline, planned")] if drawn.timeline else []),
         *([frontier_svg(rows, drawn.plan.limit, "Fastest layout for each memory")] if rows else []),
     ]
     model = center.full.model

@@ -34,7 +34,7 @@ REASONS = {"operations": "activations", "recompute": "recompute", "sums": "sums"
 
 def criteria(rows: Sequence[Row], title: str) -> str:
     """A line per layout: its redundant computing, memory and bytes sent as bars, what was measured as a ring."""
-    canvas = Canvas(title, width=WIDTH)
+    canvas = Canvas(f"{title}, planned", width=WIDTH)
     plans = {number: row.plan for number, row in enumerate(rows) if row.plan}
     measured = {number: row.measured for number, row in enumerate(rows) if isinstance(row.measured, dict)}
     limit = next((plan.limit for plan in plans.values()), 0)
@@ -95,12 +95,12 @@ def _bars(
 
 
 CURVE, HIGH, GAP = 400, 190, 30  # pixels: a panel of a rule, with room for its words
-KEYS = (("line limit", "the limit"), ("line now", "this recipe"), ("line blue", "the planner"))
+KEYS = (("line limit", "the limit"), ("line now", "this recipe"), ("line blue", "planned"))
 
 
 def overlap(rows: Sequence[Row], title: str) -> str:
     """A panel for each rule, two side by side."""
-    canvas = Canvas(title)
+    canvas = Canvas(f"{title}, planned")
     canvas.legend(20, 48, KEYS)
     for number, rule in enumerate(rule for row in rows if row.plan for rule in row.rules):
         _rule(canvas, rule, 20 + number % 2 * (CURVE + 20), 64 + number // 2 * (HIGH + GAP))
@@ -208,7 +208,7 @@ def page(recipe: Recipe, rows: Sequence[Row], title: str) -> str:
             sections += _section(full, name, one_dimension)
     body = f"""{header("5-D in a nutshell", title, lead)}<main>
 <section aria-labelledby="h-criteria"><h2 id="h-criteria">Three criteria</h2>
-<div class="wide">{criteria(rows, "")}</div>
+<div class="wide">{criteria(rows, "Each layout")}</div>
 {_costs(rows)}
 <p class="aside">Redundant: work that one process would not do, as a share of its work. Sent: bytes that leave a
 device per step. Exposed, idle: shares of the step that wait for messages, or for other stages.</p></section>
@@ -288,7 +288,7 @@ def _costs(rows: Sequence[Row]) -> str:
 def _timeline(row: Row) -> str:
     """A step of the technique: computing and messages of one microbatch, or the pipeline."""
     assert row.plan is not None
-    s, title = row.plan.setting, f"{row.technique}: {row.short}"
+    s, title = row.plan.setting, f"{row.technique}: {row.short}, planned"
     if s.layout.pp > 1:
         stages = pipeline_timeline(row.plan)
         return pipeline_svg(stages, title) if stages else ""

@@ -124,4 +124,4 @@ def read(run: Path, rank: int = 0) -> list[tuple[str, MemoryTimeline]]:
 def section(run: Path) -> str:
     """The picture for the report's page; "" if no step was measured."""
     timelines = read(run)
-    return to_svg(timelines, "Bytes of the tensors of rank 0 over a step") if timelines else ""
+    return to_svg(timelines, "Bytes of the tensors of rank 0 over a step, measured") if timelines else ""

@@ -127,8 +127,8 @@ def write(run: Path, timeline: StepTimeline, planned: bool = False) -> Path:
 
 
 def read(run: Path) -> list[tuple[str, StepTimeline]]:
-    """The timelines of the run's last measured step: ("rank 0", measured), ..., and ("planned", of a rank) if there is
-    a plan. Empty if none was measured."""
+    """The timelines of the run's last measured step: ("rank 0, measured", its own), ..., and ("planned", of a rank) if
+    there is a plan. Empty if none was measured."""
     paths = sorted((run / "traces").glob("timeline-step-*.json"))
     paths = [path for path in paths if path.name.split("-")[2] == paths[-1].name.split("-")[2]]
     measured, planned = [], []
@@ -138,7 +138,7 @@ def read(run: Path) -> list[tuple[str, StepTimeline]]:
         if path.stem.endswith(PLANNED):
             planned.append((PLANNED, found))
         else:
-            measured.append((f"rank {found.rank}", found))
+            measured.append((f"rank {found.rank}, measured", found))
     return sorted(measured, key=lambda one: one[1].rank) + planned
 
 

@@ -180,7 +180,7 @@ BOUND = {"compute": "blue", "memory": "orange"}
 def memory_svg(plan: Plan, title: str) -> str:
     """A bar for each pipeline rank, and the limit."""
     scale = (WIDTH - LEFT - RIGHT) / max(plan.limit, *(m.total for m in plan.memory))
-    limit, canvas = LEFT + plan.limit * scale, Canvas(title, LEFT, WIDTH)
+    limit, canvas = LEFT + plan.limit * scale, Canvas(f"{title}, planned", LEFT, WIDTH)
     canvas.legend(LEFT, 46, [(color, name) for name, color in COLORS.items()])
     for position, held in enumerate(plan.memory):
         top, sizes = TOP + 30 * position, {name: getattr(held, name) for name in COLORS}
@@ -201,7 +201,7 @@ def roofline_svg(found: Roofline, step: float, title: str) -> str:
     by_share = sorted(found.points, key=lambda p: -p.seconds)
     (low, high, bottom), top = found.ends, found.peak * 1.6
     axes = Axes(LEFT + 60, TOP, WIDTH - 24, FLOOR, _decades(low, high), _decades(bottom, top))
-    canvas = Canvas(title, LEFT, WIDTH)
+    canvas = Canvas(f"{title}, planned", LEFT, WIDTH)
     canvas.legend(LEFT, 46, [(color, f"{name}-bound") for name, color in BOUND.items()])
     canvas.levels(replace(axes, left=LEFT), [_quantity(rate, "FLOP/s") for rate in axes.up.ticks])
     canvas.columns(axes, [f"{value:,g}" for value in axes.across.ticks], "FLOP per byte moved")
@@ -229,7 +229,7 @@ def frontier_svg(rows: Sequence[Mapping[str, Any]], limit: float, title: str) ->
     """Throughput against memory, with a list of the layouts. rows: {peak, tokens_per_s, words}, by memory."""
     up = linear_scale(0, max(row["tokens_per_s"] for row in rows), True)
     axes = Axes(LEFT, TOP, WIDTH - 24, FLOOR, linear_scale(0, limit / GIB, True), up)
-    canvas = Canvas(title, LEFT, WIDTH)
+    canvas = Canvas(f"{title}, planned", LEFT, WIDTH)
     canvas.axes(axes, "GiB per device", "tokens/s")
     edge = axes.x(limit / GIB)
     canvas.line("line limit", [(edge, TOP), (edge, FLOOR)])

@@ -125,7 +125,7 @@ def iso_flop_picture(swept: Results) -> str:
             marks = [(best.parameters, law.loss(best.parameters, best.tokens))]
         sizes = np.geomspace(min(ends) / 1.1, max(ends) * 1.1, 40).tolist()
         lines.append(Line("", [(N, law.loss(N, flops / (FLOPS * N))) for N in sizes], color, marks=marks))
-    title = "Equal FLOPs: loss by size, " + ("runs (points) and the law (lines)" if law else "runs")
+    title = "Equal FLOPs: loss by size, measured" + " (points) and by the law (lines)" * bool(law)
     return picture(title, lines, "parameters N", "loss", (True, False))
 
 
@@ -148,7 +148,7 @@ def length_picture(swept: Results) -> str:
         if law is not None:
             lengths = np.geomspace(runs[0][0], runs[-1][0], 30).tolist()
             lines.append(Line("", [(D, law.loss(N, D)) for D in lengths], color))
-    title = "Loss by tokens and size" + (": runs (points) and the law (lines)" if law else "")
+    title = "Loss by tokens and size, measured" + " (points) and by the law (lines)" * bool(law)
     title += "; rings: held out" * bool(swept.held_out)
     return picture(title, lines, "tokens D", "loss", (True, True))
 
@@ -161,4 +161,4 @@ def curve_picture(key: str, curves: Sequence[Curve]) -> str:
         Line(curve.label or key, curve.points, number, dots=True, marks=[curve.best])
         for number, curve in enumerate(curves)
     ]
-    return picture(f"Loss by {key}; rings: the best of each line", lines, key, "loss", (log, False))
+    return picture(f"Loss by {key}, measured; rings: the best of each line", lines, key, "loss", (log, False))

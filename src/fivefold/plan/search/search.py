@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
+from operator import itemgetter
 from typing import Any
 
 from fivefold.errors import UserError
@@ -276,13 +277,14 @@ def _choice(plan: Plan) -> Choice:
 
 def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
     """The fastest layouts that fit if they offload something, where none fits without. They are among those with the
-    least bytes for each size of a microbatch."""
-    by_size: dict[int, list[tuple[float, Choice]]] = {}
-    for _, size, choice in bounds.starts(space):
-        by_size.setdefault(choice.B, []).append((size, choice))
+    least bytes, and with the least seconds, for each size of a microbatch."""
+    by_size: dict[int, list[tuple[float, float, Choice]]] = {}
+    for start in bounds.starts(space):
+        by_size.setdefault(start[2].B, []).append(start)
     found = []
     for starts in by_size.values():
-        for _, c in heapq.nsmallest(FEW, starts, key=lambda start: start[0]):
+        least = (heapq.nsmallest(FEW, starts, key=itemgetter(bound)) for bound in (0, 1))
+        for c in dict.fromkeys(c for each in least for *_, c in each):
             schedules = space.schedules(c.layout)[:FEW]
             for layout in {c.layout, space.leanest(c.layout)}:
                 for way, offload, update in product(schedules, OFFLOADS, (BESIDE, EARLY)):
