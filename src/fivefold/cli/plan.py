@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fivefold.cli import options
 from fivefold.cli.bench import ensure_measured
 from fivefold.cli.options import flag, option, print_json
-from fivefold.errors import UserError
+from fivefold.errors import UserError, several
 from fivefold.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = [
+    "fivefold plan llama3-8b --cluster h100:64",
     "fivefold plan llama-7b --cluster h100:64 --layout dp=64,zero=1 --set train.global_batch_size=1024",
     "fivefold plan my.toml --cluster lab.toml:16 --explain",
     "fivefold plan gpt2-124m --cluster h100:8 --layout dp=8 --html plan.html",
@@ -107,26 +108,26 @@ def plan(
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
 
-    See also `plan search` for the fastest layouts, `plan terms` for the terms of papers and courses, `plan trace` for
-    exact figures, and `plan calibrate`.
+    If the recipe's own layout does not have as many ranks as the cluster has devices, the fastest one that fits is
+    searched. See also `plan search` for the fastest layouts, `plan terms` for the terms of papers and courses,
+    `plan trace` for exact figures, and `plan calibrate`.
     """
     from fivefold.plan.advice.budget import answer
-    from fivefold.plan.predict import predict
 
     require_pictures(pictures, save, html, json)
     typed = Typed(recipe, set_ or [], cluster, given(margin, expert_load, document_tokens))
-    loaded, machine, software = read(typed, layout, params)
+    loaded, result, searched = planned(typed, layout, params)
     asked = questions(loaded, tokens, deadline, price, noise_scale)
-    result = predict(loaded, machine, software)
     answers = {"budget": answer(result, asked)} if asked else {}
     save_plan(save, loaded, result)
     if json:
         terms = {"terms": dict(result.step.terms)} if explain else {}
-        print_json(result.as_json() | terms | answers)
+        print_json(result.as_json() | ({"searched": searched} if searched else {}) | terms | answers)
     else:
         from fivefold.plan.advice.explain import explain as every_term
 
-        lines = [*summary(recipe, result), f"  {accuracy(result)}; `plan trace` is exact"]
+        lines = [searched] * bool(searched)
+        lines += [*summary(recipe, result), f"  {accuracy(result)}; `plan trace` is exact"]
         lines += ["", *every_term(result)] if explain else []
         print("\n".join([*lines, *budget_lines(answers)]))
     draw_plan(result, loaded, typed, pictures, html, json)
@@ -166,6 +167,36 @@ def read(
     software = with_load(software_of(machine), recipe.model, typed.given.get("--expert-load"))
     documents = documents_of(recipe, typed.given.get("--document-tokens"))
     return recipe, machine, replace(software, documents=documents)
+
+
+def planned(typed: Typed, layout: str | None, params: float | None) -> tuple[Recipe, Plan, str]:
+    """(recipe, its plan, "" or what was searched). The fastest layout that fits takes the place of the recipe's own,
+    if that does not have the cluster's number of ranks. One that was typed stays: it is refused.
+
+    Raises:
+        UserError: the plan cannot be made, or no layout fits.
+    """
+    from fivefold.plan.predict import predict
+    from fivefold.plan.search.search import apply
+    from fivefold.plan.search.search import search as found_by
+    from fivefold.sharding.layout import Layout, to_text
+
+    recipe, machine, software = read(typed, layout, params)
+    own = Layout.from_recipe(recipe.layout)
+    typed_layout = layout is not None or any(text.strip().startswith("layout.") for text in typed.sets)
+    alone = recipe.replica_groups.count > 1 or recipe.servers.count > 0  # not searched
+    if typed_layout or alone or machine.devices in (0, own.ranks):
+        return recipe, predict(recipe, machine, software), ""
+    free, _, _ = read(typed, "dp=1", params, search=True)
+    found = found_by(free, machine, 1, software)
+    if not found.plans:
+        raise UserError(f"{typed.name} on {machine.name}:{machine.devices}: {found.nothing}")
+    best = apply(free, found.plans[0])
+    why = (
+        f"searched: the layout of {typed.name}, {to_text(own)}, is for {several(own.ranks, 'rank')} and not for "
+        f"{machine.devices}; this is the fastest of {found.considered:,} that are (`plan search` lists more)"
+    )
+    return best, predict(best, machine, software), why
 
 
 def questions(

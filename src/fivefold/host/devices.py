@@ -141,7 +141,11 @@ SHEETS = (
         "NVIDIA H800 (SXM5, 2023): H100 with NVLink of 400 GB/s and without fast fp64",
     ),
     Sheet(
-        "h200", r"h200", 2023, _HOPPER, 132, 141 * GB, 4.8e12, 450 * GB, 5, _H100,
+        "gh200", r"gh200(?!.*144g)", 2023, _HOPPER, 132, 96 * GB, 4.0e12, 450 * GB, 5, _H100,
+        "NVIDIA GH200 Grace Hopper Superchip (96 GB of HBM3, 2023); NVLink-C2C of 900 GB/s to its own host", 450 * GB,
+    ),
+    Sheet(
+        "h200", r"\bh200", 2023, _HOPPER, 132, 141 * GB, 4.8e12, 450 * GB, 5, _H100,
         "NVIDIA H200 Tensor Core GPU (SXM, 2024)",
     ),
     Sheet(

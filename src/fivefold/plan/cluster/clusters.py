@@ -77,8 +77,9 @@ def _tpu(name: str) -> Cluster:
 
 
 # Networks: of DGX-1 and DGX A100 to B300 (one card per device from A100 on); GB200: of an NVL72 rack, whose hosts are
-# linked to the devices by NVLink-C2C; MI250X: of Frontier's nodes, whose 4 modules are 8 devices. The others are the
-# builder's choice; what is common is assumed.
+# linked to the devices by NVLink-C2C; GH200: of four superchips with NVLink between all pairs and 200 Gb/s each, as in
+# JUPITER and Alps (servers of one: gh200:8x1); MI250X: of Frontier's nodes, whose 4 modules are 8 devices. The others
+# are the builder's choice; what is common is assumed.
 PRESETS = {
     cluster.name: cluster
     for cluster in (
@@ -96,6 +97,10 @@ PRESETS = {
         _preset("h100-pcie", _NDR, cards=4),
         _preset("h100", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, reduce=480 * GB),
         _preset("h800", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION),
+        _preset(
+            "gh200", _HDR, _HOPPER_MATMUL, None, _HOPPER_ATTENTION,
+            per_node=4, mesh=True, host_memory=4 * 480 * GB, host_bandwidth=4 * 384 * GB,
+        ),
         _preset("h200", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, reduce=480 * GB),
         _preset("b200", _NDR, _B200_MATMUL, _B200_RING, (0.52, 0.42), reduce=845 * GB, streaming=0.67),
         _preset("gb200", _NDR, per_node=72, host_memory=36 * 480 * GB, host_bandwidth=36 * 400 * GB),
