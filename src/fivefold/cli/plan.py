@@ -417,12 +417,13 @@ def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
         f"{name} on {where}: the fastest of {found.considered} layouts, predicted",
         f"  {'step s':>9} {'MFU %':>6} {'tokens/s':>11} {'GiB':>6}  microbatches     layout",
     ]
-    for plan, why in zip(found.plans, found.reasons, strict=True):
+    for plan, why, same in zip(found.plans, found.reasons, found.same, strict=True):
         s = plan.setting
+        notes = [why] * bool(why) + [f"{len(same)} more as fast"] * bool(same)
         lines.append(
             f"  {plan.step.seconds:9.4g} {100 * plan.mfu:6.1f} {plan.tokens_per_s:11,.0f} "
             f"{plan.peak_bytes / 2**30:6.3g}  {s.microbatches:4} x {s.sizes.B:<3} {s.mode}  {to_text(plan.layout)}"
-            + (f"  ({why})" if why else "")
+            + (f"  ({'; '.join(notes)})" if notes else "")
         )
     reasons = ", ".join(f"{count} {reason}" for reason, count in found.rejected.items())
     room = f"usable memory {first.limit / 2**30:.1f} GiB per device"

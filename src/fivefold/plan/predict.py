@@ -87,7 +87,7 @@ class Plan:
         """The ranks that `memory[number]` is of."""
         return ("a worker", "a server")[number] if self.service else f"the ranks of stage {number}"
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         return round(max(m.total for m in self.memory))
 
