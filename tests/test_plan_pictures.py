@@ -93,6 +93,12 @@ def test_of_many_microbatches_some_are_drawn() -> None:
     assert shown.plan.setting.microbatches == 128
     assert len(shown.timeline.rows[0]) == 2 * 8
     assert any("8 of 128 microbatches" in line for line in lines(shown))
+    takes = dict(shown.plan.step.terms)["pipeline, first start to last end"]
+    busy = sum(16 * shown.timeline.busy(rank) for rank in range(4))
+    whole = shown.timeline.idle_of(16)
+    assert whole == pytest.approx(1 - busy / (4 * takes), abs=0.003)
+    assert whole < shown.timeline.bubble / 5
+    assert any(f"idle in these, {whole:.1%} in the step" in line for line in lines(shown))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

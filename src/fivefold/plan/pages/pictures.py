@@ -308,6 +308,12 @@ def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) 
     yield from _left_out(len(stages), full)
 
 
+def idle_words(timeline: Timeline, s: Setting) -> str:
+    """Idle shares of the microbatches that are drawn, and of the whole step."""
+    few = 1 + max(event.action.microbatch for event in timeline.events())
+    return f"{timeline.bubble:.1%} idle in these, {timeline.idle_of(s.microbatches / few):.1%} in the step"
+
+
 def timeline_lines(s: Setting, timeline: Timeline, width: int, color: bool, full: bool) -> Iterator[Text]:
     few = 1 + max(event.action.microbatch for event in timeline.events())
     count = f"{few} of {s.microbatches}" if few < s.microbatches else f"{few}"
@@ -315,7 +321,7 @@ def timeline_lines(s: Setting, timeline: Timeline, width: int, color: bool, full
     words = f"pipeline ({s.layout.schedule}), {count} microbatches, {duration_text(timeline.makespan)}"
     yield Text(f"{words}: F forward, B backward")
     if few < s.microbatches:
-        yield Text("  (idle shares of these microbatches; those of the whole step are smaller)", "dim")
+        yield Text(f"  ({idle_words(timeline, s)})", "dim")
     lines = pipeline_text(timeline, max(30, width - 26), color).splitlines()
     for rank in _shown(len(lines), full):
         yield Text("  ") + Text.from_ansi(lines[rank])
