@@ -281,7 +281,8 @@ def pipeline(recipe: Recipe, layout: Layout, color: bool) -> tuple[str, dict[str
     title, most = layout.schedule, microbatches_per_step(recipe)
     few = layout.shown(most)
     timeline = simulate(layout.pipeline(few))
-    idle = timeline.idle_of(most / few)
+    waits = timeline.bubble * timeline.makespan
+    idle = waits / (waits + (timeline.makespan - waits) * most / few)
     text = f"\nschedule {layout.schedule}: {idle:.1%} idle, if backward takes twice as long as forward\n"
     if few < most:
         text += f"{few} of {most} microbatches are drawn: {timeline.bubble:.1%} idle in these, {idle:.1%} in the step\n"

@@ -105,12 +105,6 @@ class Timeline:
         """Share of the makespan in which a rank is idle, 0..1."""
         return 1 - self.busy(rank) / self.makespan if self.makespan else 0.0
 
-    def idle_of(self, times: float) -> float:
-        """The bubble of a step with `times` as many microbatches, of which each takes as long and no rank waits for
-        more: of the whole step whose first and last ones these are."""
-        waits = self.bubble * self.makespan
-        return waits / (waits + (self.makespan - waits) * times) if self.makespan else 0.0
-
     def events(self) -> Iterator[Event]:
         """The events of all ranks."""
         for row in self.rows:
