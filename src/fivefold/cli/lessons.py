@@ -268,7 +268,7 @@ def terms(
             raise UserError(f"--{name} {number:g}: must be above 0 and finite")
     options.require_writable(svg=svg)
     loaded, machine, software = shared.read(shared.Typed(recipe, set_ or [], cluster), layout)
-    run = shared.questions(loaded, tokens, deadline, None, None)
+    run = shared.Asked(tokens, deadline).of(loaded)
     length, end = (run.tokens, run.deadline) if run else (shared.run_tokens(loaded), None)
     asked = counting.Asked(predict(loaded, machine, software), convention, length, end, psi, flops)
     found = counting.terms(asked, sections)

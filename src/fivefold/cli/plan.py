@@ -30,10 +30,11 @@ EXAMPLES = [
     "fivefold plan llama-7b --cluster h100:64 --layout dp=64,zero=1 --set train.global_batch_size=1024",
     "fivefold plan my.toml --cluster lab.toml:16 --explain",
     "fivefold plan gpt2-124m --cluster h100:8 --layout dp=8 --html plan.html",
-    "fivefold plan llama-7b --cluster h100:64 --tokens 1.4e12 --deadline 30d --price 2.5",
+    "fivefold plan llama-7b --cluster h100:64 --tokens 1.4T --deadline 30d --price 2.5 --mtbf 1900d",
+    "fivefold plan llama3-8b --cluster h100:64 --cluster a100:128 --tokens 1T --price 2.5 --price 1.2",
     "fivefold plan search llama-7b --cluster a100:64 --top 5 --save best.toml",
     "fivefold plan search llama-7b --cluster h100:64 --pictures --html plan.html",
-    "fivefold plan search llama-7b --cluster h100:64 --tokens 1.4e12 --deadline 30d --price 2.5",
+    "fivefold plan search llama-7b --cluster h100:64 --tokens 1.4T --deadline 30d --price 2.5",
     "fivefold plan search quickstart --cluster local:2",
     "fivefold plan search mixtral-8x7b --cluster h100:64 --expert-load 1.3",
     "fivefold plan trace llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3",
@@ -41,7 +42,7 @@ EXAMPLES = [
 ]
 GROUPS = {
     "Assumptions": ("params", "margin", "expert_load", "document_tokens"),
-    "Budget": ("tokens", "deadline", "price", "noise_scale"),
+    "Budget": ("tokens", "deadline", "price", "mtbf", "restart", "noise_scale"),
 }
 """Headings of the help, and the options below each."""
 
@@ -50,6 +51,15 @@ ClusterOption = Annotated[
     option(
         "NAME:DEVICES",
         "A name of `fivefold clusters`, local, or a .toml file. h100:64: 64 devices; h100:8x4: 8 nodes of 4.",
+        "--cluster",
+    ),
+]
+ClustersOption = Annotated[
+    list[str] | None,
+    option(
+        "NAME:DEVICES",
+        "A name of `fivefold clusters`, local, or a .toml file. h100:64: 64 devices; h100:8x4: 8 nodes of 4. Several, "
+        "each after its own --cluster, are set side by side. [default: h100]",
         "--cluster",
     ),
 ]
@@ -75,23 +85,43 @@ MarginOption = Annotated[
     float | None, option("PERCENT", "Memory to leave free. [default: the cluster's]", min=0, max=99)
 ]
 ParamsOption = Annotated[
-    float | None, option("N", "Plan a model with about N parameters instead of the recipe's.")
+    float | None,
+    option(
+        "N",
+        "Plan a model with about N parameters, such as 13B, instead of the recipe's.",
+        parser=options.number,
+    ),
 ]
 TokensOption = Annotated[
-    float | None, option("N", "Tokens to train on, such as 1.4e12. [default: the recipe's]")
+    float | None,
+    option("N", "Tokens to train on, such as 15T or 1.4e12. [default: the recipe's]", parser=options.number),
 ]
 DeadlineOption = Annotated[
     str | None, option("TIME", "Devices needed to finish within TIME, such as 30d (m, h, d, w).")
 ]
-PriceOption = Annotated[float | None, option("X", "Price per device-hour.")]
-NoiseOption = Annotated[float | None, option("N", "Gradient noise scale in tokens, as a run measured it.")]
+PriceOption = Annotated[
+    list[float] | None,
+    option("X", "Price per device-hour, one for all clusters or one for each. [default: the cluster file's]"),
+]
+MtbfOption = Annotated[
+    str | None,
+    option("TIME", "Mean time between failures of one device, such as 1900d. [default: the cluster file's]"),
+]
+RestartOption = Annotated[
+    str | None,
+    option("TIME", "From a failure until its last checkpoint is read. [default: the cluster's, else 10m]"),
+]
+NoiseOption = Annotated[
+    float | None,
+    option("N", "Gradient noise scale in tokens, as a run measured it.", parser=options.number),
+]
 
 
 def plan(
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,
     layout: options.LayoutOption = None,
-    cluster: ClusterOption = "h100",
+    cluster: ClustersOption = None,
     params: ParamsOption = None,
     margin: MarginOption = None,
     expert_load: ExpertLoadOption = None,
@@ -99,6 +129,8 @@ def plan(
     tokens: TokensOption = None,
     deadline: DeadlineOption = None,
     price: PriceOption = None,
+    mtbf: MtbfOption = None,
+    restart: RestartOption = None,
     noise_scale: NoiseOption = None,
     explain: ExplainOption = False,
     save: SaveOption = None,
@@ -115,9 +147,15 @@ def plan(
     from fivefold.plan.advice.budget import answer
 
     require_pictures(pictures, save, html, json)
-    typed = Typed(recipe, set_ or [], cluster, given(margin, expert_load, document_tokens))
+    every = all_typed(recipe, set_, cluster, given(margin, expert_load, document_tokens))
+    typed, ask = every[0], Asked(tokens, deadline, price, noise_scale, mtbf, restart)
+    ask.require_prices(len(every))
+    if len(every) > 1:
+        require_one(explain=explain, save=save, html=html, pictures=pictures)
+        side_by_side(every, [planned(one, layout, params) for one in every], ask, json)
+        return
     loaded, result, searched = planned(typed, layout, params)
-    asked = questions(loaded, tokens, deadline, price, noise_scale)
+    asked = ask.of(loaded)
     answers = {"budget": answer(result, asked)} if asked else {}
     save_plan(save, loaded, result)
     if json:
@@ -177,8 +215,6 @@ def planned(typed: Typed, layout: str | None, params: float | None) -> tuple[Rec
         UserError: the plan cannot be made, or no layout fits.
     """
     from fivefold.plan.predict import predict
-    from fivefold.plan.search.search import apply
-    from fivefold.plan.search.search import search as found_by
     from fivefold.sharding.layout import Layout, to_text
 
     recipe, machine, software = read(typed, layout, params)
@@ -187,27 +223,111 @@ def planned(typed: Typed, layout: str | None, params: float | None) -> tuple[Rec
     alone = recipe.replica_groups.count > 1 or recipe.servers.count > 0  # not searched
     if typed_layout or alone or machine.devices in (0, own.ranks):
         return recipe, predict(recipe, machine, software), ""
-    free, _, _ = read(typed, "dp=1", params, search=True)
-    found = found_by(free, machine, 1, software)
-    if not found.plans:
-        raise UserError(f"{typed.name} on {machine.name}:{machine.devices}: {found.nothing}")
-    best = apply(free, found.plans[0])
+    best, result, considered = fastest(typed, params)
     why = (
         f"searched: the layout of {typed.name}, {to_text(own)}, is for {several(own.ranks, 'rank')} and not for "
-        f"{machine.devices}; this is the fastest of {found.considered:,} that are (`plan search` lists more)"
+        f"{machine.devices}; this is the fastest of {considered:,} that are (`plan search` lists more)"
     )
-    return best, predict(best, machine, software), why
+    return best, result, why
 
 
-def questions(
-    recipe: Recipe, tokens: float | None, deadline: str | None, price: float | None, noise_scale: float | None
-) -> Questions | None:
-    """The budget questions asked on the command line, or None."""
-    if all(value is None for value in (tokens, deadline, price, noise_scale)):
-        return None
-    from fivefold.plan.advice.budget import ask
+def fastest(typed: Typed, params: float | None) -> tuple[Recipe, Plan, int]:
+    """(the recipe with the fastest layout that fits, its plan, the number of layouts). Raises UserError: none fits."""
+    from fivefold.plan.predict import predict
+    from fivefold.plan.search.search import apply
+    from fivefold.plan.search.search import search as found_by
 
-    return ask(tokens, deadline, price, noise_scale, run_tokens(recipe))
+    recipe, machine, software = read(typed, "dp=1", params, search=True)
+    found = found_by(recipe, machine, 1, software)
+    if not found.plans:
+        raise UserError(f"{typed.name} on {machine.name}:{machine.devices}: {found.nothing}")
+    best = apply(recipe, found.plans[0])
+    return best, predict(best, machine, software), found.considered
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The budget questions as they were typed. price: one for all clusters, or one for each."""
+
+    tokens: float | None = None
+    deadline: str | None = None
+    price: list[float] | None = None
+    noise_scale: float | None = None
+    mtbf: str | None = None
+    restart: str | None = None
+
+    def of(self, recipe: Recipe, number: int = 0, always: bool = False) -> Questions | None:
+        """Those about the cluster of this number, or None if nothing was asked. Raises UserError: one is malformed."""
+        if not (always or any(value is not None for value in vars(self).values())):
+            return None
+        from fivefold.plan.advice.budget import ask
+
+        price = self.price[number if len(self.price) > 1 else 0] if self.price else None
+        default = run_tokens(recipe)
+        return ask(self.tokens, self.deadline, price, self.noise_scale, default, self.mtbf, self.restart)
+
+    def require_prices(self, clusters: int) -> None:
+        """Raises UserError: there are other numbers of prices than one and that of the clusters."""
+        if self.price and len(self.price) not in (1, clusters):
+            raise UserError(
+                f"{len(self.price)} --price for {several(clusters, 'cluster')}: give one, or one for each"
+            )
+
+
+def all_typed(
+    recipe: str, sets: list[str] | None, clusters: list[str] | None, given: Mapping[str, float]
+) -> list[Typed]:
+    return [Typed(recipe, sets or [], name, given) for name in clusters or ["h100"]]
+
+
+def require_one(**wanted: object) -> None:
+    """Raises UserError: an option for one cluster was given with several."""
+    for name, value in wanted.items():
+        if value:
+            raise UserError(f"--{name} is for one --cluster; leave it out, or the other clusters")
+
+
+def side_by_side(
+    every: Sequence[Typed], plans: Sequence[tuple[Recipe, Plan, str]], asked: Asked, json: bool
+) -> None:
+    """Prints a row for each cluster: its plan, and the budget of the run there."""
+    from fivefold.observe.format import aligned
+    from fivefold.plan.advice.budget import answer
+    from fivefold.sharding.layout import to_text
+
+    rows, found = [], []
+    names = (
+        "cluster",
+        "devices",
+        "step s",
+        "MFU %",
+        "GiB",
+        "tokens/day",
+        "days",
+        "MWh",
+        "cost",
+        "per 1e9 tokens",
+        "layout",
+    )
+    for number, (typed, (recipe, plan, searched)) in enumerate(zip(every, plans, strict=True)):
+        budget = answer(plan, questions) if (questions := asked.of(recipe, number, always=True)) else {}
+        figures = (
+            budget["tokens_per_day"],
+            budget["days"],
+            *map(budget.get, ("energy_mwh", "cost", "cost_per_1e9_tokens")),
+        )
+        cells = [f"{plan.step.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.peak_bytes / 2**30:.3g}"]
+        cells += ["-" if x is None else f"{x:,.0f}" if 1e4 <= x < 1e10 else f"{x:,.4g}" for x in figures]
+        text = to_text(plan.layout) + "  (searched)" * bool(searched) + "  (DOES NOT FIT)" * (not plan.fits)
+        rows.append([plan.setting.cluster.name, f"{plan.ranks:,}", *cells, text])
+        more = {"searched": searched} if searched else {}
+        found.append(plan.as_json() | {"cluster": typed.cluster, "budget": budget} | more)
+    if json:
+        print_json({"clusters": found})
+        return
+    tokens = found[0]["budget"]["tokens"]
+    print(f"{every[0].name}, {tokens:.4g} tokens, predicted")
+    print("\n".join(f"  {line.rstrip()}" for line in aligned([list(names), *rows], (0, 10))))
 
 
 def run_tokens(recipe: Recipe) -> float:
@@ -302,7 +422,14 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
     from fivefold.observe.timelines import pipeline_svg
     from fivefold.plan.pages import grid
     from fivefold.plan.pages import page as plan_page
-    from fivefold.plan.pages.pictures import frontier_svg, memory_svg, pictures, roofline_svg
+    from fivefold.plan.pages.pictures import (
+        drawn_microbatches,
+        frontier_svg,
+        idle_words,
+        memory_svg,
+        pictures,
+        roofline_svg,
+    )
     from fivefold.plan.search.search import as_rows
     from fivefold.recipe import count_parameters
 
@@ -310,11 +437,14 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
     sliders = grid.axes(center, grid.BUDGET)
     data = grid.as_data(center, grid.command(typed.name, typed.sets, typed.given), sliders)
     drawn = pictures(grid.plan_at(center, center.values))
-    rows = as_rows(frontier)
+    rows, pipeline = as_rows(frontier), "Timeline of the pipeline"
+    if drawn.timeline:
+        count = f"{drawn_microbatches(drawn.timeline)} of {drawn.plan.setting.microbatches}"
+        pipeline += f", {count} microbatches ({idle_words(drawn.plan, drawn.timeline)})"
     shown = [
         memory_svg(drawn.plan, "Memory of a device"),
         roofline_svg(drawn.roofline, drawn.plan.step.seconds, "Roofline of the step"),
-        *([pipeline_svg(drawn.timeline, "Timeline of the pipeline")] if drawn.timeline else []),
+        *([pipeline_svg(drawn.timeline, pipeline)] if drawn.timeline else []),
         *([frontier_svg(rows, drawn.plan.limit, "Fastest layout for each memory")] if rows else []),
     ]
     model = center.full.model
@@ -333,7 +463,7 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
 def search(
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,
-    cluster: ClusterOption = "h100",
+    cluster: ClustersOption = None,
     top: Annotated[int, option("N", "Number of layouts to list.", min=1, max=1000)] = 10,
     precision: Annotated[
         str | None, option("MODES", "Precision modes to consider, such as bf16,fp8. [default: the recipe's]")
@@ -345,6 +475,8 @@ def search(
     tokens: TokensOption = None,
     deadline: DeadlineOption = None,
     price: PriceOption = None,
+    mtbf: MtbfOption = None,
+    restart: RestartOption = None,
     noise_scale: NoiseOption = None,
     explain: ExplainOption = False,
     save: SaveOption = None,
@@ -360,9 +492,15 @@ def search(
     from fivefold.plan.search.search import search as found_by
 
     require_pictures(pictures, save, html, json)
-    typed = Typed(recipe, set_ or [], cluster, given(margin, expert_load, document_tokens))
+    every = all_typed(recipe, set_, cluster, given(margin, expert_load, document_tokens))
+    typed, ask = every[0], Asked(tokens, deadline, price, noise_scale, mtbf, restart)
+    ask.require_prices(len(every))
+    if len(every) > 1:
+        require_one(explain=explain, save=save, html=html, pictures=pictures, precision=precision)
+        side_by_side(every, [(*fastest(one, params)[:2], "") for one in every], ask, json)
+        return
     loaded, machine, software = read(typed, "dp=1", params, search=True)
-    asked = questions(loaded, tokens, deadline, price, noise_scale)
+    asked = ask.of(loaded)
     modes = tuple(part.strip() for part in precision.split(",")) if precision is not None else ()
     found = found_by(loaded, machine, top, software, modes)
     if not found.plans and (save is not None or not json):
@@ -387,21 +525,24 @@ def search(
 def _answers(
     asked: Questions, found: Found, recipe: Recipe, machine: Cluster, software: Software
 ) -> dict[str, Any]:
-    """The answers for the best plan, and the fewest devices whose best layout meets the deadline."""
+    """The answers for the best plan, and the fewest nodes whose best layout meets the deadline."""
     from fivefold.plan.advice.budget import answer
+    from fivefold.plan.predict import with_stalls
     from fivefold.plan.search.search import fewest_devices
     from fivefold.sharding.layout import to_text
 
-    answers = answer(found.plans[0], asked)
-    if asked.deadline:
-        best = fewest_devices(recipe, machine, asked, answers["devices_for_deadline"], software)
+    answers = answer(with_stalls(found.plans[0], recipe), asked)
+    if asked.deadline and machine.connected:
+        best, stride = fewest_devices(recipe, machine, asked, software)
         answers["searched_devices"] = best.layout.ranks if best else None
         answers["searched"] = "no number of whole nodes tried meets the deadline"
         if best:
-            days = asked.tokens / best.tokens_per_s / 86400
+            ranks, days = best.layout.ranks, answer(best, asked)["days"]
             answers["searched"] = (
-                f"searched: {best.layout.ranks} devices finish in {days:.4g} days with {to_text(best.layout)}"
+                f"searched: {ranks} devices finish in {days:.4g} days with {to_text(best.layout)}"
             )
+        if stride > 1:
+            answers["searched"] += f" (one in {stride} numbers of nodes was tried)"
     return {"budget": answers}
 
 

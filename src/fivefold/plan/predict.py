@@ -300,6 +300,11 @@ def within(plan: Plan, most: int) -> Plan:
     return price(recomputing(s, resolve_budget(s, most, margin=0.0)))
 
 
+def with_stalls(plan: Plan, recipe: Recipe) -> Plan:
+    """A plan of a search with the stalls of its recipe's run."""
+    return replace(plan, stalls=stalls(resolved(recipe), plan.setting, plan.step.seconds))
+
+
 def resolved(recipe: Recipe) -> Recipe:
     """The recipe with every field filled in. Raises UserError: the vocabulary is not known yet."""
     size = expected_vocab_size(recipe)

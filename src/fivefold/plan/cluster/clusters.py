@@ -64,7 +64,7 @@ def _preset(
     shares = {"matmul": matmul, "attention": attention, "ring": ring}
     assumed = tuple(what for what, share in shares.items() if not share)
     rates = matmul or _MATMUL, sheet.units, sheet.memory, sheet.bandwidth, streaming, attention or _ATTENTION
-    device = Device(name, peak, *rates, assumed=assumed)
+    device = Device(name, peak, *rates, assumed=assumed, watts=sheet.watts)
     wire = (not sheet.linked and sheet.link) or PCIE[sheet.pcie]
     link, to_host = Link(wire, ring or _RING, _HOP, reduce, mesh), copies(sheet.to_host)
     return Cluster(name, device, 0, per_node, link, network, wiring=Wiring(cards), host_link=to_host, **host)
@@ -251,6 +251,10 @@ _KEYS = {
     "disk_read_gb_s": _Key("disk", "read", GB),
     "disk_write_gb_s": _Key("disk", "write", GB),
     "disk_both_gb_s": _Key("disk", "both", GB),
+    "device_watts": _Key("device", "watts"),
+    "price_per_hour": _Key("", "price"),
+    "mtbf_hours": _Key("", "mtbf", 3600.0),
+    "restart_minutes": _Key("", "restart", 60.0, above=-1e-9),
 }
 _SHARES = {"matmul": "matmul_share", "ring": "intra_share"}
 """Keys that replace what a preset assumes."""

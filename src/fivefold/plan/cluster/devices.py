@@ -29,6 +29,7 @@ class Device:
     products; of several hundred the fastest and the slowest differ by about 8% (Sinha et al., SC 2022, "Not All GPUs
     Are Created Equal"). measured: what takes the place of all these rates. assumed: shares that nobody has measured,
     "matmul", "attention" or "ring" (of the links within a node). margin: the share of memory that plans leave free.
+    watts: the most that it draws; 0: not known.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Device:
     measured: Share | None = None
     assumed: tuple[str, ...] = ()
     margin: float = MARGIN
+    watts: float = 0.0
 
 
 SWITCH = 25e-6
@@ -138,7 +140,9 @@ class Cluster:
     0 devices means as many as a layout has ranks. intra, inter: a device's links within a node and between nodes.
     machine: the table of a measured machine, which each node is like, or on which `hosts` nodes are (namespaces,
     containers). storage: the disk of a node. host_link: between a device and host memory (PCIe). host_memory: bytes per
-    node. host_bandwidth: bytes/s of it, by which the update on CPUs is bounded.
+    node. host_bandwidth: bytes/s of it, by which the update on CPUs is bounded. price: of a device-hour; mtbf: seconds
+    between failures of a device, on average; 0: not known. restart: seconds from a failure until its last checkpoint is
+    read, an assumption.
     """
 
     name: str
@@ -154,6 +158,9 @@ class Cluster:
     host_link: Storage = PINNED
     host_memory: float = 1024 * GIB
     host_bandwidth: float = 300 * GB
+    price: float = 0.0
+    mtbf: float = 0.0
+    restart: float = 600.0
 
     @property
     def on_cpu(self) -> bool:

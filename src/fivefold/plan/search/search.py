@@ -12,18 +12,18 @@ import gc
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.host.devices import GIB
-from fivefold.plan.advice.budget import Questions
+from fivefold.plan.advice.budget import DAY, Questions, answer
 from fivefold.plan.advice.explain import fold, limits, margin, reasons
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import model_states
-from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved
+from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved, with_stalls
 from fivefold.plan.predict import within as within_budget
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
@@ -46,7 +46,7 @@ Order = tuple[int, ...]
 FEW = 4  # layouts per size of a microbatch that are tried with offload; pipelines of the second round
 ROOMIER = 2  # times the memory that is looked beyond: devices have no more of it
 ROOM = 1.25  # memory that the second round may save, beside what there is
-MOST_SEARCHES = 8  # for the fewest devices
+MOST_SEARCHES = 64  # for the fewest devices, between a bound and twice as many nodes
 SMALLEST = 20  # if nothing fits, the layouts with the least bytes that are counted exactly
 COUNTED = 100  # the same for each larger number of devices
 TRIED = 24  # numbers of devices between a bound and the first doubling that does
@@ -308,22 +308,30 @@ def offloaded(space: Space, bounds: Bounds) -> list[Plan]:
 
 
 def fewest_devices(
-    recipe: Recipe, cluster: Cluster, asked: Questions, first: int, software: Software | None = None
-) -> Plan | None:
-    """The best plan on the fewest devices that meet the deadline, or None if no tried number does.
-
-    It tries one node, two, four and so on, from about `first` devices."""
+    recipe: Recipe, cluster: Cluster, asked: Questions, software: Software | None = None
+) -> tuple[Plan | None, int]:
+    """(the best plan on the fewest whole nodes that meet the deadline, or None; the step between the numbers of nodes
+    that were tried). They begin at a bound: nodes that compute as fast as one alone, and wait for nothing."""
     assert asked.deadline is not None
-    devices = cluster.per_node * 2 ** max(0, math.ceil(math.log2(first / cluster.per_node)) - 1)
-    for _ in range(MOST_SEARCHES):
-        try:
-            found = search(recipe, replace(cluster, devices=devices), 1, software)
-        except UserError:  # no layout divides the batch, and none with twice the devices will
-            return None
-        if found.plans and asked.tokens / found.plans[0].tokens_per_s <= asked.deadline:
-            return found.plans[0]
-        devices *= 2
-    return None
+    full, each = resolved(recipe), cluster.per_node
+    software = for_recipe(software or software_of(cluster), recipe)
+    tokens = full.train.global_batch_size * full.model.seq_len
+    needed = asked.deadline / (asked.tokens / tokens)
+    node = replace(cluster, devices=each)
+    alone = Bounds(full.model, node, software).starts(Space(full, node))
+    least = min((seconds for seconds, _, _ in alone), default=0.0) - software.step
+    first = max(1, math.floor(least / needed))
+    stride = max(1, first // MOST_SEARCHES)
+    for nodes in range(first, first + 2 * stride * MOST_SEARCHES, stride):
+        sized = replace(cluster, devices=nodes * each)
+        with suppress(UserError):  # no layout divides the batch
+            space = space_of(recipe, sized)
+            run = Search(space, Bounds(full.model, sized, software), limit(sized), SLOWER * needed)
+            plans = [within_budget(plan, int(run.most)) for plan in islice(run.plans(), FEW)]
+            best = min(plans, key=lambda plan: plan.step.seconds, default=None)
+            if best and answer(best := with_stalls(best, recipe), asked)["days"] * DAY <= asked.deadline:
+                return best, stride
+    return None, stride
 
 
 def space_of(recipe: Recipe, cluster: Cluster, modes: tuple[str, ...] = ()) -> Space:
