@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli import options
+from fivefold.cli import budgets, options
 from fivefold.cli.bench import ensure_measured
 from fivefold.cli.options import flag, option, print_json
 from fivefold.errors import UserError, several
 from fivefold.precision import PRECISIONS
 
 if TYPE_CHECKING:
-    from fivefold.plan.advice.budget import Questions
     from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.predict import Plan
     from fivefold.plan.search.search import Found
@@ -40,6 +39,7 @@ EXAMPLES = [
     "fivefold plan trace llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3",
     "fivefold plan trace llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
 ]
+CLUSTER = "h100"
 GROUPS = {
     "Assumptions": ("params", "margin", "expert_load", "document_tokens"),
     "Budget": ("tokens", "deadline", "price", "mtbf", "restart", "noise_scale"),
@@ -85,35 +85,7 @@ MarginOption = Annotated[
     float | None, option("PERCENT", "Memory to leave free. [default: the cluster's]", min=0, max=99)
 ]
 ParamsOption = Annotated[
-    float | None,
-    option(
-        "N",
-        "Plan a model with about N parameters, such as 13B, instead of the recipe's.",
-        parser=options.number,
-    ),
-]
-TokensOption = Annotated[
-    float | None,
-    option("N", "Tokens to train on, such as 15T or 1.4e12. [default: the recipe's]", parser=options.number),
-]
-DeadlineOption = Annotated[
-    str | None, option("TIME", "Devices needed to finish within TIME, such as 30d (m, h, d, w).")
-]
-PriceOption = Annotated[
-    list[float] | None,
-    option("X", "Price per device-hour, one for all clusters or one for each. [default: the cluster file's]"),
-]
-MtbfOption = Annotated[
-    str | None,
-    option("TIME", "Mean time between failures of one device, such as 1900d. [default: the cluster file's]"),
-]
-RestartOption = Annotated[
-    str | None,
-    option("TIME", "From a failure until its last checkpoint is read. [default: the cluster's, else 10m]"),
-]
-NoiseOption = Annotated[
-    float | None,
-    option("N", "Gradient noise scale in tokens, as a run measured it.", parser=options.number),
+    float | None, option("N", "Plan a model of about N parameters, such as 13B.", parser=options.number)
 ]
 
 
@@ -126,12 +98,12 @@ def plan(
     margin: MarginOption = None,
     expert_load: ExpertLoadOption = None,
     document_tokens: DocumentTokensOption = None,
-    tokens: TokensOption = None,
-    deadline: DeadlineOption = None,
-    price: PriceOption = None,
-    mtbf: MtbfOption = None,
-    restart: RestartOption = None,
-    noise_scale: NoiseOption = None,
+    tokens: budgets.TokensOption = None,
+    deadline: budgets.DeadlineOption = None,
+    price: budgets.PriceOption = None,
+    mtbf: budgets.MtbfOption = None,
+    restart: budgets.RestartOption = None,
+    noise_scale: budgets.NoiseOption = None,
     explain: ExplainOption = False,
     save: SaveOption = None,
     pictures: PicturesOption = False,
@@ -147,12 +119,12 @@ def plan(
     from fivefold.plan.advice.budget import answer
 
     require_pictures(pictures, save, html, json)
-    every = all_typed(recipe, set_, cluster, given(margin, expert_load, document_tokens))
-    typed, ask = every[0], Asked(tokens, deadline, price, noise_scale, mtbf, restart)
-    ask.require_prices(len(every))
-    if len(every) > 1:
-        require_one(explain=explain, save=save, html=html, pictures=pictures)
-        side_by_side(every, [planned(one, layout, params) for one in every], ask, json)
+    assumed = given(margin, expert_load, document_tokens)
+    every = [Typed(recipe, set_ or [], name, assumed) for name in cluster or [CLUSTER]]
+    typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
+    plans = (planned(one, layout, params) for one in every)
+    alone = {"explain": explain, "save": save, "html": html, "pictures": pictures}
+    if budgets.side_by_side(recipe, len(every), plans, ask, json, **alone):
         return
     loaded, result, searched = planned(typed, layout, params)
     asked = ask.of(loaded)
@@ -167,7 +139,7 @@ def plan(
         lines = [searched] * bool(searched)
         lines += [*summary(recipe, result), f"  {accuracy(result)}; `plan trace` is exact"]
         lines += ["", *every_term(result)] if explain else []
-        print("\n".join([*lines, *budget_lines(answers)]))
+        print("\n".join([*lines, *budgets.budget_lines(answers)]))
     draw_plan(result, loaded, typed, pictures, html, json)
 
 
@@ -243,104 +215,6 @@ def fastest(typed: Typed, params: float | None) -> tuple[Recipe, Plan, int]:
         raise UserError(f"{typed.name} on {machine.name}:{machine.devices}: {found.nothing}")
     best = apply(recipe, found.plans[0])
     return best, predict(best, machine, software), found.considered
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The budget questions as they were typed. price: one for all clusters, or one for each."""
-
-    tokens: float | None = None
-    deadline: str | None = None
-    price: list[float] | None = None
-    noise_scale: float | None = None
-    mtbf: str | None = None
-    restart: str | None = None
-
-    def of(self, recipe: Recipe, number: int = 0, always: bool = False) -> Questions | None:
-        """Those about the cluster of this number, or None if nothing was asked. Raises UserError: one is malformed."""
-        if not (always or any(value is not None for value in vars(self).values())):
-            return None
-        from fivefold.plan.advice.budget import ask
-
-        price = self.price[number if len(self.price) > 1 else 0] if self.price else None
-        default = run_tokens(recipe)
-        return ask(self.tokens, self.deadline, price, self.noise_scale, default, self.mtbf, self.restart)
-
-    def require_prices(self, clusters: int) -> None:
-        """Raises UserError: there are other numbers of prices than one and that of the clusters."""
-        if self.price and len(self.price) not in (1, clusters):
-            raise UserError(
-                f"{len(self.price)} --price for {several(clusters, 'cluster')}: give one, or one for each"
-            )
-
-
-def all_typed(
-    recipe: str, sets: list[str] | None, clusters: list[str] | None, given: Mapping[str, float]
-) -> list[Typed]:
-    return [Typed(recipe, sets or [], name, given) for name in clusters or ["h100"]]
-
-
-def require_one(**wanted: object) -> None:
-    """Raises UserError: an option for one cluster was given with several."""
-    for name, value in wanted.items():
-        if value:
-            raise UserError(f"--{name} is for one --cluster; leave it out, or the other clusters")
-
-
-def side_by_side(
-    every: Sequence[Typed], plans: Sequence[tuple[Recipe, Plan, str]], asked: Asked, json: bool
-) -> None:
-    """Prints a row for each cluster: its plan, and the budget of the run there."""
-    from fivefold.observe.format import aligned
-    from fivefold.plan.advice.budget import answer
-    from fivefold.sharding.layout import to_text
-
-    rows, found = [], []
-    names = (
-        "cluster",
-        "devices",
-        "step s",
-        "MFU %",
-        "GiB",
-        "tokens/day",
-        "days",
-        "MWh",
-        "cost",
-        "per 1e9 tokens",
-        "layout",
-    )
-    for number, (typed, (recipe, plan, searched)) in enumerate(zip(every, plans, strict=True)):
-        budget = answer(plan, questions) if (questions := asked.of(recipe, number, always=True)) else {}
-        figures = (
-            budget["tokens_per_day"],
-            budget["days"],
-            *map(budget.get, ("energy_mwh", "cost", "cost_per_1e9_tokens")),
-        )
-        cells = [f"{plan.step.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.peak_bytes / 2**30:.3g}"]
-        cells += ["-" if x is None else f"{x:,.0f}" if 1e4 <= x < 1e10 else f"{x:,.4g}" for x in figures]
-        text = to_text(plan.layout) + "  (searched)" * bool(searched) + "  (DOES NOT FIT)" * (not plan.fits)
-        rows.append([plan.setting.cluster.name, f"{plan.ranks:,}", *cells, text])
-        more = {"searched": searched} if searched else {}
-        found.append(plan.as_json() | {"cluster": typed.cluster, "budget": budget} | more)
-    if json:
-        print_json({"clusters": found})
-        return
-    tokens = found[0]["budget"]["tokens"]
-    print(f"{every[0].name}, {tokens:.4g} tokens, predicted")
-    print("\n".join(f"  {line.rstrip()}" for line in aligned([list(names), *rows], (0, 10))))
-
-
-def run_tokens(recipe: Recipe) -> float:
-    from fivefold.recipe import tokens_before, total_steps
-
-    return float(tokens_before(recipe, total_steps(recipe)))
-
-
-def budget_lines(answers: dict[str, Any]) -> list[str]:
-    """The answers to budget questions as lines of text. answers: {"budget": ...}, or {} without questions."""
-    from fivefold.plan.advice.budget import lines
-
-    return [f"  {line}" for line in lines(answers["budget"])] if answers else []
 
 
 def summary(name: str, plan: Plan) -> list[str]:
@@ -472,12 +346,12 @@ def search(
     margin: MarginOption = None,
     expert_load: ExpertLoadOption = None,
     document_tokens: DocumentTokensOption = None,
-    tokens: TokensOption = None,
-    deadline: DeadlineOption = None,
-    price: PriceOption = None,
-    mtbf: MtbfOption = None,
-    restart: RestartOption = None,
-    noise_scale: NoiseOption = None,
+    tokens: budgets.TokensOption = None,
+    deadline: budgets.DeadlineOption = None,
+    price: budgets.PriceOption = None,
+    mtbf: budgets.MtbfOption = None,
+    restart: budgets.RestartOption = None,
+    noise_scale: budgets.NoiseOption = None,
     explain: ExplainOption = False,
     save: SaveOption = None,
     pictures: PicturesOption = False,
@@ -488,62 +362,37 @@ def search(
 
     The recipe's own layout and microbatch size are ignored.
     """
-    from fivefold.plan.search.search import apply, frontier
-    from fivefold.plan.search.search import search as found_by
+    from fivefold.plan.search import search as searching
 
     require_pictures(pictures, save, html, json)
-    every = all_typed(recipe, set_, cluster, given(margin, expert_load, document_tokens))
-    typed, ask = every[0], Asked(tokens, deadline, price, noise_scale, mtbf, restart)
-    ask.require_prices(len(every))
-    if len(every) > 1:
-        require_one(explain=explain, save=save, html=html, pictures=pictures, precision=precision)
-        side_by_side(every, [(*fastest(one, params)[:2], "") for one in every], ask, json)
+    assumed = given(margin, expert_load, document_tokens)
+    every = [Typed(recipe, set_ or [], name, assumed) for name in cluster or [CLUSTER]]
+    typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
+    plans = ((*fastest(one, params)[:2], "") for one in every)
+    alone = {"explain": explain, "save": save, "html": html, "pictures": pictures, "precision": precision}
+    if budgets.side_by_side(recipe, len(every), plans, ask, json, **alone):
         return
     loaded, machine, software = read(typed, "dp=1", params, search=True)
     asked = ask.of(loaded)
     modes = tuple(part.strip() for part in precision.split(",")) if precision is not None else ()
-    found = found_by(loaded, machine, top, software, modes)
+    found = searching.search(loaded, machine, top, software, modes)
     if not found.plans and (save is not None or not json):
         raise UserError(f"{recipe} on {machine.name}:{machine.devices}: {found.nothing}")
-    answers = _answers(asked, found, loaded, machine, software) if asked and found.plans else {}
-    if found.plans:
-        save_plan(save, loaded, found.plans[0])
+    best = found.plans[0] if found.plans else None
+    answers = budgets.answers(asked, best, loaded, machine, software) if asked and best else {}
+    if best:
+        save_plan(save, loaded, best)
     if json:
         print_json(found.as_json() | answers)
-    else:
-        lines = [*_table(recipe, found, modes), *budget_lines(answers)]
+    elif best:
+        lines = [*_table(recipe, found, modes), *budgets.budget_lines(answers)]
         if explain:
             from fivefold.plan.advice.explain import explain as every_term
 
-            lines += ["", *summary(recipe, found.plans[0]), "", *every_term(found.plans[0])]
+            lines += ["", *summary(recipe, best), "", *every_term(best)]
         print("\n".join(lines))
-    if found.plans:
-        best = apply(loaded, found.plans[0])
-        draw_plan(found.plans[0], best, typed, pictures, html, json, frontier(found))
-
-
-def _answers(
-    asked: Questions, found: Found, recipe: Recipe, machine: Cluster, software: Software
-) -> dict[str, Any]:
-    """The answers for the best plan, and the fewest nodes whose best layout meets the deadline."""
-    from fivefold.plan.advice.budget import answer
-    from fivefold.plan.predict import with_stalls
-    from fivefold.plan.search.search import fewest_devices
-    from fivefold.sharding.layout import to_text
-
-    answers = answer(with_stalls(found.plans[0], recipe), asked)
-    if asked.deadline and machine.connected:
-        best, stride = fewest_devices(recipe, machine, asked, software)
-        answers["searched_devices"] = best.layout.ranks if best else None
-        answers["searched"] = "no number of whole nodes tried meets the deadline"
-        if best:
-            ranks, days = best.layout.ranks, answer(best, asked)["days"]
-            answers["searched"] = (
-                f"searched: {ranks} devices finish in {days:.4g} days with {to_text(best.layout)}"
-            )
-        if stride > 1:
-            answers["searched"] += f" (one in {stride} numbers of nodes was tried)"
-    return {"budget": answers}
+    if best:
+        draw_plan(best, searching.apply(loaded, best), typed, pictures, html, json, searching.frontier(found))
 
 
 def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
@@ -584,7 +433,7 @@ def trace(
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,
     layout: options.LayoutOption = None,
-    cluster: ClusterOption = "h100",
+    cluster: ClusterOption = CLUSTER,
     rank: Annotated[int, option("N", "The rank to trace.")] = 0,
     memory_timeline: Annotated[
         Path | None,

@@ -152,10 +152,10 @@ def _operations(plan: Plan) -> Iterator[str]:
         yield f"  load of the busiest expert rank relative to an even split: {load:g}{assumed}"
 
 
-def fold(plans: Sequence[Plan]) -> list[tuple[Plan, list[Plan]]]:
-    """Plans, best first, each with the later ones that are as fast, take no less memory, and differ only in how
-    sequences are dealt to data-parallel and context ranks, and in the states that these share."""
-    found, alike = list[tuple[Plan, list[Plan]]](), dict[object, list[tuple[Plan, list[Plan]]]]()
+def fold(plans: Sequence[Plan]) -> tuple[list[Plan], list[list[Plan]]]:
+    """(plans, best first; for each the later ones that are as fast, take no less memory, and differ only in how
+    sequences are dealt to data-parallel and context ranks, and in the states that these share)."""
+    found, same, alike = list[Plan](), list[list[Plan]](), dict[object, list[tuple[Plan, list[Plan]]]]()
     for plan in plans:
         s, x = plan.setting, plan.setting.layout
         groups = alike.setdefault((_undealt(x), x.dp * x.cp, s.sizes.B / x.cp, s.mode), [])
@@ -165,9 +165,10 @@ def fold(plans: Sequence[Plan]) -> list[tuple[Plan, list[Plan]]]:
                 others.append(plan)
                 break
         else:
-            found.append((plan, []))
-            groups.append(found[-1])
-    return found
+            found.append(plan)
+            same.append([])
+            groups.append((plan, same[-1]))
+    return found, same
 
 
 @lru_cache(maxsize=1024)
@@ -217,26 +218,29 @@ def _computing(s: Setting) -> tuple[float, float]:
     return max(sums), sum(sums) / len(sums)
 
 
-def limits(plans: Sequence[Plan], bolder: Plan, roomier: Plan | None, indivisible: Plan | None) -> list[str]:
+def limits(
+    plans: Sequence[Plan], bolder: Plan | None, roomier: Plan | None, indivisible: Plan | None
+) -> list[str]:
     """The bottlenecks of the best plan, worst first, with the gain in tokens/s from more of each.
 
-    bolder: a fast plan that fits without the margin. roomier: one for unlimited memory. indivisible: a plan whose
+    bolder: a fast plan that fits without the margin. roomier: one that needs more memory. indivisible: a plan whose
     tensor ranks need not divide the model. For links, devices and batch the given plans are priced again, so another
     layout may gain more: the sentences say so.
     """
-    best, size = plans[0], f"{bolder.peak_bytes / GIB:.1f} GiB"
-    fits = f"fits without {margin(best.setting.cluster)} (--margin 0), with {size}"
-    more = [(bolder, f"margin: {_how(bolder)} would be {{}} faster; it {fits}")]
+    if not plans:
+        return []
+    best, more = plans[0], list[tuple[Plan, str]]()
+    if bolder is not None:
+        fits = f"fits without {margin(best.setting.cluster)} (--margin 0), with {bolder.peak_bytes / GIB:.1f} GiB"
+        more.append((bolder, f"margin: {_how(bolder)} would be {{}} faster; it {fits}"))
     if roomier is not None:
         room = f"{roomier.peak_bytes / GIB:.1f} of {best.limit / GIB:.1f} GiB"
         more.append((roomier, f"memory: {_how(roomier)} would be {{}} faster, but takes {room}"))
     if indivisible is not None:
         why = f"but tp={indivisible.layout.tp} does not divide the model"
         more.append((indivisible, f"divisibility: {_how(indivisible)} would be {{}} faster, {why}"))
-    batch = price(replace(best.setting, microbatches=2 * best.setting.microbatches))
-    more.append(
-        (batch, "batch size: twice train.global_batch_size would give {} more tokens/s with this layout")
-    )
+    batch = "batch size: twice train.global_batch_size would give {} more tokens/s with this layout"
+    more.append((price(replace(best.setting, microbatches=2 * best.setting.microbatches)), batch))
     cluster, device = best.setting.cluster, best.setting.cluster.device
     computes = replace(device, peak={dtype: 2 * rate for dtype, rate in device.peak.items()})
     moves = replace(device, bandwidth=2 * device.bandwidth)
@@ -247,11 +251,9 @@ def limits(plans: Sequence[Plan], bolder: Plan, roomier: Plan | None, indivisibl
         "memory bandwidth: twice as much": replace(cluster, device=moves),
     }
     if EXPOSED in best.step.exposed:
-        host, disk = replace(cluster, host_link=cluster.host_link.shared(0.5)), cluster.storage.shared(0.5)
-        doubled["link to the host: twice the speed"] = host
+        host, disk = cluster.host_link.shared(0.5), cluster.storage.shared(0.5)
+        doubled["link to the host: twice the speed"] = replace(cluster, host_link=host)
         doubled["disk: twice the speed"] = replace(cluster, storage=disk)
-        updates = replace(cluster, host_bandwidth=2 * cluster.host_bandwidth)
-        doubled["host memory, which bounds updates: twice the bandwidth"] = updates
     for what, cluster in doubled.items():
         again = [price(replace(plan.setting, cluster=cluster)) for plan in plans]
         faster = min(again, key=lambda plan: plan.step.seconds)

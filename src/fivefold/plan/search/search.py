@@ -208,32 +208,28 @@ def search(
     fitting = list[Plan]()
     for plan in run.plans():
         fitting.append(plan)
-        late = plan.step.seconds > SLOWER * fitting[0].step.seconds
-        enough = late or len(fitting) >= LOOKED
-        if enough and (len(fitting) >= FOLDED * max(top, LOOKED) or len(fold(fitting)) >= top):
+        looked = len(fitting) >= LOOKED or plan.step.seconds > SLOWER * fitting[0].step.seconds
+        if looked and (len(fitting) >= FOLDED * max(top, LOOKED) or len(fold(fitting)[0]) >= top):
             break
     best = fitting[0].step.seconds if fitting else math.inf
     roomy = Search(space, bounds, ROOM * run.most, best).glimpse()
     late = fitting[-1].step.seconds if len(fitting) >= top else math.inf
-    pipelines = [] if roomy is None else [roomy]
-    pipelines += islice((plan for plan in fitting if plan.layout.pp > 1), FEW)
+    cut = (plan for plan in fitting if plan.layout.pp > 1)
+    pipelines = [*filter(None, [roomy]), *islice(cut, FEW)]
     second = list(tuned(space, bounds, run.most, late, pipelines))
-    considered = space.size + len(second)
     # recompute in as few blocks as it takes, not in all; no plan that is much slower becomes the first by that
     thinned = dict[tuple[Layout, int, str], Plan]()
     for plan in (*fitting, *second):
         plan = within_budget(plan, int(run.most))
         thinned.setdefault((plan.layout, plan.setting.sizes.B, plan.setting.mode), plan)
-    groups = fold(sorted(thinned.values(), key=lambda plan: plan.step.seconds))[:top]
-    plans, same = [plan for plan, _ in groups], [others for _, others in groups]
-    folded = sum(map(len, same))
-    slower = considered - len(plans) - run.lost - folded
-    counts = {"do not fit": run.lost, "as fast as one listed": folded, "slower": slower}
+    plans, same = (part[:top] for part in fold(sorted(thinned.values(), key=lambda plan: plan.step.seconds)))
+    counts = {"do not fit": run.lost, "as fast as one listed": sum(map(len, same))}
+    considered = space.size + len(second)
+    counts["slower"] = considered - len(plans) - sum(counts.values())
     rejected = {reason: n for reason, n in counts.items() if n}
     if not plans:
-        why, groups = _nothing_fits(space, bounds, run.smallest()), fold(offloaded(space, bounds))[:top]
-        plans, same = [plan for plan, _ in groups], [others for _, others in groups]
-        binding = limits(plans, plans[0], None, None) if plans else []
+        plans, same = (part[:top] for part in fold(offloaded(space, bounds)))
+        binding, why = limits(plans, None, None, None), _nothing_fits(space, bounds, run.smallest())
         return Found(plans, considered, rejected, same, reasons(plans), binding, why)
 
     def within(most: float) -> Plan | None:
@@ -248,8 +244,8 @@ def search(
         bolder = min((within_budget(p, whole) for p in (bolder, wide)), key=lambda p: p.step.seconds)
     roomier = Search(space, bounds, ROOMIER * run.most, best).glimpse()
     wider = Search(replace(space, indivisible=True), bounds, run.most, best).glimpse()
-    bottlenecks = limits(plans, bolder, roomier, wider)
-    return Found(plans, considered, rejected, same, reasons(plans), bottlenecks, "", within)
+    binding = limits(plans, bolder, roomier, wider)
+    return Found(plans, considered, rejected, same, reasons(plans), binding, "", within)
 
 
 def tuned(
