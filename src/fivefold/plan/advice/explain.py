@@ -152,9 +152,9 @@ def _operations(plan: Plan) -> Iterator[str]:
         yield f"  load of the busiest expert rank relative to an even split: {load:g}{assumed}"
 
 
-def fold(plans: Sequence[Plan]) -> tuple[list[Plan], list[list[Plan]]]:
-    """(plans, best first; for each the later ones that are as fast, take no less memory, and differ only in how
-    sequences are dealt to data-parallel and context ranks, and in the states that these share)."""
+def fold(plans: Sequence[Plan], top: int | None = None) -> tuple[list[Plan], list[list[Plan]]]:
+    """(the first `top` plans, best first; for each those behind it that are as fast, take no less memory, and differ
+    only in how sequences are dealt to data-parallel and context ranks, and in the states that these share)."""
     found, same, alike = list[Plan](), list[list[Plan]](), dict[object, list[tuple[Plan, list[Plan]]]]()
     for plan in plans:
         s, x = plan.setting, plan.setting.layout
@@ -168,7 +168,7 @@ def fold(plans: Sequence[Plan]) -> tuple[list[Plan], list[list[Plan]]]:
             found.append(plan)
             same.append([])
             groups.append((plan, same[-1]))
-    return found, same
+    return found[:top], same[:top]
 
 
 @lru_cache(maxsize=1024)
@@ -251,7 +251,7 @@ def limits(
         "memory bandwidth: twice as much": replace(cluster, device=moves),
     }
     if EXPOSED in best.step.exposed:
-        host, disk = cluster.host_link.shared(0.5), cluster.storage.shared(0.5)
+        host, disk = cluster.host_link.shared(0.5), cluster.storage.shared(0.5)  # twice the speed
         doubled["link to the host: twice the speed"] = replace(cluster, host_link=host)
         doubled["disk: twice the speed"] = replace(cluster, storage=disk)
     for what, cluster in doubled.items():

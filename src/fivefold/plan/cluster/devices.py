@@ -97,7 +97,7 @@ class Storage:
         """Seconds to read and write so many bytes at the same time."""
         return max(read / self.read, written / self.write, (read + written) / self.both)
 
-    def shared(self, ranks: int) -> Storage:
+    def shared(self, ranks: float) -> Storage:
         return Storage(self.read / ranks, self.write / ranks, self.both / ranks)
 
 

@@ -222,13 +222,13 @@ def search(
     for plan in (*fitting, *second):
         plan = within_budget(plan, int(run.most))
         thinned.setdefault((plan.layout, plan.setting.sizes.B, plan.setting.mode), plan)
-    plans, same = (part[:top] for part in fold(sorted(thinned.values(), key=lambda plan: plan.step.seconds)))
+    plans, same = fold(sorted(thinned.values(), key=lambda plan: plan.step.seconds), top)
     counts = {"do not fit": run.lost, "as fast as one listed": sum(map(len, same))}
     considered = space.size + len(second)
     counts["slower"] = considered - len(plans) - sum(counts.values())
     rejected = {reason: n for reason, n in counts.items() if n}
     if not plans:
-        plans, same = (part[:top] for part in fold(offloaded(space, bounds)))
+        plans, same = fold(offloaded(space, bounds), top)
         binding, why = limits(plans, None, None, None), _nothing_fits(space, bounds, run.smallest())
         return Found(plans, considered, rejected, same, reasons(plans), binding, why)
 
