@@ -19,22 +19,15 @@ if TYPE_CHECKING:
 
 TokensOption = Annotated[
     float | None,
-    option("N", "Tokens to train on, such as 15T or 1.4e12. [default: the recipe's]", parser=options.number),
+    option("N", "Tokens to train on, such as 15T. [default: the recipe's]", parser=options.number),
 ]
-DeadlineOption = Annotated[
-    str | None, option("TIME", "Devices needed to finish within TIME, such as 30d (m, h, d, w).")
-]
+DeadlineOption = Annotated[str | None, option("TIME", "Time to finish in, such as 30d (m, h, d, w).")]
 PriceOption = Annotated[
-    list[float] | None,
-    option("X", "Price per device-hour, one for all clusters or one for each. [default: the cluster file's]"),
+    list[float] | None, option("X", "Per device-hour, of all clusters or of each in turn.")
 ]
-MtbfOption = Annotated[
-    str | None,
-    option("TIME", "Mean time between failures of one device, such as 1900d. [default: the cluster file's]"),
-]
+MtbfOption = Annotated[str | None, option("TIME", "Between failures of one device, such as 1900d.")]
 RestartOption = Annotated[
-    str | None,
-    option("TIME", "From a failure until its last checkpoint is read. [default: the cluster's, else 10m]"),
+    str | None, option("TIME", "Until a failed run trains again. [default: the cluster's]")
 ]
 NoiseOption = Annotated[
     float | None, option("N", "Gradient noise scale in tokens, as a run measured it.", parser=options.number)

@@ -58,8 +58,8 @@ ClustersOption = Annotated[
     list[str] | None,
     option(
         "NAME:DEVICES",
-        "A name of `fivefold clusters`, local, or a .toml file. h100:64: 64 devices; h100:8x4: 8 nodes of 4. Several, "
-        "each after its own --cluster, are set side by side. [default: h100]",
+        "A name of `fivefold clusters`, local, or a .toml file. h100:8x4: 8 nodes of 4. Repeatable: side by side. "
+        "[default: h100]",
         "--cluster",
     ),
 ]
@@ -112,9 +112,8 @@ def plan(
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
 
-    If the recipe's own layout does not have as many ranks as the cluster has devices, the fastest one that fits is
-    searched. See also `plan search` for the fastest layouts, `plan terms` for the terms of papers and courses,
-    `plan trace` for exact figures, and `plan calibrate`.
+    A layout for another number of devices is replaced by the fastest one that fits. See also `plan search`,
+    `plan terms` for the terms of papers and courses, `plan trace` for exact figures, and `plan calibrate`.
     """
     from fivefold.plan.advice.budget import answer
 
