@@ -26,7 +26,7 @@ from fivefold.sharding.layout import Layout
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_presets(name: str) -> None:
-    per_node = {"gb200": 72, "tpu-v4": 4, "tpu-v5p": 4}.get(name, 8)
+    per_node = {"gb200": 72, "gh200": 4, "tpu-v4": 4, "tpu-v5p": 4}.get(name, 8)
     cluster = parse(f"{name}:{128 * per_node}")
     device, sheet = cluster.device, BY_NAME[name]
     assert (cluster.per_node, cluster.nodes) == (per_node, 128)
@@ -52,6 +52,7 @@ SHEETS = {
     "h100-pcie": (80, 2000, {"bf16": 1513 / 2, "fp8": 3026 / 2}, 600, 128),
     "h800": (80, 3350, {"bf16": 1979 / 2, "fp64": 1}, 400, 128),
     "h200": (141, 4800, {"bf16": 1979 / 2, "fp8": 3958 / 2}, 900, 128),
+    "gh200": (96, 4000, {"tf32": 989 / 2, "bf16": 1979 / 2, "fp8": 3958 / 2, "fp64": 67}, 900, 128),
     "b200": (180, 8000, {"tf32": 2200 / 2, "bf16": 4500 / 2, "fp8": 9000 / 2, "fp4": 18000 / 2}, 1800, 128),
     "b300": (270, 8000, {"bf16": 4500 / 2, "fp8": 9000 / 2, "fp4": 108000 / 8}, 1800, 256),
     "gb200": (186, 8000, {"bf16": 5000 / 2, "fp8": 10000 / 2, "fp4": 20000 / 2}, 1800, 128),
@@ -102,7 +103,7 @@ def test_every_named_device_can_be_planned_for() -> None:
 @pytest.mark.parametrize(
     ("text", "devices", "per_node"),
     [("64xV100", 64, 8), ("v100x64", 64, 8), ("H100 SXM:16", 16, 8), ("mi300x:8", 8, 8), ("8xmi300x", 8, 8),
-     ("MI300Xx16", 16, 8), ("8x4xh100", 32, 4), ("h100x8x4", 32, 4), ("GB200-NVL72:144", 144, 72)],
+     ("MI300Xx16", 16, 8), ("8x4xh100", 32, 4), ("h100x8x4", 32, 4), ("GB200-NVL72:144", 144, 72), ("gh200:8x1", 8, 1)],
 )  # fmt: skip
 def test_short_forms(text: str, devices: int, per_node: int) -> None:
     cluster = parse(text)
@@ -330,6 +331,7 @@ def test_an_all_reduce_is_a_scatter_and_a_gather() -> None:
     [
         ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H100 NVL", "h100-nvl"),
         ("NVIDIA H200", "h200"), ("NVIDIA H200 NVL", "h200-nvl"), ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA B300 SXM6", "b300"),
         ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("NVIDIA A800-SXM4-80GB", "a800"),
         ("NVIDIA H800", "h800"), ("Tesla V100-SXM2-32GB", "v100"), ("Tesla P100-SXM2-16GB", "p100"), ("Tesla T4", "t4"),
@@ -343,7 +345,14 @@ def test_preset_of_a_gpu(name: str, preset: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA A100 MIG 1g.10gb", "NVIDIA GB300", "NVIDIA L40", "NVIDIA GeForce RTX 4090 D", "other"],
+    [
+        "NVIDIA A100 MIG 1g.10gb",
+        "NVIDIA GB300",
+        "NVIDIA GH200 144G HBM3e",
+        "NVIDIA L40",
+        "NVIDIA GeForce RTX 4090 D",
+        "other",
+    ],
 )
 def test_other_gpus_get_no_other_figures(name: str) -> None:
     with pytest.raises(UserError, match=rf"no figures of {name} \(it has those of p100, v100"):

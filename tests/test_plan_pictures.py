@@ -16,7 +16,7 @@ from fivefold.plan.pages import pictures as plan_text
 from fivefold.plan.pages.pictures import Pictures, frontier_svg, memory_svg, pictures, roofline_svg
 from fivefold.plan.predict import Plan, predict
 from fivefold.plan.search.search import as_rows, frontier, search
-from fivefold.plan.time.stage_costs import stage_costs
+from fivefold.plan.time.stage_costs import pipeline, stage_costs
 from fivefold.recipe import load
 from fivefold.sharding.layout import to_text as layout_text
 
@@ -93,6 +93,13 @@ def test_of_many_microbatches_some_are_drawn() -> None:
     assert shown.plan.setting.microbatches == 128
     assert len(shown.timeline.rows[0]) == 2 * 8
     assert any("8 of 128 microbatches" in line for line in lines(shown))
+    costs = stage_costs(shown.plan.setting)
+    busy = 128 * sum(c.seconds for c in costs)
+    whole = 1 - busy / (4 * pipeline(shown.plan.setting, costs)[0])
+    assert 0.03 < whole < shown.timeline.bubble / 2
+    assert any(
+        f"{shown.timeline.bubble:.1%} idle in these, {whole:.1%} in the step" in x for x in lines(shown)
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -149,6 +149,24 @@ def test_command(tmp_path: Path) -> None:
     assert again["time"]["step_s"] == pytest.approx(found["plans"][0]["time"]["step_s"])
 
 
+def test_a_layout_for_another_number_of_devices_is_searched() -> None:
+    """The first line says so. A layout that was typed is refused."""
+    options = ["llama2-7b", "--set", "model.layers=2", "--cluster", "h100:2"]
+    text = command(*options)
+    first, second = text.splitlines()[:2]
+    assert first.startswith("searched: the layout of llama2-7b, dp=64,")
+    assert "is for 64 ranks and not for 2" in first
+    assert second == "llama2-7b: predicted"
+    found = json.loads(command(*options, "--json"))
+    best = json.loads(command("search", *options, "--top", "1", "--json"))["plans"][0]
+    assert (found["layout"], found["ranks"], found["searched"]) == (best["layout"], 2, first)
+    assert found["time"]["stalls"]["checkpoint_bytes"] > 0
+    assert "searched" not in json.loads(command("llama2-7b", "--cluster", "h100:64", "--json"))
+    for typed in (["--layout", "dp=8"], ["--set", "layout.tp=4"]):
+        result = RUNNER.invoke(app, ["plan", *options, *typed])
+        assert "but there are 2 ranks" in str(result.exception)
+
+
 def test_command_explains_every_term() -> None:
     text = command("llama-7b", "--cluster", "h100", "--layout", "dp=8,zero=1", "--explain")
     for word in (

@@ -14,11 +14,12 @@ from marks import only
 
 from fivefold.errors import UserError
 from fivefold.plan import setting
-from fivefold.plan.advice.explain import summary
+from fivefold.plan.advice.explain import fold, reasons, summary
 from fivefold.plan.cluster.clusters import parse, with_margin
 from fivefold.plan.cluster.devices import MARGIN, Cluster, of_table
 from fivefold.plan.cluster.measured import assumed_table
 from fivefold.plan.predict import FRAGMENTS, Plan, held, limit, predict, price
+from fivefold.plan.search import search as searching
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.search import Search, apply, search, space_of
 from fivefold.plan.search.space import SEQUENCES, Choice, Space
@@ -262,6 +263,41 @@ def test_best_first_and_all_fit() -> None:
     assert all(found.reasons[1:])
 
 
+def test_layouts_as_fast_that_differ_little_are_one_line() -> None:
+    """No two of a list are; what is folded is no faster and takes no less memory."""
+    recipe = change(load("llama3-8b"), ["train.microbatch_size=none", "model.layers=8"], "dp=1")
+    found = search(recipe, parse("h100:8"), top=6)
+    assert len(found.plans) == len(found.same) == 6
+    assert fold(found.plans) == (found.plans, [[]] * 6)
+    assert sum(map(len, found.same)) == found.rejected["as fast as one listed"] > 6
+    for plan, others in zip(found.plans, found.same, strict=True):
+        for other in others:
+            assert plan.step.seconds <= other.step.seconds <= 1.001 * plan.step.seconds
+            assert other.peak_bytes > 0.96 * plan.peak_bytes
+            assert (other.layout.tp, other.layout.pp) == (plan.layout.tp, plan.layout.pp)
+    assert found.considered == len(found.plans) + sum(found.rejected.values())
+    assert found.as_json()["plans"][0]["same"] == [to_text(other.layout) for other in found.same[0]]
+
+
+def test_a_layout_that_waits_for_its_disk_is_not_as_fast() -> None:
+    layouts = ("cp=8,zero=3,recompute=full", "cp=8,zero=3,recompute=full,offload=states:disk")
+    sets = ["train.global_batch_size=8", "train.microbatch_size=1"]
+    plans = [predict(change(LLAMA, sets, layout), parse("h100:8")) for layout in layouts]
+    slower = plans[1].step.seconds / plans[0].step.seconds - 1
+    assert slower > 0.5
+    name, share = reasons(plans)[1].rsplit(" +", 1)
+    assert name == "waits for offload"
+    assert float(share[:-1]) / 100 == pytest.approx(slower, rel=0.1)
+
+
+@pytest.mark.slow
+def test_what_binds_an_offloaded_layout_is_named() -> None:
+    file = replace(parse("h100:1"), host_memory=1e9)  # only the disk is left
+    found = search(change(LLAMA, ["train.global_batch_size=16"], "dp=1"), file, 2)
+    assert "offload=states:disk" in to_text(found.plans[0].layout)
+    assert any(text.startswith("disk: twice the speed would give ") for text in found.bottlenecks)
+
+
 def test_beats_or_equals_any_single_layout() -> None:
     best = search(LLAMA, parse("h100:16"), top=1).plans[0].step.seconds
     for layout in (
@@ -332,6 +368,10 @@ def test_memory_that_binds_is_named() -> None:
     most = found.plans[0].step.seconds / huge.plans[0].step.seconds - 1
     text = next(text for text in found.bottlenecks if text.startswith("memory: "))
     assert 0 < float(text.split(" would be ")[1].split("%")[0]) / 100 <= most + 1e-3
+    takes, has = text.split(" takes ")[1].removesuffix(" GiB").split(" of ")
+    assert float(has) < float(takes) <= 2 * float(has) + 0.1, "no device has much more"
+    for text in found.bottlenecks:
+        assert text.startswith(("memory: ", "margin: ")) or text.endswith(("listed here", "with this layout"))
     assert not any(text.startswith("memory: ") for text in huge.bottlenecks)
 
 
@@ -443,7 +483,7 @@ def test_the_nearest_valid_batch_and_number_are_valid() -> None:
     assert search(small([*sets, "train.global_batch_size=11"]), parse("h100:11")).plans
 
 
-def test_a_model_that_fits_nowhere_says_how_many_devices_it_needs() -> None:
+def test_a_model_that_fits_nowhere_says_how_many_devices_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """And on so many it fits, on one fewer it does not."""
     recipe = change(LLAMA, ["train.global_batch_size=64"], "dp=1")
     found = search(recipe, parse("h100:1"))
@@ -454,6 +494,9 @@ def test_a_model_that_fits_nowhere_says_how_many_devices_it_needs() -> None:
     enough = int(text.split("h100:")[1].split()[0])
     assert not search(recipe, parse(f"h100:{enough}"), 1).nothing
     assert search(recipe, parse(f"h100:{enough - 1}"), 1).nothing
+    assert "if not fewer" not in text
+    monkeypatch.setattr(searching, "TRIED", 0)  # only doublings are tried
+    assert f"h100:{enough} would be enough, if not fewer (" in search(recipe, parse("h100:1")).nothing
 
 
 def test_a_device_without_memory(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from fivefold.cli import options
+from fivefold.cli import budgets, options
 from fivefold.cli import plan as shared
 from fivefold.cli.bench import ensure_measured
 from fivefold.cli.options import flag, option, print_json
@@ -248,8 +248,8 @@ def terms(
     flops: Annotated[
         float | None, option("RATE", "FLOP/s of a device, such as 160e12. [default: as predicted]")
     ] = None,
-    tokens: shared.TokensOption = None,
-    deadline: shared.DeadlineOption = None,
+    tokens: budgets.TokensOption = None,
+    deadline: budgets.DeadlineOption = None,
     svg: Annotated[
         Path | None, option("FILE", "Draw the states by ZeRO stage, the activations of a block.")
     ] = None,
@@ -268,8 +268,8 @@ def terms(
             raise UserError(f"--{name} {number:g}: must be above 0 and finite")
     options.require_writable(svg=svg)
     loaded, machine, software = shared.read(shared.Typed(recipe, set_ or [], cluster), layout)
-    run = shared.questions(loaded, tokens, deadline, None, None)
-    length, end = (run.tokens, run.deadline) if run else (shared.run_tokens(loaded), None)
+    run = budgets.Asked(tokens, deadline).of(loaded)
+    length, end = (run.tokens, run.deadline) if run else (budgets.run_tokens(loaded), None)
     asked = counting.Asked(predict(loaded, machine, software), convention, length, end, psi, flops)
     found = counting.terms(asked, sections)
     if svg is not None:

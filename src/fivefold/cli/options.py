@@ -119,15 +119,34 @@ def require_known(option: str, names: Iterable[str], valid: Collection[str]) -> 
 
 def bytes_of(option: str, text: str) -> int:
     """Reads a size such as `4096`, `4K`, `1.5M` or `2GiB` (powers of 1024). Raises UserError: it is not a size."""
-    found = re.fullmatch(
-        r"(\d{1,15}(?:\.\d{1,6})?) ?([KMGT]?)(?:i?B)?", text.strip(), re.ASCII | re.IGNORECASE
-    )
-    if not found:
+    size = _scaled(text, "KMGT", 1024, "(?:i?B)?")
+    if size is None:
         raise UserError(f"{option}: '{text[:60]}' is not a size; write 4K, 16M, 1G or a number of bytes")
-    size = round(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
     if not 1 <= size <= 1 << 50:
         raise UserError(f"{option}: {text[:60]} is not possible; must be at least 1 byte and at most 1024T")
-    return size
+    return round(size)
+
+
+def number(text: str) -> float:
+    """Reads a number such as `1.4e12`, `300B` or `15T` (thousands, millions, billions, 1e12). For `parser=` of options.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        if (found := _scaled(text, "KMBT", 1000)) is None:
+            raise typer.BadParameter(f"'{text[:60]}' is not a number; write 1.4e12, 300B or 15T") from None
+        return found
+
+
+def _scaled(text: str, letters: str, base: int, end: str = "") -> float | None:
+    """A number with at most one of these letters behind it, each of which is `base` times the one before. None: it is
+    none."""
+    pattern = rf"(\d{{1,15}}(?:\.\d{{1,15}})?) ?([{letters}]?){end}"
+    found = re.fullmatch(pattern, text.strip(), re.ASCII | re.IGNORECASE)
+    return float(found[1]) * base ** f" {letters}".index(found[2].upper() or " ") if found else None
 
 
 def print_json(result: dict[str, Any]) -> None:

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fivefold.cli import options
+from fivefold.cli import budgets, options
 from fivefold.cli.bench import ensure_measured
 from fivefold.cli.options import flag, option, print_json
-from fivefold.errors import UserError
+from fivefold.errors import UserError, several
 from fivefold.precision import PRECISIONS
 
 if TYPE_CHECKING:
-    from fivefold.plan.advice.budget import Questions
     from fivefold.plan.cluster.devices import Cluster
     from fivefold.plan.predict import Plan
     from fivefold.plan.search.search import Found
@@ -26,21 +25,24 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = [
+    "fivefold plan llama3-8b --cluster h100:64",
     "fivefold plan llama-7b --cluster h100:64 --layout dp=64,zero=1 --set train.global_batch_size=1024",
     "fivefold plan my.toml --cluster lab.toml:16 --explain",
     "fivefold plan gpt2-124m --cluster h100:8 --layout dp=8 --html plan.html",
-    "fivefold plan llama-7b --cluster h100:64 --tokens 1.4e12 --deadline 30d --price 2.5",
+    "fivefold plan llama-7b --cluster h100:64 --tokens 1.4T --deadline 30d --price 2.5 --mtbf 1900d",
+    "fivefold plan llama3-8b --cluster h100:64 --cluster a100:128 --tokens 1T --price 2.5 --price 1.2",
     "fivefold plan search llama-7b --cluster a100:64 --top 5 --save best.toml",
     "fivefold plan search llama-7b --cluster h100:64 --pictures --html plan.html",
-    "fivefold plan search llama-7b --cluster h100:64 --tokens 1.4e12 --deadline 30d --price 2.5",
+    "fivefold plan search llama-7b --cluster h100:64 --tokens 1.4T --deadline 30d --price 2.5",
     "fivefold plan search quickstart --cluster local:2",
     "fivefold plan search mixtral-8x7b --cluster h100:64 --expert-load 1.3",
     "fivefold plan trace llama-7b --cluster h100:64 --layout dp=8,tp=8,zero=3",
     "fivefold plan trace llama-7b --cluster h100:8 --layout dp=8,zero=3 --memory-timeline memory.svg",
 ]
+CLUSTER = "h100"
 GROUPS = {
     "Assumptions": ("params", "software", "margin", "expert_load", "document_tokens"),
-    "Budget": ("tokens", "deadline", "price", "noise_scale"),
+    "Budget": ("tokens", "deadline", "price", "mtbf", "restart", "noise_scale"),
 }
 """Headings of the help, and the options below each."""
 
@@ -49,6 +51,15 @@ ClusterOption = Annotated[
     option(
         "NAME:DEVICES",
         "A name of `fivefold clusters`, local, or a .toml file. h100:64: 64 devices; h100:8x4: 8 nodes of 4.",
+        "--cluster",
+    ),
+]
+ClustersOption = Annotated[
+    list[str] | None,
+    option(
+        "NAME:DEVICES",
+        "A name of `fivefold clusters`, local, or a .toml file. h100:8x4: 8 nodes of 4. Repeatable: side by side. "
+        "[default: h100]",
         "--cluster",
     ),
 ]
@@ -74,7 +85,7 @@ MarginOption = Annotated[
     float | None, option("PERCENT", "Memory to leave free. [default: the cluster's]", min=0, max=99)
 ]
 ParamsOption = Annotated[
-    float | None, option("N", "Plan a model with about N parameters instead of the recipe's.")
+    float | None, option("N", "Plan a model of about N parameters, such as 13B.", parser=options.number)
 ]
 SoftwareOption = Annotated[
     str,
@@ -85,30 +96,24 @@ SoftwareOption = Annotated[
         "--software",
     ),
 ]
-TokensOption = Annotated[
-    float | None, option("N", "Tokens to train on, such as 1.4e12. [default: the recipe's]")
-]
-DeadlineOption = Annotated[
-    str | None, option("TIME", "Devices needed to finish within TIME, such as 30d (m, h, d, w).")
-]
-PriceOption = Annotated[float | None, option("X", "Price per device-hour.")]
-NoiseOption = Annotated[float | None, option("N", "Gradient noise scale in tokens, as a run measured it.")]
 
 
 def plan(
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,
     layout: options.LayoutOption = None,
-    cluster: ClusterOption = "h100",
+    cluster: ClustersOption = None,
     params: ParamsOption = None,
     software: SoftwareOption = "fivefold",
     margin: MarginOption = None,
     expert_load: ExpertLoadOption = None,
     document_tokens: DocumentTokensOption = None,
-    tokens: TokensOption = None,
-    deadline: DeadlineOption = None,
-    price: PriceOption = None,
-    noise_scale: NoiseOption = None,
+    tokens: budgets.TokensOption = None,
+    deadline: budgets.DeadlineOption = None,
+    price: budgets.PriceOption = None,
+    mtbf: budgets.MtbfOption = None,
+    restart: budgets.RestartOption = None,
+    noise_scale: budgets.NoiseOption = None,
     explain: ExplainOption = False,
     save: SaveOption = None,
     pictures: PicturesOption = False,
@@ -117,28 +122,33 @@ def plan(
 ) -> None:
     """Predict memory, step time and communication of a recipe on a cluster, before anything runs.
 
-    See also `plan search` for the fastest layouts, `plan terms` for the terms of papers and courses, `plan trace` for
-    exact figures, and `plan calibrate`.
+    A layout for another number of devices is replaced by the fastest one that fits. See also `plan search`,
+    `plan terms` for the terms of papers and courses, `plan trace` for exact figures, and `plan calibrate`.
     """
     from fivefold.plan.advice.budget import answer
-    from fivefold.plan.predict import predict
 
     require_pictures(pictures, save, html, json)
-    typed = Typed(recipe, set_ or [], cluster, given(margin, expert_load, document_tokens), software)
-    loaded, machine, described = read(typed, layout, params)
-    asked = questions(loaded, tokens, deadline, price, noise_scale)
-    result = predict(loaded, machine, described)
+    assumed = given(margin, expert_load, document_tokens)
+    every = [Typed(recipe, set_ or [], name, assumed, software) for name in cluster or [CLUSTER]]
+    typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
+    plans = (planned(one, layout, params) for one in every)
+    alone = {"explain": explain, "save": save, "html": html, "pictures": pictures}
+    if budgets.side_by_side(recipe, len(every), plans, ask, json, **alone):
+        return
+    loaded, result, searched = planned(typed, layout, params)
+    asked = ask.of(loaded)
     answers = {"budget": answer(result, asked)} if asked else {}
     save_plan(save, loaded, result)
     if json:
         terms = {"terms": dict(result.step.terms)} if explain else {}
-        print_json(result.as_json() | terms | answers)
+        print_json(result.as_json() | ({"searched": searched} if searched else {}) | terms | answers)
     else:
         from fivefold.plan.advice.explain import explain as every_term
 
-        lines = [*summary(recipe, result), *accuracy(result)]
+        lines = [searched] * bool(searched)
+        lines += [*summary(recipe, result), *accuracy(result)]
         lines += ["", *every_term(result)] if explain else []
-        print("\n".join([*lines, *budget_lines(answers)]))
+        print("\n".join([*lines, *budgets.budget_lines(answers)]))
     draw_plan(result, loaded, typed, pictures, html, json)
 
 
@@ -180,28 +190,42 @@ def read(
     return recipe, machine, replace(software, documents=documents)
 
 
-def questions(
-    recipe: Recipe, tokens: float | None, deadline: str | None, price: float | None, noise_scale: float | None
-) -> Questions | None:
-    """The budget questions asked on the command line, or None."""
-    if all(value is None for value in (tokens, deadline, price, noise_scale)):
-        return None
-    from fivefold.plan.advice.budget import ask
+def planned(typed: Typed, layout: str | None, params: float | None) -> tuple[Recipe, Plan, str]:
+    """(recipe, its plan, "" or what was searched). The fastest layout that fits takes the place of the recipe's own,
+    if that does not have the cluster's number of ranks. One that was typed stays: it is refused.
 
-    return ask(tokens, deadline, price, noise_scale, run_tokens(recipe))
+    Raises:
+        UserError: the plan cannot be made, or no layout fits.
+    """
+    from fivefold.plan.predict import predict
+    from fivefold.sharding.layout import Layout, to_text
+
+    recipe, machine, software = read(typed, layout, params)
+    own = Layout.from_recipe(recipe.layout)
+    typed_layout = layout is not None or any(text.strip().startswith("layout.") for text in typed.sets)
+    alone = recipe.replica_groups.count > 1 or recipe.servers.count > 0  # not searched
+    if typed_layout or alone or machine.devices in (0, own.ranks):
+        return recipe, predict(recipe, machine, software), ""
+    best, result, considered = fastest(typed, params)
+    why = (
+        f"searched: the layout of {typed.name}, {to_text(own)}, is for {several(own.ranks, 'rank')} and not for "
+        f"{machine.devices}; this is the fastest of {considered:,} that are (`plan search` lists more)"
+    )
+    return best, result, why
 
 
-def run_tokens(recipe: Recipe) -> float:
-    from fivefold.recipe import tokens_before, total_steps
+def fastest(typed: Typed, params: float | None) -> tuple[Recipe, Plan, int]:
+    """(the recipe with the fastest layout that fits, its plan, the number of layouts). Raises UserError: none fits."""
+    from fivefold.plan.predict import predict
+    from fivefold.plan.search.search import apply
+    from fivefold.plan.search.search import search as found_by
 
-    return float(tokens_before(recipe, total_steps(recipe)))
-
-
-def budget_lines(answers: dict[str, Any]) -> list[str]:
-    """The answers to budget questions as lines of text. answers: {"budget": ...}, or {} without questions."""
-    from fivefold.plan.advice.budget import lines
-
-    return [f"  {line}" for line in lines(answers["budget"])] if answers else []
+    recipe, machine, software = read(typed, "dp=1", params, search=True)
+    found = found_by(recipe, machine, 1, software)
+    if not found.plans:
+        raise UserError(f"{typed.name} on {machine.name}:{machine.devices}: {found.nothing}")
+    best = apply(recipe, found.plans[0])
+    return best, predict(best, machine, software), found.considered
 
 
 def summary(name: str, plan: Plan) -> list[str]:
@@ -289,7 +313,14 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
     from fivefold.observe.timelines import pipeline_svg
     from fivefold.plan.pages import grid
     from fivefold.plan.pages import page as plan_page
-    from fivefold.plan.pages.pictures import frontier_svg, memory_svg, pictures, roofline_svg
+    from fivefold.plan.pages.pictures import (
+        drawn_microbatches,
+        frontier_svg,
+        idle_words,
+        memory_svg,
+        pictures,
+        roofline_svg,
+    )
     from fivefold.plan.search.search import as_rows
     from fivefold.recipe import count_parameters
 
@@ -297,11 +328,14 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
     sliders = grid.axes(center, grid.BUDGET)
     data = grid.as_data(center, grid.command(typed.name, typed.sets, typed.given), sliders)
     drawn = pictures(grid.plan_at(center, center.values))
-    rows = as_rows(frontier)
+    rows, pipeline = as_rows(frontier), "Timeline of the pipeline, planned"
+    if drawn.timeline:
+        count = f"{drawn_microbatches(drawn.timeline)} of {drawn.plan.setting.microbatches}"
+        pipeline += f", {count} microbatches ({idle_words(drawn.plan, drawn.timeline)})"
     shown = [
         memory_svg(drawn.plan, "Memory of a device"),
         roofline_svg(drawn.roofline, drawn.plan.step.seconds, "Roofline of the step"),
-        *([pipeline_svg(drawn.timeline, "Timeline of the pipeline, planned")] if drawn.timeline else []),
+        *([pipeline_svg(drawn.timeline, pipeline)] if drawn.timeline else []),
         *([frontier_svg(rows, drawn.plan.limit, "Fastest layout for each memory")] if rows else []),
     ]
     model = center.full.model
@@ -320,7 +354,7 @@ def write_page(path: Path, recipe: Recipe, typed: Typed, frontier: Sequence[Plan
 def search(
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,
-    cluster: ClusterOption = "h100",
+    cluster: ClustersOption = None,
     top: Annotated[int, option("N", "Number of layouts to list.", min=1, max=1000)] = 10,
     precision: Annotated[
         str | None, option("MODES", "Precision modes to consider, such as bf16,fp8. [default: the recipe's]")
@@ -329,10 +363,12 @@ def search(
     margin: MarginOption = None,
     expert_load: ExpertLoadOption = None,
     document_tokens: DocumentTokensOption = None,
-    tokens: TokensOption = None,
-    deadline: DeadlineOption = None,
-    price: PriceOption = None,
-    noise_scale: NoiseOption = None,
+    tokens: budgets.TokensOption = None,
+    deadline: budgets.DeadlineOption = None,
+    price: budgets.PriceOption = None,
+    mtbf: budgets.MtbfOption = None,
+    restart: budgets.RestartOption = None,
+    noise_scale: budgets.NoiseOption = None,
     explain: ExplainOption = False,
     save: SaveOption = None,
     pictures: PicturesOption = False,
@@ -343,53 +379,37 @@ def search(
 
     The recipe's own layout and microbatch size are ignored.
     """
-    from fivefold.plan.search.search import apply, frontier
-    from fivefold.plan.search.search import search as found_by
+    from fivefold.plan.search import search as searching
 
     require_pictures(pictures, save, html, json)
-    typed = Typed(recipe, set_ or [], cluster, given(margin, expert_load, document_tokens))
+    assumed = given(margin, expert_load, document_tokens)
+    every = [Typed(recipe, set_ or [], name, assumed) for name in cluster or [CLUSTER]]
+    typed, ask = every[0], budgets.Asked(tokens, deadline, price, noise_scale, mtbf, restart)
+    plans = ((*fastest(one, params)[:2], "") for one in every)
+    alone = {"explain": explain, "save": save, "html": html, "pictures": pictures, "precision": precision}
+    if budgets.side_by_side(recipe, len(every), plans, ask, json, **alone):
+        return
     loaded, machine, software = read(typed, "dp=1", params, search=True)
-    asked = questions(loaded, tokens, deadline, price, noise_scale)
+    asked = ask.of(loaded)
     modes = tuple(part.strip() for part in precision.split(",")) if precision is not None else ()
-    found = found_by(loaded, machine, top, software, modes)
+    found = searching.search(loaded, machine, top, software, modes)
     if not found.plans and (save is not None or not json):
         raise UserError(f"{recipe} on {machine.name}:{machine.devices}: {found.nothing}")
-    answers = _answers(asked, found, loaded, machine, software) if asked and found.plans else {}
-    if found.plans:
-        save_plan(save, loaded, found.plans[0])
+    best = found.plans[0] if found.plans else None
+    answers = budgets.answers(asked, best, loaded, machine, software) if asked and best else {}
+    if best:
+        save_plan(save, loaded, best)
     if json:
         print_json(found.as_json() | answers)
-    else:
-        lines = [*_table(recipe, found, modes), *budget_lines(answers)]
+    elif best:
+        lines = [*_table(recipe, found, modes), *budgets.budget_lines(answers)]
         if explain:
             from fivefold.plan.advice.explain import explain as every_term
 
-            lines += ["", *summary(recipe, found.plans[0]), "", *every_term(found.plans[0])]
+            lines += ["", *summary(recipe, best), "", *every_term(best)]
         print("\n".join(lines))
-    if found.plans:
-        best = apply(loaded, found.plans[0])
-        draw_plan(found.plans[0], best, typed, pictures, html, json, frontier(found))
-
-
-def _answers(
-    asked: Questions, found: Found, recipe: Recipe, machine: Cluster, software: Software
-) -> dict[str, Any]:
-    """The answers for the best plan, and the fewest devices whose best layout meets the deadline."""
-    from fivefold.plan.advice.budget import answer
-    from fivefold.plan.search.search import fewest_devices
-    from fivefold.sharding.layout import to_text
-
-    answers = answer(found.plans[0], asked)
-    if asked.deadline:
-        best = fewest_devices(recipe, machine, asked, answers["devices_for_deadline"], software)
-        answers["searched_devices"] = best.layout.ranks if best else None
-        answers["searched"] = "no number of whole nodes tried meets the deadline"
-        if best:
-            days = asked.tokens / best.tokens_per_s / 86400
-            answers["searched"] = (
-                f"searched: {best.layout.ranks} devices finish in {days:.4g} days with {to_text(best.layout)}"
-            )
-    return {"budget": answers}
+    if best:
+        draw_plan(best, searching.apply(loaded, best), typed, pictures, html, json, searching.frontier(found))
 
 
 def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
@@ -404,12 +424,13 @@ def _table(name: str, found: Found, modes: tuple[str, ...]) -> list[str]:
         f"{name} on {where}: the fastest of {found.considered} layouts, predicted",
         f"  {'step s':>9} {'MFU %':>6} {'tokens/s':>11} {'GiB':>6}  microbatches     layout",
     ]
-    for plan, why in zip(found.plans, found.reasons, strict=True):
+    for plan, why, same in zip(found.plans, found.reasons, found.same, strict=True):
         s = plan.setting
+        notes = [why] * bool(why) + [f"{len(same)} more as fast"] * bool(same)
         lines.append(
             f"  {plan.step.seconds:9.4g} {100 * plan.mfu:6.1f} {plan.tokens_per_s:11,.0f} "
             f"{plan.peak_bytes / 2**30:6.3g}  {s.microbatches:4} x {s.sizes.B:<3} {s.mode}  {to_text(plan.layout)}"
-            + (f"  ({why})" if why else "")
+            + (f"  ({'; '.join(notes)})" if notes else "")
         )
     reasons = ", ".join(f"{count} {reason}" for reason, count in found.rejected.items())
     room = f"usable memory {first.limit / 2**30:.1f} GiB per device"
@@ -429,7 +450,7 @@ def trace(
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,
     layout: options.LayoutOption = None,
-    cluster: ClusterOption = "h100",
+    cluster: ClusterOption = CLUSTER,
     rank: Annotated[int, option("N", "The rank to trace.")] = 0,
     memory_timeline: Annotated[
         Path | None,

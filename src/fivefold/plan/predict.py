@@ -87,7 +87,7 @@ class Plan:
         """The ranks that `memory[number]` is of."""
         return ("a worker", "a server")[number] if self.service else f"the ranks of stage {number}"
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         return round(max(m.total for m in self.memory))
 
@@ -302,6 +302,11 @@ def within(plan: Plan, most: int) -> Plan:
     if s.layout.recompute == "none":
         return plan
     return price(recomputing(s, resolve_budget(s, most, margin=0.0)))
+
+
+def with_stalls(plan: Plan, recipe: Recipe) -> Plan:
+    """A plan of a search with the stalls of its recipe's run."""
+    return replace(plan, stalls=stalls(resolved(recipe), plan.setting, plan.step.seconds))
 
 
 def resolved(recipe: Recipe) -> Recipe:

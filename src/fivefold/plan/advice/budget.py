@@ -11,6 +11,8 @@ from typing import Any
 from fivefold.errors import UserError
 from fivefold.models.card import card_of
 from fivefold.models.section import ModelSection
+from fivefold.plan.advice import failures
+from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.predict import Plan
 from fivefold.recipe import active_parameters, count_parameters, flops_per_token, resolve_model
 
@@ -161,37 +163,64 @@ def _sized(like: ModelSection, layers: int, heads: int, head: int) -> ModelSecti
 
 @dataclass(frozen=True)
 class Questions:
-    """Budget questions. tokens: of the run. deadline: seconds. price: per device-hour. noise_scale: in tokens."""
+    """Budget questions. tokens: of the run. deadline: seconds. noise_scale: in tokens. price: per device-hour; mtbf:
+    seconds between failures of a device; restart: seconds until training goes on; None: the cluster's."""
 
     tokens: float
     deadline: float | None = None
     price: float | None = None
     noise_scale: float | None = None
+    mtbf: float | None = None
+    restart: float | None = None
+
+    def given(self, cluster: Cluster) -> tuple[float, float, float]:
+        """price, mtbf and restart on a cluster; 0: not known."""
+        pairs = (self.price, cluster.price), (self.mtbf, cluster.mtbf), (self.restart, cluster.restart)
+        price, mtbf, restart = (default if value is None else value for value, default in pairs)
+        return price, mtbf, restart
+
+
+def seconds_of(option: str, text: str) -> float:
+    """Reads a time such as `30d`, `12h`, `90m`, `2w`. Raises UserError: it is none."""
+    read = re.fullmatch(r"(\d{1,15}(?:\.\d{0,15})?)([mhdw])", text.strip(), re.ASCII)
+    seconds = float(read[1]) * UNITS[read[2]] if read else 0.0
+    if not seconds:
+        raise UserError(f"{option} {text[:60]}: must be a number above 0 with m, h, d or w, such as 30d")
+    return seconds
 
 
 def ask(
-    tokens: float | None, deadline: str | None, price: float | None, noise_scale: float | None, default: float
+    tokens: float | None,
+    deadline: str | None,
+    price: float | None,
+    noise_scale: float | None,
+    default: float,
+    mtbf: str | None = None,
+    restart: str | None = None,
 ) -> Questions:
-    """Questions from the command line. deadline: `30d`, `12h`, `90m`, `2w`. default: tokens of the recipe. Raises
-    UserError: a number is not positive and finite, or the deadline is no such time."""
+    """Questions from the command line. deadline, mtbf, restart: as for `seconds_of`. default: tokens of the recipe.
+    Raises UserError: a number is not positive and finite, or a time is none."""
     for name, value in (("tokens", tokens), ("price", price), ("noise-scale", noise_scale)):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name} {value:g}: must be above 0 and finite")
-    seconds = None
-    if deadline:
-        read = re.fullmatch(r"(\d+(?:\.\d*)?)([mhdw])", deadline.strip())
-        seconds = float(read[1]) * UNITS[read[2]] if read else 0.0
-        if not 0 < seconds < math.inf:
-            raise UserError(f"--deadline {deadline}: must be a number above 0 with m, h, d or w, such as 30d")
-    return Questions(tokens or default, seconds, price, noise_scale)
+    times = (("--deadline", deadline), ("--mtbf", mtbf), ("--restart", restart))
+    end, between, pause = (seconds_of(name, text) if text else None for name, text in times)
+    return Questions(tokens or default, end, price, noise_scale, between, pause)
 
 
 def answer(plan: Plan, q: Questions) -> dict[str, Any]:
-    """Answers by the plan's model and speed. Times count training alone, without stalls, restarts and validation. The
-    critical batch size is the measured noise scale, or an estimate from the loss that such a model reaches."""
-    model, active = plan.setting.model, active_parameters(plan.setting.model)
-    took, flops = q.tokens / plan.tokens_per_s, training_flops(active, q.tokens)
-    work, hours = flops_per_token(model) * q.tokens, plan.layout.ranks * took / 3600
+    """Answers by the plan's model and speed, with its stalls and with failures if their rate is known. The critical
+    batch size is the measured noise scale, or an estimate from the loss that such a model reaches.
+
+    Raises:
+        UserError: failures come so often that the run never ends.
+    """
+    cluster, model, active = plan.setting.cluster, plan.setting.model, active_parameters(plan.setting.model)
+    price, mtbf, restart = q.given(cluster)
+    lost = _lost(plan, mtbf, restart)
+    alone, flops = q.tokens / plan.tokens_per_s, training_flops(active, q.tokens)
+    took = alone / lost["effective"]
+    work, hours = flops_per_token(model) * q.tokens, plan.ranks * took / 3600
     answers: dict[str, Any] = {
         "tokens": q.tokens,
         "parameters": count_parameters(model),
@@ -199,13 +228,24 @@ def answer(plan: Plan, q: Questions) -> dict[str, Any]:
         "flops_6nd": flops,
         "flops_with_attention": work,
         "days": took / DAY,
+        "training_days": alone / DAY,
+        "tokens_per_day": q.tokens / took * DAY,
         "device_hours": hours,
+        **lost,
     }
-    if q.price is not None:
-        answers["cost"] = hours * q.price
+    if price:
+        answers |= {
+            "price": price,
+            "cost": hours * price,
+            "cost_per_1e9_tokens": hours * price / q.tokens * 1e9,
+        }
+    if watts := cluster.device.watts:
+        answers |= {"device_watts": watts, "energy_mwh": hours * watts / 1e6}
     if q.deadline is not None:
+        count = math.ceil(plan.ranks * took / q.deadline)
+        each = cluster.per_node if cluster.connected and count > cluster.per_node else 1
         answers["deadline_days"] = q.deadline / DAY
-        answers["devices_for_deadline"] = devices_for(work, q.deadline, plan.model_flops_per_gpu)
+        answers["devices_for_deadline"] = math.ceil(count / each) * each
     loss = HOFFMANN.loss(active, q.tokens)
     critical = q.noise_scale or critical_batch_tokens(loss)
     steps, tokens = batch_cost(plan.tokens, critical)
@@ -222,13 +262,61 @@ def answer(plan: Plan, q: Questions) -> dict[str, Any]:
     }
 
 
+def _lost(plan: Plan, mtbf: float, restart: float) -> dict[str, Any]:
+    """What stalls and failures take. effective: share of the time in which steps are taken that count. A checkpoint
+    counts when it is written, and is read after a failure. Without an interval in the recipe failures meet the best."""
+    stalls, step = plan.stalls, plan.step.seconds
+    if stalls is None:
+        return {"effective": 1.0}
+    every, saving = stalls.every * (step + stalls.waiting), stalls.saving
+    found = {
+        "checkpoint_bytes": stalls.checkpoint,
+        "checkpoint_every_s": every,
+        "checkpoint_stall_s": saving,
+        "checkpoint_writing_s": stalls.writing,
+        "checkpoint_share": saving / (every + saving) if every else 0.0,
+    }
+    stalled = step / (step + stalls.waiting) * (1 - found["checkpoint_share"])
+    if not mtbf:
+        return found | {"effective": stalled}
+    cluster, between = plan.setting.cluster, mtbf / plan.ranks
+    back = restart + stalls.checkpoint / max(1, cluster.nodes) / cluster.storage.read
+    back += stalls.writing - min(saving, stalls.writing)
+    best = failures.best_interval(saving, between)
+    share, most = (failures.goodput(x, saving, between, back) for x in (every or best, best))
+    if share < 0.001:
+        raise UserError(
+            f"{plan.ranks:,} devices that each fail every {mtbf / DAY:.3g} days fail every {between / 60:.3g} minutes: "
+            f"with a checkpoint every {(every or best) / 60:.3g} minutes the run never ends. "
+            f"Best: checkpoint.minutes = {best / 60:.3g}"
+        )
+    return found | {
+        "effective": step / (step + stalls.waiting) * share,
+        "mtbf_s": mtbf,
+        "failure_every_s": between,
+        "back_s": back,
+        "goodput": share,
+        "best_interval_s": best,
+        "best_goodput": most,
+    }
+
+
 def lines(answers: dict[str, Any]) -> list[str]:
+    cost = ""
+    if "cost" in answers:
+        cost = f", {answers['cost']:,.0f} at this price ({answers['cost_per_1e9_tokens']:.4g} per 1e9 tokens)"
     text = [
         f"budget        {answers['tokens']:.4g} tokens, {answers['active_parameters']:.4g} active parameters: "
         f"{answers['flops_6nd']:.3g} FLOPs (6 N D), {answers['flops_with_attention']:.3g} with attention",
-        f"time          {answers['days']:.4g} days, {answers['device_hours']:,.0f} device-hours"
-        + (f", {answers['cost']:,.0f} at this price" if "cost" in answers else ""),
+        f"time          {answers['days']:.4g} days at {answers['tokens_per_day']:.4g} tokens a day, "
+        f"{answers['device_hours']:,.0f} device-hours{cost}",
     ]
+    if "energy_mwh" in answers:
+        text.append(
+            f"energy        at most {answers['energy_mwh']:,.4g} MWh, at {answers['device_watts']:,.0f} W per device: "
+            "hosts, network and cooling are not in it"
+        )
+    text += _lost_lines(answers)
     if "devices_for_deadline" in answers:
         days, devices = answers["deadline_days"], answers["devices_for_deadline"]
         text.append(f"deadline      {days:.4g} days need {devices:,} devices at this speed per device")
@@ -244,4 +332,23 @@ def lines(answers: dict[str, Any]) -> list[str]:
         f"batch         critical size {answers['critical_batch_tokens']:.3g} tokens (from the {source}); this batch of "
         f"{answers['batch_tokens']:,} takes {answers['steps_over_fewest']:.3g} times the fewest steps and "
         f"{answers['tokens_over_fewest']:.3g} times the fewest tokens",
+    ]
+
+
+def _lost_lines(answers: dict[str, Any]) -> list[str]:
+    if "checkpoint_bytes" not in answers:
+        return []
+    every, stall = answers["checkpoint_every_s"], answers["checkpoint_stall_s"]
+    often = f"every {every / 60:.3g} minutes" if every else "at the end"
+    text = (
+        f"checkpoints   {answers['checkpoint_bytes'] / 1e9:,.4g} GB {often}: steps wait {stall:.3g} s for each, "
+        f"{100 * answers['checkpoint_share']:.2g}% of the time; written in {answers['checkpoint_writing_s']:.3g} s"
+    )
+    if "goodput" not in answers:
+        return [text, "failures      not counted (--mtbf TIME: between failures of one device)"]
+    return [
+        text,
+        f"failures      one every {answers['failure_every_s'] / 3600:.3g} hours, with {answers['back_s'] / 60:.3g} "
+        f"minutes until training goes on: goodput {100 * answers['goodput']:.1f}%; with a checkpoint every "
+        f"{answers['best_interval_s'] / 60:.3g} minutes, which is best, {100 * answers['best_goodput']:.1f}%",
     ]

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from fivefold.errors import UserError, several
 from fivefold.host.devices import GIB
@@ -33,6 +33,14 @@ from fivefold.sharding.tiers import NOT_OFFLOADED, OFFLOADS
 AWAY = {"host": "in host memory", "disk": "on disk"}
 LESS = 0.98  # a change counts if it needs less than this share of the memory
 WORTH = 0.001  # a smaller share is not mentioned
+SMALLER = 1 / 32  # of the memory: a plan that saves less counts as no smaller
+EXPOSED_AS = {
+    "model": "communication within the model",
+    "data": "gradient sums",
+    "replica_groups": "outer steps",
+    EXPOSED: "waits for offload",
+}
+"""What the seconds of `Step.exposed` are called."""
 
 
 def summary(plan: Plan) -> list[str]:
@@ -144,6 +152,32 @@ def _operations(plan: Plan) -> Iterator[str]:
         yield f"  load of the busiest expert rank relative to an even split: {load:g}{assumed}"
 
 
+def fold(plans: Sequence[Plan], top: int | None = None) -> tuple[list[Plan], list[list[Plan]]]:
+    """(the first `top` plans, best first; for each those behind it that are as fast, take no less memory, and differ
+    only in how sequences are dealt to data-parallel and context ranks, and in the states that these share)."""
+    found, same, alike = list[Plan](), list[list[Plan]](), dict[object, list[tuple[Plan, list[Plan]]]]()
+    for plan in plans:
+        s, x = plan.setting, plan.setting.layout
+        groups = alike.setdefault((_undealt(x), x.dp * x.cp, s.sizes.B / x.cp, s.mode), [])
+        for first, others in groups:
+            slower = plan.step.seconds > (1 + WORTH) * first.step.seconds
+            if not slower and plan.peak_bytes >= (1 - SMALLER) * first.peak_bytes:
+                others.append(plan)
+                break
+        else:
+            found.append(plan)
+            same.append([])
+            groups.append((plan, same[-1]))
+    return found[:top], same[:top]
+
+
+@lru_cache(maxsize=1024)
+def _undealt(layout: Layout) -> Layout:
+    """What layouts have in common that differ only so."""
+    alone = {"dp_replicate": 1, "dp_shard": 1, "zero": 0, "cp": 1, "cp_method": Layout.cp_method}
+    return replace(layout, **alone, sp_regather=False)
+
+
 def reasons(plans: Sequence[Plan]) -> list[str]:
     """For each plan, the largest reason why it is slower than the best, as a share of the best's step ('' for it)."""
     if not plans:
@@ -152,10 +186,9 @@ def reasons(plans: Sequence[Plan]) -> list[str]:
     for plan in plans[1:]:
         more = {name: seconds - parts[name] for name, seconds in _parts(plan).items()}
         name = max(more, key=lambda key: more[key])
-        share = more[name] / best.step.seconds
-        slower = f"{name} +{100 * share:.1f}%"
+        slower = f"{name} +{100 * more[name] / best.step.seconds:.1f}%"
         alike = f"as fast, {(plan.peak_bytes - best.peak_bytes) / GIB:+.1f} GiB"
-        texts.append(slower if share >= WORTH else alike)
+        texts.append(slower if plan.step.seconds >= (1 + WORTH) * best.step.seconds else alike)
     return texts
 
 
@@ -167,8 +200,7 @@ def _parts(plan: Plan) -> dict[str, float]:
     again, uneven = worst - once, worst - even
     return {
         "bubble": step.bubble,
-        "communication within the model": step.exposed["model"],
-        "gradient sums": step.exposed["data"],
+        **{name: step.exposed.get(key, 0.0) for key, name in EXPOSED_AS.items()},
         "recomputation": again,
         "uneven stages": uneven,
         "matmuls, memory and optimizer": step.compute - again - uneven,
@@ -186,24 +218,29 @@ def _computing(s: Setting) -> tuple[float, float]:
     return max(sums), sum(sums) / len(sums)
 
 
-def limits(plans: Sequence[Plan], bolder: Plan, roomier: Plan | None, indivisible: Plan | None) -> list[str]:
+def limits(
+    plans: Sequence[Plan], bolder: Plan | None, roomier: Plan | None, indivisible: Plan | None
+) -> list[str]:
     """The bottlenecks of the best plan, worst first, with the gain in tokens/s from more of each.
 
-    bolder: a fast plan that fits without the margin. roomier: one for unlimited memory. indivisible: a plan whose
+    bolder: a fast plan that fits without the margin. roomier: one that needs more memory. indivisible: a plan whose
     tensor ranks need not divide the model. For links, devices and batch the given plans are priced again, so another
-    layout may gain more.
+    layout may gain more: the sentences say so.
     """
-    best, size = plans[0], f"{bolder.peak_bytes / GIB:.1f} GiB"
-    fits = f"fits without {margin(best.setting.cluster)} (--margin 0), with {size}"
-    more = [(bolder, f"margin: {_how(bolder)} would be {{}} faster; it {fits}")]
+    if not plans:
+        return []
+    best, more = plans[0], list[tuple[Plan, str]]()
+    if bolder is not None:
+        fits = f"fits without {margin(best.setting.cluster)} (--margin 0), with {bolder.peak_bytes / GIB:.1f} GiB"
+        more.append((bolder, f"margin: {_how(bolder)} would be {{}} faster; it {fits}"))
     if roomier is not None:
         room = f"{roomier.peak_bytes / GIB:.1f} of {best.limit / GIB:.1f} GiB"
         more.append((roomier, f"memory: {_how(roomier)} would be {{}} faster, but takes {room}"))
     if indivisible is not None:
         why = f"but tp={indivisible.layout.tp} does not divide the model"
         more.append((indivisible, f"divisibility: {_how(indivisible)} would be {{}} faster, {why}"))
-    batch = price(replace(best.setting, microbatches=2 * best.setting.microbatches))
-    more.append((batch, "batch size: twice train.global_batch_size would give {} more tokens/s"))
+    batch = "batch size: twice train.global_batch_size would give {} more tokens/s with this layout"
+    more.append((price(replace(best.setting, microbatches=2 * best.setting.microbatches)), batch))
     cluster, device = best.setting.cluster, best.setting.cluster.device
     computes = replace(device, peak={dtype: 2 * rate for dtype, rate in device.peak.items()})
     moves = replace(device, bandwidth=2 * device.bandwidth)
@@ -213,10 +250,14 @@ def limits(plans: Sequence[Plan], bolder: Plan, roomier: Plan | None, indivisibl
         "compute: devices with twice the FLOP/s": replace(cluster, device=computes),
         "memory bandwidth: twice as much": replace(cluster, device=moves),
     }
+    if EXPOSED in best.step.exposed:
+        host, disk = cluster.host_link.shared(0.5), cluster.storage.shared(0.5)  # twice the speed
+        doubled["link to the host: twice the speed"] = replace(cluster, host_link=host)
+        doubled["disk: twice the speed"] = replace(cluster, storage=disk)
     for what, cluster in doubled.items():
         again = [price(replace(plan.setting, cluster=cluster)) for plan in plans]
         faster = min(again, key=lambda plan: plan.step.seconds)
-        more.append((faster, f"{what} would give {{}} more tokens/s"))
+        more.append((faster, f"{what} would give {{}} more tokens/s with a layout listed here"))
     gains = [(plan.tokens_per_s / best.tokens_per_s - 1, text) for plan, text in more]
     gains.sort(key=lambda pair: -pair[0])
     return [text.format(f"{100 * gain:.1f}%") for gain, text in gains if gain >= WORTH]

@@ -57,6 +57,7 @@ def device_json(sheet: Sheet) -> dict[str, Any]:
         "pcie_bytes_per_s": PCIE[sheet.pcie],
         "host_bytes_per_s": sheet.to_host,
         "dies_per_package": sheet.dies,
+        "watts": sheet.watts or None,
         "source": sheet.source,
     }
 
@@ -174,7 +175,8 @@ def description(cluster: Cluster) -> str:
         nodes = f" on {cluster.nodes} nodes" if cluster.machine is None else ""
         head.append(f"{cluster.devices:,} devices{nodes}")
     rates = device.peak if sheet is None else sheet.peak
-    head.append(f"memory {_memory(device.memory)} per device")
+    power = f", at most {device.watts:,.0f} W" if device.watts else ""
+    head.append(f"memory {_memory(device.memory)} per device{power}")
     head.append("dense TFLOP/s: " + ", ".join(f"{d} {_tera(rates[d])}" for d in RATED if d in rates))
     if missing := [dtype for dtype in RATED if dtype not in rates]:
         head.append(f"without a rate: {', '.join(missing)}")

@@ -74,7 +74,7 @@ def _preset(
     shares = {"matmul": matmul, "attention": attention, "ring": ring}
     assumed = tuple(what for what, share in shares.items() if not share)
     rates = matmul or _MATMUL, sheet.units, sheet.memory, sheet.bandwidth, streaming, attention or _ATTENTION
-    device = Device(name, peak, *rates, cudnn=cudnn, assumed=assumed, contended=contended)
+    device = Device(name, peak, *rates, cudnn=cudnn, assumed=assumed, contended=contended, watts=sheet.watts)
     wire = (not sheet.linked and sheet.link) or PCIE[sheet.pcie]
     link, to_host = Link(wire, ring or _RING, _HOP, reduce, mesh), copies(sheet.to_host)
     return Cluster(name, device, 0, per_node, link, network, wiring=Wiring(cards), host_link=to_host, **host)
@@ -87,8 +87,9 @@ def _tpu(name: str) -> Cluster:
 
 
 # Networks: of DGX-1 and DGX A100 to B300 (one card per device from A100 on); GB200: of an NVL72 rack, whose hosts are
-# linked to the devices by NVLink-C2C; MI250X: of Frontier's nodes, whose 4 modules are 8 devices. The others are the
-# builder's choice; what is common is assumed.
+# linked to the devices by NVLink-C2C; GH200: of four superchips with NVLink between all pairs and 200 Gb/s each, as in
+# JUPITER and Alps (servers of one: gh200:8x1); MI250X: of Frontier's nodes, whose 4 modules are 8 devices. The others
+# are the builder's choice; what is common is assumed.
 PRESETS = {
     cluster.name: cluster
     for cluster in (
@@ -106,6 +107,10 @@ PRESETS = {
         _preset("h100-pcie", _NDR, cards=4),
         _preset("h100", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER, reduce=480 * GB),
         _preset("h800", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER),
+        _preset(
+            "gh200", _HDR, _HOPPER_MATMUL, None, _HOPPER_ATTENTION, **_HOPPER,
+            per_node=4, mesh=True, host_memory=4 * 480 * GB, host_bandwidth=4 * 384 * GB,
+        ),
         _preset("h200", _NDR, _HOPPER_MATMUL, _HOPPER_RING, _HOPPER_ATTENTION, **_HOPPER, reduce=480 * GB),
         _preset("b200", _NDR, _B200_MATMUL, _B200_RING, (0.52, 0.42), reduce=845 * GB, streaming=0.67),
         _preset("gb200", _NDR, per_node=72, host_memory=36 * 480 * GB, host_bandwidth=36 * 400 * GB),
@@ -258,6 +263,10 @@ _KEYS = {
     "disk_read_gb_s": _Key("disk", "read", GB),
     "disk_write_gb_s": _Key("disk", "write", GB),
     "disk_both_gb_s": _Key("disk", "both", GB),
+    "device_watts": _Key("device", "watts"),
+    "price_per_hour": _Key("", "price"),
+    "mtbf_hours": _Key("", "mtbf", 3600.0),
+    "restart_minutes": _Key("", "restart", 60.0, above=-1e-9),
 }
 _SHARES = {"matmul": "matmul_share", "ring": "intra_share", "attention": "attention_forward_share"}
 """Keys that replace what a preset assumes."""

@@ -32,7 +32,7 @@ class Device:
     Are Created Equal"). measured: what takes the place of all these rates. assumed: shares that nobody has measured,
     "matmul", "attention" or "ring" (of the links within a node). margin: the share of memory that plans leave free.
     contended: the share of a message between nodes that computation does not hide, since both need the device's memory
-    and processors.
+    and processors. watts: the most that it draws; 0: not known.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Device:
     assumed: tuple[str, ...] = ()
     margin: float = MARGIN
     contended: float = 0.0
+    watts: float = 0.0
 
     def attends(self, library: Library) -> tuple[float, float]:
         """Shares of `peak` that this library's attention reaches."""
@@ -105,7 +106,7 @@ class Storage:
         """Seconds to read and write so many bytes at the same time."""
         return max(read / self.read, written / self.write, (read + written) / self.both)
 
-    def shared(self, ranks: int) -> Storage:
+    def shared(self, ranks: float) -> Storage:
         return Storage(self.read / ranks, self.write / ranks, self.both / ranks)
 
 
@@ -148,7 +149,9 @@ class Cluster:
     0 devices means as many as a layout has ranks. intra, inter: a device's links within a node and between nodes.
     machine: the table of a measured machine, which each node is like, or on which `hosts` nodes are (namespaces,
     containers). storage: the disk of a node. host_link: between a device and host memory (PCIe). host_memory: bytes per
-    node. host_bandwidth: bytes/s of it, by which the update on CPUs is bounded.
+    node. host_bandwidth: bytes/s of it, by which the update on CPUs is bounded. price: of a device-hour; mtbf: seconds
+    between failures of a device, on average; 0: not known. restart: seconds from a failure until its last checkpoint is
+    read, an assumption.
     """
 
     name: str
@@ -164,6 +167,9 @@ class Cluster:
     host_link: Storage = PINNED
     host_memory: float = 1024 * GIB
     host_bandwidth: float = 300 * GB
+    price: float = 0.0
+    mtbf: float = 0.0
+    restart: float = 600.0
 
     @property
     def on_cpu(self) -> bool:

@@ -280,7 +280,7 @@ def draw(found: Pictures, width: int, color: bool, full: bool) -> Iterator[Text]
             style = next((style for word, style in SHARES.items() if word in name), "")
             yield Text(f"  {name:27}{seconds / total:6.1%} ") + Text(bar, style)
     if found.timeline is not None:
-        yield from timeline_lines(found.plan.setting, found.timeline, width, color, full)
+        yield from timeline_lines(found.plan, found.timeline, width, color, full)
     if full:
         yield Text()
         yield from roofline_lines(found.roofline, found.plan.step.seconds, width)
@@ -308,14 +308,30 @@ def memory_bars(stages: Sequence[Memory], limit: float, width: int, full: bool) 
     yield from _left_out(len(stages), full)
 
 
-def timeline_lines(s: Setting, timeline: Timeline, width: int, color: bool, full: bool) -> Iterator[Text]:
-    few = 1 + max(event.action.microbatch for event in timeline.events())
+def idle_words(plan: Plan, timeline: Timeline) -> str:
+    """Idle shares of the microbatches that are drawn, and of the pipeline over the whole step."""
+    takes = dict(plan.step.terms)["pipeline, first start to last end"]
+    busy = (
+        sum(map(timeline.busy, range(timeline.ranks)))
+        * plan.setting.microbatches
+        / drawn_microbatches(timeline)
+    )
+    whole = 1 - busy / (timeline.ranks * takes)
+    return f"{timeline.bubble:.1%} idle in these, {whole:.1%} in the step"
+
+
+def drawn_microbatches(timeline: Timeline) -> int:
+    return 1 + max(event.action.microbatch for event in timeline.events())
+
+
+def timeline_lines(plan: Plan, timeline: Timeline, width: int, color: bool, full: bool) -> Iterator[Text]:
+    s, few = plan.setting, drawn_microbatches(timeline)
     count = f"{few} of {s.microbatches}" if few < s.microbatches else f"{few}"
     yield Text()
     words = f"pipeline ({s.layout.schedule}), {count} microbatches, {duration_text(timeline.makespan)}"
     yield Text(f"{words}: F forward, B backward")
     if few < s.microbatches:
-        yield Text("  (idle shares of these microbatches; those of the whole step are smaller)", "dim")
+        yield Text(f"  ({idle_words(plan, timeline)})", "dim")
     lines = pipeline_text(timeline, max(30, width - 26), color).splitlines()
     for rank in _shown(len(lines), full):
         yield Text("  ") + Text.from_ansi(lines[rank])

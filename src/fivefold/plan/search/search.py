@@ -12,7 +12,7 @@ import gc
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from operator import itemgetter
@@ -20,11 +20,11 @@ from typing import Any
 
 from fivefold.errors import UserError
 from fivefold.host.devices import GIB
-from fivefold.plan.advice.budget import Questions
-from fivefold.plan.advice.explain import limits, margin, reasons
+from fivefold.plan.advice.budget import DAY, Questions, answer
+from fivefold.plan.advice.explain import fold, limits, margin, reasons
 from fivefold.plan.cluster.devices import Cluster
 from fivefold.plan.memory import model_states
-from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved
+from fivefold.plan.predict import Plan, for_recipe, held, limit, price, resolved, with_stalls
 from fivefold.plan.predict import within as within_budget
 from fivefold.plan.search.bound import Bounds
 from fivefold.plan.search.space import Choice, Space
@@ -40,13 +40,16 @@ from fivefold.sharding.tiers import BESIDE, EARLY, NOT_OFFLOADED, OFFLOADS, WIND
 
 GLIMPSE = 32
 LOOKED, SLOWER = 32, 4 / 3  # plans whose recomputation is thinned out; a step with it beside one without
+FOLDED = 4  # times as many are looked at, if many of them differ little
 PRICED = 4  # the level of a full prediction, after four levels of bounds
 Order = tuple[int, ...]
 """A layout's place in the space. The first of equal layouts wins, so that a search always gives the same result."""
 FEW = 4  # layouts per size of a microbatch that are tried with offload; pipelines of the second round
+ROOMIER = 2  # times the memory that is looked beyond: devices have no more of it
 ROOM = 1.25  # memory that the second round may save, beside what there is
-MOST_SEARCHES = 8  # for the fewest devices
+MOST_SEARCHES = 64  # for the fewest devices, between a bound and twice as many nodes
 SMALLEST = 20  # if nothing fits, the layouts with the least bytes that are counted exactly
+COUNTED = 100  # the same for each larger number of devices
 TRIED = 24  # numbers of devices between a bound and the first doubling that does
 MOST_DEVICES = 2**17
 
@@ -55,15 +58,16 @@ MOST_DEVICES = 2**17
 class Found:
     """The result of a search.
 
-    plans: best first. rejected: number of rejected layouts by reason. reasons: why each plan is slower than the first.
-    bottlenecks: those of the first, one sentence each. nothing: what would be needed if no layout fits; plans are
-    then those that fit because they offload something. within: the
-    fastest plan that takes at most the given bytes.
+    plans: best first. rejected: number of rejected layouts by reason. same: for each plan, others that are as fast and
+    differ little (`explain.fold`). reasons: why each plan is slower than the first. bottlenecks: those of the first,
+    one sentence each. nothing: what would be needed if no layout fits; plans are then those that fit because they
+    offload something. within: the fastest plan that takes at most the given bytes.
     """
 
     plans: list[Plan]
     considered: int
     rejected: dict[str, int]
+    same: list[list[Plan]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     bottlenecks: list[str] = field(default_factory=list)
     nothing: str = ""
@@ -71,6 +75,8 @@ class Found:
 
     def as_json(self) -> dict[str, Any]:
         plans = [plan.as_json() | {"lost": why} for plan, why in zip(self.plans, self.reasons, strict=True)]
+        for plan, others in zip(plans, self.same, strict=True):
+            plan["same"] = [to_text(other.layout) for other in others]
         return {
             "plans": plans,
             "considered": self.considered,
@@ -203,42 +209,44 @@ def search(
     fitting = list[Plan]()
     for plan in run.plans():
         fitting.append(plan)
-        late = plan.step.seconds > SLOWER * fitting[0].step.seconds
-        if len(fitting) >= top and (late or len(fitting) >= LOOKED):
+        looked = len(fitting) >= LOOKED or plan.step.seconds > SLOWER * fitting[0].step.seconds
+        if looked and (len(fitting) >= FOLDED * max(top, LOOKED) or len(fold(fitting)[0]) >= top):
             break
     best = fitting[0].step.seconds if fitting else math.inf
     roomy = Search(space, bounds, ROOM * run.most, best).glimpse()
     late = fitting[-1].step.seconds if len(fitting) >= top else math.inf
-    pipelines = [] if roomy is None else [roomy]
-    pipelines += islice((plan for plan in fitting if plan.layout.pp > 1), FEW)
+    cut = (plan for plan in fitting if plan.layout.pp > 1)
+    pipelines = [*filter(None, [roomy]), *islice(cut, FEW)]
     second = list(tuned(space, bounds, run.most, late, pipelines))
-    considered = space.size + len(second)
     # recompute in as few blocks as it takes, not in all; no plan that is much slower becomes the first by that
     thinned = dict[tuple[Layout, int, str], Plan]()
     for plan in (*fitting, *second):
         plan = within_budget(plan, int(run.most))
         thinned.setdefault((plan.layout, plan.setting.sizes.B, plan.setting.mode), plan)
-    plans = sorted(thinned.values(), key=lambda plan: plan.step.seconds)[:top]
-    slower = considered - len(plans) - run.lost
-    rejected = {reason: n for reason, n in (("do not fit", run.lost), ("slower", slower)) if n}
+    plans, same = fold(sorted(thinned.values(), key=lambda plan: plan.step.seconds), top)
+    counts = {"do not fit": run.lost, "as fast as one listed": sum(map(len, same))}
+    considered = space.size + len(second)
+    counts["slower"] = considered - len(plans) - sum(counts.values())
+    rejected = {reason: n for reason, n in counts.items() if n}
     if not plans:
-        away, why = offloaded(space, bounds, top), _nothing_fits(space, bounds, run.smallest())
-        return Found(away, considered, rejected, reasons(away) if away else [], nothing=why)
+        plans, same = fold(offloaded(space, bounds), top)
+        binding, why = limits(plans, None, None, None), _nothing_fits(space, bounds, run.smallest())
+        return Found(plans, considered, rejected, same, reasons(plans), binding, why)
 
     def within(most: float) -> Plan | None:
         plan = next(Search(space, bounds, most).plans(), None)
         return plan and within_budget(plan, int(most))
 
     if most is not None:
-        return Found(plans, considered, rejected, reasons(plans), within=within)
+        return Found(plans, considered, rejected, same, reasons(plans), within=within)
     best, whole, bolder = plans[0].step.seconds, limit(cluster, margin=False), plans[0]
     if whole > run.most:  # there is a margin
         wide = Search(space, bounds, whole, best).glimpse() or bolder  # each takes a short search of its own
         bolder = min((within_budget(p, whole) for p in (bolder, wide)), key=lambda p: p.step.seconds)
-    roomier = Search(space, bounds, math.inf, best).glimpse()
+    roomier = Search(space, bounds, ROOMIER * run.most, best).glimpse()
     wider = Search(replace(space, indivisible=True), bounds, run.most, best).glimpse()
-    bottlenecks = limits(plans, bolder, roomier, wider)
-    return Found(plans, considered, rejected, reasons(plans), bottlenecks, "", within)
+    binding = limits(plans, bolder, roomier, wider)
+    return Found(plans, considered, rejected, same, reasons(plans), binding, "", within)
 
 
 def tuned(
@@ -275,9 +283,9 @@ def _choice(plan: Plan) -> Choice:
     return Choice(s.layout, s.sizes.B, s.microbatches, s.mode, s.sequences)
 
 
-def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
-    """The fastest layouts that fit if they offload something, where none fits without. They are among those with the
-    least bytes, and with the least seconds, for each size of a microbatch."""
+def offloaded(space: Space, bounds: Bounds) -> list[Plan]:
+    """The layouts, fastest first, that fit if they offload something, where none fits without. They are among those
+    with the least bytes, and with the least seconds, for each size of a microbatch."""
     by_size: dict[int, list[tuple[float, float, Choice]]] = {}
     for start in bounds.starts(space):
         by_size.setdefault(start[2].B, []).append(start)
@@ -294,27 +302,34 @@ def offloaded(space: Space, bounds: Bounds, top: int) -> list[Plan]:
                     other = offload != NOT_OFFLOADED and one.layout.early == (update == EARLY)
                     if other and space.allows(one):
                         found.append(price(bounds.setting(one)))
-    fitting = [plan for plan in found if plan.fits]
-    return heapq.nsmallest(top, fitting, key=lambda plan: plan.step.seconds)
+    return sorted((plan for plan in found if plan.fits), key=lambda plan: plan.step.seconds)
 
 
 def fewest_devices(
-    recipe: Recipe, cluster: Cluster, asked: Questions, first: int, software: Software | None = None
-) -> Plan | None:
-    """The best plan on the fewest devices that meet the deadline, or None if no tried number does.
-
-    It tries one node, two, four and so on, from about `first` devices."""
+    recipe: Recipe, cluster: Cluster, asked: Questions, software: Software | None = None
+) -> tuple[Plan | None, int]:
+    """(the best plan on the fewest whole nodes that meet the deadline, or None; the step between the numbers of nodes
+    that were tried). They begin at a bound: nodes that compute as fast as one alone, and wait for nothing."""
     assert asked.deadline is not None
-    devices = cluster.per_node * 2 ** max(0, math.ceil(math.log2(first / cluster.per_node)) - 1)
-    for _ in range(MOST_SEARCHES):
-        try:
-            found = search(recipe, replace(cluster, devices=devices), 1, software)
-        except UserError:  # no layout divides the batch, and none with twice the devices will
-            return None
-        if found.plans and asked.tokens / found.plans[0].tokens_per_s <= asked.deadline:
-            return found.plans[0]
-        devices *= 2
-    return None
+    full, each = resolved(recipe), cluster.per_node
+    software = for_recipe(software or software_of(cluster), recipe)
+    tokens = full.train.global_batch_size * full.model.seq_len
+    needed = asked.deadline / (asked.tokens / tokens)
+    node = replace(cluster, devices=each)
+    alone = Bounds(full.model, node, software).starts(Space(full, node))
+    least = min((seconds for seconds, _, _ in alone), default=0.0) - software.step
+    first = max(1, math.floor(least / needed))
+    stride = max(1, first // MOST_SEARCHES)
+    for nodes in range(first, first + 2 * stride * MOST_SEARCHES, stride):
+        sized = replace(cluster, devices=nodes * each)
+        with suppress(UserError):  # no layout divides the batch
+            space = space_of(recipe, sized)
+            run = Search(space, Bounds(full.model, sized, software), limit(sized), SLOWER * needed)
+            plans = [within_budget(plan, int(run.most)) for plan in islice(run.plans(), FEW)]
+            best = min(plans, key=lambda plan: plan.step.seconds, default=None)
+            if best and answer(best := with_stalls(best, recipe), asked)["days"] * DAY <= asked.deadline:
+                return best, stride
+    return None, stride
 
 
 def space_of(recipe: Recipe, cluster: Cluster, modes: tuple[str, ...] = ()) -> Space:
@@ -371,7 +386,8 @@ def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
     by_mode = bounds.software.states
     states = min(sum(model_states.state_bytes(by_mode[mode], 3, 1.0, 1.0)) for mode in space.precisions)
     least = math.ceil(states * count_parameters(space.recipe.model) / most)
-    for devices in _numbers(max(least, cluster.devices + 1), cluster.per_node):
+    sure = True  # that no smaller number is enough
+    for number, devices in enumerate(_numbers(max(least, cluster.devices + 1), cluster.per_node)):
         larger = replace(space, cluster=replace(cluster, devices=devices))
         choices = [
             larger.choice(replace(layout, recompute="full"), 1, mode)
@@ -379,9 +395,12 @@ def _nothing_fits(space: Space, bounds: Bounds, near: Plan) -> str:
             for layout in larger.sharings(shape)
             for mode in larger.precisions
         ]
-        for c in heapq.nsmallest(SMALLEST, choices, key=bounds.bytes.of):
+        leanest = heapq.nsmallest(COUNTED + 1, choices, key=bounds.bytes.of)
+        for c in (c for c in leanest[:COUNTED] if bounds.bytes.of(c) <= most):
             if max(m.total for m in held(bounds.setting(c))) <= most:
-                return f"{smallest}{cluster.name}:{devices} would be enough ({to_text(c.layout)})"
+                fewer = "" if sure and number < TRIED else ", if not fewer"
+                return f"{smallest}{cluster.name}:{devices} would be enough{fewer} ({to_text(c.layout)})"
+        sure = sure and not (len(leanest) > COUNTED and bounds.bytes.of(leanest[-1]) <= most)
     many = f"No tried number of devices up to {MOST_DEVICES} is enough: the batch or the blocks are too large"
     return smallest + many
 

@@ -179,13 +179,14 @@ def fixed(s: Setting) -> float:
 class Stalls:
     """Stalls of a run.
 
-    checkpoint: bytes of one checkpoint, which all nodes write at once. saving: seconds that the run waits for it.
-    every: steps between checkpoints, also if they are due by time; 0: one at the end. reading: seconds to read a step's
-    tokens, overlapped with the step before. waiting: the exposed part of it. slowest: time of the slowest device over
-    the mean.
+    checkpoint: bytes of one checkpoint, which all nodes write at once. writing: seconds on their disks. saving: seconds
+    that the run waits for it: for a copy in host memory, if it is written beside the steps that follow. every: steps
+    between checkpoints, also if they are due by time; 0: one at the end. reading: seconds to read a step's tokens,
+    overlapped with the step before. waiting: the exposed part of it. slowest: time of the slowest device over the mean.
     """
 
     checkpoint: int
+    writing: float
     saving: float
     every: int
     reading: float
@@ -201,6 +202,7 @@ class Stalls:
         return {
             "checkpoint_bytes": self.checkpoint,
             "checkpoint_s": self.saving,
+            "checkpoint_writing_s": self.writing,
             "checkpoint_every": self.every,
             "data_wait_s": self.waiting,
             "a_step_s": self.per_step,
@@ -212,7 +214,7 @@ class Stalls:
         return [
             "stalls",
             f"  {'checkpoint, GB':38}{self.checkpoint / GB:10.4f}  {often}",
-            f"  {'waiting for a checkpoint, s':38}{self.saving:10.4f}",
+            f"  {'waiting for a checkpoint, s':38}{self.saving:10.4f}  written in {self.writing:.4g} s",
             f"  {'reading the tokens of a step, s':38}{self.reading:10.4f}  exposed: {self.waiting:.4f}",
             f"  {'average per step, s':38}{self.per_step:10.4f}",
             f"  {'slowest device over the mean':38}{self.slowest:10.4f}",
@@ -227,10 +229,17 @@ def stalls(recipe: Recipe, s: Setting, step: float) -> Stalls:
     size = round((s.states.master or s.states.working) * count_parameters(recipe.model) + states)
     tokens = recipe.train.global_batch_size * recipe.model.seq_len
     reading = tokens * token_bytes(recipe.model.vocab_size or 0) / nodes / s.cluster.storage.read
+    every = min((n for n in (section.every, by_time) if 0 < n < (steps or n + 1)), default=0)
+    writing = saving = size / nodes / s.cluster.storage.write
+    room = s.cluster.host_memory > size / nodes
+    if section.asynchronous and room and every and not s.cluster.machine:
+        copied = size / s.layout.ranks / s.cluster.host_link.write
+        saving = max(copied, writing - every * step)  # one is written before the next begins
     return Stalls(
         checkpoint=size,
-        saving=size / nodes / s.cluster.storage.write,
-        every=min((n for n in (section.every, by_time) if 0 < n < (steps or n + 1)), default=0),
+        writing=writing,
+        saving=saving,
+        every=every,
         reading=reading,
         waiting=max(0.0, reading - step),
         slowest=slowest(s.layout.ranks, s.cluster.device.spread),
