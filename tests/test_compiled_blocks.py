@@ -167,6 +167,22 @@ def test_frozen_blocks() -> None:
 
 
 @pytest.mark.slow
+def test_copies_of_sequence_parallelism_move_what_the_plan_says() -> None:
+    """Those of chunks, of what is gathered again, and of the pieces of two sequences: what a block moves beyond one
+    without them. Of two sequences in chunks the trace counts whole pieces where a chunk is read."""
+    base = "tp=2,sp=true"
+    given = [(base, 1), *((f"{base},{more}", 1) for more in ("tp_chunks=4", "sp_regather=true,tp_chunks=4"))]
+    given += [(base, 2), (f"{base},sp_regather=true", 2)]
+    recipes = [recipe_of(of, "llama", *WIDE, f"train.microbatch_size={B}") for of, B in given]
+    moved = list[tuple[float, float]]()
+    for recipe, answer in zip(recipes, traced(*recipes), strict=True):
+        ops = predict(recipe, parse("h100:2")).setting.last_block
+        moved.append((sum(op.forward + op.backward for op in ops), sum(block(answer).moved)))
+    for (said, found), (_, B) in zip(moved[1:], given[1:], strict=True):
+        assert said - B * moved[0][0] == pytest.approx(found - B * moved[0][1], rel=0.05)
+
+
+@pytest.mark.slow
 def test_blocks_that_fp8_skips_are_a_kind() -> None:
     sets = ["precision.mode=fp8", "precision.fp8_scaling=tensor", "precision.fp8_skip_last=1"]
     [answer] = traced(recipe_of("dp=1", "llama", *WIDE, *sets))

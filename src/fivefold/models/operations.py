@@ -110,7 +110,8 @@ class Program:
     compute dtype ("fused": the gradient replaces them) or with fp32 copies ("plain"). chunk_bytes: logits that exist at
     once, if in chunks. loss_on_gpu: such a chunk is read from memory for its statistics and again for its gradient, and
     the matmul itself adds to the weight's gradient in fp32. pads_values: value heads that are narrower than key heads
-    are padded to their width. rows_beside: experts' rows travel beside the shared expert.
+    are padded to their width. rows_beside: experts' rows travel beside the shared expert. batch_first: activations are
+    (B, T, D), so pieces of several sequences are put in order by copies.
     """
 
     attention: Literal["flash", "blocks", "plain"] = "flash"
@@ -124,6 +125,12 @@ class Program:
     loss_on_gpu: bool = True
     pads_values: bool = True
     rows_beside: bool = False
+    batch_first: bool = False
+
+    @property
+    def joined(self) -> bool:
+        """True if a compiler joins element-wise operations with the copies before them."""
+        return self.compiles and self.fused
 
     @property
     def eager(self) -> bool:
@@ -212,18 +219,32 @@ class Sizes:
         """The message that sums partial activations."""
         return self._message(SUM[self.sp], width)
 
-    def by_chunk(self, op: Operation) -> Operation:
-        """The matmul at the beginning or the end of a tensor-parallel region, in chunks. Those that are gathered, their
-        products and what is scattered are put together by copies. Backward at the end holds one of them besides."""
-        n, m = self.tp_chunks if self.sp and self.tp > 1 else 1, op.matmul
-        if n == 1 or not m:
+    def by_chunk(self, op: Operation, program: Program, ordered: bool) -> Operation:
+        """The matmul at the beginning or the end of a tensor-parallel region, in chunks, with the copies of
+        `parallel.autograd.TensorAxis`. ordered: it takes or gives tokens in their order. Backward at the end holds one
+        of the copies besides."""
+        n, m = self.tp_chunks, op.matmul
+        if not self.sp or self.tp == 1 or not m:
             return op
-        joined, held = (m.n + m.k * (not self.sp_regather), m.k / self.tp), 0.0
-        if op.sent_forward[0].what != WHOLE[True]:
-            joined, held = (m.n / self.tp, m.n + m.k), m.m * max(m.n, m.k) * self.e
-        moved = [2 * m.m * size * self.e for size in joined]
-        op = replace(op, forward=op.forward + moved[0], backward=op.backward + moved[1], kernels=n + 1)
-        op = replace(op, workspace=op.workspace + held)
+        enters, several = op.sent_forward[0].what == WHOLE[True], program.batch_first and self.B > 1
+        wide, inner = (m.k, m.n) if enters else (m.n, m.k)  # features of the messages, and within the region
+        gathered = scattered = wide * (several and ordered)
+        again = enters and self.sp_regather
+        if n > 1:
+            piece, apart = (
+                wide / self.tp,
+                not program.joined,
+            )  # else the residual stream's pass reads the chunks
+            gathered = inner + wide * (not again) + piece * several
+            scattered = inner * ordered + piece * apart
+        moved = [gathered, scattered] if enters else [scattered, gathered]
+        moved[1] += wide * again * (several if ordered else n > 1)
+        forward, backward = (2 * m.m * size * self.e for size in moved)
+        op = replace(op, forward=op.forward + forward, backward=op.backward + backward)
+        if n == 1:
+            return replace(op, kernels=op.kernels + (forward > 0))
+        held = 0.0 if enters else m.m * max(wide, inner) * self.e
+        op = replace(op, kernels=n + 1, workspace=op.workspace + held)
         forward, backward = (
             tuple(one if one.hidden else replace(one, calls=n, chunked=True) for one in sent)
             for sent in (op.sent_forward, op.sent_backward)

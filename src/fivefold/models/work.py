@@ -187,23 +187,26 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
     kept = Saved("qkv", s.N * s.qkv * s.e, "copied" if program.attention == "blocks" else "product")
     output = Saved("attention output", s.N * s.q * s.e, "inner")
     return [
-        region_first("qkv", s, s.qkv, biased=biased, saved=(kept,)),
+        region_first("qkv", s, program, s.qkv, biased=biased, saved=(kept,)),
         *core(s, program, causal, rotary, s.q),
-        region_last("attention out", s, s.q, "out", biased, (output,)),
+        region_last("attention out", s, program, s.q, "out", biased, (output,)),
     ]
 
 
 def region_first(
     name: str,
     s: Sizes,
+    program: Program,
     features: float,
     width: int | None = None,
     biased: bool = False,
     saved: tuple[Saved, ...] = (),
     part: Part = "",
+    ordered: bool = True,
 ) -> Operation:
     """A matmul at the beginning of a tensor-parallel region, from vectors of `width` features (None: D) to this rank's
-    `features`. Its backward holds the gradient of the whole input, and that input if it is gathered again."""
+    `features`. Its backward holds the gradient of the whole input, and that input if it is gathered again. ordered:
+    attention's, which needs the tokens in order."""
     inputs, (sent, back) = width or s.model.dim, s.enter(width)
     gathered = s.N * inputs * s.e * ((s.tp > 1) + s.sp_regather)
     op = Operation(
@@ -216,13 +219,20 @@ def region_first(
         part=part,
         workspace=s.N * features * s.e + gathered,
     )
-    return s.by_chunk(op)
+    return s.by_chunk(op, program, ordered)
 
 
 def region_last(
-    name: str, s: Sizes, features: float, part: Part, biased: bool = False, saved: tuple[Saved, ...] = ()
+    name: str,
+    s: Sizes,
+    program: Program,
+    features: float,
+    part: Part,
+    biased: bool = False,
+    saved: tuple[Saved, ...] = (),
+    ordered: bool = True,
 ) -> Operation:
-    """The matmul at the end of a tensor-parallel region, from this rank's features."""
+    """The matmul at the end of a tensor-parallel region, from this rank's features. ordered: as in `region_first`."""
     sent, back = s.leave()
     op = Operation(
         name,
@@ -233,7 +243,7 @@ def region_last(
         saved=saved,
         part=part,
     )
-    return s.by_chunk(op)
+    return s.by_chunk(op, program, ordered)
 
 
 def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -> list[Operation]:
@@ -366,9 +376,11 @@ def feed_forward(s: Sizes, program: Program, gated: bool, biased: bool) -> list[
     F, e, N = (s.model.ffn_dim or 0) / s.tp, s.e, s.N
     wide = 2 * F if gated else F
     return [
-        region_first("up", s, wide, biased=biased, saved=(Saved("up", N * wide * e, "product"),)),
+        region_first(
+            "up", s, program, wide, None, biased, (Saved("up", N * wide * e, "product"),), ordered=False
+        ),
         activation("", program, N * F * e, N * wide * e, gated),
-        region_last("down", s, F, "down", biased),
+        region_last("down", s, program, F, "down", biased, ordered=False),
     ]
 
 

@@ -215,7 +215,7 @@ class Software(Program):
         return OPTIMIZERS[self.optimizer].check_traffic(one_pass) if self.checked else 0.0
 
 
-FIVEFOLD = Software(compiles=True, rows_beside=True)
+FIVEFOLD = Software(compiles=True, rows_beside=True, batch_first=True)
 """This program on GPUs."""
 FIVEFOLD_CPU = replace(
     FIVEFOLD,

@@ -128,11 +128,11 @@ class Card(moe.Card):
         held = [Saved("attention output", N * H * w.value * e, "inner")]
         if cut and (not blocks or some_queries(s.cp, s.cp_method)):  # these keep their own result
             held.append(Saved("padded output", N * value * e, "inner"))
-        out = work.region_last("attention out", s, H * w.value, "out", saved=tuple(held))
+        out = work.region_last("attention out", s, program, H * w.value, "out", saved=tuple(held))
         return [
             *self._latents(s, program),
-            work.region_first("query up", s, H * w.query, w.query_rank or s.model.dim, part="inner"),
-            work.region_first("key-value up", s, H * w.key_value, w.kv_rank, part="inner"),
+            work.region_first("query up", s, program, H * w.query, w.query_rank or s.model.dim, part="inner"),
+            work.region_first("key-value up", s, program, H * w.key_value, w.kv_rank, part="inner"),
             Operation(
                 "heads",
                 forward=moved,
