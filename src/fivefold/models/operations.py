@@ -144,10 +144,12 @@ class Program:
 
 class Seen(NamedTuple):
     """What attention computes of sequences with several documents. share: of the scores of whole sequences. tokens:
-    length of the sequences that its kernel goes over, if they are not whole."""
+    length of the sequences that its kernel goes over, if they are not whole. copied: queries and keys that it copies,
+    relative to a rank's tokens, to have those of all sequences in a row."""
 
     share: float = 1.0
     tokens: float | None = None
+    copied: tuple[float, float] = (0.0, 0.0)
 
 
 WHOLE_SEQUENCES = Seen()

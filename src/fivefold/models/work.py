@@ -265,6 +265,9 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
     turned *= 1.0 if program.fused else ROTATED if program.eager else 3.0
     if program.attention == "plain":
         return _plain_attention(s, program, share)
+    queries, keys = (2 * N * e * tokens for tokens in s.seen.copied)
+    copied = queries * q + keys * (qkv - q)
+    copied_again = copied + 2 * queries * value  # with the output and its gradient
     saved, besides = _kept_by_attention(s, program, share)
     if (
         s.cp > 1 and s.cp_method == "all_gather"
@@ -274,8 +277,8 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
         Operation(
             "attention",
             attention=2.0 * N * T * (q + value) * share * s.seen.share,
-            forward=turned,
-            backward=turned,
+            forward=turned + copied,
+            backward=turned + copied_again,
             kernels=1 if not rotary or program.fused else 20 if program.eager else 5,
             sent_forward=forward,
             sent_backward=backward,
