@@ -60,14 +60,15 @@ class Matmul:
 class Message:
     """A collective on an axis. size: bytes of the larger of input and output. "ring": keys and values that travel round
     a ring; `size` is for all of them going all the way. hidden: it overlaps with the operation. calls: number of calls
-    it is cut into. chunked: each overlaps with the product of another chunk (schedules/chunks.py)."""
+    it is cut into. chunked: each overlaps with other chunks (schedules/chunks.py): of a product; "rows": to experts, of
+    their work; "results": of these, on the way back."""
 
     what: What | Literal["ring"]
     axis: str
     size: float
     hidden: bool = False
     calls: int = 1
-    chunked: bool = False
+    chunked: Literal["", "product", "rows", "results"] = ""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Operation:
     "core", "inner" and "gate" are as in `Saved`; "out" and "down" are the matmuls behind attention and gate; "" is any
     other; "never": backward does not need it. workspace: bytes that its backward (for the loss: its forward) holds
     besides saved tensors. random: numbers drawn in forward, for dropout. rate: the measured operation whose
-    element-wise work it resembles. beside: the operations that hide its hidden messages; none: itself.
+    element-wise work it resembles. beside: the operations that hide its hidden messages; none: itself. behind: those
+    that do behind them, in chunks.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Operation:
     random: float = 0.0
     rate: Rate = "copy"
     beside: tuple[Operation, ...] = ()
+    behind: tuple[Operation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ class Sizes:
         held = 0.0 if enters else m.m * max(wide, inner) * self.e
         op = replace(op, kernels=n + 1, workspace=op.workspace + held)
         forward, backward = (
-            tuple(one if one.hidden else replace(one, calls=n, chunked=True) for one in sent)
+            tuple(one if one.hidden else replace(one, calls=n, chunked="product") for one in sent)
             for sent in (op.sent_forward, op.sent_backward)
         )
         return replace(op, matmul=replace(m, chunks=n), sent_forward=forward, sent_backward=backward)

@@ -412,11 +412,10 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
         k = E * expert_capacity(model.capacity_factor, N, k, E) / N
     routed, received, here = N * k, N * k * (s.load if s.ep > 1 else 1.0), E / s.ep
     most = max(routed, received)
-    home, home_back = (_chunked(sent, s.chunks) for sent in s.sends(ROWS, most * D))
+    home, home_back = s.sends(ROWS, most * D, s.chunks)
     there, there_back = home, home_back  # to experts: rows in forward, gradients of results in backward
     if s.dispatched:
-        narrow = replace(ROWS, number=1)
-        there, there_back = (_chunked(sent, s.chunks) for sent in s.sends(narrow, most * s.dispatched))
+        there, there_back = s.sends(replace(ROWS, number=1), most * s.dispatched, s.chunks)
     order = 2 * received * D * e if s.ep > 1 else 0.0  # rows arrive by rank; they are put in order, and back
     alone = program.compiles and not model.shared_experts  # then nothing keeps the input itself
     wide = N * D * (4 - e if alone else 4 * (e != 4))
@@ -427,6 +426,18 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     router = Operation("router", Matmul(N, E, D, sensitive=True), 0.0, moved, moved, 8, saved=kept)
     experts = _swiglu("experts", received, F, s, program, here, s.chunks)
     shared = _swiglu("shared", N, model.shared_experts * F, s, program) if model.shared_experts else []
+    hides = tuple(shared) if program.rows_beside else ()
+    waits, beside, behind = (
+        _arrival(there, home_back, hides),
+        tuple[Operation, ...](),
+        tuple[Operation, ...](),
+    )
+    if s.chunks > 1:  # messages of chunks go both ways beside all of it
+        home, there_back = (
+            (replace(to[0], chunked="rows"), replace(back[0], chunked="results"))
+            for to, back in ((there, home), (there_back, home_back))
+        )
+        waits, beside, behind = [], hides, tuple(experts)
     ops = [
         router,
         Operation(
@@ -439,17 +450,18 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
             saved=(Saved("routed", received * D * e, "stream"),),
         ),
         *shared,
-        *_arrival(there[:1], home_back[:1], shared if program.rows_beside else []),
+        *waits,
         *experts,
-        Operation(  # the hidden messages of both ways are with it
+        Operation(
             "combine",
             forward=3 * routed * D * e + order,
             backward=3 * routed * D * e + order,
             kernels=4,
-            sent_forward=(*home, *there[1:]),
-            sent_backward=(*there_back, *home_back[1:]),
+            sent_forward=home,
+            sent_backward=there_back,
             saved=(Saved("experts' output", routed * D * e, "stream"),),
-            beside=tuple(experts) if s.chunks > 1 else (),
+            beside=beside,
+            behind=behind,
         ),
     ]
     learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
@@ -462,21 +474,12 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
 
 
 def _arrival(
-    forward: tuple[Message, ...], backward: tuple[Message, ...], shared: list[Operation]
+    forward: tuple[Message, ...], backward: tuple[Message, ...], shared: tuple[Operation, ...]
 ) -> list[Operation]:
     """The wait for rows that travel beside the shared experts, if there are any, in forward and in backward."""
     there, back = (tuple(replace(m, hidden=bool(shared)) for m in way) for way in (forward, backward))
-    wait = Operation("arrival", kernels=0, sent_forward=there, sent_backward=back, beside=tuple(shared))
+    wait = Operation("arrival", kernels=0, sent_forward=there, sent_backward=back, beside=shared)
     return [wait] if forward else []
-
-
-def _chunked(sent: tuple[Message, ...], chunks: int) -> tuple[Message, ...]:
-    """A message cut into chunks: one of them, and the others, which overlap."""
-    if chunks == 1:
-        return sent
-    share = 1 / chunks
-    others = [replace(m, size=m.size * (1 - share), calls=chunks - 1, hidden=True) for m in sent]
-    return (*(replace(m, size=m.size * share) for m in sent), *others)
 
 
 def _swiglu(
