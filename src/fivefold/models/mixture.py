@@ -80,7 +80,7 @@ class _Attach(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         scale, counted = ctx.factors.unbind()
-        return grads[0], scale, ctx.facts.double() * counted, None, None
+        return grads[0], scale, ctx.facts.double().where(counted > 0, 0.0), None, None
 
 
 class Total(nn.Module):

@@ -67,8 +67,10 @@ def apply(stage: LanguageModel, mesh: Mesh) -> None:
     for name, core in list(stage.named_modules()):
         if isinstance(core, AttentionCore):
             attention = method(core, axis, mesh.layout)
-            if isinstance(attention, OverRanks):
-                cores[attention.key] = attention
+            if isinstance(
+                attention, OverRanks
+            ):  # each keeps the registered one, which other modules may have made
+                attention.registered = (cores.setdefault(attention.key, attention),)
             stage.set_submodule(name, attention)
     operators.axes[axis.key] = axis
     stage.output = CountedLoss(stage.output, axis)
@@ -131,6 +133,9 @@ class OverRanks(ContextAttention, ABC):
 
     q (B, H, t, d), kv (2, B, K, t, d), contiguous; out and its gradient (B, t, H d); lse (B, H, t) fp32.
     """
+
+    registered: tuple[OverRanks, ...] = ()
+    """The one in `cores`, which computes the same. Not a module of this one, so in a tuple."""
 
     def forward(
         self,
