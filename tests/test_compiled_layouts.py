@@ -160,10 +160,11 @@ def calls(rank: int, world: int, recipe: Recipe) -> list[str]:
 
 @pytest.mark.slow
 def test_inductor_keeps_messages_beside_the_products_of_other_chunks() -> None:
-    """The order is that of `schedules/chunks.py`. In backward the gradient of a weight is behind what is gathered, and
-    before the waits for what is scattered."""
+    """The order is that of `schedules/chunks.py`, also without gradients. In backward the gradient of a weight is
+    behind what is gathered, and before the waits for what is scattered."""
     world, recipe = on("tp=2,sp=true,tp_chunks=4", "gpt2")
-    forward, backward, *_ = run_ranks(world, calls, recipe, timeout_s=120)[0]
+    forward, backward, *validation = run_ranks(world, calls, recipe, timeout_s=120)[0]
+    assert validation == [forward]
     gather, scatter = ("".join(a.what[0] for a in actions(gathers, 4)) for gathers in (True, False))
     assert forward == 2 * (gather + scatter)
     assert backward == 2 * (gather + "m" + scatter.replace("wwww", "mwwww"))
