@@ -269,10 +269,10 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
     copied = queries * q + keys * (qkv - q)
     copied_again = copied + 2 * queries * value  # with the output and its gradient
     saved, besides = _kept_by_attention(s, program, share)
-    if (
-        s.cp > 1 and s.cp_method == "all_gather"
-    ):  # backward has all keys and values, and fp32 sums of their gradients
-        besides += N * (qkv - q) * s.cp * (e + 4)
+    if s.cp > 1 and s.cp_method == "all_gather":
+        besides += (
+            N * (qkv - q) * s.cp * (e + 4)
+        )  # in backward all keys and values, and fp32 sums of gradients
     return [
         Operation(
             "attention",
@@ -298,9 +298,7 @@ def query_key_norms(
     e, N, rows = s.e, s.N, (s.qkv + s.q) / 2  # features of queries and keys
     sent, back = s.sends(sums, N * vectors) if sums else ((), ())
     forward, backward, kernels = (2, 3, 2) if program.fused else (14, 24, 12)
-    if (
-        sent and program.fused
-    ):  # a message cuts each pass; and where nothing is compiled each norm is PyTorch's
+    if sent and program.fused:  # a message cuts each pass; where nothing is compiled each norm is PyTorch's
         forward, backward, kernels = (3, 5, 4) if program.compiles else (14, 24, 12)
     joined = 2 * N * s.qkv * e  # queries, keys and values are put side by side again
     kept = N * e * (rows if program.attention == "blocks" or program.eager else s.qkv)
@@ -426,18 +424,15 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     router = Operation("router", Matmul(N, E, D, sensitive=True), 0.0, moved, moved, 8, saved=kept)
     experts = _swiglu("experts", received, F, s, program, here, s.chunks)
     shared = _swiglu("shared", N, model.shared_experts * F, s, program) if model.shared_experts else []
-    hides = tuple(shared) if program.rows_beside else ()
-    waits, beside, behind = (
-        _arrival(there, home_back, hides),
-        tuple[Operation, ...](),
-        tuple[Operation, ...](),
+    combine = Operation(
+        "combine",
+        forward=3 * routed * D * e + order,
+        backward=3 * routed * D * e + order,
+        kernels=4,
+        saved=(Saved("experts' output", routed * D * e, "stream"),),
     )
-    if s.chunks > 1:  # messages of chunks go both ways beside all of it
-        home, there_back = (
-            (replace(to[0], chunked="rows"), replace(back[0], chunked="results"))
-            for to, back in ((there, home), (there_back, home_back))
-        )
-        waits, beside, behind = [], hides, tuple(experts)
+    hides = tuple(shared) if program.rows_beside else ()
+    waits, combine = _travel((there, home), (there_back, home_back), hides, tuple(experts), s.chunks, combine)
     ops = [
         router,
         Operation(
@@ -452,17 +447,7 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
         *shared,
         *waits,
         *experts,
-        Operation(
-            "combine",
-            forward=3 * routed * D * e + order,
-            backward=3 * routed * D * e + order,
-            kernels=4,
-            sent_forward=home,
-            sent_backward=there_back,
-            saved=(Saved("experts' output", routed * D * e, "stream"),),
-            beside=beside,
-            behind=behind,
-        ),
+        combine,
     ]
     learns = (model.balance == "aux" and model.aux_loss_weight > 0) or model.z_loss_weight > 0
     sums = [Operation("experts' sum", kernels=0, sent_forward=summed)] if summed else []
@@ -473,13 +458,26 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     return [*ops, *(replace(op, part="" if learns else "never") for op in sums)]
 
 
-def _arrival(
-    forward: tuple[Message, ...], backward: tuple[Message, ...], shared: tuple[Operation, ...]
-) -> list[Operation]:
-    """The wait for rows that travel beside the shared experts, if there are any, in forward and in backward."""
-    there, back = (tuple(replace(m, hidden=bool(shared)) for m in way) for way in (forward, backward))
-    wait = Operation("arrival", kernels=0, sent_forward=there, sent_backward=back, beside=shared)
-    return [wait] if forward else []
+def _travel(
+    forward: tuple[tuple[Message, ...], tuple[Message, ...]],
+    backward: tuple[tuple[Message, ...], tuple[Message, ...]],
+    shared: tuple[Operation, ...],
+    experts: tuple[Operation, ...],
+    chunks: int,
+    combine: Operation,
+) -> tuple[list[Operation], Operation]:
+    """The wait for rows that travel beside the shared experts, and `combine` with the messages of results, or in chunks
+    with all messages. forward, backward: to experts and home."""
+    (there, home), (gradients, rows) = forward, backward
+    if chunks > 1:
+        sent, back = (
+            (*(replace(m, chunked="rows") for m in to), *(replace(m, chunked="results") for m in results))
+            for to, results in (forward, backward)
+        )
+        return [], replace(combine, sent_forward=sent, sent_backward=back, beside=shared, behind=experts)
+    there, rows = (tuple(replace(m, hidden=bool(shared)) for m in way) for way in (there, rows))
+    wait = Operation("arrival", kernels=0, sent_forward=there, sent_backward=rows, beside=shared)
+    return [wait] * bool(there), replace(combine, sent_forward=home, sent_backward=gradients)
 
 
 def _swiglu(
