@@ -236,10 +236,7 @@ class Sizes:
         gathered = scattered = wide * (several and ordered)
         again = enters and self.sp_regather
         if n > 1:
-            piece, apart = (
-                wide / self.tp,
-                not program.joined,
-            )  # else the residual stream's pass reads the chunks
+            piece, apart = wide / self.tp, not program.joined  # or what adds to the residual reads chunks
             gathered = inner + wide * (not again) + piece * several
             scattered = inner * ordered + piece * apart
         moved = [gathered, scattered] if enters else [scattered, gathered]

@@ -270,9 +270,7 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
     copied_again = copied + 2 * queries * value  # with the output and its gradient
     saved, besides = _kept_by_attention(s, program, share)
     if s.cp > 1 and s.cp_method == "all_gather":
-        besides += (
-            N * (qkv - q) * s.cp * (e + 4)
-        )  # in backward all keys and values, and fp32 sums of gradients
+        besides += N * (qkv - q) * s.cp * (e + 4)  # all keys and values, and fp32 sums of gradients
     return [
         Operation(
             "attention",

@@ -67,9 +67,7 @@ def apply(stage: LanguageModel, mesh: Mesh) -> None:
     for name, core in list(stage.named_modules()):
         if isinstance(core, AttentionCore):
             attention = method(core, axis, mesh.layout)
-            if isinstance(
-                attention, OverRanks
-            ):  # each keeps the registered one, which other modules may have made
+            if isinstance(attention, OverRanks):
                 attention.registered = (cores.setdefault(attention.key, attention),)
             stage.set_submodule(name, attention)
     operators.axes[axis.key] = axis
@@ -135,7 +133,7 @@ class OverRanks(ContextAttention, ABC):
     """
 
     registered: tuple[OverRanks, ...] = ()
-    """The one in `cores`, which computes the same. Not a module of this one, so in a tuple."""
+    """The one in `cores`, which computes the same and stays while a block lives. In a tuple: not a part of this one."""
 
     def forward(
         self,

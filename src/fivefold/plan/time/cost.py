@@ -170,9 +170,7 @@ def operation(op: Operation, s: Setting) -> Cost:
     device, e, dtype = s.cluster.device, s.sizes.e, s.dtype
     gap = 0.0 if device.measured else op.kernels * s.software.kernel  # or measured, of a whole block
     parts = s.layout.cp if some_queries(s.layout.cp, s.layout.cp_method) else 1
-    within = bool(
-        device.measured and op.attention and parts == 1
-    )  # what attention moves was measured with it
+    within = bool(device.measured and op.attention and parts == 1)  # what it moves was measured with it
     forward = gap + (0.0 if within else stream(op.forward, device, op.rate, dtype))
     forward += random(op.random, device, dtype)
     inputs = gap + (0.0 if within else stream(op.backward, device, op.rate, dtype, True))
