@@ -1,9 +1,12 @@
 """What blocks are compiled to on a GPU, found without one: graphs, breaks, kernels, and what they keep for backward."""
 
+import json
 from collections.abc import Callable, Iterable
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
+import gpu_blocks  # benchmarks/planner
 import pytest
 import torch
 from test_trace_gpu import recipe_of
@@ -58,6 +61,7 @@ EAGER = {
     "split backward, LayerNorm": ("pp=2,schedule=zbv", "gpt2", []),
 }
 FEW = ("experts alone", "split backward")
+TRACES = Path(gpu_blocks.__file__).parents[1] / "results/gpu_blocks.json"
 
 
 def traced(*recipes: Recipe, in_python: Iterable[Recipe] = ()) -> list[dict]:
@@ -259,6 +263,20 @@ def test_eager_blocks_keep_what_the_plan_says(quick) -> None:
 def test_other_eager_blocks_keep_what_the_plan_says() -> None:
     recipes = eager(name for name in EAGER if name not in FEW)
     check_growth(recipes, dict(zip(recipes, traced(in_python=recipes.values()), strict=True)))
+
+
+@REPEATED
+@pytest.mark.parametrize("family", gpu_blocks.LAYOUTS)
+def test_blocks_keep_what_the_committed_traces_kept(family: str) -> None:
+    """Of every architecture, compiled to one graph (benchmarks/planner/gpu_blocks.py)."""
+    rows = [row for row in json.loads(TRACES.read_text())["rows"] if row["family"] == family]
+    for row in rows:
+        found = Block(**row["block"])
+        said = gpu_blocks.planned_bytes(
+            gpu_blocks.setting_of(gpu_blocks.recipe_of(row["arch"], row["layout"]))
+        )
+        assert not found.whole or said == pytest.approx(sum(found.kept), rel=0.01), row["arch"]
+    assert rows
 
 
 @pytest.mark.slow

@@ -126,7 +126,9 @@ class Card(moe.Card):
         moved = written + 2 * N * (H + 1) * w.rope * e * (work.ROTATED - 1) * program.eager
         cut = 0.0 if value == H * w.value else N * (value + H * w.value) * e  # values lose their padding
         held = [Saved("attention output", N * H * w.value * e, "inner")]
-        if cut and (not blocks or some_queries(s.cp, s.cp_method)):  # these keep their own result
+        if cut and (
+            some_queries(s.cp, s.cp_method) or not (blocks or s.cp > 1)
+        ):  # these keep their own result
             held.append(Saved("padded output", N * value * e, "inner"))
         out = work.region_last("attention out", s, program, H * w.value, "out", saved=tuple(held))
         return [
