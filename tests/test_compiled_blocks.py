@@ -14,6 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.models.card import card_of
+from fivefold.models.recomputation import region
 from fivefold.plan.cluster.clusters import parse
 from fivefold.plan.memory.memory import kept
 from fivefold.plan.predict import predict
@@ -277,6 +278,21 @@ def test_blocks_keep_what_the_committed_traces_kept(family: str) -> None:
         )
         assert not found.whole or said == pytest.approx(sum(found.kept), rel=0.01), row["arch"]
     assert rows
+
+
+def test_compiled_code_repeats_the_matmuls_whose_results_it_does_not_keep() -> None:
+    """The committed traces keep neither these results nor sums with them (the test above)."""
+    again = {
+        "llama": ["attention out"],
+        "bert": ["attention out"],
+        "olmo2": ["attention out", "down"],
+        "moe": ["attention out", "experts down"],
+        "deepseek": ["query up", "key-value up", "attention out", "experts down"],
+    }
+    for arch, names in again.items():
+        s = gpu_blocks.setting_of(gpu_blocks.recipe_of(arch, gpu_blocks.LAYOUTS["recompute operations"]))
+        used = region(s.recompute[-1], s.software)
+        assert [op.name for op in s.last_block if op.matmul and used.repeated(op, False)] == names, arch
 
 
 @pytest.mark.slow

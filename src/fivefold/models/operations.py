@@ -14,7 +14,7 @@ from fivefold.kernels import sizes
 from fivefold.models.section import ModelSection
 from fivefold.sharding.units import AGAIN, SUM, WHOLE, Collective, What
 
-Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate"]
+Role = Literal["input", "stream", "norm", "product", "copied", "core", "inner", "gate", "attended", "fed"]
 Part = Literal["", "norm", "core", "inner", "out", "gate", "down", "never"]
 Rate = Literal["copy", "embedding", "norm", "gate", "gelu", "loss"]
 Kind = tuple[bool, bool]
@@ -26,7 +26,8 @@ class Saved:
     """A tensor kept from forward to backward. role: "input": a block's input. "stream": on its residual stream. "norm":
     the result of the norm before a sublayer. "product": that of a sublayer's first matmul. "copied": such a result that
     is kept only if its copies are not. "core": within attention's core. "inner": any other of attention. "gate": the
-    result of the gate. once: bytes of it that exist at once if it is recomputed; None: all."""
+    result of the gate. "attended", "fed": made of the result of attention's, of the feed-forward's last matmul, in
+    compiled code. once: bytes of it that exist at once if it is recomputed; None: all."""
 
     name: str
     size: float
@@ -266,6 +267,28 @@ class Sizes:
         ways = (collective.forward, collective.backward) if getattr(self, axis) > 1 else (None, None)
         forward, backward = ((Message(what, axis, size, calls=calls),) if what else () for what in ways)
         return forward, backward
+
+
+def travel(
+    forward: tuple[tuple[Message, ...], tuple[Message, ...]],
+    backward: tuple[tuple[Message, ...], tuple[Message, ...]],
+    shared: tuple[Operation, ...],
+    experts: tuple[Operation, ...],
+    chunks: int,
+    combine: Operation,
+) -> tuple[list[Operation], Operation]:
+    """The wait for rows that travel beside the shared experts, and `combine` with the messages of results, or in chunks
+    with all messages. forward, backward: to experts and home."""
+    (there, home), (gradients, rows) = forward, backward
+    if chunks > 1:
+        sent, back = (
+            (*(replace(m, chunked="rows") for m in to), *(replace(m, chunked="results") for m in results))
+            for to, results in (forward, backward)
+        )
+        return [], replace(combine, sent_forward=sent, sent_backward=back, beside=shared, behind=experts)
+    there, rows = (tuple(replace(m, hidden=bool(shared)) for m in way) for way in (there, rows))
+    wait = Operation("arrival", kernels=0, sent_forward=there, sent_backward=rows, beside=shared)
+    return [wait] * bool(there), replace(combine, sent_forward=home, sent_backward=gradients)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fivefold.kernels import sizes
-from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes
+from fivefold.models.operations import Matmul, Message, Operation, Part, Program, Role, Saved, Sizes, travel
 from fivefold.models.section import expert_capacity
 from fivefold.sharding.sequence import some_queries
 from fivefold.sharding.units import (
@@ -43,7 +43,7 @@ def block(
         norm("norm1", s, program, "input", attended[0], biased),
         *attended,
         add("add1", s, program, mask),
-        norm("norm2", s, program, "stream", mlp[0], biased),
+        norm("norm2", s, program, "attended" if program.joined else "stream", mlp[0], biased),
         *mlp,
         add("add2", s, program, mask),
     ]
@@ -60,11 +60,12 @@ def post_norm_block(
     return [
         replace(first, saved=(kept, others, *first.saved)),
         *attended[1:],
-        norm("norm1", s, program, "stream"),
+        norm("norm1", s, program, "attended" if program.joined else "stream"),
         add("add1", s, program, mask),
         replace(second, saved=(Saved("mlp input", kept_input(second, s), "stream"), *second.saved)),
-        *mlp[1:],
-        norm("norm2", s, program, "stream"),
+        *mlp[1:-1],
+        replace(mlp[-1], part="gate" if program.joined else mlp[-1].part),
+        norm("norm2", s, program, "fed" if program.joined else "stream"),
         add("add2", s, program, mask),
     ]
 
@@ -189,7 +190,9 @@ def attention(s: Sizes, program: Program, causal: bool, rotary: bool, biased: bo
     return [
         region_first("qkv", s, program, s.qkv, biased=biased, saved=(kept,)),
         *core(s, program, causal, rotary, s.q),
-        region_last("attention out", s, program, s.q, "out", biased, (output,)),
+        region_last(
+            "attention out", s, program, s.q, "inner" if program.joined else "out", biased, (output,)
+        ),
     ]
 
 
@@ -429,10 +432,10 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
         forward=3 * routed * D * e + order,
         backward=3 * routed * D * e + order,
         kernels=4,
-        saved=(Saved("experts' output", routed * D * e, "stream"),),
+        saved=(Saved("experts' output", routed * D * e, "fed" if program.joined else "stream"),),
     )
     hides = tuple(shared) if program.rows_beside else ()
-    waits, combine = _travel((there, home), (there_back, home_back), hides, tuple(experts), s.chunks, combine)
+    waits, combine = travel((there, home), (there_back, home_back), hides, tuple(experts), s.chunks, combine)
     ops = [
         router,
         Operation(
@@ -458,28 +461,6 @@ def mixture(s: Sizes, program: Program) -> list[Operation]:
     return [*ops, *(replace(op, part="" if learns else "never") for op in sums)]
 
 
-def _travel(
-    forward: tuple[tuple[Message, ...], tuple[Message, ...]],
-    backward: tuple[tuple[Message, ...], tuple[Message, ...]],
-    shared: tuple[Operation, ...],
-    experts: tuple[Operation, ...],
-    chunks: int,
-    combine: Operation,
-) -> tuple[list[Operation], Operation]:
-    """The wait for rows that travel beside the shared experts, and `combine` with the messages of results, or in chunks
-    with all messages. forward, backward: to experts and home."""
-    (there, home), (gradients, rows) = forward, backward
-    if chunks > 1:
-        sent, back = (
-            (*(replace(m, chunked="rows") for m in to), *(replace(m, chunked="results") for m in results))
-            for to, results in (forward, backward)
-        )
-        return [], replace(combine, sent_forward=sent, sent_backward=back, beside=shared, behind=experts)
-    there, rows = (tuple(replace(m, hidden=bool(shared)) for m in way) for way in (there, rows))
-    wait = Operation("arrival", kernels=0, sent_forward=there, sent_backward=rows, beside=shared)
-    return [wait] * bool(there), replace(combine, sent_forward=home, sent_backward=gradients)
-
-
 def _swiglu(
     name: str, rows: float, F: float, s: Sizes, program: Program, count: float = 1, chunks: int = 1
 ) -> list[Operation]:
@@ -496,5 +477,10 @@ def _swiglu(
             saved=(Saved(f"{name} up", rows * 2 * F * e, "product"),),
         ),
         activation(f"{name} ", program, rows * F * e, 2 * rows / chunks * F * e),
-        Operation(f"{name} down", Matmul(each, D, F, count, grouped=grouped), backward=added),
+        Operation(
+            f"{name} down",
+            Matmul(each, D, F, count, grouped=grouped),
+            backward=added,
+            part="gate" if program.joined and grouped else "",  # see "fed" in `Saved`
+        ),
     ]

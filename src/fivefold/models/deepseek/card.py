@@ -130,7 +130,9 @@ class Card(moe.Card):
             some_queries(s.cp, s.cp_method) or not (blocks or s.cp > 1)
         ):  # these keep their own result
             held.append(Saved("padded output", N * value * e, "inner"))
-        out = work.region_last("attention out", s, program, H * w.value, "out", saved=tuple(held))
+        out = work.region_last(
+            "attention out", s, program, H * w.value, "inner" if program.joined else "out", saved=tuple(held)
+        )
         return [
             *self._latents(s, program),
             work.region_first("query up", s, program, H * w.query, w.query_rank or s.model.dim, part="inner"),
