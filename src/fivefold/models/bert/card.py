@@ -26,13 +26,8 @@ class Card(gpt2.Card):
     def block_operations(self, s: Sizes, program: Program, mixed: bool = False) -> list[Operation]:
         """As many as GPT-2's, which move and keep as much. Recomputation leaves norms behind sublayers alone."""
         ops = super().block_operations(s, program, mixed)
-        kept = [
-            tuple(replace(t, role="stream" if t.role == "norm" else t.role) for t in op.saved) for op in ops
-        ]
-        return [
-            replace(op, part="", saved=saved) if op.part == "norm" else op
-            for op, saved in zip(ops, kept, strict=True)
-        ]
+        norms = {op: (op.saved[0], replace(op.saved[1], role="stream")) for op in ops if op.part == "norm"}
+        return [replace(op, part="", saved=norms[op]) if op in norms else op for op in ops]
 
     def table(self) -> dict[str, Shape]:
         V, D, T = self.model.vocab_size or 0, self.model.dim, self.model.seq_len
