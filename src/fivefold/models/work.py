@@ -272,7 +272,7 @@ def core(s: Sizes, program: Program, causal: bool, rotary: bool, value: float) -
     copied = queries * q + keys * (qkv - q)
     copied_again = copied + 2 * queries * value  # with the output and its gradient
     saved, besides = _kept_by_attention(s, program, share)
-    if s.cp > 1 and s.cp_method == "ulysses" and program.attention == "flash":
+    if s.cp > 1 and s.cp_method == "ulysses" and program.compiles:  # ours, on GPUs
         saved = (*saved, Saved("attention output before its exchange", N * value * e, "inner"))
     if s.cp > 1 and s.cp_method == "all_gather":
         besides += N * (qkv - q) * s.cp * (e + 4)  # all keys and values, and fp32 sums of gradients
